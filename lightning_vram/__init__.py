@@ -1,0 +1,12 @@
+"""Fit larger models on the GPU you have: memory-saving parts for PyTorch Lightning.
+
+Everything a user needs is imported from here; the modules below this one may move between releases.
+"""
+
+from lightning_vram.callbacks.activation_checkpointing import ActivationCheckpointing
+from lightning_vram.callbacks.empty_cache import EmptyCache
+from lightning_vram.callbacks.vram_monitor import VRAMMonitor
+from lightning_vram.memory.tracker import track_memory
+from lightning_vram.version import __version__ as __version__
+
+__all__ = ["ActivationCheckpointing", "EmptyCache", "VRAMMonitor", "track_memory"]

@@ -1,0 +1,225 @@
+"""The ``lightning-vram`` command: a LightningCLI for any module, with the pack's parts at hand.
+
+The only place of the package that prints. Mistakes of the user end in one line and exit code 2; set
+``LIGHTNING_VRAM_DEBUG=1`` to see where one was found.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jsonargparse import Namespace, set_parsing_settings
+from lightning.pytorch import seed_everything
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from omegaconf.errors import OmegaConfBaseException
+from rich.console import Console
+from typing_extensions import override
+
+from lightning_vram.callbacks.vram_monitor import VRAMMonitor
+from lightning_vram.memory.allocator import empty_cache
+from lightning_vram.memory.measurement import read_measurements
+from lightning_vram.memory.out_of_memory import is_out_of_memory
+from lightning_vram.report.comparison import FitResult, comparison_table
+from lightning_vram.report.one_line import condense_error
+from lightning_vram.report.tables import memory_table
+
+PROGRAM = "lightning-vram"
+DEBUG_VARIABLE = "LIGHTNING_VRAM_DEBUG"
+EXIT_USAGE = 2
+_SUBCOMMANDS = ("fit", "validate", "test", "predict")
+_OWN_PACKAGE = "lightning_vram"
+_MIN_TABLE_WIDTH = 100
+
+
+class VRAMCLI(LightningCLI):
+    """Fit, validate, test or predict with any LightningModule and LightningDataModule, named by class path.
+
+    ``${...}`` works in and across ``--config`` files and follows overrides on the command line. ``fit`` takes
+    ``--compare_with_plain true``: it fits once more without the parts of this package, from the same seed, and prints
+    peak memory, time per step and equality of the weights side by side.
+
+    Args:
+        kwargs: As for ``LightningCLI``, but for the parser's settings.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        # Without it, ${model.width} in a file is looked up from the root, where it is fit.model.width.
+        set_parsing_settings(omegaconf_absolute_to_relative_paths=True)
+        self.is_running = False
+        super().__init__(
+            parser_class=_Parser,
+            parser_kwargs={
+                "parser_mode": "omegaconf+",
+                "prog": PROGRAM,
+                "description": "Train in a fraction of the GPU memory. `lightning-vram report FILE` prints what "
+                "VRAMMonitor recorded.",
+            },
+            save_config_kwargs={"overwrite": True},
+            **kwargs,
+        )
+
+    @staticmethod
+    @override
+    def subcommands() -> dict[str, set[str]]:
+        return {name: skipped for name, skipped in LightningCLI.subcommands().items() if name in _SUBCOMMANDS}
+
+    @override
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_argument(
+            "--compare_with_plain",
+            type=bool,
+            default=False,
+            help="After fit, fit again without the parts of lightning_vram and print both side by side.",
+        )
+
+    @override
+    def after_instantiate_classes(self) -> None:
+        if self.subcommand == "fit" and self._get(self.config, "compare_with_plain"):
+            if self._get(self.config, "seed_everything") is False:
+                raise MisconfigurationException(
+                    "compare_with_plain=true needs a seed for both fits, got seed_everything=false. Give a number."
+                )
+            if _find_monitor(self) is None:
+                raise MisconfigurationException(
+                    "compare_with_plain=true needs a lightning_vram.VRAMMonitor among trainer.callbacks, got none."
+                )
+        self.is_running = True
+
+    def after_fit(self) -> None:
+        """Compare with a plain fit if asked to. ``LightningCLI`` calls this."""
+        if not self._get(self.config, "compare_with_plain"):
+            return
+        packed, parts = _read_result(self), self._remove_own_parts()
+        if not parts:
+            raise MisconfigurationException(
+                "compare_with_plain=true needs parts of lightning_vram to leave out among trainer.callbacks, got none."
+            )
+        plain = self._fit_again()
+        if _is_rank_zero():
+            console = _console()
+            console.print()
+            console.print(comparison_table(plain, packed, " and ".join(parts)))
+
+    def _remove_own_parts(self) -> list[str]:
+        """Take the memory-saving callbacks of this package out of the configuration; return their names."""
+        trainer: Namespace = self._get(self.config, "trainer")
+        callbacks = trainer.callbacks or []
+        callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+        own = [callback for callback in callbacks if _is_memory_saver(callback.class_path)]
+        trainer.callbacks = [callback for callback in callbacks if callback not in own]
+        return [callback.class_path.rpartition(".")[2] for callback in own]
+
+    def _fit_again(self) -> FitResult:
+        device = self.trainer.strategy.root_device
+        del self.trainer, self.model, self.datamodule, self.config_init  # they hold what the plain fit will need
+        empty_cache(device)
+        seed_everything(self._get(self.config, "seed_everything"), workers=True, verbose=False)
+        with tempfile.TemporaryDirectory(prefix=f"{PROGRAM}-") as folder:
+            self._get(self.config, "trainer").default_root_dir = folder  # no second set of logs and checkpoints
+            self.instantiate_classes()
+            if _is_rank_zero():
+                _console().print("Fitting again without the parts of lightning_vram, to compare ...")
+            try:
+                self.trainer.fit(**self._prepare_subcommand_kwargs("fit"))
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                return FitResult(peak=None, seconds_per_batch=None, weights=None)
+            return _read_result(self)
+
+
+class _Parser(LightningArgumentParser):
+    """Says what is wrong in one line."""
+
+    @override
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        if not self.exit_on_error or os.environ.get(DEBUG_VARIABLE):
+            super().error(message, ex)
+        _fail(condense_error(message))
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run the command.
+
+    Args:
+        args: Arguments after the program's name; ``None`` takes ``sys.argv``.
+
+    Raises:
+        SystemExit: With code 2 and one line on stderr if an argument or a configuration is wrong.
+    """
+    arguments = list(sys.argv[1:] if args is None else args)
+    if arguments[:1] == ["report"]:
+        _report(arguments[1:])
+        return
+    cli = VRAMCLI.__new__(VRAMCLI)  # kept when its __init__, which runs the whole command, raises
+    try:
+        cli.__init__(args=None if args is None else arguments)  # type: ignore[misc]
+    except Exception as error:
+        if os.environ.get(DEBUG_VARIABLE) or not _is_mistake_of_user(error, is_running=cli.is_running):
+            raise
+        _fail(condense_error(str(error)) + ("" if cli.is_running else f" ({DEBUG_VARIABLE}=1 shows where)"))
+
+
+def _report(args: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog=f"{PROGRAM} report", description="Print what VRAMMonitor recorded.")
+    parser.add_argument("path", type=Path, help="the file, vram.jsonl in the run's log folder")
+    path = parser.parse_args(args).path
+    try:
+        measurements = read_measurements(path)
+    except (OSError, ValueError) as error:
+        _fail(condense_error(str(error)))
+    _console().print(memory_table(measurements))
+
+
+def _is_mistake_of_user(error: Exception, *, is_running: bool) -> bool:
+    """Whether the message says it all: a wrong configuration, not a bug whose traceback is wanted."""
+    if isinstance(error, MisconfigurationException | OmegaConfBaseException):
+        return True
+    raised_in = traceback.extract_tb(error.__traceback__)[-1].filename if error.__traceback__ else ""
+    if is_running:
+        own_folder = str(Path(__file__).parent)
+        return isinstance(error, ValueError | ModuleNotFoundError | FileNotFoundError) and raised_in.startswith(
+            own_folder
+        )
+    return isinstance(error, ValueError | TypeError | ModuleNotFoundError | FileNotFoundError)
+
+
+def _is_rank_zero() -> bool:
+    return int(getattr(rank_zero_only, "rank", 0)) == 0
+
+
+def _is_memory_saver(class_path: str) -> bool:
+    package, _, name = class_path.rpartition(".")
+    return package.split(".")[0] == _OWN_PACKAGE and name != VRAMMonitor.__name__
+
+
+def _find_monitor(cli: LightningCLI) -> VRAMMonitor | None:
+    callbacks: list[Callback] = cli.trainer.callbacks  # type: ignore[attr-defined]
+    return next((callback for callback in callbacks if isinstance(callback, VRAMMonitor)), None)
+
+
+def _read_result(cli: LightningCLI) -> FitResult:
+    monitor = _find_monitor(cli)
+    weights = {name: tensor.detach().cpu().clone() for name, tensor in cli.model.state_dict().items()}
+    if monitor is None:
+        return FitResult(peak=None, seconds_per_batch=None, weights=weights)
+    return FitResult(monitor.peaks.get("train"), monitor.seconds_per_batch, weights)
+
+
+def _console() -> Console:
+    console = Console()
+    # In a log file there is no terminal to ask: a table cut to 80 columns would lose its numbers.
+    return console if console.is_terminal else Console(width=_MIN_TABLE_WIDTH)
+
+
+def _fail(message: str) -> NoReturn:
+    print(f"{PROGRAM}: error: {message}", file=sys.stderr)
+    sys.exit(EXIT_USAGE)

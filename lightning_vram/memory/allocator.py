@@ -1,0 +1,86 @@
+"""The caching allocator of an accelerator: blocks PyTorch has reserved from the driver, in use or not."""
+
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+
+_CACHING_DEVICES = ("cuda", "xpu")  # a ROCm build calls its devices "cuda" as well
+
+
+@dataclass(frozen=True)
+class AllocatorBytes:
+    """What an allocator holds now and held at most since :func:`reset_peaks`.
+
+    Args:
+        allocated_bytes: In tensors now.
+        reserved_bytes: Taken from the driver now; the part above ``allocated_bytes`` is cache.
+        peak_allocated_bytes: Most bytes in tensors at once.
+        peak_reserved_bytes: Most bytes taken from the driver at once: what ``nvidia-smi`` shows, less the context.
+    """
+
+    allocated_bytes: int
+    reserved_bytes: int
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+
+    @property
+    def fragmentation_bytes(self) -> int:
+        """Reserved but unused bytes: cache that only a request of a fitting size can use."""
+        return self.reserved_bytes - self.allocated_bytes
+
+
+def has_cache(device: torch.device) -> bool:
+    """Whether tensors on ``device`` come from a caching allocator that :func:`empty_cache` can shrink."""
+    return device.type in _CACHING_DEVICES
+
+
+def read_allocator(device: torch.device) -> AllocatorBytes:
+    """Read the allocator of ``device``.
+
+    Raises:
+        ValueError: If ``device`` has no caching allocator.
+    """
+    memory = _module(device)
+    return AllocatorBytes(
+        allocated_bytes=memory.memory_allocated(device),
+        reserved_bytes=memory.memory_reserved(device),
+        peak_allocated_bytes=memory.max_memory_allocated(device),
+        peak_reserved_bytes=memory.max_memory_reserved(device),
+    )
+
+
+def reset_peaks(device: torch.device) -> None:
+    """Let the peaks of ``device`` start again from what is held now.
+
+    Raises:
+        ValueError: If ``device`` has no caching allocator.
+    """
+    _module(device).reset_peak_memory_stats(device)
+
+
+def empty_cache(device: torch.device) -> int:
+    """Return unused cached blocks to the driver.
+
+    Waits for the device to finish its queued work, and later allocations must ask the driver again, so call it
+    rarely. Tensors kept alive by a reference cycle are in use and stay.
+
+    Args:
+        device: Device to measure. PyTorch empties the caches of all devices of this kind at once.
+
+    Returns:
+        Bytes handed back on ``device``; 0 where there is no caching allocator.
+    """
+    if not has_cache(device):
+        return 0
+    memory = _module(device)
+    reserved_bytes = int(memory.memory_reserved(device))
+    memory.empty_cache()
+    return reserved_bytes - int(memory.memory_reserved(device))
+
+
+def _module(device: torch.device) -> ModuleType:
+    if not has_cache(device):
+        raise ValueError(f"device '{device}' has no caching allocator; those that have one: {_CACHING_DEVICES}.")
+    module: ModuleType = getattr(torch, device.type)
+    return module

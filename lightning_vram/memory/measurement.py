@@ -1,0 +1,115 @@
+"""One reading of memory during a run, as it is logged, written to a file and reported."""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from lightning_vram.memory.timeline import Category, MemoryTimeline, Phase
+
+NUM_MODULES = 8  # the largest, in a file that has a line per reading
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Memory around one batch. ``None`` means that the source does not tell.
+
+    Args:
+        stage: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
+        epoch: Epoch of the batch.
+        batch_idx: Index of the batch in its epoch.
+        step: Optimizer steps done when the batch ended.
+        device: Device that the bytes lie on.
+        source: ``"allocator"`` (what the device's allocator counts) or ``"tracker"`` (live bytes of tensors).
+        allocated_bytes: In tensors at the end of the batch.
+        peak_allocated_bytes: Most bytes in tensors at once.
+        reserved_bytes: Taken from the driver at the end of the batch.
+        peak_reserved_bytes: Most bytes taken from the driver at once.
+        host_peak_bytes: Most bytes in host tensors at once, where the device is not the host (tracker).
+        saved_for_backward_bytes: Kept by the forward for the backward (tracker).
+        peak_by_phase: Most bytes in tensors at once, for each phase of a training step.
+        peak_by_category: Bytes of each category at the peak (tracker).
+        peak_by_module: Bytes of the largest modules at the peak (tracker).
+        seconds_per_batch: Median over the untracked batches since the last reading.
+    """
+
+    stage: str
+    epoch: int
+    batch_idx: int
+    step: int
+    device: str
+    source: str
+    allocated_bytes: int
+    peak_allocated_bytes: int
+    reserved_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    host_peak_bytes: int | None = None
+    saved_for_backward_bytes: int | None = None
+    peak_by_phase: Mapping[str, int] = field(default_factory=dict)
+    peak_by_category: Mapping[str, int] = field(default_factory=dict)
+    peak_by_module: Mapping[str, int] = field(default_factory=dict)
+    seconds_per_batch: float | None = None
+
+    def with_timeline(self, timeline: MemoryTimeline) -> "Measurement":
+        """Add what only a tracker knows."""
+        return replace(
+            self,
+            host_peak_bytes=timeline.host_peak_bytes,
+            saved_for_backward_bytes=timeline.saved_for_backward_bytes,
+            peak_by_category={str(category): timeline.peak_by_category[category] for category in Category},
+            peak_by_module=dict(list(timeline.peak_by_module.items())[:NUM_MODULES]),
+        )
+
+    def sizes(self) -> dict[str, int]:
+        """All sizes in bytes under the names they are logged by, ``peak_by_module`` left out: its names vary."""
+        sizes = {
+            "allocated_bytes": self.allocated_bytes,
+            "peak_allocated_bytes": self.peak_allocated_bytes,
+            "reserved_bytes": self.reserved_bytes,
+            "peak_reserved_bytes": self.peak_reserved_bytes,
+            "host_peak_bytes": self.host_peak_bytes,
+            "saved_for_backward_bytes": self.saved_for_backward_bytes,
+            **{f"{phase}/peak_allocated_bytes": self.peak_by_phase.get(phase) for phase in Phase},
+            **{f"{category}_bytes": self.peak_by_category.get(category) for category in Category},
+        }
+        return {name: size for name, size in sizes.items() if size is not None}
+
+    def with_sizes(self, sizes: Mapping[str, int], seconds_per_batch: float | None) -> "Measurement":
+        """The same measurement with other numbers, named as :meth:`sizes` names them."""
+        names = [name for name in sizes if "/" not in name and hasattr(self, name)]
+        phases = {phase: sizes[f"{phase}/peak_allocated_bytes"] for phase in self.peak_by_phase}
+        categories = {category: sizes[f"{category}_bytes"] for category in self.peak_by_category}
+        changes: dict[str, Any] = {name: sizes[name] for name in names}
+        changes |= {"peak_by_phase": phases, "peak_by_category": categories, "seconds_per_batch": seconds_per_batch}
+        return replace(self, **changes)
+
+
+def write_measurement(path: Path, measurement: Measurement) -> None:
+    """Append ``measurement`` to a JSON Lines file; folders are made as needed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(asdict(measurement)) + "\n")
+
+
+def read_measurements(path: Path) -> list[Measurement]:
+    """Read what :func:`write_measurement` wrote, in order.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If a line is no measurement; says which.
+    """
+    measurements = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            measurements.append(Measurement(**json.loads(line)))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path}, line {number} is no measurement of VRAMMonitor: {error}") from None
+    if not measurements:
+        raise ValueError(f"{path} holds no measurement.")
+    return measurements
+
+
+def largest(measurements: Iterable[Measurement]) -> Measurement:
+    """The measurement with the highest peak; of equals the first."""
+    return max(measurements, key=lambda measurement: measurement.peak_allocated_bytes)

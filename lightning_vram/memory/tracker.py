@@ -1,0 +1,278 @@
+"""Count live tensor bytes exactly, on any machine: no GPU, no allocator, no sampling.
+
+A dispatch mode sees the result of every operator, from autograd and from recomputation too, and a weak reference tells
+when each storage dies. The bytes are those of the storages: views share, wrapper subclasses count what they hold. The
+same program gives the same numbers at each run, and fake tensors give the numbers of real ones, so a claim about
+memory can be a test.
+
+What it does not see: workspaces inside a kernel (cuDNN, cuBLAS), the allocator's rounding and fragmentation, and
+memory that no PyTorch operator returns. What it costs: some 10-20 microseconds of Python per operator. A compiled
+callable runs uncompiled while a dispatch mode is on, so what compilation saves cannot be tracked.
+"""
+
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from enum import Enum, auto
+from functools import cache
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+from torch.utils._pytree import tree_leaves
+from typing_extensions import override
+
+from lightning_vram.memory.ledger import (
+    BACKWARD,
+    FORWARD,
+    OPTIMIZER_STEP,
+    RECOMPUTATION,
+    Ledger,
+    Moment,
+    label_all,
+)
+from lightning_vram.memory.module_scope import listen
+from lightning_vram.memory.timeline import Category, MemoryTimeline, Phase
+
+
+def track_memory(
+    module: nn.Module | None = None, *, optimizers: Iterable[Optimizer] = (), inputs: Any = None
+) -> "MemoryTracker":
+    """Track live tensor bytes inside a ``with`` block.
+
+    What is born inside is always counted. What was there before is counted only if it is named here, so that a small
+    program can be worked out by hand. Python's cyclic garbage collector is held off inside: it runs at moments that
+    differ from run to run, and what only a cycle keeps alive is alive.
+
+    Args:
+        module: Counts its parameters, buffers and gradients, and names where bytes were made. ``None``: none of it.
+        optimizers: Counts their state. Optimizers that step inside the block are found without being named.
+        inputs: Any nest of tensors, such as a batch.
+
+    Returns:
+        The tracker; its :attr:`~MemoryTracker.timeline` can be read inside the block and after it.
+
+    Raises:
+        RuntimeError: If the returned tracker is entered a second time.
+
+    Example:
+        >>> import torch
+        >>> layer = torch.nn.Linear(256, 256, bias=False)
+        >>> with track_memory(layer) as tracker:
+        ...     loss = layer(torch.ones(1, 256)).sum()
+        ...     loss.backward()
+        >>> tracker.timeline.peak_by_category[Category.PARAMETERS] == 256 * 256 * 4
+        True
+    """
+    return MemoryTracker(module, tuple(optimizers), inputs)
+
+
+class MemoryTracker:
+    """A running or finished measurement: see :func:`track_memory`."""
+
+    def __init__(self, module: nn.Module | None, optimizers: tuple[Optimizer, ...], inputs: Any) -> None:
+        self._module = module
+        self._optimizers = list(optimizers)
+        self._inputs = inputs
+        self._ledger = Ledger()
+        self._step_depth = 0
+        self._exit = ExitStack()
+        self._is_fresh = True
+        self._device: str | None = None
+
+    @property
+    def timeline(self) -> MemoryTimeline:
+        """What was measured so far, frozen. Its device is that of the module's parameters, else an accelerator seen."""
+        return self._ledger.timeline(self._device)
+
+    def __enter__(self) -> Self:
+        if not self._is_fresh:
+            raise RuntimeError("a memory tracker can be entered once; call track_memory() again for a new one.")
+        self._is_fresh = False
+        if self._module is not None:
+            parameter = next(self._module.parameters(), None)
+            self._device = str(parameter.device) if parameter is not None else None
+        self._label()
+        label_all(self._ledger, (("", leaf) for leaf in _tensors(self._inputs)), Category.INPUTS)
+        self._inputs = None  # the tracked program decides how long its batch lives
+        with self._exit as stack:
+            if gc.isenabled():
+                gc.disable()
+                stack.callback(gc.enable)
+            _follow_modules(stack, self._ledger, self._module)
+            _follow_resizes(stack, self._ledger)
+            for handle in (
+                register_optimizer_step_pre_hook(self._before_step),
+                register_optimizer_step_post_hook(self._after_step),
+            ):
+                stack.callback(handle.remove)
+            stack.enter_context(_Recorder(self._ledger, self._observe))
+            self._exit = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._exit.close()
+        if not self._ledger.has_seen_backward and torch.is_grad_enabled():
+            self._ledger.label_activations()  # a forward alone: what lives now is what a backward would find
+            self._ledger.start_backward()
+        self._label()
+        self._ledger.close()
+
+    def _observe(self) -> None:
+        """Find out which phase the next operator belongs to, and what a change of phase tells."""
+        before, now = self._ledger.moment, self._now()
+        if now is before:
+            return
+        if now.phase is Phase.BACKWARD and before.is_building_graph:
+            self._ledger.label_activations()
+        if now.phase is Phase.BACKWARD and before.phase is not Phase.BACKWARD:
+            self._ledger.start_backward()
+            self._step_depth = 0  # a step that ended in an exception has not said so
+        self._ledger.moment = now
+        if before.phase is Phase.BACKWARD and now.phase is not Phase.BACKWARD:
+            self._label()
+
+    def _now(self) -> Moment:
+        if torch._C._current_graph_task_id() != -1:
+            return RECOMPUTATION if torch.is_grad_enabled() else BACKWARD
+        return OPTIMIZER_STEP if self._step_depth else FORWARD
+
+    def _label(self) -> None:
+        """Label what module and optimizers hold now; storages may have been swapped since the last time."""
+        owners: dict[int, str] = {}
+        if self._module is not None:
+            named = [(name.rpartition(".")[0], parameter) for name, parameter in self._module.named_parameters()]
+            owners = {id(parameter): owner for owner, parameter in named}
+            buffers = ((name.rpartition(".")[0], buffer) for name, buffer in self._module.named_buffers())
+            label_all(self._ledger, named, Category.PARAMETERS)
+            label_all(self._ledger, buffers, Category.BUFFERS)
+            label_all(self._ledger, ((owner, p.grad) for owner, p in named), Category.GRADIENTS)
+        for optimizer in self._optimizers:
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                owner = owners.get(id(parameter), "")
+                label_all(self._ledger, [(owner, parameter.grad)], Category.GRADIENTS)
+                state = optimizer.state.get(parameter, {})
+                label_all(self._ledger, ((owner, leaf) for leaf in _tensors(state)), Category.OPTIMIZER_STATE)
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not any(optimizer is known for known in self._optimizers):
+            self._optimizers.append(optimizer)
+        self._observe()
+        self._label()
+        self._step_depth += 1
+        # A closure is a forward and a backward in the middle of the step: Lightning always steps this way.
+        args = tuple(self._outside_of_step(arg) if callable(arg) and arg is not optimizer else arg for arg in args)
+        if callable(kwargs.get("closure")):
+            kwargs = {**kwargs, "closure": self._outside_of_step(kwargs["closure"])}
+        return args, kwargs
+
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._step_depth = max(0, self._step_depth - 1)
+        self._label()
+
+    def _outside_of_step(self, closure: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            depth, self._step_depth = self._step_depth, 0
+            try:
+                return closure(*args, **kwargs)
+            finally:
+                self._step_depth = depth
+
+        return run
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Reports what every operator returns to the ledger."""
+
+    def __init__(self, ledger: Ledger, observe: Callable[[], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._ledger = ledger
+        self._observe = observe
+
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(map(is_traceable_wrapper_subclass_type, types)):
+            return NotImplemented  # the wrapper unwraps itself; what it runs inside comes here again
+        self._observe()
+        result = func(*args, **(kwargs or {}))
+        results = _results_of(func)
+        if results is _Results.NEW:
+            for tensor in _tensors(result):
+                self._ledger.add(tensor, str(func))
+        elif results is _Results.CHANGED:
+            for tensor in _tensors(result):
+                self._ledger.update(tensor)
+        return result
+
+
+class _Results(Enum):
+    """What an operator returns."""
+
+    NEW = auto()
+    CHANGED = auto()  # an argument, perhaps with another size: ``aten.resize_``
+    VIEWS = auto()  # of an argument: an unknown storage is older than the block
+
+
+@cache
+def _results_of(func: Any) -> _Results:
+    schema = getattr(func, "_schema", None)  # higher-order operators have none
+    if schema is None or not any(result.alias_info for result in schema.returns):
+        return _Results.NEW
+    if func is torch.ops.aten.lift_fresh.default:  # the first that is seen of torch.tensor([...])
+        return _Results.NEW
+    return _Results.CHANGED if schema.is_mutable else _Results.VIEWS
+
+
+def _tensors(nest: Any) -> Iterator[Tensor]:
+    if isinstance(nest, Tensor):  # the common case, without the cost of flattening
+        return iter((nest,))
+    return (leaf for leaf in tree_leaves(nest) if isinstance(leaf, Tensor))
+
+
+def _follow_modules(stack: ExitStack, ledger: Ledger, root: nn.Module | None) -> None:
+    """Keep the name of the innermost running module in the ledger."""
+    names = {id(module): name for name, module in root.named_modules()} if root is not None else {}
+    outer: list[tuple[nn.Module, str]] = []
+
+    def enter(module: nn.Module, *_: Any) -> None:
+        outer.append((module, ledger.module))
+        ledger.module = names.get(id(module), ledger.module)
+
+    def leave(module: nn.Module, *_: Any) -> None:
+        while outer:  # a module left by an exception that its hook did not see is skipped
+            left, ledger.module = outer.pop()
+            if left is module:
+                return
+
+    stack.callback(listen(enter, leave))
+    stack.callback(register_module_forward_pre_hook(enter).remove)
+    stack.callback(register_module_forward_hook(leave, always_call=True).remove)
+
+
+def _follow_resizes(stack: ExitStack, ledger: Ledger) -> None:
+    """Note ``UntypedStorage.resize_``, with which FSDP frees and fills parameters: it does not dispatch."""
+    original = torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+        result = original(storage, size)
+        ledger.update_storage(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+
+    def restore() -> None:
+        torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
+
+    stack.callback(restore)

@@ -1,0 +1,88 @@
+"""Byte units. Inside the package every size is an ``int`` number of bytes; it is text only at the edges."""
+
+import re
+
+KIB = 1024
+MIB = 1024 * KIB
+GIB = 1024 * MIB
+TIB = 1024 * GIB
+
+_SUFFIXES = {
+    "": 1,
+    "b": 1,
+    # A bare letter means what it means to SLURM's --mem and to nvidia-smi: powers of 1024.
+    "k": KIB,
+    "m": MIB,
+    "g": GIB,
+    "t": TIB,
+    "kib": KIB,
+    "mib": MIB,
+    "gib": GIB,
+    "tib": TIB,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+}
+_SIZE = re.compile(r"\s*(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<suffix>[a-zA-Z]*)\s*")
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Write a size the way ``nvidia-smi`` and the PyTorch OOM message do, in powers of 1024.
+
+    Args:
+        num_bytes: Size in bytes. Negative values are allowed, for differences.
+
+    Returns:
+        The size with two decimals in the largest unit that keeps it at 1 or above.
+
+    Example:
+        >>> format_bytes(5 * GIB + 512 * MIB)
+        '5.50 GiB'
+        >>> format_bytes(-300)
+        '-300 B'
+    """
+    for unit, name in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if abs(num_bytes) >= unit:
+            return f"{num_bytes / unit:.2f} {name}"
+    return f"{num_bytes} B"
+
+
+def parse_bytes(size: int | str, name: str = "size") -> int:
+    """Read a size as people and configuration files write it.
+
+    Args:
+        size: Bytes as an ``int``, or text: a number and a unit. ``KiB``, ``MiB``, ``GiB`` and ``TiB`` (or the bare
+            letter) are powers of 1024, ``kB``, ``MB``, ``GB`` and ``TB`` powers of 1000. Case does not matter.
+        name: Argument as the user wrote it, for the error message.
+
+    Returns:
+        Bytes, rounded down.
+
+    Raises:
+        TypeError: If ``size`` is neither an ``int`` nor a ``str``.
+        ValueError: If ``size`` is negative or its text is not a number and a known unit.
+
+    Example:
+        >>> parse_bytes("24GiB") == 24 * GIB
+        True
+        >>> parse_bytes("1.5 MB")
+        1500000
+    """
+    if isinstance(size, bool) or not isinstance(size, int | str):
+        raise TypeError(f"{name} must be bytes as an int or text such as '24GiB', got {size!r} of type {_kind(size)}.")
+    if isinstance(size, int):
+        if size < 0:
+            raise ValueError(f"{name} must not be negative, got {size}.")
+        return size
+    match = _SIZE.fullmatch(size)
+    if match is None or match["suffix"].lower() not in _SUFFIXES:
+        raise ValueError(f"{name} must be a number and one of B, KiB, MiB, GiB, TiB, kB, MB, GB, TB, got {size!r}.")
+    whole, _, fraction = match["number"].partition(".")
+    # In integers: a float would round sizes above 2**53 bytes, and 0.1 + 0.2 style digits below.
+    scaled = int((whole or "0") + fraction) * _SUFFIXES[match["suffix"].lower()]
+    return scaled // int(10 ** len(fraction))
+
+
+def _kind(value: object) -> str:
+    return type(value).__name__

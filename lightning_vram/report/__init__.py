@@ -1,0 +1,1 @@
+"""Tables out of measurements: what a person reads."""

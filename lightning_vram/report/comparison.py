@@ -1,0 +1,93 @@
+"""The same fit with and without what saves memory: did it fit, is it still right, how much slower."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from lightning_vram.memory.measurement import Measurement
+from lightning_vram.memory.timeline import Category
+from lightning_vram.memory.units import format_bytes
+from lightning_vram.report.tables import NOT_KNOWN, format_seconds, label
+
+OUT_OF_MEMORY = "out of memory"
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """What one fit left behind.
+
+    Args:
+        peak: The training batch with the highest peak; ``None`` if nothing was measured.
+        seconds_per_batch: Median time per untracked training batch.
+        weights: ``state_dict`` of the fitted module; ``None`` if the fit ran out of memory.
+    """
+
+    peak: Measurement | None
+    seconds_per_batch: float | None
+    weights: Mapping[str, Tensor] | None
+
+
+def describe_equality(one: FitResult, other: FitResult) -> str:
+    """Say how the weights of two fits compare: equal to the bit, or how far apart."""
+    if one.weights is None or other.weights is None:
+        return NOT_KNOWN
+    if one.weights.keys() != other.weights.keys():
+        return f"no: {len(one.weights.keys() ^ other.weights.keys())} names differ"
+    differing = [name for name, tensor in one.weights.items() if not torch.equal(tensor, other.weights[name])]
+    if not differing:
+        return "yes, to the bit"
+    apart = max(float((one.weights[n].double() - other.weights[n].double()).abs().max()) for n in differing)
+    return f"no: {len(differing)} of {len(one.weights)} tensors differ, by {apart:.1e} at most"
+
+
+def comparison_table(plain: FitResult, packed: FitResult, parts: str) -> Table:
+    """Peak bytes by category, time and equality of two fits, side by side.
+
+    Args:
+        plain: The fit without.
+        packed: The fit with.
+        parts: What the packed fit had and the plain one had not, as text.
+    """
+    device = next((f" on {fit.peak.device}" for fit in (packed, plain) if fit.peak is not None), "")
+    table = Table(
+        title=f"Peak memory of a training step{device}: plain against {parts}",
+        title_justify="left",
+        caption=f"Final weights equal: {describe_equality(plain, packed)}.",
+        caption_justify="left",
+    )
+    for name in ("", "plain", "packed", "packed / plain"):
+        table.add_column(name, justify="right" if name else "left")
+
+    def add(name: str, read: Callable[[Measurement], int | None], *, ends_section: bool = False) -> None:
+        sizes = [read(fit.peak) if fit.peak is not None else None for fit in (plain, packed)]
+        if any(size is not None for size in sizes):
+            cells = [_cell(fit, size) for fit, size in zip((plain, packed), sizes, strict=True)]
+            table.add_row(name, *cells, _ratio(*sizes), end_section=ends_section)
+
+    for category in Category:
+        add(label(category), lambda peak, category=category: peak.peak_by_category.get(category))  # type: ignore[misc]
+    table.add_section()
+    is_counted = any(fit.peak is not None and fit.peak.source == "allocator" for fit in (plain, packed))
+    if is_counted:
+        add("all, tracked", lambda peak: sum(peak.peak_by_category.values()) or None)
+        add("max_memory_allocated", lambda peak: peak.peak_allocated_bytes)
+        add("max_memory_reserved", lambda peak: peak.peak_reserved_bytes, ends_section=True)
+    else:
+        add("all", lambda peak: peak.peak_allocated_bytes, ends_section=True)
+    add("saved for backward", lambda peak: peak.saved_for_backward_bytes, ends_section=True)
+    times = plain.seconds_per_batch, packed.seconds_per_batch
+    table.add_row("time per step", *map(format_seconds, times), _ratio(*times))
+    return table
+
+
+def _cell(fit: FitResult, size: int | None) -> str:
+    if size is not None:
+        return format_bytes(size)
+    return OUT_OF_MEMORY if fit.weights is None else NOT_KNOWN
+
+
+def _ratio(plain: float | None, packed: float | None) -> str:
+    return f"{packed / plain:.2f}" if plain and packed is not None else NOT_KNOWN

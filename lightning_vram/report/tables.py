@@ -1,0 +1,69 @@
+"""Tables of one run's memory."""
+
+from collections.abc import Callable, Sequence
+
+from rich.table import Table
+
+from lightning_vram.memory.measurement import Measurement, largest
+from lightning_vram.memory.timeline import Category, Phase
+from lightning_vram.memory.units import format_bytes
+
+NOT_KNOWN = "-"
+
+
+def label(name: str) -> str:
+    """A name of a category or phase as text: ``"optimizer_state"`` -> ``"optimizer state"``."""
+    return name.replace("_", " ")
+
+
+def format_optional_bytes(num_bytes: int | None) -> str:
+    """A size, or a dash where none is known."""
+    return NOT_KNOWN if num_bytes is None else format_bytes(num_bytes)
+
+
+def format_seconds(seconds: float | None) -> str:
+    """A duration in seconds or milliseconds, or a dash where none is known."""
+    if seconds is None:
+        return NOT_KNOWN
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.1f} ms"
+
+
+def memory_table(measurements: Sequence[Measurement]) -> Table:
+    """One column per stage: the reading with the highest peak, by phase, category and module.
+
+    Args:
+        measurements: At least one.
+    """
+    stages = list(dict.fromkeys(measurement.stage for measurement in measurements))
+    peaks = [largest(m for m in measurements if m.stage == stage) for stage in stages]
+    sources = ", ".join(dict.fromkeys(f"{peak.device} ({peak.source})" for peak in peaks))
+    table = Table(title=f"Peak memory on {sources}, {len(measurements)} readings", title_justify="left")
+    table.add_column("bytes")
+    for peak in peaks:
+        table.add_column(f"{peak.stage}, epoch {peak.epoch}, batch {peak.batch_idx}", justify="right")
+
+    def add(name: str, read: Callable[[Measurement], int | None]) -> None:
+        sizes = [read(peak) for peak in peaks]
+        if any(size is not None for size in sizes):
+            table.add_row(name, *map(format_optional_bytes, sizes))
+
+    add("peak allocated", lambda peak: peak.peak_allocated_bytes)
+    add("peak reserved", lambda peak: peak.peak_reserved_bytes)
+    add("allocated after", lambda peak: peak.allocated_bytes)
+    add("reserved after", lambda peak: peak.reserved_bytes)
+    add("saved for backward", lambda peak: peak.saved_for_backward_bytes)
+    add("host peak", lambda peak: peak.host_peak_bytes or None)
+    table.add_section()
+    for phase in Phase:
+        add(f"during {label(phase)}", lambda peak, phase=phase: peak.peak_by_phase.get(phase))  # type: ignore[misc]
+    table.add_section()
+    for category in Category:
+        add(label(category), lambda peak, kind=category: peak.peak_by_category.get(kind))  # type: ignore[misc]
+    table.add_section()
+    modules = dict.fromkeys(module for peak in peaks for module in peak.peak_by_module)
+    for module in modules:
+        add(module or "(no module)", lambda peak, name=module: peak.peak_by_module.get(name))  # type: ignore[misc]
+    times = [m.seconds_per_batch for m in measurements if m.seconds_per_batch is not None]
+    if times:
+        table.caption = f"Median time per training batch: {format_seconds(times[-1])}."
+    return table

@@ -1,0 +1,1 @@
+"""What to do: one verb per technique, which returns its undo. Imports ``torch``, never ``lightning``."""
