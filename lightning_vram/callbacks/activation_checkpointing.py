@@ -59,6 +59,7 @@ class ActivationCheckpointing(Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._undo()  # a fit whose end another callback's error cut short
         if stage == "fit":
             before_strategy_setup(trainer, lambda: self._apply(trainer.lightning_module))
 

@@ -103,7 +103,7 @@ def read_measurements(path: Path) -> list[Measurement]:
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
             measurements.append(Measurement(**json.loads(line)))
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError) as error:  # JSONDecodeError is a ValueError
             raise ValueError(f"{path}, line {number} is no measurement of VRAMMonitor: {error}") from None
     if not measurements:
         raise ValueError(f"{path} holds no measurement.")

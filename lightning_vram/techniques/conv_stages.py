@@ -25,6 +25,8 @@ def find_conv_stages(module: nn.Module) -> Iterator[tuple[int, int]]:
     """
     if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
         return
+    if "forward" in vars(module):  # set on the instance: it may do anything
+        return
     children = list(module)
     starts = [index for index, child in enumerate(children) if isinstance(child, conv._ConvNd)]
     for start in starts:

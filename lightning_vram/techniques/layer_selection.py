@@ -7,11 +7,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
 
 from lightning_vram.techniques.conv_stages import find_conv_stages
 
 LayerPattern = str | type[nn.Module]
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_TRANSFORMERS_LAYER = "transformers.modeling_layers.GradientCheckpointingLayer"
+_METRIC = "torchmetrics.metric.Metric"  # some hold networks; nothing of theirs is trained
 _COMPILED = "_orig_mod"  # what torch.compile(module) puts between a module and its name
 _SHOWN_NAMES = 5
 
@@ -46,9 +49,11 @@ def select_layers(
 
     Args:
         model: The whole model. It is never chosen itself: nothing guarantees that its ``forward`` is called.
-        layers: ``"auto"``: the classes a model names in ``_no_split_modules`` (transformers does); else the children
-            of the outermost ``ModuleList``, ``ModuleDict`` or ``Sequential`` that holds two or more of one class; else
-            the convolution-norm-activation stages of its ``Sequential``s. Otherwise class names, module names, globs
+        layers: ``"auto"``: what a model declares (transformers does: layers made for checkpointing, and the classes in
+            ``_no_split_modules``); else the children of the outermost ``ModuleList``, ``ModuleDict`` or ``Sequential``
+            that holds two or more of one class, together with the convolution-norm-activation stages of its
+            ``Sequential``s if those children hold less than half of the parameters. Otherwise class names, module
+            names, globs
             over module names (``*`` stays within one part of a name, ``**`` crosses dots) or classes, one or several.
             A container without a forward stands for its children.
         every_n_layers: Keep the first and every n-th after it.
@@ -59,7 +64,7 @@ def select_layers(
     Raises:
         ValueError: If a pattern matches nothing, or ``"auto"`` finds no candidate.
     """
-    names = _named_layers(model)
+    names = _name_layers(model)
     if isinstance(layers, str) and layers == "auto":
         found = _find_repeated_layers(model, names)
         nested: list[str] = []
@@ -68,66 +73,109 @@ def select_layers(
         matched: set[str] = set()
         for pattern in patterns:
             matched.update(_match(pattern, names, type(model).__name__))
-        outermost = [name for name in names if name in matched and not _has_ancestor(name, matched)]
-        found = [Layer(name, names[name]) for name in outermost]
-        nested = [name for name in names if name in matched and name not in set(outermost)]
+        found = _outermost(matched, names)
+        inside = {part for layer in found for part in layer.module.modules()} - {layer.module for layer in found}
+        nested = [name for name in names if name in matched and names[name] in inside]
     return LayerSelection(tuple(found[::every_n_layers]), tuple(nested))
 
 
-def _named_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """All modules but the root by the name a user knows, compiled ones replaced by what they compile, each once."""
-    first_names: dict[nn.Module, str] = {}
-    for name, module in model.named_modules():
-        first_names.setdefault(_uncompiled(module), ".".join(part for part in name.split(".") if part != _COMPILED))
-    return {name: module for module, name in first_names.items() if name}
+def _name_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """All modules but the root under every name a user knows, compiled ones replaced by what they compile."""
+    names: dict[str, nn.Module] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(".".join(part for part in name.split(".") if part != _COMPILED), _uncompiled(module))
+    return {name: module for name, module in names.items() if name}
+
+
+def _outermost(matched: set[str], names: dict[str, nn.Module]) -> list[Layer]:
+    """The matches that lie in no other, each module once, in the model's order."""
+    found: dict[nn.Module, str] = {}
+    for name in names:
+        if name in matched and not _has_ancestor(name, matched):
+            found.setdefault(names[name], name)
+    return [Layer(name, module) for module, name in found.items()]
 
 
 def _find_repeated_layers(model: nn.Module, names: dict[str, nn.Module]) -> list[Layer]:
-    unsplit = {kind for module in (model, *names.values()) for kind in getattr(module, "_no_split_modules", None) or ()}
-    declared = {name for name, module in names.items() if type(module).__name__ in unsplit}
-    if declared:
-        return [Layer(name, names[name]) for name in names if name in declared and not _has_ancestor(name, declared)]
-    repeated = list(_iterate_repeated(model, ""))
-    if repeated:
-        return repeated
-    stages = [
-        Layer(f"{name}[{start}:{stop}]" if name else f"[{start}:{stop}]", module, (start, stop))
-        for name, module in (("", model), *names.items())
-        for start, stop in find_conv_stages(module)
-    ]
-    if not stages:
+    layers = _find_declared_layers(model, names)
+    if layers:
+        return layers
+    layers = list(_iterate_repeated(model, ""))
+    covered = {part for layer in layers for part in layer.module.modules()}
+    if _count_parameters(*(layer.module for layer in layers)) * 2 < _count_parameters(model):
+        # Nothing repeats, or only small things such as heads: a sequential backbone has stages.
+        layers += [
+            Layer(f"{name}[{start}:{stop}]", module, (start, stop))
+            for name, module in {"": model, **names}.items()
+            for start, stop in find_conv_stages(module)
+            if module not in covered
+        ]
+    if not layers:
         raise ValueError(
             f"layers='auto' finds no candidate in {type(model).__name__}: no _no_split_modules, no container with two "
             "or more layers of one class, no convolution-norm-activation stage. Name the layers by class or pattern; "
             f"the model's modules are {_show(list(names))}."
         )
-    return stages
+    return layers
+
+
+def _find_declared_layers(model: nn.Module, names: dict[str, nn.Module]) -> list[Layer]:
+    """What a model of transformers says of itself: layers made to be checkpointed, and classes not to be split."""
+    unsplit = {kind for module in (model, *names.values()) for kind in getattr(module, "_no_split_modules", None) or ()}
+    made_for_it = {name for name, module in names.items() if _has_base(module, _TRANSFORMERS_LAYER)}
+    holders = {holder for name in made_for_it for holder in _ancestors(name)}
+    declared = {name for name, module in names.items() if type(module).__name__ in unsplit}
+    return _outermost(made_for_it | (declared - holders), names)
 
 
 def _iterate_repeated(module: nn.Module, name: str) -> Iterator[Layer]:
-    children = [(_join(name, child), _uncompiled(inner)) for child, inner in module.named_children()]
-    repeated: set[type[nn.Module]] = set()
-    if isinstance(module, _CONTAINERS):
-        counts = Counter(type(child) for _, child in children if _is_block(child))
-        repeated = {kind for kind, count in counts.items() if count > 1}
+    children = list(_iterate_children(module, name))
+    counts = Counter(type(child) for _, child in children if _is_block(child))
+    is_container = isinstance(module, _CONTAINERS)
+    seen: set[nn.Module] = set()
     for child_name, child in children:
-        inside = list(_iterate_repeated(child, child_name)) if type(child) not in repeated or _is_plain(child) else []
-        if inside or type(child) not in repeated:
+        if child in seen or _has_base(child, _METRIC):
+            continue
+        seen.add(child)
+        is_repeated = is_container and counts[type(child)] > 1
+        inside = list(_iterate_repeated(child, child_name)) if not is_repeated or type(child) in _CONTAINERS else []
+        if inside or not is_repeated:
             yield from inside
         else:
             yield Layer(child_name, child)
 
 
+def _iterate_children(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """Children that have a forward; lists of lists are one list."""
+    for child, inner in module._modules.items():
+        if inner is None:
+            continue
+        child_name = f"{name}.{child}" if name else child
+        if isinstance(module, _CONTAINERS) and _has_no_forward(inner):
+            yield from _iterate_children(inner, child_name)
+        else:
+            yield child_name, _uncompiled(inner)
+
+
 def _is_block(module: nn.Module) -> bool:
     """Whether recomputing the module can save anything: it computes in several operations and has parameters."""
-    if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
+    if _has_no_forward(module) or _has_base(module, _METRIC):
         return False
     is_composite = any(True for _ in module.children()) or not type(module).__module__.startswith("torch.nn.")
     return is_composite and any(True for _ in module.parameters())
 
 
-def _is_plain(module: nn.Module) -> bool:
-    return type(module) in _CONTAINERS
+def _has_no_forward(module: nn.Module) -> bool:
+    return isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward
+
+
+def _has_base(module: nn.Module, name: str) -> bool:
+    """Whether a base of the module has this full name: a check that imports nothing."""
+    return any(f"{base.__module__}.{base.__qualname__}" == name for base in type(module).__mro__)
+
+
+def _count_parameters(*modules: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in {p for module in modules for p in module.parameters()})
 
 
 def _match(pattern: LayerPattern, names: dict[str, nn.Module], model: str) -> list[str]:
@@ -137,7 +185,10 @@ def _match(pattern: LayerPattern, names: dict[str, nn.Module], model: str) -> li
         if not found:
             raise ValueError(f"layers={kind} matches no module of {model}. {_suggest(pattern.__name__, names)}")
         return found
-    glob = re.compile(_translate(pattern))
+    try:
+        glob = re.compile(_translate(pattern))
+    except re.error as error:
+        raise ValueError(f"layers={pattern!r} is no pattern: {error}. Globs know *, **, ? and [abc].") from None
     found = [n for n, module in names.items() if glob.fullmatch(n) or pattern in _class_names(type(module))]
     if not found:
         raise ValueError(f"layers={pattern!r} matches no module or class of {model}. {_suggest(pattern, names)}")
@@ -147,7 +198,12 @@ def _match(pattern: LayerPattern, names: dict[str, nn.Module], model: str) -> li
 def _translate(pattern: str) -> str:
     parts = re.split(r"(\*\*|\*|\?|\[[^\]]*\])", pattern)
     wild = {"**": ".*", "*": r"[^.]*", "?": r"[^.]"}
-    return "".join(wild.get(part) or (part if part.startswith("[") else re.escape(part)) for part in parts)
+    return "".join(wild.get(part) or (_translate_set(part) if part[:1] == "[" else re.escape(part)) for part in parts)
+
+
+def _translate_set(part: str) -> str:
+    inner = part[1:-1].replace("\\", r"\\").replace("^", r"\^")
+    return f"[^{inner[1:]}]" if inner[:1] == "!" else f"[{inner}]"
 
 
 def _class_names(kind: type) -> set[str]:
@@ -157,10 +213,9 @@ def _class_names(kind: type) -> set[str]:
 
 
 def _expand(name: str, names: dict[str, nn.Module]) -> list[str]:
-    module = names[name]
-    if not isinstance(module, nn.ModuleList | nn.ModuleDict) or type(module).forward is not nn.Module.forward:
+    if not _has_no_forward(names[name]):
         return [name]
-    return [leaf for child, _ in module.named_children() for leaf in _expand(_join(name, child), names)]
+    return [leaf for child in names[name]._modules for leaf in _expand(f"{name}.{child}", names)]
 
 
 def _suggest(pattern: str, names: dict[str, nn.Module]) -> str:
@@ -178,14 +233,13 @@ def _show(names: Sequence[str]) -> str:
 
 
 def _has_ancestor(name: str, matched: set[str]) -> bool:
+    return any(ancestor in matched for ancestor in _ancestors(name))
+
+
+def _ancestors(name: str) -> list[str]:
     parts = name.split(".")
-    return any(".".join(parts[:length]) in matched for length in range(1, len(parts)))
+    return [".".join(parts[:length]) for length in range(1, len(parts))]
 
 
 def _uncompiled(module: nn.Module) -> nn.Module:
-    inner = getattr(module, _COMPILED, None)
-    return inner if isinstance(inner, nn.Module) else module
-
-
-def _join(name: str, child: str) -> str:
-    return f"{name}.{child}" if name else child
+    return module._orig_mod if isinstance(module, OptimizedModule) else module

@@ -1,0 +1,63 @@
+"""Fixtures and marks. A test asks for what it needs; a machine that lacks it skips the test and says why."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from helpers import CASES, LitTiny, TinyCNN, TinyGPT
+
+torch.set_num_threads(1)  # the models are tiny; more threads only fight with pytest-xdist
+
+REQUIREMENTS = {
+    "gpu": (torch.cuda.is_available, "needs a CUDA device"),
+    "distributed": (torch.distributed.is_available, "needs a torch build with torch.distributed"),
+    "slurm": (lambda: shutil.which("srun") is not None, "needs srun"),
+}
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for mark, (is_met, reason) in REQUIREMENTS.items():
+        if item.get_closest_marker(mark) and not is_met():
+            pytest.skip(reason)
+
+
+@pytest.fixture(params=[TinyCNN, TinyGPT], ids=["cnn", "gpt"])
+def make_model(request: pytest.FixtureRequest) -> Callable[[], LitTiny]:
+    """Build the same model, with the same weights and the same data to come, at every call."""
+
+    def build() -> LitTiny:
+        pl.seed_everything(0, verbose=False)
+        return LitTiny(request.param())
+
+    return build
+
+
+@pytest.fixture(params=sorted(CASES))
+def make_case(request: pytest.FixtureRequest) -> Callable[[], pl.LightningModule]:
+    """As ``make_model``, over the demos as well: any kind of model the package promises something for."""
+
+    def build() -> pl.LightningModule:
+        pl.seed_everything(0, verbose=False)
+        return CASES[request.param]()
+
+    return build
+
+
+@pytest.fixture
+def make_trainer(tmp_path: Path) -> Callable[..., pl.Trainer]:
+    """Build a quiet, deterministic CPU trainer for two epochs; keyword arguments override."""
+    defaults = {
+        "accelerator": "cpu",
+        "max_epochs": 2,
+        "deterministic": True,
+        "num_sanity_val_steps": 0,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "default_root_dir": tmp_path,
+    }
+    return lambda **overrides: pl.Trainer(**(defaults | overrides))

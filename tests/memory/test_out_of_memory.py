@@ -1,0 +1,103 @@
+"""Out-of-memory errors in the words of every library, and errors that only sound like one."""
+
+import errno
+
+import pytest
+import torch
+
+from lightning_vram.memory.out_of_memory import OutOfMemorySource, is_out_of_memory, read_out_of_memory
+
+MESSAGES = [
+    (
+        OutOfMemorySource.CUDA,
+        "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 23.64 GiB",
+    ),
+    (OutOfMemorySource.CUDA, "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+    (OutOfMemorySource.CUDA, "[enforce fail at alloc.cpp] cudaErrorMemoryAllocation"),
+    (OutOfMemorySource.CUBLAS, "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    (OutOfMemorySource.CUDNN, "cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    (OutOfMemorySource.CUDNN, "Unable to find a valid cuDNN algorithm to run convolution"),
+    (OutOfMemorySource.CUFFT, "cuFFT error: CUFFT_ALLOC_FAILED"),
+    (OutOfMemorySource.CUSOLVER, "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate`"),
+    (OutOfMemorySource.CUSPARSE, "CUDA error: CUSPARSE_STATUS_ALLOC_FAILED when calling `cusparseCreate(handle)`"),
+    (OutOfMemorySource.NCCL, "NCCL error: unhandled cuda error, Cuda failure 2 'out of memory'"),
+    (OutOfMemorySource.HIP, "HIP out of memory. Tried to allocate 256.00 MiB"),
+    (OutOfMemorySource.HIP, "HIP error: out of memory"),
+    (OutOfMemorySource.HIP, "CUDA error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`"),
+    (OutOfMemorySource.XPU, "XPU out of memory. Tried to allocate 2.00 GiB"),
+    (OutOfMemorySource.XPU, "level_zero backend failed with error: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)"),
+    (OutOfMemorySource.MPS, "MPS backend out of memory (MPS allocated: 18.00 GB, other allocations: 96.00 KB)"),
+    (OutOfMemorySource.CPU, "[enforce fail at alloc_cpu.cpp:118] err == 0. DefaultCPUAllocator: can't allocate memory"),
+    (OutOfMemorySource.CPU, "[enforce fail at alloc_cpu.cpp:72] data. DefaultCPUAllocator: not enough memory"),
+    (OutOfMemorySource.CPU, "std::bad_alloc"),
+]
+
+
+@pytest.mark.parametrize(("source", "message"), MESSAGES, ids=[message[:30] for _, message in MESSAGES])
+def test_knows_every_library(source, message):
+    assert read_out_of_memory(RuntimeError(message)) is source
+
+
+@pytest.mark.parametrize(
+    ("error", "source"),
+    [
+        (torch.OutOfMemoryError("in words of a version to come"), OutOfMemorySource.CUDA),
+        (torch.OutOfMemoryError("XPU out of memory. Tried to allocate 2.00 GiB"), OutOfMemorySource.XPU),
+        (MemoryError(), OutOfMemorySource.CPU),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), OutOfMemorySource.CPU),
+    ],
+)
+def test_knows_the_classes(error, source):
+    assert read_out_of_memory(error) is source
+
+
+def test_a_real_one_on_this_machine():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert read_out_of_memory(caught.value) is OutOfMemorySource.CPU
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
+        ValueError("CUDA out of memory is a topic of this text"),
+        OSError(errno.ENOENT, "No such file"),
+        KeyboardInterrupt(),
+    ],
+)
+def test_other_errors_are_not_taken_for_one(error):
+    assert not is_out_of_memory(error)
+
+
+def test_a_wrapper_does_not_hide_the_cause():
+    def fail_as_a_worker_would():
+        try:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        except RuntimeError as error:
+            raise ValueError("step failed") from error
+
+    with pytest.raises(ValueError, match="step failed") as caught:
+        fail_as_a_worker_would()
+    assert is_out_of_memory(caught.value)
+
+
+def test_what_a_handler_hides_on_purpose_does_not_count():
+    def recover_then_fail_otherwise():
+        try:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        except RuntimeError:
+            raise ValueError("wrong label") from None
+
+    with pytest.raises(ValueError, match="wrong label") as caught:
+        recover_then_fail_otherwise()
+    assert not is_out_of_memory(caught.value)
+
+
+def test_a_cycle_of_causes_ends():
+    error = RuntimeError("first")
+    error.__cause__ = other = RuntimeError("second")
+    other.__cause__ = error
+    assert not is_out_of_memory(error)

@@ -1,0 +1,65 @@
+"""Sizes as text, both ways."""
+
+import pytest
+
+from lightning_vram.memory.units import GIB, KIB, MIB, TIB, format_bytes, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (KIB, "1.00 KiB"),
+        (MIB + MIB // 2, "1.50 MiB"),
+        (24 * GIB, "24.00 GiB"),
+        (3 * TIB, "3.00 TiB"),
+        (-2 * GIB, "-2.00 GiB"),
+    ],
+)
+def test_format(num_bytes, text):
+    assert format_bytes(num_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("24GiB", 24 * GIB),
+        (" 24 gib ", 24 * GIB),
+        ("24G", 24 * GIB),
+        ("512MiB", 512 * MIB),
+        ("1.5KiB", 1536),
+        (".5 KiB", 512),
+        ("24GB", 24 * 10**9),
+        ("80", 80),
+        ("80B", 80),
+        ("1.3 B", 1),
+        ("0.1TiB", TIB // 10),  # in floats 0.1 TiB is one byte off
+        (12345, 12345),
+        (0, 0),
+    ],
+)
+def test_parse(text, num_bytes):
+    assert parse_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize("size", [0, 1, KIB, 5 * MIB, 7 * GIB, 2 * TIB])
+def test_parse_reads_what_format_writes(size):
+    assert parse_bytes(format_bytes(size)) == size
+
+
+@pytest.mark.parametrize(
+    ("size", "error", "message"),
+    [
+        ("", ValueError, r"^size must be a number and one of B, KiB, MiB, GiB, TiB, kB, MB, GB, TB, got ''\.$"),
+        ("lots", ValueError, r"^size must be a number and one of .*, got 'lots'\.$"),
+        ("-1GiB", ValueError, r"^size must be a number and one of .*, got '-1GiB'\.$"),
+        ("24GiBs", ValueError, r"^size must be a number and one of .*, got '24GiBs'\.$"),
+        (-1, ValueError, r"^size must not be negative, got -1\.$"),
+        (2.5, TypeError, r"^size must be bytes as an int or text such as '24GiB', got 2\.5 of type float\.$"),
+        (True, TypeError, r"^size must be bytes as an int or text such as '24GiB', got True of type bool\.$"),
+    ],
+)
+def test_parse_refuses(size, error, message):
+    with pytest.raises(error, match=message):
+        parse_bytes(size)
