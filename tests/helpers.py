@@ -74,7 +74,9 @@ class LitTiny(pl.LightningModule):
         self.loss(batch)
 
     test_step = validation_step
-    predict_step = validation_step
+
+    def predict_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
+        return self.net(batch[0])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
@@ -183,12 +185,15 @@ def saved_bytes(module: nn.Module, compute_loss: Callable[[], Tensor]) -> int:
 
 
 def describe_module(module: nn.Module) -> list[tuple[str, type, frozenset[str], frozenset[str]]]:
-    """All that a technique might leave behind: classes, attributes and hooks of every module."""
+    """All that a technique might leave behind: classes, attributes and hooks of every module.
+
+    A LightningModule's own attributes are left out: the Trainer sets some.
+    """
     return [
         (
             name,
             type(part),
-            frozenset(vars(part)),
+            frozenset(vars(part)) if not isinstance(part, pl.LightningModule) else frozenset(),
             frozenset(key for key, value in vars(part).items() if key.endswith("_hooks") and value),
         )
         for name, part in module.named_modules()

@@ -7,7 +7,7 @@ from typing_extensions import override
 
 
 class MaxOverRanks(Metric):
-    """Element-wise maximum of integers over updates and over ranks.
+    """Element-wise maximum of integers over updates and over ranks, -1 where there was none.
 
     ``torchmetrics.MaxMetric`` computes in float32, which rounds bytes above 16 MiB.
 
@@ -23,7 +23,7 @@ class MaxOverRanks(Metric):
 
     def __init__(self, num_values: int) -> None:
         super().__init__()
-        self.add_state("values", default=torch.zeros(num_values, dtype=torch.int64), dist_reduce_fx="max")
+        self.add_state("values", default=torch.full((num_values,), -1), dist_reduce_fx="max")
 
     @override
     def update(self, values: Tensor) -> None:

@@ -9,13 +9,14 @@ the others. A step of many small kernels can take twice as long while it is trac
 import statistics
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
@@ -27,7 +28,7 @@ from lightning_vram.callbacks.progress_bar import ProgressBarItem
 from lightning_vram.memory.allocator import has_cache
 from lightning_vram.memory.checks import check_bool, check_positive_int
 from lightning_vram.memory.compiled import is_compiled
-from lightning_vram.memory.measurement import Measurement, largest, write_measurement
+from lightning_vram.memory.measurement import SIZE_NAMES, Measurement, largest, write_measurement
 from lightning_vram.memory.out_of_memory import read_out_of_memory
 from lightning_vram.memory.phase_peaks import PhasePeaks
 from lightning_vram.memory.probe import MemoryProbe
@@ -47,7 +48,8 @@ class _Run:
         allocator_peaks: Peaks since the last reading, for each stage.
         probe: The reading under way.
         metric: Reduces over the ranks.
-        last: The last reading.
+        largest: The reading with the highest peak of a stage other than training, until the stage ends.
+        last: The last reading, of all ranks.
         file: Where readings are written.
         bar_item: What is shown in the progress bar.
         previous_end: When the last training batch ended.
@@ -57,6 +59,7 @@ class _Run:
     allocator_peaks: dict[str, PhasePeaks] = field(default_factory=dict)
     probe: MemoryProbe | None = None
     metric: MaxOverRanks | None = None
+    largest: Measurement | None = None
     last: Measurement | None = None
     file: Path | None = None
     bar_item: ProgressBarItem | None = None
@@ -67,22 +70,27 @@ class VRAMMonitor(Callback):
     """Log, show and record peak and current memory, per phase and, where tracked, per category.
 
     Measured are the first two batches of each epoch and every n-th, in all stages; numbers are the maximum over the
-    ranks. They go to every logger as ``vram/peak_allocated_bytes``, ``vram/backward/peak_allocated_bytes`` and so on
-    (stages other than training under ``vram/validate/...``), to the progress bar as ``vram``, and line by line to a
-    file that ``lightning-vram report`` reads. On an accelerator the peak since the last reading counts every batch in
-    between. An out-of-memory error gets a note with the last reading. Training is not changed, and nothing is stored
-    in checkpoints. Under DDP and FSDP all ranks reduce at the same batch: it depends on the batch index alone.
+    ranks. They go to every logger as ``vram/peak_allocated_bytes``, ``vram/backward/peak_allocated_bytes`` and so on,
+    to the progress bar as ``vram`` (the highest peak so far), and line by line to a file that
+    ``lightning-vram report`` reads: in training each reading; in validation, test and prediction the one with the
+    highest peak, at the end (``vram/validate/...``). On an accelerator the batches between readings count for the
+    peak, too. An out-of-memory error gets a note with the last reading. Training is not changed, and nothing is
+    stored in checkpoints. Under DDP and FSDP all ranks reduce at the same training batch, which depends on the batch
+    index alone, and at the end of the other stages, where they may have different numbers of batches.
 
     Args:
-        every_n_batches: Measure every n-th batch. ``None`` takes the trainer's ``log_every_n_steps``.
+        every_n_batches: Measure every n-th batch. ``None`` takes the trainer's ``log_every_n_steps`` (0: the first two
+            only).
         track: Follow tensors in the measured batches, which tells what the bytes are for and slows these batches: see
             the module's docstring for the price. ``None`` tracks where there is no allocator to ask, which is on the
             host; ``False`` never does. Compiled modules are not tracked: they would run uncompiled.
-        path: JSON Lines file to append to; a relative one lies in ``trainer.log_dir``. ``None`` writes none.
+        path: JSON Lines file to append to; a relative one lies in ``trainer.log_dir``. ``None`` writes none, and so
+            does ``fast_dev_run``.
 
     Raises:
         TypeError: If an argument has another type than said above.
         ValueError: If ``every_n_batches`` is smaller than 1.
+        MisconfigurationException: In ``setup``, if there are several in one trainer.
 
     Attributes:
         peaks: For each stage so far the measurement with the highest peak.
@@ -116,11 +124,14 @@ class VRAMMonitor(Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if sum(isinstance(callback, VRAMMonitor) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
+            raise MisconfigurationException("VRAMMonitor can be used once, got several: they measure one another.")
         if stage == "fit":
             self.peaks = {}
             self._seconds.clear()
         folder = trainer.log_dir  # on all ranks: it is broadcast
-        self._run.file = Path(folder or ".") / self.path if self.path is not None else None
+        if self.path is not None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            self._run.file = Path(folder or ".") / self.path
         self._run.bar_item = ProgressBarItem("vram", self._show)
         self._run.bar_item.attach(trainer)
         if self.track and is_compiled(pl_module):
@@ -176,12 +187,14 @@ class VRAMMonitor(Callback):
         self._run.previous_end = time.perf_counter()
 
     @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._abort()  # a batch that was skipped after it began
+
+    @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._abort()
-        device = trainer.strategy.root_device
-        if has_cache(device):  # the batches since the last reading
-            self._run.probe = MemoryProbe(device, self._peaks_of("train", device), track=False)
-            self._end(trainer, trainer.fit_loop.epoch_loop.batch_idx)
+        flushed = self._flush(trainer)  # the batches since the last reading
+        if flushed is not None:
+            self._publish(trainer, self._reduce(trainer, flushed))
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -207,6 +220,7 @@ class VRAMMonitor(Callback):
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._end_stage(trainer)
         self._switch_stage("train", trainer)
 
     @override
@@ -215,6 +229,7 @@ class VRAMMonitor(Callback):
 
     on_test_batch_start = on_validation_batch_start
     on_test_batch_end = on_validation_batch_end
+    on_test_end = on_validation_end
 
     @override
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -222,12 +237,13 @@ class VRAMMonitor(Callback):
 
     on_predict_batch_start = on_validation_batch_start
     on_predict_batch_end = on_validation_batch_end
+    on_predict_end = on_validation_end
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_run": _Run()}  # a copy starts between runs
 
     def _switch_stage(self, stage: str, trainer: pl.Trainer) -> None:
-        self._abort()  # a batch whose end was skipped
+        self._abort()
         device = trainer.strategy.root_device
         if has_cache(device):
             self._peaks_of(self._run.stage, device).read()
@@ -241,17 +257,19 @@ class VRAMMonitor(Callback):
         if self._run.probe is not None:
             self._run.probe.switch(phase)
 
+    def _tracks(self, trainer: pl.Trainer) -> bool:
+        wanted = not has_cache(trainer.strategy.root_device) if self.track is None else self.track
+        return wanted and not is_compiled(trainer.lightning_module)
+
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
-        every_n_batches = self.every_n_batches or trainer.log_every_n_steps or 1  # type: ignore[attr-defined]
-        if trainer.sanity_checking or not (batch_idx < _NUM_FIRST_BATCHES or (batch_idx + 1) % every_n_batches == 0):
+        every_n_batches = self.every_n_batches or trainer.log_every_n_steps  # type: ignore[attr-defined]
+        is_nth = every_n_batches > 0 and (batch_idx + 1) % every_n_batches == 0
+        if trainer.sanity_checking or not (is_nth or batch_idx < _NUM_FIRST_BATCHES):
             return
-        device = trainer.strategy.root_device
-        is_counted = has_cache(device)
-        track = (not is_counted if self.track is None else self.track) and not is_compiled(pl_module)
         self._abort()
-        self._run.probe = MemoryProbe(
-            device, self._peaks_of(self._run.stage, device) if is_counted else None, track=track
-        )
+        device = trainer.strategy.root_device
+        peaks = self._peaks_of(self._run.stage, device) if has_cache(device) else None
+        self._run.probe = MemoryProbe(device, peaks, track=self._tracks(trainer))
         self._run.probe.start(pl_module, trainer.optimizers, batch)
 
     def _end(self, trainer: pl.Trainer, batch_idx: int) -> None:
@@ -260,8 +278,45 @@ class VRAMMonitor(Callback):
         probe, self._run.probe = self._run.probe, None
         measurement = probe.finish(self._run.stage, trainer.current_epoch, batch_idx, trainer.global_step)
         self._run.allocator_peaks.pop(self._run.stage, None)
-        if measurement is not None:
+        if measurement is None:
+            return
+        if self._run.stage == "train":
             self._publish(trainer, self._reduce(trainer, measurement))
+        else:
+            self._keep_largest(measurement)
+
+    def _end_stage(self, trainer: pl.Trainer) -> None:
+        """Reduce and publish once: ranks may have seen different numbers of batches, even none."""
+        flushed = self._flush(trainer)
+        if flushed is not None:
+            self._keep_largest(flushed)
+        found, self._run.largest = self._run.largest, None
+        device = trainer.strategy.root_device
+        if trainer.sanity_checking or not (has_cache(device) or self._tracks(trainer)):
+            return
+        nothing = Measurement(
+            self._run.stage, trainer.current_epoch, 0, trainer.global_step, str(device), "tracker", -1, -1
+        )
+        measurement = self._reduce(trainer, found or nothing)
+        if measurement.peak_allocated_bytes >= 0:
+            self._publish(trainer, measurement)
+
+    def _flush(self, trainer: pl.Trainer) -> Measurement | None:
+        """Read the allocator's peaks since the last reading."""
+        self._abort()
+        device = trainer.strategy.root_device
+        if not has_cache(device):
+            return None
+        probe = MemoryProbe(device, self._peaks_of(self._run.stage, device), track=False)
+        batch_idx = max(0, trainer.fit_loop.epoch_loop.batch_idx) if self._run.stage == "train" else 0
+        epoch = self._run.last.epoch if self._run.last is not None else trainer.current_epoch
+        measurement = probe.finish(self._run.stage, epoch, batch_idx, trainer.global_step)
+        self._run.allocator_peaks.pop(self._run.stage, None)
+        return measurement
+
+    def _keep_largest(self, measurement: Measurement) -> None:
+        known = self._run.largest
+        self._run.largest = measurement if known is None else largest([known, measurement])
 
     def _abort(self) -> None:
         if self._run.probe is not None:
@@ -270,16 +325,18 @@ class VRAMMonitor(Callback):
 
     def _reduce(self, trainer: pl.Trainer, measurement: Measurement) -> Measurement:
         """Take each size's maximum over the ranks."""
+        if self._run.metric is None:
+            self._run.metric = MaxOverRanks(len(SIZE_NAMES)).to(trainer.strategy.root_device)
         sizes = measurement.sizes()
-        if self._run.metric is None or len(self._run.metric.values) != len(sizes):
-            self._run.metric = MaxOverRanks(len(sizes)).to(trainer.strategy.root_device)
         self._run.metric.reset()
-        self._run.metric.update(torch.tensor(list(sizes.values()), dtype=torch.int64))
+        self._run.metric.update(torch.tensor([sizes.get(name, -1) for name in SIZE_NAMES]))
         maxima: list[int] = self._run.metric.compute().tolist()
-        return measurement.with_sizes(dict(zip(sizes, maxima, strict=True)), seconds_per_batch=self.seconds_per_batch)
+        known = {name: size for name, size in zip(SIZE_NAMES, maxima, strict=True) if size >= 0}
+        measurement = measurement.with_sizes({"allocated_bytes": -1, "peak_allocated_bytes": -1, **known})
+        return replace(measurement, seconds_per_batch=self.seconds_per_batch)
 
     def _show(self) -> str | None:
-        return None if self._run.last is None else format_bytes(self._run.last.peak_allocated_bytes)
+        return format_bytes(largest(self.peaks.values()).peak_allocated_bytes) if self.peaks else None
 
     def _publish(self, trainer: pl.Trainer, measurement: Measurement) -> None:
         self._run.last = measurement

@@ -53,6 +53,7 @@ class Ledger:
     def __init__(self) -> None:
         self.moment = FORWARD
         self.module = ""
+        self.is_in_reducer = False  # what DDP itself makes holds gradients
         self._entries: list[_Entry] = []
         self._events: list[MemoryEvent] = []
         self._backward_starts: list[int] = []
@@ -77,6 +78,13 @@ class Ledger:
         if account is not None:
             number = account[1]
             self._change(number, int(storage.nbytes()) - self._entries[number].num_bytes)
+
+    def fill_storage(self, storage: torch.UntypedStorage) -> None:
+        """Note that an empty storage got a size: born now, if it is unknown."""
+        if storage._cdata in self._open:
+            self.update_storage(storage)
+        else:
+            self._birth(storage, storage.device, "resize_", self.module)
 
     def label(self, tensor: Tensor, category: Category, module: str) -> None:
         """Say what the storages of ``tensor`` are for; the first word counts. Unknown ones were held before."""
@@ -123,10 +131,9 @@ class Ledger:
         )
 
     def _birth(self, storage: torch.UntypedStorage, device: torch.device, op: str, module: str) -> None:
-        if not storage.nbytes():
-            return
-        key, number = storage._cdata, len(self._entries)
-        self._entries.append(_Entry(op, module, self.moment, str(device), num_bytes=0))
+        key, number = storage._cdata, len(self._entries)  # an empty one may grow
+        category = Category.GRADIENTS if self.is_in_reducer else None
+        self._entries.append(_Entry(op, module, self.moment, str(device), num_bytes=0, category=category))
         self._change(number, int(storage.nbytes()))
 
         def bury(reference: weakref.ref[torch.UntypedStorage]) -> None:

@@ -31,7 +31,7 @@ class Measurement:
         peak_by_phase: Most bytes in tensors at once, for each phase of a training step.
         peak_by_category: Bytes of each category at the peak (tracker).
         peak_by_module: Bytes of the largest modules at the peak (tracker).
-        seconds_per_batch: Median over the untracked batches since the last reading.
+        seconds_per_batch: Median over the latest training batches that were not tracked.
     """
 
     stage: str
@@ -63,26 +63,30 @@ class Measurement:
 
     def sizes(self) -> dict[str, int]:
         """All sizes in bytes under the names they are logged by, ``peak_by_module`` left out: its names vary."""
-        sizes = {
-            "allocated_bytes": self.allocated_bytes,
-            "peak_allocated_bytes": self.peak_allocated_bytes,
-            "reserved_bytes": self.reserved_bytes,
-            "peak_reserved_bytes": self.peak_reserved_bytes,
-            "host_peak_bytes": self.host_peak_bytes,
-            "saved_for_backward_bytes": self.saved_for_backward_bytes,
-            **{f"{phase}/peak_allocated_bytes": self.peak_by_phase.get(phase) for phase in Phase},
-            **{f"{category}_bytes": self.peak_by_category.get(category) for category in Category},
-        }
+        sizes = {name: getattr(self, name) for name in _PLAIN_SIZES}
+        sizes |= {name: self.peak_by_phase.get(phase) for phase, name in _PHASE_SIZES.items()}
+        sizes |= {name: self.peak_by_category.get(category) for category, name in _CATEGORY_SIZES.items()}
         return {name: size for name, size in sizes.items() if size is not None}
 
-    def with_sizes(self, sizes: Mapping[str, int], seconds_per_batch: float | None) -> "Measurement":
+    def with_sizes(self, sizes: Mapping[str, int]) -> "Measurement":
         """The same measurement with other numbers, named as :meth:`sizes` names them."""
-        names = [name for name in sizes if "/" not in name and hasattr(self, name)]
-        phases = {phase: sizes[f"{phase}/peak_allocated_bytes"] for phase in self.peak_by_phase}
-        categories = {category: sizes[f"{category}_bytes"] for category in self.peak_by_category}
-        changes: dict[str, Any] = {name: sizes[name] for name in names}
-        changes |= {"peak_by_phase": phases, "peak_by_category": categories, "seconds_per_batch": seconds_per_batch}
-        return replace(self, **changes)
+        changes: dict[str, Any] = {name: sizes.get(name) for name in _PLAIN_SIZES}
+        phases = {str(phase): sizes[name] for phase, name in _PHASE_SIZES.items() if name in sizes}
+        categories = {str(category): sizes[name] for category, name in _CATEGORY_SIZES.items() if name in sizes}
+        return replace(self, **changes, peak_by_phase=phases, peak_by_category=categories)
+
+
+_PLAIN_SIZES = (
+    "allocated_bytes",
+    "peak_allocated_bytes",
+    "reserved_bytes",
+    "peak_reserved_bytes",
+    "host_peak_bytes",
+    "saved_for_backward_bytes",
+)
+_PHASE_SIZES = {phase: f"{phase}/peak_allocated_bytes" for phase in Phase}
+_CATEGORY_SIZES = {category: f"{category}_bytes" for category in Category}
+SIZE_NAMES = (*_PLAIN_SIZES, *_PHASE_SIZES.values(), *_CATEGORY_SIZES.values())
 
 
 def write_measurement(path: Path, measurement: Measurement) -> None:
@@ -92,7 +96,7 @@ def write_measurement(path: Path, measurement: Measurement) -> None:
         file.write(json.dumps(asdict(measurement)) + "\n")
 
 
-def read_measurements(path: Path) -> list[Measurement]:
+def read_measurements(path: str | Path) -> list[Measurement]:
     """Read what :func:`write_measurement` wrote, in order.
 
     Raises:
@@ -100,7 +104,7 @@ def read_measurements(path: Path) -> list[Measurement]:
         ValueError: If a line is no measurement; says which.
     """
     measurements = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
         try:
             measurements.append(Measurement(**json.loads(line)))
         except (TypeError, ValueError) as error:  # JSONDecodeError is a ValueError

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from enum import StrEnum
 
 import torch
+from torch.multiprocessing.spawn import ProcessRaisedException
 
 
 class OutOfMemorySource(StrEnum):
@@ -31,7 +32,7 @@ class OutOfMemorySource(StrEnum):
 
 # Matched against RuntimeErrors, first match wins: libraries before devices, since their messages may name both.
 _MESSAGES: tuple[tuple[OutOfMemorySource, str], ...] = (
-    (OutOfMemorySource.NCCL, r"nccl.*out of memory"),
+    (OutOfMemorySource.NCCL, r"nccl[^\n]*(error|failure)[^\n]*'out of memory'"),
     (OutOfMemorySource.CUBLAS, r"CUBLAS_STATUS_ALLOC_FAILED"),
     (OutOfMemorySource.CUDNN, r"CUDNN_STATUS_ALLOC_FAILED"),
     (OutOfMemorySource.CUDNN, r"CUDNN_STATUS_INTERNAL_ERROR_(DEVICE|HOST)_ALLOCATION_FAILED"),
@@ -39,28 +40,31 @@ _MESSAGES: tuple[tuple[OutOfMemorySource, str], ...] = (
     (OutOfMemorySource.CUDNN, r"Unable to find a valid cuDNN algorithm to run convolution"),
     (OutOfMemorySource.CUFFT, r"CUFFT_ALLOC_FAILED"),
     (OutOfMemorySource.CUSOLVER, r"CUSOLVER_STATUS_ALLOC_FAILED"),
-    (OutOfMemorySource.CUSPARSE, r"CUSPARSE_STATUS_ALLOC_FAILED|insufficient resources.*cusparse"),
-    (OutOfMemorySource.HIP, r"HIP out of memory|HIP error: out of memory|hipErrorOutOfMemory"),
-    (OutOfMemorySource.HIP, r"rocblas_status_memory_error|HIPBLAS_STATUS_ALLOC_FAILED|miopenStatusAllocFailed"),
-    (OutOfMemorySource.XPU, r"XPU out of memory|UR_RESULT_ERROR_OUT_OF_(DEVICE|HOST|RESOURCES)"),
-    (OutOfMemorySource.MPS, r"MPS backend out of memory|MPS.*Failed to allocate private MTLBuffer"),
-    (OutOfMemorySource.CUDA, r"CUDA out of memory|CUDA error: out of memory|CUDA_ERROR_OUT_OF_MEMORY"),
+    (OutOfMemorySource.CUSPARSE, r"CUSPARSE_STATUS_ALLOC_FAILED|CUSPARSE_STATUS_INSUFFICIENT_RESOURCES"),
+    (OutOfMemorySource.HIP, r"HIP out of memory|HIP (driver )?error: out of memory|hipErrorOutOfMemory"),
+    (OutOfMemorySource.HIP, r"HIP(BLAS|FFT|SOLVER|SPARSE)_(STATUS_)?ALLOC_FAILED"),
+    (OutOfMemorySource.HIP, r"rocblas_status_memory_error|miopenStatusAllocFailed"),
+    (OutOfMemorySource.XPU, r"XPU out of memory|(UR_RESULT|PI)_ERROR_OUT_OF_(DEVICE|HOST|RESOURCES)"),
+    (OutOfMemorySource.MPS, r"MPS backend out of memory|Invalid buffer size: [\d.]+ [GT]i?B"),
+    (OutOfMemorySource.CUDA, r"CUDA out of memory|CUDA (driver )?error: out of memory|CUDA_ERROR_OUT_OF_MEMORY"),
+    (OutOfMemorySource.CUDA, r"cuda runtime error \(2\) : out of memory|Triton Error \[CUDA\]: out of memory"),
     (OutOfMemorySource.CUDA, r"cudaErrorMemoryAllocation"),
     (OutOfMemorySource.CPU, r"DefaultCPUAllocator: (can't allocate|not enough) memory"),
-    (OutOfMemorySource.CPU, r"unable to mmap .* Cannot allocate memory|std::bad_alloc"),
+    (OutOfMemorySource.CPU, r"unable to (mmap|allocate shared memory)[^\n]* Cannot allocate memory"),
+    (OutOfMemorySource.CPU, r"std::bad_alloc|bad allocation|Couldn't open shared file mapping[^\n]*<1455>"),
 )
-_PATTERNS = tuple((source, re.compile(message, re.IGNORECASE | re.DOTALL)) for source, message in _MESSAGES)
+_PATTERNS = tuple((source, re.compile(message, re.IGNORECASE)) for source, message in _MESSAGES)
 
 
 def read_out_of_memory(error: BaseException) -> OutOfMemorySource | None:
     """Find out whether ``error`` means that memory ran out, and whose.
 
-    Follows the causes of an error, so that a wrapper (a compiler, a worker, a framework) does not hide it. An error
-    that merely happened while another was handled (``__context__``) counts only where the wrapper shows it.
+    Follows the causes of an error (``raise ... from``), groups, and errors of spawned workers, so that a wrapper does
+    not hide it. An error that merely happened while another was handled does not count.
 
     Args:
-        error: Any exception. Only :class:`RuntimeError`, :class:`MemoryError` and :class:`OSError` can match:
-            a ``ValueError`` whose text speaks of memory is not the machine's word.
+        error: Any exception. Only :class:`RuntimeError`, :class:`MemoryError`, :class:`OSError` and a spawned
+            worker's error can match: a ``ValueError`` whose text speaks of memory is not the machine's word.
 
     Returns:
         Who ran out, or ``None`` if the error is about something else.
@@ -85,7 +89,10 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
     while link is not None and id(link) not in seen:
         seen.add(id(link))
         yield link
-        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+        if isinstance(link, BaseExceptionGroup):
+            for member in link.exceptions:
+                yield from _chain(member)
+        link = link.__cause__
 
 
 def _read_one(error: BaseException) -> OutOfMemorySource | None:
@@ -93,7 +100,7 @@ def _read_one(error: BaseException) -> OutOfMemorySource | None:
         return OutOfMemorySource.CPU
     if isinstance(error, OSError):
         return OutOfMemorySource.CPU if error.errno == errno.ENOMEM else None
-    if not isinstance(error, RuntimeError):
+    if not isinstance(error, RuntimeError | ProcessRaisedException):  # the latter holds a worker's traceback as text
         return None
     message = str(error)
     found = next((source for source, pattern in _PATTERNS if pattern.search(message)), None)

@@ -1,11 +1,13 @@
 """Find the storages behind tensors: views share one, wrapper subclasses and sparse tensors have several."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
 _COMPRESSED_ROWS = (torch.sparse_csr, torch.sparse_bsr)
 _COMPRESSED_COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
@@ -17,6 +19,8 @@ def iterate_storages(tensor: Tensor) -> Iterator[tuple[torch.UntypedStorage, tor
     The device is the tensor's word, not the storage's: the storage of a fake tensor lies on ``meta``, whatever the
     tensor stands for. A tensor without accessible storage (opaque layouts such as mkldnn) yields nothing.
     """
+    if is_lazy(tensor):
+        return  # no storage yet
     wrapper: Any = tensor
     if is_traceable_wrapper_subclass(wrapper):
         names, _ = wrapper.__tensor_flatten__()
@@ -47,3 +51,14 @@ def _sparse_parts(tensor: Tensor) -> tuple[Tensor, ...]:
     if tensor.layout in _COMPRESSED_COLUMNS:
         return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
     return ()
+
+
+def iterate_tensors(nest: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a batch: any nest of containers, mappings, dataclasses and other objects with attributes."""
+    for leaf in tree_leaves(nest):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif isinstance(leaf, Mapping):  # not every mapping is a dict: transformers' BatchEncoding
+            yield from iterate_tensors(list(leaf.values()))
+        elif hasattr(leaf, "__dict__") and not isinstance(leaf, type | torch.nn.Module) and not callable(leaf):
+            yield from iterate_tensors(list(vars(leaf).values()))

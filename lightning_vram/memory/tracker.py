@@ -3,10 +3,12 @@
 A dispatch mode sees the result of every operator, from autograd and from recomputation too, and a weak reference tells
 when each storage dies. The bytes are those of the storages: views share, wrapper subclasses count what they hold. The
 same program gives the same numbers at each run, and fake tensors give the numbers of real ones, so a claim about
-memory can be a test.
+memory can be a test. (Where PyTorch's own fake kernel returns other tensors than the real one, so do the numbers: on
+the host ``nn.LSTM``, ``nn.EmbeddingBag``, and a norm whose input needs no gradient.)
 
 What it does not see: workspaces inside a kernel (cuDNN, cuBLAS), the allocator's rounding and fragmentation, and
-memory that no PyTorch operator returns. What it costs: some 10-20 microseconds of Python per operator. A compiled
+memory that no PyTorch operator returns (a file read by ``torch.load``, a batch from a worker process, ``deepcopy``).
+What it costs: some 10-20 microseconds of Python per operator. A compiled
 callable runs uncompiled while a dispatch mode is on, so what compilation saves cannot be tracked.
 """
 
@@ -20,7 +22,10 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -40,6 +45,7 @@ from lightning_vram.memory.ledger import (
     label_all,
 )
 from lightning_vram.memory.module_scope import listen
+from lightning_vram.memory.storages import iterate_tensors
 from lightning_vram.memory.timeline import Category, MemoryTimeline, Phase
 
 
@@ -54,7 +60,7 @@ def track_memory(
 
     Args:
         module: Counts its parameters, buffers and gradients, and names where bytes were made. ``None``: none of it.
-        optimizers: Counts their state. Optimizers that step inside the block are found without being named.
+        optimizers: Counts their state. Those not named are found when they step, and their state counts from then on.
         inputs: Any nest of tensors, such as a batch.
 
     Returns:
@@ -101,20 +107,21 @@ class MemoryTracker:
             parameter = next(self._module.parameters(), None)
             self._device = str(parameter.device) if parameter is not None else None
         self._label()
-        label_all(self._ledger, (("", leaf) for leaf in _tensors(self._inputs)), Category.INPUTS)
-        self._inputs = None  # the tracked program decides how long its batch lives
+        label_all(self._ledger, (("", leaf) for leaf in iterate_tensors(self._inputs)), Category.INPUTS)
         with self._exit as stack:
             if gc.isenabled():
                 gc.disable()
                 stack.callback(gc.enable)
-            _follow_modules(stack, self._ledger, self._module)
+            _follow_modules(stack, self._ledger, self._module, self._end_steps)
             _follow_resizes(stack, self._ledger)
             for handle in (
                 register_optimizer_step_pre_hook(self._before_step),
                 register_optimizer_step_post_hook(self._after_step),
             ):
                 stack.callback(handle.remove)
-            stack.enter_context(_Recorder(self._ledger, self._observe))
+            is_fake = detect_fake_mode(_held_tensors(self._module, self._inputs)) is not None
+            stack.enter_context(_Recorder(self._ledger, self._observe, is_fake=is_fake))
+            self._inputs = None  # the tracked program decides how long its batch lives
             self._exit = stack.pop_all()
         return self
 
@@ -122,10 +129,10 @@ class MemoryTracker:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._exit.close()
+        self._label()
         if not self._ledger.has_seen_backward and torch.is_grad_enabled():
             self._ledger.label_activations()  # a forward alone: what lives now is what a backward would find
             self._ledger.start_backward()
-        self._label()
         self._ledger.close()
 
     def _observe(self) -> None:
@@ -134,10 +141,11 @@ class MemoryTracker:
         if now is before:
             return
         if now.phase is Phase.BACKWARD and before.is_building_graph:
+            if before.phase is not Phase.BACKWARD:
+                self._label()  # first what the forward put into parameters and buffers
             self._ledger.label_activations()
         if now.phase is Phase.BACKWARD and before.phase is not Phase.BACKWARD:
             self._ledger.start_backward()
-            self._step_depth = 0  # a step that ended in an exception has not said so
         self._ledger.moment = now
         if before.phase is Phase.BACKWARD and now.phase is not Phase.BACKWARD:
             self._label()
@@ -180,6 +188,10 @@ class MemoryTracker:
         self._step_depth = max(0, self._step_depth - 1)
         self._label()
 
+    def _end_steps(self) -> None:
+        """Whatever runs a module is no optimizer step: one that ended in an exception has not said so."""
+        self._step_depth = 0
+
     def _outside_of_step(self, closure: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             depth, self._step_depth = self._step_depth, 0
@@ -194,10 +206,13 @@ class MemoryTracker:
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Reports what every operator returns to the ledger."""
 
-    def __init__(self, ledger: Ledger, observe: Callable[[], None]) -> None:
+    supports_higher_order_operators = True
+
+    def __init__(self, ledger: Ledger, observe: Callable[[], None], *, is_fake: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._ledger = ledger
         self._observe = observe
+        self._is_fake = is_fake
 
     @override
     def __torch_dispatch__(
@@ -205,12 +220,17 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # the wrapper unwraps itself; what it runs inside comes here again
+        results = _results_of(func)
+        if results is _Results.COMPOSED:
+            with self:
+                return func.decompose(*args, **(kwargs or {}))
         self._observe()
         result = func(*args, **(kwargs or {}))
-        results = _results_of(func)
         if results is _Results.NEW:
             for tensor in _tensors(result):
-                self._ledger.add(tensor, str(func))
+                # DTensor works shapes out on fake tensors of its own, once per operator.
+                if self._is_fake or not isinstance(tensor, FakeTensor):
+                    self._ledger.add(tensor, str(func))
         elif results is _Results.CHANGED:
             for tensor in _tensors(result):
                 self._ledger.update(tensor)
@@ -223,12 +243,19 @@ class _Results(Enum):
     NEW = auto()
     CHANGED = auto()  # an argument, perhaps with another size: ``aten.resize_``
     VIEWS = auto()  # of an argument: an unknown storage is older than the block
+    COMPOSED = auto()  # what other operators return: without autograd those are not seen unless it is taken apart
 
 
 @cache
 def _results_of(func: Any) -> _Results:
-    schema = getattr(func, "_schema", None)  # higher-order operators have none
-    if schema is None or not any(result.alias_info for result in schema.returns):
+    if not isinstance(func, torch._ops.OpOverload):
+        return _Results.NEW  # a higher-order operator
+    if func.namespace == "prim":
+        return _Results.VIEWS  # questions about a tensor; the dispatcher does not know them
+    if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+        return _Results.COMPOSED
+    schema = func._schema
+    if not any(result.alias_info for result in schema.returns):
         return _Results.NEW
     if func is torch.ops.aten.lift_fresh.default:  # the first that is seen of torch.tensor([...])
         return _Results.NEW
@@ -241,18 +268,24 @@ def _tensors(nest: Any) -> Iterator[Tensor]:
     return (leaf for leaf in tree_leaves(nest) if isinstance(leaf, Tensor))
 
 
-def _follow_modules(stack: ExitStack, ledger: Ledger, root: nn.Module | None) -> None:
+def _held_tensors(module: nn.Module | None, inputs: Any) -> list[Tensor]:
+    return [*(module.parameters() if module is not None else ()), *iterate_tensors(inputs)]
+
+
+def _follow_modules(stack: ExitStack, ledger: Ledger, root: nn.Module | None, on_forward: Callable[[], None]) -> None:
     """Keep the name of the innermost running module in the ledger."""
     names = {id(module): name for name, module in root.named_modules()} if root is not None else {}
-    outer: list[tuple[nn.Module, str]] = []
+    outer: list[tuple[nn.Module, str, bool]] = []
 
     def enter(module: nn.Module, *_: Any) -> None:
-        outer.append((module, ledger.module))
+        on_forward()
+        outer.append((module, ledger.module, ledger.is_in_reducer))
         ledger.module = names.get(id(module), ledger.module)
+        ledger.is_in_reducer = isinstance(module, DistributedDataParallel)
 
     def leave(module: nn.Module, *_: Any) -> None:
         while outer:  # a module left by an exception that its hook did not see is skipped
-            left, ledger.module = outer.pop()
+            left, ledger.module, ledger.is_in_reducer = outer.pop()
             if left is module:
                 return
 
@@ -263,16 +296,24 @@ def _follow_modules(stack: ExitStack, ledger: Ledger, root: nn.Module | None) ->
 
 def _follow_resizes(stack: ExitStack, ledger: Ledger) -> None:
     """Note ``UntypedStorage.resize_``, with which FSDP frees and fills parameters: it does not dispatch."""
-    original = torch.UntypedStorage.resize_
+    if not _resizing:
+        torch.UntypedStorage.resize_ = _resize_and_tell  # type: ignore[method-assign, assignment]
+    _resizing.append(ledger)
 
-    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-        result = original(storage, size)
-        ledger.update_storage(storage)
-        return result
+    def stop() -> None:
+        _resizing.remove(ledger)
+        if not _resizing:
+            del torch.UntypedStorage.resize_  # the one of its base shows again
 
-    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+    stack.callback(stop)
 
-    def restore() -> None:
-        torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
 
-    stack.callback(restore)
+_resizing: list[Ledger] = []
+
+
+def _resize_and_tell(storage: torch.UntypedStorage, size: int) -> Any:
+    was_empty = storage.nbytes() == 0
+    result = super(torch.UntypedStorage, storage).resize_(size)
+    for ledger in _resizing:
+        (ledger.fill_storage if was_empty else ledger.update_storage)(storage)
+    return result

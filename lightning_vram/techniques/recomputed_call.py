@@ -62,8 +62,7 @@ def call_recomputed(
         RuntimeError: If the layer overwrites an input or a large buffer in this call, but did not in its first.
     """
     leaves, structure = tree_flatten(arguments)
-    keep = {None: _FirstInput, True: _copy_tensor, False: lambda tensor: tensor}[observation.overwrites_inputs]
-    kept = [keep(leaf) if isinstance(leaf, Tensor) else _copy_object(leaf) for leaf in leaves]
+    kept = [_keep(leaf, observation.overwrites_inputs) for leaf in leaves]
     versions = [_version(leaf) for leaf in leaves]
     snapshot, host_random = ModuleSnapshot(modules, observation.written), HostRandomState()
     first_call = [arguments]
@@ -126,6 +125,15 @@ class _FirstInput:
                 f"an input of shape {list(self._tensor.shape)} of a layer that is recomputed."
             )
         return self._tensor
+
+
+def _keep(leaf: Any, overwrites_inputs: bool | None) -> Any:  # noqa: FBT001 - three states
+    """What stays of an argument until the second run."""
+    if not isinstance(leaf, Tensor):
+        return _copy_object(leaf)
+    if overwrites_inputs is None:
+        return _FirstInput(leaf)
+    return _copy_tensor(leaf) if overwrites_inputs else leaf
 
 
 def _give(leaf: Any, *, is_overwritten: bool | None) -> Any:

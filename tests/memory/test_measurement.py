@@ -37,9 +37,9 @@ def test_names_its_sizes():
 
 
 def test_takes_other_sizes_by_their_names():
-    doubled = READING.with_sizes({name: 2 * size for name, size in READING.sizes().items()}, seconds_per_batch=0.25)
+    doubled = READING.with_sizes({name: 2 * size for name, size in READING.sizes().items()})
     assert doubled.sizes() == {name: 2 * size for name, size in READING.sizes().items()}
-    assert (doubled.step, doubled.seconds_per_batch) == (READING.step, 0.25)
+    assert (doubled.step, doubled.seconds_per_batch) == (READING.step, READING.seconds_per_batch)
 
 
 def test_a_timeline_adds_categories():
@@ -49,7 +49,7 @@ def test_a_timeline_adds_categories():
     reading = READING.with_timeline(tracker.timeline)
     assert reading.sizes()["parameters_bytes"] == 80
     assert set(reading.peak_by_category) == set(Category)
-    assert reading.with_sizes(reading.sizes(), seconds_per_batch=0.5) == reading
+    assert reading.with_sizes(reading.sizes()) == reading
     assert READING.peak_by_category == {}
 
 
@@ -77,7 +77,7 @@ def test_an_empty_file_is_named(tmp_path):
 
 
 def test_the_largest_of_equals_is_the_first():
-    small = READING.with_sizes(dict.fromkeys(READING.sizes(), 1), seconds_per_batch=None)
+    small = READING.with_sizes(dict.fromkeys(READING.sizes(), 1))
     assert largest([small, READING, READING]) is READING
 
 

@@ -4,6 +4,7 @@ import errno
 
 import pytest
 import torch
+from torch.multiprocessing import ProcessRaisedException
 
 from lightning_vram.memory.out_of_memory import OutOfMemorySource, is_out_of_memory, read_out_of_memory
 
@@ -21,6 +22,14 @@ MESSAGES = [
     (OutOfMemorySource.CUSOLVER, "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate`"),
     (OutOfMemorySource.CUSPARSE, "CUDA error: CUSPARSE_STATUS_ALLOC_FAILED when calling `cusparseCreate(handle)`"),
     (OutOfMemorySource.NCCL, "NCCL error: unhandled cuda error, Cuda failure 2 'out of memory'"),
+    (OutOfMemorySource.CUDA, "CUDA driver error: out of memory"),
+    (OutOfMemorySource.CUDA, "cuda runtime error (2) : out of memory at /pytorch/aten/src/THC/THCGeneral.cpp"),
+    (OutOfMemorySource.CUDA, "Triton Error [CUDA]: out of memory"),
+    (OutOfMemorySource.HIP, "HIP driver error: out of memory"),
+    (OutOfMemorySource.HIP, "hipFFT error: HIPFFT_ALLOC_FAILED"),
+    (OutOfMemorySource.MPS, "Invalid buffer size: 24.00 GiB"),
+    (OutOfMemorySource.CPU, "bad allocation"),
+    (OutOfMemorySource.CPU, "unable to allocate shared memory(shm) for file </torch_1>: Cannot allocate memory (12)"),
     (OutOfMemorySource.HIP, "HIP out of memory. Tried to allocate 256.00 MiB"),
     (OutOfMemorySource.HIP, "HIP error: out of memory"),
     (OutOfMemorySource.HIP, "CUDA error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`"),
@@ -61,6 +70,7 @@ def test_a_real_one_on_this_machine():
     "error",
     [
         RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+        RuntimeError("NCCL timeout; it may be that rank 3 ran out of memory or crashed"),
         RuntimeError("CUDA error: an illegal memory access was encountered"),
         RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
         ValueError("CUDA out of memory is a topic of this text"),
@@ -94,6 +104,24 @@ def test_what_a_handler_hides_on_purpose_does_not_count():
     with pytest.raises(ValueError, match="wrong label") as caught:
         recover_then_fail_otherwise()
     assert not is_out_of_memory(caught.value)
+
+
+def test_what_failed_while_another_error_was_handled_does_not_count():
+    def recover_badly():
+        try:
+            raise MemoryError
+        except MemoryError:
+            raise ValueError("wrong label")  # noqa: B904
+
+    with pytest.raises(ValueError, match="wrong label") as caught:
+        recover_badly()
+    assert not is_out_of_memory(caught.value)
+
+
+def test_a_group_and_a_worker_do_not_hide_it():
+    assert is_out_of_memory(ExceptionGroup("step", [ValueError("x"), torch.OutOfMemoryError("CUDA out of memory.")]))
+    worker = ProcessRaisedException("-- Process 0 terminated\nCUDA out of memory. Tried to allocate", 0, 1)
+    assert read_out_of_memory(worker) is OutOfMemorySource.CUDA
 
 
 def test_a_cycle_of_causes_ends():

@@ -1,0 +1,152 @@
+"""What every callback of the package promises. A new one is covered by adding its file to configs/."""
+
+import copy
+import pickle
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import LateTiny, LitManual, LitTiny, TinyCNN, TinyGPT, assert_equal_weights, describe_module
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.cli import LightningCLI
+
+import lightning_vram
+
+ROOT = Path(__file__).parents[2]
+PUBLIC = [getattr(lightning_vram, name) for name in lightning_vram.__all__]
+CALLBACKS = [part.__name__ for part in PUBLIC if isinstance(part, type) and issubclass(part, Callback)]
+CHANGES_TRAINING: set[str] = set()  # callbacks whose purpose is to change the result, such as a schedule
+KEEPS_RESULT = [name for name in CALLBACKS if name not in CHANGES_TRAINING]
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning"),  # what a callback warns about is tested in its own file
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # LightningCLI 2.6 on jsonargparse 4.53; dynamo
+]
+
+
+def snake_case(name: str) -> str:
+    return re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+
+
+def from_config(name: str) -> Callback:
+    args = [f"--config={ROOT / 'configs' / snake_case(name)}.yaml", "--model.net=helpers.TinyCNN"]
+    trainer = LightningCLI(LitTiny, args=args, run=False, save_config_callback=None).trainer
+    (callback,) = (c for c in trainer.callbacks if type(c).__name__ == name)
+    return callback
+
+
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_documented_and_tested(name):
+    assert f"| `{name}` |" in (ROOT / "README.md").read_text()
+    assert f"`{name}`" in (ROOT / "CHANGELOG.md").read_text()
+    assert (ROOT / "tests" / "callbacks" / f"test_{snake_case(name)}.py").exists()
+
+
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_survives_copy_and_pickle(name):
+    callback = from_config(name)
+    for twin in (copy.deepcopy(callback), pickle.loads(pickle.dumps(callback))):
+        assert vars(twin).keys() == vars(callback).keys()
+
+
+@pytest.mark.parametrize("name", KEEPS_RESULT)
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}, {"precision": "bf16-mixed"}],
+    ids=["eager", "accumulation and clipping", "autocast"],
+)
+def test_training_is_unchanged(name, arguments, make_case, make_trainer):
+    callback = from_config(name)  # before the models: it draws random numbers
+    plain = make_case()
+    make_trainer(**arguments).fit(plain)
+    saving = make_case()
+    make_trainer(callbacks=[callback], **arguments).fit(saving)
+    assert_equal_weights(saving, plain)
+
+
+@pytest.mark.parametrize("name", KEEPS_RESULT)
+@pytest.mark.parametrize("module", [LitManual, LateTiny], ids=["manual optimization", "configure_model"])
+def test_training_is_unchanged_in(name, module, make_trainer):
+    callback, weights = from_config(name), []
+    for callbacks in ([], [callback]):
+        torch.manual_seed(0)
+        model = module(TinyGPT()) if module is LitManual else module()
+        make_trainer(callbacks=callbacks).fit(model)
+        weights.append(model)
+    assert_equal_weights(*weights)
+
+
+@pytest.mark.parametrize("name", KEEPS_RESULT)
+@pytest.mark.parametrize("part", ["whole", "layer"])
+def test_training_is_unchanged_when_compiled(name, part, make_model, make_trainer):
+    callback, fitted = from_config(name), []
+    for callbacks in ([], [callback]):
+        torch._dynamo.reset()
+        model = make_model()
+        if part == "layer":
+            layer = model.net.blocks[0] if isinstance(model.net, TinyGPT) else model.net
+            layer.compile(backend="aot_eager")
+        make_trainer(callbacks=callbacks, max_epochs=1, limit_val_batches=0).fit(
+            torch.compile(model, backend="aot_eager") if part == "whole" else model
+        )
+        fitted.append(model)
+    assert_equal_weights(*fitted)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", KEEPS_RESULT)
+def test_training_is_unchanged_on_two_ranks(name, make_model, make_trainer):
+    callback, fitted = from_config(name), []
+    for callbacks in ([], [callback]):
+        model = make_model()
+        make_trainer(callbacks=callbacks, strategy="ddp_fork", devices=2, max_epochs=1).fit(model)
+        fitted.append(model)
+    assert_equal_weights(*fitted)
+
+
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_the_module_is_what_it_was_after_each_of_two_fits(name, make_case, make_trainer):
+    callback, model = from_config(name), make_case()
+    before = describe_module(model)
+    for _ in range(2):
+        trainer = make_trainer(callbacks=[callback])
+        trainer.fit(model)
+        for run in (trainer.validate, trainer.test, trainer.predict):
+            if isinstance(model, LitTiny):
+                run(model)
+        assert describe_module(model) == before
+        assert "setup" not in vars(trainer.strategy)
+
+
+class PlantedError(RuntimeError):
+    pass
+
+
+@pytest.mark.parametrize("name", CALLBACKS)
+@pytest.mark.parametrize("place", ["setup", "configure_optimizers", "training_step", "on_validation_end", "teardown"])
+def test_a_fit_that_fails_leaves_the_module_as_it_was(name, place, make_trainer):
+    callback, model = from_config(name), LitTiny(TinyCNN())
+    before = describe_module(model)
+
+    def fail(*args, **kwargs):
+        raise PlantedError
+
+    setattr(model, place, fail)
+    trainer = make_trainer(callbacks=[callback])
+    with pytest.raises(PlantedError):
+        trainer.fit(model)
+    delattr(model, place)
+    assert describe_module(model) == before
+    assert "setup" not in vars(trainer.strategy)
+    make_trainer(callbacks=[callback]).fit(model)
+    assert describe_module(model) == before
+
+
+def test_all_together_change_nothing(make_case, make_trainer):
+    callbacks = [from_config(name) for name in KEEPS_RESULT]
+    plain, saving = make_case(), None
+    make_trainer().fit(plain)
+    saving = make_case()
+    make_trainer(callbacks=callbacks).fit(saving)
+    assert_equal_weights(saving, plain)
