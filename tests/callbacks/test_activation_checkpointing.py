@@ -78,8 +78,7 @@ def test_says_what_it_recomputes(make_trainer, monkeypatch):
     ],
 )
 def test_refuses_what_it_cannot_find_and_changes_nothing(model, layers, message, make_trainer):
-    model.train_dataloader = lambda: [torch.zeros(1)]
-    model.val_dataloader = None
+    model.train_dataloader = model.val_dataloader = lambda: [torch.zeros(1)]
     before = describe_module(model)
     trainer = make_trainer(callbacks=[ActivationCheckpointing(layers)])
     with pytest.raises(MisconfigurationException, match=message):

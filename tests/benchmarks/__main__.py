@@ -1,0 +1,58 @@
+"""Run a suite, print a table, write the figures with device and versions."""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from lightning_vram.memory.units import format_bytes
+from tests.benchmarks.cases import VARIANTS, WORKLOADS
+from tests.benchmarks.measure import Row, describe_machine, measure_memory, measure_speed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
+    parser.add_argument("--suite", choices=["memory", "speed"], required=True)
+    parser.add_argument("-o", "--output", type=Path, help="JSON file; kept under tests/benchmarks/results/")
+    parser.add_argument("--repeats", type=int, default=5, help="interleaved repeats of each variant (speed)")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps per repeat (speed)")
+    parser.add_argument("--only", default="", help="part of a workload's name")
+    arguments = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rows: list[Row] = []
+    for workload in WORKLOADS:
+        if (workload.needs_gpu and device.type == "cpu") or arguments.only not in workload.name:
+            continue
+        if arguments.suite == "memory":
+            rows += [measure_memory(workload, variant, device) for variant in VARIANTS]
+        else:
+            rows += measure_speed(workload, device, arguments.repeats, arguments.steps)
+    Console(width=160).print(make_table(rows))
+    if arguments.output is not None:
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        result = {"suite": arguments.suite, "machine": describe_machine(), "rows": rows}
+        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def make_table(rows: list[Row]) -> Table:
+    """One line per row, sizes as text."""
+    columns = list(dict.fromkeys(name for row in rows for name in row if not name.startswith("all_")))
+    table = Table()
+    for name in columns:
+        table.add_column(name.removesuffix("_bytes").replace("_", " "), overflow="fold")
+    for row in rows:
+        table.add_row(*(show(name, row.get(name)) for name in columns))
+    return table
+
+
+def show(name: str, value: object) -> str:
+    if isinstance(value, int):
+        return format_bytes(value)
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""What is measured: models at given sizes, with and without a technique. A case is one row of a table."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_vram.demos import ByteGPT, DigitsResNet
+from lightning_vram.techniques.checkpointing import apply_activation_checkpointing
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model, a batch and a loss.
+
+    Args:
+        name: Text for the table.
+        make_model: Builds the model on the default device.
+        make_batch: Builds the batch on the default device.
+        compute_loss: Of a model and a batch.
+        needs_gpu: Too large for a test machine without one.
+    """
+
+    name: str
+    make_model: Callable[[], nn.Module]
+    make_batch: Callable[[], tuple[Tensor, ...]]
+    compute_loss: Callable[[nn.Module, tuple[Tensor, ...]], Tensor]
+    needs_gpu: bool = False
+
+
+def _gpt_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    logits = model(batch[0][:, :-1])
+    return F.cross_entropy(logits.flatten(0, 1), batch[0][:, 1:].flatten())
+
+
+def _resnet_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def _tokens(size: int, length: int) -> tuple[Tensor, ...]:
+    return (torch.randint(256, (size, length + 1)),)
+
+
+def _images(size: int, channels: int, pixels: int) -> tuple[Tensor, ...]:
+    return torch.randn(size, channels, pixels, pixels), torch.randint(10, (size,))
+
+
+WORKLOADS = (
+    Workload(
+        "ByteGPT 8 x 256, T 256, B 8",
+        partial(ByteGPT, 8, 256, 4, 256),
+        partial(_tokens, 8, 256),
+        _gpt_loss,
+    ),
+    Workload(
+        "DigitsResNet (2, 2) x 16, 16x16, B 32",
+        partial(DigitsResNet, (2, 2), 16),
+        partial(_images, 32, 1, 16),
+        _resnet_loss,
+    ),
+    Workload(
+        "ByteGPT GPT-2 XL body, T 1024, B 4",
+        partial(ByteGPT, 48, 1600, 25, 1024),
+        partial(_tokens, 4, 1024),
+        _gpt_loss,
+        needs_gpu=True,
+    ),
+    Workload(
+        "DigitsResNet ResNet-50 body, 64x64, B 64",
+        partial(DigitsResNet, (3, 4, 6, 3), 64, 3),
+        partial(_images, 64, 3, 64),
+        _resnet_loss,
+        needs_gpu=True,
+    ),
+)
+
+VARIANTS: dict[str, Callable[[nn.Module], object]] = {
+    "plain": lambda model: None,
+    "checkpointed": apply_activation_checkpointing,
+    "checkpointed, every 2nd": partial(apply_activation_checkpointing, every_n_layers=2),
+}

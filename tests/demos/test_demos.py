@@ -1,0 +1,98 @@
+"""The demos learn, and refuse what cannot work."""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from lightning_vram.demos import ByteGPT, DigitsData, DigitsResNet, SourceText
+from lightning_vram.demos.source_text import read_sources
+
+
+def test_byte_gpt_learns_source_text(make_trainer):
+    pl.seed_everything(0, verbose=False)
+    model = ByteGPT(num_layers=2, width=128, num_heads=4, sequence_length=128)
+    data = SourceText(batch_size=8, sequence_length=128)
+    trainer = make_trainer(max_steps=100, max_epochs=-1, limit_val_batches=4, val_check_interval=100)
+    trainer.fit(model, data)
+    assert trainer.callback_metrics["val_loss"] < 2.9  # nats per byte; 5.55 untrained
+
+
+def test_digits_resnet_learns_digits(make_trainer):
+    pl.seed_everything(0, verbose=False)
+    trainer = make_trainer(max_epochs=5)
+    trainer.fit(DigitsResNet(), DigitsData())
+    assert trainer.callback_metrics["val_accuracy"] > 0.93
+
+
+def test_sizes_of_the_large_ones():
+    with torch.device("meta"):
+        xl, resnet50 = ByteGPT(48, 1600, 25, 1024), DigitsResNet((3, 4, 6, 3), 64, in_channels=3)
+    assert sum(p.numel() for p in xl.net.blocks.parameters()) == 48 * (12 * 1600**2 + 13 * 1600)
+    convolutions = sum(p.numel() for p in resnet50.net.stages.parameters())
+    assert convolutions == 23_508_032 - 9_408 - 128  # torchvision's resnet50 without stem and head
+
+
+def test_the_head_is_tied_if_asked():
+    tied, untied = ByteGPT(1, 8, 2, 8), ByteGPT(1, 8, 2, 8, tie_head=False)
+    assert tied.net.head.weight is tied.net.embed.weight
+    assert untied.net.head.weight is not untied.net.embed.weight
+
+
+def test_a_wide_model_is_made_of_its_arguments_again(tmp_path, make_trainer):
+    model = ByteGPT(1, 8, 2, 16)
+    trainer = make_trainer(fast_dev_run=True)
+    batches = torch.randint(256, (2, 1, 17))
+    trainer.fit(model, batches, batches)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    assert ByteGPT.load_from_checkpoint(tmp_path / "a.ckpt").net.embed.weight.equal(model.net.embed.weight)
+
+
+def test_windows_overlap_by_the_byte_to_predict(tmp_path):
+    (tmp_path / "a.py").write_bytes(bytes(range(200)))
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "b.py").write_text("left out")
+    data = SourceText(batch_size=2, sequence_length=4, path=str(tmp_path))
+    data.setup("fit")
+    windows = data.train_dataloader().dataset
+    assert windows[0].tolist() == [0, 1, 2, 3, 4]
+    assert windows[1].tolist() == [4, 5, 6, 7, 8]
+    assert data.val_dataloader().dataset[0][0] == 190  # the last twentieth
+
+
+def test_the_standard_library_is_several_megabytes_of_text():
+    data = SourceText()
+    data.setup("fit")
+    assert sum(len(part) for part in data._split()) > 3_000_000
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: ByteGPT(num_layers=0), ValueError, r"^ByteGPT\(num_layers\) must be at least 1, got 0\.$"),
+        (lambda: ByteGPT(width=10, num_heads=3), ValueError, r"^ByteGPT\(num_heads\) must divide width=10, got 3\.$"),
+        (lambda: ByteGPT(dropout=1.0), ValueError, r"^ByteGPT\(dropout\) must be at least 0 and below 1, got 1\.0\.$"),
+        (
+            lambda: DigitsResNet(()),
+            ValueError,
+            r"^DigitsResNet\(blocks_per_stage\) must name at least one stage, got none",
+        ),
+        (lambda: DigitsResNet((1, 0)), ValueError, r"^DigitsResNet\(blocks_per_stage\) must be at least 1, got 0\.$"),
+        (lambda: SourceText(batch_size=0), ValueError, r"^SourceText\(batch_size\) must be at least 1, got 0\.$"),
+        (
+            lambda: SourceText(sequence_length=10**9).setup("fit"),
+            ValueError,
+            r"^SourceText\(sequence_length\) is 1000000000",
+        ),
+        (lambda: SourceText().train_dataloader(), RuntimeError, r"^SourceText has no text before setup\(\)\."),
+        (lambda: DigitsData().train_dataloader(), RuntimeError, r"^DigitsData has no images before setup\(\)\."),
+        (lambda: DigitsData(image_size=1.0), TypeError, r"^DigitsData\(image_size\) must be an int, got 1\.0 of type"),
+    ],
+)
+def test_refuses(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_a_folder_without_sources_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"^SourceText\(path\): no \*\.py file in "):
+        read_sources(tmp_path)

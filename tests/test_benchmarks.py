@@ -1,0 +1,33 @@
+"""The frame of the benchmarks works: a small run writes what is promised."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+from tests.benchmarks import __main__ as benchmarks
+from tests.benchmarks.cases import VARIANTS, WORKLOADS
+from tests.benchmarks.measure import Run
+
+
+@pytest.mark.parametrize("suite", ["memory", "speed"])
+def test_a_suite_writes_device_versions_and_rows(suite, monkeypatch, tmp_path, capsys):
+    path = tmp_path / "sub" / "result.json"
+    options = ["--suite", suite, "-o", str(path), "--only", "DigitsResNet (2", "--repeats", "1", "--steps", "1"]
+    monkeypatch.setattr(sys, "argv", ["benchmarks", *options])
+    benchmarks.main()
+    result = json.loads(path.read_text())
+    assert {"device", "torch", "lightning", "driver"} <= set(result["machine"])
+    assert [row["variant"] for row in result["rows"]] == list(VARIANTS)
+    assert "checkpointed" in capsys.readouterr().out
+    if suite == "memory":
+        plain, checkpointed, _ = (row["saved_for_backward_bytes"] for row in result["rows"])
+        assert checkpointed <= 0.45 * plain
+
+
+def test_a_step_trains():
+    run = Run(WORKLOADS[1], "checkpointed", torch.device("cpu"))
+    before = [p.clone() for p in run.model.parameters()]
+    run.step()
+    assert not all(torch.equal(one, other) for one, other in zip(run.model.parameters(), before, strict=True))

@@ -1,0 +1,231 @@
+"""The command: real fits, comparison, report, and one line for each mistake."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from lightning_vram.cli import main
+from lightning_vram.memory.measurement import read_measurements
+
+ROOT = Path(__file__).parents[1]
+QUICKSTART = f"--config={ROOT / 'configs' / 'quickstart.yaml'}"
+SMALL = [
+    "--model.init_args.num_layers=2",
+    "--model.init_args.width=16",
+    "--model.init_args.sequence_length=32",
+    "--data.init_args.batch_size=2",
+    "--trainer.max_steps=4",
+    "--trainer.val_check_interval=4",
+    "--trainer.limit_val_batches=1",
+    "--trainer.log_every_n_steps=2",
+    "--trainer.accelerator=cpu",
+]
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def in_tmp_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["lightning-vram"])  # LightningCLI warns about arguments of pytest's
+
+
+def fail(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Run a command that must fail; returns the one line it says."""
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("lightning-vram: error: ")]
+    assert len(lines) == 1
+    return lines[0].removeprefix("lightning-vram: error: ")
+
+
+def write(path: Path, config: dict) -> str:
+    path.write_text(yaml.safe_dump(config))
+    return f"--config={path}"
+
+
+def table_cells(text: str, row: str) -> list[str]:
+    (line,) = (line for line in text.splitlines() if line.startswith(f"│ {row} "))
+    return [cell.strip() for cell in line.strip("│").split("│")][1:]
+
+
+def test_the_quickstart_shows_plain_against_packed(capsys):
+    main(["fit", QUICKSTART, *SMALL])
+    out = capsys.readouterr().out
+    assert "plain against" in out
+    assert "ActivationCheckpointing and EmptyCache" in out
+    plain, packed, ratio = table_cells(out, "saved for backward")
+    assert plain != packed
+    assert float(ratio) < 0.5
+    for row in ("parameters", "gradients", "optimizer state", "activations", "temporaries", "all", "time per step"):
+        assert len(table_cells(out, row)) == 3
+    assert "Final weights equal: yes, to the bit." in out
+    stages = [m.stage for m in read_measurements("quickstart/vram.jsonl")]
+    assert stages == ["train", "train", "train", "validate"]
+    main(["report", "quickstart/vram.jsonl"])
+    out = capsys.readouterr().out
+    assert len(table_cells(out, "peak allocated")) == 2
+    assert "Median time per training batch" in out
+
+
+@pytest.mark.parametrize("subcommand", ["validate", "test", "predict"])
+def test_other_subcommands(subcommand, capsys):
+    config = yaml.safe_load((ROOT / "configs" / "quickstart.yaml").read_text())
+    del config["trainer"]["callbacks"], config["compare_with_plain"]
+    sizes = [option for option in SMALL if not option.startswith("--trainer.max") and "val_check" not in option]
+    limit = {"test": ["--trainer.limit_test_batches=1"], "predict": ["--trainer.limit_predict_batches=1"]}
+    main([subcommand, write(Path("c.yaml"), config), *sizes, *limit.get(subcommand, [])])
+
+
+def test_any_module_that_does_not_fit_plain_is_told(capsys, monkeypatch):
+    calls = []
+
+    def fit(self, *args, **kwargs):
+        calls.append(kwargs)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr("lightning.pytorch.Trainer.fit", fit)
+    main(["fit", QUICKSTART, *SMALL])
+    out = capsys.readouterr().out
+    assert len(calls) == 2
+    assert "Final weights equal: -." in out
+
+
+def test_interpolation_follows_overrides_and_other_files(capsys, monkeypatch):
+    seen = []
+    monkeypatch.setattr("lightning.pytorch.Trainer.fit", lambda self, model, **kwargs: seen.append((model, kwargs)))
+    base = write(Path("base.yaml"), {"model": {"class_path": "lightning_vram.demos.ByteGPT"}})
+    data = {"class_path": "lightning_vram.demos.SourceText"}
+    data["init_args"] = {"sequence_length": "${model.init_args.sequence_length}"}
+    other = write(Path("other.yaml"), {"data": data})
+    main(["fit", base, other, "--model.init_args.sequence_length=48", "--trainer.accelerator=cpu"])
+    assert seen[0][1]["datamodule"].sequence_length == 48
+
+
+CALLBACK = "lightning_vram.ActivationCheckpointing"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--foo=3"], "unrecognized arguments: --foo=3"),
+        (["--trainer.max_stepss=3"], "unrecognized arguments: --trainer.max_stepss=3"),
+        (["--trainer.max_steps=abc"], "trainer.max_steps: Expected int. Got value: abc"),
+        (["--model.init_args.widthh=3"], "model: lightning_vram.demos.ByteGPT: Option 'widthh' is not accepted"),
+        (["--model.init_args.width=abc"], "model: lightning_vram.demos.ByteGPT: width: Expected int. Got value: abc"),
+        (["--config=nope.yaml"], "config: File does not exist: "),
+        (["--model=NoSuch"], "model: Expected a dot import path string: NoSuch"),
+        (["--trainer.accelerator=foo"], "You selected an invalid accelerator name: `accelerator='foo'`."),
+        (["--trainer.strategy=foo"], "You selected an invalid strategy name: `strategy='foo'`."),
+        (
+            ["--model.init_args.width=130"],
+            "ByteGPT(num_heads) must divide width=130, got 4. (LIGHTNING_VRAM_DEBUG=1 shows where)",
+        ),
+        (["--seed_everything=false"], "compare_with_plain=true needs a seed for both fits, got seed_everything=false."),
+        (["--trainer.callbacks=null"], "compare_with_plain=true needs a lightning_vram.VRAMMonitor among"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_one_line(arguments, message, capsys):
+    assert fail(["fit", QUICKSTART, *arguments], capsys).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"trainr": {"max_steps": 1}}, "Subcommand 'fit' does not accept option 'trainr.max_steps'"),
+        (
+            {"trainer": {"callbacks": [{"class_path": CALLBACK, "init_args": {"every_n_layers": 0}}]}},
+            "ActivationCheckpointing(every_n_layers) must be at least 1, got 0. (LIGHTNING_VRAM_DEBUG=1 shows where)",
+        ),
+        (
+            {"trainer": {"callbacks": [{"class_path": CALLBACK, "init_args": {"every_n": 2}}]}},
+            "trainer.callbacks: lightning_vram.ActivationCheckpointing: Option 'every_n' is not accepted",
+        ),
+        (
+            {"trainer": {"callbacks": [{"class_path": f"{CALLBACK}s"}]}},
+            "trainer.callbacks: lightning_vram.ActivationCheckpointings: module 'lightning_vram' has no attribute",
+        ),
+        (
+            {
+                "trainer": {
+                    "callbacks": [{"class_path": "lightning_vram.EmptyCache", "init_args": {"every_n_batches": 1.5}}]
+                }
+            },
+            "trainer.callbacks: lightning_vram.EmptyCache: every_n_batches: Expected int, got 1.5",
+        ),
+        ({"trainer": {"max_steps": "${nope.x}"}}, "Interpolation key '..nope.x' not found"),
+        (
+            {
+                "trainer": {
+                    "logger": False,
+                    "callbacks": [{"class_path": CALLBACK, "init_args": {"layers": "net.blok.*"}}],
+                }
+            },
+            "ActivationCheckpointing: layers='net.blok.*' matches no module or class of ByteGPT. Close",
+        ),
+        (
+            {"data": {"class_path": "lightning_vram.demos.SourceText", "init_args": {"path": "empty"}}},
+            "SourceText(path): no *.py file in 'empty'.",
+        ),
+    ],
+)
+def test_a_mistake_in_a_file_is_one_line(config, message, capsys):
+    base = {
+        "model": {"class_path": "lightning_vram.demos.ByteGPT"},
+        "data": {"class_path": "lightning_vram.demos.SourceText"},
+    }
+    assert fail(["fit", write(Path("c.yaml"), base | config), "--trainer.accelerator=cpu"], capsys).startswith(message)
+
+
+def test_broken_yaml_is_one_line(capsys):
+    Path("c.yaml").write_text("trainer: [a\n")
+    assert fail(["fit", "--config=c.yaml"], capsys).startswith("Problems parsing config: while parsing a flow sequence")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], 'expected "subcommand" to be one of {fit,validate,test,predict}'),
+        (["foo"], "argument subcommand: invalid choice: 'foo' (choose from 'fit', 'validate', 'test', 'predict')"),
+        (["fit"], "the following arguments are required: fit.model"),
+        (["report", "nope.jsonl"], "[Errno 2] No such file or directory: 'nope.jsonl'"),
+    ],
+)
+def test_a_wrong_subcommand_is_one_line(arguments, message, capsys):
+    assert fail(arguments, capsys).startswith(message)
+
+
+def test_a_missing_extra_names_the_command(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    arguments = ["--model=lightning_vram.demos.DigitsResNet", "--data=lightning_vram.demos.DigitsData"]
+    line = fail(["fit", *arguments, "--trainer.accelerator=cpu", "--trainer.logger=false"], capsys)
+    assert line == "DigitsData needs scikit-learn, which is not installed: pip install 'lightning-vram[examples]'"
+
+
+def test_a_bug_of_the_user_keeps_its_traceback(monkeypatch):
+    def fit(self, *args, **kwargs):
+        raise ValueError("from the user's own code")
+
+    monkeypatch.setattr("lightning.pytorch.Trainer.fit", fit)
+    with pytest.raises(ValueError, match="from the user's own code"):
+        main(["fit", QUICKSTART, *SMALL])
+
+
+def test_debug_shows_where(monkeypatch):
+    monkeypatch.setenv("LIGHTNING_VRAM_DEBUG", "1")
+    with pytest.raises(ValueError, match="must divide"):
+        main(["fit", QUICKSTART, "--model.init_args.width=130"])
+
+
+def test_help_names_the_report(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "report" in capsys.readouterr().out

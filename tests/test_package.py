@@ -1,0 +1,75 @@
+"""Promises of the package as a whole."""
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import lightning_vram
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def test_public_names_exist_and_are_sorted():
+    assert lightning_vram.__all__ == sorted(lightning_vram.__all__)
+    assert all(getattr(lightning_vram, name).__doc__ for name in lightning_vram.__all__)
+
+
+def test_changelog_has_the_current_version():
+    assert f"## [{lightning_vram.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+@pytest.mark.parametrize("package", ["lightning_vram.memory.tracker", "lightning_vram.techniques.checkpointing"])
+def test_plain_torch_users_need_no_lightning(package):
+    # the package's own __init__ brings the callbacks, so its modules are found without running it
+    code = (
+        "import sys, types; package = types.ModuleType('lightning_vram');"
+        f"package.__path__ = [{str(ROOT / 'lightning_vram')!r}]; sys.modules['lightning_vram'] = package;"
+        f"import {package}; assert not any(name.split('.')[0] == 'lightning' for name in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONWARNINGS": "ignore"})
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_examples_run(path, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", [str(path), "--fast_dev_run"])
+    runpy.run_path(str(path), run_name="__main__")
+    assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_config_is_yaml_and_begins_with_its_command(path):
+    text = path.read_text()
+    assert text.startswith("# lightning-vram fit --config ")
+    assert f"--config configs/{path.name}" in text.splitlines()[0]
+    assert yaml.safe_load(text)
+
+
+def test_the_code_in_the_readme_runs(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), {"__name__": "__main__"})
+
+
+def test_the_readme_has_the_two_commands_ci_runs():
+    commands = re.findall(r"^python3 -m venv .*$", README, re.MULTILINE)
+    assert [command.split("&&")[-1].strip() for command in commands] == [
+        ".venv/bin/lightning-vram fit --config configs/quickstart.yaml",
+        ".venv/bin/pytest",
+    ]
+
+
+def test_the_tested_set_is_pinned():
+    pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and line[0] != "#"]
+    assert all(re.fullmatch(r"[A-Za-z0-9_.-]+==[A-Za-z0-9_.!]+", pin) for pin in pins)
+    assert {"torch", "lightning", "torchmetrics", "jsonargparse", "omegaconf"} <= {pin.split("==")[0] for pin in pins}
