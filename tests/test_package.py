@@ -53,6 +53,7 @@ def test_every_config_is_yaml_and_begins_with_its_command(path):
     assert yaml.safe_load(text)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_the_code_in_the_readme_runs(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)

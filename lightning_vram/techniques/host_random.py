@@ -2,52 +2,65 @@
 
 import random
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 
-class HostRandomState:
-    """The state of Python's and NumPy's global generators; as a context manager, the time in which it holds again."""
+@dataclass
+class DrawnNumbers:
+    """What was learned about a layer in its first run.
 
-    def __init__(self) -> None:
-        self._start: Any = _read()
-        self._now: Any = None
+    Args:
+        from_numpy: Whether it draws from NumPy's global generator, whose state takes long to read; ``None`` before.
+    """
+
+    from_numpy: bool | None = None
+
+
+class HostRandomState:
+    """The state of Python's and NumPy's global generators; as a context manager, the time in which it holds again.
+
+    Args:
+        drawn: What is known about the layer; filled in after the first run. A layer that draws from NumPy in later
+            runs only is not noticed.
+    """
+
+    def __init__(self, drawn: DrawnNumbers) -> None:
+        self._drawn = drawn
+        numpy = sys.modules.get("numpy") if drawn.from_numpy is not False else None  # torch works without it
+        self._generators: list[tuple[Callable[[], Any], Callable[[Any], None], Any]] = [
+            (random.getstate, random.setstate, random.getstate())
+        ]
+        if numpy is not None:
+            self._generators.append((numpy.random.get_state, numpy.random.set_state, numpy.random.get_state()))
+        self._restores: list[tuple[Callable[[Any], None], Any]] = []
 
     def settle(self) -> None:
-        """Call after the forward: forget the state if nothing was drawn."""
-        if _is_equal(self._start, _read()):
-            self._start = None
+        """Call after the forward: forget the states of generators nothing was drawn from."""
+        changed = [(read, write, start) for read, write, start in self._generators if not _is_equal(start, read())]
+        if self._drawn.from_numpy is None:
+            self._drawn.from_numpy = any(write is not random.setstate for _, write, _ in changed)
+        self._generators = changed
 
     def __enter__(self) -> None:
-        if self._start is not None:
-            self._now = _read()
-            _write(self._start)
+        for read, write, start in self._generators:
+            self._restores.append((write, read()))
+            write(start)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._now is not None:
-            _write(self._now)
-            self._now = None
+        while self._restores:
+            write, now = self._restores.pop()
+            write(now)
 
 
-def _read() -> tuple[Any, Any]:
-    numpy = sys.modules.get("numpy")  # not imported for this: torch works without it
-    return random.getstate(), numpy.random.get_state() if numpy is not None else None
+def _is_equal(one: Any, other: Any) -> bool:
+    return _flat(one) == _flat(other)
 
 
-def _write(state: tuple[Any, Any]) -> None:
-    random.setstate(state[0])
-    if state[1] is not None:
-        sys.modules["numpy"].random.set_state(state[1])
-
-
-def _is_equal(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
-    if one[0] != other[0] or (one[1] is None) != (other[1] is None):
-        return False
-    # NumPy's is a name, an array of keys, and numbers: bytes compare them all.
-    return one[1] is None or _flat(one[1]) == _flat(other[1])
-
-
-def _flat(numpy_state: Any) -> tuple[Any, ...]:
-    return tuple(part.tobytes() if hasattr(part, "tobytes") else part for part in numpy_state)
+def _flat(state: tuple[Any, ...]) -> list[Any]:
+    """NumPy's state holds an array, which compares as bytes."""
+    return [part.tobytes() if hasattr(part, "tobytes") else part for part in state]

@@ -11,8 +11,8 @@ need gradients. What cannot be seen: objects of other kinds that change inside, 
 overwrites.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -45,13 +45,82 @@ class _Buffer:
     start: Tensor | None  # its value before the forward, if it is kept
 
 
-@dataclass
-class _ModuleState:
-    module: nn.Module
-    attributes: dict[str, Any]
-    requires_grad: dict[str, bool]
-    generators: dict[str, Tensor]
-    buffers: dict[str, _Buffer] = field(default_factory=dict)
+class _LeafState:
+    """A layer of torch's own without buffers, hooks or children: only its mode and its parameters can change."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.is_training = module.training
+        self.parameters = module._parameters.copy()
+        self.requires_grad = [p is not None and p.requires_grad for p in self.parameters.values()]
+
+    def rewind(self) -> Callable[[], None]:
+        """Put the state from before the first run back; returns what undoes that."""
+        attributes = vars(self.module)  # nn.Module's own way to set attributes is slow
+        is_training, registered = attributes["training"], attributes["_parameters"]
+        now = [(p, p.data, p.requires_grad) for p in registered.values() if p is not None and not _is_sharded(p)]
+        attributes["training"] = self.is_training
+        attributes["_parameters"] = parameters = _keep_sharded(self.parameters, registered)
+        for parameter, requires_grad in zip(parameters.values(), self.requires_grad, strict=False):
+            _set_requires_grad(parameter, requires_grad)
+
+        def restore() -> None:
+            attributes["training"] = is_training
+            attributes["_parameters"] = registered
+            for parameter, data, requires_grad in now:
+                if parameter.data_ptr() != data.data_ptr():
+                    parameter.data = data
+                _set_requires_grad(parameter, requires_grad)
+
+        return restore
+
+
+class _ModuleState(_LeafState):
+    """Any module: everything in its ``__dict__``."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.attributes = {
+            name: value.copy() if type(value) in _COPIED_KINDS else value for name, value in vars(module).items()
+        }
+        self.generators = _read_generators(vars(module))
+        self.buffers: dict[str, _Buffer] = {}
+
+    def rewind_all(self, stand_ins: dict[int, Tensor]) -> Callable[[], None]:
+        """As ``rewind``, with buffers on copies; ``stand_ins`` has those made so far, by tensor."""
+        module, now = self.module, dict(vars(self.module))
+        generators = _read_generators(now)
+        restore_leaf = self.rewind()
+        attributes = {
+            name: value.copy() if type(value) in _COPIED_KINDS else value for name, value in self.attributes.items()
+        }
+        attributes["_parameters"] = module._parameters
+        buffers = self.attributes["_buffers"].items()
+        attributes["_buffers"] = {name: self._stand_in(name, buffer, stand_ins) for name, buffer in buffers}
+        # Views of other tensors stay as they are: FSDP1 sets parameters that way.
+        attributes |= {name: value for name, value in now.items() if isinstance(value, Tensor) and value._is_view()}
+        _replace(vars(module), attributes)
+        for name, position in self.generators.items():
+            vars(module)[name].set_state(position)
+
+        def restore() -> None:
+            restore_leaf()
+            _replace(vars(module), now)
+            for name, position in generators.items():
+                vars(module)[name].set_state(position)
+
+        return restore
+
+    def _stand_in(self, name: str, buffer: Tensor | None, stand_ins: dict[int, Tensor]) -> Tensor | None:
+        if buffer is None:
+            return None
+        kept = self.buffers.get(name)
+        start = kept.start if kept is not None else buffer  # no account is kept of statistics
+        if start is None:
+            return buffer
+        if id(buffer) not in stand_ins:  # one tensor under two names stays one
+            stand_ins[id(buffer)] = _copy(start)  # a copy of the copy: a retained graph may be recomputed again
+        return stand_ins[id(buffer)]
 
 
 class ModuleSnapshot:
@@ -65,13 +134,14 @@ class ModuleSnapshot:
     def __init__(self, modules: Sequence[nn.Module], written: WrittenBuffers) -> None:
         self._written = written
         members = dict.fromkeys(member for module in modules for member in module.modules())
-        self._states = [_read_state(module) for module in members]
+        self._leaves = [_LeafState(member) for member in members if _is_simple_leaf(member)]
+        self._states = [_ModuleState(member) for member in members if not _is_simple_leaf(member)]
         for number, state in enumerate(self._states):
             for name, buffer in state.attributes["_buffers"].items():
                 if buffer is not None and not _is_statistic(state.module, name):
                     start = _copy(buffer) if self._may_be_written(number, name, buffer) else None
                     state.buffers[name] = _Buffer(buffer, _version(buffer), start)
-        self._exit: list[Any] = []
+        self._restores: list[Callable[[], None]] = []
 
     def settle(self) -> None:
         """Call after the forward: keep the starts of the buffers it wrote, forget the others.
@@ -101,60 +171,28 @@ class ModuleSnapshot:
 
     def __enter__(self) -> None:
         stand_ins: dict[int, Tensor] = {}
-        for state in self._states:
-            module = state.module
-            self._exit.append((module, dict(vars(module)), _read_parameters(module), _read_generators(vars(module))))
-            attributes = {name: _copy_plain(value) for name, value in state.attributes.items()}
-            attributes["_parameters"] = _keep_sharded(attributes["_parameters"], module._parameters)
-            attributes["_buffers"] = {
-                name: _stand_in(state, name, buffer, stand_ins) for name, buffer in attributes["_buffers"].items()
-            }
-            _keep_views(attributes, vars(module))
-            _replace(vars(module), attributes)
-            for name, requires_grad in state.requires_grad.items():
-                _set_requires_grad(module._parameters.get(name), requires_grad)
-            for name, position in state.generators.items():
-                vars(module)[name].set_state(position)
+        self._restores += [leaf.rewind() for leaf in self._leaves]
+        self._restores += [state.rewind_all(stand_ins) for state in self._states]
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        while self._exit:
-            module, attributes, parameters, generators = self._exit.pop()
-            _replace(vars(module), attributes)
-            for parameter, data, requires_grad in parameters:
-                if parameter.data_ptr() != data.data_ptr():
-                    parameter.data = data
-                _set_requires_grad(parameter, requires_grad)
-            for name, position in generators.items():
-                vars(module)[name].set_state(position)
+        while self._restores:
+            self._restores.pop()()
 
     def _may_be_written(self, number: int, name: str, buffer: Tensor) -> bool:
         names = self._written.names
         return names is None or (number, name) in names or buffer.nbytes <= _ALWAYS_COPIED_BYTES
 
 
-def _read_state(module: nn.Module) -> _ModuleState:
-    attributes = vars(module)
-    return _ModuleState(
-        module,
-        {name: _copy_plain(value) for name, value in attributes.items()},
-        {name: p.requires_grad for name, p in module._parameters.items() if p is not None},
-        _read_generators(attributes),
-    )
+def _is_simple_leaf(module: nn.Module) -> bool:
+    is_stock = type(module).__module__.startswith("torch.nn.modules.") and "forward" not in vars(module)
+    return is_stock and not (module._modules or module._buffers or module._forward_pre_hooks or module._forward_hooks)
 
 
 def _read_generators(attributes: dict[str, Any]) -> dict[str, Tensor]:
-    return {name: value.get_state() for name, value in attributes.items() if isinstance(value, torch.Generator)}
-
-
-def _read_parameters(module: nn.Module) -> list[tuple[nn.Parameter, Tensor, bool]]:
-    parameters = (p for p in module._parameters.values() if p is not None)
-    return [(p, p.data, p.requires_grad) for p in parameters if not isinstance(p, DTensor)]
-
-
-def _copy_plain(value: Any) -> Any:
-    return value.copy() if type(value) in _COPIED_KINDS else value
+    # Not isinstance: torch.Generator's is slow, and this is asked of every attribute.
+    return {name: value.get_state() for name, value in attributes.items() if type(value) is torch.Generator}
 
 
 def _replace(attributes: dict[str, Any], others: dict[str, Any]) -> None:
@@ -164,28 +202,14 @@ def _replace(attributes: dict[str, Any], others: dict[str, Any]) -> None:
 
 def _keep_sharded(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
     """Parameters from before, but where FSDP2 moves sharded and unsharded ones in and out: those that stand there."""
-    if any(isinstance(p, DTensor) for p in (*before.values(), *now.values())):
+    is_same = list(map(id, before.values())) == list(map(id, now.values()))
+    if is_same or any(map(_is_sharded, (*before.values(), *now.values()))):
         return now
-    return before
+    return before.copy()
 
 
-def _keep_views(attributes: dict[str, Any], now: dict[str, Any]) -> None:
-    """Leave tensors that are views of others as they are: FSDP1 sets parameters that way."""
-    for name, value in now.items():
-        if isinstance(value, Tensor) and value._is_view():
-            attributes[name] = value
-
-
-def _stand_in(state: _ModuleState, name: str, buffer: Tensor | None, stand_ins: dict[int, Tensor]) -> Tensor | None:
-    if buffer is None:
-        return None
-    kept = state.buffers.get(name)
-    start = kept.start if kept is not None else buffer  # no account is kept of statistics
-    if start is None:
-        return buffer
-    if id(buffer) not in stand_ins:  # one tensor under two names stays one
-        stand_ins[id(buffer)] = _copy(start)  # a copy of the copy: a retained graph may be recomputed again
-    return stand_ins[id(buffer)]
+def _is_sharded(parameter: Tensor | None) -> bool:
+    return type(parameter) is not nn.Parameter and isinstance(parameter, DTensor)  # the first is quick
 
 
 def _is_statistic(module: nn.Module, name: str) -> bool:

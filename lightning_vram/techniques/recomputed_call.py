@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from lightning_vram.memory.module_scope import module_scope
-from lightning_vram.techniques.host_random import HostRandomState
+from lightning_vram.techniques.host_random import DrawnNumbers, HostRandomState
 from lightning_vram.techniques.module_snapshot import ModuleSnapshot, WrittenBuffers
 
 Forward = Callable[..., Any]
@@ -32,10 +32,12 @@ class Observation:
 
     Args:
         written: Buffers it writes.
+        drawn: Random numbers it draws.
         overwrites_inputs: Whether it writes its input tensors in place; ``None`` before the first call.
     """
 
     written: WrittenBuffers = field(default_factory=WrittenBuffers)
+    drawn: DrawnNumbers = field(default_factory=DrawnNumbers)
     overwrites_inputs: bool | None = None
 
 
@@ -64,7 +66,7 @@ def call_recomputed(
     leaves, structure = tree_flatten(arguments)
     kept = [_keep(leaf, observation.overwrites_inputs) for leaf in leaves]
     versions = [_version(leaf) for leaf in leaves]
-    snapshot, host_random = ModuleSnapshot(modules, observation.written), HostRandomState()
+    snapshot, host_random = ModuleSnapshot(modules, observation.written), HostRandomState(observation.drawn)
     first_call = [arguments]
     del arguments
 
