@@ -9,6 +9,7 @@ import os
 import sys
 import tempfile
 import traceback
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -155,6 +156,8 @@ def main(args: Sequence[str] | None = None) -> None:
     Raises:
         SystemExit: With code 2 and one line on stderr if an argument or a configuration is wrong.
     """
+    # Raised inside Lightning 2.6 on torch 2.13, once per run; nothing a user can do about it.
+    warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
     arguments = list(sys.argv[1:] if args is None else args)
     if arguments[:1] == ["report"]:
         _report(arguments[1:])

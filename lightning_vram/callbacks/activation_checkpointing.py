@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from typing_extensions import override
 
+from lightning_vram.callbacks.namespace import check_trainer
 from lightning_vram.callbacks.seam import before_strategy_setup, withdraw_from_strategy_setup
 from lightning_vram.memory.checks import check_positive_int
 from lightning_vram.techniques.checkpointing import CheckpointingHandle, apply_activation_checkpointing
@@ -59,6 +60,7 @@ class ActivationCheckpointing(Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        check_trainer("ActivationCheckpointing", trainer)
         self._undo()  # a fit whose end another callback's error cut short
         if stage == "fit":
             before_strategy_setup(trainer, lambda: self._apply(trainer.lightning_module))

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from typing_extensions import override
 
+from lightning_vram.callbacks.namespace import check_trainer
 from lightning_vram.memory.allocator import empty_cache, has_cache, read_allocator
 from lightning_vram.memory.checks import check_bool, check_positive_int
 from lightning_vram.memory.units import format_bytes, parse_bytes
@@ -65,6 +66,7 @@ class EmptyCache(Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        check_trainer("EmptyCache", trainer)
         device = trainer.strategy.root_device
         if not has_cache(device):
             rank_zero_warn(

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_vram.callbacks.max_over_ranks import MaxOverRanks
+from lightning_vram.callbacks.namespace import check_trainer
 from lightning_vram.callbacks.progress_bar import ProgressBarItem
 from lightning_vram.memory.allocator import has_cache
 from lightning_vram.memory.checks import check_bool, check_positive_int
@@ -124,6 +125,7 @@ class VRAMMonitor(Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        check_trainer("VRAMMonitor", trainer)
         if sum(isinstance(callback, VRAMMonitor) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
             raise MisconfigurationException("VRAMMonitor can be used once, got several: they measure one another.")
         if stage == "fit":

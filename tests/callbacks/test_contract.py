@@ -10,6 +10,7 @@ import torch
 from helpers import LateTiny, LitManual, LitTiny, TinyCNN, TinyGPT, assert_equal_weights, describe_module
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import lightning_vram
 
@@ -117,6 +118,20 @@ def test_the_module_is_what_it_was_after_each_of_two_fits(name, make_case, make_
                 run(model)
         assert describe_module(model) == before
         assert "setup" not in vars(trainer.strategy)
+
+
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_the_other_copy_of_lightning_is_told_in_one_message(name, tmp_path):
+    other = pytest.importorskip("pytorch_lightning")
+    from pytorch_lightning.demos.boring_classes import BoringModel
+
+    trainer = other.Trainer(
+        accelerator="cpu", callbacks=[from_config(name)], logger=False, enable_checkpointing=False, fast_dev_run=True
+    )
+    with pytest.raises(
+        MisconfigurationException, match=rf"^{name} works with lightning\.pytorch, got a Trainer of pytorch_"
+    ):
+        trainer.fit(BoringModel())
 
 
 class PlantedError(RuntimeError):
