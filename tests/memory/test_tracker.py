@@ -2,12 +2,16 @@
 
 import gc
 import sys
+from collections import UserDict
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
@@ -382,3 +386,125 @@ def test_an_empty_block():
     assert (timeline.peak_bytes, timeline.live_bytes, timeline.saved_for_backward_bytes) == (0, 0, 0)
     assert timeline.peak_op == ""
     assert timeline.device == "cpu"
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_operators_made_of_others_are_taken_apart_without_autograd(context):
+    matrix = torch.randn(10, 20)
+    with context(), track_memory() as tracker:
+        double = matrix.to(torch.float64)
+        turned = matrix.t().contiguous()
+        half = double.float().softmax(-1).half()
+    assert tracker.timeline.live_bytes == 200 * (8 + 4 + 2)
+    assert tracker.timeline.peak_bytes == 200 * (8 + 4 + 4 + 4)  # the copies of the last line
+    assert turned.is_contiguous()
+    assert half.dtype is torch.float16
+
+
+def test_storages_that_grow_from_nothing():
+    older = torch.empty(1000)
+    older.untyped_storage().resize_(0)
+    with track_memory() as tracker:
+        inner = torch.empty(0)
+        inner.resize_(10)
+        out = torch.empty(0)
+        torch.add(torch.ones(5), 1, out=out)
+        older.untyped_storage().resize_(4000)  # FSDP2 fills the buffers of the step before
+    assert tracker.timeline.live_bytes == 40 + 20 + 4000
+
+
+def test_lazy_modules_are_counted_once_they_are_made():
+    layer = nn.LazyLinear(4, bias=False)
+    with track_memory(layer) as tracker:
+        layer(torch.ones(2, 3))
+    assert tracker.timeline.peak_by_category[Category.PARAMETERS] == 4 * 3 * FLOAT
+
+
+def test_higher_order_operators_run():
+    with torch.no_grad(), track_memory() as tracker:
+        out = torch.cond(torch.ones(()) > 0, lambda x: x.sin(), lambda x: x.cos(), (torch.ones(10),))
+    assert len(out) == 10
+    assert tracker.timeline.live_bytes >= 10 * FLOAT
+
+
+class Swapping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(10))
+        self.register_buffer("average", torch.zeros(1000))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.average = self.average * 0.9 + 0.1
+        return (hidden * self.weight).sum()
+
+
+def test_what_the_forward_puts_into_buffers_is_not_saved_for_backward():
+    with track_memory(Swapping()) as tracker:
+        tracker._module(torch.ones(10)).backward()
+    assert tracker.timeline.saved_for_backward_bytes == 10 * FLOAT + 2 * FLOAT
+
+
+class FailingSGD(torch.optim.SGD):
+    def step(self, closure=None):
+        raise RuntimeError("planted")
+
+
+def test_a_failed_optimizer_step_is_over():
+    layer = nn.Linear(10, 10, bias=False)
+    optimizer = FailingSGD(layer.parameters(), lr=0.1)
+    with track_memory(layer) as tracker:
+        with pytest.raises(RuntimeError, match="planted"):
+            optimizer.step()
+        layer(torch.ones(5, 10)).relu().sum().backward()
+    forward = [a for a in tracker.timeline.allocations if a.op == "aten.relu.default"]
+    assert [(a.phase, a.category) for a in forward] == [(Phase.FORWARD, Category.ACTIVATIONS)]
+
+
+def test_batches_of_any_make_are_inputs():
+    @dataclass
+    class Batch:
+        images: Tensor
+        nested: dict
+
+    batch = Batch(torch.zeros(10), {"labels": UserDict(inner=torch.zeros(5))})
+    with track_memory(inputs=batch) as tracker:
+        pass
+    assert tracker.timeline.peak_by_category[Category.INPUTS] == 15 * FLOAT
+
+
+def test_trackers_that_end_in_the_order_they_began_clean_up_too():
+    one, other = track_memory(), track_memory()
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)
+    other.__exit__(None, None, None)
+    assert "resize_" not in vars(torch.UntypedStorage)
+    assert gc.isenabled()
+
+
+@pytest.mark.distributed
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_fsdp2_steps_are_alike():
+    """Sharded parameters are wrapper subclasses; unsharded ones come from storages that are emptied and filled."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        net = nn.Sequential(nn.Linear(32, 32, bias=False), nn.ReLU(), nn.Linear(32, 32, bias=False))
+        for layer in (net[0], net[2], net):
+            fully_shard(layer, mesh=mesh, reshard_after_forward=False)
+        optimizer = torch.optim.AdamW(net.parameters())
+        batch = torch.ones(4, 32)
+        timelines = []
+        for _ in range(4):
+            with track_memory(net, optimizers=[optimizer], inputs=batch) as tracker:
+                net(batch).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            timelines.append(tracker.timeline)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert timelines[2] == timelines[3]
+    weight_bytes = 32 * 32 * FLOAT
+    assert timelines[3].peak_by_category[Category.PARAMETERS] == 2 * weight_bytes
+    assert timelines[3].peak_by_category[Category.OPTIMIZER_STATE] == 4 * weight_bytes + 2 * FLOAT
