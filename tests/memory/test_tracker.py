@@ -482,6 +482,16 @@ def test_trackers_that_end_in_the_order_they_began_clean_up_too():
     assert gc.isenabled()
 
 
+def test_what_a_backward_made_is_not_saved_for_the_next():
+    inputs = torch.ones(10, requires_grad=True)
+    with track_memory(inputs=inputs) as tracker:
+        (slope,) = torch.autograd.grad(inputs.exp().sum(), inputs)
+        torch.ones(2, requires_grad=True).exp().sum().backward()
+    assert len(slope) == 10
+    kept = next(a for a in tracker.timeline.allocations if a.phase is Phase.BACKWARD)
+    assert kept.category is Category.TEMPORARIES
+
+
 @pytest.mark.distributed
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_fsdp2_steps_are_alike():

@@ -59,6 +59,7 @@ def test_gradients_are_those_of_the_plain_model(name, is_enabled):
         model.gradient_checkpointing_enable()
     before = [vars(module).get("gradient_checkpointing") for module in model.modules()]
     handle = apply_activation_checkpointing(model)
+    assert not any(vars(module).get("gradient_checkpointing") for module in model.modules())
     checkpointed, checkpointed_bytes = train_step(model, batch)
     for one, other in zip(checkpointed, plain, strict=True):
         assert (one is None and other is None) or torch.equal(one, other)
