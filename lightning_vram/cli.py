@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import lightning
 from jsonargparse import Namespace, set_parsing_settings
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import Callback
@@ -92,31 +93,33 @@ class VRAMCLI(LightningCLI):
                 raise MisconfigurationException(
                     "compare_with_plain=true needs a lightning_vram.VRAMMonitor among trainer.callbacks, got none."
                 )
+            if not self._own_parts():
+                raise MisconfigurationException(
+                    "compare_with_plain=true needs parts of lightning_vram to leave out of trainer.callbacks, got none."
+                )
         self.is_running = True
 
     def after_fit(self) -> None:
         """Compare with a plain fit if asked to. ``LightningCLI`` calls this."""
         if not self._get(self.config, "compare_with_plain"):
             return
-        packed, parts = _read_result(self), self._remove_own_parts()
-        if not parts:
-            raise MisconfigurationException(
-                "compare_with_plain=true needs parts of lightning_vram to leave out among trainer.callbacks, got none."
-            )
+        packed, parts = _read_result(self), self._own_parts()
+        trainer: Namespace = self._get(self.config, "trainer")
+        trainer.callbacks = [callback for callback in self._callbacks() if callback not in parts]
         plain = self._fit_again()
         if _is_rank_zero():
             console = _console()
             console.print()
-            console.print(comparison_table(plain, packed, " and ".join(parts)))
+            names = [part.class_path.rpartition(".")[2] for part in parts]
+            console.print(comparison_table(plain, packed, " and ".join(names)))
 
-    def _remove_own_parts(self) -> list[str]:
-        """Take the memory-saving callbacks of this package out of the configuration; return their names."""
-        trainer: Namespace = self._get(self.config, "trainer")
-        callbacks = trainer.callbacks or []
-        callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
-        own = [callback for callback in callbacks if _is_memory_saver(callback.class_path)]
-        trainer.callbacks = [callback for callback in callbacks if callback not in own]
-        return [callback.class_path.rpartition(".")[2] for callback in own]
+    def _callbacks(self) -> list[Namespace]:
+        callbacks = self._get(self.config, "trainer").callbacks or []
+        return callbacks if isinstance(callbacks, list) else [callbacks]
+
+    def _own_parts(self) -> list[Namespace]:
+        """The memory-saving callbacks of this package in the configuration."""
+        return [callback for callback in self._callbacks() if _is_memory_saver(callback.class_path)]
 
     def _fit_again(self) -> FitResult:
         device = self.trainer.strategy.root_device
@@ -188,9 +191,10 @@ def _is_mistake_of_user(error: Exception, *, is_running: bool) -> bool:
         return True
     raised_in = traceback.extract_tb(error.__traceback__)[-1].filename if error.__traceback__ else ""
     if is_running:
-        own_folder = str(Path(__file__).parent)
-        return isinstance(error, ValueError | ModuleNotFoundError | FileNotFoundError) and raised_in.startswith(
-            own_folder
+        is_own = raised_in.startswith(str(Path(__file__).parent))
+        is_lightnings = raised_in.startswith(str(Path(lightning.__file__).parent))  # a checkpoint that is not there
+        return (is_own and isinstance(error, ValueError | ModuleNotFoundError | FileNotFoundError)) or (
+            is_lightnings and isinstance(error, FileNotFoundError)
         )
     return isinstance(error, ValueError | TypeError | ModuleNotFoundError | FileNotFoundError)
 

@@ -131,6 +131,11 @@ CALLBACK = "lightning_vram.ActivationCheckpointing"
         ),
         (["--seed_everything=false"], "compare_with_plain=true needs a seed for both fits, got seed_everything=false."),
         (["--trainer.callbacks=null"], "compare_with_plain=true needs a lightning_vram.VRAMMonitor among"),
+        (
+            ["--trainer.callbacks=lightning_vram.VRAMMonitor"],
+            "compare_with_plain=true needs parts of lightning_vram to",
+        ),
+        (["--ckpt_path=nope.ckpt"], "Checkpoint file not found: nope.ckpt"),
     ],
 )
 def test_a_mistake_on_the_command_line_is_one_line(arguments, message, capsys):

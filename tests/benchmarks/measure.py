@@ -2,6 +2,7 @@
 
 import platform
 import statistics
+import subprocess
 import time
 from typing import Any
 
@@ -22,12 +23,17 @@ def describe_machine() -> Row:
         "device": torch.cuda.get_device_name()
         if is_cuda
         else f"{platform.machine()}, {torch.get_num_threads()} threads",
-        "driver": torch._C._cuda_getDriverVersion() if is_cuda else None,
+        "driver": _read_driver() if is_cuda else None,
         "cuda": torch.version.cuda if is_cuda else None,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "lightning": lightning.__version__,
     }
+
+
+def _read_driver() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
 
 
 class Run:
