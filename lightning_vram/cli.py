@@ -127,7 +127,7 @@ class VRAMCLI(LightningCLI):
         empty_cache(device)
         seed_everything(self._get(self.config, "seed_everything"), workers=True, verbose=False)
         with tempfile.TemporaryDirectory(prefix=f"{PROGRAM}-") as folder:
-            self._get(self.config, "trainer").default_root_dir = folder  # no second set of logs and checkpoints
+            self._get(self.config, "trainer").default_root_dir = folder  # where no folder is named
             self.instantiate_classes()
             if _is_rank_zero():
                 _console().print("Fitting again without the parts of lightning_vram, to compare ...")

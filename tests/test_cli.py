@@ -75,6 +75,12 @@ def test_the_quickstart_shows_plain_against_packed(capsys):
     assert "Median time per training batch" in out
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_command_each_config_begins_with(path, monkeypatch, capsys):
+    command = path.read_text().splitlines()[0].removeprefix("# lightning-vram ").split()
+    main([word.replace("configs/", f"{ROOT}/configs/") for word in command] + SMALL)
+
+
 @pytest.mark.parametrize("subcommand", ["validate", "test", "predict"])
 def test_other_subcommands(subcommand, capsys):
     config = yaml.safe_load((ROOT / "configs" / "quickstart.yaml").read_text())

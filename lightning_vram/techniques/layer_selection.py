@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
+from torch.nn.parameter import UninitializedParameter
 
 from lightning_vram.techniques.conv_stages import find_conv_stages
 
@@ -175,7 +176,8 @@ def _has_base(module: nn.Module, name: str) -> bool:
 
 
 def _count_parameters(*modules: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in {p for module in modules for p in module.parameters()})
+    parameters = {p for module in modules for p in module.parameters()}
+    return sum(parameter.numel() for parameter in parameters if not isinstance(parameter, UninitializedParameter))
 
 
 def _match(pattern: LayerPattern, names: dict[str, nn.Module], model: str) -> list[str]:

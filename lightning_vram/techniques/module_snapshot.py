@@ -6,11 +6,12 @@ a list of auxiliary losses grows. Besides, the second run may be stopped early, 
 backward needs, so what a forward sets and resets (``eval()`` and ``train()``, a weight) may stay set.
 
 Here the modules are put back into the state from before the first run, on copies, and get their own state back
-afterwards: attributes, plain lists, dicts and sets in them, buffers, generators, and which parameters stand where and
-need gradients. What cannot be seen: objects of other kinds that change inside, and parameters that the forward itself
-overwrites.
+afterwards: attributes, lists, dicts and the like in them (up to a thousand items), hooks, buffers, generators, and
+which parameters stand where and need gradients. What cannot be seen: objects of other kinds that change inside, and
+parameters that the forward itself overwrites. One thread at a time: a second one would see the state of the first.
 """
 
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -24,7 +25,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from lightning_vram.memory.units import MIB
 
 _ALWAYS_COPIED_BYTES = MIB  # larger buffers are copied beforehand only where they are known to be written
-_COPIED_KINDS = (list, dict, set)
+_COPIED_KINDS = (list, dict, set, OrderedDict, defaultdict, Counter, deque)
+_MAX_COPIED_ITEMS = 1000  # a vocabulary, say, would cost more than the forward
+_MAX_COPIED_DEPTH = 4
 
 
 @dataclass
@@ -61,12 +64,15 @@ class _LeafState:
         now = [(p, p.data, p.requires_grad) for p in registered.values() if p is not None and not _is_sharded(p)]
         attributes["training"] = self.is_training
         attributes["_parameters"] = parameters = _keep_sharded(self.parameters, registered)
+        hooks = attributes["_forward_hooks"], attributes["_forward_pre_hooks"]
+        attributes["_forward_hooks"], attributes["_forward_pre_hooks"] = OrderedDict(), OrderedDict()  # as it was
         for parameter, requires_grad in zip(parameters.values(), self.requires_grad, strict=False):
             _set_requires_grad(parameter, requires_grad)
 
         def restore() -> None:
             attributes["training"] = is_training
             attributes["_parameters"] = registered
+            attributes["_forward_hooks"], attributes["_forward_pre_hooks"] = hooks
             for parameter, data, requires_grad in now:
                 if parameter.data_ptr() != data.data_ptr():
                     parameter.data = data
@@ -80,20 +86,16 @@ class _ModuleState(_LeafState):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
-        self.attributes = {
-            name: value.copy() if type(value) in _COPIED_KINDS else value for name, value in vars(module).items()
-        }
+        self.attributes = {name: _copy_plain(value) for name, value in vars(module).items()}
         self.generators = _read_generators(vars(module))
         self.buffers: dict[str, _Buffer] = {}
 
     def rewind_all(self, stand_ins: dict[int, Tensor]) -> Callable[[], None]:
         """As ``rewind``, with buffers on copies; ``stand_ins`` has those made so far, by tensor."""
-        module, now = self.module, dict(vars(self.module))
+        module, now = self.module, dict(vars(self.module))  # with the very objects: handles of hooks refer to them
         generators = _read_generators(now)
         restore_leaf = self.rewind()
-        attributes = {
-            name: value.copy() if type(value) in _COPIED_KINDS else value for name, value in self.attributes.items()
-        }
+        attributes = {name: _copy_plain(value) for name, value in self.attributes.items()}
         attributes["_parameters"] = module._parameters
         buffers = self.attributes["_buffers"].items()
         attributes["_buffers"] = {name: self._stand_in(name, buffer, stand_ins) for name, buffer in buffers}
@@ -157,7 +159,7 @@ class ModuleSnapshot:
                     (number, name) in known
                     or state.module._buffers.get(name) is not buffer.tensor
                     or _version(buffer.tensor) != buffer.version
-                    or (is_first and _differs(buffer.tensor, buffer.start))
+                    or (is_first and differs(buffer.tensor, buffer.start))
                 )
                 if not is_written:
                     buffer.start = None
@@ -195,9 +197,24 @@ def _read_generators(attributes: dict[str, Any]) -> dict[str, Tensor]:
     return {name: value.get_state() for name, value in attributes.items() if type(value) is torch.Generator}
 
 
+def _copy_plain(value: Any, depth: int = 0) -> Any:
+    """A copy of plain containers and of those inside them; anything else as it is."""
+    kind = type(value)
+    if kind not in _COPIED_KINDS or len(value) > _MAX_COPIED_ITEMS or depth > _MAX_COPIED_DEPTH:
+        return value
+    twin = value.copy()
+    if kind is set:
+        return twin
+    for place, item in twin.items() if isinstance(twin, dict) else enumerate(twin):
+        if type(item) in _COPIED_KINDS:
+            twin[place] = _copy_plain(item, depth + 1)
+    return twin
+
+
 def _replace(attributes: dict[str, Any], others: dict[str, Any]) -> None:
-    attributes.clear()
     attributes.update(others)
+    for name in [name for name in attributes if name not in others]:
+        del attributes[name]
 
 
 def _keep_sharded(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
@@ -231,7 +248,7 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _differs(tensor: Tensor, start: Tensor | None) -> bool:
+def differs(tensor: Tensor, start: Tensor | None) -> bool:
     """Whether a tensor was written past its version counter, through ``.data`` or by a kernel that does not tell."""
     is_real = type(tensor) in (Tensor, nn.Buffer, nn.Parameter) and not tensor.is_meta
     return start is not None and is_real and not torch.equal(tensor, start)

@@ -16,12 +16,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from lightning_vram.memory.module_scope import module_scope
+from lightning_vram.memory.storages import iterate_storages
 from lightning_vram.techniques.host_random import DrawnNumbers, HostRandomState
-from lightning_vram.techniques.module_snapshot import ModuleSnapshot, WrittenBuffers
+from lightning_vram.techniques.module_snapshot import ModuleSnapshot, WrittenBuffers, differs
 
 Forward = Callable[..., Any]
 
@@ -63,6 +65,9 @@ def call_recomputed(
     Raises:
         RuntimeError: If the layer overwrites an input or a large buffer in this call, but did not in its first.
     """
+    if observation.overwrites_inputs is None and _has_lazy(modules):
+        args, kwargs = arguments
+        return forward(*args, **kwargs)  # draws its weights in this call, as a second run would not
     leaves, structure = tree_flatten(arguments)
     kept = [_keep(leaf, observation.overwrites_inputs) for leaf in leaves]
     versions = [_version(leaf) for leaf in leaves]
@@ -90,6 +95,12 @@ def call_recomputed(
         context_fn=lambda: (nullcontext(), _Together(snapshot, host_random)),
     )
     is_overwritten = any(version != _version(leaf) for version, leaf in zip(versions, leaves, strict=True))
+    is_overwritten |= any(leaf.is_overwritten() for leaf in kept if isinstance(leaf, _FirstInput))
+    if is_overwritten and _share_memory([leaf for leaf in leaves if isinstance(leaf, Tensor)]):
+        raise RuntimeError(
+            f"layer {type(layer).__name__} overwrites an input that shares memory with another of its inputs, and "
+            "cannot be recomputed. Choose an outer layer to checkpoint."
+        )
     if is_overwritten and observation.overwrites_inputs is False:
         raise RuntimeError(
             f"layer {type(layer).__name__} overwrites its input in some forwards and not in others, and cannot be "
@@ -114,8 +125,11 @@ class _FirstInput:
         self._version = _version(tensor)
         self._copy: Tensor | None = _copy_tensor(tensor)  # what the layer found
 
+    def is_overwritten(self) -> bool:
+        return _version(self._tensor) != self._version or differs(self._tensor, self._copy)
+
     def settle(self) -> None:
-        if self._copy is not None and _version(self._tensor) != self._version:
+        if self._copy is not None and self.is_overwritten():
             self._tensor = self._copy
             self._version = _version(self._tensor)
         self._copy = None
@@ -178,6 +192,16 @@ def _copy_object(leaf: Any) -> Any:
         return copy.copy(leaf)
     except Exception:  # an object that cannot be copied is used as it is
         return leaf
+
+
+def _share_memory(tensors: Sequence[Tensor]) -> bool:
+    storages = [id(storage) for tensor in tensors for storage, _ in iterate_storages(tensor)]
+    return len(set(storages)) < len(storages)
+
+
+def _has_lazy(modules: Sequence[nn.Module]) -> bool:
+    tensors = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
+    return any(map(is_lazy, tensors))
 
 
 def _version(leaf: Any) -> int:

@@ -3,7 +3,7 @@
 import copy
 import pickle
 import random
-from collections import deque
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -23,13 +23,17 @@ from lightning_vram.techniques.checkpointing import apply_activation_checkpointi
 FLOAT = 4
 
 
+class Calls(list):
+    """What a recomputation does not take for a plain container."""
+
+
 class Block(nn.Module):
     """Counts its forwards in ``calls``; two linear layers with dropout."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
         self.up, self.down, self.dropout = nn.Linear(width, 4 * width), nn.Linear(4 * width, width), nn.Dropout(0.3)
-        self.calls: deque[bool] = deque()  # not a list: a recomputation works on copies of those
+        self.calls = Calls()  # not a list: a recomputation works on copies of those
 
     def forward(self, hidden: Tensor, *, scale: float = 1.0) -> Tensor:
         self.calls.append(torch.is_grad_enabled())
@@ -278,9 +282,12 @@ class StatefulBlock(Block):
         self.num_calls = 0
         self.remembered = torch.zeros(())
         self.losses: list[Tensor] = []
+        self.nested = {"inner": Counter()}
 
     def forward(self, hidden: Tensor) -> Tensor:
         self.num_calls += 1
+        self.nested["inner"]["calls"] += 1
+        assert self.nested["inner"]["calls"] == self.num_calls
         hidden = torch.tanh(hidden / self.num_calls) * (1 + self.remembered)
         self.remembered = hidden.detach().mean()
         self.losses.append(hidden.square().mean())
@@ -297,6 +304,39 @@ class StatefulNet(Net):
         for block in self.blocks:
             hidden = hidden + block.losses.pop()
         return hidden
+
+
+class HookingBlock(Block):
+    """Hooks its own layers for the time of its forward: a second run that is stopped early leaves them on."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        handle = self.down.register_forward_hook(lambda module, inputs, output: output * 2)
+        out = self.down(torch.tanh(self.up(hidden)))
+        handle.remove()
+        assert not self.down._forward_hooks
+        return out + 0
+
+
+class HookedNet(Net):
+    """Hooks inner layers around the forward only."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        handles = [block.up.register_forward_hook(lambda module, inputs, output: output * 3) for block in self.blocks]
+        hidden = super().forward(hidden)
+        for handle in handles:
+            handle.remove()
+        return hidden
+
+
+class LazyLinearBlock(nn.Module):
+    """Draws its weights in its first call, before a dropout mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.dropout, self.down = nn.LazyLinear(8), nn.Dropout(0.5), nn.Linear(8, 8)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.down(self.dropout(torch.tanh(self.up(hidden))))
 
 
 class RandomBlock(Block):
@@ -434,6 +474,8 @@ LAYERS = {
     "state in plain attributes": StatefulNet,
     "random numbers of the host": partial(Net, RandomBlock, num_blocks=2),
     "objects it writes to": GraphNet,
+    "hooks of its own": partial(Net, HookingBlock),
+    "hooks around it": HookedNet,
     "inputs it overwrites": OverwritingNet,
     "mode changed before backward": ModeNet,
     "weights of another": FastWeightsNet,
@@ -707,6 +749,33 @@ def test_compiled_layers_that_may_read_what_they_wrote_are_left_plain(make_block
     model = train_compiled(checkpoint=True)
     states = [vars(block)["_activation_checkpointing"] for block in model.blocks]
     assert [not state.is_compilable for state in states] == [is_left_plain] * 2
+
+
+def test_lazy_layers_draw_the_same_weights():
+    gradients = []
+    for checkpoint in (False, True):
+        torch.manual_seed(0)
+        model = Net(LazyLinearBlock)
+        if checkpoint:
+            apply_activation_checkpointing(model)
+        for _ in range(2):
+            model.zero_grad()
+            model(torch.ones(4, 8)).square().mean().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
+class ResidualBlock(Block):
+    def forward(self, hidden: Tensor, residual: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(hidden.relu_()))) * residual
+
+
+def test_a_layer_that_overwrites_shared_memory_is_refused():
+    model = Net(ResidualBlock, num_blocks=1)
+    apply_activation_checkpointing(model, layers="ResidualBlock")
+    hidden = torch.randn(2, 8, requires_grad=True) * 1
+    with pytest.raises(RuntimeError, match=r"^layer ResidualBlock overwrites an input that shares memory with another"):
+        model.blocks[0](hidden, hidden.view(2, 8))
 
 
 def test_a_layer_that_overwrites_its_input_now_and_then_is_refused():
