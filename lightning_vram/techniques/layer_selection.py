@@ -94,7 +94,8 @@ def _outermost(matched: set[str], names: dict[str, nn.Module]) -> list[Layer]:
     for name in names:
         if name in matched and not _has_ancestor(name, matched):
             found.setdefault(names[name], name)
-    return [Layer(name, module) for module, name in found.items()]
+    inside = {part for module in found for part in module.modules() if part is not module}  # under another name
+    return [Layer(name, module) for module, name in found.items() if module not in inside]
 
 
 def _find_repeated_layers(model: nn.Module, names: dict[str, nn.Module]) -> list[Layer]:
@@ -105,9 +106,12 @@ def _find_repeated_layers(model: nn.Module, names: dict[str, nn.Module]) -> list
     covered = {part for layer in layers for part in layer.module.modules()}
     if _count_parameters(*(layer.module for layer in layers)) * 2 < _count_parameters(model):
         # Nothing repeats, or only small things such as heads: a sequential backbone has stages.
+        first_names: dict[nn.Module, str] = {}
+        for name, module in {"": model, **names}.items():
+            first_names.setdefault(module, name)
         layers += [
             Layer(f"{name}[{start}:{stop}]", module, (start, stop))
-            for name, module in {"": model, **names}.items()
+            for module, name in first_names.items()
             for start, stop in find_conv_stages(module)
             if module not in covered
         ]

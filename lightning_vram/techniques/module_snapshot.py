@@ -250,8 +250,10 @@ def _version(tensor: Tensor) -> int:
 
 def differs(tensor: Tensor, start: Tensor | None) -> bool:
     """Whether a tensor was written past its version counter, through ``.data`` or by a kernel that does not tell."""
-    is_real = type(tensor) in (Tensor, nn.Buffer, nn.Parameter) and not tensor.is_meta
-    return start is not None and is_real and not torch.equal(tensor, start)
+    is_plain = type(tensor) in (Tensor, nn.Buffer, nn.Parameter) and tensor.layout is torch.strided
+    if start is None or not is_plain or tensor.is_meta or tensor.is_nested or torch.equal(tensor, start):
+        return False
+    return not bool(((tensor == start) | ((tensor != tensor) & (start != start))).all())  # NaN is not a change
 
 
 def iterate_floating_buffers(module: nn.Module) -> Iterator[Tensor]:

@@ -770,6 +770,21 @@ class ResidualBlock(Block):
         return self.down(torch.tanh(self.up(hidden.relu_()))) * residual
 
 
+class MixingBlock(Block):
+    def forward(self, hidden: Tensor, other: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(hidden))) + (other.to_dense() if other.is_sparse else other)
+
+
+@pytest.mark.parametrize("kind", ["nan, twice", "sparse"])
+def test_inputs_that_do_not_equal_themselves_are_no_overwritten_ones(kind):
+    model = Net(MixingBlock, num_blocks=1)
+    apply_activation_checkpointing(model, layers="MixingBlock")
+    hidden = torch.full((2, 8), torch.nan if kind == "nan, twice" else 1.0)
+    for _ in range(2):
+        model.blocks[0](hidden, hidden if kind == "nan, twice" else hidden.to_sparse()).sum().backward()
+    assert vars(model.blocks[0])["_activation_checkpointing"].observations[None].overwrites_inputs is False
+
+
 def test_a_layer_that_overwrites_shared_memory_is_refused():
     model = Net(ResidualBlock, num_blocks=1)
     apply_activation_checkpointing(model, layers="ResidualBlock")

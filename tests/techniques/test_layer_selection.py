@@ -124,6 +124,19 @@ def test_a_module_under_two_names_is_one_layer():
     assert names(net, "Block") == ["blocks.0", "blocks.1", "blocks.2", "blocks.3"]
 
 
+def test_stages_under_two_names_are_found_once():
+    net = LitTiny(TinyCNN())
+    net.backbone = net.net
+    net.part = net.net[0]
+    assert names(net) == ["net[0:3]", "net[3:7]"]
+
+
+def test_a_match_that_lies_in_another_under_a_second_name_is_left_out():
+    net = Net()
+    net.alias = net.blocks[0].norm
+    assert names(net, ["alias", "Block"]) == [f"blocks.{i}" for i in range(4)]
+
+
 def test_a_single_operation_is_no_candidate():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     with pytest.raises(
