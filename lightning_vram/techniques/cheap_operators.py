@@ -1,0 +1,126 @@
+"""Which operators are cheap to run again, and which write into their arguments.
+
+Cheap means: no matrix product, no convolution, no attention, no draw of random numbers, and the same kernel gives the
+same bits from the same inputs. PyTorch tags its elementwise operators itself; the others are listed here by family.
+"""
+
+from enum import Enum, auto
+from functools import cache
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+
+
+class Family(Enum):
+    """What an operator is to recomputation."""
+
+    COSTLY = auto()  # or unknown: its results are kept
+    ELEMENTWISE = auto()
+    VIEW = auto()
+    GROWING = auto()  # cheap, and its result may be larger than what it reads
+    SEVERAL_RESULTS = auto()  # cheap; each result can be made again
+    NORM = auto()  # cheap; the first result is the value, the others are small statistics
+    BATCH_NORM = auto()  # a norm that moves running statistics
+    DROPOUT = auto()
+    BERNOULLI = auto()  # draws a mask of zeros and ones in place
+
+
+_VIEWS = (
+    "view _unsafe_view _reshape_alias t transpose permute expand squeeze unsqueeze slice select split split_with_sizes "
+    "unbind detach alias narrow as_strided unfold view_as_real view_as_complex diagonal movedim unsafe_split "
+    "unsafe_chunk unsafe_split_with_sizes"
+)
+# Reductions give little and are read by what follows; the others move or repeat numbers.
+_OTHERS = (
+    "mean sum amax amin var std linalg_vector_norm logsumexp argmax argmin any all _softmax _log_softmax glu "
+    "avg_pool1d avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d "
+    "pixel_shuffle pixel_unshuffle channel_shuffle roll flip rot90 index_select gather tril triu "
+    "index full zeros ones arange zeros_like ones_like full_like new_zeros new_ones new_full scalar_tensor"
+)
+_GROWING = (
+    "cat stack _to_copy constant_pad_nd reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d "
+    "replication_pad2d replication_pad3d upsample_nearest1d upsample_nearest2d upsample_nearest3d "
+    "_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d "
+    "upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d repeat im2col embedding"
+)
+_SEVERAL_RESULTS = (
+    "max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool2d adaptive_max_pool3d max min var_mean std_mean "
+    "_weight_norm_interface log_sigmoid_forward"
+)
+_NORMS = "native_layer_norm native_group_norm _fused_rms_norm batch_norm_elemt"
+_BATCH_NORMS = "native_batch_norm cudnn_batch_norm miopen_batch_norm _native_batch_norm_legit"
+
+# Activations whose in-place form gives the same bits: the last of a chain is made in the memory of the one before.
+_OVERWRITING_ACTIVATIONS = "relu hardtanh silu leaky_relu hardswish elu gelu mish"
+
+
+def _overloads(names: str) -> list[Any]:
+    packets = [getattr(aten, name) for name in names.split() if hasattr(aten, name)]
+    found = [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
+    return [function for function in found if not function._schema.is_mutable]
+
+
+_FAMILIES: dict[Any, Family] = {
+    **dict.fromkeys(_overloads(_VIEWS), Family.VIEW),
+    **dict.fromkeys(_overloads(_OTHERS), Family.ELEMENTWISE),
+    **dict.fromkeys(_overloads(_GROWING), Family.GROWING),
+    **dict.fromkeys(_overloads(_SEVERAL_RESULTS), Family.SEVERAL_RESULTS),
+    **dict.fromkeys(_overloads(_NORMS), Family.NORM),
+    # Its schema says that it writes to the running statistics, which a second run does not do.
+    **dict.fromkeys([*_overloads(_BATCH_NORMS), aten._native_batch_norm_legit.default], Family.BATCH_NORM),
+    aten.native_dropout.default: Family.DROPOUT,
+    aten.bernoulli_.float: Family.BERNOULLI,
+}
+
+
+@cache
+def family_of(function: Any) -> Family:
+    """Return what ``function``, an operator overload, is to recomputation."""
+    if not isinstance(function, torch._ops.OpOverload):
+        return Family.COSTLY  # a higher-order operator
+    known = _FAMILIES.get(function)
+    if known is not None:
+        return known
+    tags = function.tags
+    is_pointwise = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+    is_functional = function.namespace == "aten" and not function._schema.is_mutable
+    one_new_result = len(function._schema.returns) == 1 and function._schema.returns[0].alias_info is None
+    return Family.ELEMENTWISE if is_pointwise and is_functional and one_new_result else Family.COSTLY
+
+
+@cache
+def functional_form(function: Any) -> Any | None:
+    """Return the cheap operator that gives what ``function`` writes to its first argument: ``relu`` for ``relu_``."""
+    name = function._schema.name.partition("::")[2]
+    packet = getattr(aten, name[:-1], None) if name.endswith("_") and function.namespace == "aten" else None
+    form = getattr(packet, function._overloadname, None) if packet is not None else None
+    return form if form is not None and family_of(form) is Family.ELEMENTWISE else None
+
+
+@cache
+def in_place_form(function: Any) -> Any | None:
+    """Return the operator that does what ``function``, an activation, does in the memory of its input."""
+    if function not in _ACTIVATIONS:
+        return None
+    return getattr(getattr(aten, function._schema.name.partition("::")[2] + "_"), function._overloadname)
+
+
+_ACTIVATIONS = frozenset(_overloads(_OVERWRITING_ACTIVATIONS))
+
+
+@cache
+def written_arguments(function: Any) -> tuple[int, ...]:
+    """Return the positions of the arguments that ``function`` writes to. Keyword-only ones count on from the others."""
+    if not isinstance(function, torch._ops.OpOverload):
+        return ()
+    arguments = function._schema.arguments
+    if function.namespace == "c10d":  # collectives write without saying so, and without a new version
+        return tuple(range(len(arguments)))
+    return tuple(i for i, argument in enumerate(arguments) if argument.is_write)
+
+
+def is_read_only(function: Any) -> bool:
+    """Whether ``function`` leaves all its arguments as they are."""
+    return not written_arguments(function)

@@ -1,0 +1,26 @@
+"""Keep a mask of zeros and ones as one bit per element: a thirty-second of its float32 form, an eighth of its bool."""
+
+import torch
+from torch import Tensor
+
+_BITS = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+def pack_bits(mask: Tensor) -> Tensor:
+    """Return the elements of ``mask`` that are not zero as bits: ``uint8`` of shape ``[ceil(mask.numel() / 8)]``."""
+    flags = (mask != 0).reshape(-1)
+    missing = -flags.numel() % 8
+    if missing:
+        flags = torch.cat([flags, flags.new_zeros(missing)])
+    weights = torch.tensor(_BITS, dtype=torch.uint8, device=mask.device)
+    return (flags.view(-1, 8) * weights).sum(1, dtype=torch.uint8)
+
+
+def unpack_bits(bits: Tensor, like: Tensor) -> Tensor:
+    """Write the mask back into ``like``, whose shape, strides and dtype are those of the original, and return it.
+
+    Elements are counted in the order of indices, not of memory, so that any strides come back.
+    """
+    weights = torch.tensor(_BITS, dtype=torch.uint8, device=bits.device)
+    flags = bits.unsqueeze(1).bitwise_and(weights).ne_(0).view(-1)[: like.numel()]
+    return like.copy_(flags.view(like.shape))

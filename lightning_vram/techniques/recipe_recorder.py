@@ -1,0 +1,359 @@
+"""Note how every tensor is made, as the operators pass by.
+
+What is noted are weak references: nothing is kept alive by it. The recorder also sees every write: a tensor that a
+recipe ends on is copied before it is overwritten, and a value that was overwritten is not taken for what it was.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import increment_version
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
+
+from lightning_vram.techniques.cheap_operators import Family, family_of, functional_form, written_arguments
+from lightning_vram.techniques.dropout_recipes import DrawRecipe, DropoutRecipe
+from lightning_vram.techniques.norm_recipes import (
+    BatchNormRecipe,
+    is_training,
+    second_run,
+    without_running_statistics,
+)
+from lightning_vram.techniques.recipes import Dropped, Kept, MaskValue, Recipe, Value, note, version_of
+
+aten = torch.ops.aten
+
+PLAIN_TYPES = frozenset({Tensor, nn.Parameter, nn.Buffer, FakeTensor})
+_SCALINGS = frozenset({aten.mul_.Tensor, aten.div_.Tensor, aten.mul_.Scalar, aten.div_.Scalar})
+
+
+class RecipeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes a :class:`Value` for each result of a cheap operator while it is entered."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, dropout: Literal["mask", "replay"], hold_inputs: Callable[[Value], list[Kept | Dropped] | None]) -> None:
+        """Make a recorder.
+
+        Args:
+            dropout: How masks can be had again.
+            hold_inputs: Decides whether what a growing operator read has to outlive the caller's references to it.
+        """
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._dropout = dropout
+        self._hold_inputs = hold_inputs
+        self._values: dict[int, Value] = {}  # by id of the tensor, which may be gone and its id be another's
+        self._kept: dict[int, list[weakref.ref[Kept]]] = {}  # by address of the storage
+        self._is_paused = False
+        self._position = 0
+        self._num_positions = 0
+        self._learned: list[Recipe] | None = []  # all recipes of this run
+        self._useless: dict[int, Any] = {}  # position -> operator
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled callables run compiled: else Dynamo silently runs them eagerly."""
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # a wrapper around every call, a tenth of the cost of the mode; see _hide_from_dynamo
+
+    def clear(self) -> None:
+        """Forget the values of this run. What is still kept for a backward stays watched."""
+        self._values.clear()
+        self._learn()
+        alive = {address: [ref for ref in refs if ref() is not None] for address, refs in self._kept.items()}
+        self._kept = {address: refs for address, refs in alive.items() if refs}
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let operators pass without a note: for our own. Other modes see them."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def find(self, tensor: Tensor) -> Value | None:
+        """Return the value of ``tensor`` as it is now, if it is known."""
+        value = self._values.get(id(tensor))
+        return value if value is not None and value() is tensor and value.version == version_of(tensor) else None
+
+    def value_of(self, tensor: Tensor) -> Value:
+        """Return the value of ``tensor`` as it is now."""
+        value = self._values.get(id(tensor))
+        if value is None or value() is not tensor or value.version != version_of(tensor):
+            value = self._values[id(tensor)] = note(tensor, None, version_of(tensor))
+        return value
+
+    def mark_used(self, value: Value) -> None:
+        """Note that ``value`` will be made again, so that its recipe is noted in later runs too."""
+        if self._learned is None:
+            return
+        waiting = [value]
+        while waiting:
+            recipe = waiting.pop().recipe
+            if recipe is not None and not recipe.is_used:
+                recipe.is_used = True
+                waiting.extend(recipe.inputs)
+
+    def watch(self, value: Value, kept: Kept) -> None:
+        """Remember that ``kept`` holds ``value``, and protect it from writes once a recipe ends on it."""
+        value.kept = weakref.ref(kept)
+        self._kept.setdefault(torch._C._storage_address(kept.tensor), []).append(value.kept)
+
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        handler = _HANDLERS.get(func, _unknown)
+        if handler is _unknown:
+            handler = _HANDLERS[func] = _choose_handler(func)
+        if handler is None or self._is_paused or torch.is_inference_mode_enabled() or (types and not PLAIN_TYPES.issuperset(types)):
+            return func(*args, **kwargs) if kwargs else func(*args)
+        self._position += 1
+        if self._useless.get(self._position) is func:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        return handler(self, func, args, kwargs)
+
+    def _learn(self) -> None:
+        """Take no notes, from the next run on, where those of this run were of no use."""
+        if self._learned is not None:
+            self._useless = {recipe.position: recipe.function for recipe in self._learned if not recipe.is_used}
+            self._learned = None
+        elif self._position != self._num_positions:  # another program than the one that was learned
+            self._useless = {}
+            self._learned = []
+        self._num_positions = self._position
+        self._position = 0
+
+    def _recipe(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, depth: int = 1) -> Recipe:
+        inputs: list[Value] = []
+        recipe = Recipe(function, self._with_values(args, inputs), kwargs, inputs, depth)
+        recipe.position = self._position
+        if self._learned is not None:
+            self._learned.append(recipe)
+        return recipe
+
+    def _with_values(self, args: Iterable[Any], inputs: list[Value]) -> tuple[Any, ...]:
+        filled: list[Any] = []
+        for arg in args:
+            if isinstance(arg, Tensor):
+                arg = self.value_of(arg)
+                inputs.append(arg)
+            elif type(arg) is list:
+                arg = list(self._with_values(arg, inputs))
+            filled.append(arg)
+        return tuple(filled)
+
+    def _note(self, tensor: Tensor, recipe: Recipe, index: int = 0) -> Value:
+        value = self._values[id(tensor)] = note(tensor, recipe, version_of(tensor), index)
+        return value
+
+    def _note_all(self, results: Iterable[Any], recipe: Recipe) -> None:
+        tensors = [(index, tensor) for index, tensor in enumerate(results) if isinstance(tensor, Tensor)]
+        recipe.siblings = [weakref.ref(self._note(tensor, recipe, index)) for index, tensor in tensors]
+
+    # Handlers. Each runs the operator and returns what it returns.
+
+    def _elementwise(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        recipe = self._recipe(func, args, kwargs)  # before it runs: afterwards an argument may be another's result
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        self._note(result, recipe)
+        return result
+
+    def _view(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        recipe = self._recipe(func, args, kwargs, 0)
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        if isinstance(result, Tensor):
+            self._note(result, recipe)
+        else:
+            self._note_all(result, recipe)
+        return result
+
+    def _growing(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        recipe = self._recipe(func, args, kwargs)
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        if recipe.inputs and func is aten._to_copy.default and result.device != args[0].device:
+            return result  # a copy from another device is not cheap
+        if not torch.is_grad_enabled():
+            self._note(result, recipe)
+            return result
+
+        def release(_: Any) -> None:
+            recipe.held = None
+
+        value = note(result, recipe, version_of(result), on_death=release)
+        self._values[id(result)] = value
+        recipe.held = self._hold_inputs(value)
+        return result
+
+    def _several_results(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        recipe = self._recipe(func, args, kwargs)
+        results = func(*args, **kwargs) if kwargs else func(*args)
+        if isinstance(results, Tensor):  # ``max`` has a form with one
+            self._note(results, recipe)
+        else:
+            self._note_all(results, recipe)
+        return results
+
+    def _norm(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        recipe = self._recipe(func, args, kwargs)
+        results = func(*args, **kwargs) if kwargs else func(*args)
+        self._note(results if isinstance(results, Tensor) else results[0], recipe)
+        return results
+
+    def _batch_norm(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        in_training = is_training(func, args)
+        if in_training:  # the kernel moves the running statistics and does not tell
+            for statistic in args[3:5]:
+                if isinstance(statistic, Tensor) and id(statistic) in self._values:
+                    self._before_write(statistic, is_told=False)
+        inputs: list[Value] = []
+        filled = self._with_values(without_running_statistics(func, args), inputs)
+        recipe = BatchNormRecipe(second_run(func), filled, kwargs, inputs)
+        recipe.position = self._position
+        results = func(*args, **kwargs) if kwargs else func(*args)
+        if in_training and func is aten.native_batch_norm.default:
+            recipe.keep_statistics(results)
+        self._note(results[0], recipe)
+        return results
+
+    def _native_dropout(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        source, probability, train = args[0], args[1], args[2] if len(args) > 2 else True
+        if train is False:
+            return self._several_results(func, args, kwargs)
+        draw = DrawRecipe(func, source, probability, None) if self._dropout == "replay" else None
+        of_source = self.value_of(source)
+        result, mask = func(*args, **kwargs) if kwargs else func(*args)
+        of_mask = self._values[id(mask)] = note(mask, draw, mask._version, 1, kind=MaskValue)
+        self._position += 1
+        recipe = DropoutRecipe(of_source, of_mask, probability)
+        recipe.position = self._position
+        self._note(result, recipe)
+        return result, mask
+
+    def _bernoulli(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        mask = args[0]
+        generator = kwargs.get("generator") if kwargs else None
+        probability = args[1] if len(args) > 1 else (kwargs or {}).get("p", 0.5)
+        self._before_write(mask)
+        draw = DrawRecipe(func, mask, probability, generator) if self._dropout == "replay" else None
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        self._values[id(mask)] = note(mask, draw, mask._version + 1, kind=MaskValue)
+        return result
+
+    def _in_place(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        target = args[0]
+        before = self.find(target)
+        if before is None:  # such as a counter of batches
+            self._before_write(target)
+            return func(*args, **kwargs) if kwargs else func(*args)
+        recipe = None
+        if (before.recipe is not None or before.find_kept() is not None or before.is_mask) and _keeps_dtype(args):
+            recipe = self._recipe(functional_form(func), args, kwargs)
+        self._before_write(target)
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        version = target._version + 1  # autograd counts the write after this returns
+        if recipe is not None and before.is_mask and before.recipe is None:
+            if func not in _SCALINGS or not _is_positive_number(args[1]):
+                recipe = None
+            before.version = version  # the zeros of the mask are still there to be read
+        self._values[id(target)] = note(target, recipe, version)
+        return result
+
+    def _writing(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        targets = list(_written(func, args, kwargs))
+        is_told = func.namespace == "aten" and not func.__name__.startswith("_foreach")
+        for target in targets:
+            self._before_write(target, is_told=is_told)
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        if not is_told and func.namespace == "aten":
+            # On the host a dispatch mode keeps these from counting their writes, by which autograd knows of them.
+            increment_version([target for target in targets if not target.is_inference()])
+        return result
+
+    def _before_write(self, target: Tensor, *, is_told: bool = True) -> None:
+        """Save what recipes end on, and forget what is not told by a version."""
+        address = torch._C._storage_address(target)
+        num_known = 1  # the target itself
+        for reference in self._kept.get(address, ()):
+            kept = reference()
+            if kept is None:
+                continue
+            num_known += kept.tensor is not target
+            with self.paused():
+                kept.before_write()
+        if torch._C._storage_Use_Count(address) > num_known:
+            for value in list(self._values.values()):
+                tensor = value()
+                if tensor is not None and tensor is not target and torch._C._storage_address(tensor) == address:
+                    value.make_stale()
+        if not is_told:
+            self._forget(target)
+
+    def _forget(self, tensor: Tensor) -> None:
+        value = self._values.pop(id(tensor), None)
+        if value is not None:
+            value.make_stale()
+
+
+def _unknown(recorder: RecipeRecorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    raise NotImplementedError
+
+
+_Handler = Callable[[RecipeRecorder, Any, tuple[Any, ...], dict[str, Any] | None], Any]
+_OF_FAMILY: dict[Family, _Handler] = {
+    Family.ELEMENTWISE: RecipeRecorder._elementwise,
+    Family.VIEW: RecipeRecorder._view,
+    Family.GROWING: RecipeRecorder._growing,
+    Family.SEVERAL_RESULTS: RecipeRecorder._several_results,
+    Family.NORM: RecipeRecorder._norm,
+    Family.BATCH_NORM: RecipeRecorder._batch_norm,
+    Family.DROPOUT: RecipeRecorder._native_dropout,
+    Family.BERNOULLI: RecipeRecorder._bernoulli,
+}
+_HANDLERS: dict[Any, _Handler | None] = {}  # None: nothing to note
+
+
+def _choose_handler(func: Any) -> _Handler | None:
+    handler = _OF_FAMILY.get(family_of(func))
+    if handler is None and written_arguments(func):
+        handler = RecipeRecorder._in_place if functional_form(func) is not None else RecipeRecorder._writing
+    return handler
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Iterator[Tensor]:
+    for position in written_arguments(func):
+        if position < len(args):
+            target = args[position]
+        else:
+            target = (kwargs or {}).get(func._schema.arguments[position].name)
+        for tensor in target if isinstance(target, list | tuple) else (target,):
+            if isinstance(tensor, Tensor):
+                yield tensor
+            elif isinstance(tensor, list | tuple):  # c10d: lists of lists
+                yield from (item for item in tensor if isinstance(item, Tensor))
+
+
+def _keeps_dtype(args: tuple[Any, ...]) -> bool:
+    """Whether the functional form gives the dtype and shape that the in-place form leaves."""
+    target = args[0]
+    for arg in args[1:]:
+        if isinstance(arg, Tensor) and arg.dim() > 0 and (arg.dtype != target.dtype or arg.dim() > target.dim()):
+            return False
+        if isinstance(arg, complex) or (isinstance(arg, float) and not target.dtype.is_floating_point):
+            return False
+    return True
+
+
+def _is_positive_number(arg: Any) -> bool:
+    if isinstance(arg, Tensor):  # ``mul_(2.0)`` arrives with a tensor on the host made of the number
+        return arg.dim() == 0 and arg.device.type == "cpu" and not isinstance(arg, FakeTensor) and float(arg) > 0
+    return isinstance(arg, int | float) and arg > 0

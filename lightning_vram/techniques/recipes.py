@@ -1,0 +1,358 @@
+"""How a tensor was made, what is kept to make it again, and making it again.
+
+A :class:`Value` stands for what one tensor held at one moment. Its :class:`Recipe` names the operator and the values
+it was made of. The values that recipes end on are :class:`Kept`; a value that is :class:`Dropped` is rebuilt from
+them when the backward asks for it.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_vram.techniques.cheap_operators import in_place_form
+from lightning_vram.techniques.mask_bits import pack_bits, unpack_bits
+
+_MAX_STEPS = 400  # values looked at to find the ends of one recipe: long chains of views end here
+NO_VERSION = -1
+
+
+class Value(weakref.ref[Tensor]):
+    """What a tensor held when it had ``version``; calling it gives the tensor while that lives.
+
+    A weak reference with fields, since one is made for every cheap operator: the two objects it saves are a
+    microsecond. Made by :func:`note`. Never compared: equality of weak references compares tensors.
+    """
+
+    __slots__ = ("__weakref__", "dropped", "index", "kept", "recipe", "version")
+
+    is_mask = False
+    recipe: "Recipe | None"  # None: what it was made of is not known, or costly
+    index: int  # among the results of its recipe
+    version: int
+    kept: "weakref.ref[Kept] | None"
+    dropped: "weakref.ref[Dropped] | None"
+
+    def find_kept(self) -> "Kept | None":
+        """Return what keeps it alive for backward as it is, if something does."""
+        kept = self.kept() if self.kept is not None else None
+        return kept if kept is not None and not kept.is_overwritten else None
+
+    def find_dropped(self) -> "Dropped | None":
+        """Return what will make it again, if it was dropped."""
+        return self.dropped() if self.dropped is not None else None
+
+    def make_stale(self) -> None:
+        """Note that its tensor is about to be overwritten in a way that its version may not tell."""
+        self.version = NO_VERSION
+
+
+class MaskValue(Value):
+    """A value of nothing but zeros and one other number: it is kept as bits."""
+
+    __slots__ = ()
+    is_mask = True
+
+
+def note(
+    tensor: Tensor,
+    recipe: "Recipe | None",
+    version: int,
+    index: int = 0,
+    on_death: Callable[[Any], None] | None = None,
+    kind: type[Value] = Value,
+) -> Value:
+    """Make the value of ``tensor``, which is result number ``index`` of ``recipe``."""
+    value = kind(tensor, on_death)
+    value.recipe = recipe
+    value.index = index
+    value.version = version
+    value.kept = value.dropped = None
+    return value
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return how often ``tensor`` was written to; :data:`NO_VERSION` if it is an inference tensor, which has none."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return NO_VERSION
+
+
+class Recipe:
+    """One call of a cheap operator, with values in the place of tensors."""
+
+    __slots__ = ("args", "depth", "function", "held", "inputs", "is_used", "kwargs", "position", "siblings")
+
+    def __init__(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, inputs: list[Value], depth: int = 1
+    ) -> None:
+        self.function = function
+        self.args = args
+        self.kwargs = kwargs
+        self.inputs = inputs
+        self.depth = depth  # views cost nothing
+        self.position = 0  # among the cheap operators of one run
+        self.is_used = False  # to make a dropped tensor
+        self.held: list[Kept | Dropped] | None = None  # inputs that would be gone before the result is saved
+        self.siblings: list[weakref.ref[Value]] | None = None
+
+    def run(self, args: list[Any]) -> Any:
+        """Call the operator on rebuilt arguments; returns what it returns."""
+        return self.function(*args, **self.kwargs) if self.kwargs else self.function(*args)
+
+
+class Kept:
+    """A tensor that is kept for backward: saved by autograd, or the end of somebody's recipe, or both.
+
+    Autograd's own users see it through :meth:`restore`, with autograd's rule that it must not have been overwritten.
+    Recipes see what it held when it was kept: :meth:`make_private` copies it before it is overwritten.
+    """
+
+    __slots__ = ("__weakref__", "_copy", "is_end", "is_overwritten", "num_bytes", "tensor", "version")
+
+    def __init__(self, tensor: Tensor, version: int) -> None:
+        self.tensor = tensor  # an alias without grad_fn: the tensor itself would be a reference cycle through its node
+        self.version = version
+        self.num_bytes = tensor.nbytes
+        self.is_end = False  # of a recipe
+        self.is_overwritten = False  # before a recipe ended on it: none will
+        self._copy: Tensor | None = None
+
+    def restore(self) -> Tensor:
+        """Return it to the operator that saved it. Raises ``RuntimeError`` as autograd does if it was overwritten."""
+        check_version(self.tensor, self.version, self.tensor)
+        return self.tensor
+
+    def read(self) -> Tensor:
+        """Return what it held when it was kept."""
+        if self._copy is not None:
+            return self._copy
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                f"a tensor of shape {list(self.tensor.shape)} was overwritten between the training step and its "
+                "backward, and activations that were dropped to save memory are made again from it. "
+                "Overwrite it in the training step, or after the backward."
+            )
+        return self.tensor
+
+    def before_write(self) -> None:
+        """Copy it for the recipes that end on it: its memory is about to be overwritten."""
+        if not self.is_end or self._copy is not None:
+            self.is_overwritten = not self.is_end
+            return
+        tensor = self.tensor
+        storage = tensor.untyped_storage().clone()  # all of it: strides and overlaps stay what they are
+        self._copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
+            storage, tensor.storage_offset(), tensor.shape, tensor.stride()
+        )
+
+
+class KeptMask(Kept):
+    """A mask that is kept as bits."""
+
+    __slots__ = ("_bits", "_one", "_shape", "_strides")
+
+    def __init__(self, mask: Tensor) -> None:
+        super().__init__(version_counter(mask), mask._version)
+        self._bits = pack_bits(mask)
+        self._shape, self._strides = mask.shape, mask.stride()
+        self.num_bytes = self._bits.nbytes
+
+    def restore(self) -> Tensor:  # noqa: D102
+        check_version(self.tensor, self.version, self.tensor)
+        return self.read()
+
+    def read(self) -> Tensor:  # noqa: D102
+        like = torch.empty_strided(self._shape, self._strides, dtype=self.tensor.dtype, device=self._bits.device)
+        return unpack_bits(self._bits, like)
+
+    def before_write(self) -> None:  # noqa: D102
+        return  # the bits are its own
+
+
+class Dropped:
+    """A tensor that autograd saved and that is made again when its backward comes."""
+
+    __slots__ = ("__weakref__", "_counter", "_num_saved", "_sources", "_value", "_version", "cache", "depth", "num_waiting")
+
+    def __init__(self, value: Value, sources: "list[Kept | Dropped]", depth: int, tensor: Tensor) -> None:
+        self._value = value
+        self._sources = sources  # keeps them alive
+        self.depth = depth  # operators to run one after the other
+        self._counter = version_counter(tensor)
+        self._version = tensor._version
+        self._num_saved = 0
+        self.num_waiting = 0
+        self.cache: Tensor | None = None  # made, and more that wait for it
+
+    def save(self) -> "Dropped":
+        """Note one more operator that will ask for it."""
+        self._num_saved += 1
+        self.num_waiting += 1
+        return self
+
+    def restore(self) -> Tensor:
+        """Make it again, once for all that wait. Raises ``RuntimeError`` as autograd does if it was overwritten."""
+        check_version(self._counter, self._version, self._counter)
+        if self.num_waiting == 0:
+            self.num_waiting = self._num_saved  # a retained graph asks again
+        tensor = rebuild(self._value)
+        self.num_waiting -= 1
+        if self.num_waiting == 0:
+            self.cache = None
+        return tensor
+
+
+def version_counter(tensor: Tensor) -> Tensor:
+    """Return an empty tensor with the version counter of ``tensor``: it tells of writes and holds no memory."""
+    counter = _new_alias(tensor)
+    counter.data = _nothing(tensor.dtype, tensor.device)
+    return counter
+
+
+@cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=dtype, device=device)
+
+
+def alias(tensor: Tensor) -> Tensor:
+    """Return a tensor on the same memory and version counter, without a past."""
+    return tensor if tensor.is_leaf else _new_alias(tensor)
+
+
+def _new_alias(tensor: Tensor) -> Tensor:
+    if type(tensor) is Tensor or type(tensor) is torch.nn.Parameter:
+        with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]  # nobody needs to see it
+            return tensor.detach()
+    return tensor.detach()
+
+
+def check_version(counter: Tensor, expected: int, tensor: Tensor) -> None:
+    """Raise autograd's error if a saved tensor was overwritten: its own check is off while hooks are set."""
+    if counter._version != expected:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{tensor.type()} {list(tensor.shape)}] is at version {counter._version}; expected version {expected} "
+            "instead."
+        )
+
+
+def find_sources(value: Value, max_depth: int) -> tuple[list[Value], int] | None:
+    """Find what ``value`` can be made again from: values that are kept or dropped, or that nobody made cheaply.
+
+    Returns:
+        The sources, and how many operators run one after the other; ``None`` if those are more than ``max_depth``.
+    """
+    sources: list[Value] = []
+    depth = _find(value, max_depth, sources, {})
+    return (sources, depth) if depth <= max_depth else None
+
+
+def _find(value: Value, max_depth: int, sources: list[Value], depths: dict[int, int]) -> int:
+    key = id(value)
+    depth = depths.get(key)
+    if depth is not None:
+        return depth
+    recipe = value.recipe
+    if recipe is None or (value.kept is not None and value.find_kept() is not None):
+        sources.append(value)
+        depth = 0
+    elif value.dropped is not None and (dropped := value.dropped()) is not None:
+        sources.append(value)
+        depth = dropped.depth
+    elif len(depths) > _MAX_STEPS:
+        depth = max_depth + 1
+    else:
+        depth = 0
+        for source in recipe.inputs:
+            depth = max(depth, _find(source, max_depth, sources, depths))
+        depth += recipe.depth
+    depths[key] = depth
+    return depth
+
+
+def rebuild(value: Value, *, is_trial: bool = False) -> Tensor:
+    """Make ``value`` again, in the strides it had. To be called without gradients and outside of autocast.
+
+    Args:
+        value: What to make.
+        is_trial: Leave nothing behind for those that wait for the values on the way.
+    """
+    return _Rebuilding(value, is_trial).make(value)
+
+
+class _Rebuilding:
+    """One walk back to the ends; what it needs more than once it makes once and holds no longer than needed."""
+
+    def __init__(self, value: Value, is_trial: bool) -> None:
+        self._is_trial = is_trial
+        self._num_uses: Counter[int] = Counter()
+        self._made: dict[int, Tensor] = {}
+        self._count(value)
+
+    def make(self, value: Value) -> Tensor:
+        """Return the tensor of ``value``."""
+        key = id(value)
+        self._num_uses[key] -= 1
+        kept = value.find_kept()
+        if kept is not None:
+            return kept.read()
+        dropped = value.find_dropped()
+        tensor = dropped.cache if dropped is not None and dropped.cache is not None else self._made.get(key)
+        if tensor is None:
+            tensor = self._run(value)
+            if dropped is not None and dropped.num_waiting > 0 and not self._is_trial:
+                dropped.cache = tensor
+        if self._num_uses[key] > 0:
+            self._made[key] = tensor
+        else:
+            self._made.pop(key, None)
+        return tensor
+
+    def _count(self, value: Value) -> None:
+        self._num_uses[id(value)] += 1
+        is_first = self._num_uses[id(value)] == 1
+        if is_first and value.recipe is not None and value.find_kept() is None and not _has_cache(value):
+            for source in value.recipe.inputs:
+                self._count(source)
+
+    def _run(self, value: Value) -> Tensor:
+        recipe = value.recipe
+        assert recipe is not None, "a recipe ended on a value that nobody kept"
+        function = in_place_form(recipe.function) if self._is_made_for(recipe) else None
+        args = [self._fill(arg) for arg in recipe.args]
+        if function is not None:  # an activation, in the memory of its input
+            result = function(*args, **recipe.kwargs) if recipe.kwargs else function(*args)
+        else:
+            result = recipe.run(args)
+        if isinstance(result, Tensor):
+            return result
+        for reference in recipe.siblings or ():
+            sibling = reference()
+            dropped = sibling.find_dropped() if sibling is not None and sibling is not value else None
+            if sibling is not None and dropped is not None and dropped.num_waiting > 0 and not self._is_trial:
+                dropped.cache = result[sibling.index]
+        return result[value.index]  # type: ignore[no-any-return]
+
+    def _fill(self, arg: Any) -> Any:
+        if isinstance(arg, Value):
+            return self.make(arg)
+        return [self._fill(item) for item in arg] if type(arg) is list else arg
+
+    def _is_made_for(self, recipe: Recipe) -> bool:
+        """Whether the first input is made again for this recipe alone."""
+        source = recipe.args[0] if recipe.args else None
+        if not isinstance(source, Value) or source.recipe is None or source.recipe.depth == 0:
+            return False
+        is_shared = self._num_uses[id(source)] > 1 or source.find_dropped() is not None
+        return not is_shared and source.find_kept() is None
+
+
+def _has_cache(value: Value) -> bool:
+    dropped = value.find_dropped()
+    return dropped is not None and dropped.cache is not None

@@ -1,0 +1,251 @@
+"""Drop every activation that is cheap to make again; make it again in the backward, to the bit.
+
+A dispatch mode sees every operator below autograd and autocast, in any eager model: ``F.relu``, ``+``, casts, code
+inside custom functions. For each result of a cheap operator it notes how it was made. When autograd saves a tensor,
+a hook looks whether it can be made again from tensors that are kept anyway, and drops it if that saves bytes. The
+backward of autograd stays what it is; it is handed the same numbers, so gradients are equal to the last bit, double
+backward included.
+
+What it costs: some Python per operator of the forward (see ``tests/benchmarks``), and the cheap operators a second
+time. Where it does not help: matrix products, convolutions and attention keep their inputs; what a
+``torch.autograd.Function`` hides in attributes, what a ``torch.func`` transform saves, and compiled code are left
+alone.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from lightning_vram.techniques.cheap_operators import Family, family_of
+from lightning_vram.techniques.functorch_regions import step_aside_for_functorch
+from lightning_vram.techniques.recipe_recorder import PLAIN_TYPES, RecipeRecorder
+from lightning_vram.techniques.recipes import (
+    NO_VERSION,
+    Dropped,
+    Kept,
+    KeptMask,
+    Recipe,
+    Value,
+    alias,
+    check_version,
+    find_sources,
+    rebuild,
+    version_of,
+)
+
+aten = torch.ops.aten
+
+
+@dataclass
+class RecomputationReport:
+    """What one run saved for its backward."""
+
+    dropped_bytes: int = 0
+    """Bytes that plain autograd would have kept and that will be made again. Each tensor counts once."""
+    kept_bytes: int = 0
+    """Bytes kept, those that recipes end on included; parameters and buffers are not."""
+    num_dropped: int = 0
+    num_verified: int = 0
+    differing: Counter[str] = field(default_factory=Counter)
+    """Operators whose second run gave other bits than the first: their results are kept."""
+
+
+class _Fate(Enum):
+    KEPT = auto()
+    DROPPED = auto()
+
+
+class Recomputation:
+    """Drops, while it is entered, what autograd saves and what is cheap to make again.
+
+    Enter it around a forward, or a whole training step; leave it before the backward, or not. It can be entered
+    again, once at a time, and remembers what it decided.
+
+    Args:
+        module: Its parameters and buffers stay alive anyway: to end a recipe on them costs nothing.
+        min_bytes: Smaller tensors are kept: they are not worth the Python.
+        max_depth: Operators that are run again for one tensor at most. More saves more after the forward, and needs
+            more for a moment in the backward.
+        dropout: ``"mask"`` keeps masks as bits; ``"replay"`` keeps the state of the generator and draws again.
+        verify: ``"first-step"``: the first time a tensor is dropped at some place and in some shape, it is made again
+            at once and compared to the bit; if it differs, it is kept from then on. ``"always"``: each time.
+            ``"never"``.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        *,
+        min_bytes: int = 1024,
+        max_depth: int = 12,
+        dropout: Literal["mask", "replay"] = "mask",
+        verify: Literal["first-step", "always", "never"] = "first-step",
+    ) -> None:
+        self._module = module
+        self._min_bytes = min_bytes
+        self._max_depth = max_depth
+        self._verify = verify
+        self._recorder = RecipeRecorder(dropout, self._hold_inputs)
+        self._exit: ExitStack | None = None
+        self._fates: dict[Any, _Fate] = {}
+        self._lasting: set[int] = set()
+        self.report = RecomputationReport()
+
+    def __enter__(self) -> Self:
+        if self._exit is not None:
+            raise RuntimeError("this Recomputation is entered already: it does not nest.")
+        self.report = RecomputationReport()
+        self._lasting = {id(buffer) for buffer in self._module.buffers()} if self._module is not None else set()
+        hooks = saved_tensors_hooks(self._pack, self._unpack)
+        with ExitStack() as stack:
+            stack.callback(self._recorder.clear)
+            stack.enter_context(hooks)
+            stack.enter_context(step_aside_for_functorch(hooks))
+            stack.enter_context(self._recorder)
+            self._exit = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        stack, self._exit = self._exit, None
+        if stack is not None:
+            stack.close()
+
+    def _pack(self, tensor: Tensor) -> Any:
+        """Decide what becomes of a tensor that autograd saves; return what stands for it."""
+        kind = type(tensor)
+        if kind is nn.Parameter:
+            return tensor, tensor._version  # itself: FSDP refills the memory of parameters
+        if kind not in PLAIN_TYPES or tensor.layout is not torch.strided:
+            return tensor.detach() if tensor.grad_fn is not None else tensor
+        value = self._recorder.find(tensor)
+        if value is None:
+            if tensor.nbytes < self._min_bytes or id(tensor) in self._lasting:
+                return tensor if tensor.grad_fn is None else alias(tensor), tensor._version
+            return self._keep(self._recorder.value_of(tensor), tensor)
+        kept = value.find_kept()
+        if kept is not None:
+            return kept
+        dropped = value.find_dropped()
+        if dropped is None and value.recipe is not None and tensor.nbytes >= self._min_bytes:
+            dropped = self._drop(value, tensor)
+        return dropped.save() if dropped is not None else self._keep(value, tensor)
+
+    def _unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        if type(packed) is tuple:
+            tensor, version = packed
+            check_version(tensor, version, tensor)
+            return tensor
+        if type(packed) is Kept:
+            return packed.restore()
+        with self._recorder.paused(), torch.no_grad(), torch._C._DisableAutocast():  # type: ignore[attr-defined]
+            return packed.restore()
+
+    def _keep(self, value: Value, tensor: Tensor) -> Kept:
+        if value.recipe is not None:
+            value.recipe.held = None
+        if value.is_mask and tensor.nbytes >= self._min_bytes:
+            with self._recorder.paused(), torch.no_grad():
+                kept: Kept = KeptMask(tensor)
+        else:
+            kept = Kept(alias(tensor), tensor._version)
+        self._recorder.watch(value, kept)
+        if not self._is_lasting(tensor):
+            self.report.kept_bytes += kept.num_bytes
+        return kept
+
+    def _drop(self, value: Value, tensor: Tensor) -> Dropped | None:
+        recipe = value.recipe
+        assert recipe is not None
+        place = (recipe.position, id(recipe.function), tensor.shape, tensor.stride(), tensor.dtype)
+        fate = self._fates.get(place)
+        if fate is _Fate.KEPT:
+            return None
+        found = find_sources(value, self._max_depth)
+        if found is None or not self._is_worth_it(found[0], tensor, recipe):
+            return None
+        sources = [self._hold(source) for source in found[0]]
+        if self._verify == "always" or (fate is None and self._verify == "first-step"):
+            fate = self._fates[place] = self._compare(value, tensor)
+            if fate is _Fate.KEPT:
+                return None
+        recipe.held = None
+        self._recorder.mark_used(value)
+        dropped = Dropped(value, sources, found[1], tensor)
+        value.dropped = weakref.ref(dropped)
+        self.report.dropped_bytes += tensor.nbytes
+        self.report.num_dropped += 1
+        return dropped
+
+    def _is_worth_it(self, sources: Iterable[Value], tensor: Tensor, recipe: Recipe) -> bool:
+        """Whether what would be kept for these sources alone is less than ``tensor``."""
+        cost = 0
+        for source in sources:
+            if source.find_kept() is not None or source.find_dropped() is not None:
+                continue
+            origin = source()
+            if origin is None or source.version == NO_VERSION or source.version != version_of(origin):
+                return False  # it is gone
+            if not self._is_lasting(origin):
+                cost += origin.numel() // 8 if source.is_mask else origin.nbytes
+        return cost < tensor.nbytes or cost == 0 or (cost == tensor.nbytes and _drops_on_tie(recipe.function))
+
+    def _hold(self, source: Value) -> Kept | Dropped:
+        dropped = source.find_dropped()
+        if dropped is not None:
+            return dropped
+        kept = source.find_kept()
+        if kept is None:
+            origin = source()
+            assert origin is not None
+            kept = self._keep(source, origin)
+        kept.is_end = True
+        return kept
+
+    def _hold_inputs(self, value: Value) -> list[Kept | Dropped] | None:
+        """Keep what a growing operator read until its result is saved, if the result would be dropped then."""
+        tensor, recipe = value(), value.recipe
+        found = find_sources(value, self._max_depth)
+        if found is None or tensor is None or recipe is None or tensor.nbytes < self._min_bytes:
+            return None
+        return [self._hold(source) for source in found[0]] if self._is_worth_it(found[0], tensor, recipe) else None
+
+    def _is_lasting(self, tensor: Tensor) -> bool:
+        return type(tensor) is nn.Parameter or id(tensor) in self._lasting
+
+    def _compare(self, value: Value, tensor: Tensor) -> _Fate:
+        if type(tensor) is FakeTensor or tensor.is_meta:
+            return _Fate.DROPPED
+        with self._recorder.paused(), torch.no_grad(), torch._C._DisableAutocast():  # type: ignore[attr-defined]
+            again = rebuild(value, is_trial=True)
+            is_equal = again.stride() == tensor.stride() and _same_bits(again, tensor)
+        self.report.num_verified += 1
+        if is_equal:
+            return _Fate.DROPPED
+        assert value.recipe is not None
+        self.report.differing[str(value.recipe.function)] += 1
+        return _Fate.KEPT
+
+
+def _drops_on_tie(function: Any) -> bool:
+    """Whether a result is dropped if its inputs are as large: those of ``cat`` and of views are often kept later."""
+    return family_of(function) is Family.VIEW or function is aten.cat.default
+
+
+def _same_bits(tensor: Tensor, other: Tensor) -> bool:
+    if tensor.dtype != other.dtype or tensor.shape != other.shape:
+        return False
+    return torch.equal(tensor, other) or bool(((tensor == other) | ((tensor != tensor) & (other != other))).all())
