@@ -252,7 +252,9 @@ def _results_of(func: Any) -> _Results:
         return _Results.NEW  # a higher-order operator
     if func.namespace == "prim":
         return _Results.VIEWS  # questions about a tensor; the dispatcher does not know them
-    if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+    keys = torch._C.DispatchKey
+    has_own_kernel = func.has_kernel_for_dispatch_key(keys.CPU) or func.has_kernel_for_dispatch_key(keys.CUDA)
+    if func.has_kernel_for_dispatch_key(keys.CompositeImplicitAutograd) and not has_own_kernel:
         return _Results.COMPOSED
     schema = func._schema
     if not any(result.alias_info for result in schema.returns):

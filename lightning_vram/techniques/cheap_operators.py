@@ -59,7 +59,11 @@ _OVERWRITING_ACTIVATIONS = "relu hardtanh silu leaky_relu hardswish elu gelu mis
 def _overloads(names: str) -> list[Any]:
     packets = [getattr(aten, name) for name in names.split() if hasattr(aten, name)]
     found = [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
-    return [function for function in found if not function._schema.is_mutable]
+    return [function for function in found if not function._schema.is_mutable and _returns_tensors(function)]
+
+
+def _returns_tensors(function: Any) -> bool:
+    return all(str(result.type) in ("Tensor", "List[Tensor]") for result in function._schema.returns)
 
 
 _FAMILIES: dict[Any, Family] = {
@@ -86,7 +90,11 @@ def family_of(function: Any) -> Family:
     tags = function.tags
     is_pointwise = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
     is_functional = function.namespace == "aten" and not function._schema.is_mutable
-    one_new_result = len(function._schema.returns) == 1 and function._schema.returns[0].alias_info is None
+    one_new_result = (
+        len(function._schema.returns) == 1
+        and function._schema.returns[0].alias_info is None
+        and _returns_tensors(function)
+    )
     return Family.ELEMENTWISE if is_pointwise and is_functional and one_new_result else Family.COSTLY
 
 

@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from lightning_vram.techniques.cheap_operators import Family, family_of, functional_form, written_arguments
 from lightning_vram.techniques.dropout_recipes import DrawRecipe, DropoutRecipe
+from lightning_vram.techniques.hidden_from_dynamo import hide_from_dynamo
 from lightning_vram.techniques.norm_recipes import (
     BatchNormRecipe,
     is_training,
@@ -62,7 +63,7 @@ class RecipeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # a wrapper around every call, a tenth of the cost of the mode; see _hide_from_dynamo
+        return False  # a wrapper around every call, a tenth of the cost of the mode: it is hidden below
 
     def clear(self) -> None:
         """Forget the values of this run. What is still kept for a backward stays watched."""
@@ -109,6 +110,7 @@ class RecipeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._kept.setdefault(torch._C._storage_address(kept.tensor), []).append(value.kept)
 
     @override
+    @hide_from_dynamo
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -163,7 +165,9 @@ class RecipeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # Handlers. Each runs the operator and returns what it returns.
 
     def _elementwise(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        recipe = self._recipe(func, args, kwargs)  # before it runs: afterwards an argument may be another's result
+        if len(args) > 1 and isinstance(args[1], Tensor) and args[0].dtype is not args[1].dtype:
+            return self._growing(func, args, kwargs)  # a sum in float32 of what was made in 16 bits
+        recipe = self._recipe(func, args, kwargs)
         result = func(*args, **kwargs) if kwargs else func(*args)
         self._note(result, recipe)
         return result
@@ -180,7 +184,7 @@ class RecipeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _growing(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         recipe = self._recipe(func, args, kwargs)
         result = func(*args, **kwargs) if kwargs else func(*args)
-        if recipe.inputs and func is aten._to_copy.default and result.device != args[0].device:
+        if func is aten._to_copy.default and result.device != args[0].device:
             return result  # a copy from another device is not cheap
         if not torch.is_grad_enabled():
             self._note(result, recipe)

@@ -259,7 +259,7 @@ def _find(value: Value, max_depth: int, sources: list[Value], depths: dict[int, 
     if depth is not None:
         return depth
     recipe = value.recipe
-    if recipe is None or (value.kept is not None and value.find_kept() is not None):
+    if recipe is None or (value.kept is not None and value.find_kept() is not None) or _outlived_its_base(value):
         sources.append(value)
         depth = 0
     elif value.dropped is not None and (dropped := value.dropped()) is not None:
@@ -274,6 +274,17 @@ def _find(value: Value, max_depth: int, sources: list[Value], depths: dict[int, 
         depth += recipe.depth
     depths[key] = depth
     return depth
+
+
+def _outlived_its_base(value: Value) -> bool:
+    """Whether it is a view of a costly result that nobody names any more: as of ``linear`` on ``[B, T, D]``."""
+    recipe = value.recipe
+    if recipe is None or recipe.depth > 0 or value() is None:
+        return False
+    base = recipe.inputs[0]
+    while base.recipe is not None and base.recipe.depth == 0 and base.find_kept() is None:
+        base = base.recipe.inputs[0]
+    return base.recipe is None and base() is None and base.find_kept() is None
 
 
 def rebuild(value: Value, *, is_trial: bool = False) -> Tensor:

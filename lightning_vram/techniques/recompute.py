@@ -28,6 +28,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_vram.techniques.cheap_operators import Family, family_of
 from lightning_vram.techniques.functorch_regions import step_aside_for_functorch
+from lightning_vram.techniques.hidden_from_dynamo import hide_from_dynamo
 from lightning_vram.techniques.recipe_recorder import PLAIN_TYPES, RecipeRecorder
 from lightning_vram.techniques.recipes import (
     NO_VERSION,
@@ -44,6 +45,9 @@ from lightning_vram.techniques.recipes import (
 )
 
 aten = torch.ops.aten
+
+
+_COPIED_BYTES = 64 * 1024  # weights of norms; what is larger is not copied to rebuild from it
 
 
 @dataclass
@@ -99,13 +103,16 @@ class Recomputation:
         self._exit: ExitStack | None = None
         self._fates: dict[Any, _Fate] = {}
         self._lasting: set[int] = set()
+        self._parameters_move = False
         self.report = RecomputationReport()
 
     def __enter__(self) -> Self:
         if self._exit is not None:
             raise RuntimeError("this Recomputation is entered already: it does not nest.")
         self.report = RecomputationReport()
-        self._lasting = {id(buffer) for buffer in self._module.buffers()} if self._module is not None else set()
+        if self._module is not None:
+            self._lasting = {id(buffer) for buffer in self._module.buffers()}
+            self._parameters_move = is_sharded(self._module)
         hooks = saved_tensors_hooks(self._pack, self._unpack)
         with ExitStack() as stack:
             stack.callback(self._recorder.clear)
@@ -122,6 +129,7 @@ class Recomputation:
         if stack is not None:
             stack.close()
 
+    @hide_from_dynamo
     def _pack(self, tensor: Tensor) -> Any:
         """Decide what becomes of a tensor that autograd saves; return what stands for it."""
         kind = type(tensor)
@@ -142,6 +150,7 @@ class Recomputation:
             dropped = self._drop(value, tensor)
         return dropped.save() if dropped is not None else self._keep(value, tensor)
 
+    @hide_from_dynamo
     def _unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
@@ -199,6 +208,8 @@ class Recomputation:
             origin = source()
             if origin is None or source.version == NO_VERSION or source.version != version_of(origin):
                 return False  # it is gone
+            if self._parameters_move and type(origin) is nn.Parameter and origin.nbytes > _COPIED_BYTES:
+                return False
             if not self._is_lasting(origin):
                 cost += origin.numel() // 8 if source.is_mask else origin.nbytes
         return cost < tensor.nbytes or cost == 0 or (cost == tensor.nbytes and _drops_on_tie(recipe.function))
@@ -211,9 +222,16 @@ class Recomputation:
         if kept is None:
             origin = source()
             assert origin is not None
+            if self._parameters_move and type(origin) is nn.Parameter:
+                origin = self._copy(origin)
             kept = self._keep(source, origin)
         kept.is_end = True
         return kept
+
+    def _copy(self, parameter: Tensor) -> Tensor:
+        """Copy a parameter that will not be there when the backward asks: FSDP frees it after the forward."""
+        with self._recorder.paused(), torch.no_grad():
+            return parameter.detach().clone()
 
     def _hold_inputs(self, value: Value) -> list[Kept | Dropped] | None:
         """Keep what a growing operator read until its result is saved, if the result would be dropped then."""
@@ -238,6 +256,15 @@ class Recomputation:
         assert value.recipe is not None
         self.report.differing[str(value.recipe.function)] += 1
         return _Fate.KEPT
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether FSDP2 shards ``module`` or a part of it, so that parameters come and go with the layers."""
+    if not torch.distributed.is_available():
+        return False
+    from torch.distributed.fsdp import FSDPModule  # absent from builds without torch.distributed
+
+    return any(isinstance(part, FSDPModule) for part in module.modules())
 
 
 def _drops_on_tie(function: Any) -> bool:

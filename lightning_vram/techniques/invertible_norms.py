@@ -1,0 +1,373 @@
+"""Let batch norms take over the invertible activation behind them, so that the two keep one map instead of three.
+
+What is computed, and what it costs: :mod:`~lightning_vram.techniques.inplace_abn`. Here a pair of modules is made to
+compute it: the norm changes its class to one that normalises and activates, the activation to one that hands on what
+such a norm gave it. Names, ``state_dict``, copies and pickles are those of the plain model, and so is, to the bit, the
+forward (SyncBatchNorm: up to rounding). The gradient is that of a recovered input, and gamma decides how well it is
+recovered: a pair is refused where the predicted error is too large, and falls back to the plain modules if gamma
+moves there in training.
+
+It does not help where no gradient is recorded (the modules are then the plain ones) or in compiled code: the compiler
+fuses the two itself, and our modules break its graph. Hooks that read the norm's output see it activated.
+"""
+
+import copyreg
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_vram.techniques.inplace_abn import (
+    InvertibleActivation,
+    Normalization,
+    normalize_and_activate,
+    predict_inversion_error,
+)
+
+CHECK_EVERY_N_FORWARDS = 100
+"""How often a pair reads gamma and beta in training, from its first forward on: on a GPU it waits for them."""
+
+MAX_ERROR = 1e-3
+MAX_ERROR_16_BIT = 2e-2
+"""In 16 bits a fresh norm (gamma 1, beta 0) has a predicted error of 3.9e-3 (bfloat16) or 4.9e-4 (float16)."""
+
+_STATE = "_invertible_norms"
+
+_classes: dict[type[nn.Module], type[nn.Module]] = {}  # ours by original: made once, so that types compare
+
+
+class Link(Protocol):
+    """A norm whose output goes to one activation, unchanged, and nowhere else."""
+
+    @property
+    def producer(self) -> nn.Module:
+        """BatchNorm1d, 2d, 3d or SyncBatchNorm."""
+
+    @property
+    def consumer(self) -> nn.Module:
+        """LeakyReLU, ELU or Identity; several norms may share it, and it may be called on other tensors."""
+
+
+@dataclass
+class _ConsumerState:
+    activated: list[StorageWeakRef] = field(default_factory=list)  # outputs of norms on their way here
+
+
+@dataclass
+class _ProducerState:
+    consumer: nn.Module
+    handover: _ConsumerState
+    max_error: float | None
+    num_forwards: int = 0
+    has_fallen_back: bool = False
+
+
+class InPlaceABNHandle:
+    """Counts what fell back, and undoes :func:`apply_inplace_abn`."""
+
+    def __init__(self) -> None:
+        self._modules: list[nn.Module] = []
+        self._states: list[_ProducerState] = []
+
+    @property
+    def num_links(self) -> int:
+        """Pairs that were linked."""
+        return len(self._states)
+
+    @property
+    def num_fallen_back(self) -> int:
+        """Pairs that compute as the plain modules do, because gamma has become too small to recover the input."""
+        return sum(state.has_fallen_back for state in self._states)
+
+    def remove(self) -> None:
+        """Give every module its class back. Calling it again does nothing."""
+        while self._modules:
+            module = self._modules.pop()
+            del vars(module)[_STATE]
+            if type(module).__mro__[1] is _Swapped:  # else a class was put on top (FSDP2): without its state ours idles
+                module.__class__ = _original_class(type(module))
+
+
+def apply_inplace_abn(
+    links: Iterable[Link], *, dtype: torch.dtype | None = None, max_error: float | None = None
+) -> InPlaceABNHandle:
+    """Let each linked norm normalise and activate in one function that keeps only its output, in place.
+
+    Every 100th forward of a norm that records a gradient, the first included, predicts the error again, for the dtype
+    the norm really gets, which costs a GPU one wait; a pair beyond ``max_error`` falls back for good. Between two
+    checks the error grows as gamma shrinks. Processes that train the same weights decide alike.
+
+    Args:
+        links: Norms and the activations behind them. That the activation is the only reader is taken on trust.
+        dtype: What the activations are computed in, for the check made here. ``None``: the dtype of the norm's
+            weights; under autocast that is not what the first forward will find.
+        max_error: Largest predicted error, see :func:`~lightning_vram.techniques.inplace_abn.predict_inversion_error`.
+            ``None``: 1e-3, and 2e-2 in 16 bits.
+
+    Returns:
+        The undo.
+
+    Raises:
+        ValueError: If a module is of another kind, cannot be inverted or is linked already, if the predicted error is
+            too large, or if ``max_error`` is not positive. The modules are then as they were.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.LeakyReLU(), nn.Conv2d(8, 8, 3))
+        >>> handle = apply_inplace_abn([SimpleNamespace(producer=model[1], consumer=model[2])])
+        >>> handle.num_links, handle.num_fallen_back
+        (1, 0)
+        >>> handle.remove()
+    """
+    if max_error is not None and not max_error > 0:
+        raise ValueError(f"apply_inplace_abn(max_error) must be positive, got {max_error}.")
+    handle = InPlaceABNHandle()
+    try:
+        for index, link in enumerate(links):
+            name = f"link {index}, {_describe(link.producer)} followed by {link.consumer}"
+            _check_link(name, link, handle)
+            _check_error(name, link, dtype, max_error)
+            if link.consumer not in handle._modules:
+                _swap_class(link.consumer, _ConsumerState(), handle)
+            state = _ProducerState(link.consumer, vars(link.consumer)[_STATE], max_error)
+            _swap_class(link.producer, state, handle)
+            handle._states.append(state)
+    except BaseException:
+        handle.remove()
+        raise
+    return handle
+
+
+# --- what is refused ---
+
+
+def _check_link(name: str, link: Link, handle: InPlaceABNHandle) -> None:
+    for module in (link.producer, link.consumer):
+        is_shared_consumer = module is link.consumer and module in handle._modules
+        if _STATE in vars(module) and not is_shared_consumer:
+            raise ValueError(f"{name}: {_describe(module)} is linked already. Link each norm once, to one activation.")
+        if "forward" in vars(module):
+            raise ValueError(
+                f"{name}: forward was replaced on the instance of {_describe(module)}. Leave the pair out."
+            )
+    if type(link.producer).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
+        raise ValueError(
+            f"{name}: {_describe(link.producer)} does not run as a batch norm of torch.nn. "
+            "Link BatchNorm1d, BatchNorm2d, BatchNorm3d or SyncBatchNorm."
+        )
+    if link.consumer not in handle._modules:
+        _check_activation(name, link.consumer)
+
+
+def _check_activation(name: str, consumer: nn.Module) -> None:
+    way_out = "Use LeakyReLU, or leave the pair to the recomputation of InPlaceFusion, which needs no inverse."
+    forward = type(consumer).forward
+    if forward not in (nn.LeakyReLU.forward, nn.ELU.forward, nn.Identity.forward):
+        is_cut = isinstance(consumer, (nn.ReLU, nn.ReLU6))
+        reason = "what was below zero is gone" if is_cut else "its output does not tell its input"
+        raise ValueError(f"{name}: {type(consumer).__name__} cannot be inverted, {reason}. {way_out}")
+    for argument in ("negative_slope", "alpha"):
+        value = getattr(consumer, argument, 1.0) if forward is not nn.Identity.forward else 1.0
+        if not 0 < value < float("inf"):
+            raise ValueError(f"{name}: with {argument}={value} it cannot be inverted; it must be above 0. {way_out}")
+
+
+def _check_error(name: str, link: Link, dtype: torch.dtype | None, max_error: float | None) -> None:
+    norm: Any = link.producer
+    parameter = next((value for value in (norm.weight, norm.bias, norm.running_mean) if value is not None), None)
+    dtype = dtype or (parameter.dtype if parameter is not None else torch.get_default_dtype())
+    limit = _limit_error(max_error, dtype)
+    error = _read_error(norm, dtype, _read_activation(link.consumer))
+    if not error <= limit:
+        gamma = float(norm.weight.detach().abs().min()) if norm.weight is not None else 1.0
+        raise ValueError(
+            f"{name}: with gamma down to {gamma:.3g} in {str(dtype).removeprefix('torch.')}, its input is recovered "
+            f"with a predicted relative error of {error:.2g}, above {limit:.2g}. Train in float32, raise max_error, or "
+            "leave the pair to the recomputation of InPlaceFusion, which is exact."
+        )
+
+
+def _limit_error(max_error: float | None, dtype: torch.dtype) -> float:
+    if max_error is not None:
+        return max_error
+    return MAX_ERROR_16_BIT if torch.finfo(dtype).bits == 16 else MAX_ERROR
+
+
+def _read_error(norm: Any, dtype: torch.dtype, activation: InvertibleActivation) -> float:
+    """The worst channel's predicted error; zero where there are no values to read: fake tensors, graph capture."""
+    parameters = [value for value in (norm.weight, norm.bias) if value is not None]
+    is_abstract = any(value.is_meta or isinstance(value.data, FakeTensor) for value in parameters)
+    if is_abstract or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        return 0.0
+    return float(predict_inversion_error(norm.weight, norm.bias, dtype, activation).max())
+
+
+def _read_activation(consumer: nn.Module) -> InvertibleActivation:
+    if isinstance(consumer, nn.LeakyReLU):
+        return InvertibleActivation(negative_slope=consumer.negative_slope)
+    return InvertibleActivation(alpha=consumer.alpha if isinstance(consumer, nn.ELU) else None)
+
+
+def _describe(module: nn.Module) -> str:
+    return f"{type(module).__name__}({getattr(module, 'num_features', '')})"
+
+
+# --- what the modules do ---
+
+
+def _run_producer(norm: Any, state: _ProducerState, plain: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
+    activation = _read_activation(state.consumer)
+    if not _is_recorded(norm, input) or not _is_safe(norm, state, input.dtype, activation):
+        return plain(input)
+    norm._check_input_dim(input)
+    normalization = _begin_forward(norm)
+    output = normalize_and_activate(input, norm.weight, norm.bias, normalization, activation)
+    _drop_expired(state.handover)
+    state.handover.activated.append(_refer_to(output))
+    return output
+
+
+def _run_consumer(
+    activation: nn.Module, state: _ConsumerState, plain: Callable[[Tensor], Tensor], input: Tensor
+) -> Tensor:
+    if not state.activated:
+        return plain(input)
+    storage = _refer_to(input)
+    if storage in state.activated:
+        state.activated.remove(storage)
+        return input
+    _drop_expired(state)
+    if state.activated and input.requires_grad and not _is_in_backward():
+        raise RuntimeError(
+            f"{activation} got a tensor that is not the output of the batch norm before it, which is activated "
+            "already. Link only norms whose output goes to the activation, unchanged and first."
+        )
+    return plain(input)
+
+
+def _refer_to(tensor: Tensor) -> StorageWeakRef:
+    """The storage, not the tensor: FSDP2 hands on an alias."""
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def _drop_expired(state: _ConsumerState) -> None:
+    """Forget outputs that never arrived, because a forward was interrupted."""
+    state.activated = [storage for storage in state.activated if not storage.expired()]  # type: ignore[no-untyped-call]
+
+
+def _is_recorded(norm: Any, input: Tensor) -> bool:
+    """Whether a gradient is recorded by autograd alone, and the plain norm would not refuse the input."""
+    if not torch.is_grad_enabled() or _is_transformed() or input.dim() < 2:
+        return False
+    if norm.training and _process_group(norm) is None and input.numel() <= input.shape[1]:
+        return False
+    return any(value is not None and value.requires_grad for value in (input, norm.weight, norm.bias))
+
+
+def _is_safe(norm: Any, state: _ProducerState, dtype: torch.dtype, activation: InvertibleActivation) -> bool:
+    if state.has_fallen_back or _is_in_backward():
+        return not state.has_fallen_back  # a recomputed forward must take the path that the forward took
+    if state.num_forwards % CHECK_EVERY_N_FORWARDS == 0:
+        error = _read_error(norm, dtype, activation)
+        state.has_fallen_back = not error <= _limit_error(state.max_error, dtype)
+    state.num_forwards += 1
+    return not state.has_fallen_back
+
+
+def _begin_forward(norm: Any) -> Normalization:
+    """Count the batch and choose the statistics, as the forward of torch.nn does."""
+    momentum = norm.momentum if norm.momentum is not None else 0.0
+    if norm.training and norm.track_running_stats and norm.num_batches_tracked is not None:
+        norm.num_batches_tracked.add_(1)
+        if norm.momentum is None:
+            momentum = 1.0 / float(norm.num_batches_tracked)
+    is_batch = norm.training or (norm.running_mean is None and norm.running_var is None)
+    is_used = not norm.training or norm.track_running_stats
+    mean, variance = (norm.running_mean, norm.running_var) if is_used else (None, None)
+    return Normalization(mean, variance, is_batch, momentum, norm.eps, _process_group(norm))
+
+
+def _process_group(norm: Any) -> dist.ProcessGroup | None:
+    """The processes that share statistics, if there are several and the norm is in training."""
+    if not isinstance(norm, nn.SyncBatchNorm) or not norm.training:
+        return None
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    group: dist.ProcessGroup | None = norm.process_group or dist.group.WORLD
+    return group if dist.get_world_size(group) > 1 else None
+
+
+def _is_transformed() -> bool:
+    """Whether ``torch.func`` or a tracer is at work."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or bool(torch._C._is_tracing())
+
+
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+# --- the swap of classes ---
+
+
+class _Swapped:
+    """Mixed in before the class of a linked module."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Keep registries and checks that the user's classes hang here from seeing ours."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # A class made at run time cannot be found by name, and a file must not need this package: copies and pickles
+        # are plain modules.
+        reduced: Any = super().__reduce_ex__(protocol)
+        make, arguments, *rest = reduced
+        original = _original_class(type(self))
+        if rest and isinstance(rest[0], dict):
+            rest[0] = {name: value for name, value in rest[0].items() if name != _STATE}
+        arguments = tuple(original if argument is type(self) else argument for argument in arguments)
+        if make is getattr(copyreg, "__newobj__", None) and len(arguments) == 1:
+            # pickle insists that __newobj__ makes the class of the very object; its elder does the same work
+            make, arguments = copyreg._reconstructor, (original, object, None)  # type: ignore[attr-defined]
+        return make, arguments, *rest
+
+
+def _swap_class(module: nn.Module, state: _ProducerState | _ConsumerState, handle: InPlaceABNHandle) -> None:
+    original = type(module)
+    if original not in _classes and not issubclass(original, _Swapped):
+        run: Any = _run_producer if isinstance(state, _ProducerState) else _run_consumer
+        _classes[original] = _make_class(original, run)
+    module.__class__ = _classes.get(original, original)
+    vars(module)[_STATE] = state
+    handle._modules.append(module)
+
+
+def _make_class(original: type[nn.Module], run: Callable[..., Tensor]) -> type[nn.Module]:
+    # Never compiled, not even in part: a norm that ran outside of a graph has activated what the graph would again.
+    run_uncompiled: Callable[..., Tensor] = torch.compiler.disable(run)  # type: ignore[no-untyped-call]
+
+    @functools.wraps(original.forward)
+    def forward(self: nn.Module, input: Tensor) -> Tensor:
+        inherited: Any = super(swapped, self)
+        plain: Callable[[Tensor], Tensor] = inherited.forward
+        state = self.__dict__.get(_STATE)
+        if state is None:
+            return plain(input)
+        if torch.compiler.is_compiling():
+            return run_uncompiled(self, state, plain, input)
+        return run(self, state, plain, input)
+
+    attributes = {"forward": forward, "__module__": original.__module__, "__qualname__": original.__qualname__}
+    metaclass: Any = type(original)
+    swapped: type[nn.Module] = metaclass(original.__name__, (_Swapped, original), attributes)
+    return swapped
+
+
+def _original_class(kind: type) -> Any:
+    return kind.__mro__[kind.__mro__.index(_Swapped) + 1]
