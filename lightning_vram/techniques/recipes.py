@@ -226,6 +226,14 @@ def alias(tensor: Tensor) -> Tensor:
 
 
 def _new_alias(tensor: Tensor) -> Tensor:
+    key = torch._C.DispatchKey.ADInplaceOrView
+    if torch._C._dispatch_tls_is_dispatch_key_excluded(key):  # below autograd an alias would count versions on its own
+        with torch._C._SetExcludeDispatchKeyGuard(key, False):  # type: ignore[attr-defined]
+            return _detach(tensor)
+    return _detach(tensor)
+
+
+def _detach(tensor: Tensor) -> Tensor:
     if type(tensor) is Tensor or type(tensor) is torch.nn.Parameter:
         with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]  # nobody needs to see it
             return tensor.detach()

@@ -1,0 +1,376 @@
+"""Observe, in one real training step, which module feeds which, and prove that nobody else looks at what passes.
+
+Folding a norm into its convolution, or an activation that overwrites its input, is right only if the tensor between
+two modules is theirs alone. No name or order of modules tells that; a step that is watched does. A dispatch mode sees
+every operator that reads or writes the memory in question; a weak reference tells whether anybody still holds it.
+
+What it costs: Python for every operator of that one step, no memory. What it proves, it proves for the control flow
+of that step. Code that reads memory past the operators of torch (numpy, DLPack, kernels launched by address) must
+hold the tensor to be noticed. Compiled code is not looked into.
+"""
+
+import gc
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as hooks_of_all_modules
+from torch.nn.utils.parametrize import is_parametrized
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from typing_extensions import override
+
+from lightning_vram.techniques.cheap_operators import written_arguments
+
+_SEE_OUTPUT = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")  # a backward hook sees its gradient
+_SEE_INPUT = ("_forward_pre_hooks", *_SEE_OUTPUT)
+
+
+@dataclass(frozen=True)
+class Link:
+    """One module whose output goes to one other module and nowhere else."""
+
+    producer: nn.Module
+    consumer: nn.Module
+
+
+def observe_links(
+    module: nn.Module, producers: tuple[type[nn.Module], ...], consumers: tuple[type[nn.Module], ...]
+) -> "LinkObserver":
+    """Observe which modules inside ``module`` feed which, in the block that the result is entered for.
+
+    Args:
+        module: Any module. It is left as it was.
+        producers: Classes of the modules whose outputs are followed.
+        consumers: Classes of the modules that may take them.
+
+    Returns:
+        A context manager; ask it for its ``links()`` after the block.
+
+    Example:
+        >>> net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU())
+        >>> with observe_links(net, (nn.Conv2d,), (nn.BatchNorm2d,)) as observer:
+        ...     loss = net(torch.randn(2, 3, 8, 8)).sum()
+        >>> [(link.producer is net[0], link.consumer is net[1]) for link in observer.links()]
+        [(True, True)]
+    """
+    return LinkObserver(module, producers, consumers)
+
+
+class LinkObserver:
+    """See :func:`observe_links`. To be entered once."""
+
+    def __init__(
+        self, module: nn.Module, producers: tuple[type[nn.Module], ...], consumers: tuple[type[nn.Module], ...]
+    ) -> None:
+        self._module = module
+        self._producers = [member for member in module.modules() if isinstance(member, producers)]
+        self._consumers = [member for member in module.modules() if isinstance(member, consumers)]
+        self._watch = StorageWatch()
+        self._exit = ExitStack()
+        self._starts: dict[nn.Module, list[int]] = defaultdict(list)
+        self._outputs: dict[nn.Module, list[Memory]] = defaultdict(list)
+        self._taken: dict[Memory, nn.Module] = {}  # by which consumer
+        self._num_calls: dict[nn.Module, int] = defaultdict(int)  # of consumers
+        self._open: dict[nn.Module, list[Memory | None]] = defaultdict(list)
+        self._refused: set[nn.Module] = set()
+        self._graph: list[Any] = []  # nodes: as long as they live, what they saved is not freed
+        self._links: list[Link] = []
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            watch_hooks(self._module, self._watch, stack)  # first: ours are not the user's
+            for producer in self._producers:
+                stack.callback(producer.register_forward_pre_hook(self._before_producer).remove)
+                stack.callback(producer.register_forward_hook(self._after_producer).remove)
+            for consumer in self._consumers:
+                stack.callback(consumer.register_forward_pre_hook(self._before_consumer, with_kwargs=True).remove)
+                stack.callback(consumer.register_forward_hook(self._after_consumer).remove)
+            stack.enter_context(self._watch)
+            self._exit = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._exit.close()
+        if error is None and not has_global_hooks():
+            collect_cycles(self._taken)
+            self._links = list(self._prove())
+        for records in (self._outputs, self._taken, self._graph, self._open, self._starts):
+            records.clear()  # type: ignore[attr-defined]
+
+    def links(self) -> list[Link]:
+        """Return the proven links, in the order of the producers. There are none if the block raised."""
+        return list(self._links)
+
+    def _prove(self) -> Iterator[Link]:
+        for producer, memories in self._outputs.items():
+            takers = {self._taken.get(memory) for memory in memories}
+            consumer = takers.pop()
+            is_exclusive = not takers and consumer is not None and self._num_calls[consumer] == len(memories)
+            if (
+                consumer is not None
+                and is_exclusive
+                and self._refused.isdisjoint((producer, consumer))
+                and not any(is_parametrized(member) for member in (producer, consumer))
+                and all(memory.is_given_up() for memory in memories)
+            ):
+                yield Link(producer, consumer)
+
+    def _before_producer(self, module: nn.Module, _: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._starts[module].append(self._watch.num_made)
+
+    def _after_producer(self, module: nn.Module, _: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() or not self._starts[module]:
+            return
+        start = self._starts[module].pop()
+        memory = self._watch.find(output) if is_plain(output) else None
+        if memory is None or memory.number <= start:  # not its own: what it was given, or a parameter
+            self._refused.add(module)
+            return
+        memory.expect(output)
+        self._outputs[module].append(memory)
+
+    def _before_consumer(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.compiler.is_compiling():
+            return None
+        self._num_calls[module] += 1
+        memory = self._find_output(args, kwargs)
+        self._open[module].append(memory)
+        if memory is None:
+            self._refused.add(module)
+            return None
+        self._taken[memory] = module
+        return (self._watch.hand_over(args[0], memory), *args[1:]), kwargs
+
+    def _after_consumer(self, module: nn.Module, _: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() or not self._open[module]:
+            return
+        memory = self._open[module].pop()
+        if memory is not None:
+            memory.is_open = False
+        self._graph += [tensor.grad_fn for tensor in _tensors_in(output)]
+
+    def _find_output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Memory | None":
+        """Return the memory of the first argument, if it is the untouched output of a producer."""
+        if not args or not is_plain(args[0]) or any(leaf is args[0] for leaf in tree_leaves((args[1:], kwargs))):
+            return None
+        memory = self._watch.find(args[0])
+        is_untouched = memory is not None and memory.is_expected(args[0]) and not memory.num_reads + memory.num_writes
+        return memory if is_untouched and not has_tensor_hooks(args[0]) and memory not in self._taken else None
+
+
+class Memory:
+    """What was seen of one storage: by whom it was made, read, written, and whether anybody could read it later."""
+
+    def __init__(self, storage: torch.UntypedStorage, number: int) -> None:
+        self.storage = weakref.ref(storage)
+        self.number = number  # in the order of making
+        self.num_reads = 0
+        self.num_writes = 0
+        self.is_open = False  # a module was given it and runs: it may do what it likes
+        self.is_seen_by_hook = False
+        self.is_read_by_others_backward = False
+        self._tensor: weakref.ref[Tensor] | None = None
+        self._is_given = False
+        self._num_before = 0
+
+    def expect(self, tensor: Tensor) -> None:
+        """Forget how it was made; count from here."""
+        self._tensor = weakref.ref(tensor)
+        self.num_reads = self.num_writes = 0
+
+    def is_expected(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is the very one of :meth:`expect`."""
+        return self._tensor is not None and self._tensor() is tensor
+
+    def give(self, tensor: Tensor) -> None:
+        """Note that ``tensor`` is given to the one module that may have it."""
+        self._tensor = weakref.ref(tensor)
+        self._num_before = self.num_reads + self.num_writes
+        self._is_given = self.is_open = True
+
+    def touch(self, *, is_write: bool) -> None:
+        """Note an operator."""
+        if _is_in_backward():
+            # The module's own backward reads what it saved, which is our alias. Others saved the tensor itself.
+            self.is_read_by_others_backward |= self._is_given and self.is_held()
+        elif not self.is_open:
+            self.num_writes += is_write
+            self.num_reads += not is_write
+
+    def is_held(self) -> bool:
+        """Whether the tensor that was given to the module still lives: another than the module holds it."""
+        return self._tensor is not None and self._tensor() is not None
+
+    def is_touched_again(self) -> bool:
+        """Whether it was read or written after the module had it."""
+        return self.is_open or self.is_read_by_others_backward or self.num_reads + self.num_writes != self._num_before
+
+    def is_given_up(self) -> bool:
+        """Whether nobody but the module it was given to has seen it, or ever can."""
+        return self._is_given and not (self.is_touched_again() or self.is_seen_by_hook or self.is_held())
+
+
+class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Keeps a :class:`Memory` of every storage that an operator makes while it is entered."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._memories: dict[int, Memory] = {}  # by address of the storage, which may be gone and its address another's
+        self._is_paused = False
+        self.num_made = 0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled callables run compiled: else Dynamo silently runs them eagerly."""
+        return True
+
+    def find(self, tensor: Tensor) -> Memory | None:
+        """Return what was seen of the memory of ``tensor``; ``None`` if it was not made while this was entered."""
+        storage = _storage_of(tensor)
+        memory = self._memories.get(storage._cdata) if storage is not None else None
+        return memory if memory is not None and memory.storage() is storage else None
+
+    def hand_over(self, tensor: Tensor, memory: Memory) -> Tensor:
+        """Return an alias of ``tensor`` for the one module that may have it, so that ``tensor`` itself can die.
+
+        Autograd keeps what a module saves alive, Python object included. With an alias in the module, ``tensor`` lives
+        on only if somebody else has it.
+        """
+        memory.give(tensor)
+        with self._paused():
+            alias: Tensor = _Alias.apply(tensor)  # type: ignore[no-untyped-call]
+        return alias
+
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._is_paused:
+            return func(*args, **kwargs)
+        written = {_address_of(tensor) for tensor in _written(func, args)}
+        read = {_address_of(tensor): tensor for tensor in _tensors_in((args, kwargs))}
+        for address, tensor in read.items():
+            memory = self.find(tensor)
+            if memory is not None:
+                memory.touch(is_write=address in written)
+        result = func(*args, **kwargs)
+        for tensor in _tensors_in(result):
+            storage = _storage_of(tensor)
+            if storage is not None and storage._cdata not in read:
+                self.num_made += 1
+                self._memories[storage._cdata] = Memory(storage, self.num_made)
+        return result
+
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+
+class _Alias(torch.autograd.Function):
+    """The same numbers in the same memory, as another tensor."""
+
+    @staticmethod
+    def forward(_: Any, tensor: Tensor) -> Tensor:  # noqa: D102
+        return tensor.detach()
+
+    @staticmethod
+    def backward(_: Any, grad: Tensor) -> Tensor:  # type: ignore[override]  # noqa: D102
+        return grad
+
+    @staticmethod
+    def jvp(_: Any, tangent: Tensor) -> Tensor:  # type: ignore[override]  # noqa: D102
+        return tangent
+
+
+def watch_hooks(module: nn.Module, watch: StorageWatch, stack: ExitStack) -> None:
+    """Note, for every user's hook in ``module``, which memory it is shown. ``stack`` undoes it."""
+
+    def see(value: Any) -> None:
+        if not torch.compiler.is_compiling():
+            for tensor in _tensors_in(value):
+                memory = watch.find(tensor)
+                if memory is not None:
+                    memory.is_seen_by_hook = True
+
+    for member in module.modules():
+        sees_output = _has_hooks(member, _SEE_OUTPUT)
+        if _has_hooks(member, _SEE_INPUT):
+            before = member.register_forward_pre_hook(lambda _, args, kwargs: see((args, kwargs)), with_kwargs=True)
+            stack.callback(before.remove)
+        if sees_output:
+            stack.callback(member.register_forward_hook(lambda _module, _args, output: see(output)).remove)
+
+
+def has_global_hooks() -> bool:
+    """Whether hooks are set on all modules there are: they see everything."""
+    return any(getattr(hooks_of_all_modules, f"_global{name}", None) for name in _SEE_INPUT)
+
+
+def has_tensor_hooks(tensor: Tensor) -> bool:
+    """Whether somebody asked for the gradient of ``tensor``."""
+    return bool(tensor._backward_hooks) or tensor.retains_grad
+
+
+def is_plain(value: Any) -> bool:
+    """Whether ``value`` is an ordinary tensor of an ordinary forward, not of a transform, tracer or recomputation."""
+    return (
+        type(value) is Tensor
+        and value.layout is torch.strided
+        and not value.is_inference()
+        and not _is_in_backward()
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and not torch._C._is_tracing()
+    )
+
+
+def collect_cycles(memories: Iterable[Memory]) -> None:
+    """Let tensors die that nothing but a reference cycle holds."""
+    if any(memory.is_held() for memory in memories):
+        gc.collect()
+
+
+def _has_hooks(module: nn.Module, kinds: tuple[str, ...]) -> bool:
+    return any(getattr(module, kind, None) for kind in kinds)
+
+
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+def _written(func: Any, args: tuple[Any, ...]) -> Iterator[Tensor]:
+    for position in written_arguments(func):
+        if position < len(args):
+            yield from _tensors_in(args[position])
+
+
+def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # sparse, or a wrapper around other tensors
+        return None
+
+
+def _address_of(tensor: Tensor) -> int | None:
+    storage = _storage_of(tensor)
+    return storage._cdata if storage is not None else None
