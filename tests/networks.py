@@ -81,7 +81,15 @@ class InvertedResidual(nn.Module):
 
 def mobilenetv2() -> nn.Module:
     layers, num_in = [*conv_norm(3, 32, 3, 2, 1, nn.ReLU6())], 32
-    settings = ((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1))
+    settings = (
+        (1, 16, 1, 1),
+        (6, 24, 2, 2),
+        (6, 32, 3, 2),
+        (6, 64, 4, 2),
+        (6, 96, 3, 1),
+        (6, 160, 3, 2),
+        (6, 320, 1, 1),
+    )
     for expansion, num_out, count, stride in settings:
         for index in range(count):
             layers.append(InvertedResidual(num_in, num_out, stride if index == 0 else 1, expansion))
@@ -148,9 +156,7 @@ class UNet(nn.Module):
     def __init__(self, width: int = 32, depth: int = 4) -> None:
         super().__init__()
         widths = [width * 2**level for level in range(depth)]
-        self.down = nn.ModuleList(
-            [self.double(3 if i == 0 else widths[i - 1], widths[i]) for i in range(depth)]
-        )
+        self.down = nn.ModuleList([self.double(3 if i == 0 else widths[i - 1], widths[i]) for i in range(depth)])
         self.up = nn.ModuleList([nn.ConvTranspose2d(widths[i], widths[i - 1], 2, 2) for i in range(depth - 1, 0, -1)])
         self.merge = nn.ModuleList([self.double(2 * widths[i - 1], widths[i - 1]) for i in range(depth - 1, 0, -1)])
         self.head = nn.Conv2d(width, 4, 1)
@@ -192,7 +198,11 @@ class ConvNeXtBlock(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.conv = nn.Conv2d(width, width, 7, padding=3, groups=width)
-        self.norm, self.fc1, self.fc2 = nn.LayerNorm(width, 1e-6), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm, self.fc1, self.fc2 = (
+            nn.LayerNorm(width, 1e-6),
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+        )
         self.scale = nn.Parameter(torch.rand(width))
 
     def forward(self, x: Tensor) -> Tensor:

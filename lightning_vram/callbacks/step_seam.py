@@ -30,6 +30,7 @@ class StepSeam:
         setattr(strategy, name, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step."""
         if self._around is None:
             return self._inner(*args, **kwargs)
         with self._around():

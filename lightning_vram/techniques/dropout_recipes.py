@@ -27,7 +27,8 @@ class DropoutRecipe(Recipe):
     @override
     def run(self, args: list[Any]) -> Tensor:
         source, mask, probability = args
-        return source * mask * (1 / (1 - probability) if probability < 1 else 0.0)
+        result: Tensor = source * mask * (1 / (1 - probability) if probability < 1 else 0.0)
+        return result
 
 
 class DrawRecipe(Recipe):
@@ -51,7 +52,7 @@ class DrawRecipe(Recipe):
         try:
             if self.function is aten.bernoulli_.float:
                 return like.bernoulli_(self._probability, generator=self._generator)
-            return self.function(like, self._probability, True)
+            return self.function(like, p=self._probability, train=True)
         finally:
             self._generator.set_state(now)
 
@@ -59,6 +60,6 @@ class DrawRecipe(Recipe):
 def default_generator(device: torch.device) -> torch.Generator:
     """Return the generator that random operators on ``device`` draw from."""
     if device.type == "cuda":
-        index = device.index if device.index is not None else torch.cuda.current_device()
+        index = device.index if device.index is not None else torch.cuda.current_device()  # type: ignore[redundant-expr]
         return torch.cuda.default_generators[index]
     return torch.default_generator

@@ -23,7 +23,7 @@ def step_aside_for_functorch(hooks: saved_tensors_hooks) -> Iterator[None]:
         with _taken_off(hooks), disable(message):
             yield
 
-    graph.disable_saved_tensors_hooks = disable_without_ours
+    graph.disable_saved_tensors_hooks = disable_without_ours  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -32,7 +32,8 @@ def step_aside_for_functorch(hooks: saved_tensors_hooks) -> Iterator[None]:
 
 @contextmanager
 def _taken_off(hooks: saved_tensors_hooks) -> Iterator[None]:
-    top: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]
+    ignore_is_tracing = False
+    top: Any = torch._C._autograd._top_saved_tensors_default_hooks(ignore_is_tracing)
     if top is None or top[0] != hooks.pack_hook:
         yield  # hooks of the user's own lie on top: the transform refuses them, as it would without us
         return
@@ -41,4 +42,3 @@ def _taken_off(hooks: saved_tensors_hooks) -> Iterator[None]:
         yield
     finally:
         hooks.__enter__()
-

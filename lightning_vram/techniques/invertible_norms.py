@@ -11,19 +11,19 @@ It does not help where no gradient is recorded (the modules are then the plain o
 fuses the two itself, and our modules break its graph. Hooks that read the norm's output see it activated.
 """
 
-import copyreg
 import functools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_vram.techniques.class_swap import restore_class, swap_class
+from lightning_vram.techniques.handover import Handover
 from lightning_vram.techniques.inplace_abn import (
     InvertibleActivation,
     Normalization,
@@ -40,8 +40,6 @@ MAX_ERROR_16_BIT = 2e-2
 
 _STATE = "_invertible_norms"
 
-_classes: dict[type[nn.Module], type[nn.Module]] = {}  # ours by original: made once, so that types compare
-
 
 class Link(Protocol):
     """A norm whose output goes to one activation, unchanged, and nowhere else."""
@@ -56,14 +54,9 @@ class Link(Protocol):
 
 
 @dataclass
-class _ConsumerState:
-    activated: list[StorageWeakRef] = field(default_factory=list)  # outputs of norms on their way here
-
-
-@dataclass
 class _ProducerState:
     consumer: nn.Module
-    handover: _ConsumerState
+    handover: Handover
     max_error: float | None
     num_forwards: int = 0
     has_fallen_back: bool = False
@@ -89,10 +82,7 @@ class InPlaceABNHandle:
     def remove(self) -> None:
         """Give every module its class back. Calling it again does nothing."""
         while self._modules:
-            module = self._modules.pop()
-            del vars(module)[_STATE]
-            if type(module).__mro__[1] is _Swapped:  # else a class was put on top (FSDP2): without its state ours idles
-                module.__class__ = _original_class(type(module))
+            restore_class(self._modules.pop(), _STATE)
 
 
 def apply_inplace_abn(
@@ -136,9 +126,11 @@ def apply_inplace_abn(
             _check_link(name, link, handle)
             _check_error(name, link, dtype, max_error)
             if link.consumer not in handle._modules:
-                _swap_class(link.consumer, _ConsumerState(), handle)
+                swap_class(link.consumer, _STATE, Handover(), _run_consumer)
+                handle._modules.append(link.consumer)
             state = _ProducerState(link.consumer, vars(link.consumer)[_STATE], max_error)
-            _swap_class(link.producer, state, handle)
+            swap_class(link.producer, _STATE, state, _run_producer)
+            handle._modules.append(link.producer)
             handle._states.append(state)
     except BaseException:
         handle.remove()
@@ -223,6 +215,18 @@ def _describe(module: nn.Module) -> str:
 # --- what the modules do ---
 
 
+def _never_compiled(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Break the graph, also of parts: a norm that ran outside of a graph has activated what the graph would again."""
+    uncompiled: Callable[..., Tensor] = torch.compiler.disable(run)  # type: ignore[no-untyped-call]
+
+    @functools.wraps(run)
+    def choose(*args: Any) -> Tensor:
+        return uncompiled(*args) if torch.compiler.is_compiling() else run(*args)
+
+    return choose
+
+
+@_never_compiled
 def _run_producer(norm: Any, state: _ProducerState, plain: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
     activation = _read_activation(state.consumer)
     if not _is_recorded(norm, input) or not _is_safe(norm, state, input.dtype, activation):
@@ -230,37 +234,22 @@ def _run_producer(norm: Any, state: _ProducerState, plain: Callable[[Tensor], Te
     norm._check_input_dim(input)
     normalization = _begin_forward(norm)
     output = normalize_and_activate(input, norm.weight, norm.bias, normalization, activation)
-    _drop_expired(state.handover)
-    state.handover.activated.append(_refer_to(output))
+    state.handover.give(output)
     return output
 
 
+@_never_compiled
 def _run_consumer(
-    activation: nn.Module, state: _ConsumerState, plain: Callable[[Tensor], Tensor], input: Tensor
+    activation: nn.Module, handover: Handover, plain: Callable[[Tensor], Tensor], input: Tensor
 ) -> Tensor:
-    if not state.activated:
-        return plain(input)
-    storage = _refer_to(input)
-    if storage in state.activated:
-        state.activated.remove(storage)
+    if handover.take(input):
         return input
-    _drop_expired(state)
-    if state.activated and input.requires_grad and not _is_in_backward():
+    if handover.is_pending and input.requires_grad and not _is_in_backward():
         raise RuntimeError(
             f"{activation} got a tensor that is not the output of the batch norm before it, which is activated "
             "already. Link only norms whose output goes to the activation, unchanged and first."
         )
     return plain(input)
-
-
-def _refer_to(tensor: Tensor) -> StorageWeakRef:
-    """The storage, not the tensor: FSDP2 hands on an alias."""
-    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-
-
-def _drop_expired(state: _ConsumerState) -> None:
-    """Forget outputs that never arrived, because a forward was interrupted."""
-    state.activated = [storage for storage in state.activated if not storage.expired()]  # type: ignore[no-untyped-call]
 
 
 def _is_recorded(norm: Any, input: Tensor) -> bool:
@@ -312,62 +301,3 @@ def _is_transformed() -> bool:
 
 def _is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-# --- the swap of classes ---
-
-
-class _Swapped:
-    """Mixed in before the class of a linked module."""
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Keep registries and checks that the user's classes hang here from seeing ours."""
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # A class made at run time cannot be found by name, and a file must not need this package: copies and pickles
-        # are plain modules.
-        reduced: Any = super().__reduce_ex__(protocol)
-        make, arguments, *rest = reduced
-        original = _original_class(type(self))
-        if rest and isinstance(rest[0], dict):
-            rest[0] = {name: value for name, value in rest[0].items() if name != _STATE}
-        arguments = tuple(original if argument is type(self) else argument for argument in arguments)
-        if make is getattr(copyreg, "__newobj__", None) and len(arguments) == 1:
-            # pickle insists that __newobj__ makes the class of the very object; its elder does the same work
-            make, arguments = copyreg._reconstructor, (original, object, None)  # type: ignore[attr-defined]
-        return make, arguments, *rest
-
-
-def _swap_class(module: nn.Module, state: _ProducerState | _ConsumerState, handle: InPlaceABNHandle) -> None:
-    original = type(module)
-    if original not in _classes and not issubclass(original, _Swapped):
-        run: Any = _run_producer if isinstance(state, _ProducerState) else _run_consumer
-        _classes[original] = _make_class(original, run)
-    module.__class__ = _classes.get(original, original)
-    vars(module)[_STATE] = state
-    handle._modules.append(module)
-
-
-def _make_class(original: type[nn.Module], run: Callable[..., Tensor]) -> type[nn.Module]:
-    # Never compiled, not even in part: a norm that ran outside of a graph has activated what the graph would again.
-    run_uncompiled: Callable[..., Tensor] = torch.compiler.disable(run)  # type: ignore[no-untyped-call]
-
-    @functools.wraps(original.forward)
-    def forward(self: nn.Module, input: Tensor) -> Tensor:
-        inherited: Any = super(swapped, self)
-        plain: Callable[[Tensor], Tensor] = inherited.forward
-        state = self.__dict__.get(_STATE)
-        if state is None:
-            return plain(input)
-        if torch.compiler.is_compiling():
-            return run_uncompiled(self, state, plain, input)
-        return run(self, state, plain, input)
-
-    attributes = {"forward": forward, "__module__": original.__module__, "__qualname__": original.__qualname__}
-    metaclass: Any = type(original)
-    swapped: type[nn.Module] = metaclass(original.__name__, (_Swapped, original), attributes)
-    return swapped
-
-
-def _original_class(kind: type) -> Any:
-    return kind.__mro__[kind.__mro__.index(_Swapped) + 1]

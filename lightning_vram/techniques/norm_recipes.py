@@ -1,13 +1,13 @@
 """Make the result of a batch norm again: to the bit, and without moving its running statistics a second time.
 
-Two ways. The same kernel again, with no running statistics given: the same bits by construction, one more reduction.
-Or one elementwise pass from the statistics that are kept anyway: a third of the time, and the same bits only where
-the kernel rounds as the formula does. That is tried once per process, dtype, device and layout on a million random
-numbers, and taken only if all of them agree.
+Two ways. The same kernel again, with other running statistics to move: the same bits by construction, one more
+reduction. Or one elementwise pass from the statistics that are kept anyway: a third of the time, and the same bits only
+where the kernel rounds as the formula does. That is tried once per process, dtype, device and layout on a million
+random numbers, and taken only if all of them agree.
 """
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,23 +22,32 @@ _TRAINING = 5  # position of ``training`` among the arguments of all batch norms
 class BatchNormRecipe(Recipe):
     """One call of a batch norm, in training or evaluation."""
 
-    __slots__ = ("_statistics",)
+    __slots__ = ("_running", "_statistics")
 
     def __init__(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, inputs: list[Value]
     ) -> None:
         super().__init__(function, args, kwargs, inputs)
         self._statistics: tuple[Tensor, Tensor] | None = None
+        self._running: tuple[torch.Size, torch.dtype, torch.device] | None = None
 
     def keep_statistics(self, result: tuple[Tensor, ...]) -> None:
         """Take mean and inverse deviation ``[C]`` from what the kernel returned: the backward keeps them as well."""
         self._statistics = (result[1], result[2])
 
+    def replace_running_statistics(self, running_mean: Tensor | None) -> None:
+        """Give the kernel others to move: whether there are any, and of which dtype, decides how it rounds."""
+        if running_mean is not None:
+            self._running = running_mean.shape, running_mean.dtype, running_mean.device
+
     @override
     def run(self, args: list[Any]) -> Any:
         x, weight, bias = args[0], args[1], args[2]
-        if self._statistics is not None and _formula_is_exact(*_kernel_key(self.function, x, weight, bias)):
+        if self._statistics is not None and _formula_is_exact(_kernel_of(self.function, x, weight, bias)):
             return (_normalise(x, weight, bias, *self._statistics),)
+        if self._running is not None:
+            shape, dtype, device = self._running
+            args[3], args[4] = (torch.ones(shape, dtype=dtype, device=device) for _ in range(2))
         return self.function(*args, **self.kwargs) if self.kwargs else self.function(*args)
 
 
@@ -67,42 +76,44 @@ def _normalise(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tens
     return torch.addcmul(shift.view(shape), x, scale.view(shape))
 
 
-def _kernel_key(function: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Any, ...]:
+class _Kernel(NamedTuple):
+    """All that decides how a kernel rounds."""
+
+    function: Any
+    device: torch.device
+    dim: int
+    is_contiguous: bool
+    is_channels_last: bool
+    dtypes: tuple[torch.dtype | None, ...]
+    """Of input, weight and bias."""
+
+
+def _kernel_of(function: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> _Kernel:
     dtypes = (x.dtype, *(parameter.dtype if parameter is not None else None for parameter in (weight, bias)))
-    channels_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
-    return function, x.device, x.dim(), channels_last, x.is_contiguous(), *dtypes
+    is_channels_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
+    return _Kernel(function, x.device, x.dim(), x.is_contiguous(), is_channels_last, dtypes)
 
 
 @cache
-def _formula_is_exact(
-    function: Any,
-    device: torch.device,
-    dim: int,
-    channels_last: bool,
-    contiguous: bool,
-    dtype: torch.dtype,
-    weight_dtype: torch.dtype | None,
-    bias_dtype: torch.dtype | None,
-) -> bool:
+def _formula_is_exact(kernel: _Kernel) -> bool:
     """Whether :func:`_normalise` gives the bits of the kernel, tried on a million random numbers."""
-    is_uniform = {weight_dtype, bias_dtype} <= {dtype, None}
-    if not is_uniform or dtype not in (torch.float32, torch.float64) or not (contiguous or channels_last):
+    dtype = kernel.dtypes[0]
+    shape = {2: [8192, 128], 3: [64, 61, 263], 4: [16, 61, 31, 37], 5: [4, 29, 19, 21, 23]}.get(kernel.dim)
+    is_known = dtype in (torch.float32, torch.float64) and set(kernel.dtypes) <= {dtype, None}
+    if shape is None or not is_known or not (kernel.is_contiguous or kernel.is_channels_last):
         return False
-    if device.type == "meta":
+    if kernel.device.type == "meta":
         return True
-    generator = torch.Generator(device).manual_seed(0)
-    shape = {2: [8192, 128], 3: [64, 61, 263], 4: [16, 61, 31, 37], 5: [4, 29, 19, 21, 23]}.get(dim)
-    if shape is None:
-        return False
+    generator = torch.Generator(kernel.device).manual_seed(0)
 
     def random(*size: int) -> Tensor:
-        return torch.randn(*size, generator=generator, dtype=dtype, device=device)
+        return torch.randn(*size, generator=generator, dtype=dtype, device=kernel.device)
 
     x = random(*shape) * 3 + 1
-    if channels_last:
+    if not kernel.is_contiguous:
         x = x.contiguous(memory_format=torch.channels_last)
-    weight = random(shape[1]) if weight_dtype is not None else None
-    bias = random(shape[1]) if bias_dtype is not None else None
-    result, mean, deviation = function(x, weight, bias, None, None, True, 0.1, 1e-5)[:3]
+    weight, bias = (random(shape[1]) if kernel.dtypes[index] is not None else None for index in (1, 2))
+    training, momentum, eps = True, 0.1, 1e-5
+    result, mean, deviation = kernel.function(x, weight, bias, None, None, training, momentum, eps)[:3]
     ours = _normalise(x, weight, bias, mean, deviation)
     return ours.stride() == result.stride() and torch.equal(ours, result)

@@ -25,7 +25,17 @@ from lightning_vram.techniques.norm_recipes import (
     second_run,
     without_running_statistics,
 )
-from lightning_vram.techniques.recipes import Dropped, Kept, MaskValue, Recipe, Value, note, version_of
+from lightning_vram.techniques.recipes import (
+    Dropped,
+    Kept,
+    MaskValue,
+    Recipe,
+    Value,
+    WriteRecipe,
+    note,
+    storage_address,
+    version_of,
+)
 
 aten = torch.ops.aten
 
@@ -38,7 +48,9 @@ class RecipeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     supports_higher_order_operators = True
 
-    def __init__(self, dropout: Literal["mask", "replay"], hold_inputs: Callable[[Value], list[Kept | Dropped] | None]) -> None:
+    def __init__(
+        self, dropout: Literal["mask", "replay"], hold_inputs: Callable[[Value], list[Kept | Dropped] | None]
+    ) -> None:
         """Make a recorder.
 
         Args:
@@ -107,7 +119,7 @@ class RecipeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def watch(self, value: Value, kept: Kept) -> None:
         """Remember that ``kept`` holds ``value``, and protect it from writes once a recipe ends on it."""
         value.kept = weakref.ref(kept)
-        self._kept.setdefault(torch._C._storage_address(kept.tensor), []).append(value.kept)
+        self._kept.setdefault(storage_address(kept.tensor), []).append(value.kept)
 
     @override
     @hide_from_dynamo
@@ -117,11 +129,16 @@ class RecipeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         handler = _HANDLERS.get(func, _unknown)
         if handler is _unknown:
             handler = _HANDLERS[func] = _choose_handler(func)
-        if handler is None or self._is_paused or torch.is_inference_mode_enabled() or (types and not PLAIN_TYPES.issuperset(types)):
+        if (
+            handler is None
+            or self._is_paused
+            or torch.is_inference_mode_enabled()
+            or (types and not PLAIN_TYPES.issuperset(types))
+        ):
             return func(*args, **kwargs) if kwargs else func(*args)
         self._position += 1
         if self._useless.get(self._position) is func:
-            return func(*args, **kwargs) if kwargs else func(*args)
+            return func(*args, **kwargs) if kwargs else func(*args)  # type: ignore[misc]  # it is not None here
         return handler(self, func, args, kwargs)
 
     def _learn(self) -> None:
@@ -224,6 +241,8 @@ class RecipeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         recipe = BatchNormRecipe(second_run(func), filled, kwargs, inputs)
         recipe.position = self._position
         results = func(*args, **kwargs) if kwargs else func(*args)
+        if in_training and func is not aten._native_batch_norm_legit.no_stats:
+            recipe.replace_running_statistics(args[3])
         if in_training and func is aten.native_batch_norm.default:
             recipe.keep_statistics(results)
         self._note(results[0], recipe)
@@ -261,7 +280,10 @@ class RecipeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs) if kwargs else func(*args)
         recipe = None
         if (before.recipe is not None or before.find_kept() is not None or before.is_mask) and _keeps_dtype(args):
-            recipe = self._recipe(functional_form(func), args, kwargs)
+            inputs: list[Value] = []
+            filled = self._with_values(args, inputs)
+            recipe = WriteRecipe(functional_form(func), filled, kwargs, inputs, target)
+            recipe.position = self._position
         self._before_write(target)
         result = func(*args, **kwargs) if kwargs else func(*args)
         version = target._version + 1  # autograd counts the write after this returns
@@ -285,7 +307,7 @@ class RecipeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _before_write(self, target: Tensor, *, is_told: bool = True) -> None:
         """Save what recipes end on, and forget what is not told by a version."""
-        address = torch._C._storage_address(target)
+        address = storage_address(target)
         num_known = 1  # the target itself
         for reference in self._kept.get(address, ()):
             kept = reference()
@@ -297,7 +319,7 @@ class RecipeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if torch._C._storage_Use_Count(address) > num_known:
             for value in list(self._values.values()):
                 tensor = value()
-                if tensor is not None and tensor is not target and torch._C._storage_address(tensor) == address:
+                if tensor is not None and tensor is not target and storage_address(tensor) == address:
                     value.make_stale()
         if not is_told:
             self._forget(target)
@@ -335,10 +357,8 @@ def _choose_handler(func: Any) -> _Handler | None:
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Iterator[Tensor]:
     for position in written_arguments(func):
-        if position < len(args):
-            target = args[position]
-        else:
-            target = (kwargs or {}).get(func._schema.arguments[position].name)
+        name = func._schema.arguments[position].name
+        target = args[position] if position < len(args) else (kwargs or {}).get(name)
         for tensor in target if isinstance(target, list | tuple) else (target,):
             if isinstance(tensor, Tensor):
                 yield tensor

@@ -75,6 +75,11 @@ def note(
     return value
 
 
+def storage_address(tensor: Tensor) -> int:
+    """Return what all views of one memory have in common."""
+    return torch._C._storage_address(tensor)  # type: ignore[attr-defined, no-any-return]
+
+
 def version_of(tensor: Tensor) -> int:
     """Return how often ``tensor`` was written to; :data:`NO_VERSION` if it is an inference tensor, which has none."""
     try:
@@ -104,6 +109,28 @@ class Recipe:
     def run(self, args: list[Any]) -> Any:
         """Call the operator on rebuilt arguments; returns what it returns."""
         return self.function(*args, **self.kwargs) if self.kwargs else self.function(*args)
+
+
+class WriteRecipe(Recipe):
+    """One call of an operator in place, with the functional form in its place.
+
+    The in-place form leaves the strides of its target, whatever they are, and kernels round by strides: a vectorised
+    loop not as the loop over what is left.
+    """
+
+    __slots__ = ("_strides",)
+
+    def __init__(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, inputs: list[Value], target: Tensor
+    ) -> None:
+        super().__init__(function, args, kwargs, inputs)
+        self._strides = target.stride()
+
+    def run(self, args: list[Any]) -> Any:  # noqa: D102
+        result = super().run(args)
+        if result.stride() == self._strides:
+            return result
+        return torch.empty_strided(result.shape, self._strides, dtype=result.dtype, device=result.device).copy_(result)
 
 
 class Kept:
@@ -146,7 +173,8 @@ class Kept:
             self.is_overwritten = not self.is_end
             return
         tensor = self.tensor
-        storage = tensor.untyped_storage().clone()  # all of it: strides and overlaps stay what they are
+        # All of it: strides and overlaps stay what they are.
+        storage: torch.UntypedStorage = tensor.untyped_storage().clone()  # type: ignore[no-untyped-call]
         self._copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
             storage, tensor.storage_offset(), tensor.shape, tensor.stride()
         )
@@ -178,7 +206,17 @@ class KeptMask(Kept):
 class Dropped:
     """A tensor that autograd saved and that is made again when its backward comes."""
 
-    __slots__ = ("__weakref__", "_counter", "_num_saved", "_sources", "_value", "_version", "cache", "depth", "num_waiting")
+    __slots__ = (
+        "__weakref__",
+        "_counter",
+        "_num_saved",
+        "_sources",
+        "_value",
+        "_version",
+        "cache",
+        "depth",
+        "num_waiting",
+    )
 
     def __init__(self, value: Value, sources: "list[Kept | Dropped]", depth: int, tensor: Tensor) -> None:
         self._value = value
@@ -228,14 +266,15 @@ def alias(tensor: Tensor) -> Tensor:
 def _new_alias(tensor: Tensor) -> Tensor:
     key = torch._C.DispatchKey.ADInplaceOrView
     if torch._C._dispatch_tls_is_dispatch_key_excluded(key):  # below autograd an alias would count versions on its own
-        with torch._C._SetExcludeDispatchKeyGuard(key, False):  # type: ignore[attr-defined]
+        is_excluded = False
+        with torch._C._SetExcludeDispatchKeyGuard(key, is_excluded):
             return _detach(tensor)
     return _detach(tensor)
 
 
 def _detach(tensor: Tensor) -> Tensor:
     if type(tensor) is Tensor or type(tensor) is torch.nn.Parameter:
-        with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]  # nobody needs to see it
+        with torch._C._DisableTorchDispatch():  # nobody needs to see it
             return tensor.detach()
     return tensor.detach()
 
@@ -302,13 +341,13 @@ def rebuild(value: Value, *, is_trial: bool = False) -> Tensor:
         value: What to make.
         is_trial: Leave nothing behind for those that wait for the values on the way.
     """
-    return _Rebuilding(value, is_trial).make(value)
+    return _Rebuilding(value, is_trial=is_trial).make(value)
 
 
 class _Rebuilding:
     """One walk back to the ends; what it needs more than once it makes once and holds no longer than needed."""
 
-    def __init__(self, value: Value, is_trial: bool) -> None:
+    def __init__(self, value: Value, *, is_trial: bool) -> None:
         self._is_trial = is_trial
         self._num_uses: Counter[int] = Counter()
         self._made: dict[int, Tensor] = {}
@@ -368,6 +407,8 @@ class _Rebuilding:
         source = recipe.args[0] if recipe.args else None
         if not isinstance(source, Value) or source.recipe is None or source.recipe.depth == 0:
             return False
+        if isinstance(source.recipe, WriteRecipe) or isinstance(recipe, WriteRecipe):
+            return False  # strides of their own
         is_shared = self._num_uses[id(source)] > 1 or source.find_dropped() is not None
         return not is_shared and source.find_kept() is None
 

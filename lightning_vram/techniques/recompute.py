@@ -155,13 +155,14 @@ class Recomputation:
         if isinstance(packed, Tensor):
             return packed
         if type(packed) is tuple:
-            tensor, version = packed
-            check_version(tensor, version, tensor)
-            return tensor
+            saved: Tensor = packed[0]
+            check_version(saved, packed[1], saved)
+            return saved
         if type(packed) is Kept:
             return packed.restore()
-        with self._recorder.paused(), torch.no_grad(), torch._C._DisableAutocast():  # type: ignore[attr-defined]
-            return packed.restore()
+        dropped: Dropped | KeptMask = packed
+        with self._recorder.paused(), torch.no_grad(), torch._C._DisableAutocast():
+            return dropped.restore()
 
     def _keep(self, value: Value, tensor: Tensor) -> Kept:
         if value.recipe is not None:
@@ -247,7 +248,7 @@ class Recomputation:
     def _compare(self, value: Value, tensor: Tensor) -> _Fate:
         if type(tensor) is FakeTensor or tensor.is_meta:
             return _Fate.DROPPED
-        with self._recorder.paused(), torch.no_grad(), torch._C._DisableAutocast():  # type: ignore[attr-defined]
+        with self._recorder.paused(), torch.no_grad(), torch._C._DisableAutocast():
             again = rebuild(value, is_trial=True)
             is_equal = again.stride() == tensor.stride() and _same_bits(again, tensor)
         self.report.num_verified += 1

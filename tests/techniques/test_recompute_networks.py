@@ -6,12 +6,12 @@ from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
+from networks import NETWORKS, make_network
 from torch import Tensor, nn
 
 from lightning_vram.memory.timeline import MemoryTimeline
 from lightning_vram.memory.tracker import track_memory
 from lightning_vram.techniques.recompute import Recomputation
-from networks import NETWORKS, make_network
 
 # Bounds of the bytes kept, as shares of plain; for some networks also of the peak of the step.
 KEPT = {

@@ -1,0 +1,97 @@
+"""Let a module run something else by changing its class, and change it back.
+
+Names, ``state_dict``, ``torch.compile(fullgraph=True)`` and FSDP2 see the module they know; copies and pickles are
+plain modules, so that a file does not need this package. Wrappers, patched ``forward`` methods and hooks each break
+one of these.
+"""
+
+import copyreg
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+Run = Callable[..., Any]
+"""Called with the module, its state, its plain ``forward`` and the arguments; returns what ``forward`` returns."""
+
+_classes: dict[tuple[type[nn.Module], str], type[nn.Module]] = {}  # made once, so that types compare
+
+
+class _Swapped:
+    """Mixed in before the class of a swapped module."""
+
+    _key: str
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Keep registries and checks that the user's classes hang here from seeing ours."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced: Any = super().__reduce_ex__(protocol)
+        make, arguments, *rest = reduced
+        original = _original_class(type(self))
+        if rest and isinstance(rest[0], dict):
+            rest[0] = {name: value for name, value in rest[0].items() if name != self._key}
+        arguments = tuple(original if argument is type(self) else argument for argument in arguments)
+        if make is getattr(copyreg, "__newobj__", None) and len(arguments) == 1:
+            # pickle insists that __newobj__ makes the class of the very object; its elder does the same work
+            make, arguments = copyreg._reconstructor, (original, object, None)  # type: ignore[attr-defined]
+        return make, arguments, *rest
+
+
+def swap_class(module: nn.Module, key: str, state: object, run: Run) -> None:
+    """Let ``module`` run ``run`` in the place of its ``forward`` as long as ``key`` is in its ``__dict__``.
+
+    Args:
+        module: Any module without a ``forward`` of its own on the instance.
+        key: Name of the technique; the state is kept under it.
+        state: Handed to ``run``.
+        run: See :data:`Run`. The same function for all modules of a key.
+
+    Raises:
+        ValueError: If the class cannot be changed, the module has its own ``forward``, or is swapped already.
+    """
+    name = type(module).__name__
+    if key in vars(module) or "forward" in vars(module):
+        raise ValueError(f"module {name} cannot be changed: it has been already, or its instance has its own forward.")
+    try:
+        module.__class__ = _swapped_class(type(module), key, run)
+    except TypeError as error:
+        raise ValueError(f"module {name} cannot be changed: {error}.") from None
+    vars(module)[key] = state
+
+
+def restore_class(module: nn.Module, key: str) -> None:
+    """Undo :func:`swap_class`; one that another class was put over (FSDP2) stays and is idle. Twice does nothing."""
+    vars(module).pop(key, None)
+    while issubclass(type(module), _Swapped) and type(module).__mro__[1] is _Swapped:
+        kind: Any = type(module)
+        if kind._key in vars(module):
+            return  # another technique is still at work
+        module.__class__ = _original_class(kind)
+
+
+def _swapped_class(original: type[nn.Module], key: str, run: Run) -> type[nn.Module]:
+    if (original, key) not in _classes:
+        _classes[original, key] = _make_class(original, key, run)
+    return _classes[original, key]
+
+
+def _make_class(original: type[nn.Module], key: str, run: Run) -> type[nn.Module]:
+    @functools.wraps(original.forward)  # transformers and others inspect the signature
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        inherited: Any = super(swapped, self)
+        if key not in self.__dict__:
+            return inherited.forward(*args, **kwargs)
+        return run(self, self.__dict__[key], inherited.forward, *args, **kwargs)
+
+    # The same name, so that printed models and policies that go by class name see no change.
+    attributes = {"forward": forward, "_key": key, "__module__": original.__module__}
+    metaclass: Any = type(original)
+    bases = (_Swapped, original)
+    swapped: type[nn.Module] = metaclass(original.__name__, bases, attributes | {"__qualname__": original.__qualname__})
+    return swapped
+
+
+def _original_class(kind: type) -> Any:
+    return kind.__mro__[kind.__mro__.index(_Swapped) + 1]

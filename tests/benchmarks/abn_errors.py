@@ -1,0 +1,108 @@
+"""How well gamma's gradient survives the inversion: InPlace-ABN's formulas, ours, and a plain norm, against float64.
+
+``python -m tests.benchmarks.abn_errors`` prints the table; a float64 run of the same rounded inputs is the reference.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from lightning_vram.techniques.inplace_abn import (
+    InvertibleActivation,
+    Normalization,
+    normalize_and_activate,
+    predict_inversion_error,
+)
+
+EPS = 1e-5
+GAMMAS = (1.0, 0.01, 0.001)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+NUM_SEEDS = 5
+SHAPE = (16, 32, 16, 16)
+
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor]  # x, gamma, beta, gradient of the output
+Method = Callable[..., Tensor]  # (inputs, negative slope) -> gradient of gamma
+
+
+def differentiate_plain(inputs: Inputs, slope: float) -> Tensor:
+    """Batch norm and leaky ReLU of PyTorch, in the dtypes given."""
+    x, gamma, beta, gradient = inputs
+    gamma = gamma.clone().requires_grad_()
+    output = F.leaky_relu(F.batch_norm(x, None, None, gamma, beta, training=True, eps=EPS), slope)
+    return torch.autograd.grad(output, gamma, gradient)[0]
+
+
+def differentiate_ours(inputs: Inputs, slope: float) -> Tensor:
+    """The inversion of gamma itself."""
+    x, gamma, beta, gradient = inputs
+    gamma = gamma.clone().requires_grad_()
+    how = Normalization(None, None, is_batch=True, momentum=0.1, eps=EPS)
+    output = normalize_and_activate(x, gamma, beta, how, InvertibleActivation(negative_slope=slope))
+    return torch.autograd.grad(output, gamma, gradient)[0]
+
+
+def differentiate_original(inputs: Inputs, slope: float) -> Tensor:
+    """InPlace-ABN's backward: the norm runs with ``|gamma| + eps``, and that is what it divides by."""
+    x, gamma, beta, gradient = inputs
+    used = gamma.abs() + EPS
+    output = F.leaky_relu(F.batch_norm(x, None, None, used, beta, training=True, eps=EPS), slope).to(gamma.dtype)
+    is_below = output < 0
+    value = torch.where(is_below, output / slope, output)
+    gradient = torch.where(is_below, gradient * slope, gradient).to(gamma.dtype)
+    recovered = (value - beta.view(1, -1, 1, 1)) / used.view(1, -1, 1, 1)
+    return (recovered * gradient).sum((0, 2, 3)) * gamma.sign()
+
+
+METHODS: dict[str, Method] = {
+    "original": differentiate_original,
+    "ours": differentiate_ours,
+    "plain": differentiate_plain,
+}
+
+
+def measure_abn_errors(slope: float = 0.01) -> dict[tuple[float, torch.dtype], dict[str, float]]:
+    """Measure the relative error of gamma's gradient.
+
+    Beta is about 1. Each method is compared with a plain norm in float64; the original, which trains another model,
+    with one that has its ``|gamma| + eps``.
+
+    Returns:
+        By gamma and dtype of the maps (parameters are float32): the error of each method, mean of five seeds, and what
+        is predicted for ours.
+    """
+    errors: dict[tuple[float, torch.dtype], dict[str, float]] = {}
+    for gamma in GAMMAS:
+        for dtype in DTYPES:
+            totals = dict.fromkeys((*METHODS, "predicted"), 0.0)
+            for seed in range(NUM_SEEDS):
+                inputs = make_inputs(gamma, dtype, seed)
+                for name, method in METHODS.items():
+                    x, weight, beta, gradient = (value.double() for value in inputs)
+                    weight = weight + EPS if name == "original" else weight
+                    exact = differentiate_plain((x, weight, beta, gradient), slope)
+                    error = (method(inputs, slope).double() - exact).norm() / exact.norm()
+                    totals[name] += float(error) / NUM_SEEDS
+                activation = InvertibleActivation(negative_slope=slope)
+                predicted = predict_inversion_error(inputs[1], inputs[2], dtype, activation).square().mean().sqrt()
+                totals["predicted"] += float(predicted) / NUM_SEEDS
+            errors[gamma, dtype] = totals
+    return errors
+
+
+def make_inputs(gamma: float, dtype: torch.dtype, seed: int) -> Inputs:
+    """Noise, rounded to ``dtype``; beta is 1 with a deviation of 0.1."""
+    generator = torch.Generator().manual_seed(seed)
+    x, gradient = (torch.randn(SHAPE, generator=generator).to(dtype) for _ in range(2))
+    beta = 1 + 0.1 * torch.randn(SHAPE[1], generator=generator)
+    return x, torch.full((SHAPE[1],), gamma), beta, gradient
+
+
+if __name__ == "__main__":
+    table = Table("gamma", "dtype", *METHODS, "predicted for ours")
+    for (gamma, dtype), row in measure_abn_errors().items():
+        table.add_row(f"{gamma:g}", str(dtype).removeprefix("torch."), *(f"{error:.1e}" for error in row.values()))
+    Console().print(table)
