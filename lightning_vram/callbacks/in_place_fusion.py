@@ -19,18 +19,30 @@ from typing_extensions import override
 from lightning_vram.callbacks.namespace import check_trainer
 from lightning_vram.callbacks.seam import before_strategy_setup, withdraw_from_strategy_setup
 from lightning_vram.callbacks.step_seam import StepSeam
-from lightning_vram.memory.units import format_bytes, parse_bytes
-from lightning_vram.techniques.recompute import Recomputation
+from lightning_vram.memory.checks import check_bool
+from lightning_vram.memory.units import parse_bytes
+from lightning_vram.techniques.fusion import FrozenNormFolding, Fusion, FusionError, FusionPolicy
 
 
 class InPlaceFusion(Callback):
     """Drop what is cheap to make again, in every training step of any LightningModule; its code stays as it is.
 
-    Weights, gradients, buffers and random numbers are those of the plain run, to the bit. Works under any eager code
-    (functional calls, residual sums, custom functions), with autocast, accumulation, DDP, FSDP2, manual optimization
-    and gradient penalties. Nothing is changed in the module, nothing is stored in checkpoints.
+    With the defaults weights, gradients, buffers and random numbers are those of the plain run, to the bit. Works under
+    any code (functional calls, residual sums, custom functions), with autocast, accumulation, DDP, FSDP2, compiled
+    parts, manual optimization and gradient penalties. After the fit the module is what it was; nothing is stored in
+    checkpoints.
 
     Args:
+        mode: ``"general"`` drops the results of all cheap operators in eager code. ``"modules"`` fuses norms with the
+            activation behind them and costs no Python per operator, but saves less; in compiled code it lets the
+            compiler recompute norms and activations. ``"auto"`` does the first in eager and the second in compiled
+            code.
+        inplace: Let activations overwrite their input where the first step has proven that nobody else reads it.
+        abn: ``"invert"`` keeps only the output of a batch norm and the LeakyReLU or ELU behind it, and inverts them
+            (InPlace-ABN, Rota Bulò et al. 2018, https://arxiv.org/abs/1712.02616). Gradients are then equal up to the
+            rounding of the inverse; norms for which that is too large are refused. ``None``: off.
+        fold_frozen_bn: Fold batch norms in evaluation mode into the convolution before them, in fine-tuning and in
+            ``validate``, ``test`` and ``predict`` (https://arxiv.org/abs/2305.11624). Equal up to rounding.
         min_bytes: Smaller tensors are kept: an ``int``, or text such as ``"4KiB"``.
         dropout: ``"mask"`` keeps masks as bits; ``"replay"`` keeps the state of the generator and draws again.
 
@@ -44,20 +56,40 @@ class InPlaceFusion(Callback):
         >>> trainer = pl.Trainer(callbacks=[InPlaceFusion()], logger=False)
     """
 
-    def __init__(self, min_bytes: int | str = 1024, dropout: Literal["mask", "replay"] = "mask") -> None:
-        self.min_bytes = parse_bytes(min_bytes, "InPlaceFusion(min_bytes)")
+    def __init__(
+        self,
+        mode: Literal["auto", "general", "modules"] = "auto",
+        inplace: bool = False,  # noqa: FBT001, FBT002
+        abn: Literal["invert"] | None = None,
+        fold_frozen_bn: bool = False,  # noqa: FBT001, FBT002
+        min_bytes: int | str = 1024,
+        dropout: Literal["mask", "replay"] = "mask",
+    ) -> None:
+        _check_choice("mode", mode, ("auto", "general", "modules"))
+        check_bool("InPlaceFusion(inplace)", inplace)
+        _check_choice("abn", abn, (None, "invert"))
+        check_bool("InPlaceFusion(fold_frozen_bn)", fold_frozen_bn)
         _check_choice("dropout", dropout, ("mask", "replay"))
+        self.mode = mode
+        self.inplace = inplace
+        self.abn = abn
+        self.fold_frozen_bn = fold_frozen_bn
+        self.min_bytes = parse_bytes(min_bytes, "InPlaceFusion(min_bytes)")
         self.dropout = dropout
-        self._seam: StepSeam | None = None
-        self._recomputation: Recomputation | None = None
+        self._seams: list[StepSeam] = []
+        self._fusion: Fusion | FrozenNormFolding | None = None
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         check_trainer("InPlaceFusion", trainer)
-        self._undo()  # a fit whose end another callback's error cut short
+        self._undo()  # a run whose end another callback's error cut short
         if stage == "fit":
             _check_strategy(trainer)
             before_strategy_setup(trainer, lambda: self._apply(trainer))
+        elif self.fold_frozen_bn:
+            name = {"validate": "validation_step", "test": "test_step", "predict": "predict_step"}[stage]
+            self._fusion = folding = FrozenNormFolding(pl_module, _tell)
+            self._seams.append(StepSeam(trainer.strategy, name, folding.step))
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -69,48 +101,41 @@ class InPlaceFusion(Callback):
         self._undo()
 
     def __getstate__(self) -> dict[str, object]:
-        return {**vars(self), "_seam": None, "_recomputation": None}  # a copy is not part of any run
+        return {**vars(self), "_seams": [], "_fusion": None}  # a copy is not part of any run
 
     def _apply(self, trainer: pl.Trainer) -> None:
-        self._seam = StepSeam(trainer.strategy, "training_step", lambda: self._step(trainer))
+        policy = FusionPolicy(self.mode, self.inplace, self.abn, self.fold_frozen_bn, self.min_bytes, self.dropout)
+        self._fusion = fusion = Fusion(trainer.lightning_module, policy, _tell)
+        self._seams.append(StepSeam(trainer.strategy, "training_step", lambda: self._step(fusion)))
 
     @contextmanager
-    def _step(self, trainer: pl.Trainer) -> Iterator[None]:
-        is_first = self._recomputation is None
-        if self._recomputation is None:
-            self._recomputation = Recomputation(
-                trainer.lightning_module, min_bytes=self.min_bytes, dropout=self.dropout
-            )
-        with self._recomputation:
-            yield
-        if is_first:
-            self._tell(self._recomputation)
-
-    def _tell(self, recomputation: Recomputation) -> None:
-        report = recomputation.report
-        if not report.num_dropped:
+    def _step(self, fusion: Fusion) -> Iterator[None]:
+        try:
+            with fusion.step():
+                yield
+        except FusionError as error:
+            raise MisconfigurationException(f"InPlaceFusion: {error}") from None
+        if not fusion.is_useful:
             self._undo()
             rank_zero_warn(
-                "InPlaceFusion found nothing to drop in the first training step and is off for this fit. "
-                "Layers that are checkpointed or compiled are left to those."
+                "InPlaceFusion found nothing to save in the first training step and is off for this fit. "
+                "What layers that are checkpointed or compiled keep is left to those."
             )
-            return
-        plain_bytes = report.dropped_bytes + report.kept_bytes
-        rank_zero_info(
-            f"InPlaceFusion keeps {format_bytes(report.kept_bytes)} of {format_bytes(plain_bytes)} for the backward: "
-            f"{report.num_dropped} tensors are made again."
-        )
-        for operator, count in report.differing.items():
-            rank_zero_info(f"InPlaceFusion keeps {count} results of {operator}: a second run gave other bits.")
 
     def _undo(self) -> None:
-        if self._seam is not None:
-            self._seam.remove()
-        self._seam = self._recomputation = None
+        while self._seams:
+            self._seams.pop().remove()
+        if self._fusion is not None:
+            self._fusion.remove()
+        self._fusion = None
+
+
+def _tell(sentence: str) -> None:
+    rank_zero_info(f"InPlaceFusion {sentence}")
 
 
 def _check_choice(argument: str, value: object, choices: tuple[object, ...]) -> None:
-    if value not in choices:
+    if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
         listed = ", ".join(map(repr, choices))
         raise ValueError(f"InPlaceFusion({argument}) must be one of {listed}, got {value!r}.")
 

@@ -10,12 +10,13 @@ hold the tensor to be noticed. Compiled code is not looked into.
 """
 
 import gc
+import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Self
 
 import torch
@@ -27,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_vram.techniques.cheap_operators import written_arguments
+from lightning_vram.techniques.recompute import Recomputation
 
 _SEE_OUTPUT = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")  # a backward hook sees its gradient
 _SEE_INPUT = ("_forward_pre_hooks", *_SEE_OUTPUT)
@@ -104,7 +106,7 @@ class LinkObserver:
             collect_cycles(self._taken)
             self._links = list(self._prove())
         for records in (self._outputs, self._taken, self._graph, self._open, self._starts):
-            records.clear()  # type: ignore[attr-defined]
+            records.clear()
 
     def links(self) -> list[Link]:
         """Return the proven links, in the order of the producers. There are none if the block raised."""
@@ -180,7 +182,7 @@ class Memory:
         self.is_seen_by_hook = False
         self.is_read_by_others_backward = False
         self._tensor: weakref.ref[Tensor] | None = None
-        self._is_given = False
+        self.is_given = False
         self._num_before = 0
 
     def expect(self, tensor: Tensor) -> None:
@@ -196,16 +198,17 @@ class Memory:
         """Note that ``tensor`` is given to the one module that may have it."""
         self._tensor = weakref.ref(tensor)
         self._num_before = self.num_reads + self.num_writes
-        self._is_given = self.is_open = True
+        self.is_given = self.is_open = True
 
     def touch(self, *, is_write: bool) -> None:
-        """Note an operator."""
-        if _is_in_backward():
-            # The module's own backward reads what it saved, which is our alias. Others saved the tensor itself.
-            self.is_read_by_others_backward |= self._is_given and self.is_held()
-        elif not self.is_open:
+        """Note an operator of the forward."""
+        if not self.is_open:
             self.num_writes += is_write
             self.num_reads += not is_write
+
+    def touch_in_backward(self) -> None:
+        """Note an operator of the backward. The module's own reads what it saved: an alias. Others saved the tensor."""
+        self.is_read_by_others_backward |= self.is_given and self.is_held()
 
     def is_held(self) -> bool:
         """Whether the tensor that was given to the module still lives: another than the module holds it."""
@@ -217,7 +220,7 @@ class Memory:
 
     def is_given_up(self) -> bool:
         """Whether nobody but the module it was given to has seen it, or ever can."""
-        return self._is_given and not (self.is_touched_again() or self.is_seen_by_hook or self.is_held())
+        return self.is_given and not (self.is_touched_again() or self.is_seen_by_hook or self.is_held())
 
 
 class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -229,6 +232,7 @@ class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._memories: dict[int, Memory] = {}  # by address of the storage, which may be gone and its address another's
         self._is_paused = False
+        self._has_collected = False
         self.num_made = 0
 
     @classmethod
@@ -262,10 +266,9 @@ class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         written = {_address_of(tensor) for tensor in _written(func, args)}
         read = {_address_of(tensor): tensor for tensor in _tensors_in((args, kwargs))}
-        for address, tensor in read.items():
-            memory = self.find(tensor)
-            if memory is not None:
-                memory.touch(is_write=address in written)
+        known = {address: memory for address, tensor in read.items() if (memory := self.find(tensor)) is not None}
+        if known and not _is_recomputing():
+            self._touch(known, written)
         result = func(*args, **kwargs)
         for tensor in _tensors_in(result):
             storage = _storage_of(tensor)
@@ -273,6 +276,17 @@ class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.num_made += 1
                 self._memories[storage._cdata] = Memory(storage, self.num_made)
         return result
+
+    def _touch(self, memories: dict[int | None, Memory], written: set[int | None]) -> None:
+        if not _is_in_backward():
+            for address, memory in memories.items():
+                memory.touch(is_write=address in written)
+            return
+        if not self._has_collected:  # the forward is over: what is held now is held on purpose, or by a cycle
+            self._has_collected = True
+            collect_cycles(self._memories.values())
+        for memory in memories.values():
+            memory.touch_in_backward()
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
@@ -287,15 +301,15 @@ class _Alias(torch.autograd.Function):
     """The same numbers in the same memory, as another tensor."""
 
     @staticmethod
-    def forward(_: Any, tensor: Tensor) -> Tensor:  # noqa: D102
+    def forward(_: Any, tensor: Tensor) -> Tensor:
         return tensor.detach()
 
     @staticmethod
-    def backward(_: Any, grad: Tensor) -> Tensor:  # type: ignore[override]  # noqa: D102
+    def backward(_: Any, grad: Tensor) -> Tensor:
         return grad
 
     @staticmethod
-    def jvp(_: Any, tangent: Tensor) -> Tensor:  # type: ignore[override]  # noqa: D102
+    def jvp(_: Any, tangent: Tensor) -> Tensor:
         return tangent
 
 
@@ -329,12 +343,13 @@ def has_tensor_hooks(tensor: Tensor) -> bool:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether ``value`` is an ordinary tensor of an ordinary forward, not of a transform, tracer or recomputation."""
+    """Whether ``value`` is an ordinary tensor of an ordinary forward: no transform, tracer, recomputation."""
     return (
         type(value) is Tensor
         and value.layout is torch.strided
         and not value.is_inference()
         and not _is_in_backward()
+        and not (value.requires_grad and not torch.is_grad_enabled())  # what a reentrant checkpoint was given
         and torch._C._functorch.peek_interpreter_stack() is None
         and not torch._C._is_tracing()
     )
@@ -342,7 +357,7 @@ def is_plain(value: Any) -> bool:
 
 def collect_cycles(memories: Iterable[Memory]) -> None:
     """Let tensors die that nothing but a reference cycle holds."""
-    if any(memory.is_held() for memory in memories):
+    if any(memory.is_given and memory.is_held() for memory in memories):
         gc.collect()
 
 
@@ -352,6 +367,16 @@ def _has_hooks(module: nn.Module, kinds: tuple[str, ...]) -> bool:
 
 def _is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
+
+
+def _is_recomputing() -> bool:
+    """Whether our own recomputation runs an operator again: the first run of it was seen."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == Recomputation.__module__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:

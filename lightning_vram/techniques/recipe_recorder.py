@@ -138,7 +138,7 @@ class RecipeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs) if kwargs else func(*args)
         self._position += 1
         if self._useless.get(self._position) is func:
-            return func(*args, **kwargs) if kwargs else func(*args)  # type: ignore[misc]  # it is not None here
+            return func(*args, **kwargs) if kwargs else func(*args)  # type: ignore[misc]  # mypy narrows it to None
         return handler(self, func, args, kwargs)
 
     def _learn(self) -> None:

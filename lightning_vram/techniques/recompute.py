@@ -173,7 +173,8 @@ class Recomputation:
         else:
             kept = Kept(alias(tensor), tensor._version)
         self._recorder.watch(value, kept)
-        if not self._is_lasting(tensor):
+        base = tensor._base if tensor._is_view() else None
+        if not self._is_lasting(tensor if base is None else base):
             self.report.kept_bytes += kept.num_bytes
         return kept
 
@@ -196,8 +197,9 @@ class Recomputation:
         self._recorder.mark_used(value)
         dropped = Dropped(value, sources, found[1], tensor)
         value.dropped = weakref.ref(dropped)
-        self.report.dropped_bytes += tensor.nbytes
-        self.report.num_dropped += 1
+        if self._owns_memory(recipe):
+            self.report.dropped_bytes += tensor.nbytes
+            self.report.num_dropped += 1
         return dropped
 
     def _is_worth_it(self, sources: Iterable[Value], tensor: Tensor, recipe: Recipe) -> bool:
@@ -244,6 +246,17 @@ class Recomputation:
 
     def _is_lasting(self, tensor: Tensor) -> bool:
         return type(tensor) is nn.Parameter or id(tensor) in self._lasting
+
+    def _owns_memory(self, recipe: Recipe) -> bool:
+        """Whether a result is more than a view of what is kept anyway or counts as dropped already."""
+        if recipe.depth > 0:
+            return True
+        base = recipe.inputs[0]
+        while base.recipe is not None and base.recipe.depth == 0:
+            base = base.recipe.inputs[0]
+        origin = base()
+        is_lasting = origin is not None and self._is_lasting(origin)
+        return not is_lasting and base.find_kept() is None and base.find_dropped() is None
 
     def _compare(self, value: Value, tensor: Tensor) -> _Fate:
         if type(tensor) is FakeTensor or tensor.is_meta:

@@ -1,5 +1,6 @@
 """A link is reported if, and only if, the tensor between two modules is theirs alone."""
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -38,7 +39,7 @@ def find(net: nn.Module, *, backward: bool = True, step: Callable[[], Any] | Non
     """The links of one training step, by name."""
     names = {module: name for name, module in net.named_modules()}
     with observe_links(net, (nn.Conv2d,), (nn.BatchNorm2d,)) as observer:
-        output = net(image()) if step is None else step()
+        output = net(image().requires_grad_()) if step is None else step()
         if backward and isinstance(output, Tensor):
             output.sum().backward()
     return [(names[link.producer], names[link.consumer]) for link in observer.links()]
@@ -79,7 +80,7 @@ LINKED: dict[str, Callable[[Pair, Tensor], Any]] = {
     "named": named,
     "both named": both_named,
     "called twice": twice,
-    "in place after": lambda m, x: m.norm(m.conv(x)).relu_().add_(1),
+    "in place after": lambda m, x: m.norm(m.conv(x)).mul_(2).relu_(),
     "frozen": lambda m, x: m.norm.eval()(m.conv(x)),
     "with a skip around both": lambda m, x: m.norm(m.conv(x)) + x,
     "under checkpoint, which ends on time": lambda m, x: checkpoint(
@@ -119,7 +120,7 @@ def written_later(m: Pair, x: Tensor) -> Tensor:
         y = m.conv(x)
         z = m.norm(y)
         y.zero_()
-    return z
+    return z + x
 
 
 def two_producers(m: Pair, x: Tensor) -> Tensor:
@@ -158,13 +159,15 @@ def detached(m: Pair, x: Tensor) -> Tensor:
     return m.norm(y)
 
 
+def its_data(m: Pair, x: Tensor) -> Tensor:
+    y = m.conv(x)
+    m.kept = y.data
+    return m.norm(y)
+
+
 def in_inference(m: Pair, x: Tensor) -> Any:
     with torch.inference_mode():
         return m.norm(m.conv(x)).clone().tolist()
-
-
-def in_transform(m: Pair, x: Tensor) -> Any:
-    return torch.func.grad(lambda y: m.norm.eval()(m.conv(y)).sum())(x)
 
 
 def two_arguments(m: Pair, x: Tensor) -> Tensor:
@@ -177,6 +180,8 @@ APART: dict[str, Callable[[Pair, Tensor], Any]] = {
     "returned": returned,
     "kept": kept,
     "detached": detached,
+    "its data kept": its_data,
+    "first in a reentrant checkpoint": lambda m, x: checkpoint(m.norm, m.conv(x), use_reentrant=True),
     "written between": written_between,
     "written later": written_later,
     "two producers": two_producers,
@@ -286,10 +291,8 @@ def test_nothing_is_left_after_an_exception_and_nothing_proven() -> None:
 def test_a_consumer_that_raises_and_is_forgiven_is_not_linked() -> None:
     def forgive(m: Pair, x: Tensor) -> Tensor:
         y = m.conv(x)
-        try:
-            m.norm(y.detach()[0])
-        except ValueError:
-            pass
+        with contextlib.suppress(ValueError):
+            m.norm(y[0])
         return m.norm(y)
 
     assert find(Pair(forgive)) == []
