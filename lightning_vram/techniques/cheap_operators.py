@@ -32,12 +32,13 @@ _VIEWS = (
     "unbind detach alias narrow as_strided unfold view_as_real view_as_complex diagonal movedim unsafe_split "
     "unsafe_chunk unsafe_split_with_sizes"
 )
-# Reductions give little and are read by what follows; the others move or repeat numbers.
+# Reductions give little and are read by what follows; the others move or repeat numbers. No factories: ``zeros`` is
+# what extensions write their results into, past all operators.
 _OTHERS = (
     "mean sum amax amin var std linalg_vector_norm logsumexp argmax argmin any all _softmax _log_softmax glu "
     "avg_pool1d avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d "
     "pixel_shuffle pixel_unshuffle channel_shuffle roll flip rot90 index_select gather tril triu "
-    "index full zeros ones arange zeros_like ones_like full_like new_zeros new_ones new_full scalar_tensor"
+    "index"
 )
 _GROWING = (
     "cat stack _to_copy constant_pad_nd reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d "
@@ -98,13 +99,27 @@ def family_of(function: Any) -> Family:
     return Family.ELEMENTWISE if is_pointwise and is_functional and one_new_result else Family.COSTLY
 
 
+_COMPARISONS = frozenset(
+    ["eq", "ne", "lt", "gt", "ge", "le", "logical_and", "logical_or", "logical_xor", "logical_not"]
+)  # give bool
+
+
+@cache
+def shares_version(function: Any) -> bool:
+    """Whether autograd lets results share the version counter of the first argument, as views do."""
+    return function._schema.returns[0].alias_info is not None
+
+
 @cache
 def functional_form(function: Any) -> Any | None:
     """Return the cheap operator that gives what ``function`` writes to its first argument: ``relu`` for ``relu_``."""
     name = function._schema.name.partition("::")[2]
     packet = getattr(aten, name[:-1], None) if name.endswith("_") and function.namespace == "aten" else None
     form = getattr(packet, function._overloadname, None) if packet is not None else None
-    return form if form is not None and family_of(form) is Family.ELEMENTWISE else None
+    if form is None or family_of(form) is not Family.ELEMENTWISE or name[:-1] in _COMPARISONS:
+        return None
+    of_form, of_function = ([str(argument.type) for argument in f._schema.arguments] for f in (form, function))
+    return form if of_form == of_function else None  # ``pow_.Scalar`` is not ``pow.Scalar``
 
 
 @cache

@@ -27,7 +27,7 @@ class DropoutRecipe(Recipe):
     @override
     def run(self, args: list[Any]) -> Tensor:
         source, mask, probability = args
-        result: Tensor = source * mask * (1 / (1 - probability) if probability < 1 else 0.0)
+        result: Tensor = source * mask * _scale(probability, source)
         return result
 
 
@@ -55,6 +55,17 @@ class DrawRecipe(Recipe):
             return self.function(like, p=self._probability, train=True)
         finally:
             self._generator.set_state(now)
+
+
+def _scale(probability: float, like: Tensor) -> float:
+    """What the kernels scale by: rounded to the dtype on the host, to float32 on a GPU."""
+    if probability >= 1:
+        return 0.0
+    if like.dtype is torch.float64:
+        return 1 / (1 - probability)
+    if like.device.type == "cpu":
+        return float(torch.tensor(1 / (1 - probability), dtype=like.dtype))
+    return float(1 / torch.tensor(1 - probability, dtype=torch.float32))
 
 
 def default_generator(device: torch.device) -> torch.Generator:

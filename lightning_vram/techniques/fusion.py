@@ -124,9 +124,10 @@ class Fusion:
 
     def _change(self, observed: LinkObserver | None, places: InplaceObserver | None) -> None:
         links = observed.links() if observed is not None else []
+        folded: list[nn.Module] = []
         if self._policy.fold_frozen_bn:
-            self._fold([link for link in links if isinstance(link.consumer, BATCH_NORMS)])
-        pairs = [link for link in links if isinstance(link.consumer, _ACTIVATIONS)]
+            folded = self._fold([link for link in links if isinstance(link.consumer, BATCH_NORMS)])
+        pairs = [link for link in links if isinstance(link.consumer, _ACTIVATIONS) and link.producer not in folded]
         if self._policy.abn is not None:
             inverted = [link for link in pairs if isinstance(link.producer, BATCH_NORMS)]
             self._invert(inverted)
@@ -142,7 +143,7 @@ class Fusion:
                 f"{len(places.refused)} are not safe or save nothing."
             )
 
-    def _fold(self, links: list[Link]) -> None:
+    def _fold(self, links: list[Link]) -> list[nn.Module]:
         possible = [link for link in links if why_not_folded(link) is None]
         frozen = [link for link in possible if not link.consumer.training]
         if possible and not frozen:
@@ -154,6 +155,7 @@ class Fusion:
         self._undos.append(fold_frozen_batch_norm(frozen))
         self._num_changed += len(frozen)
         self._tell(f"folds {len(frozen)} frozen batch norms into their convolutions.")
+        return [link.consumer for link in frozen]
 
     def _invert(self, links: list[Link]) -> None:
         chosen = [link for link in links if isinstance(link.consumer, _INVERTIBLE)]
@@ -192,7 +194,7 @@ class Fusion:
             self._tell(f"keeps {count} results of {operator}: a second run gave other bits.")
 
     def _name(self, module: nn.Module) -> str:
-        names = {member: name for name, member in self._module.named_modules()}
+        names: dict[nn.Module, str] = {member: name for name, member in self._module.named_modules()}
         return names[module]
 
 

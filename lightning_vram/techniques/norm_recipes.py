@@ -43,7 +43,11 @@ class BatchNormRecipe(Recipe):
     @override
     def run(self, args: list[Any]) -> Any:
         x, weight, bias = args[0], args[1], args[2]
-        if self._statistics is not None and _formula_is_exact(_kernel_of(self.function, x, weight, bias)):
+        if (
+            self._statistics is not None
+            and type(x) is Tensor
+            and _formula_is_exact(_kernel_of(self.function, x, weight, bias))
+        ):
             return (_normalise(x, weight, bias, *self._statistics),)
         if self._running is not None:
             shape, dtype, device = self._running

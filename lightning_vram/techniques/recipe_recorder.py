@@ -5,6 +5,7 @@ recipe ends on is copied before it is overwritten, and a value that was overwrit
 """
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -16,7 +17,13 @@ from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
-from lightning_vram.techniques.cheap_operators import Family, family_of, functional_form, written_arguments
+from lightning_vram.techniques.cheap_operators import (
+    Family,
+    family_of,
+    functional_form,
+    shares_version,
+    written_arguments,
+)
 from lightning_vram.techniques.dropout_recipes import DrawRecipe, DropoutRecipe
 from lightning_vram.techniques.hidden_from_dynamo import hide_from_dynamo
 from lightning_vram.techniques.norm_recipes import (
@@ -25,21 +32,25 @@ from lightning_vram.techniques.norm_recipes import (
     second_run,
     without_running_statistics,
 )
+from lightning_vram.techniques.noted_values import NotedValues
 from lightning_vram.techniques.recipes import (
+    CopyValue,
     Dropped,
     Kept,
     MaskValue,
     Recipe,
     Value,
     WriteRecipe,
-    note,
-    storage_address,
+    is_strided,
     version_of,
 )
 
 aten = torch.ops.aten
 
 PLAIN_TYPES = frozenset({Tensor, nn.Parameter, nn.Buffer, FakeTensor})
+_MAX_HELD = 4
+_NUM_WITHOUT_STATISTICS = 6  # arguments of a batch norm that has no running statistics
+_HoldInputs = Callable[[Value], "list[Kept | Dropped] | None"]
 _SCALINGS = frozenset({aten.mul_.Tensor, aten.div_.Tensor, aten.mul_.Scalar, aten.div_.Scalar})
 
 
@@ -48,9 +59,7 @@ class RecipeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     supports_higher_order_operators = True
 
-    def __init__(
-        self, dropout: Literal["mask", "replay"], hold_inputs: Callable[[Value], list[Kept | Dropped] | None]
-    ) -> None:
+    def __init__(self, dropout: Literal["mask", "replay"], hold_inputs: "weakref.WeakMethod[_HoldInputs]") -> None:
         """Make a recorder.
 
         Args:
@@ -60,11 +69,11 @@ class RecipeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._dropout = dropout
         self._hold_inputs = hold_inputs
-        self._values: dict[int, Value] = {}  # by id of the tensor, which may be gone and its id be another's
-        self._kept: dict[int, list[weakref.ref[Kept]]] = {}  # by address of the storage
+        self._held: deque[Recipe] = deque()
+        self.values = NotedValues()
         self._is_paused = False
         self._position = 0
-        self._num_positions = 0
+        self._program = 0, 0
         self._learned: list[Recipe] | None = []  # all recipes of this run
         self._useless: dict[int, Any] = {}  # position -> operator
 
@@ -77,12 +86,16 @@ class RecipeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _should_skip_dynamo(cls) -> bool:
         return False  # a wrapper around every call, a tenth of the cost of the mode: it is hidden below
 
-    def clear(self) -> None:
-        """Forget the values of this run. What is still kept for a backward stays watched."""
-        self._values.clear()
-        self._learn()
-        alive = {address: [ref for ref in refs if ref() is not None] for address, refs in self._kept.items()}
-        self._kept = {address: refs for address, refs in alive.items() if refs}
+    def clear(self, num_saved: int) -> None:
+        """Forget this run, in which autograd saved ``num_saved`` tensors, but for what was learned from it."""
+        self.values.clear()
+        self._held.clear()
+        self._learn(num_saved)
+
+    @property
+    def position(self) -> int:
+        """Number of the cheap or writing operator that ran last."""
+        return self._position
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -92,18 +105,6 @@ class RecipeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield
         finally:
             self._is_paused = before
-
-    def find(self, tensor: Tensor) -> Value | None:
-        """Return the value of ``tensor`` as it is now, if it is known."""
-        value = self._values.get(id(tensor))
-        return value if value is not None and value() is tensor and value.version == version_of(tensor) else None
-
-    def value_of(self, tensor: Tensor) -> Value:
-        """Return the value of ``tensor`` as it is now."""
-        value = self._values.get(id(tensor))
-        if value is None or value() is not tensor or value.version != version_of(tensor):
-            value = self._values[id(tensor)] = note(tensor, None, version_of(tensor))
-        return value
 
     def mark_used(self, value: Value) -> None:
         """Note that ``value`` will be made again, so that its recipe is noted in later runs too."""
@@ -115,11 +116,6 @@ class RecipeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if recipe is not None and not recipe.is_used:
                 recipe.is_used = True
                 waiting.extend(recipe.inputs)
-
-    def watch(self, value: Value, kept: Kept) -> None:
-        """Remember that ``kept`` holds ``value``, and protect it from writes once a recipe ends on it."""
-        value.kept = weakref.ref(kept)
-        self._kept.setdefault(storage_address(kept.tensor), []).append(value.kept)
 
     @override
     @hide_from_dynamo
@@ -135,21 +131,23 @@ class RecipeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             or torch.is_inference_mode_enabled()
             or (types and not PLAIN_TYPES.issuperset(types))
         ):
+            if handler in _WRITERS and not self._is_paused:
+                self._before_unseen_write(func, args, kwargs)
             return func(*args, **kwargs) if kwargs else func(*args)
         self._position += 1
         if self._useless.get(self._position) is func:
             return func(*args, **kwargs) if kwargs else func(*args)  # type: ignore[misc]  # mypy narrows it to None
         return handler(self, func, args, kwargs)
 
-    def _learn(self) -> None:
+    def _learn(self, num_saved: int) -> None:
         """Take no notes, from the next run on, where those of this run were of no use."""
         if self._learned is not None:
             self._useless = {recipe.position: recipe.function for recipe in self._learned if not recipe.is_used}
             self._learned = None
-        elif self._position != self._num_positions:  # another program than the one that was learned
+        elif (self._position, num_saved) != self._program:  # another program than the one that was learned
             self._useless = {}
             self._learned = []
-        self._num_positions = self._position
+        self._program = self._position, num_saved
         self._position = 0
 
     def _recipe(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, depth: int = 1) -> Recipe:
@@ -164,7 +162,7 @@ class RecipeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         filled: list[Any] = []
         for arg in args:
             if isinstance(arg, Tensor):
-                arg = self.value_of(arg)
+                arg = self.values.value_of(arg)
                 inputs.append(arg)
             elif type(arg) is list:
                 arg = list(self._with_values(arg, inputs))
@@ -172,8 +170,7 @@ class RecipeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tuple(filled)
 
     def _note(self, tensor: Tensor, recipe: Recipe, index: int = 0) -> Value:
-        value = self._values[id(tensor)] = note(tensor, recipe, version_of(tensor), index)
-        return value
+        return self.values.note(tensor, recipe, version_of(tensor), index)
 
     def _note_all(self, results: Iterable[Any], recipe: Recipe) -> None:
         tensors = [(index, tensor) for index, tensor in enumerate(results) if isinstance(tensor, Tensor)]
@@ -191,17 +188,21 @@ class RecipeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _view(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         recipe = self._recipe(func, args, kwargs, 0)
-        result = func(*args, **kwargs) if kwargs else func(*args)
-        if isinstance(result, Tensor):
-            self._note(result, recipe)
-        else:
-            self._note_all(result, recipe)
-        return result
+        results = func(*args, **kwargs) if kwargs else func(*args)
+        is_one = isinstance(results, Tensor)
+        values = []
+        for index, result in enumerate((results,) if is_one else results):
+            # Autograd will let it share the version of its base, which counts from zero until then.
+            version = version_of(args[0] if shares_version(func) else result)
+            values.append(self.values.note(result, recipe, version, index))
+        if not is_one:
+            recipe.siblings = [weakref.ref(value) for value in values]
+        return results
 
     def _growing(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         recipe = self._recipe(func, args, kwargs)
         result = func(*args, **kwargs) if kwargs else func(*args)
-        if func is aten._to_copy.default and result.device != args[0].device:
+        if not is_strided(result) or (func is aten._to_copy.default and result.device != args[0].device):
             return result  # a copy from another device is not cheap
         if not torch.is_grad_enabled():
             self._note(result, recipe)
@@ -210,9 +211,21 @@ class RecipeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def release(_: Any) -> None:
             recipe.held = None
 
-        value = note(result, recipe, version_of(result), on_death=release)
-        self._values[id(result)] = value
-        recipe.held = self._hold_inputs(value)
+        value = self.values.note(result, recipe, version_of(result), on_death=release)
+        hold_inputs = self._hold_inputs()
+        recipe.held = hold_inputs(value) if hold_inputs is not None else None
+        if recipe.held:  # for the operators to come; a result that nobody saves must not hold them for long
+            self._held.append(recipe)
+            if len(self._held) > _MAX_HELD:
+                self._held.popleft().held = None
+        return result
+
+    def _copy_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        if kwargs:  # ``contiguous`` and ``reshape`` name a memory format
+            return self._elementwise(func, args, kwargs)
+        recipe = self._recipe(func, args, kwargs)
+        result = func(*args)
+        self.values.note(result, recipe, version_of(result), kind=CopyValue)
         return result
 
     def _several_results(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
@@ -232,12 +245,20 @@ class RecipeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _batch_norm(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         in_training = is_training(func, args)
+        statistics = (
+            [arg for arg in args[3:5] if isinstance(arg, Tensor)] if len(args) > _NUM_WITHOUT_STATISTICS else []
+        )
         if in_training:  # the kernel moves the running statistics and does not tell
-            for statistic in args[3:5]:
-                if isinstance(statistic, Tensor) and id(statistic) in self._values:
+            for statistic in statistics:
+                if self.values.is_kept(statistic) or self.values.find(statistic) is not None:
                     self._before_write(statistic, is_told=False)
         inputs: list[Value] = []
-        filled = self._with_values(without_running_statistics(func, args), inputs)
+        if in_training or not statistics:
+            filled = self._with_values(without_running_statistics(func, args), inputs)
+        else:  # copies: whoever moves them later does not tell
+            with self.paused():
+                copies = [statistic.clone() for statistic in statistics]
+            filled = (*self._with_values(args[:3], inputs), *copies, *args[5:])
         recipe = BatchNormRecipe(second_run(func), filled, kwargs, inputs)
         recipe.position = self._position
         results = func(*args, **kwargs) if kwargs else func(*args)
@@ -253,9 +274,10 @@ class RecipeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if train is False:
             return self._several_results(func, args, kwargs)
         draw = DrawRecipe(func, source, probability, None) if self._dropout == "replay" else None
-        of_source = self.value_of(source)
+        of_source = self.values.value_of(source)
         result, mask = func(*args, **kwargs) if kwargs else func(*args)
-        of_mask = self._values[id(mask)] = note(mask, draw, mask._version, 1, kind=MaskValue)
+        of_mask = self.values.note(mask, draw, mask._version, 1, kind=MaskValue)
+        of_mask.is_scaled = False  # type: ignore[attr-defined]
         self._position += 1
         recipe = DropoutRecipe(of_source, of_mask, probability)
         recipe.position = self._position
@@ -269,14 +291,15 @@ class RecipeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._before_write(mask)
         draw = DrawRecipe(func, mask, probability, generator) if self._dropout == "replay" else None
         result = func(*args, **kwargs) if kwargs else func(*args)
-        self._values[id(mask)] = note(mask, draw, mask._version + 1, kind=MaskValue)
+        value = self.values.note(mask, draw, mask._version + 1, kind=MaskValue)
+        value.is_scaled = False  # type: ignore[attr-defined]
         return result
 
     def _in_place(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         target = args[0]
-        before = self.find(target)
+        before = self.values.find(target)
         if before is None:  # such as a counter of batches
-            self._before_write(target)
+            self._before_write(target, is_told=False)
             return func(*args, **kwargs) if kwargs else func(*args)
         recipe = None
         if (before.recipe is not None or before.find_kept() is not None or before.is_mask) and _keeps_dtype(args):
@@ -287,47 +310,37 @@ class RecipeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._before_write(target)
         result = func(*args, **kwargs) if kwargs else func(*args)
         version = target._version + 1  # autograd counts the write after this returns
-        if recipe is not None and before.is_mask and before.recipe is None:
-            if func not in _SCALINGS or not _is_positive_number(args[1]):
+        if recipe is not None and isinstance(before, MaskValue) and before.recipe is None:
+            if func in _SCALINGS and _is_scale(args[1], target.dtype):
+                before.version = version  # the zeros of the mask are still there to be read
+                before.is_scaled = True
+            else:
                 recipe = None
-            before.version = version  # the zeros of the mask are still there to be read
-        self._values[id(target)] = note(target, recipe, version)
+        self.values.note(target, recipe, version)
         return result
 
     def _writing(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         targets = list(_written(func, args, kwargs))
-        is_told = func.namespace == "aten" and not func.__name__.startswith("_foreach")
         for target in targets:
-            self._before_write(target, is_told=is_told)
+            self._before_write(target, is_told=False)  # fused optimizers count no version either
         result = func(*args, **kwargs) if kwargs else func(*args)
-        if not is_told and func.namespace == "aten":
+        if func.namespace == "aten" and func.__name__.startswith("_foreach"):
             # On the host a dispatch mode keeps these from counting their writes, by which autograd knows of them.
             increment_version([target for target in targets if not target.is_inference()])
         return result
 
     def _before_write(self, target: Tensor, *, is_told: bool = True) -> None:
         """Save what recipes end on, and forget what is not told by a version."""
-        address = storage_address(target)
-        num_known = 1  # the target itself
-        for reference in self._kept.get(address, ()):
-            kept = reference()
-            if kept is None:
-                continue
-            num_known += kept.tensor is not target
-            with self.paused():
-                kept.before_write()
-        if torch._C._storage_Use_Count(address) > num_known:
-            for value in list(self._values.values()):
-                tensor = value()
-                if tensor is not None and tensor is not target and storage_address(tensor) == address:
-                    value.make_stale()
+        with self.paused():
+            self.values.before_write(target)
         if not is_told:
-            self._forget(target)
+            self.values.forget(target)
 
-    def _forget(self, tensor: Tensor) -> None:
-        value = self._values.pop(id(tensor), None)
-        if value is not None:
-            value.make_stale()
+    def _before_unseen_write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
+        """Protect what is kept from writes in inference mode and by wrappers of tensors, of which nothing is noted."""
+        for target in _written(func, args, kwargs):
+            if type(target) in PLAIN_TYPES:
+                self._before_write(target, is_told=False)
 
 
 def _unknown(recorder: RecipeRecorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
@@ -345,10 +358,13 @@ _OF_FAMILY: dict[Family, _Handler] = {
     Family.DROPOUT: RecipeRecorder._native_dropout,
     Family.BERNOULLI: RecipeRecorder._bernoulli,
 }
+_WRITERS = (RecipeRecorder._in_place, RecipeRecorder._writing, RecipeRecorder._bernoulli)
 _HANDLERS: dict[Any, _Handler | None] = {}  # None: nothing to note
 
 
 def _choose_handler(func: Any) -> _Handler | None:
+    if func is aten.clone.default:
+        return RecipeRecorder._copy_of
     handler = _OF_FAMILY.get(family_of(func))
     if handler is None and written_arguments(func):
         handler = RecipeRecorder._in_place if functional_form(func) is not None else RecipeRecorder._writing
@@ -377,7 +393,10 @@ def _keeps_dtype(args: tuple[Any, ...]) -> bool:
     return True
 
 
-def _is_positive_number(arg: Any) -> bool:
-    if isinstance(arg, Tensor):  # ``mul_(2.0)`` arrives with a tensor on the host made of the number
-        return arg.dim() == 0 and arg.device.type == "cpu" and not isinstance(arg, FakeTensor) and float(arg) > 0
-    return isinstance(arg, int | float) and arg > 0
+def _is_scale(arg: Any, dtype: torch.dtype) -> bool:
+    """Whether ones that are multiplied or divided by ``arg`` stay apart from zeros."""
+    if isinstance(arg, FakeTensor) or (isinstance(arg, Tensor) and (arg.dim() > 0 or arg.device.type != "cpu")):
+        return False
+    value = abs(float(arg))  # ``mul_(2.0)`` arrives with a tensor on the host made of the number
+    smallest = torch.finfo(dtype).tiny if dtype.is_floating_point else 1.0
+    return smallest * 2 < value < 1 / (smallest * 2)

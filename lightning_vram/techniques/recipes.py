@@ -7,7 +7,6 @@ them when the backward asks for it.
 
 import weakref
 from collections import Counter
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -18,6 +17,7 @@ from lightning_vram.techniques.cheap_operators import in_place_form
 from lightning_vram.techniques.mask_bits import pack_bits, unpack_bits
 
 _MAX_STEPS = 400  # values looked at to find the ends of one recipe: long chains of views end here
+_MAX_LEVELS = 100  # of recursion
 NO_VERSION = -1
 
 
@@ -25,15 +25,17 @@ class Value(weakref.ref[Tensor]):
     """What a tensor held when it had ``version``; calling it gives the tensor while that lives.
 
     A weak reference with fields, since one is made for every cheap operator: the two objects it saves are a
-    microsecond. Made by :func:`note`. Never compared: equality of weak references compares tensors.
+    microsecond. Made by ``NotedValues``. Never compared: equality of weak references compares tensors.
     """
 
-    __slots__ = ("__weakref__", "dropped", "index", "kept", "recipe", "version")
+    __slots__ = ("__weakref__", "address", "dropped", "index", "kept", "recipe", "version")
 
     is_mask = False
+    is_copy = False
     recipe: "Recipe | None"  # None: what it was made of is not known, or costly
     index: int  # among the results of its recipe
     version: int
+    address: int  # of its storage
     kept: "weakref.ref[Kept] | None"
     dropped: "weakref.ref[Dropped] | None"
 
@@ -46,38 +48,26 @@ class Value(weakref.ref[Tensor]):
         """Return what will make it again, if it was dropped."""
         return self.dropped() if self.dropped is not None else None
 
-    def make_stale(self) -> None:
-        """Note that its tensor is about to be overwritten in a way that its version may not tell."""
-        self.version = NO_VERSION
-
 
 class MaskValue(Value):
-    """A value of nothing but zeros and one other number: it is kept as bits."""
+    """A value of zeros and ones, or what a scale has made of the ones since: it is kept as bits."""
 
-    __slots__ = ()
+    __slots__ = ("is_scaled",)
     is_mask = True
-
-
-def note(
-    tensor: Tensor,
-    recipe: "Recipe | None",
-    version: int,
-    index: int = 0,
-    on_death: Callable[[Any], None] | None = None,
-    kind: type[Value] = Value,
-) -> Value:
-    """Make the value of ``tensor``, which is result number ``index`` of ``recipe``."""
-    value = kind(tensor, on_death)
-    value.recipe = recipe
-    value.index = index
-    value.version = version
-    value.kept = value.dropped = None
-    return value
+    is_scaled: bool
 
 
 def storage_address(tensor: Tensor) -> int:
-    """Return what all views of one memory have in common."""
-    return torch._C._storage_address(tensor)  # type: ignore[attr-defined, no-any-return]
+    """Return what all views of one memory have in common; 0 for tensors without one piece of memory (sparse)."""
+    try:
+        return torch._C._storage_address(tensor)  # type: ignore[attr-defined, no-any-return]
+    except (NotImplementedError, RuntimeError):
+        return 0
+
+
+def is_strided(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is an ordinary one: its bytes are its elements."""
+    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def version_of(tensor: Tensor) -> int:
@@ -88,10 +78,21 @@ def version_of(tensor: Tensor) -> int:
         return NO_VERSION
 
 
+class CopyValue(Value):
+    """The result of ``clone``: autograd's own, if it is saved at once and nobody else has it.
+
+    A user's own is memory that something other than an operator may write to (NumPy, an extension); no recipe is
+    believed then.
+    """
+
+    __slots__ = ()
+    is_copy = True
+
+
 class Recipe:
     """One call of a cheap operator, with values in the place of tensors."""
 
-    __slots__ = ("args", "depth", "function", "held", "inputs", "is_used", "kwargs", "position", "siblings")
+    __slots__ = ("args", "depth", "function", "held", "inputs", "is_used", "key", "kwargs", "position", "siblings")
 
     def __init__(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, inputs: list[Value], depth: int = 1
@@ -102,9 +103,17 @@ class Recipe:
         self.inputs = inputs
         self.depth = depth  # views cost nothing
         self.position = 0  # among the cheap operators of one run
+        self.key: int | None = None
         self.is_used = False  # to make a dropped tensor
         self.held: list[Kept | Dropped] | None = None  # inputs that would be gone before the result is saved
         self.siblings: list[weakref.ref[Value]] | None = None
+
+    def identify(self) -> int:
+        """Return a number for the operators it consists of and their places in the run, down to what is costly."""
+        if self.key is None:
+            keys = [source.recipe.identify() if source.recipe is not None else 0 for source in self.inputs]
+            self.key = hash((id(self.function), self.position, *keys))
+        return self.key
 
     def run(self, args: list[Any]) -> Any:
         """Call the operator on rebuilt arguments; returns what it returns."""
@@ -172,12 +181,7 @@ class Kept:
         if not self.is_end or self._copy is not None:
             self.is_overwritten = not self.is_end
             return
-        tensor = self.tensor
-        # All of it: strides and overlaps stay what they are.
-        storage: torch.UntypedStorage = tensor.untyped_storage().clone()  # type: ignore[no-untyped-call]
-        self._copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
-            storage, tensor.storage_offset(), tensor.shape, tensor.stride()
-        )
+        self._copy = _copy(self.tensor)
 
 
 class KeptMask(Kept):
@@ -201,6 +205,15 @@ class KeptMask(Kept):
 
     def before_write(self) -> None:  # noqa: D102
         return  # the bits are its own
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """Copy values and strides: the span of memory it covers, so that overlaps stay overlaps."""
+    if tensor.is_neg() or tensor.is_conj() or tensor.numel() == 0:
+        return tensor.resolve_conj().resolve_neg().clone()
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    span = tensor.as_strided((extent,), (1,), tensor.storage_offset()).clone()
+    return span.as_strided(tensor.shape, tensor.stride(), 0)
 
 
 class Dropped:
@@ -248,7 +261,7 @@ class Dropped:
 
 def version_counter(tensor: Tensor) -> Tensor:
     """Return an empty tensor with the version counter of ``tensor``: it tells of writes and holds no memory."""
-    counter = _new_alias(tensor)
+    counter = alias(tensor)
     counter.data = _nothing(tensor.dtype, tensor.device)
     return counter
 
@@ -259,11 +272,7 @@ def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def alias(tensor: Tensor) -> Tensor:
-    """Return a tensor on the same memory and version counter, without a past."""
-    return tensor if tensor.is_leaf else _new_alias(tensor)
-
-
-def _new_alias(tensor: Tensor) -> Tensor:
+    """Return another tensor on the same memory and version counter, without a past and deaf to ``.data =``."""
     key = torch._C.DispatchKey.ADInplaceOrView
     if torch._C._dispatch_tls_is_dispatch_key_excluded(key):  # below autograd an alias would count versions on its own
         is_excluded = False
@@ -296,11 +305,11 @@ def find_sources(value: Value, max_depth: int) -> tuple[list[Value], int] | None
         The sources, and how many operators run one after the other; ``None`` if those are more than ``max_depth``.
     """
     sources: list[Value] = []
-    depth = _find(value, max_depth, sources, {})
+    depth = _find(value, max_depth, sources, {}, 0)
     return (sources, depth) if depth <= max_depth else None
 
 
-def _find(value: Value, max_depth: int, sources: list[Value], depths: dict[int, int]) -> int:
+def _find(value: Value, max_depth: int, sources: list[Value], depths: dict[int, int], level: int) -> int:
     key = id(value)
     depth = depths.get(key)
     if depth is not None:
@@ -312,12 +321,12 @@ def _find(value: Value, max_depth: int, sources: list[Value], depths: dict[int, 
     elif value.dropped is not None and (dropped := value.dropped()) is not None:
         sources.append(value)
         depth = dropped.depth
-    elif len(depths) > _MAX_STEPS:
+    elif level > _MAX_LEVELS or len(depths) > _MAX_STEPS:
         depth = max_depth + 1
     else:
         depth = 0
         for source in recipe.inputs:
-            depth = max(depth, _find(source, max_depth, sources, depths))
+            depth = max(depth, _find(source, max_depth, sources, depths, level + 1))
         depth += recipe.depth
     depths[key] = depth
     return depth
@@ -352,6 +361,7 @@ class _Rebuilding:
         self._num_uses: Counter[int] = Counter()
         self._made: dict[int, Tensor] = {}
         self._count(value)
+        self._is_shared = {key for key, num_uses in self._num_uses.items() if num_uses > 1}
 
     def make(self, value: Value) -> Tensor:
         """Return the tensor of ``value``."""
@@ -409,7 +419,7 @@ class _Rebuilding:
             return False
         if isinstance(source.recipe, WriteRecipe) or isinstance(recipe, WriteRecipe):
             return False  # strides of their own
-        is_shared = self._num_uses[id(source)] > 1 or source.find_dropped() is not None
+        is_shared = id(source) in self._is_shared or source.find_dropped() is not None
         return not is_shared and source.find_kept() is None
 
 

@@ -12,12 +12,14 @@ time. Where it does not help: matrix products, convolutions and attention keep t
 alone.
 """
 
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import cache
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -35,11 +37,13 @@ from lightning_vram.techniques.recipes import (
     Dropped,
     Kept,
     KeptMask,
+    MaskValue,
     Recipe,
     Value,
     alias,
     check_version,
     find_sources,
+    is_strided,
     rebuild,
     version_of,
 )
@@ -99,11 +103,14 @@ class Recomputation:
         self._min_bytes = min_bytes
         self._max_depth = max_depth
         self._verify = verify
-        self._recorder = RecipeRecorder(dropout, self._hold_inputs)
+        self._recorder = RecipeRecorder(dropout, weakref.WeakMethod(self._hold_inputs))
+        self._values = self._recorder.values
+        self._num_saved = 0
         self._exit: ExitStack | None = None
         self._fates: dict[Any, _Fate] = {}
         self._lasting: set[int] = set()
         self._parameters_move = False
+        self._unseen_references = 0 if isinstance(self, _CountReferences) else _references_of_autograds_own()
         self.report = RecomputationReport()
 
     def __enter__(self) -> Self:
@@ -115,7 +122,7 @@ class Recomputation:
             self._parameters_move = is_sharded(self._module)
         hooks = saved_tensors_hooks(self._pack, self._unpack)
         with ExitStack() as stack:
-            stack.callback(self._recorder.clear)
+            stack.callback(self._clear)
             stack.enter_context(hooks)
             stack.enter_context(step_aside_for_functorch(hooks))
             stack.enter_context(self._recorder)
@@ -129,19 +136,28 @@ class Recomputation:
         if stack is not None:
             stack.close()
 
+    def _clear(self) -> None:
+        self._recorder.clear(self._num_saved)
+        self._num_saved = 0
+
     @hide_from_dynamo
     def _pack(self, tensor: Tensor) -> Any:
         """Decide what becomes of a tensor that autograd saves; return what stands for it."""
         kind = type(tensor)
         if kind is nn.Parameter:
             return tensor, tensor._version  # itself: FSDP refills the memory of parameters
-        if kind not in PLAIN_TYPES or tensor.layout is not torch.strided:
+        self._num_saved += 1
+        if kind not in PLAIN_TYPES or not is_strided(tensor):
             return tensor.detach() if tensor.grad_fn is not None else tensor
-        value = self._recorder.find(tensor)
+        value = self._values.find(tensor)
         if value is None:
             if tensor.nbytes < self._min_bytes or id(tensor) in self._lasting:
-                return tensor if tensor.grad_fn is None else alias(tensor), tensor._version
-            return self._keep(self._recorder.value_of(tensor), tensor)
+                return tensor if tensor.is_leaf else alias(tensor), tensor._version
+            return self._keep(self._values.value_of(tensor), tensor)
+        if value.is_copy and value.recipe is not None:
+            is_fresh = value.recipe.position == self._recorder.position
+            if not is_fresh or sys.getrefcount(tensor) > self._unseen_references:
+                value.recipe = None
         kept = value.find_kept()
         if kept is not None:
             return kept
@@ -167,12 +183,12 @@ class Recomputation:
     def _keep(self, value: Value, tensor: Tensor) -> Kept:
         if value.recipe is not None:
             value.recipe.held = None
-        if value.is_mask and tensor.nbytes >= self._min_bytes:
+        if isinstance(value, MaskValue) and (value.is_scaled or tensor.nbytes >= self._min_bytes):
             with self._recorder.paused(), torch.no_grad():
                 kept: Kept = KeptMask(tensor)
         else:
             kept = Kept(alias(tensor), tensor._version)
-        self._recorder.watch(value, kept)
+        self._values.watch(value, kept)
         base = tensor._base if tensor._is_view() else None
         if not self._is_lasting(tensor if base is None else base):
             self.report.kept_bytes += kept.num_bytes
@@ -181,7 +197,7 @@ class Recomputation:
     def _drop(self, value: Value, tensor: Tensor) -> Dropped | None:
         recipe = value.recipe
         assert recipe is not None
-        place = (recipe.position, id(recipe.function), tensor.shape, tensor.stride(), tensor.dtype)
+        place = (recipe.identify(), tensor.shape, tensor.stride(), tensor.dtype)
         fate = self._fates.get(place)
         if fate is _Fate.KEPT:
             return None
@@ -211,6 +227,8 @@ class Recomputation:
             origin = source()
             if origin is None or source.version == NO_VERSION or source.version != version_of(origin):
                 return False  # it is gone
+            if not is_strided(origin):
+                return False
             if self._parameters_move and type(origin) is nn.Parameter and origin.nbytes > _COPIED_BYTES:
                 return False
             if not self._is_lasting(origin):
@@ -270,6 +288,26 @@ class Recomputation:
         assert value.recipe is not None
         self.report.differing[str(value.recipe.function)] += 1
         return _Fate.KEPT
+
+
+class _CountReferences(Recomputation):
+    """Counts the references to what is packed, as :meth:`Recomputation._pack` sees them."""
+
+    num_references = 0
+
+    @hide_from_dynamo
+    def _pack(self, tensor: Tensor) -> Any:
+        self.num_references = sys.getrefcount(tensor)
+        return tensor.detach()
+
+
+@cache
+def _references_of_autograds_own() -> int:
+    """References to a tensor that no Python code has: ``hardswish_`` saves a copy of what it will overwrite."""
+    counter = _CountReferences()
+    with torch.enable_grad(), counter:
+        nn.functional.hardswish(torch.ones(1).requires_grad_() * 1, inplace=True)
+    return counter.num_references
 
 
 def is_sharded(module: nn.Module) -> bool:

@@ -45,7 +45,7 @@ class LitStack(pl.LightningModule):
                 nn.init.normal_(parameter, 0.7, 0.2)
         self.train()
 
-    def train(self, mode: bool = True) -> "LitStack":  # noqa: FBT001, FBT002
+    def train(self, mode: bool = True) -> "LitStack":
         super().train(mode)
         if self.frozen:
             for module in self.modules():
@@ -312,7 +312,9 @@ def test_a_compiled_part_is_left_to_the_compiler_with_a_note(make_trainer, messa
 def test_strategies_that_move_parameters_are_refused(make_trainer):
     callback, trainer = InPlaceFusion(), make_trainer()
     trainer.strategy.__class__ = type("Sharded", (pl.strategies.FSDPStrategy,), {"__init__": object.__init__})
-    with pytest.raises(MisconfigurationException, match="^InPlaceFusion does not work with Sharded: it frees and moves"):
+    with pytest.raises(
+        MisconfigurationException, match="^InPlaceFusion does not work with Sharded: it frees and moves"
+    ):
         callback.setup(trainer, LitStack(), "fit")
 
 
