@@ -110,9 +110,18 @@ class Recipe:
 
     def identify(self) -> int:
         """Return a number for the operators it consists of and their places in the run, down to what is costly."""
-        if self.key is None:
-            keys = [source.recipe.identify() if source.recipe is not None else 0 for source in self.inputs]
-            self.key = hash((id(self.function), self.position, *keys))
+        waiting = [self]
+        while waiting:  # not recursive: chains may be long
+            recipe = waiting[-1]
+            sources = [source.recipe for source in recipe.inputs]
+            unknown = [source for source in sources if source is not None and source.key is None]
+            if unknown:
+                waiting.extend(unknown)
+                continue
+            keys = [source.key if source is not None else 0 for source in sources]
+            recipe.key = hash((id(recipe.function), recipe.position, *keys))
+            waiting.pop()
+        assert self.key is not None
         return self.key
 
     def run(self, args: list[Any]) -> Any:

@@ -29,7 +29,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_vram.techniques.cheap_operators import Family, family_of
-from lightning_vram.techniques.functorch_regions import step_aside_for_functorch
 from lightning_vram.techniques.hidden_from_dynamo import hide_from_dynamo
 from lightning_vram.techniques.recipe_recorder import PLAIN_TYPES, RecipeRecorder
 from lightning_vram.techniques.recipes import (
@@ -47,6 +46,7 @@ from lightning_vram.techniques.recipes import (
     rebuild,
     version_of,
 )
+from lightning_vram.techniques.stepping_aside import stepping_aside
 
 aten = torch.ops.aten
 
@@ -124,7 +124,7 @@ class Recomputation:
         with ExitStack() as stack:
             stack.callback(self._clear)
             stack.enter_context(hooks)
-            stack.enter_context(step_aside_for_functorch(hooks))
+            stack.enter_context(stepping_aside(hooks, self._recorder))
             stack.enter_context(self._recorder)
             self._exit = stack.pop_all()
         return self
@@ -158,13 +158,7 @@ class Recomputation:
             is_fresh = value.recipe.position == self._recorder.position
             if not is_fresh or sys.getrefcount(tensor) > self._unseen_references:
                 value.recipe = None
-        kept = value.find_kept()
-        if kept is not None:
-            return kept
-        dropped = value.find_dropped()
-        if dropped is None and value.recipe is not None and tensor.nbytes >= self._min_bytes:
-            dropped = self._drop(value, tensor)
-        return dropped.save() if dropped is not None else self._keep(value, tensor)
+        return self._decide(value, tensor)
 
     @hide_from_dynamo
     def _unpack(self, packed: Any) -> Tensor:
@@ -179,6 +173,15 @@ class Recomputation:
         dropped: Dropped | KeptMask = packed
         with self._recorder.paused(), torch.no_grad(), torch._C._DisableAutocast():
             return dropped.restore()
+
+    def _decide(self, value: Value, tensor: Tensor) -> Kept | Dropped:
+        kept = value.find_kept()
+        if kept is not None:
+            return kept
+        dropped = value.find_dropped()
+        if dropped is None and value.recipe is not None and tensor.nbytes >= self._min_bytes:
+            dropped = self._drop(value, tensor)
+        return dropped.save() if dropped is not None else self._keep(value, tensor)
 
     def _keep(self, value: Value, tensor: Tensor) -> Kept:
         if value.recipe is not None:

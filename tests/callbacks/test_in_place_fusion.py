@@ -1,8 +1,9 @@
 """InPlaceFusion in real fits: what it saves, what it leaves equal, what it refuses, and that it leaves no trace."""
 
 import copy
+import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -27,7 +28,7 @@ class Stack(nn.Module):
         widths = (3, 8, 8, 8)
         stages = [
             nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), activation())
-            for a, b in zip(widths, widths[1:], strict=False)
+            for a, b in itertools.pairwise(widths)
         ]
         self.body, self.head = nn.Sequential(*stages), nn.Linear(8, 4)
 
@@ -79,9 +80,9 @@ def fit(model: pl.LightningModule, make_trainer, *callbacks: pl.Callback, **argu
 
 
 @pytest.fixture
-def messages(caplog: pytest.LogCaptureFixture) -> Iterator[Any]:
+def messages(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     caplog.set_level(logging.INFO)
-    yield lambda: [record.getMessage() for record in caplog.records if "InPlaceFusion" in record.getMessage()]
+    return lambda: [record.getMessage() for record in caplog.records if "InPlaceFusion" in record.getMessage()]
 
 
 @pytest.mark.parametrize(
@@ -175,8 +176,8 @@ def test_folding_norms_in_training_mode_is_refused(make_trainer):
     with pytest.raises(MisconfigurationException) as raised:
         fit(LitStack(), make_trainer, InPlaceFusion(fold_frozen_bn=True))
     assert str(raised.value) == (
-        "InPlaceFusion: fold_frozen_bn=True, but all batch norms behind convolutions are in training mode, the first is "
-        "'net.body.0.1'. Call .eval() on them in LightningModule.train() or on_train_epoch_start, or leave "
+        "InPlaceFusion: fold_frozen_bn=True, but all batch norms behind convolutions are in training mode, the first "
+        "is 'net.body.0.1'. Call .eval() on them in LightningModule.train() or on_train_epoch_start, or leave "
         "fold_frozen_bn out."
     )
 
@@ -186,8 +187,9 @@ def test_inverting_relu_is_refused(make_trainer):
     with pytest.raises(MisconfigurationException) as raised:
         fit(model, make_trainer, InPlaceFusion(abn="invert"))
     assert str(raised.value) == (
-        "InPlaceFusion: abn='invert' needs batch norms followed by LeakyReLU, ELU or Identity, found ReLU. Others cannot "
-        "be inverted: ReLU drops what is below zero. Leave abn out: recomputation saves the same and needs no inverse."
+        "InPlaceFusion: abn='invert' needs batch norms followed by LeakyReLU, ELU or Identity, found ReLU. Others "
+        "cannot be inverted: ReLU drops what is below zero. Leave abn out: recomputation saves the same and needs "
+        "no inverse."
     )
     assert type(model.net.body[0][1]) is nn.BatchNorm2d
 
@@ -313,7 +315,7 @@ def test_strategies_that_move_parameters_are_refused(make_trainer):
     callback, trainer = InPlaceFusion(), make_trainer()
     trainer.strategy.__class__ = type("Sharded", (pl.strategies.FSDPStrategy,), {"__init__": object.__init__})
     with pytest.raises(
-        MisconfigurationException, match="^InPlaceFusion does not work with Sharded: it frees and moves"
+        MisconfigurationException, match=r"^InPlaceFusion does not work with Sharded: it frees and moves"
     ):
         callback.setup(trainer, LitStack(), "fit")
 

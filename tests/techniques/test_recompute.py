@@ -1,7 +1,9 @@
 """Dropping what is cheap to make again leaves loss, gradients and buffers what they are, to the bit."""
 
+import contextlib
 import copy
 import gc
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -10,8 +12,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
+from lightning_vram.memory.tracker import track_memory
 from lightning_vram.techniques.recompute import Recomputation
 
 C = 6
@@ -610,6 +614,258 @@ def test_a_kernel_that_gives_other_bits_the_second_time_is_found_and_its_result_
         del cheap_operators._FAMILIES[operator]
         cheap_operators.family_of.cache_clear()
         recipe_recorder._HANDLERS.pop(operator, None)
+
+
+def compare(program: Callable[[Tensor, Tensor], Tensor | None], *, backward_inside: bool = False) -> None:
+    """Run ``program`` on two weights plain and with; twice, so that nothing rests on what the first run verified."""
+    recomputations = [None, Recomputation(min_bytes=0, verify="never"), Recomputation(min_bytes=0)]
+    grads: list[list[Tensor | None]] = []
+    for recomputation in recomputations:
+        grads.append([])
+        for seed in range(2):
+            torch.manual_seed(seed)
+            weights = [torch.randn(8, 8).requires_grad_() for _ in range(2)]
+            with recomputation if recomputation is not None else contextlib.nullcontext():
+                loss = program(*weights)
+                if backward_inside and loss is not None:
+                    loss.backward()
+            if not backward_inside and loss is not None:
+                loss.backward()
+            grads[-1] += [weight.grad for weight in weights]
+    for other in grads[1:]:
+        for a, b in zip(grads[0], other, strict=True):
+            assert (a is None and b is None) or torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+def test_an_input_that_is_used_twice_is_not_overwritten() -> None:
+    def program(a: Tensor, b: Tensor) -> Tensor:
+        x = a @ b
+        v = x + 1
+        return x.square().sum() + (v + torch.relu(v)).sin().sum()
+
+    compare(program)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"foreach": False}], ids=str)
+def test_weights_that_an_optimizer_moves_inside_are_read_as_they_were(kind: Any, options: dict[str, bool]) -> None:
+    def program(a: Tensor, b: Tensor) -> Tensor:
+        parameter = nn.Parameter(torch.ones(8, 8))
+        optimizer = kind([parameter], lr=0.5, **options)
+        first = (torch.sigmoid(parameter).repeat(2, 1) @ a).sum()
+        parameter.grad = torch.ones(8, 8)
+        optimizer.step()
+        return first + (torch.sigmoid(parameter).repeat(2, 1) @ a @ b).sum()
+
+    compare(program)
+
+
+def test_memory_that_something_else_than_an_operator_fills_is_kept() -> None:
+    def program(a: Tensor, b: Tensor) -> Tensor:
+        buffer, copied = torch.zeros(8, 8), (a @ b).detach().clone()
+        buffer.numpy()[:] = torch.initial_seed()
+        copied.numpy()[:] += 1
+        return (a * buffer).sum() + (b * copied).sum()
+
+    compare(program)
+
+
+def test_data_that_is_replaced_is_not_followed() -> None:
+    def program(a: Tensor, b: Tensor) -> Tensor:
+        x = torch.ones(8, 8)
+        y = torch.cat([x, x])
+        z = (a * 2).detach()
+        z.data = torch.full((8, 8), 3.0)
+        loss = (torch.relu(y) * b[0]).sum() + (z * a).sum()
+        x.data = torch.zeros(8, 8)
+        return loss
+
+    compare(program)
+
+
+def test_lazily_negated_sources_keep_their_sign_when_they_are_copied() -> None:
+    def program(a: Tensor, b: Tensor) -> Tensor:
+        x = torch.view_as_complex(torch.ones(8, 8, 2)).conj().imag
+        loss = (torch.sigmoid(torch.cat([x, x])) @ b).sum()
+        x.zero_()
+        return loss
+
+    compare(program)
+
+
+def test_running_statistics_that_move_later_are_read_as_they_were() -> None:
+    def program(a: Tensor, b: Tensor) -> Tensor:
+        norm = nn.BatchNorm1d(8, affine=False).eval()
+        x = a @ b
+        loss = x.square().sum() + (norm(x).detach() * a).sum()
+        norm.train()
+        return loss + norm(b * 3 + 1).sin().sum()
+
+    compare(program)
+
+
+@pytest.mark.parametrize("scale", [0.5, 1e-60, float("inf")])
+def test_a_mask_that_is_scaled_is_scaled_once(scale: float) -> None:
+    def program(a: Tensor, b: Tensor) -> Tensor:
+        noise = torch.empty(8, 8).bernoulli_(0.5).div_(scale)
+        return ((a * noise) @ b).sum() + (a.sin() * noise).sum()
+
+    compare(program)
+
+
+def test_comparisons_and_powers_in_place_give_the_same_bits() -> None:
+    def program(a: Tensor, b: Tensor) -> Tensor:
+        mask, power = torch.relu(a).detach(), (b * 2).detach()
+        mask.gt_(0)
+        power.pow_(2)
+        other = mask + mask
+        return (a * other).sum() + (power * b * a).sum()
+
+    compare(program)
+
+
+def test_a_write_to_a_view_with_gaps_gives_the_same_bits() -> None:
+    def program(a: Tensor, b: Tensor) -> Tensor:
+        x = a @ b
+        y = (x * 1.5)[:, :7]
+        F.leaky_relu_(y, 0.1)
+        return x.square().sum() + F.gelu(y).sum()
+
+    compare(program)
+
+
+@pytest.mark.parametrize("function", [lambda x: x.prod(0), lambda x: x.cumprod(0), F.silu])
+def test_a_backward_inside_runs_the_formulas_of_plain_autograd(function: Callable[[Tensor], Tensor]) -> None:
+    compare(lambda a, b: function(F.silu(a @ b)).square().sum(), backward_inside=True)
+
+
+@pytest.mark.parametrize("link", [lambda x: x + 1, lambda x: x.view(8, 8)])
+def test_long_chains_end_without_an_error(link: Callable[[Tensor], Tensor]) -> None:
+    def program(a: Tensor, b: Tensor) -> Tensor:
+        x = a @ b
+        for _ in range(1500):
+            x = link(x)
+        return x.sin().sum()
+
+    compare(program)
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+def test_sparse_and_nested_tensors_pass() -> None:
+    def program(a: Tensor, b: Tensor) -> Tensor:
+        table = nn.Embedding(8, 8, sparse=True)
+        optimizer = torch.optim.SGD(table.parameters(), 0.1)
+        for _ in range(2):
+            optimizer.zero_grad(set_to_none=False)
+            (table(torch.tensor([1, 2])) @ a.detach()).sum().backward()
+            optimizer.step()
+        sparse = torch.eye(8).to_sparse()
+        nested = torch.nested.nested_tensor([a[:3], a[3:]], layout=torch.strided)
+        return (torch.cat([sparse, sparse]) @ a).sum() + F.gelu(nested * 2).to_padded_tensor(0.0).sum() + (a @ b).sum()
+
+    compare(program)
+
+
+def test_writes_in_inference_mode_are_seen() -> None:
+    def program(a: Tensor, b: Tensor) -> Tensor:
+        x = torch.ones(8, 8)
+        loss = (torch.sigmoid(x.repeat(2, 1)) @ a @ b).sum()
+        with torch.inference_mode():
+            x.mul_(3)
+        return loss
+
+    compare(program)
+
+
+def test_copies_before_a_write_take_what_was_read_and_no_more() -> None:
+    """Sixty rows of one table, each overwritten: each copy is a row, not the table."""
+    table, weight = torch.zeros(60, 1000), nn.Parameter(torch.randn(2000, 1))
+    with track_memory() as tracker, Recomputation(min_bytes=0):
+        loss = torch.zeros(())
+        for index in range(60):
+            row = table[index]
+            loss = loss + (row.repeat(2) @ weight).sum()
+            with torch.no_grad():
+                row.fill_(index)
+    assert tracker.timeline.peak_bytes < 60 * 1000 * 4 * 4
+    loss.backward()
+    assert torch.equal(weight.grad, torch.zeros_like(weight))
+
+
+def test_results_that_nobody_saves_hold_their_inputs_for_a_few_operators_only() -> None:
+    a = nn.Parameter(torch.randn(64, 64))
+    with track_memory() as tracker, Recomputation(min_bytes=0):
+        kept = [torch.cat([a @ a, a @ a]) for _ in range(40)]
+        live = tracker.timeline.live_bytes
+    assert live <= (40 * 2 + 4 * 2 + 2) * 64 * 64 * 4
+    assert len(kept) == 40
+
+
+def test_what_a_first_run_did_not_need_is_learned_when_a_later_run_needs_it() -> None:
+    net = Net(F.silu)
+    recomputation, dropped = Recomputation(net, min_bytes=0), []
+    for is_frozen in (True, False, False, False):
+        net.first.requires_grad_(not is_frozen)
+        net.norm.requires_grad_(not is_frozen)
+        with recomputation:
+            loss = net(image()).square().mean()
+        dropped.append(recomputation.report.num_dropped)
+        loss.backward()
+    assert dropped[0] < dropped[2] == dropped[3]
+
+
+def test_views_of_what_was_written_in_place_are_found() -> None:
+    dropped = []
+    for inplace in (False, True):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Conv2d(3, C, 3), nn.BatchNorm2d(C), nn.ReLU(inplace), nn.Flatten(), nn.Linear(C * 36, 4))
+        with Recomputation(net, min_bytes=0) as recomputation:
+            net(image()).sum()
+        dropped.append(recomputation.report.dropped_bytes)
+    assert dropped[0] == dropped[1] > 0
+
+
+def test_the_module_dies_with_its_last_reference() -> None:
+    net = Net(F.silu)
+    recomputation = Recomputation(net, min_bytes=0)
+    with recomputation:
+        net(image())
+    reference = weakref.ref(net)
+    gc.disable()
+    try:
+        del net, recomputation
+        assert reference() is None
+    finally:
+        gc.enable()
+
+
+def test_threads_that_overlap_leave_nothing_patched() -> None:
+    before = torch.autograd.graph.disable_saved_tensors_hooks, torch.autograd._engine_run_backward
+    inside, leave = threading.Event(), threading.Event()
+
+    def run() -> None:
+        with Recomputation():
+            inside.set()
+            leave.wait()
+
+    thread = threading.Thread(target=run)
+    with Recomputation():
+        thread.start()
+        inside.wait()
+    leave.set()
+    thread.join()
+    assert (torch.autograd.graph.disable_saved_tensors_hooks, torch.autograd._engine_run_backward) == before
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_fake_tensors_are_dropped_without_being_compared() -> None:
+    with FakeTensorMode():
+        net = Net(F.silu)
+        with Recomputation(net, min_bytes=0) as recomputation:
+            loss = net(torch.randn(2, 3, 8, 8)).sum()
+        loss.backward()
+    assert recomputation.report.num_dropped > 0
+    assert recomputation.report.num_verified == 0
 
 
 @pytest.mark.parametrize("function", [F.softplus, F.silu, F.gelu, torch.tanh, lambda x: F.relu(x) * x.sigmoid()])

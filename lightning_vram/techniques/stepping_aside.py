@@ -1,0 +1,100 @@
+"""Step aside where a dispatch mode or saved-tensor hooks would change what runs.
+
+``torch.func`` transforms refuse to run while saved-tensor hooks are set; inside of them nothing would be packed
+anyway. In a backward, some formulas of autograd (``prod``, ``cumprod``) round differently under any dispatch mode, and
+there is nothing to note. PyTorch has no hook for either: the functions through which both pass are replaced while
+anybody needs it, and ask the thread they run in whether it does.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch.autograd import graph
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+
+_RUN_BACKWARD = "_engine_run_backward"  # where torch.autograd.backward and grad meet
+
+
+class _Active(threading.local):
+    """What is entered in this thread, innermost last."""
+
+    def __init__(self) -> None:
+        self.entered: list[tuple[saved_tensors_hooks, TorchDispatchMode]] = []
+
+
+_active = _Active()
+_lock = threading.Lock()
+_num_users = 0
+_originals: dict[str, Any] = {}
+
+
+@contextmanager
+def stepping_aside(hooks: saved_tensors_hooks, mode: TorchDispatchMode) -> Iterator[None]:
+    """Take ``hooks`` off for each ``torch.func`` transform inside the block, and ``mode`` for each backward."""
+    _active.entered.append((hooks, mode))
+    _install()
+    try:
+        yield
+    finally:
+        _uninstall()
+        _active.entered.pop()
+
+
+def _install() -> None:
+    global _num_users  # threads share the functions that are replaced
+    with _lock:
+        _num_users += 1
+        if _num_users > 1:
+            return
+        _originals["disable"] = graph.disable_saved_tensors_hooks
+        graph.disable_saved_tensors_hooks = _disable_without_ours  # type: ignore[assignment]
+        if hasattr(
+            torch.autograd, _RUN_BACKWARD
+        ):  # without it a backward inside may round differently in few operators
+            _originals["backward"] = getattr(torch.autograd, _RUN_BACKWARD)
+            setattr(torch.autograd, _RUN_BACKWARD, _run_backward)
+
+
+def _uninstall() -> None:
+    global _num_users
+    with _lock:
+        _num_users -= 1
+        if _num_users:
+            return
+        graph.disable_saved_tensors_hooks = _originals.pop("disable")
+        if "backward" in _originals:
+            setattr(torch.autograd, _RUN_BACKWARD, _originals.pop("backward"))
+
+
+@contextmanager
+def _disable_without_ours(message: str) -> Iterator[None]:
+    disable: Callable[[str], AbstractContextManager[None]] = _originals["disable"]
+    hooks = _active.entered[-1][0] if _active.entered else None
+    ignore_is_tracing = False
+    top: Any = torch._C._autograd._top_saved_tensors_default_hooks(ignore_is_tracing)
+    if hooks is None or top is None or top[0] != hooks.pack_hook:
+        with disable(message):  # hooks of the user's own lie on top: the transform refuses them, as it would without us
+            yield
+        return
+    hooks.__exit__(None, None, None)
+    try:
+        with disable(message):
+            yield
+    finally:
+        hooks.__enter__()
+
+
+def _run_backward(*args: Any, **kwargs: Any) -> Any:
+    run = _originals["backward"]
+    mode = _active.entered[-1][1] if _active.entered else None
+    if mode is None or _get_current_dispatch_mode() is not mode:
+        return run(*args, **kwargs)
+    mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+    try:
+        return run(*args, **kwargs)
+    finally:
+        mode.__enter__()  # type: ignore[no-untyped-call]
