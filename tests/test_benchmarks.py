@@ -22,8 +22,9 @@ def test_a_suite_writes_device_versions_and_rows(suite, monkeypatch, tmp_path, c
     assert [row["variant"] for row in result["rows"]] == list(VARIANTS)
     assert "checkpointed" in capsys.readouterr().out
     if suite == "memory":
-        plain, checkpointed, _ = (row["saved_for_backward_bytes"] for row in result["rows"])
+        plain, fused, checkpointed, _ = (row["saved_for_backward_bytes"] for row in result["rows"])
         assert checkpointed <= 0.45 * plain
+        assert fused <= 0.6 * plain
 
 
 def test_a_step_trains():

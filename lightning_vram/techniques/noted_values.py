@@ -16,6 +16,8 @@ from lightning_vram.techniques.recipes import (
     version_of,
 )
 
+_address = torch._C._storage_address  # type: ignore[attr-defined]
+
 
 class NotedValues:
     """Finds the value of a tensor, and sees to it that no value is taken for what it was before a write."""
@@ -37,9 +39,12 @@ class NotedValues:
     def find(self, tensor: Tensor) -> Value | None:
         """Return the value of ``tensor`` as it is now, if it is known."""
         value = self._values.get(id(tensor))
-        if value is None or value() is not tensor or value.version != version_of(tensor):
+        if value is None or value() is not tensor or value.version == NO_VERSION:
             return None
-        return value if value.address == storage_address(tensor) else None  # else ``.data`` was set
+        # Not by way of version_of() and storage_address(): this runs for every argument of every cheap operator.
+        if value.version != tensor._version or (value.address and value.address != _address(tensor)):
+            return None  # written to, or its ``.data`` set
+        return value
 
     def value_of(self, tensor: Tensor) -> Value:
         """Return the value of ``tensor`` as it is now."""

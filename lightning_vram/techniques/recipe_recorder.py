@@ -86,11 +86,15 @@ class RecipeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _should_skip_dynamo(cls) -> bool:
         return False  # a wrapper around every call, a tenth of the cost of the mode: it is hidden below
 
-    def clear(self, num_saved: int) -> None:
-        """Forget this run, in which autograd saved ``num_saved`` tensors, but for what was learned from it."""
+    def clear(self, num_saved: int) -> bool:
+        """Forget this run, in which autograd saved ``num_saved`` tensors, but for what was learned from it.
+
+        Returns:
+            Whether it was another program than the one before.
+        """
         self.values.clear()
         self._held.clear()
-        self._learn(num_saved)
+        return self._learn(num_saved)
 
     @property
     def position(self) -> int:
@@ -139,16 +143,18 @@ class RecipeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs) if kwargs else func(*args)  # type: ignore[misc]  # mypy narrows it to None
         return handler(self, func, args, kwargs)
 
-    def _learn(self, num_saved: int) -> None:
+    def _learn(self, num_saved: int) -> bool:
         """Take no notes, from the next run on, where those of this run were of no use."""
+        is_another = (self._position, num_saved) != self._program
         if self._learned is not None:
             self._useless = {recipe.position: recipe.function for recipe in self._learned if not recipe.is_used}
             self._learned = None
-        elif (self._position, num_saved) != self._program:  # another program than the one that was learned
+        elif is_another:
             self._useless = {}
             self._learned = []
         self._program = self._position, num_saved
         self._position = 0
+        return is_another
 
     def _recipe(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, depth: int = 1) -> Recipe:
         inputs: list[Value] = []

@@ -69,7 +69,8 @@ class RecomputationReport:
 
 
 class _Fate(Enum):
-    KEPT = auto()
+    DIFFERENT = auto()  # a second run gave other bits
+    TOO_DEAR = auto()  # to keep what it is made of
     DROPPED = auto()
 
 
@@ -137,7 +138,8 @@ class Recomputation:
             stack.close()
 
     def _clear(self) -> None:
-        self._recorder.clear(self._num_saved)
+        if self._recorder.clear(self._num_saved):  # another program: what is kept in it may pay for other things
+            self._fates = {place: fate for place, fate in self._fates.items() if fate is not _Fate.TOO_DEAR}
         self._num_saved = 0
 
     @hide_from_dynamo
@@ -174,12 +176,15 @@ class Recomputation:
         with self._recorder.paused(), torch.no_grad(), torch._C._DisableAutocast():
             return dropped.restore()
 
-    def _decide(self, value: Value, tensor: Tensor) -> Kept | Dropped:
+    def _decide(self, value: Value, tensor: Tensor) -> Any:
         kept = value.find_kept()
         if kept is not None:
             return kept
         dropped = value.find_dropped()
-        if dropped is None and value.recipe is not None and tensor.nbytes >= self._min_bytes:
+        recipe = value.recipe
+        if dropped is None and recipe is not None and tensor.nbytes >= self._min_bytes:
+            if recipe.depth == 0 and type(recipe.inputs[0]()) is nn.Parameter:
+                return alias(tensor), tensor._version  # a weight transposed: no memory of its own
             dropped = self._drop(value, tensor)
         return dropped.save() if dropped is not None else self._keep(value, tensor)
 
@@ -202,15 +207,18 @@ class Recomputation:
         assert recipe is not None
         place = (recipe.identify(), tensor.shape, tensor.stride(), tensor.dtype)
         fate = self._fates.get(place)
-        if fate is _Fate.KEPT:
+        if fate is not None and fate is not _Fate.DROPPED:
             return None
         found = find_sources(value, self._max_depth)
-        if found is None or not self._is_worth_it(found[0], tensor, recipe):
+        if found is None or not all(map(self._can_be_held, found[0])):
+            return None
+        if fate is None and not self._is_worth_it(found[0], tensor, recipe):
+            self._fates[place] = _Fate.TOO_DEAR
             return None
         sources = [self._hold(source) for source in found[0]]
-        if self._verify == "always" or (fate is None and self._verify == "first-step"):
+        if self._verify == "always" or fate is None:
             fate = self._fates[place] = self._compare(value, tensor)
-            if fate is _Fate.KEPT:
+            if fate is not _Fate.DROPPED:
                 return None
         recipe.held = None
         self._recorder.mark_used(value)
@@ -221,19 +229,23 @@ class Recomputation:
             self.report.num_dropped += 1
         return dropped
 
+    def _can_be_held(self, source: Value) -> bool:
+        """Whether a recipe can end here: it is kept or dropped already, or still there as it was."""
+        if source.find_kept() is not None or source.find_dropped() is not None:
+            return True
+        origin = source()
+        if origin is None or source.version == NO_VERSION or source.version != version_of(origin):
+            return False
+        is_moving = self._parameters_move and type(origin) is nn.Parameter and origin.nbytes > _COPIED_BYTES
+        return is_strided(origin) and not is_moving
+
     def _is_worth_it(self, sources: Iterable[Value], tensor: Tensor, recipe: Recipe) -> bool:
         """Whether what would be kept for these sources alone is less than ``tensor``."""
         cost = 0
         for source in sources:
-            if source.find_kept() is not None or source.find_dropped() is not None:
-                continue
             origin = source()
-            if origin is None or source.version == NO_VERSION or source.version != version_of(origin):
-                return False  # it is gone
-            if not is_strided(origin):
-                return False
-            if self._parameters_move and type(origin) is nn.Parameter and origin.nbytes > _COPIED_BYTES:
-                return False
+            if source.find_kept() is not None or source.find_dropped() is not None or origin is None:
+                continue
             if not self._is_lasting(origin):
                 cost += origin.numel() // 8 if source.is_mask else origin.nbytes
         return cost < tensor.nbytes or cost == 0 or (cost == tensor.nbytes and _drops_on_tie(recipe.function))
@@ -263,6 +275,8 @@ class Recomputation:
         found = find_sources(value, self._max_depth)
         if found is None or tensor is None or recipe is None or tensor.nbytes < self._min_bytes:
             return None
+        if not all(map(self._can_be_held, found[0])):
+            return None
         return [self._hold(source) for source in found[0]] if self._is_worth_it(found[0], tensor, recipe) else None
 
     def _is_lasting(self, tensor: Tensor) -> bool:
@@ -280,7 +294,7 @@ class Recomputation:
         return not is_lasting and base.find_kept() is None and base.find_dropped() is None
 
     def _compare(self, value: Value, tensor: Tensor) -> _Fate:
-        if type(tensor) is FakeTensor or tensor.is_meta:
+        if self._verify == "never" or type(tensor) is FakeTensor or tensor.is_meta:
             return _Fate.DROPPED
         with self._recorder.paused(), torch.no_grad(), torch._C._DisableAutocast():
             again = rebuild(value, is_trial=True)
@@ -290,7 +304,7 @@ class Recomputation:
             return _Fate.DROPPED
         assert value.recipe is not None
         self.report.differing[str(value.recipe.function)] += 1
-        return _Fate.KEPT
+        return _Fate.DIFFERENT
 
 
 class _CountReferences(Recomputation):

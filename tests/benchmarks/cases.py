@@ -1,7 +1,7 @@
 """What is measured: models at given sizes, with and without a technique. A case is one row of a table."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -10,6 +10,8 @@ from torch.nn import functional as F
 
 from lightning_vram.demos import ByteGPT, DigitsResNet
 from lightning_vram.techniques.checkpointing import apply_activation_checkpointing
+from lightning_vram.techniques.recompute import Recomputation
+from tests.networks import resnet50
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Workload:
     make_batch: Callable[[], tuple[Tensor, ...]]
     compute_loss: Callable[[nn.Module, tuple[Tensor, ...]], Tensor]
     needs_gpu: bool = False
+    autocast: torch.dtype | None = None
 
 
 def _gpt_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
@@ -77,8 +80,39 @@ WORKLOADS = (
     ),
 )
 
+
+def _large_images() -> tuple[Tensor, ...]:
+    images = torch.randn(256, 3, 224, 224).contiguous(memory_format=torch.channels_last)
+    return images, torch.randint(1000, (256,))
+
+
+def _resnet50() -> nn.Module:
+    return resnet50().to(memory_format=torch.channels_last)
+
+
+_LARGE = Workload("ResNet-50, 224x224, B 256, fp32", _resnet50, _large_images, _resnet_loss, needs_gpu=True)
+WORKLOADS += (_LARGE, replace(_LARGE, name="ResNet-50, 224x224, B 256, bf16", autocast=torch.bfloat16))
+
+
+def _compile(model: nn.Module, budget: float = 1.0) -> None:
+    """Compile in place; with a budget below one the partitioner keeps less for the backward."""
+    from torch._functorch import config
+
+    torch._dynamo.reset()
+    config.activation_memory_budget = budget
+    model.compile()
+
+
 VARIANTS: dict[str, Callable[[nn.Module], object]] = {
     "plain": lambda model: None,
+    "InPlaceFusion": Recomputation,
     "checkpointed": apply_activation_checkpointing,
     "checkpointed, every 2nd": partial(apply_activation_checkpointing, every_n_layers=2),
 }
+"""What to do with a model; a context manager that it returns is entered for every forward."""
+
+COMPILED_VARIANTS: dict[str, Callable[[nn.Module], object]] = {
+    "compiled": _compile,
+    "compiled, activation_memory_budget=0.5": partial(_compile, budget=0.5),
+}
+"""Peers that take minutes to compile and are worth it on a GPU only."""

@@ -1,5 +1,6 @@
 """How it is measured: tracked bytes anywhere, allocator peaks and interleaved step times where there is a GPU."""
 
+import contextlib
 import platform
 import statistics
 import subprocess
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_vram.memory.tracker import track_memory
-from tests.benchmarks.cases import VARIANTS, Workload
+from tests.benchmarks.cases import COMPILED_VARIANTS, VARIANTS, Workload
 
 Row = dict[str, Any]
 
@@ -45,11 +46,17 @@ class Run:
         with device:
             self.model: nn.Module = workload.make_model()
             self.batch = workload.make_batch()
-        VARIANTS[variant](self.model)
+        around = {**VARIANTS, **COMPILED_VARIANTS}[variant](self.model)
+        self._around: Any = around if hasattr(around, "__enter__") else contextlib.nullcontext()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
 
     def step(self) -> None:
-        self._workload.compute_loss(self.model, self.batch).backward()
+        device_type, dtype = self.batch[0].device.type, self._workload.autocast
+        autocast = torch.autocast(device_type, dtype) if dtype is not None else contextlib.nullcontext()
+        with autocast, self._around:
+            loss = self._workload.compute_loss(self.model, self.batch)
+        loss.backward()
+        del loss
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -72,10 +79,11 @@ def measure_memory(workload: Workload, variant: str, device: torch.device) -> Ro
 
 def measure_speed(workload: Workload, device: torch.device, num_repeats: int, num_steps: int) -> list[Row]:
     """Time all variants in turn, several times, so that a drifting machine hits them alike; report medians."""
-    seconds: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
+    variants = [*VARIANTS, *(COMPILED_VARIANTS if device.type == "cuda" else ())]
+    seconds: dict[str, list[float]] = {variant: [] for variant in variants}
     peaks: dict[str, Row] = {}
     for _ in range(num_repeats):
-        for variant in VARIANTS:
+        for variant in variants:
             run = Run(workload, variant, device)
             for _ in range(2):
                 run.step()
@@ -104,7 +112,7 @@ def measure_speed(workload: Workload, device: torch.device, num_repeats: int, nu
             "all_seconds_per_step": seconds[variant],
             **peaks.get(variant, {}),
         }
-        for variant in VARIANTS
+        for variant in variants
     ]
 
 
