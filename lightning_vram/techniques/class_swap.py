@@ -2,7 +2,8 @@
 
 Names, ``state_dict``, ``torch.compile(fullgraph=True)`` and FSDP2 see the module they know; copies and pickles are
 plain modules, so that a file does not need this package. Wrappers, patched ``forward`` methods and hooks each break
-one of these.
+one of these. Several techniques may take one module, each under its own key: the last one runs first, and they are
+undone in any order.
 """
 
 import copyreg
@@ -10,18 +11,19 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 Run = Callable[..., Any]
 """Called with the module, its state, its plain ``forward`` and the arguments; returns what ``forward`` returns."""
 
+_KEY = "_lightning_vram_swap_key"  # on our classes: no name that a user's class has
+
 _classes: dict[tuple[type[nn.Module], str], type[nn.Module]] = {}  # made once, so that types compare
 
 
 class _Swapped:
-    """Mixed in before the class of a swapped module."""
-
-    _key: str
+    """Mixed in before the class of a swapped module, once however often it is swapped."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Keep registries and checks that the user's classes hang here from seeing ours."""
@@ -29,9 +31,10 @@ class _Swapped:
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = super().__reduce_ex__(protocol)
         make, arguments, *rest = reduced
-        original = _original_class(type(self))
+        kinds = type(self).__mro__
+        original, keys = kinds[kinds.index(_Swapped) + 1], {_key_of(kind) for kind in kinds}
         if rest and isinstance(rest[0], dict):
-            rest[0] = {name: value for name, value in rest[0].items() if name != self._key}
+            rest[0] = {name: value for name, value in rest[0].items() if name not in keys}
         arguments = tuple(original if argument is type(self) else argument for argument in arguments)
         if make is getattr(copyreg, "__newobj__", None) and len(arguments) == 1:
             # pickle insists that __newobj__ makes the class of the very object; its elder does the same work
@@ -46,12 +49,14 @@ def swap_class(module: nn.Module, key: str, state: object, run: Run) -> None:
         module: Any module without a ``forward`` of its own on the instance.
         key: Name of the technique; the state is kept under it.
         state: Handed to ``run``.
-        run: See :data:`Run`. The same function for all modules of a key.
+        run: See :data:`Run`. Always the same function for the same class and key.
 
     Raises:
-        ValueError: If the class cannot be changed, the module has its own ``forward``, or is swapped already.
+        ValueError: If the class cannot be changed, the module has its own ``forward``, or ``key`` is in it already.
     """
     name = type(module).__name__
+    if isinstance(module, torch.jit.ScriptModule):  # traced ones too
+        raise ValueError(f"module {name} cannot be changed: it is scripted or traced.")
     if key in vars(module) or "forward" in vars(module):
         raise ValueError(f"module {name} cannot be changed: it has been already, or its instance has its own forward.")
     try:
@@ -64,11 +69,9 @@ def swap_class(module: nn.Module, key: str, state: object, run: Run) -> None:
 def restore_class(module: nn.Module, key: str) -> None:
     """Undo :func:`swap_class`; one that another class was put over (FSDP2) stays and is idle. Twice does nothing."""
     vars(module).pop(key, None)
-    while issubclass(type(module), _Swapped) and type(module).__mro__[1] is _Swapped:
-        kind: Any = type(module)
-        if kind._key in vars(module):
-            return  # another technique is still at work
-        module.__class__ = _original_class(kind)
+    # What is idle on top goes, whoever left it there; below a technique still at work it has to wait for that one.
+    while (top := _key_of(type(module))) is not None and top not in vars(module):
+        module.__class__ = type(module).__bases__[-1]
 
 
 def _swapped_class(original: type[nn.Module], key: str, run: Run) -> type[nn.Module]:
@@ -86,12 +89,14 @@ def _make_class(original: type[nn.Module], key: str, run: Run) -> type[nn.Module
         return run(self, self.__dict__[key], inherited.forward, *args, **kwargs)
 
     # The same name, so that printed models and policies that go by class name see no change.
-    attributes = {"forward": forward, "_key": key, "__module__": original.__module__}
+    attributes = {"forward": forward, _KEY: key, "__module__": original.__module__}
     metaclass: Any = type(original)
-    bases = (_Swapped, original)
+    bases = (original,) if issubclass(original, _Swapped) else (_Swapped, original)
     swapped: type[nn.Module] = metaclass(original.__name__, bases, attributes | {"__qualname__": original.__qualname__})
     return swapped
 
 
-def _original_class(kind: type) -> Any:
-    return kind.__mro__[kind.__mro__.index(_Swapped) + 1]
+def _key_of(kind: type) -> str | None:
+    """The key that ``kind`` itself was made for, not one of its bases; ``None`` for a class of others."""
+    key: str | None = vars(kind).get(_KEY)
+    return key

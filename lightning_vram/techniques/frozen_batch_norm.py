@@ -11,8 +11,6 @@ What it costs: the folded weights, as large as the weights. Autograd keeps them 
 help norms in training mode: for those calls both modules run as they always did.
 """
 
-import copyreg
-import functools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +22,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils.parametrize import is_parametrized
 
+from lightning_vram.techniques.class_swap import restore_class, swap_class
 from lightning_vram.techniques.module_links import Link
 from lightning_vram.techniques.recipes import version_of
 
@@ -36,16 +35,15 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTran
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 _STATE = "_frozen_batch_norm_folding"
-_TRANSPOSED: dict[Any, Callable[..., Tensor]] = {
-    nn.ConvTranspose1d.forward: F.conv_transpose1d,
-    nn.ConvTranspose2d.forward: F.conv_transpose2d,
-    nn.ConvTranspose3d.forward: F.conv_transpose3d,
+_TRANSPOSED: dict[int, Callable[..., Tensor]] = {  # by number of dimensions
+    1: F.conv_transpose1d,
+    2: F.conv_transpose2d,
+    3: F.conv_transpose3d,
 }
+_TRANSPOSED_FORWARDS = {kind.forward for kind in (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)}
 _CONV_METHODS = {(kind.forward, getattr(kind, "_conv_forward", None)) for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d)}
 _NORM_FORWARDS = {kind.forward for kind in BATCH_NORMS}
 _PLAIN_TYPES = frozenset({Tensor, nn.Parameter, nn.Buffer, FakeTensor})
-
-_classes: dict[type[nn.Module], type[nn.Module]] = {}  # folded by original: made once, so that types compare
 
 
 @dataclass(eq=False)
@@ -86,7 +84,7 @@ class FoldingHandle:
     def remove(self) -> None:
         """Give every module its class back. Calling it again does nothing."""
         while self._modules:
-            _restore_class(self._modules.pop())
+            restore_class(self._modules.pop(), _STATE)
 
 
 def fold_frozen_batch_norm(links: Sequence[Link]) -> FoldingHandle:
@@ -121,8 +119,8 @@ def fold_frozen_batch_norm(links: Sequence[Link]) -> FoldingHandle:
                 pair = f"{type(link.producer).__name__} -> {type(link.consumer).__name__}"
                 raise ValueError(f"{pair} cannot be folded: {reason}.")
             folding = _Folding(link.producer, link.consumer)  # type: ignore[arg-type]
-            for module, forward in ((link.producer, _forward_convolution), (link.consumer, _forward_norm)):
-                _swap_class(module, forward, folding)
+            for module, run in ((link.producer, _run_convolution), (link.consumer, _run_norm)):
+                swap_class(module, _STATE, folding, run)
                 handle._modules.append(module)
     except BaseException:
         handle.remove()
@@ -150,7 +148,7 @@ def _is_stock_convolution(module: nn.Module) -> bool:
     if "forward" in vars(module) or is_parametrized(module):  # set on the instance: it may do anything
         return False
     kind = type(module)
-    if kind.forward in _TRANSPOSED:
+    if kind.forward in _TRANSPOSED_FORWARDS:
         return hasattr(kind, "_output_padding")
     return hasattr(kind, "_conv_forward") and (kind.forward, kind._conv_forward) in _CONV_METHODS
 
@@ -160,7 +158,9 @@ def _is_stock_norm(module: nn.Module) -> bool:
     return not is_changed and type(module).forward in _NORM_FORWARDS
 
 
-def _forward_convolution(plain: Callable[..., Any], folding: _Folding, args: tuple[Any, ...], kwargs: Any) -> Any:
+def _run_convolution(module: nn.Module, folding: _Folding, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if module is not folding.convolution:  # DataParallel's copy, with weights of its own
+        return plain(*args, **kwargs)
     folding.output = None
     if not folding.is_possible_now():
         return plain(*args, **kwargs)
@@ -170,8 +170,8 @@ def _forward_convolution(plain: Callable[..., Any], folding: _Folding, args: tup
     return output
 
 
-def _forward_norm(plain: Callable[..., Any], folding: _Folding, args: tuple[Any, ...], kwargs: Any) -> Any:
-    if not folding.is_possible_now():
+def _run_norm(module: nn.Module, folding: _Folding, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if module is not folding.norm or not folding.is_possible_now():
         return plain(*args, **kwargs)
     return _pass_through(folding, *args, **kwargs)
 
@@ -227,60 +227,5 @@ def _convolve(
     stride, padding, dilation = convolution.stride, convolution.padding, convolution.dilation
     sizes = (convolution.kernel_size, len(convolution.kernel_size), dilation)
     output_padding = convolution._output_padding(input, output_size, stride, padding, *sizes)
-    transposed = _TRANSPOSED[_original_class(type(convolution)).forward]
+    transposed = _TRANSPOSED[len(convolution.kernel_size)]
     return transposed(input, weight, bias, stride, padding, output_padding, convolution.groups, dilation)
-
-
-class _Folded:
-    """Mixed in before the class of a folded module."""
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Keep registries and checks that the user's classes hang here from seeing ours."""
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # A class made at run time cannot be found by name, and a file must not need this package: copies and pickles
-        # are plain modules.
-        reduced: Any = super().__reduce_ex__(protocol)
-        make, arguments, *rest = reduced
-        original = _original_class(type(self))
-        if rest and isinstance(rest[0], dict):
-            rest[0] = {name: value for name, value in rest[0].items() if name != _STATE}
-        arguments = tuple(original if argument is type(self) else argument for argument in arguments)
-        if make is getattr(copyreg, "__newobj__", None) and len(arguments) == 1:
-            # pickle insists that __newobj__ makes the class of the very object; its elder does the same work
-            make, arguments = copyreg._reconstructor, (original, object, None)  # type: ignore[attr-defined]
-        return make, arguments, *rest
-
-
-def _swap_class(module: nn.Module, forward: Callable[..., Any], folding: _Folding) -> None:
-    original = type(module)
-    if original not in _classes:
-        _classes[original] = _make_class(original, forward)
-    module.__class__ = _classes[original]
-    vars(module)[_STATE] = folding
-
-
-def _make_class(original: type[nn.Module], run: Callable[..., Any]) -> type[nn.Module]:
-    @functools.wraps(original.forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        folding: _Folding | None = self.__dict__.get(_STATE)
-        plain: Any = functools.partial(original.forward, self)
-        if folding is None or (self is not folding.convolution and self is not folding.norm):  # or DataParallel's copy
-            return plain(*args, **kwargs)
-        return run(plain, folding, args, kwargs)
-
-    # The same name, so that printed models and policies that go by class name see no change.
-    attributes = {"forward": forward, "__module__": original.__module__, "__qualname__": original.__qualname__}
-    metaclass: Any = type(original)
-    folded: type[nn.Module] = metaclass(original.__name__, (_Folded, original), attributes)
-    return folded
-
-
-def _restore_class(module: nn.Module) -> None:
-    vars(module).pop(_STATE, None)
-    if type(module).__mro__[1] is _Folded:  # else a class was put on top (FSDP2): without its state ours is idle
-        module.__class__ = _original_class(type(module))
-
-
-def _original_class(kind: type) -> Any:
-    return kind.__mro__[kind.__mro__.index(_Folded) + 1]

@@ -20,15 +20,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from lightning_vram.techniques.module_links import (
-    Memory,
-    StorageWatch,
-    collect_cycles,
-    has_global_hooks,
-    has_tensor_hooks,
-    is_plain,
-    watch_hooks,
-)
+from lightning_vram.techniques.module_links import has_global_hooks, has_tensor_hooks, is_plain, watch_hooks
+from lightning_vram.techniques.storage_watch import Memory, StorageWatch, collect_cycles
 
 _EXACT = {nn.ReLU.forward, nn.LeakyReLU.forward}
 _COPIED = "saves nothing: autograd copies its input first"

@@ -24,12 +24,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_vram.techniques.class_swap import restore_class, swap_class
 from lightning_vram.techniques.handover import Handover
-from lightning_vram.techniques.inplace_abn import (
-    InvertibleActivation,
-    Normalization,
-    normalize_and_activate,
-    predict_inversion_error,
-)
+from lightning_vram.techniques.inplace_abn import InvertibleActivation, Normalization, normalize_and_activate
+from lightning_vram.techniques.inversion_error import predict_inversion_error
 
 CHECK_EVERY_N_FORWARDS = 100
 """How often a pair reads gamma and beta in training, from its first forward on: on a GPU it waits for them."""
@@ -98,7 +94,8 @@ def apply_inplace_abn(
         links: Norms and the activations behind them. That the activation is the only reader is taken on trust.
         dtype: What the activations are computed in, for the check made here. ``None``: the dtype of the norm's
             weights; under autocast that is not what the first forward will find.
-        max_error: Largest predicted error, see :func:`~lightning_vram.techniques.inplace_abn.predict_inversion_error`.
+        max_error: Largest predicted error, see
+            :func:`~lightning_vram.techniques.inversion_error.predict_inversion_error`.
             ``None``: 1e-3, and 2e-2 in 16 bits.
 
     Returns:

@@ -9,26 +9,20 @@ of that step. Code that reads memory past the operators of torch (numpy, DLPack,
 hold the tensor to be noticed. Compiled code is not looked into.
 """
 
-import gc
-import sys
-import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks_of_all_modules
 from torch.nn.utils.parametrize import is_parametrized
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from typing_extensions import override
 
-from lightning_vram.techniques.cheap_operators import written_arguments
-from lightning_vram.techniques.recompute import Recomputation
+from lightning_vram.techniques.storage_watch import Memory, StorageWatch, collect_cycles, is_in_backward, tensors_in
 
 _SEE_OUTPUT = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")  # a backward hook sees its gradient
 _SEE_INPUT = ("_forward_pre_hooks", *_SEE_OUTPUT)
@@ -159,9 +153,9 @@ class LinkObserver:
         memory = self._open[module].pop()
         if memory is not None:
             memory.is_open = False
-        self._graph += [tensor.grad_fn for tensor in _tensors_in(output)]
+        self._graph += [tensor.grad_fn for tensor in tensors_in(output)]
 
-    def _find_output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Memory | None":
+    def _find_output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Memory | None:
         """Return the memory of the first argument, if it is the untouched output of a producer."""
         if not args or not is_plain(args[0]) or any(leaf is args[0] for leaf in tree_leaves((args[1:], kwargs))):
             return None
@@ -170,155 +164,12 @@ class LinkObserver:
         return memory if is_untouched and not has_tensor_hooks(args[0]) and memory not in self._taken else None
 
 
-class Memory:
-    """What was seen of one storage: by whom it was made, read, written, and whether anybody could read it later."""
-
-    def __init__(self, storage: torch.UntypedStorage, number: int) -> None:
-        self.storage = weakref.ref(storage)
-        self.number = number  # in the order of making
-        self.num_reads = 0
-        self.num_writes = 0
-        self.is_open = False  # a module was given it and runs: it may do what it likes
-        self.is_seen_by_hook = False
-        self.is_read_by_others_backward = False
-        self._tensor: weakref.ref[Tensor] | None = None
-        self.is_given = False
-        self._num_before = 0
-
-    def expect(self, tensor: Tensor) -> None:
-        """Forget how it was made; count from here."""
-        self._tensor = weakref.ref(tensor)
-        self.num_reads = self.num_writes = 0
-
-    def is_expected(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is the very one of :meth:`expect`."""
-        return self._tensor is not None and self._tensor() is tensor
-
-    def give(self, tensor: Tensor) -> None:
-        """Note that ``tensor`` is given to the one module that may have it."""
-        self._tensor = weakref.ref(tensor)
-        self._num_before = self.num_reads + self.num_writes
-        self.is_given = self.is_open = True
-
-    def touch(self, *, is_write: bool) -> None:
-        """Note an operator of the forward."""
-        if not self.is_open:
-            self.num_writes += is_write
-            self.num_reads += not is_write
-
-    def touch_in_backward(self) -> None:
-        """Note an operator of the backward. The module's own reads what it saved: an alias. Others saved the tensor."""
-        self.is_read_by_others_backward |= self.is_given and self.is_held()
-
-    def is_held(self) -> bool:
-        """Whether the tensor that was given to the module still lives: another than the module holds it."""
-        return self._tensor is not None and self._tensor() is not None
-
-    def is_touched_again(self) -> bool:
-        """Whether it was read or written after the module had it."""
-        return self.is_open or self.is_read_by_others_backward or self.num_reads + self.num_writes != self._num_before
-
-    def is_given_up(self) -> bool:
-        """Whether nobody but the module it was given to has seen it, or ever can."""
-        return self.is_given and not (self.is_touched_again() or self.is_seen_by_hook or self.is_held())
-
-
-class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps a :class:`Memory` of every storage that an operator makes while it is entered."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._memories: dict[int, Memory] = {}  # by address of the storage, which may be gone and its address another's
-        self._is_paused = False
-        self._has_collected = False
-        self.num_made = 0
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled callables run compiled: else Dynamo silently runs them eagerly."""
-        return True
-
-    def find(self, tensor: Tensor) -> Memory | None:
-        """Return what was seen of the memory of ``tensor``; ``None`` if it was not made while this was entered."""
-        storage = _storage_of(tensor)
-        memory = self._memories.get(storage._cdata) if storage is not None else None
-        return memory if memory is not None and memory.storage() is storage else None
-
-    def hand_over(self, tensor: Tensor, memory: Memory) -> Tensor:
-        """Return an alias of ``tensor`` for the one module that may have it, so that ``tensor`` itself can die.
-
-        Autograd keeps what a module saves alive, Python object included. With an alias in the module, ``tensor`` lives
-        on only if somebody else has it.
-        """
-        memory.give(tensor)
-        with self._paused():
-            alias: Tensor = _Alias.apply(tensor)  # type: ignore[no-untyped-call]
-        return alias
-
-    @override
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if self._is_paused:
-            return func(*args, **kwargs)
-        written = {_address_of(tensor) for tensor in _written(func, args)}
-        read = {_address_of(tensor): tensor for tensor in _tensors_in((args, kwargs))}
-        known = {address: memory for address, tensor in read.items() if (memory := self.find(tensor)) is not None}
-        if known and not _is_recomputing():
-            self._touch(known, written)
-        result = func(*args, **kwargs)
-        for tensor in _tensors_in(result):
-            storage = _storage_of(tensor)
-            if storage is not None and storage._cdata not in read:
-                self.num_made += 1
-                self._memories[storage._cdata] = Memory(storage, self.num_made)
-        return result
-
-    def _touch(self, memories: dict[int | None, Memory], written: set[int | None]) -> None:
-        if not _is_in_backward():
-            for address, memory in memories.items():
-                memory.touch(is_write=address in written)
-            return
-        if not self._has_collected:  # the forward is over: what is held now is held on purpose, or by a cycle
-            self._has_collected = True
-            collect_cycles(self._memories.values())
-        for memory in memories.values():
-            memory.touch_in_backward()
-
-    @contextmanager
-    def _paused(self) -> Iterator[None]:
-        before, self._is_paused = self._is_paused, True
-        try:
-            yield
-        finally:
-            self._is_paused = before
-
-
-class _Alias(torch.autograd.Function):
-    """The same numbers in the same memory, as another tensor."""
-
-    @staticmethod
-    def forward(_: Any, tensor: Tensor) -> Tensor:
-        return tensor.detach()
-
-    @staticmethod
-    def backward(_: Any, grad: Tensor) -> Tensor:
-        return grad
-
-    @staticmethod
-    def jvp(_: Any, tangent: Tensor) -> Tensor:
-        return tangent
-
-
 def watch_hooks(module: nn.Module, watch: StorageWatch, stack: ExitStack) -> None:
     """Note, for every user's hook in ``module``, which memory it is shown. ``stack`` undoes it."""
 
     def see(value: Any) -> None:
         if not torch.compiler.is_compiling():
-            for tensor in _tensors_in(value):
+            for tensor in tensors_in(value):
                 memory = watch.find(tensor)
                 if memory is not None:
                     memory.is_seen_by_hook = True
@@ -348,54 +199,12 @@ def is_plain(value: Any) -> bool:
         type(value) is Tensor
         and value.layout is torch.strided
         and not value.is_inference()
-        and not _is_in_backward()
+        and not is_in_backward()
         and not (value.requires_grad and not torch.is_grad_enabled())  # what a reentrant checkpoint was given
         and torch._C._functorch.peek_interpreter_stack() is None
         and not torch._C._is_tracing()
     )
 
 
-def collect_cycles(memories: Iterable[Memory]) -> None:
-    """Let tensors die that nothing but a reference cycle holds."""
-    if any(memory.is_given and memory.is_held() for memory in memories):
-        gc.collect()
-
-
 def _has_hooks(module: nn.Module, kinds: tuple[str, ...]) -> bool:
     return any(getattr(module, kind, None) for kind in kinds)
-
-
-def _is_in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
-
-
-def _is_recomputing() -> bool:
-    """Whether our own recomputation runs an operator again: the first run of it was seen."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_globals.get("__name__") == Recomputation.__module__:
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
-
-
-def _written(func: Any, args: tuple[Any, ...]) -> Iterator[Tensor]:
-    for position in written_arguments(func):
-        if position < len(args):
-            yield from _tensors_in(args[position])
-
-
-def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
-    try:
-        return tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):  # sparse, or a wrapper around other tensors
-        return None
-
-
-def _address_of(tensor: Tensor) -> int | None:
-    storage = _storage_of(tensor)
-    return storage._cdata if storage is not None else None

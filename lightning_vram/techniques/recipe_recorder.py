@@ -48,6 +48,7 @@ from lightning_vram.techniques.recipes import (
 aten = torch.ops.aten
 
 PLAIN_TYPES = frozenset({Tensor, nn.Parameter, nn.Buffer, FakeTensor})
+COPIED_BYTES = 64 * 1024  # weights of norms; what is larger is not copied to rebuild from it
 _MAX_HELD = 4
 _NUM_WITHOUT_STATISTICS = 6  # arguments of a batch norm that has no running statistics
 _HoldInputs = Callable[[Value], "list[Kept | Dropped] | None"]
@@ -70,7 +71,10 @@ class RecipeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._dropout = dropout
         self._hold_inputs = hold_inputs
         self._held: deque[Recipe] = deque()
+        self._copies: dict[int, tuple[Tensor, int, Tensor]] = {}
         self.values = NotedValues()
+        self.parameters_move = False
+        """Whether parameters are freed between the layers' forwards: recipes then end on copies of the small ones."""
         self._is_paused = False
         self._position = 0
         self._program = 0, 0
@@ -94,6 +98,7 @@ class RecipeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         self.values.clear()
         self._held.clear()
+        self._copies.clear()
         return self._learn(num_saved)
 
     @property
@@ -168,12 +173,23 @@ class RecipeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         filled: list[Any] = []
         for arg in args:
             if isinstance(arg, Tensor):
-                arg = self.values.value_of(arg)
-                inputs.append(arg)
+                if self.parameters_move and _is_small_weight(arg, args):
+                    arg = self._copy_parameter(arg)
+                else:
+                    arg = self.values.value_of(arg)
+                    inputs.append(arg)
             elif type(arg) is list:
                 arg = list(self._with_values(arg, inputs))
             filled.append(arg)
         return tuple(filled)
+
+    def _copy_parameter(self, parameter: Tensor) -> Tensor:
+        """Copy a parameter that will not be there when a second run asks: FSDP frees it after its layer's forward."""
+        known = self._copies.get(id(parameter))
+        if known is None or known[0] is not parameter or known[1] != parameter._version:
+            with self.paused(), torch.no_grad():
+                known = self._copies[id(parameter)] = (parameter, parameter._version, parameter.detach().clone())
+        return known[2]
 
     def _note(self, tensor: Tensor, recipe: Recipe, index: int = 0) -> Value:
         return self.values.note(tensor, recipe, version_of(tensor), index)
@@ -386,6 +402,11 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) ->
                 yield tensor
             elif isinstance(tensor, list | tuple):  # c10d: lists of lists
                 yield from (item for item in tensor if isinstance(item, Tensor))
+
+
+def _is_small_weight(arg: Tensor, args: Iterable[Any]) -> bool:
+    """Whether it is a parameter beside others, such as the weight of a norm, and not what a view is made of."""
+    return type(arg) is nn.Parameter and arg.nbytes <= COPIED_BYTES and next(iter(args)) is not arg
 
 
 def _keeps_dtype(args: tuple[Any, ...]) -> bool:

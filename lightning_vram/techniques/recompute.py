@@ -51,9 +51,6 @@ from lightning_vram.techniques.stepping_aside import stepping_aside
 aten = torch.ops.aten
 
 
-_COPIED_BYTES = 64 * 1024  # weights of norms; what is larger is not copied to rebuild from it
-
-
 @dataclass
 class RecomputationReport:
     """What one run saved for its backward."""
@@ -110,7 +107,6 @@ class Recomputation:
         self._exit: ExitStack | None = None
         self._fates: dict[Any, _Fate] = {}
         self._lasting: set[int] = set()
-        self._parameters_move = False
         self._unseen_references = 0 if isinstance(self, _CountReferences) else _references_of_autograds_own()
         self.report = RecomputationReport()
 
@@ -120,7 +116,7 @@ class Recomputation:
         self.report = RecomputationReport()
         if self._module is not None:
             self._lasting = {id(buffer) for buffer in self._module.buffers()}
-            self._parameters_move = is_sharded(self._module)
+            self._recorder.parameters_move = is_sharded(self._module)
         hooks = saved_tensors_hooks(self._pack, self._unpack)
         with ExitStack() as stack:
             stack.callback(self._clear)
@@ -236,7 +232,7 @@ class Recomputation:
         origin = source()
         if origin is None or source.version == NO_VERSION or source.version != version_of(origin):
             return False
-        is_moving = self._parameters_move and type(origin) is nn.Parameter and origin.nbytes > _COPIED_BYTES
+        is_moving = self._recorder.parameters_move and type(origin) is nn.Parameter
         return is_strided(origin) and not is_moving
 
     def _is_worth_it(self, sources: Iterable[Value], tensor: Tensor, recipe: Recipe) -> bool:
@@ -258,16 +254,9 @@ class Recomputation:
         if kept is None:
             origin = source()
             assert origin is not None
-            if self._parameters_move and type(origin) is nn.Parameter:
-                origin = self._copy(origin)
             kept = self._keep(source, origin)
         kept.is_end = True
         return kept
-
-    def _copy(self, parameter: Tensor) -> Tensor:
-        """Copy a parameter that will not be there when the backward asks: FSDP frees it after the forward."""
-        with self._recorder.paused(), torch.no_grad():
-            return parameter.detach().clone()
 
     def _hold_inputs(self, value: Value) -> list[Kept | Dropped] | None:
         """Keep what a growing operator read until its result is saved, if the result would be dropped then."""

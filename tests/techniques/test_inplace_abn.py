@@ -8,12 +8,8 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_vram.techniques.inplace_abn import (
-    InvertibleActivation,
-    Normalization,
-    normalize_and_activate,
-    predict_inversion_error,
-)
+from lightning_vram.techniques.inplace_abn import InvertibleActivation, Normalization, normalize_and_activate
+from lightning_vram.techniques.inversion_error import predict_inversion_error
 from tests.benchmarks import abn_errors
 
 C = 5
