@@ -59,10 +59,11 @@ def swap_class(module: nn.Module, key: str, state: object, run: Run) -> None:
         raise ValueError(f"module {name} cannot be changed: it is scripted or traced.")
     if key in vars(module) or "forward" in vars(module):
         raise ValueError(f"module {name} cannot be changed: it has been already, or its instance has its own forward.")
-    try:
-        module.__class__ = _swapped_class(type(module), key, run)
-    except TypeError as error:
-        raise ValueError(f"module {name} cannot be changed: {error}.") from None
+    if all(_key_of(kind) != key for kind in type(module).__mro__):  # else it is idle below another class, and wakes
+        try:
+            module.__class__ = _swapped_class(type(module), key, run)
+        except TypeError as error:
+            raise ValueError(f"module {name} cannot be changed: {error}.") from None
     vars(module)[key] = state
 
 

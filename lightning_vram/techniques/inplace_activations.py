@@ -241,7 +241,7 @@ def set_inplace(module: nn.Module, names: Iterable[str]) -> InplaceHandle:
 
 
 def _why_never(member: nn.Module) -> str | None:
-    forward = type(member).forward
+    forward = getattr(type(member), "forward", None)  # scripted modules have none
     if forward in _NEVER:
         return _NEVER[forward]
     if forward not in _EXACT or "forward" in vars(member):

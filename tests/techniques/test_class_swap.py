@@ -168,12 +168,14 @@ def test_two_techniques_are_undone_in_any_order(first: str, second: str, between
     assert module(x) == 3
 
 
-def test_a_key_that_was_undone_below_another_can_be_taken_again() -> None:
+def test_a_technique_that_comes_back_below_another_runs_once_and_in_its_place() -> None:
     module, x = swap(nn.ReLU(), DOUBLE, ADD), torch.tensor(3.0)
     restore_class(module, DOUBLE)
+    swap(module, DOUBLE)
+    assert module(x) == 3 * 2 + 2
     restore_class(module, ADD)
-    swap(module, ADD, DOUBLE)
-    assert module(x) == (3 + 2) * 2
+    restore_class(module, DOUBLE)
+    assert type(module) is nn.ReLU
 
 
 def test_a_class_put_on_top_stays_and_ours_is_idle_below_it() -> None:
@@ -184,6 +186,15 @@ def test_a_class_put_on_top_stays_and_ours_is_idle_below_it() -> None:
         restore_class(module, DOUBLE)
         assert type(module) is fsdp
         assert module(x) == 3
+
+
+def test_a_technique_that_comes_back_below_a_class_put_on_top_runs_once() -> None:
+    module, x = swap(nn.ReLU(), DOUBLE), torch.tensor(3.0)
+    fsdp = put_class_on_top(module)
+    restore_class(module, DOUBLE)
+    swap(module, DOUBLE)
+    assert type(module) is fsdp
+    assert module(x) == 6
 
 
 def test_a_technique_above_a_class_put_on_top_leaves_that_class() -> None:
