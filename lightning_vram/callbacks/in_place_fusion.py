@@ -106,7 +106,7 @@ class InPlaceFusion(Callback):
     def _apply(self, trainer: pl.Trainer) -> None:
         policy = FusionPolicy(self.mode, self.inplace, self.abn, self.fold_frozen_bn, self.min_bytes, self.dropout)
         self._fusion = fusion = Fusion(trainer.lightning_module, policy, _tell)
-        self._seams.append(StepSeam(trainer.strategy, "training_step", lambda: self._step(fusion)))
+        self._seams.append(StepSeam(trainer.strategy, "training_step", lambda: self._step(fusion), fusion.look))
 
     @contextmanager
     def _step(self, fusion: Fusion) -> Iterator[None]:

@@ -15,17 +15,25 @@ from lightning.pytorch.strategies import Strategy
 class StepSeam:
     """Stands in for one step of a strategy, such as ``training_step``, until :meth:`remove`."""
 
-    def __init__(self, strategy: Strategy, name: str, around: Callable[[], AbstractContextManager[object]]) -> None:
+    def __init__(
+        self,
+        strategy: Strategy,
+        name: str,
+        around: Callable[[], AbstractContextManager[object]],
+        look: Callable[[Any], None] | None = None,
+    ) -> None:
         """Put it in place.
 
         Args:
             strategy: Of the trainer that is about to run.
             name: Of the method.
             around: Makes the context for one call.
+            look: Is shown what a call returned, inside the context.
         """
         self._strategy = strategy
         self._name = name
         self._around: Callable[[], AbstractContextManager[object]] | None = around
+        self._look = look
         self._inner = getattr(strategy, name)
         setattr(strategy, name, self)
 
@@ -34,7 +42,10 @@ class StepSeam:
         if self._around is None:
             return self._inner(*args, **kwargs)
         with self._around():
-            return self._inner(*args, **kwargs)
+            result = self._inner(*args, **kwargs)
+            if self._look is not None:
+                self._look(result)
+            return result
 
     def remove(self) -> None:
         """Take it away. One that another seam was put over stays and does nothing."""

@@ -71,7 +71,11 @@ def apply_compiled_recomputation(model: nn.Module) -> CompiledRecomputationHandl
     """
     handle = CompiledRecomputationHandle()
     for module in model.modules():
-        if getattr(type(module), "forward", None) not in _FORWARDS or "forward" in vars(module) or getattr(module, "inplace", False):
+        if (
+            getattr(type(module), "forward", None) not in _FORWARDS
+            or "forward" in vars(module)
+            or getattr(module, "inplace", False)
+        ):
             continue
         try:
             swap_class(module, _KEY, None, _run)

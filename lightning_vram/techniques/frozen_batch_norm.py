@@ -24,7 +24,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_vram.techniques.class_swap import restore_class, swap_class
 from lightning_vram.techniques.module_links import Link
-from lightning_vram.techniques.recipes import version_of
+from lightning_vram.techniques.versions import version_of
 
 _Convolution: TypeAlias = (
     nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d

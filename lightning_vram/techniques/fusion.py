@@ -8,7 +8,7 @@ step of the real model, and they apply from the second on.
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from lightning_vram.techniques.frozen_batch_norm import (
     why_not_folded,
 )
 from lightning_vram.techniques.fused_modules import FUSED_ACTIVATIONS, FUSED_NORMS, fuse_norm_activations
+from lightning_vram.techniques.hidden_tensors import count_hidden_bytes
 from lightning_vram.techniques.inplace_activations import InplaceObserver, observe_inplace, set_inplace
 from lightning_vram.techniques.invertible_norms import apply_inplace_abn
 from lightning_vram.techniques.module_links import Link, LinkObserver, observe_links
@@ -109,6 +110,16 @@ class Fusion:
             self.remove()
             raise FusionError(str(error)) from None
         self._summarise()
+
+    def look(self, outputs: Any) -> None:
+        """Tell, in the first step, what cannot be reached: ``outputs`` is what the step returned."""
+        if not self._has_observed:
+            num_functions, hidden_bytes = count_hidden_bytes(outputs)
+            if hidden_bytes:
+                self._tell(
+                    f"leaves {format_bytes(hidden_bytes)} alone that {num_functions} custom autograd functions hold in "
+                    "attributes of ctx instead of ctx.save_for_backward()."
+                )
 
     def remove(self) -> None:
         """Make the module what it was. Calling it again does nothing."""

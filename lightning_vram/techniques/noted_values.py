@@ -7,14 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_vram.techniques.recipes import (
-    NO_VERSION,
-    Kept,
-    Recipe,
-    Value,
-    storage_address,
-    version_of,
-)
+from lightning_vram.techniques.kept_tensors import Kept
+from lightning_vram.techniques.recipes import Recipe, Value
+from lightning_vram.techniques.versions import NO_VERSION, storage_address, version_of
 
 _address = torch._C._storage_address  # type: ignore[attr-defined]
 

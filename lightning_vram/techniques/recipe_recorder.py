@@ -26,6 +26,7 @@ from lightning_vram.techniques.cheap_operators import (
 )
 from lightning_vram.techniques.dropout_recipes import DrawRecipe, DropoutRecipe
 from lightning_vram.techniques.hidden_from_dynamo import hide_from_dynamo
+from lightning_vram.techniques.kept_tensors import Kept
 from lightning_vram.techniques.norm_recipes import (
     BatchNormRecipe,
     is_training,
@@ -33,17 +34,9 @@ from lightning_vram.techniques.norm_recipes import (
     without_running_statistics,
 )
 from lightning_vram.techniques.noted_values import NotedValues
-from lightning_vram.techniques.recipes import (
-    CopyValue,
-    Dropped,
-    Kept,
-    MaskValue,
-    Recipe,
-    Value,
-    WriteRecipe,
-    is_strided,
-    version_of,
-)
+from lightning_vram.techniques.rebuilding import Dropped
+from lightning_vram.techniques.recipes import CopyValue, MaskValue, Recipe, Value, WriteRecipe
+from lightning_vram.techniques.versions import is_strided, version_of
 
 aten = torch.ops.aten
 

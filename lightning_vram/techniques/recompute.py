@@ -30,23 +30,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_vram.techniques.cheap_operators import Family, family_of
 from lightning_vram.techniques.hidden_from_dynamo import hide_from_dynamo
+from lightning_vram.techniques.kept_tensors import Kept, KeptMask
+from lightning_vram.techniques.rebuilding import Dropped, find_sources, rebuild
 from lightning_vram.techniques.recipe_recorder import PLAIN_TYPES, RecipeRecorder
-from lightning_vram.techniques.recipes import (
-    NO_VERSION,
-    Dropped,
-    Kept,
-    KeptMask,
-    MaskValue,
-    Recipe,
-    Value,
-    alias,
-    check_version,
-    find_sources,
-    is_strided,
-    rebuild,
-    version_of,
-)
+from lightning_vram.techniques.recipes import MaskValue, Recipe, Value
 from lightning_vram.techniques.stepping_aside import stepping_aside
+from lightning_vram.techniques.versions import NO_VERSION, alias, check_version, is_strided, version_of
 
 aten = torch.ops.aten
 

@@ -281,6 +281,29 @@ def test_two_optimizers_and_a_gradient_penalty_by_hand_leave_weights_equal_to_th
     assert_equal_weights(*runs)
 
 
+def test_what_custom_functions_hide_is_counted_and_left_alone(make_trainer, messages):
+    class Hide(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.hidden = x.sin()
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad * 2 + 0 * ctx.hidden
+
+    class Hiding(LitStack):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return Hide.apply(self.net(batch)).square().mean()
+
+    ours = fit(Hiding(), make_trainer, InPlaceFusion(min_bytes=0))
+    assert_equal_weights(ours, fit(Hiding(), make_trainer))
+    assert messages()[0] == (
+        "InPlaceFusion leaves 64 B alone that 1 custom autograd functions hold in attributes of ctx instead of "
+        "ctx.save_for_backward()."
+    )
+
+
 def test_a_step_that_fails_leaves_nothing_behind(make_trainer):
     class Failing(LitStack):
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
