@@ -16,7 +16,9 @@ def count_hidden_bytes(outputs: Any) -> tuple[int, int]:
     Returns:
         The functions that hide tensors, and the bytes of these tensors, each memory once.
     """
-    waiting = [leaf.grad_fn for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+    waiting: list[Any] = [
+        leaf.grad_fn for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.grad_fn is not None
+    ]
     seen: set[Any] = set(waiting)
     functions: set[str] = set()
     storages: dict[int, int] = {}
