@@ -138,7 +138,8 @@ class Fusion:
         folded: list[nn.Module] = []
         if self._policy.fold_frozen_bn:
             folded = self._fold([link for link in links if isinstance(link.consumer, BATCH_NORMS)])
-        pairs = [link for link in links if isinstance(link.consumer, _ACTIVATIONS) and link.producer not in folded]
+        shared = observed.links(allow_shared=True) if observed is not None else []
+        pairs = [link for link in shared if isinstance(link.consumer, _ACTIVATIONS) and link.producer not in folded]
         if self._policy.abn is not None:
             inverted = [link for link in pairs if isinstance(link.producer, BATCH_NORMS)]
             self._invert(inverted)

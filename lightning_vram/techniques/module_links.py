@@ -78,6 +78,7 @@ class LinkObserver:
         self._refused: set[nn.Module] = set()
         self._graph: list[Any] = []  # nodes: as long as they live, what they saved is not freed
         self._links: list[Link] = []
+        self._shared: list[Link] = []
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -98,27 +99,33 @@ class LinkObserver:
         self._exit.close()
         if error is None and not has_global_hooks():
             collect_cycles(self._taken)
-            self._links = list(self._prove())
+            proven = list(self._prove())
+            self._links = [link for link, is_exclusive in proven if is_exclusive]
+            self._shared = [link for link, _ in proven]
         for records in (self._outputs, self._taken, self._graph, self._open, self._starts):
             records.clear()
 
-    def links(self) -> list[Link]:
-        """Return the proven links, in the order of the producers. There are none if the block raised."""
-        return list(self._links)
+    def links(self, *, allow_shared: bool = False) -> list[Link]:
+        """Return the proven links, in the order of the producers. There are none if the block raised.
 
-    def _prove(self) -> Iterator[Link]:
+        Args:
+            allow_shared: Also those whose consumer took other tensors as well, of other producers or of none: an
+                activation that a block uses several times.
+        """
+        return list(self._shared if allow_shared else self._links)
+
+    def _prove(self) -> Iterator[tuple[Link, bool]]:
         for producer, memories in self._outputs.items():
             takers = {self._taken.get(memory) for memory in memories}
             consumer = takers.pop()
-            is_exclusive = not takers and consumer is not None and self._num_calls[consumer] == len(memories)
             if (
                 consumer is not None
-                and is_exclusive
+                and not takers
                 and self._refused.isdisjoint((producer, consumer))
                 and not any(is_parametrized(member) for member in (producer, consumer))
                 and all(memory.is_given_up() for memory in memories)
             ):
-                yield Link(producer, consumer)
+                yield Link(producer, consumer), self._num_calls[consumer] == len(memories)
 
     def _before_producer(self, module: nn.Module, _: Any) -> None:
         if not torch.compiler.is_compiling():
@@ -142,8 +149,7 @@ class LinkObserver:
         memory = self._find_output(args, kwargs)
         self._open[module].append(memory)
         if memory is None:
-            self._refused.add(module)
-            return None
+            return None  # a call that counts, of an input that is nobody's or that others have seen
         self._taken[memory] = module
         return (self._watch.hand_over(args[0], memory), *args[1:]), kwargs
 

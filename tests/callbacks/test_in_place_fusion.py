@@ -206,6 +206,35 @@ def test_inverted_activations_train_to_the_same_weights_up_to_rounding(make_trai
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+class Residual(nn.Module):
+    """One activation for the inside of a block and for its sum, as networks of torchvision have it."""
+
+    def __init__(self, activation: type[nn.Module]) -> None:
+        super().__init__()
+        self.stem, self.act = nn.Conv2d(3, 8, 1), activation()
+        self.conv1, self.norm1 = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.conv2, self.norm2 = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        y = self.norm2(self.conv2(self.act(self.norm1(self.conv1(x)))))
+        return self.head(self.act(x + y).mean((2, 3)))
+
+
+@pytest.mark.parametrize("options", [{"mode": "modules"}, {"abn": "invert"}], ids=["fused", "inverted"])
+def test_an_activation_that_is_used_twice_is_linked_where_it_follows_a_norm(make_trainer, messages, options):
+    runs = []
+    for callbacks in ([], [InPlaceFusion(**options)]):
+        model = LitStack(nn.LeakyReLU)
+        torch.manual_seed(0)
+        model.net = Residual(nn.LeakyReLU)
+        runs.append(fit(model, make_trainer, *callbacks))
+    assert any(message.startswith(("InPlaceFusion fuses 1", "InPlaceFusion inverts 1")) for message in messages())
+    for a, b in zip(runs[0].state_dict().values(), runs[1].state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
 def test_a_model_in_which_nothing_can_be_saved_gets_one_warning_and_no_overhead(make_trainer):
     class Linear(LitStack):
         def __init__(self) -> None:
