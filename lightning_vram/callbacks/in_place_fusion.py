@@ -33,14 +33,15 @@ class InPlaceFusion(Callback):
     checkpoints.
 
     Args:
-        mode: ``"general"`` drops the results of all cheap operators in eager code. ``"modules"`` fuses norms with the
-            activation behind them and costs no Python per operator, but saves less; in compiled code it lets the
-            compiler recompute norms and activations. ``"auto"`` does the first in eager and the second in compiled
-            code.
-        inplace: Let activations overwrite their input where the first step has proven that nobody else reads it.
+        mode: ``"general"`` drops the results of all cheap operators in eager code. ``"modules"`` lets activations
+            behind a norm keep the norm's input and costs no Python per operator, but saves less; in compiled code it
+            lets the compiler recompute norms and activations. ``"auto"`` does the first in eager and the second in
+            compiled code.
+        inplace: Let activations overwrite their input, in training steps, where one observed step has proven that
+            nobody else reads it. As the next two, only for models that take the same path in every step.
         abn: ``"invert"`` keeps only the output of a batch norm and the LeakyReLU or ELU behind it, and inverts them
             (InPlace-ABN, Rota Bulò et al. 2018, https://arxiv.org/abs/1712.02616). Gradients are then equal up to the
-            rounding of the inverse; norms for which that is too large are refused. ``None``: off.
+            rounding of the inverse; norms for which that is too large are left out. No double backward. ``None``: off.
         fold_frozen_bn: Fold batch norms in evaluation mode into the convolution before them, in fine-tuning and in
             ``validate``, ``test`` and ``predict`` (https://arxiv.org/abs/2305.11624). Equal up to rounding.
         min_bytes: Smaller tensors are kept: an ``int``, or text such as ``"4KiB"``.
@@ -78,6 +79,7 @@ class InPlaceFusion(Callback):
         self.dropout = dropout
         self._seams: list[StepSeam] = []
         self._fusion: Fusion | FrozenNormFolding | None = None
+        self._signature_without_use: int | None = None
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -92,6 +94,14 @@ class InPlaceFusion(Callback):
             self._seams.append(StepSeam(trainer.strategy, name, folding.step))
 
     @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: object, batch_idx: int
+    ) -> None:
+        without_use = self._signature_without_use
+        if without_use is not None and without_use != _signature(pl_module):  # layers were unfrozen
+            self._apply(trainer)
+
+    @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._undo()
 
@@ -104,12 +114,15 @@ class InPlaceFusion(Callback):
         return {**vars(self), "_seams": [], "_fusion": None}  # a copy is not part of any run
 
     def _apply(self, trainer: pl.Trainer) -> None:
+        self._signature_without_use = None
         policy = FusionPolicy(self.mode, self.inplace, self.abn, self.fold_frozen_bn, self.min_bytes, self.dropout)
         self._fusion = fusion = Fusion(trainer.lightning_module, policy, _tell)
-        self._seams.append(StepSeam(trainer.strategy, "training_step", lambda: self._step(fusion), fusion.look))
+        self._seams.append(
+            StepSeam(trainer.strategy, "training_step", lambda: self._step(trainer, fusion), fusion.look)
+        )
 
     @contextmanager
-    def _step(self, fusion: Fusion) -> Iterator[None]:
+    def _step(self, trainer: pl.Trainer, fusion: Fusion) -> Iterator[None]:
         try:
             with fusion.step():
                 yield
@@ -117,9 +130,10 @@ class InPlaceFusion(Callback):
             raise MisconfigurationException(f"InPlaceFusion: {error}") from None
         if not fusion.is_useful:
             self._undo()
+            self._signature_without_use = _signature(trainer.lightning_module)
             rank_zero_warn(
-                "InPlaceFusion found nothing to save in the first training step and is off for this fit. "
-                "What layers that are checkpointed or compiled keep is left to those."
+                "InPlaceFusion found nothing to save in a training step and is off as long as the same parameters are "
+                "trained. What layers that are checkpointed or compiled keep is left to those."
             )
 
     def _undo(self) -> None:
@@ -128,6 +142,12 @@ class InPlaceFusion(Callback):
         if self._fusion is not None:
             self._fusion.remove()
         self._fusion = None
+        self._signature_without_use = None
+
+
+def _signature(module: pl.LightningModule) -> int:
+    """A number that changes with the set of trained parameters."""
+    return hash(tuple(parameter.requires_grad for parameter in module.parameters()))
 
 
 def _tell(sentence: str) -> None:

@@ -5,6 +5,8 @@ generator is a few bytes on a GPU and 5 KB on the host, whatever the size of the
 time than reading bits.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -46,6 +48,10 @@ class DrawRecipe(Recipe):
 
     @override
     def run(self, args: list[Any]) -> Any:
+        with _outside_of_vmap():  # a batched backward draws what the forward drew
+            return self._draw()
+
+    def _draw(self) -> Any:
         like = torch.empty_strided(self._shape, self._strides, dtype=self._dtype, device=self._device)
         now = self._generator.get_state()
         self._generator.set_state(self._state)
@@ -55,6 +61,20 @@ class DrawRecipe(Recipe):
             return self.function(like, p=self._probability, train=True)
         finally:
             self._generator.set_state(now)
+
+
+@contextmanager
+def _outside_of_vmap() -> Iterator[None]:
+    """Leave the levels of ``autograd.grad(is_grads_batched=True)``, in which nothing random may be drawn."""
+    depth = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    for _ in range(depth):
+        torch._C._vmapmode_decrement_nesting()
+    try:
+        yield
+    finally:
+        for _ in range(depth):
+            torch._C._vmapmode_increment_nesting()
 
 
 def _scale(probability: float, like: Tensor) -> float:

@@ -69,6 +69,11 @@ class _Folding:
         storage, version = self.output
         return storage() is not input.untyped_storage() or version != version_of(input)
 
+    def end_step(self) -> bool:
+        """Forget the last output. Returns whether the norm did not get it."""
+        was_lost, self.output = self.output is not None, None
+        return was_lost
+
 
 class FoldingHandle:
     """Undoes :func:`fold_frozen_batch_norm`.
@@ -80,6 +85,11 @@ class FoldingHandle:
     def __init__(self, num_folded: int) -> None:
         self.num_folded = num_folded
         self._modules: list[nn.Module] = []
+        self._foldings: list[_Folding] = []
+
+    def end_step(self) -> bool:
+        """Return whether, since the last call, a convolution's output did not go to its norm alone and first."""
+        return sum(folding.end_step() for folding in self._foldings) > 0  # all of them are asked
 
     def remove(self) -> None:
         """Give every module its class back. Calling it again does nothing."""
@@ -119,6 +129,7 @@ def fold_frozen_batch_norm(links: Sequence[Link]) -> FoldingHandle:
                 pair = f"{type(link.producer).__name__} -> {type(link.consumer).__name__}"
                 raise ValueError(f"{pair} cannot be folded: {reason}.")
             folding = _Folding(link.producer, link.consumer)  # type: ignore[arg-type]
+            handle._foldings.append(folding)
             for module, run in ((link.producer, _run_convolution), (link.consumer, _run_norm)):
                 swap_class(module, _STATE, folding, run)
                 handle._modules.append(module)
@@ -182,6 +193,7 @@ def _pass_through(folding: _Folding, input: Tensor) -> Tensor:
             "a batch norm that is folded into its convolution was given another tensor than the convolution's output. "
             "The model took another path than when it was observed: do not fold this pair."
         )
+    folding.output = None
     check: Callable[[Tensor], None] = getattr(folding.norm, "_check_input_dim", lambda _: None)
     check(input)
     return input

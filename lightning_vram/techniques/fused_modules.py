@@ -1,28 +1,30 @@
-"""Let a norm and the activation behind it run as one function that keeps the norm's input alone.
+"""Let the activation behind a norm keep the norm's input, which is kept anyway, instead of the norm's output.
 
 Plain autograd keeps the norm's input, its output for the activation, and the activation's output for the next layer.
-Here the output of the norm is made again in the backward, by the kernels of the forward, so that gradients are equal
-to the bit (those of a double backward up to rounding: they are summed in another order). No dispatch mode,
-no cost per operator: the light form of
-:mod:`~lightning_vram.techniques.recompute`, which saves more. What it does not see: functional calls, sums, casts, and
-the next layer's input. It does not help for activations that keep their output anyway: ReLU, sigmoid, tanh.
+Here the activation's backward makes the norm's output again, by the kernel of the forward, so that gradients are equal
+to the bit (those of a double backward up to rounding: they are summed in another order). Pairs are recognised at every
+call, by the tensor: whoever else reads the norm's output reads what it always did.
+
+No dispatch mode, no cost per operator: the light form of :mod:`~lightning_vram.techniques.recompute`, which saves more.
+What it does not see: functional calls, sums, casts, and the next layer's input. It does not help for activations that
+keep their output anyway: ReLU, sigmoid, tanh.
 """
 
-import functools
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, Protocol
+import weakref
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.autograd.function import FunctionCtx
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_vram.techniques.class_swap import restore_class, swap_class
-from lightning_vram.techniques.handover import Handover
 
-_PRODUCER, _CONSUMER = "_fused_norm", "_fused_activation"
+_KEY = "_fused_module"
 
 FUSED_NORMS: tuple[type[nn.Module], ...] = (
     nn.BatchNorm1d,
@@ -45,168 +47,155 @@ FUSED_ACTIVATIONS: tuple[type[nn.Module], ...] = (
     nn.SiLU,
     nn.Softplus,
 )
-
-
-class Link(Protocol):
-    """A norm whose output goes to one activation, unchanged, and nowhere else."""
-
-    @property
-    def producer(self) -> nn.Module:
-        """One of :data:`FUSED_NORMS`."""
-
-    @property
-    def consumer(self) -> nn.Module:
-        """One of :data:`FUSED_ACTIVATIONS`."""
-
-
-@dataclass(frozen=True)
-class _Producer:
-    activate: Callable[[Tensor], Tensor]
-    handover: Handover
+_FORWARDS = frozenset(vars(kind).get("forward") for kind in (*FUSED_NORMS, *FUSED_ACTIVATIONS, _BatchNorm)) - {None}
 
 
 class FusedModulesHandle:
     """Undoes :func:`fuse_norm_activations`."""
 
     def __init__(self) -> None:
-        self._modules: list[tuple[nn.Module, str]] = []
+        self._modules: list[nn.Module] = []
+        self._outputs = _Outputs()
 
     @property
     def num_fused(self) -> int:
-        """Norms that run their activation."""
-        return sum(key == _PRODUCER for _, key in self._modules)
+        """Calls of activations, so far, that kept a norm's input."""
+        return self._outputs.num_taken
 
     def remove(self) -> None:
         """Give every module its class back. Calling it again does nothing."""
         while self._modules:
-            restore_class(*self._modules.pop())
+            restore_class(self._modules.pop(), _KEY)
 
 
-def fuse_norm_activations(links: Iterable[Link]) -> FusedModulesHandle:
-    """Fuse each linked pair, by changing the classes of both.
+def fuse_norm_activations(model: nn.Module, leave_out: Collection[nn.Module] = ()) -> FusedModulesHandle:
+    """Let the norms and activations of ``model`` work together wherever one follows the other.
+
+    Modules with a ``forward`` of their own, scripted ones and those of other classes are left alone.
 
     Args:
-        links: Pairs that an observed step has proven; others than norms and activations named here are refused.
+        model: Any module.
+        leave_out: Modules inside it that others have changed.
 
     Returns:
         The undo.
-
-    Raises:
-        ValueError: If a module is of another kind or cannot be changed. The modules are then as they were.
     """
     handle = FusedModulesHandle()
-    handovers: dict[nn.Module, Handover] = {}
-    try:
-        for link in links:
-            _check(link)
-            if link.consumer not in handovers:
-                handovers[link.consumer] = Handover()
-                swap_class(link.consumer, _CONSUMER, handovers[link.consumer], _run_activation)
-                handle._modules.append((link.consumer, _CONSUMER))
-            activate = functools.partial(_plain_forward(link.consumer), link.consumer)
-            swap_class(link.producer, _PRODUCER, _Producer(activate, handovers[link.consumer]), _run_norm)
-            handle._modules.append((link.producer, _PRODUCER))
-    except BaseException:
-        handle.remove()
-        raise
+    for module in model.modules():
+        if module in leave_out or getattr(type(module), "forward", None) not in _FORWARDS or "forward" in vars(module):
+            continue
+        run = _run_norm if isinstance(module, FUSED_NORMS) else _run_activation
+        if run is _run_activation and (not isinstance(module, FUSED_ACTIVATIONS) or getattr(module, "inplace", False)):
+            continue
+        try:
+            swap_class(module, _KEY, handle._outputs, run)
+        except ValueError:
+            continue
+        handle._modules.append(module)
     return handle
 
 
-def _plain_forward(activation: nn.Module) -> Callable[[nn.Module, Tensor], Tensor]:
-    """The forward below our class: hooks of the activation run when it is called, not here."""
-    kinds = [kind for kind in type(activation).__mro__ if kind in FUSED_ACTIVATIONS]
-    return kinds[0].forward
+@dataclass(frozen=True)
+class _Output:
+    """What a norm returned, and how to make it again."""
+
+    tensor: weakref.ref[Tensor]
+    version: int
+    norm: Any
+    autocast: dict[str, Any]
+    inputs: tuple[Tensor | None, ...]
+    """Input, weight, bias, and in evaluation the running statistics. The norm's own backward keeps them as well."""
+
+    def again(self, input: Tensor, weight: Tensor | None, bias: Tensor | None, *statistics: Tensor | None) -> Tensor:
+        norm = self.norm
+        with torch.autocast(**self.autocast, cache_enabled=False):
+            if isinstance(norm, nn.LayerNorm):
+                return F.layer_norm(input, norm.normalized_shape, weight, bias, norm.eps)
+            if isinstance(norm, nn.GroupNorm):
+                return F.group_norm(input, norm.num_groups, weight, bias, norm.eps)
+            if isinstance(norm, nn.RMSNorm):
+                return F.rms_norm(input, norm.normalized_shape, weight, norm.eps)
+            mean, variance = statistics
+            is_training = mean is None or variance is None
+            if is_training and norm.running_mean is not None:  # others to move: their dtype decides on the kernel
+                mean, variance = torch.zeros_like(norm.running_mean), torch.ones_like(norm.running_var)
+            return F.batch_norm(input, mean, variance, weight, bias, is_training, 0.0, norm.eps)
 
 
-def _check(link: Link) -> None:
-    if not isinstance(link.producer, FUSED_NORMS) or not isinstance(link.consumer, FUSED_ACTIVATIONS):
-        names = f"{type(link.producer).__name__} and {type(link.consumer).__name__}"
-        raise ValueError(f"{names} cannot be fused: it takes a norm and an activation that keeps its input.")
+class _Outputs:
+    """Outputs of norms that are alive and have met no activation."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, _Output] = {}
+        self.num_taken = 0
+
+    def give(self, output: Tensor, norm: Any, autocast: dict[str, Any], inputs: tuple[Tensor | None, ...]) -> None:
+        key = id(output)
+        # What the norm read dies with its output: the entry must not keep it.
+        reference = weakref.ref(output, lambda _: self._by_id.pop(key, None))
+        self._by_id[key] = _Output(reference, output._version, norm, autocast, inputs)
+
+    def take(self, input: Tensor) -> _Output | None:
+        output = self._by_id.pop(id(input), None)
+        if output is None or output.tensor() is not input or output.version != input._version:
+            return None
+        self.num_taken += 1
+        return output
 
 
-def _run_norm(norm: nn.Module, state: _Producer, plain: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
-    is_recorded = torch.is_grad_enabled() and torch._C._functorch.peek_interpreter_stack() is None
-    if torch.compiler.is_compiling() or not is_recorded:
-        return plain(input)
-    module: Any = norm
-    is_batch_norm = isinstance(norm, _BatchNorm)
-    statistics = (module.running_mean, module.running_var) if is_batch_norm and not norm.training else (None, None)
-    bias = getattr(norm, "bias", None)
-    call = _Call(norm, state.activate, plain, _autocast_state(input.device.type))
-    output: Tensor = _NormActivation.apply(  # type: ignore[no-untyped-call]
-        call, input, module.weight, bias, *statistics
-    )
-    state.handover.give(output)
+def _is_recorded(input: Tensor) -> bool:
+    is_transformed = torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+    is_plain = torch.is_grad_enabled() and not torch.compiler.is_compiling() and not is_transformed
+    return is_plain and type(input) is Tensor
+
+
+def _run_norm(norm: nn.Module, outputs: _Outputs, plain: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
+    output = plain(input)
+    if _is_recorded(input) and type(output) is Tensor and output.requires_grad and output is not input:
+        module: Any = norm
+        is_frozen = isinstance(norm, _BatchNorm) and not norm.training
+        statistics = (module.running_mean, module.running_var) if is_frozen else (None, None)
+        device_type = input.device.type
+        autocast = {
+            "device_type": device_type,
+            "dtype": torch.get_autocast_dtype(device_type),
+            "enabled": torch.is_autocast_enabled(device_type),
+        }
+        outputs.give(output, norm, autocast, (input, module.weight, getattr(norm, "bias", None), *statistics))
     return output
 
 
 def _run_activation(
-    activation: nn.Module, handover: Handover, plain: Callable[[Tensor], Tensor], input: Tensor
+    activation: nn.Module, outputs: _Outputs, plain: Callable[[Tensor], Tensor], input: Tensor
 ) -> Tensor:
-    return input if handover.take(input) else plain(input)
+    output = outputs.take(input) if _is_recorded(input) else None
+    if output is None:
+        return plain(input)
+    result: Tensor = _Activation.apply(output, plain, input, *output.inputs)  # type: ignore[no-untyped-call]
+    return result
 
 
-def _autocast_state(device_type: str) -> dict[str, Any]:
-    return {
-        "device_type": device_type,
-        "dtype": torch.get_autocast_dtype(device_type),
-        "enabled": torch.is_autocast_enabled(device_type),
-    }
+class _Activation(torch.autograd.Function):
+    """The activation of a norm's output; keeps what the norm keeps."""
 
-
-@dataclass(frozen=True)
-class _Call:
-    """One call of a pair, and how to make it again."""
-
-    norm: nn.Module
-    activate: Callable[[Tensor], Tensor]
-    plain_norm: Callable[[Tensor], Tensor]
-    autocast: dict[str, Any]
-
-    def first(self, input: Tensor) -> Tensor:
-        return self.activate(self.plain_norm(input))
-
-    def again(self, input: Tensor, weight: Tensor | None, bias: Tensor | None, *statistics: Tensor | None) -> Tensor:
-        norm: Any = self.norm
-        with torch.autocast(**self.autocast, cache_enabled=False):
-            if isinstance(norm, nn.LayerNorm):
-                output = F.layer_norm(input, norm.normalized_shape, weight, bias, norm.eps)
-            elif isinstance(norm, nn.GroupNorm):
-                output = F.group_norm(input, norm.num_groups, weight, bias, norm.eps)
-            elif isinstance(norm, nn.RMSNorm):
-                output = F.rms_norm(input, norm.normalized_shape, weight, norm.eps)
-            else:
-                output = self._batch_norm(input, weight, bias, *statistics)
-            return self.activate(output)
-
-    def _batch_norm(self, input: Tensor, weight: Tensor | None, bias: Tensor | None, *saved: Tensor | None) -> Tensor:
-        norm: Any = self.norm
-        mean, variance = saved
-        is_training = mean is None or variance is None
-        if is_training and norm.running_mean is not None:  # others to move: their dtype decides on the kernel
-            mean, variance = torch.zeros_like(norm.running_mean), torch.ones_like(norm.running_var)
-        return F.batch_norm(input, mean, variance, weight, bias, is_training, 0.0, norm.eps)
-
-
-class _NormActivation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, call: _Call, input: Tensor, *others: Tensor | None) -> Tensor:
-        ctx.call = call  # type: ignore[attr-defined]
-        ctx.save_for_backward(input, *others)  # type: ignore[arg-type]
-        return call.first(input)
+    def forward(
+        ctx: FunctionCtx, output: _Output, plain: Callable[[Tensor], Tensor], input: Tensor, *of_norm: Tensor | None
+    ) -> Tensor:
+        ctx.call = replace(output, inputs=()), plain  # type: ignore[attr-defined]  # saved below, not hidden
+        ctx.save_for_backward(*of_norm)  # type: ignore[arg-type]
+        return plain(input)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        needs = ctx.needs_input_grad[1:4]
+        output, plain = ctx.call
+        saved = ctx.saved_tensors  # asked for once: checkpoints of the user's own allow no more
         is_differentiable = torch.is_grad_enabled()  # a graph of the backward is asked for
-        tensors = list(ctx.saved_tensors)
-        if not is_differentiable:
-            tensors[:3] = [
-                tensor.detach().requires_grad_(need) if tensor is not None else None
-                for tensor, need in zip(tensors[:3], needs, strict=True)
-            ]
+        with torch.set_grad_enabled(is_differentiable):
+            again = output.again(*saved)
         with torch.enable_grad():
-            output = ctx.call.again(*tensors)
-        wanted = [tensor for tensor, need in zip(tensors[:3], needs, strict=True) if need]
-        grads = iter(torch.autograd.grad(output, wanted, grad, create_graph=is_differentiable))
-        return None, *(next(grads) if need else None for need in needs), None, None
+            source = again if is_differentiable else again.detach().requires_grad_()
+            with torch.autocast(**output.autocast, cache_enabled=False):
+                result = plain(source)
+        (gradient,) = torch.autograd.grad(result, source, grad, create_graph=is_differentiable)
+        return None, None, gradient, *(None for _ in saved)

@@ -11,6 +11,7 @@ class Handover:
     """Outputs on their way from norms to one activation. By storage, not tensor: FSDP2 hands on an alias."""
 
     _under_way: list[StorageWeakRef] = field(default_factory=list)
+    _lost: bool = False
 
     def give(self, output: Tensor) -> None:
         """Note that ``output`` is activated."""
@@ -28,6 +29,12 @@ class Handover:
         self._forget_expired()
         return False
 
+    def end_step(self) -> bool:
+        """Forget what is under way. Returns whether an output was given and never taken."""
+        was_lost, self._under_way = self._lost or bool(self._under_way), []
+        self._lost = False
+        return was_lost
+
     @property
     def is_pending(self) -> bool:
         """Whether an output is alive that never arrived."""
@@ -35,6 +42,7 @@ class Handover:
 
     def _forget_expired(self) -> None:
         """Forget outputs that never arrived, because a forward was interrupted."""
+        self._lost = self._lost or any(storage.expired() for storage in self._under_way)  # type: ignore[no-untyped-call]
         self._under_way = [storage for storage in self._under_way if not storage.expired()]  # type: ignore[no-untyped-call]
 
 

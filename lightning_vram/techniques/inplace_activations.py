@@ -253,4 +253,6 @@ def _why_never(member: nn.Module) -> str | None:
 
 def _is_kept(tensor: Tensor) -> bool:
     """Whether what made ``tensor`` may need it in its backward."""
-    return tensor.grad_fn is not None and tensor.grad_fn.name() not in _DO_NOT_KEEP_OUTPUT
+    if tensor.grad_fn is None:
+        return torch.is_grad_enabled()  # what made it is frozen as yet, and may not stay so
+    return tensor.grad_fn.name() not in _DO_NOT_KEEP_OUTPUT

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_vram.techniques.class_swap import restore_class, swap_class
@@ -74,6 +75,11 @@ class InPlaceABNHandle:
     def num_fallen_back(self) -> int:
         """Pairs that compute as the plain modules do, because gamma has become too small to recover the input."""
         return sum(state.has_fallen_back for state in self._states)
+
+    def end_step(self) -> bool:
+        """Return whether, since the last call, a norm activated its output and the activation did not get it."""
+        handovers = {id(state.handover): state.handover for state in self._states}
+        return sum(handover.end_step() for handover in handovers.values()) > 0  # all of them are asked
 
     def remove(self) -> None:
         """Give every module its class back. Calling it again does nothing."""
@@ -133,6 +139,32 @@ def apply_inplace_abn(
         handle.remove()
         raise
     return handle
+
+
+def apply_inplace_abn_where_safe(links: Iterable[Link]) -> tuple[InPlaceABNHandle, list[str]]:
+    """Do as :func:`apply_inplace_abn` for each link that is not refused.
+
+    Returns:
+        The undo of all, and why each of the others was refused.
+    """
+    whole, refused = InPlaceABNHandle(), []
+    handovers: dict[nn.Module, Handover] = {}
+    for link in links:
+        if link.consumer in handovers:  # an activation that several norms feed is swapped once
+            restore_class(link.consumer, _STATE)
+        try:
+            handle = apply_inplace_abn([link])
+        except ValueError as error:
+            refused.append(str(error).partition(": ")[2])
+            if link.consumer in handovers:
+                swap_class(link.consumer, _STATE, handovers[link.consumer], _run_consumer)
+            continue
+        handover = handovers.setdefault(link.consumer, handle._states[0].handover)
+        handle._states[0].handover = handover
+        vars(link.consumer)[_STATE] = handover
+        whole._modules += [module for module in handle._modules if module not in whole._modules]
+        whole._states += handle._states
+    return whole, refused
 
 
 # --- what is refused ---
@@ -251,7 +283,7 @@ def _run_consumer(
 
 def _is_recorded(norm: Any, input: Tensor) -> bool:
     """Whether a gradient is recorded by autograd alone, and the plain norm would not refuse the input."""
-    if not torch.is_grad_enabled() or _is_transformed() or input.dim() < 2:
+    if not torch.is_grad_enabled() or _is_transformed() or input.dim() < 2 or forward_ad._current_level >= 0:
         return False
     if norm.training and _process_group(norm) is None and input.numel() <= input.shape[1]:
         return False

@@ -46,6 +46,10 @@ class Kept:
         if not self.is_end or self._copy is not None:
             self.is_overwritten = not self.is_end
             return
+        self.copy()
+
+    def copy(self) -> None:
+        """Let recipes read what it holds now, whatever becomes of it."""
         self._copy = _copy(self.tensor)
 
 

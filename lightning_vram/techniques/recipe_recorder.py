@@ -194,7 +194,8 @@ class RecipeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # Handlers. Each runs the operator and returns what it returns.
 
     def _elementwise(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        if len(args) > 1 and isinstance(args[1], Tensor) and args[0].dtype is not args[1].dtype:
+        are_tensors = len(args) > 1 and isinstance(args[1], Tensor) and isinstance(args[0], Tensor)  # not ``2 ** x``
+        if are_tensors and args[0].dtype is not args[1].dtype:
             return self._growing(func, args, kwargs)  # a sum in float32 of what was made in 16 bits
         recipe = self._recipe(func, args, kwargs)
         result = func(*args, **kwargs) if kwargs else func(*args)
@@ -217,8 +218,8 @@ class RecipeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _growing(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         recipe = self._recipe(func, args, kwargs)
         result = func(*args, **kwargs) if kwargs else func(*args)
-        if not is_strided(result) or (func is aten._to_copy.default and result.device != args[0].device):
-            return result  # a copy from another device is not cheap
+        if not is_strided(result) or (func is aten._to_copy.default and not _is_believed_copy(args[0], result)):
+            return result
         if not torch.is_grad_enabled():
             self._note(result, recipe)
             return result
@@ -236,10 +237,10 @@ class RecipeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _copy_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        if kwargs:  # ``contiguous`` and ``reshape`` name a memory format
+        if kwargs and args[0].requires_grad:  # ``contiguous`` and ``reshape`` name a memory format
             return self._elementwise(func, args, kwargs)
         recipe = self._recipe(func, args, kwargs)
-        result = func(*args)
+        result = func(*args, **kwargs) if kwargs else func(*args)
         self.values.note(result, recipe, version_of(result), kind=CopyValue)
         return result
 
@@ -395,6 +396,14 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) ->
                 yield tensor
             elif isinstance(tensor, list | tuple):  # c10d: lists of lists
                 yield from (item for item in tensor if isinstance(item, Tensor))
+
+
+def _is_believed_copy(source: Tensor, copy: Tensor) -> bool:
+    """Whether a converted copy is made again: not one from another device, nor one that may be made to be written.
+
+    A batch is converted and then changed by NumPy or an extension, past all operators; what has a gradient is not.
+    """
+    return copy.device == source.device and (source.requires_grad or type(source) is nn.Parameter)
 
 
 def _is_small_weight(arg: Tensor, args: Iterable[Any]) -> bool:

@@ -40,6 +40,10 @@ from lightning_vram.techniques.versions import NO_VERSION, alias, check_version,
 aten = torch.ops.aten
 
 
+_COPIED_BYTES = 64 * 1024
+_MAX_SHAPES = 16
+
+
 @dataclass
 class RecomputationReport:
     """What one run saved for its backward."""
@@ -48,6 +52,8 @@ class RecomputationReport:
     """Bytes that plain autograd would have kept and that will be made again. Each tensor counts once."""
     kept_bytes: int = 0
     """Bytes kept, those that recipes end on included; parameters and buffers are not."""
+    num_saved: int = 0
+    """Tensors that autograd asked to keep, parameters excepted."""
     num_dropped: int = 0
     num_verified: int = 0
     differing: Counter[str] = field(default_factory=Counter)
@@ -92,9 +98,8 @@ class Recomputation:
         self._verify = verify
         self._recorder = RecipeRecorder(dropout, weakref.WeakMethod(self._hold_inputs))
         self._values = self._recorder.values
-        self._num_saved = 0
         self._exit: ExitStack | None = None
-        self._fates: dict[Any, _Fate] = {}
+        self._fates: dict[int, dict[Any, _Fate]] = {}  # by recipe, then by shape
         self._lasting: set[int] = set()
         self._unseen_references = 0 if isinstance(self, _CountReferences) else _references_of_autograds_own()
         self.report = RecomputationReport()
@@ -123,9 +128,9 @@ class Recomputation:
             stack.close()
 
     def _clear(self) -> None:
-        if self._recorder.clear(self._num_saved):  # another program: what is kept in it may pay for other things
-            self._fates = {place: fate for place, fate in self._fates.items() if fate is not _Fate.TOO_DEAR}
-        self._num_saved = 0
+        if self._recorder.clear(self.report.num_saved):  # another program: what is kept in it may pay for other things
+            for place, fates in self._fates.items():
+                self._fates[place] = {shape: fate for shape, fate in fates.items() if fate is not _Fate.TOO_DEAR}
 
     @hide_from_dynamo
     def _pack(self, tensor: Tensor) -> Any:
@@ -133,7 +138,7 @@ class Recomputation:
         kind = type(tensor)
         if kind is nn.Parameter:
             return tensor, tensor._version  # itself: FSDP refills the memory of parameters
-        self._num_saved += 1
+        self.report.num_saved += 1
         if kind not in PLAIN_TYPES or not is_strided(tensor):
             return tensor.detach() if tensor.grad_fn is not None else tensor
         value = self._values.find(tensor)
@@ -190,19 +195,22 @@ class Recomputation:
     def _drop(self, value: Value, tensor: Tensor) -> Dropped | None:
         recipe = value.recipe
         assert recipe is not None
-        place = (recipe.identify(), tensor.shape, tensor.stride(), tensor.dtype)
-        fate = self._fates.get(place)
+        fates = self._fates.setdefault(recipe.identify(), {})
+        shape = (tensor.shape, tensor.stride(), tensor.dtype)
+        fate = fates.get(shape)
+        if fate is None and len(fates) >= _MAX_SHAPES and len(set(fates.values())) == 1:
+            fate = next(iter(fates.values()))  # batches of any length: enough of them were tried
         if fate is not None and fate is not _Fate.DROPPED:
             return None
         found = find_sources(value, self._max_depth)
         if found is None or not all(map(self._can_be_held, found[0])):
             return None
         if fate is None and not self._is_worth_it(found[0], tensor, recipe):
-            self._fates[place] = _Fate.TOO_DEAR
+            fates[shape] = _Fate.TOO_DEAR
             return None
         sources = [self._hold(source) for source in found[0]]
         if self._verify == "always" or fate is None:
-            fate = self._fates[place] = self._compare(value, tensor)
+            fate = fates[shape] = self._compare(value, tensor)
             if fate is not _Fate.DROPPED:
                 return None
         recipe.held = None
@@ -244,6 +252,9 @@ class Recomputation:
             origin = source()
             assert origin is not None
             kept = self._keep(source, origin)
+            if id(origin) in self._lasting and origin.nbytes <= _COPIED_BYTES:
+                with self._recorder.paused(), torch.no_grad():
+                    kept.copy()  # a buffer may be moved between the step and its backward
         kept.is_end = True
         return kept
 

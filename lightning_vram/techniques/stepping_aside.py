@@ -29,7 +29,9 @@ class _Active(threading.local):
 _active = _Active()
 _lock = threading.Lock()
 _num_users = 0
-_originals: dict[str, Any] = {}
+# Bound for good: whoever imports one of ours by name inside a step keeps it.
+_disable: Callable[[str], AbstractContextManager[None]] = graph.disable_saved_tensors_hooks
+_backward: Callable[..., Any] | None = getattr(torch.autograd, _RUN_BACKWARD, None)
 
 
 @contextmanager
@@ -50,12 +52,8 @@ def _install() -> None:
         _num_users += 1
         if _num_users > 1:
             return
-        _originals["disable"] = graph.disable_saved_tensors_hooks
         graph.disable_saved_tensors_hooks = _disable_without_ours  # type: ignore[assignment]
-        if hasattr(
-            torch.autograd, _RUN_BACKWARD
-        ):  # without it a backward inside may round differently in few operators
-            _originals["backward"] = getattr(torch.autograd, _RUN_BACKWARD)
+        if _backward is not None:  # without it a backward inside may round differently in few operators
             setattr(torch.autograd, _RUN_BACKWARD, _run_backward)
 
 
@@ -65,36 +63,37 @@ def _uninstall() -> None:
         _num_users -= 1
         if _num_users:
             return
-        graph.disable_saved_tensors_hooks = _originals.pop("disable")
-        if "backward" in _originals:
-            setattr(torch.autograd, _RUN_BACKWARD, _originals.pop("backward"))
+        graph.disable_saved_tensors_hooks = _disable  # type: ignore[assignment]
+        if _backward is not None:
+            setattr(torch.autograd, _RUN_BACKWARD, _backward)
 
 
 @contextmanager
 def _disable_without_ours(message: str) -> Iterator[None]:
-    disable: Callable[[str], AbstractContextManager[None]] = _originals["disable"]
     hooks = _active.entered[-1][0] if _active.entered else None
     ignore_is_tracing = False
     top: Any = torch._C._autograd._top_saved_tensors_default_hooks(ignore_is_tracing)
     if hooks is None or top is None or top[0] != hooks.pack_hook:
-        with disable(message):  # hooks of the user's own lie on top: the transform refuses them, as it would without us
+        with _disable(
+            message
+        ):  # hooks of the user's own lie on top: the transform refuses them, as it would without us
             yield
         return
     hooks.__exit__(None, None, None)
     try:
-        with disable(message):
+        with _disable(message):
             yield
     finally:
         hooks.__enter__()
 
 
 def _run_backward(*args: Any, **kwargs: Any) -> Any:
-    run = _originals["backward"]
+    assert _backward is not None
     mode = _active.entered[-1][1] if _active.entered else None
     if mode is None or _get_current_dispatch_mode() is not mode:
-        return run(*args, **kwargs)
+        return _backward(*args, **kwargs)
     mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
     try:
-        return run(*args, **kwargs)
+        return _backward(*args, **kwargs)
     finally:
         mode.__enter__()  # type: ignore[no-untyped-call]

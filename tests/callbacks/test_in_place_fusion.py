@@ -12,6 +12,7 @@ import torch
 from helpers import LitManual, LitTiny, TinyCNN, TinyGPT, assert_equal_weights, describe_module
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_vram import ActivationCheckpointing, InPlaceFusion, VRAMMonitor
@@ -129,22 +130,26 @@ def test_every_mode_leaves_weights_equal_to_the_bit(make_trainer, mode, inplace,
 def test_activations_are_in_place_during_the_fit_and_not_after_it(make_trainer, messages):
     model, seen = LitStack(nn.LeakyReLU), []
 
-    class Look(pl.Callback):
-        def on_train_batch_end(self, trainer, pl_module, *_):
-            seen.append(pl_module.net.body[0][2].inplace)
+    class Look(LitStack):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            seen.append(self.net.body[0][2].inplace)
+            return super().training_step(batch, batch_idx)
 
-    fit(model, make_trainer, InPlaceFusion(inplace=True), Look())
-    assert seen[0]
-    assert all(seen)
+        def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+            assert not self.net.body[0][2].inplace
+
+    model = Look(nn.LeakyReLU)
+    fit(model, make_trainer, InPlaceFusion(inplace=True))
+    assert seen == [False, True, True, True, True, True]
     assert not model.net.body[0][2].inplace
-    assert any(message.startswith("InPlaceFusion runs 3 activations in place (") for message in messages())
+    assert any(message.startswith("InPlaceFusion runs 3 activations in place: ") for message in messages())
 
 
-def test_pairs_are_fused_from_the_second_step_on_and_not_after_the_fit(make_trainer, messages):
+def test_pairs_are_fused_during_the_fit_and_not_after_it(make_trainer, messages):
     model = LitStack()
     before = describe_module(model)
     fit(model, make_trainer, InPlaceFusion(mode="modules"))
-    assert messages() == ["InPlaceFusion fuses 3 norms with the activation behind them."]
+    assert messages() == ["InPlaceFusion keeps the input of a norm for 3 activations behind one."]
     assert describe_module(model) == before
 
 
@@ -176,8 +181,8 @@ def test_folding_norms_in_training_mode_is_refused(make_trainer):
     with pytest.raises(MisconfigurationException) as raised:
         fit(LitStack(), make_trainer, InPlaceFusion(fold_frozen_bn=True))
     assert str(raised.value) == (
-        "InPlaceFusion: fold_frozen_bn=True, but all batch norms behind convolutions are in training mode, the first "
-        "is 'net.body.0.1'. Call .eval() on them in LightningModule.train() or on_train_epoch_start, or leave "
+        "InPlaceFusion: fold_frozen_bn=True, but of 3 batch norms that read a convolution alone none is in evaluation "
+        "mode, the first is 'net.body.0.1'. Call .eval() on them before the fit or in on_train_epoch_start, or leave "
         "fold_frozen_bn out."
     )
 
@@ -187,9 +192,9 @@ def test_inverting_relu_is_refused(make_trainer):
     with pytest.raises(MisconfigurationException) as raised:
         fit(model, make_trainer, InPlaceFusion(abn="invert"))
     assert str(raised.value) == (
-        "InPlaceFusion: abn='invert' needs batch norms followed by LeakyReLU, ELU or Identity, found ReLU. Others "
-        "cannot be inverted: ReLU drops what is below zero. Leave abn out: recomputation saves the same and needs "
-        "no inverse."
+        "InPlaceFusion: abn='invert' needs batch norms whose only reader is a LeakyReLU, ELU or Identity; activations "
+        "found behind batch norms: ReLU. Others cannot be inverted: ReLU drops what is below zero. Leave abn out: "
+        "recomputation saves the same and needs no inverse."
     )
     assert type(model.net.body[0][1]) is nn.BatchNorm2d
 
@@ -230,7 +235,10 @@ def test_an_activation_that_is_used_twice_is_linked_where_it_follows_a_norm(make
         torch.manual_seed(0)
         model.net = Residual(nn.LeakyReLU)
         runs.append(fit(model, make_trainer, *callbacks))
-    assert any(message.startswith(("InPlaceFusion fuses 1", "InPlaceFusion inverts 1")) for message in messages())
+    assert any(
+        message.startswith(("InPlaceFusion keeps the input of a norm for 1", "InPlaceFusion inverts 1"))
+        for message in messages()
+    )
     for a, b in zip(runs[0].state_dict().values(), runs[1].state_dict().values(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
@@ -245,7 +253,7 @@ def test_a_model_in_which_nothing_can_be_saved_gets_one_warning_and_no_overhead(
             self.is_shadowed = "training_step" in vars(self.trainer.strategy)
 
     model = Linear()
-    with pytest.warns(UserWarning, match="^InPlaceFusion found nothing to save in the first training step") as warned:
+    with pytest.warns(UserWarning, match="^InPlaceFusion found nothing to save in a training step") as warned:
         fit(model, make_trainer, InPlaceFusion())
     assert sum("InPlaceFusion" in str(warning.message) for warning in warned) == 1
     assert not model.is_shadowed
@@ -370,6 +378,92 @@ def test_strategies_that_move_parameters_are_refused(make_trainer):
         MisconfigurationException, match=r"^InPlaceFusion does not work with Sharded: it frees and moves"
     ):
         callback.setup(trainer, LitStack(), "fit")
+
+
+@pytest.mark.parametrize("options", [{"mode": "modules"}, {"abn": "invert"}, {"fold_frozen_bn": True}], ids=str)
+def test_checkpoints_of_the_users_own_find_the_modules_as_the_forward_did(make_trainer, options):
+    class Checkpointing(LitStack):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return checkpoint(self.net, batch, use_reentrant=False).square().mean()
+
+    frozen = "fold_frozen_bn" in options
+    plain = fit(Checkpointing(nn.LeakyReLU, frozen=frozen), make_trainer)
+    ours = fit(Checkpointing(nn.LeakyReLU, frozen=frozen), make_trainer, InPlaceFusion(**options))
+    for a, b in zip(plain.state_dict().values(), ours.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_path_that_changes_leaves_fused_pairs_equal_to_the_bit(make_trainer):
+    class Changing(LitStack):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            stage = self.net.body[0]
+            y = stage[1](stage[0](batch))
+            z = stage[2](y) if batch_idx != 1 else y
+            return (z + y if batch_idx == 2 else z).square().mean()
+
+    plain = fit(Changing(), make_trainer)
+    assert_equal_weights(fit(Changing(), make_trainer, InPlaceFusion(mode="modules", min_bytes=0)), plain)
+
+
+@pytest.mark.parametrize("options", [{"abn": "invert"}, {"fold_frozen_bn": True}], ids=str)
+def test_a_path_that_changes_is_refused_where_it_would_be_wrong(make_trainer, options):
+    class Changing(LitStack):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            stage = self.net.body[0]
+            y = stage[0](batch)
+            if batch_idx == 2:
+                return (y if self.frozen else stage[1](y)).square().mean()
+            return stage[2](stage[1](y)).square().mean()
+
+    with pytest.raises(MisconfigurationException, match="did not go where it went in the first step"):
+        fit(Changing(nn.LeakyReLU, frozen="fold_frozen_bn" in options), make_trainer, InPlaceFusion(**options))
+
+
+def test_a_first_step_without_a_loss_and_layers_that_thaw_do_not_switch_it_off(make_trainer, messages):
+    class Skipping(LitStack):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
+            return super().training_step(batch, batch_idx) if batch_idx else None
+
+    plain = fit(Skipping(), make_trainer)
+    assert_equal_weights(fit(Skipping(), make_trainer, InPlaceFusion(min_bytes=256)), plain)
+    assert len(messages()) == 1
+
+
+def test_it_looks_again_when_other_parameters_are_trained(make_trainer, messages):
+    class Thawing(LitStack):
+        def on_train_epoch_start(self) -> None:
+            self.net.body.requires_grad_(self.current_epoch > 0)
+
+    plain = fit(Thawing(), make_trainer)
+    with pytest.warns(UserWarning, match="InPlaceFusion found nothing"):
+        ours = fit(Thawing(), make_trainer, InPlaceFusion(min_bytes=512))
+    assert_equal_weights(ours, plain)
+    assert any("InPlaceFusion keeps" in message for message in messages())
+
+
+def test_inverted_activations_may_be_in_place_already(make_trainer, messages):
+    class Inplace(LitStack):
+        def __init__(self) -> None:
+            super().__init__(nn.LeakyReLU)
+            for stage in self.net.body:
+                stage[2].inplace = True
+
+    fit(model := Inplace(), make_trainer, InPlaceFusion(abn="invert"))
+    assert "InPlaceFusion inverts 3 activations behind batch norms." in messages()
+    assert model.net.body[0][2].inplace
+
+
+def test_norms_that_cannot_be_inverted_are_left_as_they_are(make_trainer, messages):
+    class Small(LitStack):
+        def __init__(self) -> None:
+            super().__init__(nn.LeakyReLU)
+            nn.init.zeros_(self.net.body[1][1].weight.requires_grad_(False))
+
+    fit(Small(), make_trainer, InPlaceFusion(abn="invert"))
+    (message,) = (message for message in messages() if message.startswith("InPlaceFusion inverts"))
+    assert message.startswith(
+        "InPlaceFusion inverts 2 activations behind batch norms; 1 are left as they are, the first"
+    )
 
 
 def test_a_second_fit_of_the_same_callback_starts_anew(make_trainer):

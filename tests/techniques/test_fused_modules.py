@@ -2,12 +2,12 @@
 
 import copy
 import pickle
-from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import saved_bytes
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from lightning_vram.techniques.fused_modules import FUSED_ACTIVATIONS, fuse_norm_activations
 
@@ -29,10 +29,6 @@ def make(norm: str, activation: nn.Module) -> nn.Sequential:
     for parameter in net.parameters():
         nn.init.normal_(parameter, 0.5, 0.3)
     return net
-
-
-def fuse(net: nn.Sequential):
-    return fuse_norm_activations([SimpleNamespace(producer=net[1], consumer=net[2])])
 
 
 def check(plain: nn.Sequential, ours: nn.Sequential, *, dtype: torch.dtype | None = None) -> None:
@@ -59,8 +55,9 @@ def check(plain: nn.Sequential, ours: nn.Sequential, *, dtype: torch.dtype | Non
 def test_every_norm_gives_the_same_bits(norm: str, dtype: torch.dtype | None) -> None:
     plain = make(norm, nn.SiLU())
     ours = copy.deepcopy(plain)
-    assert fuse(ours).num_fused == 1
+    handle = fuse_norm_activations(ours)
     check(plain, ours, dtype=dtype)
+    assert handle.num_fused == 3
 
 
 @pytest.mark.parametrize("kind", FUSED_ACTIVATIONS)
@@ -72,25 +69,25 @@ def test_every_activation_gives_the_same_bits(kind: type[nn.Module], inplace: bo
         activation = kind()
     plain = make("batch", activation)
     ours = copy.deepcopy(plain)
-    fuse(ours)
+    fuse_norm_activations(ours)
     check(plain, ours)
 
 
 def test_the_output_of_the_norm_is_not_kept() -> None:
-    """Plain: image, norm input, norm output, activation; fused: all but the norm's output, and no statistics."""
+    """Plain: image, norm input, norm output, activation; fused: all but the norm's output."""
     x = torch.randn(2, 3, 8, 8)
     image, norm_map = 2 * 3 * 64 * 4, 2 * C * 64 * 4
     plain = make("batch", nn.SiLU())
     running = 2 * C * 4
     assert saved_bytes(plain, lambda: plain(x).sum()) == image + 3 * norm_map + 2 * C * 4 + running
-    fuse(plain)
-    assert saved_bytes(plain, lambda: plain(x).sum()) == image + 2 * norm_map
+    fuse_norm_activations(plain)
+    assert saved_bytes(plain, lambda: plain(x).sum()) == image + 2 * norm_map + 2 * C * 4 + running
 
 
 def test_double_backward_is_equal_up_to_rounding() -> None:
     plain = make("group", nn.SiLU())
     ours = copy.deepcopy(plain)
-    fuse(ours)
+    fuse_norm_activations(ours)
     for net in (plain, ours):
         x = torch.ones(2, 3, 8, 8, requires_grad=True)
         (grad,) = torch.autograd.grad(net(x * x).square().mean(), x, create_graph=True)
@@ -111,26 +108,65 @@ def test_a_shared_activation_still_activates_what_the_norm_did_not() -> None:
 
     plain = Net()
     ours = copy.deepcopy(plain)
-    fuse_norm_activations([SimpleNamespace(producer=ours.norm, consumer=ours.act)])
+    fuse_norm_activations(ours)
     x = torch.randn(2, 3, 8, 8)
     assert torch.equal(plain(x), ours(x))
     with torch.no_grad():
         assert torch.equal(plain(x), ours(x))
 
 
-def test_a_pair_that_gains_nothing_is_refused_and_nothing_is_changed() -> None:
+def test_the_output_of_the_norm_is_what_it_was_for_all_other_readers() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm, self.act = nn.Conv2d(3, C, 1), nn.BatchNorm2d(C), nn.SiLU()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.norm(self.conv(x))
+            z = self.act(y) + y
+            w = self.norm(self.conv(x))
+            w = w.mul_(2)  # not what the norm made any more
+            return self.act(w) + z.sin()
+
+    plain = Net()
+    ours = copy.deepcopy(plain)
+    handle = fuse_norm_activations(ours)
+    x = torch.randn(2, 3, 8, 8)
+    for net in (plain, ours):
+        net(x).square().sum().backward()
+    assert handle.num_fused == 1
+    for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+
+
+def test_an_activation_that_keeps_its_output_is_left_alone() -> None:
     net = make("batch", nn.ReLU())
-    with pytest.raises(ValueError, match=r"^BatchNorm2d and ReLU cannot be fused: it takes a norm and an activation"):
-        fuse(net)
-    assert [type(module) for module in net] == [nn.Conv2d, nn.BatchNorm2d, nn.ReLU, nn.Conv2d]
+    handle = fuse_norm_activations(net)
+    net(torch.randn(2, 3, 8, 8)).sum().backward()
+    assert handle.num_fused == 0
+    assert type(net[2]) is nn.ReLU
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_forward_mode_and_inference_run_the_plain_modules() -> None:
+    net = make("layer", nn.SiLU())
+    x = torch.randn(2, 3, 8, 8)
+    with torch.no_grad():
+        expected = net(x)
+    handle = fuse_norm_activations(net)
+    with torch.no_grad():
+        assert torch.equal(net(x), expected)
+    with forward_ad.dual_level():
+        net(forward_ad.make_dual(x, torch.ones_like(x)))
+    assert handle.num_fused == 0
 
 
 def test_copies_and_pickles_are_plain_and_removal_leaves_nothing() -> None:
     net = make("batch", nn.SiLU())
-    handle = fuse(net)
+    handle = fuse_norm_activations(net)
     for twin in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
         assert [type(module) for module in twin] == [nn.Conv2d, nn.BatchNorm2d, nn.SiLU, nn.Conv2d]
-        assert "_fused_norm" not in vars(twin[1])
+        assert "_fused_module" not in vars(twin[1])
     handle.remove()
     assert [type(module) for module in net] == [nn.Conv2d, nn.BatchNorm2d, nn.SiLU, nn.Conv2d]
-    assert "_fused_norm" not in vars(net[1])
+    assert "_fused_module" not in vars(net[1])

@@ -739,6 +739,58 @@ def test_a_backward_inside_runs_the_formulas_of_plain_autograd(function: Callabl
     compare(lambda a, b: function(F.silu(a @ b)).square().sum(), backward_inside=True)
 
 
+@pytest.mark.parametrize(
+    "function", [lambda a: 2**a, lambda a: 1 / (10.0 ** (a / 16)), lambda a: torch.xlogy(2.0, a * a)]
+)
+def test_numbers_may_stand_before_tensors(function: Callable[[Tensor], Tensor]) -> None:
+    compare(lambda a, b: (function(a) @ b).sum())
+
+
+def test_a_batch_that_is_converted_and_then_filled_from_outside_is_kept() -> None:
+    def program(a: Tensor, b: Tensor) -> Tensor:
+        batch = torch.ones(8, 8, dtype=torch.uint8).float()
+        batch.numpy()[:] *= torch.initial_seed() + 2
+        return (a * batch).sum() + (b * batch).sum()
+
+    compare(program)
+
+
+def test_buffers_may_move_between_the_step_and_its_backward() -> None:
+    net = Net(F.silu)
+    net.register_buffer("scale", torch.full((64,), 2.0))
+    grads = []
+    for recomputation in (None, Recomputation(net, min_bytes=0)):
+        net.zero_grad()
+        net.scale.fill_(2.0)
+        with recomputation if recomputation is not None else contextlib.nullcontext():
+            loss = (net(image()).flatten(2) * (net.scale * 2)).square().mean()
+        net.scale.mul_(0.5)
+        loss.backward()
+        grads.append(net.first.weight.grad)
+    assert torch.equal(*grads)
+
+
+def test_a_batched_backward_of_replayed_dropout_gives_the_same_bits() -> None:
+    weight, grads = torch.randn(8, 8, requires_grad=True), []
+    for recomputation in (None, Recomputation(min_bytes=0, dropout="replay")):
+        torch.manual_seed(0)
+        with recomputation if recomputation is not None else contextlib.nullcontext():
+            output = (F.dropout(weight.exp(), 0.3) @ weight).sum(0)
+        grads.append(torch.autograd.grad(output, weight, torch.eye(8), is_grads_batched=True)[0])
+    assert torch.equal(*grads)
+
+
+def test_many_shapes_are_tried_a_few_times_and_then_trusted() -> None:
+    recomputation = Recomputation(min_bytes=0)
+    weight, verified = nn.Parameter(torch.randn(8, 8)), []
+    for length in range(2, 42):
+        with recomputation:
+            loss = (F.silu(torch.ones(length, 8) @ weight) @ weight).sum()
+        verified.append(recomputation.report.num_verified)
+        loss.backward()
+    assert sum(verified) == 16
+
+
 @pytest.mark.parametrize("link", [lambda x: x + 1, lambda x: x.view(8, 8)])
 def test_long_chains_end_without_an_error(link: Callable[[Tensor], Tensor]) -> None:
     def program(a: Tensor, b: Tensor) -> Tensor:
