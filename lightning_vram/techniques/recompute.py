@@ -197,18 +197,18 @@ class Recomputation:
         assert recipe is not None
         fates = self._fates.setdefault(recipe.identify(), {})
         shape = (tensor.shape, tensor.stride(), tensor.dtype)
-        fate = fates.get(shape)
-        if fate is None and len(fates) >= _MAX_SHAPES and len(set(fates.values())) == 1:
-            fate = next(iter(fates.values()))  # batches of any length: enough of them were tried
+        fate = fates.get(shape) or _unanimous(fates)
         if fate is not None and fate is not _Fate.DROPPED:
             return None
         found = find_sources(value, self._max_depth)
-        if found is None or not all(map(self._can_be_held, found[0])):
+        if found is None:
             return None
         if fate is None and not self._is_worth_it(found[0], tensor, recipe):
             fates[shape] = _Fate.TOO_DEAR
             return None
-        sources = [self._hold(source) for source in found[0]]
+        sources = self._hold_all(found[0])
+        if sources is None:
+            return None
         if self._verify == "always" or fate is None:
             fate = fates[shape] = self._compare(value, tensor)
             if fate is not _Fate.DROPPED:
@@ -237,25 +237,37 @@ class Recomputation:
         cost = 0
         for source in sources:
             origin = source()
-            if source.find_kept() is not None or source.find_dropped() is not None or origin is None:
+            if source.find_kept() is not None or source.find_dropped() is not None:
                 continue
+            if origin is None or not self._can_be_held(source):
+                return False
             if not self._is_lasting(origin):
                 cost += origin.numel() // 8 if source.is_mask else origin.nbytes
         return cost < tensor.nbytes or cost == 0 or (cost == tensor.nbytes and _drops_on_tie(recipe.function))
 
-    def _hold(self, source: Value) -> Kept | Dropped:
-        dropped = source.find_dropped()
-        if dropped is not None:
-            return dropped
-        kept = source.find_kept()
-        if kept is None:
-            origin = source()
-            assert origin is not None
-            kept = self._keep(source, origin)
-            if id(origin) in self._lasting and origin.nbytes <= _COPIED_BYTES:
-                with self._recorder.paused(), torch.no_grad():
-                    kept.copy()  # a buffer may be moved between the step and its backward
-        kept.is_end = True
+    def _hold_all(self, sources: Iterable[Value]) -> list[Kept | Dropped] | None:
+        """Return what keeps each source for recipes to end on; ``None`` if one is gone."""
+        held: list[Kept | Dropped] = []
+        for source in sources:
+            holder: Kept | Dropped | None = source.find_kept()
+            if holder is None:
+                holder = source.find_dropped()
+            if holder is None:
+                if not self._can_be_held(source):
+                    return None
+                holder = self._hold(source)
+            if not isinstance(holder, Dropped):
+                holder.is_end = True
+            held.append(holder)
+        return held
+
+    def _hold(self, source: Value) -> Kept:
+        origin = source()
+        assert origin is not None
+        kept = self._keep(source, origin)
+        if id(origin) in self._lasting and origin.nbytes <= _COPIED_BYTES:
+            with self._recorder.paused(), torch.no_grad():
+                kept.copy()  # a buffer may be moved between the step and its backward
         return kept
 
     def _hold_inputs(self, value: Value) -> list[Kept | Dropped] | None:
@@ -266,7 +278,7 @@ class Recomputation:
             return None
         if not all(map(self._can_be_held, found[0])):
             return None
-        return [self._hold(source) for source in found[0]] if self._is_worth_it(found[0], tensor, recipe) else None
+        return self._hold_all(found[0]) if self._is_worth_it(found[0], tensor, recipe) else None
 
     def _is_lasting(self, tensor: Tensor) -> bool:
         return type(tensor) is nn.Parameter or id(tensor) in self._lasting
@@ -323,6 +335,11 @@ def is_sharded(module: nn.Module) -> bool:
     from torch.distributed.fsdp import FSDPModule  # absent from builds without torch.distributed
 
     return any(isinstance(part, FSDPModule) for part in module.modules())
+
+
+def _unanimous(fates: dict[Any, _Fate]) -> _Fate | None:
+    """Return what became of all shapes, if enough were tried: batches may have any length."""
+    return next(iter(fates.values())) if len(fates) >= _MAX_SHAPES and len(set(fates.values())) == 1 else None
 
 
 def _drops_on_tie(function: Any) -> bool:
