@@ -9,6 +9,7 @@ import torch
 from tests.benchmarks import __main__ as benchmarks
 from tests.benchmarks.cases import VARIANTS, WORKLOADS
 from tests.benchmarks.measure import Run
+from tests.benchmarks.recomputation import Chain, measure_overhead, measure_shares
 
 
 @pytest.mark.parametrize("suite", ["memory", "speed"])
@@ -32,3 +33,11 @@ def test_a_step_trains():
     before = [p.clone() for p in run.model.parameters()]
     run.step()
     assert not all(torch.equal(one, other) for one, other in zip(run.model.parameters(), before, strict=True))
+
+
+def test_shares_and_overheads_of_recomputation_are_measured():
+    row = measure_shares("mobilenetv2", None)
+    assert row["kept_share"] == row["kept_bytes"] / row["plain_kept_bytes"] <= 0.36
+    row = measure_overhead("chain", Chain(2), torch.randn(4, 8), num_turns=1)
+    assert row["num_operators"] >= 2 * 5
+    assert {"recomputation, forward us per operator", "empty mode, backward us per operator"} <= row.keys()
