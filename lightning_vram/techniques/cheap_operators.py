@@ -4,11 +4,13 @@ Cheap means: no matrix product, no convolution, no attention, no draw of random 
 same bits from the same inputs. PyTorch tags its elementwise operators itself; the others are listed here by family.
 """
 
+from collections.abc import Iterator
 from enum import Enum, auto
 from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 aten = torch.ops.aten
 
@@ -144,6 +146,13 @@ def written_arguments(function: Any) -> tuple[int, ...]:
     return tuple(i for i, argument in enumerate(arguments) if argument.is_write)
 
 
-def is_read_only(function: Any) -> bool:
-    """Whether ``function`` leaves all its arguments as they are."""
-    return not written_arguments(function)
+def iterate_written(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Iterator[Tensor]:
+    """Yield the tensors that this call of ``function`` writes to."""
+    for position in written_arguments(function):
+        name = function._schema.arguments[position].name
+        target = args[position] if position < len(args) else (kwargs or {}).get(name)
+        for tensor in target if isinstance(target, list | tuple) else (target,):
+            if isinstance(tensor, Tensor):
+                yield tensor
+            elif isinstance(tensor, list | tuple):  # c10d: lists of lists
+                yield from (item for item in tensor if isinstance(item, Tensor))

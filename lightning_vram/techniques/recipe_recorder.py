@@ -21,6 +21,7 @@ from lightning_vram.techniques.cheap_operators import (
     Family,
     family_of,
     functional_form,
+    iterate_written,
     shares_version,
     written_arguments,
 )
@@ -41,7 +42,7 @@ from lightning_vram.techniques.versions import is_strided, version_of
 aten = torch.ops.aten
 
 PLAIN_TYPES = frozenset({Tensor, nn.Parameter, nn.Buffer, FakeTensor})
-COPIED_BYTES = 64 * 1024  # weights of norms; what is larger is not copied to rebuild from it
+COPIED_BYTES = 64 * 1024  # weights of norms and small buffers; what is larger is not copied to rebuild from it
 _MAX_HELD = 4
 _NUM_WITHOUT_STATISTICS = 6  # arguments of a batch norm that has no running statistics
 _HoldInputs = Callable[[Value], "list[Kept | Dropped] | None"]
@@ -124,8 +125,8 @@ class RecipeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        handler = _HANDLERS.get(func, _unknown)
-        if handler is _unknown:
+        handler = _HANDLERS.get(func, _UNKNOWN)
+        if handler is _UNKNOWN:
             handler = _HANDLERS[func] = _choose_handler(func)
         if (
             handler is None
@@ -336,7 +337,7 @@ class RecipeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _writing(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        targets = list(_written(func, args, kwargs))
+        targets = list(iterate_written(func, args, kwargs))
         for target in targets:
             self._before_write(target, is_told=False)  # fused optimizers count no version either
         result = func(*args, **kwargs) if kwargs else func(*args)
@@ -354,13 +355,9 @@ class RecipeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _before_unseen_write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
         """Protect what is kept from writes in inference mode and by wrappers of tensors, of which nothing is noted."""
-        for target in _written(func, args, kwargs):
+        for target in iterate_written(func, args, kwargs):
             if type(target) in PLAIN_TYPES:
                 self._before_write(target, is_told=False)
-
-
-def _unknown(recorder: RecipeRecorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    raise NotImplementedError
 
 
 _Handler = Callable[[RecipeRecorder, Any, tuple[Any, ...], dict[str, Any] | None], Any]
@@ -376,6 +373,7 @@ _OF_FAMILY: dict[Family, _Handler] = {
 }
 _WRITERS = (RecipeRecorder._in_place, RecipeRecorder._writing, RecipeRecorder._bernoulli)
 _HANDLERS: dict[Any, _Handler | None] = {}  # None: nothing to note
+_UNKNOWN: Any = object()
 
 
 def _choose_handler(func: Any) -> _Handler | None:
@@ -385,17 +383,6 @@ def _choose_handler(func: Any) -> _Handler | None:
     if handler is None and written_arguments(func):
         handler = RecipeRecorder._in_place if functional_form(func) is not None else RecipeRecorder._writing
     return handler
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Iterator[Tensor]:
-    for position in written_arguments(func):
-        name = func._schema.arguments[position].name
-        target = args[position] if position < len(args) else (kwargs or {}).get(name)
-        for tensor in target if isinstance(target, list | tuple) else (target,):
-            if isinstance(tensor, Tensor):
-                yield tensor
-            elif isinstance(tensor, list | tuple):  # c10d: lists of lists
-                yield from (item for item in tensor if isinstance(item, Tensor))
 
 
 def _is_believed_copy(source: Tensor, copy: Tensor) -> bool:

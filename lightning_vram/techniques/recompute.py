@@ -32,7 +32,7 @@ from lightning_vram.techniques.cheap_operators import Family, family_of
 from lightning_vram.techniques.hidden_from_dynamo import hide_from_dynamo
 from lightning_vram.techniques.kept_tensors import Kept, KeptMask
 from lightning_vram.techniques.rebuilding import Dropped, find_sources, rebuild
-from lightning_vram.techniques.recipe_recorder import PLAIN_TYPES, RecipeRecorder
+from lightning_vram.techniques.recipe_recorder import COPIED_BYTES, PLAIN_TYPES, RecipeRecorder
 from lightning_vram.techniques.recipes import MaskValue, Recipe, Value
 from lightning_vram.techniques.stepping_aside import stepping_aside
 from lightning_vram.techniques.versions import NO_VERSION, alias, check_version, is_strided, version_of
@@ -40,8 +40,7 @@ from lightning_vram.techniques.versions import NO_VERSION, alias, check_version,
 aten = torch.ops.aten
 
 
-_COPIED_BYTES = 64 * 1024
-_MAX_SHAPES = 16
+_MAX_SHAPES = 16  # tried to the bit for one recipe, before all others are trusted
 
 
 @dataclass
@@ -265,7 +264,7 @@ class Recomputation:
         origin = source()
         assert origin is not None
         kept = self._keep(source, origin)
-        if id(origin) in self._lasting and origin.nbytes <= _COPIED_BYTES:
+        if id(origin) in self._lasting and origin.nbytes <= COPIED_BYTES:
             with self._recorder.paused(), torch.no_grad():
                 kept.copy()  # a buffer may be moved between the step and its backward
         return kept
@@ -275,8 +274,6 @@ class Recomputation:
         tensor, recipe = value(), value.recipe
         found = find_sources(value, self._max_depth)
         if found is None or tensor is None or recipe is None or tensor.nbytes < self._min_bytes:
-            return None
-        if not all(map(self._can_be_held, found[0])):
             return None
         return self._hold_all(found[0]) if self._is_worth_it(found[0], tensor, recipe) else None
 

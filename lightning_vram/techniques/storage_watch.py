@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from lightning_vram.techniques.cheap_operators import written_arguments
+from lightning_vram.techniques.cheap_operators import iterate_written
 from lightning_vram.techniques.recompute import Recomputation
 
 
@@ -120,7 +120,7 @@ class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if self._is_paused:
             return func(*args, **kwargs)
-        written = {_address_of(tensor) for tensor in _written(func, args)}
+        written = {_address_of(tensor) for tensor in iterate_written(func, args, kwargs)}
         read = {_address_of(tensor): tensor for tensor in tensors_in((args, kwargs))}
         known = {address: memory for address, tensor in read.items() if (memory := self.find(tensor)) is not None}
         if known and not _is_recomputing():
@@ -193,12 +193,6 @@ def _is_recomputing() -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _written(func: Any, args: tuple[Any, ...]) -> Iterator[Tensor]:
-    for position in written_arguments(func):
-        if position < len(args):
-            yield from tensors_in(args[position])
 
 
 def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:

@@ -1,17 +1,14 @@
 """The share of the bytes kept for backward, and equality to the bit after five steps, on well-known networks."""
 
 import copy
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 
 import pytest
 import torch
 from networks import NETWORKS, make_network
-from torch import Tensor, nn
 
-from lightning_vram.memory.timeline import MemoryTimeline
-from lightning_vram.memory.tracker import track_memory
 from lightning_vram.techniques.recompute import Recomputation
+from tests.benchmarks.recomputation import compute_loss, measure_shares
 
 # Bounds of the bytes kept, as shares of plain; for some networks also of the peak of the step.
 KEPT = {
@@ -29,48 +26,18 @@ KEPT_IN_BF16 = {"resnet50": 0.30, "densenet121": 0.20, "vit_small": 0.42, "llama
 PEAK = {"resnet50": 0.61}
 
 
-def forward_of(network: nn.Module, x: Tensor, dtype: torch.dtype | None) -> Callable[[], Tensor]:
-    def forward() -> Tensor:
-        with torch.autocast("cpu", dtype) if dtype is not None else nullcontext():
-            return network(x).float().square().mean()
-
-    return forward
-
-
-def measure(
-    network: nn.Module, forward: Callable[[], Tensor], context: AbstractContextManager[object]
-) -> tuple[MemoryTimeline, int]:
-    """Track a step; parameters, their gradients, and buffers were there before and do not count."""
-    for parameter in network.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    with track_memory() as tracker:
-        with context:
-            loss = forward()
-        kept = tracker.timeline.live_bytes
-        loss.backward()
-    network.zero_grad()
-    return tracker.timeline, kept
-
-
-def shares(name: str, dtype: torch.dtype | None) -> tuple[float, float]:
-    network, x = make_network(name)
-    forward = forward_of(network, x, dtype)
-    plain, plain_kept = measure(network, forward, nullcontext())
-    ours, our_kept = measure(network, forward, Recomputation(network))
-    ours, our_kept = measure(network, forward, Recomputation(network, verify="never"))
-    return our_kept / plain_kept, ours.peak_bytes / plain.peak_bytes
-
-
 @pytest.mark.parametrize("name", KEPT)
 def test_share_of_the_bytes_kept_for_backward(name: str) -> None:
-    kept, peak = shares(name, None)
+    row = measure_shares(name, None)
+    kept, peak = row["kept_share"], row["peak_share"]
     assert kept <= KEPT[name], f"{kept:.3f}"
     assert peak <= PEAK.get(name, 1.0), f"{peak:.3f}"
 
 
 @pytest.mark.parametrize("name", KEPT_IN_BF16)
 def test_share_of_the_bytes_kept_under_autocast(name: str) -> None:
-    kept, peak = shares(name, torch.bfloat16)
+    row = measure_shares(name, torch.bfloat16)
+    kept, peak = row["kept_share"], row["peak_share"]
     assert kept <= KEPT_IN_BF16[name], f"{kept:.3f}"
     assert peak <= 1.0, f"{peak:.3f}"
 
@@ -83,12 +50,11 @@ def test_five_steps_leave_weights_and_buffers_equal_to_the_bit(name: str, dtype:
     other = copy.deepcopy(network)
     recomputation = Recomputation(other)
     for module, context in ((network, nullcontext()), (other, recomputation)):
-        forward = forward_of(module, x, dtype)
         optimizer = torch.optim.SGD(module.parameters(), 0.01, momentum=0.9)
         torch.manual_seed(1)
         for _ in range(5):
             with context:
-                loss = forward()
+                loss = compute_loss(module, x, dtype)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
