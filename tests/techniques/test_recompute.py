@@ -932,3 +932,30 @@ def test_gradcheck_and_gradgradcheck_pass(function: Callable[[Tensor], Tensor]) 
     x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(run, (x, weight, scale))
     assert torch.autograd.gradgradcheck(run, (x, weight, scale))
+
+
+def test_what_was_written_through_a_view_with_gaps_comes_back_in_its_strides() -> None:
+    """Kernels round by strides: the reader must find those of the forward."""
+    seen: list[tuple[int, ...]] = []
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            seen.append(ctx.saved_tensors[0].stride())
+            return grad
+
+    a = torch.randn(8, 8, requires_grad=True)
+    with Recomputation(min_bytes=0, verify="never") as recomputation:
+        x = a @ a
+        loss = x.square().sum()
+        y = (x * 1.5)[:, :7]
+        F.leaky_relu_(y, 0.1)
+        loss = loss + Look.apply(y).sum()
+    loss.backward()
+    assert recomputation.report.num_dropped > 0
+    assert seen == [(8, 1)]
