@@ -8,7 +8,7 @@ anybody needs it, and ask the thread they run in whether it does.
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ class _Active(threading.local):
     """What is entered in this thread, innermost last."""
 
     def __init__(self) -> None:
-        self.entered: list[tuple[saved_tensors_hooks, TorchDispatchMode]] = []
+        self.entered: list[tuple[saved_tensors_hooks, TorchDispatchMode | None]] = []
 
 
 _active = _Active()
@@ -35,8 +35,11 @@ _backward: Callable[..., Any] | None = getattr(torch.autograd, _RUN_BACKWARD, No
 
 
 @contextmanager
-def stepping_aside(hooks: saved_tensors_hooks, mode: TorchDispatchMode) -> Iterator[None]:
-    """Take ``hooks`` off for each ``torch.func`` transform inside the block, and ``mode`` for each backward."""
+def stepping_aside(hooks: saved_tensors_hooks, mode: TorchDispatchMode | None = None) -> Iterator[None]:
+    """Take ``hooks`` off for each ``torch.func`` transform inside the block, and ``mode`` for each backward.
+
+    To be entered right after the hooks: where several are nested, they are taken off from the innermost on.
+    """
     _active.entered.append((hooks, mode))
     _install()
     try:
@@ -70,30 +73,31 @@ def _uninstall() -> None:
 
 @contextmanager
 def _disable_without_ours(message: str) -> Iterator[None]:
-    hooks = _active.entered[-1][0] if _active.entered else None
-    ignore_is_tracing = False
-    top: Any = torch._C._autograd._top_saved_tensors_default_hooks(ignore_is_tracing)
-    if hooks is None or top is None or top[0] != hooks.pack_hook:
-        with _disable(
-            message
-        ):  # hooks of the user's own lie on top: the transform refuses them, as it would without us
-            yield
-        return
-    hooks.__exit__(None, None, None)
-    try:
+    # Hooks of the user's own on top of ours stay: the transform refuses them, as it would without us.
+    with ExitStack() as stack:
+        for hooks, _ in reversed(_active.entered):
+            if not _is_innermost(hooks):
+                break
+            hooks.__exit__(None, None, None)
+            stack.callback(hooks.__enter__)
         with _disable(message):
             yield
-    finally:
-        hooks.__enter__()
+
+
+def _is_innermost(hooks: saved_tensors_hooks) -> bool:
+    ignore_is_tracing = False
+    top: Any = torch._C._autograd._top_saved_tensors_default_hooks(ignore_is_tracing)
+    return top is not None and top[0] == hooks.pack_hook
 
 
 def _run_backward(*args: Any, **kwargs: Any) -> Any:
     assert _backward is not None
-    mode = _active.entered[-1][1] if _active.entered else None
-    if mode is None or _get_current_dispatch_mode() is not mode:
+    with ExitStack() as stack:
+        for _, mode in reversed(_active.entered):
+            if mode is None:
+                continue
+            if _get_current_dispatch_mode() is not mode:
+                break
+            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            stack.callback(mode.__enter__)
         return _backward(*args, **kwargs)
-    mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-    try:
-        return _backward(*args, **kwargs)
-    finally:
-        mode.__enter__()  # type: ignore[no-untyped-call]

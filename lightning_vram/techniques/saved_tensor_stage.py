@@ -1,0 +1,141 @@
+"""Stages that take over what autograd keeps for the backward: one chain, whichever of them are in use.
+
+Autograd hands a saved tensor to the innermost hooks only, so two techniques with hooks of their own would shadow each
+other. Here the innermost stage hands on what it keeps to the next one outside of it: drop what can be made again, then
+make what is left smaller, then move it off the device. Nested ``with`` blocks are the chain.
+"""
+
+import threading
+from abc import ABC, abstractmethod
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_vram.techniques.hidden_from_dynamo import hide_from_dynamo
+from lightning_vram.techniques.stepping_aside import stepping_aside
+from lightning_vram.techniques.versions import alias, check_version, is_strided, storage_address, version_counter
+
+PLAIN_TYPES = frozenset({Tensor, nn.Parameter, nn.Buffer, FakeTensor})
+
+
+class Taken(ABC):
+    """What a stage took over: a snapshot, which later writes to the tensor do not reach."""
+
+    __slots__ = ("__weakref__",)
+
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int:
+        """Bytes it keeps on the device of the tensor."""
+
+    @abstractmethod
+    def give(self) -> Tensor:
+        """Return the tensor with its shape, strides, dtype and device, each time it is asked. Without gradients."""
+
+
+class _Chain(threading.local):
+    """The stages entered in this thread, innermost last."""
+
+    def __init__(self) -> None:
+        self.stages: list[SavedTensorStage] = []
+
+
+_chain = _Chain()
+
+
+def innermost_stage() -> "SavedTensorStage | None":
+    """Return the stage that would be asked next by one that is about to be entered."""
+    return _chain.stages[-1] if _chain.stages else None
+
+
+class SavedTensorStage(ABC):
+    """Takes over what autograd saves, and what stages inside of it keep, while it is entered.
+
+    Enter it around a forward, or a whole training step; leave it before the backward, or not. It can be entered again,
+    once at a time. Never offered to :meth:`take`: parameters, buffers of ``module``, views of either, sparse, nested
+    and wrapped tensors.
+
+    Args:
+        module: Its parameters and buffers stay alive anyway.
+    """
+
+    def __init__(self, module: nn.Module | None = None) -> None:
+        self._module = module
+        self._buffers: set[int] = set()  # addresses of their storages
+        self._exit: ExitStack | None = None
+        self._next: SavedTensorStage | None = None
+
+    @abstractmethod
+    def take(self, tensor: Tensor) -> Taken | None:
+        """Take a tensor over, or return ``None`` to let it stay where it is.
+
+        A stage hands what it makes of the tensor on with :meth:`hand_on`, and a tensor that it does not want, too.
+        """
+
+    def hand_on(self, tensor: Tensor) -> Taken | None:
+        """Offer ``tensor`` to the next stage outside of this one; ``None`` if none takes it."""
+        return self._next.take(tensor) if self._next is not None else None
+
+    def begin(self, stack: ExitStack) -> TorchDispatchMode | None:
+        """Enter, on ``stack``, what else is needed; a dispatch mode among it is returned, to be off in backwards."""
+        return None
+
+    def __enter__(self) -> Self:
+        if self._exit is not None:
+            raise RuntimeError(f"this {type(self).__name__} is entered already: it does not nest.")
+        module = self._module
+        self._buffers = {storage_address(buffer) for buffer in module.buffers()} - {0} if module is not None else set()
+        self._next = innermost_stage()
+        with ExitStack() as stack:
+            hooks = saved_tensors_hooks(self._pack, self._unpack)
+            stack.enter_context(hooks)
+            _chain.stages.append(self)
+            stack.callback(_chain.stages.remove, self)
+            mode = self.begin(stack)
+            stack.enter_context(stepping_aside(hooks, mode))
+            self._exit = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        stack, self._exit = self._exit, None
+        if stack is not None:
+            stack.close()
+
+    @hide_from_dynamo
+    def _pack(self, tensor: Tensor) -> Any:
+        kind = type(tensor)
+        if kind is nn.Parameter:
+            return tensor, tensor._version  # itself: FSDP refills the memory of parameters
+        if kind not in PLAIN_TYPES or not is_strided(tensor):
+            return tensor.detach() if tensor.grad_fn is not None else tensor
+        if not self._is_lasting(tensor):
+            with torch.no_grad(), torch._C._DisableAutocast():
+                taken = self.take(tensor)
+            if taken is not None:
+                return version_counter(tensor), tensor._version, taken
+        return tensor if tensor.is_leaf else alias(tensor), tensor._version
+
+    @hide_from_dynamo
+    def _unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        check_version(packed[0], packed[1], packed[0])
+        if len(packed) == 2:
+            saved: Tensor = packed[0]
+            return saved
+        taken: Taken = packed[2]
+        with torch.no_grad(), torch._C._DisableAutocast():
+            return taken.give()
+
+    def _is_lasting(self, tensor: Tensor) -> bool:
+        """Whether its memory is that of a parameter or buffer, and stays whether it is saved or not."""
+        base = tensor._base if tensor._is_view() else None
+        return type(base) is nn.Parameter or storage_address(tensor) in self._buffers
