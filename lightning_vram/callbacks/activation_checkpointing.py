@@ -5,20 +5,31 @@ second time when the backward reaches it: about a third more compute for a small
 :mod:`lightning_vram.techniques.checkpointing` for the mechanism and where it does not help.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from typing_extensions import override
 
 from lightning_vram.callbacks.namespace import check_trainer
 from lightning_vram.callbacks.seam import before_strategy_setup, withdraw_from_strategy_setup
-from lightning_vram.memory.checks import check_positive_int
+from lightning_vram.callbacks.shared_plan import share_largest
+from lightning_vram.callbacks.step_seam import Depth, StepSeam
+from lightning_vram.memory.checks import check_bool, check_positive_int
+from lightning_vram.memory.compiled import is_compiled
+from lightning_vram.memory.storages import iterate_tensors
+from lightning_vram.memory.units import format_bytes, parse_bytes
+from lightning_vram.techniques.budgeted_checkpointing import BudgetedCheckpointing
 from lightning_vram.techniques.checkpointing import CheckpointingHandle, apply_activation_checkpointing
 from lightning_vram.techniques.layer_selection import LayerSelection
+from lightning_vram.techniques.save_policy import SavePolicy, parse_save
+
+_CHECKS = ("outputs", "operators", "none")
 
 
 class ActivationCheckpointing(Callback):
@@ -37,11 +48,25 @@ class ActivationCheckpointing(Callback):
             within one part of a name, ``**`` crosses dots), or classes; one or a list. Where matches are nested the
             outermost is taken.
         every_n_layers: Checkpoint the first chosen layer and every n-th after it: less recomputation, more memory.
+        save: What a layer keeps. ``"inputs"``: nothing else. ``"matmuls"``: also the results of matrix products,
+            convolutions and attention, so that only the cheap rest runs again; ``"attention"``: those of attention;
+            a list of names of operators as in ``torch.ops`` (``["aten.mm", "aten.addmm.default"]``); or a
+            :class:`~lightning_vram.techniques.save_policy.SavePolicy`.
+        segments: Cut sequential bodies (``nn.Sequential``) into so many layers, or into ``"sqrt"`` of their number.
+            ``layers`` then names the bodies; ``"auto"`` takes the outermost.
+        skip_last: Leave the last layer, or the last segment, plain. The backward starts there and would recompute it
+            at once; it costs memory where a large loss head is alive at the same time.
+        budget: Bytes for activations, as ``"6GiB"``. The first step runs with all ``layers`` checkpointed and is
+            watched; then the cheapest choice that fits is made, by layer and by operator, and told in a table.
+            Excludes the arguments above but ``layers``. Planned for the largest batch so far; with several ranks for
+            the first batch, on the rank that needs most.
+        determinism_check: ``"outputs"`` compares what a layer returns in both runs of its first call, and shapes
+            always. ``"operators"`` compares every operator and names the one that differs: slow, to find a fault.
+            ``"none"`` looks at nothing.
 
     Raises:
-        TypeError: If ``layers`` holds something else than text and module classes, or ``every_n_layers`` is no
-            ``int``.
-        ValueError: If ``layers`` is empty or ``every_n_layers`` is smaller than 1.
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If an argument has a value that is not allowed, or contradicts another.
 
     Example:
         >>> import lightning.pytorch as pl
@@ -49,21 +74,75 @@ class ActivationCheckpointing(Callback):
         >>> trainer = pl.Trainer(callbacks=[ActivationCheckpointing(layers="net.blocks.*")], logger=False)
     """
 
-    def __init__(
-        self, layers: str | type[nn.Module] | Sequence[str | type[nn.Module]] = "auto", every_n_layers: int = 1
+    def __init__(  # noqa: PLR0913 - one callback for one technique
+        self,
+        layers: str | type[nn.Module] | Sequence[str | type[nn.Module]] = "auto",
+        every_n_layers: int = 1,
+        save: str | Sequence[str] | SavePolicy = "inputs",
+        segments: int | Literal["sqrt"] | None = None,
+        skip_last: bool = False,  # noqa: FBT001, FBT002
+        budget: int | str | None = None,
+        determinism_check: Literal["outputs", "operators", "none"] = "outputs",
     ) -> None:
         _check_layers(layers)
         check_positive_int("ActivationCheckpointing(every_n_layers)", every_n_layers)
+        _check_segments(segments)
+        check_bool("ActivationCheckpointing(skip_last)", skip_last)
+        if determinism_check not in _CHECKS:
+            raise ValueError(
+                f"ActivationCheckpointing(determinism_check) must be one of {', '.join(map(repr, _CHECKS))}, "
+                f"got {determinism_check!r}."
+            )
+        if segments is not None and every_n_layers > 1:
+            raise ValueError(
+                "ActivationCheckpointing(segments) checkpoints whole bodies and excludes every_n_layers, "
+                f"got segments={segments!r} and every_n_layers={every_n_layers}. Choose one."
+            )
         self.layers = layers
         self.every_n_layers = every_n_layers
+        self.save = save
+        self.segments = segments
+        self.skip_last = skip_last
+        self.budget = budget
+        self.determinism_check = determinism_check
+        self._policy = parse_save(save, "ActivationCheckpointing(save)")
+        self._budget_bytes = self._check_budget()
         self._handle: CheckpointingHandle | None = None
+        self._is_policy_unproven = False
+        self._budgeted: BudgetedCheckpointing | None = None
+        self._seam: StepSeam | None = None
+        self._batch: Any = None  # of the step that is about to be observed
+        self._planned_bytes = -1  # of the largest batch a plan was made for
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         check_trainer("ActivationCheckpointing", trainer)
         self._undo()  # a fit whose end another callback's error cut short
         if stage == "fit":
-            before_strategy_setup(trainer, lambda: self._apply(trainer.lightning_module))
+            before_strategy_setup(trainer, lambda: self._apply(trainer))
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: object, batch_idx: int
+    ) -> None:
+        is_planned = self._planned_bytes >= 0
+        if self._budgeted is None or (is_planned and trainer.world_size > 1):  # ranks must recompute the same layers
+            return
+        if sum(tensor.nbytes for tensor in iterate_tensors(batch)) > self._planned_bytes:
+            self._batch = batch
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
+        if self._is_policy_unproven and self._handle is not None and self._handle.num_kept_results() is not None:
+            self._is_policy_unproven = False
+            if self._handle.num_kept_results():
+                return
+            rank_zero_warn(
+                f"ActivationCheckpointing(save={self.save!r}) kept nothing: no layer ran one of these operators. "
+                "Attention with dropout runs as matrix products on the host; compiled layers show no operators."
+            )
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -75,21 +154,84 @@ class ActivationCheckpointing(Callback):
         self._undo()
 
     def __getstate__(self) -> dict[str, object]:
-        return {**vars(self), "_handle": None}  # a copy of the callback has not changed any module
+        # A copy of the callback has not changed any module.
+        return {**vars(self), "_handle": None, "_budgeted": None, "_seam": None, "_batch": None, "_planned_bytes": -1}
 
-    def _apply(self, pl_module: pl.LightningModule) -> None:
+    def _apply(self, trainer: pl.Trainer) -> None:
+        pl_module = trainer.lightning_module
         try:
             self._handle = apply_activation_checkpointing(
-                pl_module, layers=self.layers, every_n_layers=self.every_n_layers
+                pl_module,
+                layers=self.layers,
+                every_n_layers=self.every_n_layers,
+                segments=self.segments,
+                skip_last=self.skip_last,
+                save=self._policy,
+                determinism_check=self.determinism_check,
             )
         except ValueError as error:
             raise MisconfigurationException(f"ActivationCheckpointing: {error}") from None
-        rank_zero_info(f"ActivationCheckpointing {_describe(self._handle.selection)}")
+        self._is_policy_unproven = self._policy is not None
+        if self._budget_bytes is None:
+            rank_zero_info(f"ActivationCheckpointing {_describe(self._handle.selection)}")
+            return
+        if is_compiled(pl_module):
+            self._handle.leave_to_compiler()
+            rank_zero_warn(
+                "ActivationCheckpointing(budget) does not see inside of compiled code and leaves the choice there to "
+                "the compiler's partitioner: torch._functorch.config.activation_memory_budget takes a share of 0 to 1."
+            )
+        self._budgeted = BudgetedCheckpointing(pl_module, self._handle, self._budget_bytes, self.determinism_check)
+        self._seam = StepSeam(trainer.strategy, "training_step", Depth.OBSERVATION, lambda: self._step(trainer))
+
+    @contextmanager
+    def _step(self, trainer: pl.Trainer) -> Iterator[None]:
+        batch, self._batch = self._batch, None
+        if batch is None or self._budgeted is None:
+            yield
+            return
+        with self._budgeted.observing(batch):
+            yield
+        num_bytes = sum(tensor.nbytes for tensor in iterate_tensors(batch))
+        try:
+            plan = share_largest(self._budgeted.plan)
+        except ValueError as error:
+            raise MisconfigurationException(f"ActivationCheckpointing: {error}") from None
+        if plan is None:
+            return  # no layer ran: the next step may show more
+        self._budgeted.apply(plan.decisions)
+        is_first, self._planned_bytes = self._planned_bytes < 0, num_bytes
+        title = f"ActivationCheckpointing(budget={self.budget!r}) planned"
+        larger = f"{title} anew, for a batch of {format_bytes(num_bytes)}: {plan.summary}"
+        rank_zero_info(f"{title}:\n{plan.table}" if is_first else larger)
 
     def _undo(self) -> None:
+        if self._seam is not None:
+            self._seam.remove()
         if self._handle is not None:
             self._handle.remove()
-            self._handle = None
+        self._seam = self._handle = self._budgeted = self._batch = None
+        self._planned_bytes = -1
+
+    def _check_budget(self) -> int | None:
+        if self.budget is None:
+            return None
+        budget_bytes = parse_bytes(self.budget, "ActivationCheckpointing(budget)")
+        others = {
+            "every_n_layers": (self.every_n_layers, 1),
+            "save": (self.save, "inputs"),
+            "segments": (self.segments, None),
+            "skip_last": (self.skip_last, False),
+        }
+        given = [f"{name}={value!r}" for name, (value, default) in others.items() if value != default]
+        if given:
+            raise ValueError(
+                f"ActivationCheckpointing(budget={self.budget!r}) chooses what is recomputed by itself and excludes "
+                f"{' and '.join(given)}. Leave out one or the other."
+            )
+        if budget_bytes == 0:
+            raise ValueError("ActivationCheckpointing(budget) must be at least 1 byte, got 0.")
+        return budget_bytes
 
 
 def _check_layers(layers: object) -> None:
@@ -103,6 +245,21 @@ def _check_layers(layers: object) -> None:
             )
     if not patterns or "" in patterns:
         raise ValueError(f"{name} must name at least one layer, got {layers!r}. 'auto' finds them.")
+
+
+def _check_segments(segments: object) -> None:
+    if segments is None or segments == "sqrt":
+        return
+    if not isinstance(segments, int) or isinstance(segments, bool):
+        raise TypeError(
+            f"ActivationCheckpointing(segments) must be an int, 'sqrt' or None, "
+            f"got {segments!r} of type {type(segments).__name__}."
+        )
+    if segments < 2:
+        raise ValueError(
+            f"ActivationCheckpointing(segments) must be at least 2, got {segments}: one segment recomputes the whole "
+            "body at once and saves nothing. 'sqrt' needs least memory."
+        )
 
 
 def _describe(selection: LayerSelection) -> str:

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lightning_vram.callbacks.namespace import check_trainer
 from lightning_vram.callbacks.seam import before_strategy_setup, withdraw_from_strategy_setup
-from lightning_vram.callbacks.step_seam import StepSeam
+from lightning_vram.callbacks.step_seam import Depth, StepSeam
 from lightning_vram.memory.checks import check_bool
 from lightning_vram.memory.units import parse_bytes
 from lightning_vram.techniques.fusion import FrozenNormFolding, Fusion, FusionError, FusionPolicy
@@ -91,7 +91,7 @@ class InPlaceFusion(Callback):
         elif self.fold_frozen_bn:
             name = {"validate": "validation_step", "test": "test_step", "predict": "predict_step"}[stage]
             self._fusion = folding = FrozenNormFolding(pl_module, _tell)
-            self._seams.append(StepSeam(trainer.strategy, name, folding.step))
+            self._seams.append(StepSeam(trainer.strategy, name, Depth.RECOMPUTATION, folding.step))
 
     @override
     def on_train_batch_start(
@@ -118,7 +118,13 @@ class InPlaceFusion(Callback):
         policy = FusionPolicy(self.mode, self.inplace, self.abn, self.fold_frozen_bn, self.min_bytes, self.dropout)
         self._fusion = fusion = Fusion(trainer.lightning_module, policy, _tell)
         self._seams.append(
-            StepSeam(trainer.strategy, "training_step", lambda: self._step(trainer, fusion), fusion.look)
+            StepSeam(
+                trainer.strategy,
+                "training_step",
+                Depth.RECOMPUTATION,
+                lambda: self._step(trainer, fusion),
+                fusion.look,
+            )
         )
 
     @contextmanager

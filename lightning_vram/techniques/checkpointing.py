@@ -9,7 +9,6 @@ The layer changes its class instead of being wrapped, so that names, ``state_dic
 ``torch.compile`` and FSDP2 see the model they know. How it is run: :mod:`~lightning_vram.techniques.recomputed_call`.
 """
 
-import copyreg
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,17 +16,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
+from lightning_vram.techniques.class_swap import restore_class, swap_class
+from lightning_vram.techniques.compiled_checkpoint import compiled_checkpoint
 from lightning_vram.techniques.key_value_cache import drop_empty_caches
-from lightning_vram.techniques.layer_selection import Layer, LayerPattern, LayerSelection, select_layers
+from lightning_vram.techniques.layer_selection import Layer, LayerPattern, LayerSelection, select_layers, thin_out
 from lightning_vram.techniques.module_snapshot import iterate_floating_buffers
-from lightning_vram.techniques.recomputed_call import Observation, call_recomputed
+from lightning_vram.techniques.recomputed_call import DeterminismCheck, Observation, Recomputing, call_recomputed
+from lightning_vram.techniques.save_policy import SavePolicy
+from lightning_vram.techniques.sequential_segments import Segments, select_segments
 
 _STATE = "_activation_checkpointing"
 _TRANSFORMERS_SWITCH = "gradient_checkpointing"  # what gradient_checkpointing_enable() sets
 
-_classes: dict[type[nn.Module], type[nn.Module]] = {}  # checkpointed by original: made once, so that types compare
+_Span = tuple[int, int]
 
 
 @dataclass
@@ -36,15 +38,18 @@ class _State:
 
     Args:
         spans: Runs of children to checkpoint one by one; empty if the whole module is.
-        forward: A ``forward`` that was set on the instance and would hide the class's.
         is_compilable: Whether it may be recomputed in compiled code.
-        observations: What was learned about each span, or about the module under ``None``.
+        recomputing: How, by span, or under ``None`` for the module; what is absent runs plain.
+        observations: What was learned about each.
     """
 
-    spans: tuple[tuple[int, int], ...]
-    forward: Callable[..., Any] | None
+    spans: tuple[_Span, ...]
     is_compilable: bool
-    observations: dict[tuple[int, int] | None, Observation] = field(default_factory=dict)
+    recomputing: dict[_Span | None, Recomputing]
+    observations: dict[_Span | None, Observation] = field(default_factory=dict)
+
+    def observation(self, span: _Span | None) -> Observation:
+        return self.observations.setdefault(span, Observation())
 
 
 class CheckpointingHandle:
@@ -59,16 +64,49 @@ class CheckpointingHandle:
         self._modules: list[nn.Module] = []
         self._disabled: list[nn.Module] = []
 
+    def change(self, layer: Layer, recomputing: Recomputing | None) -> None:
+        """Recompute ``layer`` in another way from its next call on; ``None``: let it run plain.
+
+        Args:
+            layer: One of the selection.
+            recomputing: How.
+        """
+        state: _State | None = vars(layer.module).get(_STATE)
+        if state is None:
+            return
+        if recomputing is None:
+            state.recomputing.pop(layer.span, None)
+        else:
+            state.recomputing[layer.span] = recomputing
+
+    def num_kept_results(self) -> int | None:
+        """Results of operators that layers kept in their last calls; ``None`` if no call was seen yet."""
+        observations = [o for module in self._modules for o in vars(module)[_STATE].observations.values()]
+        numbers = [observation.num_kept for observation in observations if observation.num_kept is not None]
+        return sum(numbers) if numbers else None
+
+    def leave_to_compiler(self) -> None:
+        """Let layers run plain in compiled code, whose partitioner decides what it recomputes."""
+        for module in self._modules:
+            vars(module)[_STATE].is_compilable = False
+
     def remove(self) -> None:
         """Give every layer its class back. Calling it again does nothing."""
         while self._modules:
-            _restore_module(self._modules.pop())
+            restore_class(self._modules.pop(), _STATE)
         while self._disabled:
             vars(self._disabled.pop())[_TRANSFORMERS_SWITCH] = True
 
 
-def apply_activation_checkpointing(
-    model: nn.Module, *, layers: LayerPattern | Sequence[LayerPattern] = "auto", every_n_layers: int = 1
+def apply_activation_checkpointing(  # noqa: PLR0913 - the words of the callback
+    model: nn.Module,
+    *,
+    layers: LayerPattern | Sequence[LayerPattern] = "auto",
+    every_n_layers: int = 1,
+    segments: Segments | None = None,
+    skip_last: bool = False,
+    save: SavePolicy | None = None,
+    determinism_check: DeterminismCheck = "outputs",
 ) -> CheckpointingHandle:
     """Let chosen layers of ``model`` recompute their forward in the backward, in place.
 
@@ -80,13 +118,19 @@ def apply_activation_checkpointing(
         model: Any module.
         layers: See :func:`~lightning_vram.techniques.layer_selection.select_layers`.
         every_n_layers: Checkpoint the first chosen layer and every n-th after it.
+        segments: Cut the sequential bodies among ``layers`` into so many layers: see
+            :func:`~lightning_vram.techniques.sequential_segments.select_segments`.
+        skip_last: Leave the last layer, or the last segment of each body, plain: the backward wants its inside first.
+        save: What a layer keeps besides its inputs.
+        determinism_check: How a second run is compared to the first; see
+            :class:`~lightning_vram.techniques.recomputed_call.Recomputing`.
 
     Returns:
         The undo.
 
     Raises:
-        ValueError: If a pattern matches nothing, ``"auto"`` finds no candidate, or a layer cannot be checkpointed
-            (a scripted one; one that is checkpointed already). The model is then as it was.
+        ValueError: If a pattern matches nothing, ``"auto"`` finds no candidate, nothing is left, or a layer cannot be
+            checkpointed (a scripted one; one that is checkpointed already). The model is then as it was.
 
     Example:
         >>> from torch import nn
@@ -96,89 +140,57 @@ def apply_activation_checkpointing(
         ['0', '2']
         >>> handle.remove()
     """
-    handle = CheckpointingHandle(select_layers(model, layers, every_n_layers))
+    found = select_segments(model, layers, segments) if segments is not None else select_layers(model, layers)
+    handle = CheckpointingHandle(thin_out(found, every_n_layers, skip_last=skip_last))
     try:
-        for module, spans in _group_by_module(handle.selection.layers).items():
-            _swap_class(module, spans)
+        for module, chosen in _group_by_module(handle.selection.layers).items():
+            recomputing = {
+                layer.span: Recomputing(f"{layer.name} ({type(module).__name__})", save, determinism_check)
+                for layer in chosen
+            }
+            _swap_class(module, recomputing)
             handle._modules.append(module)
     except BaseException:
         handle.remove()
         raise
-    chosen = set(handle._modules)
+    modules = set(handle._modules)
     for module in model.modules():
         is_switched_on = vars(module).get(_TRANSFORMERS_SWITCH) is True
-        if is_switched_on and not chosen.isdisjoint(_family(model, module)):
+        if is_switched_on and not modules.isdisjoint(_family(model, module)):
             vars(module)[_TRANSFORMERS_SWITCH] = False
             handle._disabled.append(module)
     return handle
 
 
-class _Checkpointed:
-    """Mixed in before the class of a checkpointed module."""
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Keep registries and checks that the user's classes hang here from seeing ours."""
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # A class made at run time cannot be found by name, and a file must not need this package: copies and pickles
-        # are plain modules.
-        reduced: Any = super().__reduce_ex__(protocol)
-        make, arguments, *rest = reduced
-        original = _original_class(type(self))
-        if rest and isinstance(rest[0], dict) and _STATE in rest[0]:
-            state: _State = rest[0][_STATE]
-            rest[0] = {name: value for name, value in rest[0].items() if name != _STATE}
-            rest[0] |= {"forward": state.forward} if state.forward is not None else {}
-        arguments = tuple(original if argument is type(self) else argument for argument in arguments)
-        if make is getattr(copyreg, "__newobj__", None) and len(arguments) == 1:
-            # pickle insists that __newobj__ makes the class of the very object; its elder does the same work
-            make, arguments = copyreg._reconstructor, (original, object, None)  # type: ignore[attr-defined]
-        return make, arguments, *rest
-
-
-def _checkpointed_class(original: type[nn.Module]) -> type[nn.Module]:
-    if issubclass(original, _Checkpointed):  # a class that outlived its checkpointing: FSDP2 derived from it
-        return original
-    if original not in _classes:
-        _classes[original] = _make_checkpointed_class(original)
-    return _classes[original]
-
-
-def _make_checkpointed_class(original: type[nn.Module]) -> type[nn.Module]:
-    @functools.wraps(original.forward)  # transformers and others inspect the signature
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        state: _State | None = self.__dict__.get(_STATE)
-        inherited: Any = super(checkpointed, self)
-        plain = inherited.forward if state is None or state.forward is None else state.forward
-        if state is None or not torch.is_grad_enabled() or _is_transformed():
-            return plain(*args, **kwargs)
-        if torch.compiler.is_compiling():
-            return _run_compiled(state, self, plain, args, kwargs)
-        if state.spans:
-            return _run_spans(self, state, *args, **kwargs)  # type: ignore[arg-type]
-        arguments = drop_empty_caches(self, (args, kwargs))
-        return call_recomputed(self, (self,), plain, arguments, state.observations.setdefault(None, Observation()))
-
-    # The same name, so that printed models and policies that go by class name see no change.
-    attributes = {"forward": forward, "__module__": original.__module__, "__qualname__": original.__qualname__}
-    metaclass: Any = type(original)
-    checkpointed: type[nn.Module] = metaclass(original.__name__, (_Checkpointed, original), attributes)
-    return checkpointed
+def _run(module: nn.Module, state: _State, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Stands in for ``module.forward``, which is ``plain``."""
+    if not torch.is_grad_enabled() or _is_transformed():
+        return plain(*args, **kwargs)
+    if torch.compiler.is_compiling():
+        return _run_compiled(state, module, plain, args, kwargs)
+    if state.spans:
+        return _run_spans(module, state, *args, **kwargs)  # type: ignore[arg-type]
+    recomputing = state.recomputing.get(None)
+    if recomputing is None:
+        return plain(*args, **kwargs)
+    arguments = drop_empty_caches(module, (args, kwargs))
+    return call_recomputed((module,), plain, arguments, state.observation(None), recomputing)
 
 
 def _run_compiled(
     state: _State, layer: nn.Module, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Let the compiler's partitioner recompute: it functionalises what a layer writes, and keeps random numbers."""
-    if not state.is_compilable:
+    if not state.is_compilable or not state.recomputing:
         return plain(*args, **kwargs)
     args, kwargs = drop_empty_caches(layer, (args, kwargs))
     if not state.spans:
-        return checkpoint(plain, *args, use_reentrant=False, **kwargs)
+        return compiled_checkpoint(state.recomputing[None].save, plain, *args, **kwargs)
     (value,) = (*args, *kwargs.values())
     for run, span in _iterate_runs(layer, state.spans):  # type: ignore[arg-type]
         whole = functools.partial(_run_in_turn, run)
-        value = whole(value) if span is None else checkpoint(whole, value, use_reentrant=False)
+        is_plain = span is None or span not in state.recomputing
+        value = whole(value) if is_plain else compiled_checkpoint(state.recomputing[span].save, whole, value)
     return value
 
 
@@ -187,11 +199,11 @@ def _run_spans(body: nn.Sequential, state: _State, input: Any) -> Any:
     value = input
     for run, span in _iterate_runs(body, state.spans):
         whole = functools.partial(_run_in_turn, run)
-        if span is None:
+        recomputing = state.recomputing.get(span) if span is not None else None
+        if recomputing is None:
             value = whole(value)
         else:
-            observation = state.observations.setdefault(span, Observation())
-            value = call_recomputed(body, run, whole, ((value,), {}), observation)
+            value = call_recomputed(run, whole, ((value,), {}), state.observation(span), recomputing)
     return value
 
 
@@ -231,7 +243,7 @@ def _is_compilable(module: nn.Module) -> bool:
     return not is_left_alone and next(iterate_floating_buffers(module), None) is None
 
 
-def _swap_class(module: nn.Module, spans: tuple[tuple[int, int], ...]) -> None:
+def _swap_class(module: nn.Module, recomputing: dict[_Span | None, Recomputing]) -> None:
     name = type(module).__name__
     if isinstance(module, torch.jit.ScriptModule):
         raise ValueError(
@@ -239,31 +251,18 @@ def _swap_class(module: nn.Module, spans: tuple[tuple[int, int], ...]) -> None:
         )
     if _STATE in vars(module):
         raise ValueError(f"layer {name} is checkpointed already. Use one ActivationCheckpointing with several layers.")
-    is_compilable = _is_compilable(module)
+    spans = tuple(span for span in recomputing if span is not None)
     try:
-        module.__class__ = _checkpointed_class(type(module))
-    except TypeError as error:
-        raise ValueError(f"layer {name} cannot be checkpointed: {error}.") from None
-    vars(module)[_STATE] = _State(spans, vars(module).pop("forward", None), is_compilable)
+        swap_class(module, _STATE, _State(spans, _is_compilable(module), recomputing), _run)
+    except ValueError as error:
+        raise ValueError(f"layer {name} cannot be checkpointed: {error}") from None
 
 
-def _restore_module(module: nn.Module) -> None:
-    state: _State = vars(module).pop(_STATE)
-    if state.forward is not None:
-        vars(module)["forward"] = state.forward
-    if type(module).__mro__[1] is _Checkpointed:  # else a class was put on top (FSDP2): without its state ours is idle
-        module.__class__ = _original_class(type(module))
-
-
-def _original_class(kind: type) -> Any:
-    return kind.__mro__[kind.__mro__.index(_Checkpointed) + 1]
-
-
-def _group_by_module(layers: Sequence[Layer]) -> dict[nn.Module, tuple[tuple[int, int], ...]]:
-    spans: dict[nn.Module, tuple[tuple[int, int], ...]] = {}
+def _group_by_module(layers: Sequence[Layer]) -> dict[nn.Module, list[Layer]]:
+    groups: dict[nn.Module, list[Layer]] = {}
     for layer in layers:
-        spans[layer.module] = (*spans.get(layer.module, ()), *([layer.span] if layer.span else []))
-    return spans
+        groups.setdefault(layer.module, []).append(layer)
+    return groups
 
 
 def _family(model: nn.Module, module: nn.Module) -> set[nn.Module]:

@@ -18,6 +18,7 @@ Run = Callable[..., Any]
 """Called with the module, its state, its plain ``forward`` and the arguments; returns what ``forward`` returns."""
 
 _KEY = "_lightning_vram_swap_key"  # on our classes: no name that a user's class has
+_FORWARD = "_lightning_vram_forward"  # on instances: a forward of their own, which would hide ours
 
 _classes: dict[tuple[type[nn.Module], str], type[nn.Module]] = {}  # made once, so that types compare
 
@@ -34,7 +35,8 @@ class _Swapped:
         kinds = type(self).__mro__
         original, keys = kinds[kinds.index(_Swapped) + 1], {_key_of(kind) for kind in kinds}
         if rest and isinstance(rest[0], dict):
-            rest[0] = {name: value for name, value in rest[0].items() if name not in keys}
+            attributes = {name: value for name, value in rest[0].items() if name not in keys and name != _FORWARD}
+            rest[0] = attributes | ({"forward": rest[0][_FORWARD]} if _FORWARD in rest[0] else {})
         arguments = tuple(original if argument is type(self) else argument for argument in arguments)
         if make is getattr(copyreg, "__newobj__", None) and len(arguments) == 1:
             # pickle insists that __newobj__ makes the class of the very object; its elder does the same work
@@ -46,25 +48,27 @@ def swap_class(module: nn.Module, key: str, state: object, run: Run) -> None:
     """Let ``module`` run ``run`` in the place of its ``forward`` as long as ``key`` is in its ``__dict__``.
 
     Args:
-        module: Any module without a ``forward`` of its own on the instance.
+        module: Any module. A ``forward`` on the instance is taken for the plain one meanwhile.
         key: Name of the technique; the state is kept under it.
         state: Handed to ``run``.
         run: See :data:`Run`. Always the same function for the same class and key.
 
     Raises:
-        ValueError: If the class cannot be changed, the module has its own ``forward``, or ``key`` is in it already.
+        ValueError: If the class cannot be changed, or ``key`` is in it already.
     """
     name = type(module).__name__
     if isinstance(module, torch.jit.ScriptModule):  # traced ones too
         raise ValueError(f"module {name} cannot be changed: it is scripted or traced.")
-    if key in vars(module) or "forward" in vars(module):
-        raise ValueError(f"module {name} cannot be changed: it has been already, or its instance has its own forward.")
+    if key in vars(module):
+        raise ValueError(f"module {name} cannot be changed: it has been already.")
     if all(_key_of(kind) != key for kind in type(module).__mro__):  # else it is idle below another class, and wakes
         try:
             module.__class__ = _swapped_class(type(module), key, run)
         except TypeError as error:
             raise ValueError(f"module {name} cannot be changed: {error}.") from None
     vars(module)[key] = state
+    if "forward" in vars(module):
+        vars(module)[_FORWARD] = vars(module).pop("forward")
 
 
 def restore_class(module: nn.Module, key: str) -> None:
@@ -73,6 +77,8 @@ def restore_class(module: nn.Module, key: str) -> None:
     # What is idle on top goes, whoever left it there; below a technique still at work it has to wait for that one.
     while (top := _key_of(type(module))) is not None and top not in vars(module):
         module.__class__ = type(module).__bases__[-1]
+    if _FORWARD in vars(module) and not any(_key_of(kind) in vars(module) for kind in type(module).__mro__):
+        vars(module)["forward"] = vars(module).pop(_FORWARD)
 
 
 def _swapped_class(original: type[nn.Module], key: str, run: Run) -> type[nn.Module]:
@@ -82,17 +88,20 @@ def _swapped_class(original: type[nn.Module], key: str, run: Run) -> type[nn.Mod
 
 
 def _make_class(original: type[nn.Module], key: str, run: Run) -> type[nn.Module]:
+    is_further = issubclass(original, _Swapped)  # above another of ours, which knows about the instance
+
     @functools.wraps(original.forward)  # transformers and others inspect the signature
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         inherited: Any = super(swapped, self)
+        plain = inherited.forward if is_further else self.__dict__.get(_FORWARD, inherited.forward)
         if key not in self.__dict__:
-            return inherited.forward(*args, **kwargs)
-        return run(self, self.__dict__[key], inherited.forward, *args, **kwargs)
+            return plain(*args, **kwargs)
+        return run(self, self.__dict__[key], plain, *args, **kwargs)
 
     # The same name, so that printed models and policies that go by class name see no change.
     attributes = {"forward": forward, _KEY: key, "__module__": original.__module__}
     metaclass: Any = type(original)
-    bases = (original,) if issubclass(original, _Swapped) else (_Swapped, original)
+    bases = (original,) if is_further else (_Swapped, original)
     swapped: type[nn.Module] = metaclass(original.__name__, bases, attributes | {"__qualname__": original.__qualname__})
     return swapped
 

@@ -1,9 +1,12 @@
 """What is kept for the backward: for the operators that saved it, and for recipes that end on it."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from lightning_vram.techniques.mask_bits import pack_bits, unpack_bits
+from lightning_vram.techniques.saved_tensor_stage import Taken
 from lightning_vram.techniques.versions import check_version, version_counter
 
 
@@ -53,24 +56,50 @@ class Kept:
         self._copy = _copy(self.tensor)
 
 
+class KeptElsewhere(Kept):
+    """A tensor that another stage took over: a snapshot, which no write reaches."""
+
+    __slots__ = ("_taken",)
+
+    def __init__(self, tensor: Tensor, taken: Taken) -> None:
+        super().__init__(version_counter(tensor), tensor._version)
+        self._taken = taken
+        self.num_bytes = taken.num_bytes
+
+    def restore(self) -> Tensor:  # noqa: D102
+        check_version(self.tensor, self.version, self.tensor)
+        return self._taken.give()
+
+    def read(self) -> Tensor:  # noqa: D102
+        return self._taken.give()
+
+    def before_write(self) -> None:  # noqa: D102
+        return
+
+    def copy(self) -> None:  # noqa: D102
+        return
+
+
 class KeptMask(Kept):
-    """A mask that is kept as bits."""
+    """A mask that is kept as bits, by itself or by another stage."""
 
-    __slots__ = ("_bits", "_one", "_shape", "_strides")
+    __slots__ = ("_bits", "_device", "_shape", "_strides")
 
-    def __init__(self, mask: Tensor) -> None:
+    def __init__(self, mask: Tensor, hand_on: Callable[[Tensor], Taken | None]) -> None:
         super().__init__(version_counter(mask), mask._version)
-        self._bits = pack_bits(mask)
-        self._shape, self._strides = mask.shape, mask.stride()
-        self.num_bytes = self._bits.nbytes
+        bits = pack_bits(mask)
+        taken = hand_on(bits)
+        self._bits = taken if taken is not None else bits
+        self._shape, self._strides, self._device = mask.shape, mask.stride(), mask.device
+        self.num_bytes = taken.num_bytes if taken is not None else bits.nbytes
 
     def restore(self) -> Tensor:  # noqa: D102
         check_version(self.tensor, self.version, self.tensor)
         return self.read()
 
     def read(self) -> Tensor:  # noqa: D102
-        like = torch.empty_strided(self._shape, self._strides, dtype=self.tensor.dtype, device=self._bits.device)
-        return unpack_bits(self._bits, like)
+        like = torch.empty_strided(self._shape, self._strides, dtype=self.tensor.dtype, device=self._device)
+        return unpack_bits(self._bits.give() if isinstance(self._bits, Taken) else self._bits, like)
 
     def before_write(self) -> None:  # noqa: D102
         return  # the bits are its own

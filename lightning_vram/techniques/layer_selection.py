@@ -18,6 +18,7 @@ _TRANSFORMERS_LAYER = "transformers.modeling_layers.GradientCheckpointingLayer"
 _METRIC = "torchmetrics.metric.Metric"  # some hold networks; nothing of theirs is trained
 _COMPILED = "_orig_mod"  # what torch.compile(module) puts between a module and its name
 _SHOWN_NAMES = 5
+_MIN_BODY = 4  # layers of a Sequential that is found by itself: heads and the like have fewer
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,7 @@ class LayerSelection:
     nested: tuple[str, ...] = ()
 
 
-def select_layers(
-    model: nn.Module, layers: LayerPattern | Sequence[LayerPattern] = "auto", every_n_layers: int = 1
-) -> LayerSelection:
+def select_layers(model: nn.Module, layers: LayerPattern | Sequence[LayerPattern] = "auto") -> LayerSelection:
     """Choose layers of ``model``.
 
     Args:
@@ -57,7 +56,6 @@ def select_layers(
             names, globs
             over module names (``*`` stays within one part of a name, ``**`` crosses dots) or classes, one or several.
             A container without a forward stands for its children.
-        every_n_layers: Keep the first and every n-th after it.
 
     Returns:
         The layers in the model's order. Where matches are nested, the outermost is chosen.
@@ -77,7 +75,69 @@ def select_layers(
         found = _outermost(matched, names)
         inside = {part for layer in found for part in layer.module.modules()} - {layer.module for layer in found}
         nested = [name for name in names if name in matched and names[name] in inside]
-    return LayerSelection(tuple(found[::every_n_layers]), tuple(nested))
+    return LayerSelection(tuple(found), tuple(nested))
+
+
+def thin_out(selection: LayerSelection, every_n_layers: int = 1, *, skip_last: bool = False) -> LayerSelection:
+    """Leave layers out of a selection.
+
+    Args:
+        selection: What was found.
+        every_n_layers: Keep the first and every n-th after it.
+        skip_last: Leave out the last, or the last of each body that is cut into spans.
+
+    Raises:
+        ValueError: If nothing is left.
+    """
+    last_of = {_body_of(layer): layer for layer in selection.layers} if skip_last else {}
+    kept = [layer for layer in selection.layers[::every_n_layers] if layer is not last_of.get(_body_of(layer))]
+    if not kept:
+        raise ValueError(f"skip_last=True leaves no layer: there is only {selection.layers[0].name!r}.")
+    return LayerSelection(tuple(kept), selection.nested)
+
+
+def _body_of(layer: Layer) -> nn.Module | None:
+    return layer.module if layer.span else None
+
+
+def find_sequential_bodies(model: nn.Module, layers: LayerPattern | Sequence[LayerPattern]) -> list[Layer]:
+    """Find the ``nn.Sequential`` s of ``model`` that can be cut into segments.
+
+    Args:
+        model: The whole model; it may be one itself.
+        layers: ``"auto"``: the outermost with four or more children that have parameters. Otherwise patterns, as in
+            :func:`select_layers`; what they match must have two or more.
+
+    Raises:
+        ValueError: If there is none, or a pattern matches something else.
+    """
+    names = {"": model, **_name_layers(model)}
+    bodies = {name: _count_layers(module) for name, module in names.items() if _count_layers(module) > 1}
+    if isinstance(layers, str) and layers == "auto":
+        large = {name for name, num_layers in bodies.items() if num_layers >= _MIN_BODY}
+        found = _outermost(large, names) if "" not in large else [Layer("", model)]
+        if not found:
+            raise ValueError(
+                f"segments finds no nn.Sequential with {_MIN_BODY} or more layers in {type(model).__name__}: the "
+                "layers of a ModuleList are called by the model's own code. Use every_n_layers, or name a shorter body."
+            )
+        return found
+    selection = select_layers(model, layers)
+    for layer in selection.layers:
+        if layer.name not in bodies:
+            raise ValueError(
+                f"segments needs nn.Sequential bodies with two or more layers, but layers={layers!r} matches "
+                f"{layer.name!r} ({type(layer.module).__name__}). Use every_n_layers, or name the nn.Sequential."
+            )
+    return list(selection.layers)
+
+
+def _count_layers(module: nn.Module) -> int:
+    """Number of children with parameters of an ``nn.Sequential`` with the stock forward; 0 for others."""
+    is_plain = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+    if not is_plain or "forward" in vars(module):
+        return 0
+    return sum(any(True for _ in child.parameters()) for child in module.children())
 
 
 def _name_layers(model: nn.Module) -> dict[str, nn.Module]:

@@ -37,11 +37,11 @@ from lightning_vram.techniques.norm_recipes import (
 from lightning_vram.techniques.noted_values import NotedValues
 from lightning_vram.techniques.rebuilding import Dropped
 from lightning_vram.techniques.recipes import CopyValue, MaskValue, Recipe, Value, WriteRecipe
+from lightning_vram.techniques.saved_tensor_stage import PLAIN_TYPES
 from lightning_vram.techniques.versions import is_strided, version_of
 
 aten = torch.ops.aten
 
-PLAIN_TYPES = frozenset({Tensor, nn.Parameter, nn.Buffer, FakeTensor})
 COPIED_BYTES = 64 * 1024  # weights of norms and small buffers; what is larger is not copied to rebuild from it
 _MAX_HELD = 4
 _NUM_WITHOUT_STATISTICS = 6  # arguments of a batch norm that has no running statistics

@@ -30,10 +30,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_vram.techniques.cheap_operators import Family, family_of
 from lightning_vram.techniques.hidden_from_dynamo import hide_from_dynamo
-from lightning_vram.techniques.kept_tensors import Kept, KeptMask
+from lightning_vram.techniques.kept_tensors import Kept, KeptElsewhere, KeptMask
 from lightning_vram.techniques.rebuilding import Dropped, find_sources, rebuild
-from lightning_vram.techniques.recipe_recorder import COPIED_BYTES, PLAIN_TYPES, RecipeRecorder
+from lightning_vram.techniques.recipe_recorder import COPIED_BYTES, RecipeRecorder
 from lightning_vram.techniques.recipes import MaskValue, Recipe, Value
+from lightning_vram.techniques.saved_tensor_stage import PLAIN_TYPES, SavedTensorStage, Taken, innermost_stage
 from lightning_vram.techniques.stepping_aside import stepping_aside
 from lightning_vram.techniques.versions import NO_VERSION, alias, check_version, is_strided, version_of
 
@@ -98,6 +99,7 @@ class Recomputation:
         self._recorder = RecipeRecorder(dropout, weakref.WeakMethod(self._hold_inputs))
         self._values = self._recorder.values
         self._exit: ExitStack | None = None
+        self._next: SavedTensorStage | None = None
         self._fates: dict[int, dict[Any, _Fate]] = {}  # by recipe, then by shape
         self._lasting: set[int] = set()
         self._unseen_references = 0 if isinstance(self, _CountReferences) else _references_of_autograds_own()
@@ -107,6 +109,7 @@ class Recomputation:
         if self._exit is not None:
             raise RuntimeError("this Recomputation is entered already: it does not nest.")
         self.report = RecomputationReport()
+        self._next = innermost_stage()
         if self._module is not None:
             self._lasting = {id(buffer) for buffer in self._module.buffers()}
             self._recorder.parameters_move = is_sharded(self._module)
@@ -161,7 +164,7 @@ class Recomputation:
             return saved
         if type(packed) is Kept:
             return packed.restore()
-        dropped: Dropped | KeptMask = packed
+        dropped: Dropped | KeptElsewhere | KeptMask = packed
         with self._recorder.paused(), torch.no_grad(), torch._C._DisableAutocast():
             return dropped.restore()
 
@@ -180,16 +183,22 @@ class Recomputation:
     def _keep(self, value: Value, tensor: Tensor) -> Kept:
         if value.recipe is not None:
             value.recipe.held = None
-        if isinstance(value, MaskValue) and (value.is_scaled or tensor.nbytes >= self._min_bytes):
-            with self._recorder.paused(), torch.no_grad():
-                kept: Kept = KeptMask(tensor)
-        else:
-            kept = Kept(alias(tensor), tensor._version)
-        self._values.watch(value, kept)
         base = tensor._base if tensor._is_view() else None
-        if not self._is_lasting(tensor if base is None else base):
+        is_lasting = self._is_lasting(tensor if base is None else base)
+        with self._recorder.paused(), torch.no_grad(), torch._C._DisableAutocast():
+            if isinstance(value, MaskValue) and (value.is_scaled or tensor.nbytes >= self._min_bytes):
+                kept: Kept = KeptMask(tensor, self._hand_on)
+            else:
+                taken = self._hand_on(tensor) if not is_lasting else None
+                kept = KeptElsewhere(tensor, taken) if taken is not None else Kept(alias(tensor), tensor._version)
+        self._values.watch(value, kept)
+        if not is_lasting:
             self.report.kept_bytes += kept.num_bytes
         return kept
+
+    def _hand_on(self, tensor: Tensor) -> Taken | None:
+        """Offer what is to be kept to the stage outside, if there is one."""
+        return self._next.take(tensor) if self._next is not None else None
 
     def _drop(self, value: Value, tensor: Tensor) -> Dropped | None:
         recipe = value.recipe

@@ -111,31 +111,41 @@ class SavedTensorStage(ABC):
 
     @hide_from_dynamo
     def _pack(self, tensor: Tensor) -> Any:
-        kind = type(tensor)
-        if kind is nn.Parameter:
-            return tensor, tensor._version  # itself: FSDP refills the memory of parameters
-        if kind not in PLAIN_TYPES or not is_strided(tensor):
-            return tensor.detach() if tensor.grad_fn is not None else tensor
-        if not self._is_lasting(tensor):
+        if type(tensor) in PLAIN_TYPES and is_strided(tensor) and not self._is_lasting(tensor):
             with torch.no_grad(), torch._C._DisableAutocast():
                 taken = self.take(tensor)
             if taken is not None:
                 return version_counter(tensor), tensor._version, taken
-        return tensor if tensor.is_leaf else alias(tensor), tensor._version
+        return pack_in_place(tensor)
 
     @hide_from_dynamo
     def _unpack(self, packed: Any) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
-        check_version(packed[0], packed[1], packed[0])
-        if len(packed) == 2:
-            saved: Tensor = packed[0]
-            return saved
-        taken: Taken = packed[2]
-        with torch.no_grad(), torch._C._DisableAutocast():
-            return taken.give()
+        return unpack(packed)
 
     def _is_lasting(self, tensor: Tensor) -> bool:
         """Whether its memory is that of a parameter or buffer, and stays whether it is saved or not."""
-        base = tensor._base if tensor._is_view() else None
+        base = tensor._base if tensor._is_view() else tensor
         return type(base) is nn.Parameter or storage_address(tensor) in self._buffers
+
+
+def pack_in_place(tensor: Tensor) -> Any:
+    """Keep a saved tensor as autograd would; see :func:`unpack`."""
+    kind = type(tensor)
+    if kind is nn.Parameter:
+        return tensor, tensor._version  # itself: FSDP refills the memory of parameters
+    if kind not in PLAIN_TYPES or not is_strided(tensor):
+        return tensor.detach() if tensor.grad_fn is not None else tensor
+    return tensor if tensor.is_leaf else alias(tensor), tensor._version
+
+
+def unpack(packed: Any) -> Tensor:
+    """Return a saved tensor. Raises ``RuntimeError`` as autograd does if it was overwritten since."""
+    if isinstance(packed, Tensor):
+        return packed
+    check_version(packed[0], packed[1], packed[0])
+    if len(packed) == 2:
+        saved: Tensor = packed[0]
+        return saved
+    taken: Taken = packed[2]
+    with torch.no_grad(), torch._C._DisableAutocast():
+        return taken.give()

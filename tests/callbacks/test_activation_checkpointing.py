@@ -8,7 +8,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_vram import ActivationCheckpointing
-from lightning_vram.techniques.checkpointing import _Checkpointed, apply_activation_checkpointing
+from lightning_vram.techniques.checkpointing import _STATE, apply_activation_checkpointing
 
 
 class Spy(Callback):
@@ -18,7 +18,7 @@ class Spy(Callback):
         self.names: dict[str, list[str]] = {}
 
     def _look(self, stage: str, pl_module: nn.Module) -> None:
-        self.names[stage] = [name for name, module in pl_module.named_modules() if isinstance(module, _Checkpointed)]
+        self.names[stage] = [name for name, module in pl_module.named_modules() if _STATE in vars(module)]
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         self._look("train", pl_module)

@@ -113,7 +113,7 @@ def test_a_checkpointed_layer_keeps_its_input_and_nothing_else():
     rows, width = 16, 8
     hidden = torch.randn(rows, width)
     model = Net(num_blocks=3)
-    apply_activation_checkpointing(model)
+    apply_activation_checkpointing(model, determinism_check="none")  # or some samples of the outputs of a first step
     # inputs of blocks 1 and 2 (block 0's was there before), the output that is squared, loss and its gradient
     expected = 3 * rows * width * FLOAT + 2 * FLOAT
     for _ in range(2):
@@ -789,7 +789,7 @@ def test_a_layer_that_overwrites_shared_memory_is_refused():
     model = Net(ResidualBlock, num_blocks=1)
     apply_activation_checkpointing(model, layers="ResidualBlock")
     hidden = torch.randn(2, 8, requires_grad=True) * 1
-    with pytest.raises(RuntimeError, match=r"^layer ResidualBlock overwrites an input that shares memory with another"):
+    with pytest.raises(RuntimeError, match=r"^layer blocks\.0 \(ResidualBlock\) overwrites an input that shares memory with another"):
         model.blocks[0](hidden, hidden.view(2, 8))
 
 
@@ -802,7 +802,7 @@ def test_a_layer_that_overwrites_its_input_now_and_then_is_refused():
     model = Net(Moody, num_blocks=1)
     apply_activation_checkpointing(model, layers="Moody")
     model(torch.randn(2, 8) * torch.ones((), requires_grad=True))
-    with pytest.raises(RuntimeError, match=r"^layer Moody overwrites its input in some forwards and not in others"):
+    with pytest.raises(RuntimeError, match=r"^layer blocks\.0 \(Moody\) overwrites its input in some forwards and not in others"):
         model(torch.randn(2, 8) * torch.ones((), requires_grad=True))
 
 

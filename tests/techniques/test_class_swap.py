@@ -234,20 +234,29 @@ def test_names_of_the_users_classes_are_not_taken() -> None:
 def test_the_same_key_twice_is_refused(keys: tuple[str, ...]) -> None:
     module = swap(nn.ReLU(), *keys)
     kind = type(module)
-    message = "^module ReLU cannot be changed: it has been already, or its instance has its own forward.$"
+    message = "^module ReLU cannot be changed: it has been already.$"
     with pytest.raises(ValueError, match=message):
         swap(module, DOUBLE, state=5.0)
     assert type(module) is kind
     assert vars(module)[DOUBLE] == 2
 
 
-def test_a_forward_on_the_instance_is_refused() -> None:
+@pytest.mark.parametrize("keys", [(DOUBLE,), (DOUBLE, ADD), (ADD, DOUBLE)], ids=str)
+@pytest.mark.parametrize("is_first_undone_first", [False, True])
+def test_a_forward_on_the_instance_is_the_plain_one_and_comes_back(keys: Any, is_first_undone_first: bool) -> None:
     module = OwnForward()
-    message = "^module OwnForward cannot be changed: it has been already, or its instance has its own forward.$"
-    with pytest.raises(ValueError, match=message):
-        swap(module, DOUBLE)
+    own = vars(module)["forward"]
+    plain, x = swap(nn.Identity(), *keys), torch.ones(1, 2)
+    swap(module, *keys)
+    assert torch.equal(module(x), plain(x))
+    twin = copy.deepcopy(module)
+    assert type(twin) is OwnForward
+    assert torch.equal(twin(x), x)
+    for key in keys if is_first_undone_first else reversed(keys):
+        restore_class(module, key)
     assert type(module) is OwnForward
-    assert DOUBLE not in vars(module)
+    assert vars(module)["forward"] is own
+    assert torch.equal(module(x), x)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # that they may still be met is the point

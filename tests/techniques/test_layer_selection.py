@@ -8,7 +8,7 @@ from torchmetrics import MeanSquaredError, MetricCollection
 
 from lightning_vram.demos import ByteGPT, DigitsResNet
 from lightning_vram.techniques.conv_stages import find_conv_stages
-from lightning_vram.techniques.layer_selection import select_layers
+from lightning_vram.techniques.layer_selection import select_layers, thin_out
 
 
 class Block(nn.Module):
@@ -34,7 +34,7 @@ class Net(nn.Module):
 
 
 def names(model: nn.Module, layers="auto", every_n_layers: int = 1) -> list[str]:
-    return [layer.name for layer in select_layers(model, layers, every_n_layers).layers]
+    return [layer.name for layer in thin_out(select_layers(model, layers), every_n_layers).layers]
 
 
 def stage(*layers: nn.Module) -> nn.Sequential:

@@ -1,0 +1,100 @@
+"""Checkpoint just as much as a byte budget for activations asks for.
+
+The first step runs with every layer checkpointed, and is watched (:mod:`~lightning_vram.techniques.step_observer`).
+From what was seen a plan is made (:mod:`~lightning_vram.techniques.budget_solver`): some layers run plain, others keep
+the results of some of their costly operators, and the least possible is computed twice. No compiler is needed;
+PyTorch's own ``activation_memory_budget`` takes a share instead of bytes and needs ``torch.compile``.
+
+Counted are the bytes that the tracker calls activations: what is kept for the backward, and what one layer at a time
+makes again there. Temporaries inside of operators and gradients are not among them.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from lightning_vram.techniques.budget_solver import predict_peak, solve
+from lightning_vram.techniques.checkpoint_plan import CheckpointPlan
+from lightning_vram.techniques.checkpointing import CheckpointingHandle
+from lightning_vram.techniques.recomputed_call import DeterminismCheck, Recomputing
+from lightning_vram.techniques.save_policy import SavePolicy
+from lightning_vram.techniques.step_observer import StepObserver
+
+Decisions = Mapping[str, frozenset[int] | None]
+"""Numbers of the costly operators whose results a layer keeps; ``None``: it runs plain."""
+
+
+class BudgetedCheckpointing:
+    """Makes and applies plans for the layers that a handle checkpoints.
+
+    Args:
+        model: The whole model.
+        handle: Its layers, all of them checkpointed; whoever made it removes it.
+        budget_bytes: For activations.
+        determinism_check: See :class:`~lightning_vram.techniques.recomputed_call.Recomputing`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        handle: CheckpointingHandle,
+        budget_bytes: int,
+        determinism_check: DeterminismCheck = "outputs",
+    ) -> None:
+        self._model = model
+        self._handle = handle
+        self._budget_bytes = budget_bytes
+        self._check: DeterminismCheck = determinism_check
+        self._observer: StepObserver | None = None
+
+    @contextmanager
+    def observing(self, inputs: Any = None) -> Iterator[None]:
+        """Run one training step inside, with every layer checkpointed; :meth:`plan` works from what it was.
+
+        Args:
+            inputs: Any nest of tensors that stay alive anyway, such as the batch.
+        """
+        self._observer = observer = StepObserver(self._model, inputs)
+        self._change(lambda layer, full: replace(full, watch=observer.watch(layer)))
+        try:
+            with observer.observing():
+                yield
+        finally:
+            self._change(lambda layer, full: full)
+
+    def plan(self) -> CheckpointPlan | None:
+        """Make the cheapest plan that fits; ``None`` if no layer was called in the observed step.
+
+        Raises:
+            BudgetError: If nothing fits.
+        """
+        profiles = self._observer.profiles() if self._observer is not None else []
+        self._observer = None
+        if not profiles:
+            return None
+        # A step with several backwards has several forwards; the plan is made for the largest.
+        plain_peaks = [predict_peak(profile, [layer.choose(None) for layer in profile.layers]) for profile in profiles]
+        return solve(profiles[plain_peaks.index(max(plain_peaks))], self._budget_bytes)
+
+    def apply(self, decisions: Decisions) -> None:
+        """Do as decided, from the next call of each layer on; layers without a decision stay checkpointed."""
+        self._change(lambda layer, full: _decide(full, decisions.get(layer, frozenset())))
+
+    def _change(self, choose: Any) -> None:
+        for layer in self._handle.selection.layers:
+            full = Recomputing(f"{layer.name} ({type(layer.module).__name__})", None, self._check)
+            self._handle.change(layer, choose(layer.name, full))
+
+
+def decisions_of(plan: CheckpointPlan) -> Decisions:
+    """Return what a plan decides, by layer."""
+    return {choice.name: choice.decision for choice in plan.choices}
+
+
+def _decide(full: Recomputing, kept: frozenset[int] | None) -> Recomputing | None:
+    if kept is None:
+        return None
+    return replace(full, save=SavePolicy("matmuls", numbers=kept)) if kept else full

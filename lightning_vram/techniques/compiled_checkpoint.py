@@ -1,0 +1,20 @@
+"""Checkpoint a layer inside of compiled code, where the compiler's partitioner does the work."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from lightning_vram.techniques.save_policy import SavePolicy
+
+
+def compiled_checkpoint(save: SavePolicy | None, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call ``forward`` so that the compiler recomputes it, but for the operators of ``save``.
+
+    The compiler takes a list of operators: ``every_n`` does not count there, all of them are kept.
+    """
+    if save is None:
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    contexts = functools.partial(create_selective_checkpoint_contexts, list(save.resolved))
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)

@@ -1,0 +1,139 @@
+"""Find out whether the second run of a layer does what its first did.
+
+PyTorch compares shapes and dtypes of what autograd saves, so that a layer that draws from a source nobody rewinds (an
+own generator in a global variable, ``os.urandom``) passes, with gradients of a network that never ran. Here outputs are
+compared by value, or every operator is. What is compared are samples, up to rounding: kernels that add atomically do
+not give the same bits twice.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from typing_extensions import override
+
+from lightning_vram.techniques.hidden_from_dynamo import hide_from_dynamo
+from lightning_vram.techniques.kept_outputs import RecomputationError
+from lightning_vram.techniques.versions import is_strided
+
+_NUM_SAMPLES = 1024
+_TOLERANCES = {torch.float16: 2e-2, torch.bfloat16: 5e-2}  # of the largest sample
+_TOLERANCE = 1e-3
+_UNSET = ("empty", "new_empty", "resize", "set_")  # operators that leave whatever was in the memory
+
+
+class OutputSamples:
+    """Some elements of each tensor in what a layer returned."""
+
+    def __init__(self, output: Any) -> None:
+        self._samples = [_sample(leaf) for leaf in tree_leaves(output)]
+
+    def differ_from(self, output: Any) -> bool:
+        """Whether ``output`` holds other values, up to rounding."""
+        leaves = tree_leaves(output)
+        return len(leaves) != len(self._samples) or any(
+            sample is not None and not _is_close(sample, _sample(leaf))
+            for sample, leaf in zip(self._samples, leaves, strict=True)
+        )
+
+
+@dataclass(frozen=True)
+class _Record:
+    function: Any
+    shapes: tuple[str, ...]
+    sample: Tensor | None
+
+
+class OperatorTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Writes down every operator of a first run; :meth:`comparing` gives the mode for a second.
+
+    It costs some ten kernels and a synchronisation per operator.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, records: list[_Record] | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._expected = records
+        self._records: list[_Record] = []
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled parts run compiled: they are one operator."""
+        return True
+
+    def comparing(self) -> "OperatorTrace":
+        """Return a mode that raises ``RecomputationError`` at the first operator that is not as it was here."""
+        return OperatorTrace(self._records)
+
+    @override
+    @hide_from_dynamo
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if getattr(func, "name", None) and str(func).startswith("aten.detach"):
+            return output  # the checkpoint's own
+        first = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
+        is_compared = not any(part in str(func) for part in _UNSET) and not _is_counter(func, first)
+        record = _Record(func, _describe(output), _sample(first) if is_compared else None)
+        self._records.append(record)
+        if self._expected is not None:
+            self._compare(record, len(self._records) - 1)
+        return output
+
+    def _compare(self, record: _Record, number: int) -> None:
+        assert self._expected is not None
+        if number >= len(self._expected):
+            raise RecomputationError(f"ran {record.function} after the last operator of its first run")
+        expected = self._expected[number]
+        place = f"operator {number + 1}"
+        if record.function is not expected.function:
+            raise RecomputationError(f"{place} was {expected.function} and is {record.function}")
+        if record.shapes != expected.shapes:
+            was, now = ", ".join(expected.shapes), ", ".join(record.shapes)
+            raise RecomputationError(f"{place}, {record.function}, returned {was} and returns {now}")
+        if expected.sample is not None and not _is_close(expected.sample, record.sample):
+            raise RecomputationError(f"{place}, {record.function}, returned other values than it returns now")
+
+
+def _is_counter(func: Any, tensor: Tensor | None) -> bool:
+    """Whether an integer is moved in place, as norms count their batches: that goes on in the second run."""
+    is_mutable = isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable
+    return is_mutable and tensor is not None and not tensor.is_floating_point()
+
+
+def _describe(output: Any) -> tuple[str, ...]:
+    return tuple(
+        f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+        for leaf in tree_leaves(output)
+        if isinstance(leaf, Tensor)
+    )
+
+
+def _sample(leaf: Any) -> Tensor | None:
+    is_plain = isinstance(leaf, Tensor) and type(leaf) in (Tensor, torch.nn.Parameter) and is_strided(leaf)
+    if not is_plain or leaf.is_meta or isinstance(leaf, FakeTensor) or leaf.numel() == 0:
+        return None
+    with torch.no_grad():
+        step = -(-leaf.numel() // _NUM_SAMPLES)
+        places = torch.arange(0, leaf.numel(), step, device=leaf.device)
+        sample: Tensor = leaf.detach().take(places)  # whatever the strides: without a copy of the whole
+    return sample
+
+
+def _is_close(one: Tensor, other: Tensor | None) -> bool:
+    if other is None or one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    if not (one.is_floating_point() or one.is_complex()):
+        return torch.equal(one, other)
+    magnitudes = one.abs()[torch.isfinite(one)]
+    scale = float(magnitudes.max()) if magnitudes.numel() else 0.0
+    tolerance = _TOLERANCES.get(one.dtype, _TOLERANCE)
+    if not one.is_complex() and one.element_size() < 4:
+        one, other = one.float(), other.float()  # 8-bit types compare nowhere
+    return torch.allclose(one, other, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
