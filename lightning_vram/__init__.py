@@ -8,6 +8,7 @@ from lightning_vram.callbacks.empty_cache import EmptyCache
 from lightning_vram.callbacks.in_place_fusion import InPlaceFusion
 from lightning_vram.callbacks.vram_monitor import VRAMMonitor
 from lightning_vram.memory.tracker import track_memory
+from lightning_vram.techniques.save_policy import SavePolicy
 from lightning_vram.version import __version__ as __version__
 
-__all__ = ["ActivationCheckpointing", "EmptyCache", "InPlaceFusion", "VRAMMonitor", "track_memory"]
+__all__ = ["ActivationCheckpointing", "EmptyCache", "InPlaceFusion", "SavePolicy", "VRAMMonitor", "track_memory"]

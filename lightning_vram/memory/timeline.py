@@ -131,6 +131,16 @@ class MemoryTimeline:
         """Most bytes alive at once during each phase; phases in which nothing changed are left out."""
         return self._totals.peak_by_phase
 
+    def peak_of(self, category: Category) -> int:
+        """Most bytes of one category alive at once, which may be at another moment than the peak of all."""
+        live_bytes = peak_bytes = 0
+        for event in self.events:
+            allocation = self.allocations[event.allocation]
+            if allocation.device == self.device and allocation.category is category:
+                live_bytes += event.change_bytes
+                peak_bytes = max(peak_bytes, live_bytes)
+        return peak_bytes
+
     @property
     def saved_for_backward_bytes(self) -> int:
         """Bytes made in the forward and still alive when a backward began: the most over all backwards.

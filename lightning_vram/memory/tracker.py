@@ -224,7 +224,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if results is _Results.COMPOSED:
             with self:
                 return func.decompose(*args, **(kwargs or {}))
-        self._observe()
+        if func is not torch.ops.aten.detach.default:
+            self._observe()  # but hooks on saved tensors detach without gradients, in the middle of a recomputation
         result = func(*args, **(kwargs or {}))
         if results is _Results.NEW:
             for tensor in _tensors(result):

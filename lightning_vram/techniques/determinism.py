@@ -59,6 +59,7 @@ class OperatorTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, records: list[_Record] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._expected = records
+        self._backward = torch._C._current_graph_task_id()
         self._records: list[_Record] = []
 
     @classmethod
@@ -76,8 +77,9 @@ class OperatorTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         output = func(*args, **(kwargs or {}))
-        if getattr(func, "name", None) and str(func).startswith("aten.detach"):
-            return output  # the checkpoint's own
+        is_inner = torch._C._current_graph_task_id() != self._backward  # a backward inside of the layer
+        if is_inner or str(func).startswith("aten.detach"):  # the checkpoint's own
+            return output
         first = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
         is_compared = not any(part in str(func) for part in _UNSET) and not _is_counter(func, first)
         record = _Record(func, _describe(output), _sample(first) if is_compared else None)

@@ -64,29 +64,29 @@ class KeptOutputs:
 class _Result:
     """What one counted operator returned."""
 
-    __slots__ = ("_kept", "_leaves", "_num_saves", "_random_states", "_structure", "function")
+    __slots__ = ("_kept", "_leaves", "_num_saves", "_random_states", "_structure", "_versions", "function")
 
     def __init__(self, function: Any, num_saves: int) -> None:
         self.function = function
         self._num_saves = num_saves
         self._leaves: list[Any] | None = None
-        self._kept: list[Any] | None = None
+        self._versions: list[int] = []
+        self._kept: list[Any] | None = None  # from the end of the first run on: a backward inside of it finds nothing
         self._structure: TreeSpec | None = None
         self._random_states: list[tuple[torch.Generator, Tensor]] = []
 
     def keep(self, output: Any, random_states: list[tuple[torch.Generator, Tensor]]) -> None:
         leaves, self._structure = tree_flatten(output)
         self._leaves = [alias(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self._kept = [version_of(leaf) for leaf in self._leaves if isinstance(leaf, Tensor)]
+        self._versions = [version_of(leaf) for leaf in self._leaves if isinstance(leaf, Tensor)]
         self._random_states = random_states
 
     def settle(self, num_saves: int) -> bool:
         """Save the result, unless the layer wrote to it or saved nothing after it: the second run ends before then."""
-        leaves, versions = self._leaves, self._kept
-        self._leaves = self._kept = None
-        if leaves is None or versions is None or self._num_saves == num_saves:
+        leaves, self._leaves = self._leaves, None
+        if leaves is None or self._num_saves == num_saves:
             return False
-        if [version_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)] == versions:
+        if [version_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)] == self._versions:
             self._kept = [SavedOutput(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         return self._kept is not None
 
@@ -111,6 +111,11 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, kept: KeptOutputs) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._kept = kept
+        self._backward = torch._C._current_graph_task_id()
+
+    def _concerns(self, func: Any) -> bool:
+        """Whether ``func`` is counted: not in a backward inside of the layer, which may recompute the layer itself."""
+        return self._kept.choice.concerns(func) and torch._C._current_graph_task_id() == self._backward
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -129,7 +134,7 @@ class _Recording(_Mode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kept = self._kept
-        if not kept.choice.concerns(func):
+        if not self._concerns(func):
             return func(*args, **kwargs) if kwargs else func(*args)
         number = len(kept.results)
         result = _Result(func, kept.num_saves)
@@ -158,7 +163,7 @@ class _Replaying(_Mode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kept = self._kept
-        if kept.choice.concerns(func) and self._number < len(kept.results):
+        if self._concerns(func) and self._number < len(kept.results):
             number, self._number = self._number, self._number + 1
             result = kept.results[number]
             if result.function is not func:

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_vram.memory.units import MIB
+from lightning_vram.techniques.versions import storage_address
 
 _ALWAYS_COPIED_BYTES = MIB  # larger buffers are copied beforehand only where they are known to be written
 _COPIED_KINDS = (list, dict, set, OrderedDict, defaultdict, Counter, deque)
@@ -74,7 +75,7 @@ class _LeafState:
             attributes["_parameters"] = registered
             attributes["_forward_hooks"], attributes["_forward_pre_hooks"] = hooks
             for parameter, data, requires_grad in now:
-                if parameter.data_ptr() != data.data_ptr():
+                if _place(parameter) != _place(data):
                     parameter.data = data
                 _set_requires_grad(parameter, requires_grad)
 
@@ -237,6 +238,10 @@ def _is_statistic(module: nn.Module, name: str) -> bool:
 def _set_requires_grad(parameter: Tensor | None, requires_grad: bool) -> None:  # noqa: FBT001
     if parameter is not None and parameter.requires_grad != requires_grad:
         parameter.requires_grad_(requires_grad)
+
+
+def _place(tensor: Tensor) -> tuple[int, int]:
+    return storage_address(tensor), tensor.storage_offset()  # not data_ptr(): fake tensors have none
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -191,9 +191,10 @@ class _Runs:
         self._outputs = KeptOutputs(recomputing.save) if recomputing.save is not None else None
 
     def without_early_stop(self) -> AbstractContextManager[None]:
-        """For a call whose outputs are compared: its second run has to get there."""
+        """For a call whose second run is compared: it has to get to the end."""
         is_enabled = False
-        return set_checkpoint_early_stop(is_enabled) if self._compares_outputs else nullcontext()
+        is_compared = self._compares_outputs or self._trace is not None
+        return set_checkpoint_early_stop(is_enabled) if is_compared else nullcontext()
 
     def first(self, run: Callable[[], Any]) -> Any:
         with ExitStack() as stack:
