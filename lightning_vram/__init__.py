@@ -4,6 +4,8 @@ Everything a user needs is imported from here; the modules below this one may mo
 """
 
 from lightning_vram.callbacks.activation_checkpointing import ActivationCheckpointing
+from lightning_vram.callbacks.activation_compression import ActivationCompression
+from lightning_vram.callbacks.activation_offload import ActivationOffload
 from lightning_vram.callbacks.empty_cache import EmptyCache
 from lightning_vram.callbacks.in_place_fusion import InPlaceFusion
 from lightning_vram.callbacks.vram_monitor import VRAMMonitor
@@ -11,4 +13,13 @@ from lightning_vram.memory.tracker import track_memory
 from lightning_vram.techniques.save_policy import SavePolicy
 from lightning_vram.version import __version__ as __version__
 
-__all__ = ["ActivationCheckpointing", "EmptyCache", "InPlaceFusion", "SavePolicy", "VRAMMonitor", "track_memory"]
+__all__ = [
+    "ActivationCheckpointing",
+    "ActivationCompression",
+    "ActivationOffload",
+    "EmptyCache",
+    "InPlaceFusion",
+    "SavePolicy",
+    "VRAMMonitor",
+    "track_memory",
+]

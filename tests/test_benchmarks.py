@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from tests.benchmarks import __main__ as benchmarks
-from tests.benchmarks.cases import VARIANTS, WORKLOADS
+from tests.benchmarks.cases import WORKLOADS
 from tests.benchmarks.measure import Run
 from tests.benchmarks.recomputation import Chain, measure_overhead, measure_shares
+from tests.benchmarks.variants import GPU_PEERS, VARIANTS
 
 
 @pytest.mark.parametrize("suite", ["memory", "speed"])
@@ -21,15 +22,33 @@ def test_a_suite_writes_device_versions_and_rows(suite, monkeypatch, tmp_path, c
     result = json.loads(path.read_text())
     assert {"device", "torch", "lightning", "driver"} <= set(result["machine"])
     assert [row["variant"] for row in result["rows"]] == list(VARIANTS)
-    assert "checkpointed" in capsys.readouterr().out
+    assert "InPlace" in capsys.readouterr().out
     if suite == "memory":
-        plain, fused, checkpointed, _ = (row["saved_for_backward_bytes"] for row in result["rows"])
-        assert checkpointed <= 0.45 * plain
-        assert fused <= 0.6 * plain
+        rows = {row["variant"]: row for row in result["rows"]}
+        kept = {
+            name: row["saved_for_backward_bytes"] / rows["plain"]["saved_for_backward_bytes"]
+            for name, row in rows.items()
+        }
+        assert kept["checkpointed"] <= 0.45
+        assert kept["InPlaceFusion"] <= 0.6
+        assert kept["checkpointed"] < kept["checkpointed, matmuls kept"] < 1
+        assert kept["offloaded"] <= 0.2
+        assert kept["checkpointed, offloaded"] <= kept["checkpointed"]
+        for share in (0.75, 0.5):
+            peaks = (
+                rows["plain"]["activations_peak_bytes"],
+                rows[f"checkpointed, budget {share}"]["activations_peak_bytes"],
+            )
+            assert peaks[1] <= share * peaks[0]
 
 
-def test_a_step_trains():
-    run = Run(WORKLOADS[1], "checkpointed", torch.device("cpu"))
+@pytest.mark.parametrize("variant", ["checkpointed", *GPU_PEERS])
+def test_a_step_trains(variant, monkeypatch):
+    if variant == "save_on_cpu":  # pins memory
+        monkeypatch.setattr(
+            "tests.benchmarks.variants.save_on_cpu", lambda pin_memory: torch.autograd.graph.save_on_cpu()
+        )
+    run = Run(WORKLOADS[1], variant, torch.device("cpu"))
     before = [p.clone() for p in run.model.parameters()]
     run.step()
     assert not all(torch.equal(one, other) for one, other in zip(run.model.parameters(), before, strict=True))

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from typing_extensions import override
 
+from lightning_vram.callbacks.layer_patterns import check_layers
 from lightning_vram.callbacks.namespace import check_trainer
 from lightning_vram.callbacks.seam import before_strategy_setup, withdraw_from_strategy_setup
 from lightning_vram.callbacks.shared_plan import share_largest
@@ -84,7 +85,7 @@ class ActivationCheckpointing(Callback):
         budget: int | str | None = None,
         determinism_check: Literal["outputs", "operators", "none"] = "outputs",
     ) -> None:
-        _check_layers(layers)
+        check_layers("ActivationCheckpointing(layers)", layers)
         check_positive_int("ActivationCheckpointing(every_n_layers)", every_n_layers)
         _check_segments(segments)
         check_bool("ActivationCheckpointing(skip_last)", skip_last)
@@ -182,7 +183,9 @@ class ActivationCheckpointing(Callback):
                 "the compiler's partitioner: torch._functorch.config.activation_memory_budget takes a share of 0 to 1."
             )
         self._budgeted = BudgetedCheckpointing(pl_module, self._handle, self._budget_bytes, self.determinism_check)
-        self._seam = StepSeam(trainer.strategy, "training_step", Depth.OBSERVATION, lambda: self._step(trainer))
+        self._seam = StepSeam(
+            trainer.strategy, "training_step", Depth.OBSERVATION, lambda *_, **__: self._step(trainer)
+        )
 
     @contextmanager
     def _step(self, trainer: pl.Trainer) -> Iterator[None]:
@@ -232,19 +235,6 @@ class ActivationCheckpointing(Callback):
         if budget_bytes == 0:
             raise ValueError("ActivationCheckpointing(budget) must be at least 1 byte, got 0.")
         return budget_bytes
-
-
-def _check_layers(layers: object) -> None:
-    patterns = layers if isinstance(layers, Sequence) and not isinstance(layers, str) else [layers]
-    name = "ActivationCheckpointing(layers)"
-    for pattern in patterns:
-        if not (isinstance(pattern, str) or (isinstance(pattern, type) and issubclass(pattern, nn.Module))):
-            raise TypeError(
-                f"{name} must be 'auto', class names, module names, globs or nn.Module classes, "
-                f"got {pattern!r} of type {type(pattern).__name__}."
-            )
-    if not patterns or "" in patterns:
-        raise ValueError(f"{name} must name at least one layer, got {layers!r}. 'auto' finds them.")
 
 
 def _check_segments(segments: object) -> None:

@@ -11,7 +11,6 @@ from typing import Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
@@ -19,6 +18,7 @@ from typing_extensions import override
 from lightning_vram.callbacks.namespace import check_trainer
 from lightning_vram.callbacks.seam import before_strategy_setup, withdraw_from_strategy_setup
 from lightning_vram.callbacks.step_seam import Depth, StepSeam
+from lightning_vram.callbacks.strategy_check import refuse_moved_parameters
 from lightning_vram.memory.checks import check_bool
 from lightning_vram.memory.units import parse_bytes
 from lightning_vram.techniques.fusion import FrozenNormFolding, Fusion, FusionError, FusionPolicy
@@ -86,12 +86,12 @@ class InPlaceFusion(Callback):
         check_trainer("InPlaceFusion", trainer)
         self._undo()  # a run whose end another callback's error cut short
         if stage == "fit":
-            _check_strategy(trainer)
+            refuse_moved_parameters("InPlaceFusion", trainer, "activations are made again from")
             before_strategy_setup(trainer, lambda: self._apply(trainer))
         elif self.fold_frozen_bn:
             name = {"validate": "validation_step", "test": "test_step", "predict": "predict_step"}[stage]
             self._fusion = folding = FrozenNormFolding(pl_module, _tell)
-            self._seams.append(StepSeam(trainer.strategy, name, Depth.RECOMPUTATION, folding.step))
+            self._seams.append(StepSeam(trainer.strategy, name, Depth.RECOMPUTATION, lambda *_, **__: folding.step()))
 
     @override
     def on_train_batch_start(
@@ -122,7 +122,7 @@ class InPlaceFusion(Callback):
                 trainer.strategy,
                 "training_step",
                 Depth.RECOMPUTATION,
-                lambda: self._step(trainer, fusion),
+                lambda *_, **__: self._step(trainer, fusion),
                 fusion.look,
             )
         )
@@ -164,11 +164,3 @@ def _check_choice(argument: str, value: object, choices: tuple[object, ...]) -> 
     if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
         listed = ", ".join(map(repr, choices))
         raise ValueError(f"InPlaceFusion({argument}) must be one of {listed}, got {value!r}.")
-
-
-def _check_strategy(trainer: pl.Trainer) -> None:
-    if isinstance(trainer.strategy, FSDPStrategy | DeepSpeedStrategy):
-        raise MisconfigurationException(
-            f"InPlaceFusion does not work with {type(trainer.strategy).__name__}: it frees and moves parameters that "
-            "activations are made again from. Use ModelParallelStrategy (FSDP2), 'ddp' or a single device."
-        )

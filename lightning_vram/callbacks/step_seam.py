@@ -37,7 +37,7 @@ class _SeamedStep:
         seams = tuple(self._seams)  # one may be removed inside
         with ExitStack() as stack:
             for seam in seams:
-                stack.enter_context(seam.around())
+                stack.enter_context(seam.around(*args, **kwargs))
             result = self._inner(*args, **kwargs)
             for seam in reversed(seams):
                 if seam.look is not None:
@@ -64,7 +64,7 @@ class StepSeam:
         strategy: Strategy,
         name: str,
         depth: Depth,
-        around: Callable[[], AbstractContextManager[object]],
+        around: Callable[..., AbstractContextManager[object]],
         look: Callable[[Any], None] | None = None,
     ) -> None:
         """Put it in place.
@@ -73,7 +73,7 @@ class StepSeam:
             strategy: Of the trainer that is about to run.
             name: Of the method.
             depth: Among the seams of one step.
-            around: Makes the context for one call.
+            around: Makes the context for one call; gets the arguments of the call.
             look: Is shown what a call returned, inside the context.
         """
         self.depth = depth

@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor
 
-_BITS = (1, 2, 4, 8, 16, 32, 64, 128)
-
 
 def pack_bits(mask: Tensor) -> Tensor:
     """Return the elements of ``mask`` that are not zero as bits: ``uint8`` of shape ``[ceil(mask.numel() / 8)]``."""
@@ -12,8 +10,7 @@ def pack_bits(mask: Tensor) -> Tensor:
     missing = -flags.numel() % 8
     if missing:
         flags = torch.cat([flags, flags.new_zeros(missing)])
-    weights = torch.tensor(_BITS, dtype=torch.uint8, device=mask.device)
-    return (flags.view(-1, 8) * weights).sum(1, dtype=torch.uint8)
+    return (flags.view(-1, 8) * _weights(mask.device)).sum(1, dtype=torch.uint8)
 
 
 def unpack_bits(bits: Tensor, like: Tensor) -> Tensor:
@@ -21,6 +18,9 @@ def unpack_bits(bits: Tensor, like: Tensor) -> Tensor:
 
     Elements are counted in the order of indices, not of memory, so that any strides come back.
     """
-    weights = torch.tensor(_BITS, dtype=torch.uint8, device=bits.device)
-    flags = bits.unsqueeze(1).bitwise_and(weights).ne_(0).view(-1)[: like.numel()]
+    flags = bits.unsqueeze(1).bitwise_and(_weights(bits.device)).ne_(0).view(-1)[: like.numel()]
     return like.copy_(flags.view(like.shape))
+
+
+def _weights(device: torch.device) -> Tensor:
+    return torch.bitwise_left_shift(1, torch.arange(8, dtype=torch.uint8, device=device))  # made there: no copy to it

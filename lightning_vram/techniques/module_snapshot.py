@@ -241,7 +241,7 @@ def _set_requires_grad(parameter: Tensor | None, requires_grad: bool) -> None:  
 
 
 def _place(tensor: Tensor) -> tuple[int, int]:
-    return storage_address(tensor), tensor.storage_offset()  # not data_ptr(): fake tensors have none
+    return storage_address(tensor), int(tensor.storage_offset())  # not data_ptr(): fake tensors have none
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -45,10 +45,7 @@ def select_segments(
                 f"Use segments='sqrt' ({max(2, isqrt(len(starts)))}) or fewer."
             )
         cuts = [0, *(starts[len(starts) * part // number] for part in range(1, number)), len(body.module)]  # type: ignore[arg-type]
-        chosen += [
-            Layer(f"{body.name}[{start}:{stop}]", body.module, (start, stop))
-            for start, stop in pairwise(cuts)
-        ]
+        chosen += [Layer(f"{body.name}[{start}:{stop}]", body.module, (start, stop)) for start, stop in pairwise(cuts)]
     return LayerSelection(tuple(chosen))
 
 

@@ -27,7 +27,6 @@ from lightning_vram.techniques.stepping_aside import stepping_aside
 from lightning_vram.techniques.versions import is_strided, version_counter, version_of
 from lightning_vram.techniques.watched_saves import SaveWatch
 
-
 _SCALAR_BYTES = 1024  # the loss, its gradient, what is logged: alive, and saved by nobody
 
 

@@ -9,8 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_vram.memory.units import format_bytes
-from tests.benchmarks.cases import VARIANTS, WORKLOADS
+from tests.benchmarks.cases import WORKLOADS
 from tests.benchmarks.measure import Row, describe_machine, measure_memory, measure_speed
+from tests.benchmarks.variants import VARIANTS
 
 
 def main() -> None:
@@ -20,6 +21,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="interleaved repeats of each variant (speed)")
     parser.add_argument("--steps", type=int, default=5, help="timed steps per repeat (speed)")
     parser.add_argument("--only", default="", help="part of a workload's name")
+    parser.add_argument("--variants", default="", help="part of a variant's name; plain is always there (speed)")
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows: list[Row] = []
@@ -29,7 +31,7 @@ def main() -> None:
         if arguments.suite == "memory":
             rows += [measure_memory(workload, variant, device) for variant in VARIANTS]
         else:
-            rows += measure_speed(workload, device, arguments.repeats, arguments.steps)
+            rows += measure_speed(workload, device, arguments.repeats, arguments.steps, arguments.variants)
     Console(width=160).print(make_table(rows))
     if arguments.output is not None:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What is measured: models at given sizes, with and without a technique. A case is one row of a table."""
+"""What is measured: models at given sizes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -9,8 +9,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_vram.demos import ByteGPT, DigitsResNet
-from lightning_vram.techniques.checkpointing import apply_activation_checkpointing
-from lightning_vram.techniques.recompute import Recomputation
 from tests.networks import resnet50
 
 
@@ -92,27 +90,3 @@ def _resnet50() -> nn.Module:
 
 _LARGE = Workload("ResNet-50, 224x224, B 256, fp32", _resnet50, _large_images, _resnet_loss, needs_gpu=True)
 WORKLOADS += (_LARGE, replace(_LARGE, name="ResNet-50, 224x224, B 256, bf16", autocast=torch.bfloat16))
-
-
-def _compile(model: nn.Module, budget: float = 1.0) -> None:
-    """Compile in place; with a budget below one the partitioner keeps less for the backward."""
-    from torch._functorch import config
-
-    torch._dynamo.reset()
-    config.activation_memory_budget = budget
-    model.compile()
-
-
-VARIANTS: dict[str, Callable[[nn.Module], object]] = {
-    "plain": lambda model: None,
-    "InPlaceFusion": Recomputation,
-    "checkpointed": apply_activation_checkpointing,
-    "checkpointed, every 2nd": partial(apply_activation_checkpointing, every_n_layers=2),
-}
-"""What to do with a model; a context manager that it returns is entered for every forward."""
-
-COMPILED_VARIANTS: dict[str, Callable[[nn.Module], object]] = {
-    "compiled": _compile,
-    "compiled, activation_memory_budget=0.5": partial(_compile, budget=0.5),
-}
-"""Peers that take minutes to compile and are worth it on a GPU only."""

@@ -11,8 +11,10 @@ import lightning
 import torch
 from torch import nn
 
+from lightning_vram.memory.timeline import Category
 from lightning_vram.memory.tracker import track_memory
-from tests.benchmarks.cases import COMPILED_VARIANTS, VARIANTS, Workload
+from tests.benchmarks.cases import Workload
+from tests.benchmarks.variants import COMPILED_VARIANTS, GPU_PEERS, VARIANTS
 
 Row = dict[str, Any]
 
@@ -46,7 +48,7 @@ class Run:
         with device:
             self.model: nn.Module = workload.make_model()
             self.batch = workload.make_batch()
-        around = {**VARIANTS, **COMPILED_VARIANTS}[variant](self.model)
+        around = {**VARIANTS, **GPU_PEERS, **COMPILED_VARIANTS}[variant](self.model)
         self._around: Any = around if hasattr(around, "__enter__") else contextlib.nullcontext()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
 
@@ -73,13 +75,17 @@ def measure_memory(workload: Workload, variant: str, device: torch.device) -> Ro
         "variant": variant,
         "saved_for_backward_bytes": timeline.saved_for_backward_bytes,
         "peak_bytes": timeline.peak_bytes,
+        "activations_peak_bytes": timeline.peak_of(Category.ACTIVATIONS),
         **{f"{category}_bytes": size for category, size in timeline.peak_by_category.items()},
     }
 
 
-def measure_speed(workload: Workload, device: torch.device, num_repeats: int, num_steps: int) -> list[Row]:
+def measure_speed(
+    workload: Workload, device: torch.device, num_repeats: int, num_steps: int, only: str = ""
+) -> list[Row]:
     """Time all variants in turn, several times, so that a drifting machine hits them alike; report medians."""
-    variants = [*VARIANTS, *(COMPILED_VARIANTS if device.type == "cuda" else ())]
+    variants = [*VARIANTS, *({**GPU_PEERS, **COMPILED_VARIANTS} if device.type == "cuda" else ())]
+    variants = [variant for variant in variants if variant == "plain" or only in variant]
     seconds: dict[str, list[float]] = {variant: [] for variant in variants}
     peaks: dict[str, Row] = {}
     for _ in range(num_repeats):

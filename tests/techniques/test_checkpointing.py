@@ -819,9 +819,7 @@ def test_a_layer_that_overwrites_shared_memory_is_refused():
     model = Net(ResidualBlock, num_blocks=1)
     apply_activation_checkpointing(model, layers="ResidualBlock")
     hidden = torch.randn(2, 8, requires_grad=True) * 1
-    with pytest.raises(
-        RuntimeError, match=r"^layer blocks\.0 \(ResidualBlock\) overwrites an input that shares mem"
-    ):
+    with pytest.raises(RuntimeError, match=r"^layer blocks\.0 \(ResidualBlock\) overwrites an input that shares mem"):
         model.blocks[0](hidden, hidden.view(2, 8))
 
 
@@ -834,9 +832,7 @@ def test_a_layer_that_overwrites_its_input_now_and_then_is_refused():
     model = Net(Moody, num_blocks=1)
     apply_activation_checkpointing(model, layers="Moody")
     model(torch.randn(2, 8) * torch.ones((), requires_grad=True))
-    with pytest.raises(
-        RuntimeError, match=r"^layer blocks\.0 \(Moody\) overwrites its input in some forwards and"
-    ):
+    with pytest.raises(RuntimeError, match=r"^layer blocks\.0 \(Moody\) overwrites its input in some forwards and"):
         model(torch.randn(2, 8) * torch.ones((), requires_grad=True))
 
 

@@ -1,0 +1,90 @@
+"""How much memory of the host a process may still take before the kernel kills it.
+
+The kernel's own estimate, and the limits of the control groups it runs in: a container and a SLURM job get less than
+the machine has. Reading it takes a fraction of a millisecond; nothing is cached, since others take memory, too.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from lightning_vram.memory.units import KIB
+
+_V1_FILES = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_V2_FILES = ("memory.max", "memory.current", "inactive_file")
+
+
+def available_host_bytes(root: Path = Path("/")) -> int | None:
+    """Estimate how much more memory this process can take: the least that the kernel and any control group leave.
+
+    Page cache that can be dropped counts as available.
+
+    Args:
+        root: Where ``proc`` and ``sys`` are mounted.
+
+    Returns:
+        Bytes, or ``None`` where the system does not tell (Windows). On macOS all memory of the machine counts.
+    """
+    machine = _meminfo_bytes(root, "MemAvailable")
+    if machine is None:
+        machine = _sysconf_bytes("SC_AVPHYS_PAGES") or _sysconf_bytes("SC_PHYS_PAGES")
+    rooms = [room for room in (machine, *_control_group_rooms(root)) if room is not None]
+    return min(rooms) if rooms else None
+
+
+def _meminfo_bytes(root: Path, name: str) -> int | None:
+    for line in _lines(root / "proc/meminfo"):
+        key, _, value = line.partition(":")
+        if key == name and value.split()[0].isdigit():
+            return int(value.split()[0]) * KIB
+    return None
+
+
+def _sysconf_bytes(name: str) -> int | None:
+    if name not in getattr(os, "sysconf_names", ()):
+        return None
+    pages, page_bytes = os.sysconf(name), os.sysconf("SC_PAGE_SIZE")
+    return pages * page_bytes if pages > 0 and page_bytes > 0 else None
+
+
+def _control_group_rooms(root: Path) -> Iterator[int | None]:
+    """Yield what each group this process is in, and each group around it, leaves."""
+    for line in _lines(root / "proc/self/cgroup"):
+        number, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if number == "0" and not controllers:
+            yield from _rooms_upwards(root / "sys/fs/cgroup", path, _V2_FILES)
+        elif "memory" in controllers.split(","):
+            yield from _rooms_upwards(root / "sys/fs/cgroup/memory", path, _V1_FILES)
+
+
+def _rooms_upwards(mount: Path, path: str, files: tuple[str, str, str]) -> Iterator[int | None]:
+    group = mount / path.strip("/")  # in a container it may be missing: the mount itself is the group then
+    while True:
+        yield _room(group, *files)
+        if group == mount or mount not in group.parents:
+            return
+        group = group.parent
+
+
+def _room(group: Path, limit_file: str, usage_file: str, cache_key: str) -> int | None:
+    limit, usage = _number(group / limit_file), _number(group / usage_file)
+    if limit is None or usage is None:
+        return None  # "max": no limit
+    cache = 0
+    for line in _lines(group / "memory.stat"):
+        key, _, value = line.partition(" ")
+        if key == cache_key and value.strip().isdigit():
+            cache = int(value)
+    return max(0, limit - usage + cache)
+
+
+def _number(file: Path) -> int | None:
+    text = "".join(_lines(file)).strip()
+    return int(text) if text.isdigit() else None
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text().splitlines()
+    except (OSError, UnicodeDecodeError):
+        return []

@@ -1,0 +1,74 @@
+"""Store floating-point numbers in fewer bits, with an error that has a bound.
+
+One scale per block of neighbours in memory keeps one large number from spoiling all others. A block that holds an
+infinity or NaN comes back as NaN as a whole: it is not worth a look from the host, which would have to wait for the
+device, and must not come back as a number.
+"""
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+LossyFormat = Literal["bf16", "fp8", "int8"]
+LOSSY_FORMATS: tuple[LossyFormat, ...] = ("bf16", "fp8", "int8")
+_LARGEST = {"fp8": 448.0, "int8": 127.0}
+
+
+def encoded_itemsize(to: LossyFormat) -> int:
+    """Return the bytes that one number takes, scales not counted."""
+    return 2 if to == "bf16" else 1
+
+
+def encode(numbers: Tensor, to: LossyFormat, block_size: int = 128) -> list[Tensor]:
+    """Store ``numbers`` in fewer bits.
+
+    The error of a number ``x``, in a block of which the largest magnitude is ``m``, before it is rounded to the dtype
+    of ``numbers``:
+
+    * ``"bf16"``: at most ``|x| / 256``. Numbers above 3.39e38 become infinite.
+    * ``"fp8"`` (e4m3): at most ``|x| / 16``, or ``m / 458752`` for the smallest ones.
+    * ``"int8"``: at most half a step, ``m / 254``.
+
+    With the last two a block with ``m`` below 1.2e-38 times 448 or 127 becomes zeros.
+
+    Args:
+        numbers: Of a floating-point dtype, [n], contiguous.
+        to: How.
+        block_size: Neighbours that share a scale; not for ``"bf16"``.
+
+    Returns:
+        The pieces :func:`decode` wants: numbers, and scales. The last block is filled up.
+    """
+    if to == "bf16":
+        return [numbers.to(torch.bfloat16)]
+    missing = -numbers.numel() % block_size
+    blocks = (torch.nn.functional.pad(numbers, (0, missing)) if missing else numbers).view(-1, block_size)
+    dtype = _scale_dtype(numbers.dtype)
+    scales = torch.linalg.vector_norm(blocks, math.inf, 1, keepdim=True, dtype=dtype) / _LARGEST[to]
+    scales.masked_fill_(scales < torch.finfo(dtype).tiny, 1.0)  # NaN and infinity stay
+    codes = blocks / scales
+    if to == "int8":
+        return [codes.round_().to(torch.int8), _only_finite(scales)]
+    # Seen as bytes: not every stage, device and function knows the dtype.
+    return [codes.to(torch.float8_e4m3fn).view(torch.uint8), _only_finite(scales)]
+
+
+def decode(pieces: list[Tensor], to: LossyFormat, dtype: torch.dtype, size: int) -> Tensor:
+    """Return the ``size`` numbers that :func:`encode` made ``pieces`` of, [size], as ``dtype``."""
+    if to == "bf16":
+        return pieces[0].to(dtype)
+    codes, scales = pieces
+    if to == "fp8":
+        codes = codes.view(torch.float8_e4m3fn)
+    return codes.to(scales.dtype).mul_(scales).to(dtype).view(-1)[:size]
+
+
+def _scale_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def _only_finite(scales: Tensor) -> Tensor:
+    """NaN for a block with an infinity: what is divided by infinity is a zero, and must not stay one."""
+    return scales.masked_fill_(scales.isinf(), math.nan)

@@ -1,0 +1,123 @@
+"""The ways that offloaded tensors take: from which device, to host memory or a file, by which copies."""
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from lightning_vram.techniques.disk_ring import DiskRing
+from lightning_vram.techniques.host_arena import HostArena, unseen
+from lightning_vram.techniques.offload_places import DiskPlace, HostPlace, NoPlace, Place
+from lightning_vram.techniques.transfers import Copies, make_copies
+
+
+class Route:
+    """The way from one device to where its bytes go, and back.
+
+    Args:
+        place: Where they go.
+        copies: What brings them there.
+        like: A tensor on the device, for its kind: real or fake.
+    """
+
+    def __init__(self, place: Place, copies: Copies, like: Tensor) -> None:
+        self.place = place
+        self.copies = copies
+        with unseen(like):
+            self._like = like.new_empty(0, dtype=torch.uint8)
+
+    def make(self, num_bytes: int) -> Tensor:
+        """Return memory on the device, which whoever counts memory may see."""
+        return self._like.new_empty(num_bytes)
+
+    def wrap(self, storage: torch.UntypedStorage) -> Tensor:
+        """Return the bytes of ``storage`` as a flat tensor."""
+        with unseen(self._like):
+            return self._like.new_empty(0).set_(storage)
+
+
+class OffloadRoutes:
+    """Makes routes as tensors ask for them, and owns where they lead.
+
+    Args:
+        disk_path: Folder for a file instead of host memory.
+        pin_memory: Whether to pin host memory.
+
+    Raises:
+        ValueError: If ``disk_path`` is no folder.
+        RuntimeError: If no file can be made there.
+    """
+
+    def __init__(self, disk_path: str | os.PathLike[str] | None, *, pin_memory: bool) -> None:
+        self._disk_path = disk_path
+        self._pin_memory = pin_memory
+        self._routes: dict[tuple[torch.device, Any], Route] = {}
+        self._arena = HostArena(pin_memory=pin_memory)
+        self._fake_arena: HostArena | None = None  # of the latest fake mode
+        self._ring: DiskRing | None = None
+        self.open()
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory taken; fake memory if no other was."""
+        staging_bytes = self._ring.staging_bytes if self._ring is not None else 0
+        fake_bytes = self._fake_arena.total_bytes if self._fake_arena is not None else 0
+        return self._arena.total_bytes + staging_bytes or fake_bytes
+
+    @property
+    def disk_bytes(self) -> int:
+        """Size of the file."""
+        return self._ring.total_bytes if self._ring is not None else 0
+
+    @property
+    def num_away(self) -> int:
+        """Storages that are away."""
+        on_disk = self._ring.num_blocks if self._ring is not None else 0
+        num_fake = self._fake_arena.num_blocks if self._fake_arena is not None else 0
+        return self._arena.num_blocks + on_disk + num_fake
+
+    def open(self) -> None:
+        """Make the file, if there is to be one and it was closed."""
+        if self._disk_path is not None and self._ring is None:
+            self._ring = DiskRing(self._disk_path, pin_memory=self._pin_memory)
+
+    def close(self) -> None:
+        """Give host memory and file back."""
+        self._routes.clear()
+        self._fake_arena = None
+        self._arena.close()
+        if self._ring is not None:
+            self._ring.close()
+            self._ring = None
+
+    def settle(self) -> None:
+        """Let go of what finished copies held on the device."""
+        for route in self._routes.values():
+            route.copies.settle()
+
+    def find(self, tensor: Tensor) -> Route:
+        """Return the way from the device of ``tensor``."""
+        fake_mode = tensor.fake_mode if isinstance(tensor, FakeTensor) else None
+        key = (tensor.device, fake_mode)
+        route = self._routes.get(key)
+        if route is None:
+            # Tensors of two fake modes do not mix.
+            self._routes = {old: known for old, known in self._routes.items() if old[1] in (None, fake_mode)}
+            if fake_mode is not None:
+                self._fake_arena = HostArena(pin_memory=False, like=tensor.new_empty(0))
+            copies = make_copies(tensor)
+            route = self._routes[key] = Route(self._find_place(tensor, copies), copies, tensor)
+        return route
+
+    def _find_place(self, tensor: Tensor, copies: Copies) -> Place:
+        is_fake = isinstance(tensor, FakeTensor)
+        if self._ring is None:
+            arena = self._fake_arena if is_fake else self._arena
+            assert arena is not None
+            return HostPlace(arena, copies)
+        if is_fake:
+            return NoPlace()
+        like = tensor.new_empty(0)
+        return DiskPlace(self._ring, copies, lambda: make_copies(like))

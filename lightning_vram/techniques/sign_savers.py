@@ -1,0 +1,57 @@
+"""Recognize that ReLU is saving its own result, of which its backward needs no more than the signs.
+
+ReLU keeps its result, and so does the convolution behind it, of which the values are needed: the same tensor comes
+twice. It is ReLU's own save if and only if the node of the graph that made the tensor has not got its saved result
+yet: that lasts from the moment the node is made to the end of this very save, and nobody else's code runs in between.
+What is computed without a graph, or in a ``torch.autograd.Function``, has no such node.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+# By type of the node: what its backward asks of the saved result, NaN included.
+#   relu:         threshold_backward(grad, result, 0)         -> 0 where result <= 0
+#   leaky_relu_:  leaky_relu_backward(grad, result, slope)    -> grad where result > 0
+_Condition = Callable[[Tensor], Tensor]
+
+
+def _find_nodes() -> dict[type, _Condition]:
+    with torch.inference_mode(mode=False), torch.enable_grad():
+        zero = torch.zeros(1, device="cpu", requires_grad=True)
+        relu, leaky_relu = F.relu(zero).grad_fn, F.leaky_relu_(zero * 1).grad_fn
+    assert relu is not None
+    assert leaky_relu is not None
+    return {type(relu): lambda result: (result <= 0).logical_not_(), type(leaky_relu): lambda result: result > 0}
+
+
+_NODES = _find_nodes()
+
+
+def find_sign_condition(tensor: Tensor) -> _Condition | None:
+    """Return what stands for ``tensor``, if an activation is saving its own result and reads only its signs.
+
+    Args:
+        tensor: What is being saved, in the hook that is called for it.
+
+    Returns:
+        A function of the values. It gives ``True`` where the backward must find a positive number, and ``False``
+        where it must find zero. ``None`` if the values are needed, or may be.
+    """
+    if tensor._is_view():  # an activation that overwrites a view has another node in front of its own
+        return None
+    node = tensor.grad_fn
+    condition = _NODES.get(type(node))
+    if condition is None:
+        return None
+    saved = getattr(node, "_raw_saved_result", None)
+    if saved is None or not hasattr(saved, "data") or not hasattr(saved, "unpack_hook"):
+        return None
+    if saved.data is not None or saved.unpack_hook is not None:
+        return None  # it has its result: somebody else saves it
+    try:
+        return condition if saved.unpack() is None else None
+    except RuntimeError:  # it had its result, and a backward has freed it
+        return None
