@@ -227,6 +227,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is not torch.ops.aten.detach.default:
             self._observe()  # but hooks on saved tensors detach without gradients, in the middle of a recomputation
         result = func(*args, **(kwargs or {}))
+        self._write_down(result, results, func)
+        return result
+
+    def _write_down(self, result: Any, results: "_Results", func: Any) -> None:
         if results is _Results.NEW:
             for tensor in _tensors(result):
                 # DTensor works shapes out on fake tensors of its own, once per operator.
@@ -235,7 +239,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif results is _Results.CHANGED:
             for tensor in _tensors(result):
                 self._ledger.update(tensor)
-        return result
 
 
 class _Results(Enum):
