@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.benchmarks import __main__ as benchmarks
+from tests.benchmarks import compression_errors
 from tests.benchmarks.cases import WORKLOADS
 from tests.benchmarks.measure import Run
 from tests.benchmarks.recomputation import Chain, measure_overhead, measure_shares
@@ -60,3 +61,10 @@ def test_shares_and_overheads_of_recomputation_are_measured():
     row = measure_overhead("chain", Chain(2), torch.randn(4, 8), num_turns=1)
     assert row["num_operators"] >= 2 * 5
     assert {"recomputation, forward us per operator", "empty mode, backward us per operator"} <= row.keys()
+
+
+def test_what_compression_does_to_the_gradient_is_measured():
+    share, cosine = compression_errors.measure("DigitsResNet", "int8")
+    assert share <= 0.3
+    assert 0.999 < cosine < 1
+    assert compression_errors.measure("DigitsResNet", None)[0] <= 0.97
