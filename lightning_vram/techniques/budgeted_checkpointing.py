@@ -19,7 +19,7 @@ from torch import nn
 from lightning_vram.techniques.budget_solver import predict_peak, solve
 from lightning_vram.techniques.checkpoint_plan import CheckpointPlan
 from lightning_vram.techniques.checkpointing import CheckpointingHandle
-from lightning_vram.techniques.recomputed_call import DeterminismCheck, Recomputing
+from lightning_vram.techniques.layer_runs import DeterminismCheck, Recomputing
 from lightning_vram.techniques.save_policy import SavePolicy
 from lightning_vram.techniques.step_observer import StepObserver
 

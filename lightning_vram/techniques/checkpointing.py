@@ -20,9 +20,10 @@ from torch import nn
 from lightning_vram.techniques.class_swap import restore_class, swap_class
 from lightning_vram.techniques.compiled_checkpoint import compiled_checkpoint
 from lightning_vram.techniques.key_value_cache import drop_empty_caches
+from lightning_vram.techniques.layer_runs import DeterminismCheck, Recomputing
 from lightning_vram.techniques.layer_selection import Layer, LayerPattern, LayerSelection, select_layers, thin_out
 from lightning_vram.techniques.module_snapshot import iterate_floating_buffers
-from lightning_vram.techniques.recomputed_call import DeterminismCheck, Observation, Recomputing, call_recomputed
+from lightning_vram.techniques.recomputed_call import Observation, call_recomputed
 from lightning_vram.techniques.save_policy import SavePolicy
 from lightning_vram.techniques.sequential_segments import Segments, select_segments
 

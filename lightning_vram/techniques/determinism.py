@@ -6,37 +6,43 @@ compared by value, or every operator is. What is compared are samples, up to rou
 not give the same bits twice.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_vram.techniques.hidden_from_dynamo import hide_from_dynamo
-from lightning_vram.techniques.kept_outputs import RecomputationError
-from lightning_vram.techniques.versions import is_strided
+from lightning_vram.techniques.recomputation_error import RecomputationError
+from lightning_vram.techniques.saved_tensor_stage import PLAIN_TYPES
+from lightning_vram.techniques.versions import is_strided, storage_address
 
 _NUM_SAMPLES = 1024
 _TOLERANCES = {torch.float16: 2e-2, torch.bfloat16: 5e-2}  # of the largest sample
 _TOLERANCE = 1e-3
+_SAMPLED = frozenset(
+    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
+    | {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+)  # what can be picked and compared on every device
 _UNSET = ("empty", "new_empty", "resize", "set_")  # operators that leave whatever was in the memory
 
 
 class OutputSamples:
-    """Some elements of each tensor in what a layer returned."""
+    """Some elements of each tensor in what a layer returned, or an operator got."""
 
-    def __init__(self, output: Any) -> None:
-        self._samples = [_sample(leaf) for leaf in tree_leaves(output)]
+    def __init__(self, output: Any, num_samples: int = _NUM_SAMPLES) -> None:
+        self._num_samples = num_samples
+        self._samples = [_sample(leaf, num_samples) for leaf in tree_leaves(output)]
 
     def differ_from(self, output: Any) -> bool:
         """Whether ``output`` holds other values, up to rounding."""
         leaves = tree_leaves(output)
         return len(leaves) != len(self._samples) or any(
-            sample is not None and not _is_close(sample, _sample(leaf))
+            sample is not None and not _is_close(sample, _sample(leaf, self._num_samples))
             for sample, leaf in zip(self._samples, leaves, strict=True)
         )
 
@@ -56,8 +62,15 @@ class OperatorTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     supports_higher_order_operators = True
 
-    def __init__(self, records: list[_Record] | None = None) -> None:
+    def __init__(self, buffers: Iterable[Tensor] = (), records: list[_Record] | None = None) -> None:
+        """Make one.
+
+        Args:
+            buffers: Of the layer: statistics go on moving, and what is read of them is not compared.
+            records: Of a first run; ``None`` for the first run.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
+        self._buffers = {storage_address(buffer) for buffer in buffers} - {0}
         self._expected = records
         self._backward = torch._C._current_graph_task_id()
         self._records: list[_Record] = []
@@ -69,7 +82,7 @@ class OperatorTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def comparing(self) -> "OperatorTrace":
         """Return a mode that raises ``RecomputationError`` at the first operator that is not as it was here."""
-        return OperatorTrace(self._records)
+        return OperatorTrace(records=self._records)
 
     @override
     @hide_from_dynamo
@@ -78,15 +91,22 @@ class OperatorTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         output = func(*args, **(kwargs or {}))
         is_inner = torch._C._current_graph_task_id() != self._backward  # a backward inside of the layer
-        if is_inner or str(func).startswith("aten.detach"):  # the checkpoint's own
+        if is_inner or _is_passed_over(func, types, args):
             return output
         first = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
-        is_compared = not any(part in str(func) for part in _UNSET) and not _is_counter(func, first)
-        record = _Record(func, _describe(output), _sample(first) if is_compared else None)
-        self._records.append(record)
-        if self._expected is not None:
-            self._compare(record, len(self._records) - 1)
+        is_compared = not (self._is_unset_or_moving(func, args) or _is_counter(func, first))
+        with torch._C._DisableTorchDispatch():  # other modes are not to see our own operators
+            record = _Record(func, _describe(output), _sample(first) if is_compared else None)
+            self._records.append(record)
+            if self._expected is not None:
+                self._compare(record, len(self._records) - 1)
         return output
+
+    def _is_unset_or_moving(self, func: Any, args: tuple[Any, ...]) -> bool:
+        if any(part in str(func) for part in _UNSET):
+            return True
+        first = args[0] if args else None
+        return isinstance(first, Tensor) and storage_address(first) in self._buffers
 
     def _compare(self, record: _Record, number: int) -> None:
         assert self._expected is not None
@@ -103,6 +123,14 @@ class OperatorTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise RecomputationError(f"{place}, {record.function}, returned other values than it returns now")
 
 
+def _is_passed_over(func: Any, types: Any, args: tuple[Any, ...]) -> bool:
+    """Whether an operator is the checkpoint's own, a mere question, a cast that autocast keeps, or of a subclass."""
+    if not PLAIN_TYPES.issuperset(types):
+        return True
+    is_cast = func is torch.ops.aten._to_copy.default and type(args[0]) is nn.Parameter
+    return is_cast or getattr(func, "namespace", "") == "prim" or str(func).startswith("aten.detach")
+
+
 def _is_counter(func: Any, tensor: Tensor | None) -> bool:
     """Whether an integer is moved in place, as norms count their batches: that goes on in the second run."""
     is_mutable = isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable
@@ -117,12 +145,12 @@ def _describe(output: Any) -> tuple[str, ...]:
     )
 
 
-def _sample(leaf: Any) -> Tensor | None:
-    is_plain = isinstance(leaf, Tensor) and type(leaf) in (Tensor, torch.nn.Parameter) and is_strided(leaf)
-    if not is_plain or leaf.is_meta or isinstance(leaf, FakeTensor) or leaf.numel() == 0:
+def _sample(leaf: Any, num_samples: int = _NUM_SAMPLES) -> Tensor | None:
+    is_plain = isinstance(leaf, Tensor) and type(leaf) in (Tensor, nn.Parameter) and is_strided(leaf)
+    if not is_plain or leaf.is_meta or leaf.numel() == 0 or leaf.dtype not in _SAMPLED:
         return None
     with torch.no_grad():
-        step = -(-leaf.numel() // _NUM_SAMPLES)
+        step = -(-leaf.numel() // num_samples)
         places = torch.arange(0, leaf.numel(), step, device=leaf.device)
         sample: Tensor = leaf.detach().take(places)  # whatever the strides: without a copy of the whole
     return sample
@@ -136,6 +164,4 @@ def _is_close(one: Tensor, other: Tensor | None) -> bool:
     magnitudes = one.abs()[torch.isfinite(one)]
     scale = float(magnitudes.max()) if magnitudes.numel() else 0.0
     tolerance = _TOLERANCES.get(one.dtype, _TOLERANCE)
-    if not one.is_complex() and one.element_size() < 4:
-        one, other = one.float(), other.float()  # 8-bit types compare nowhere
     return torch.allclose(one, other, rtol=tolerance, atol=tolerance * scale, equal_nan=True)

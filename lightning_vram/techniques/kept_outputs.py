@@ -2,8 +2,8 @@
 
 PyTorch has this as ``create_selective_checkpoint_contexts`` and keeps the results in a list that no saved-tensor hook
 sees, so that they can be neither offloaded nor compressed; it keeps results that the second run never reaches; it
-refuses a layer that overwrites one; and operators that draw random numbers (attention with dropout) leave the
-generator behind in the second run, so that the masks after them differ. Here each of these works.
+refuses a layer that overwrites one, if it notices; and operators that draw random numbers (attention with dropout)
+leave the generator behind in the second run, so that the masks after them differ. Here each of these works.
 """
 
 from collections.abc import Iterator
@@ -11,20 +11,34 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from typing_extensions import override
 
+from lightning_vram.techniques.cheap_operators import iterate_written, written_arguments
+from lightning_vram.techniques.determinism import OutputSamples
 from lightning_vram.techniques.hidden_from_dynamo import hide_from_dynamo
+from lightning_vram.techniques.kept_result import KeptResult
+from lightning_vram.techniques.leaves import flatten_arguments
+from lightning_vram.techniques.operator_random import differs, find_sources
+from lightning_vram.techniques.recomputation_error import RecomputationError
 from lightning_vram.techniques.save_policy import SavePolicy
-from lightning_vram.techniques.saved_output import SavedOutput
-from lightning_vram.techniques.versions import alias, version_of
-from lightning_vram.techniques.watched_saves import SaveWatch
+from lightning_vram.techniques.versions import storage_address
 
+aten = torch.ops.aten
 
-class RecomputationError(RuntimeError):
-    """The second run of a layer is not what the first was."""
+NUM_INPUT_SAMPLES = 64
+"""Of each argument of a kept operator, once."""
+
+# Their results share memory with their argument and count versions on their own: nobody is to write to both.
+_UNSAFE_VIEWS = frozenset(
+    {
+        aten._unsafe_view.default,
+        aten.unsafe_split.Tensor,
+        aten.unsafe_split_with_sizes.default,
+        aten.unsafe_chunk.default,
+    }
+)
 
 
 class KeptOutputs:
@@ -32,18 +46,22 @@ class KeptOutputs:
 
     Args:
         choice: What to keep.
+        compares_inputs: Whether the second run is to find the kept operators with the inputs they had.
     """
 
-    def __init__(self, choice: SavePolicy) -> None:
+    def __init__(self, choice: SavePolicy, *, compares_inputs: bool = False) -> None:
         self.choice = choice
-        self.results: list[_Result] = []
+        self.compares_inputs = compares_inputs
+        self.results: list[KeptResult] = []
         self.num_saves = 0
+        self.by_address: dict[int, list[KeptResult]] = {}
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Run the first forward inside."""
-        with SaveWatch(self._count).hooks(), _Recording(self):
+        """Run the first forward inside, with :meth:`count_save` called for what autograd saves."""
+        with _Recording(self):
             yield
+        self.by_address.clear()
 
     def settle(self) -> int:
         """Call after the first forward, outside of the checkpoint: saves what the second run will want.
@@ -57,52 +75,9 @@ class KeptOutputs:
         """Return a context for one more forward."""
         return _Replaying(self)
 
-    def _count(self, tensor: Tensor) -> None:
+    def count_save(self, tensor: Tensor) -> None:
+        """Count what autograd saves: results made after the last of it are not wanted."""
         self.num_saves += 1
-
-
-class _Result:
-    """What one counted operator returned."""
-
-    __slots__ = ("_kept", "_leaves", "_num_saves", "_random_states", "_structure", "_versions", "function")
-
-    def __init__(self, function: Any, num_saves: int) -> None:
-        self.function = function
-        self._num_saves = num_saves
-        self._leaves: list[Any] | None = None
-        self._versions: list[int] = []
-        self._kept: list[Any] | None = None  # from the end of the first run on: a backward inside of it finds nothing
-        self._structure: TreeSpec | None = None
-        self._random_states: list[tuple[torch.Generator, Tensor]] = []
-
-    def keep(self, output: Any, random_states: list[tuple[torch.Generator, Tensor]]) -> None:
-        leaves, self._structure = tree_flatten(output)
-        self._leaves = [alias(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self._versions = [version_of(leaf) for leaf in self._leaves if isinstance(leaf, Tensor)]
-        self._random_states = random_states
-
-    def settle(self, num_saves: int) -> bool:
-        """Save the result, unless the layer wrote to it or saved nothing after it: the second run ends before then."""
-        leaves, self._leaves = self._leaves, None
-        if leaves is None or self._num_saves == num_saves:
-            return False
-        if [version_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)] == self._versions:
-            self._kept = [SavedOutput(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        return self._kept is not None
-
-    def give(self) -> tuple[Any] | None:
-        """Return what the operator returned, in a tuple; ``None`` if it has to run again."""
-        if self._kept is None or self._structure is None:
-            return None
-        leaves = []
-        for kept in self._kept:
-            leaf = kept.give() if isinstance(kept, SavedOutput) else kept
-            if leaf is None:
-                return None  # overwritten after the layer: as if it had not been kept
-            leaves.append(alias(leaf) if isinstance(leaf, Tensor) else leaf)
-        for generator, state in self._random_states:
-            generator.set_state(state)
-        return (tree_unflatten(leaves, self._structure),)
 
 
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -133,23 +108,46 @@ class _Recording(_Mode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if self._concerns(func):
+            return self._keep(func, args, kwargs or {})
+        output = func(*args, **kwargs) if kwargs else func(*args)
+        if self._kept.by_address:
+            self._follow(func, args, kwargs, output)
+        return output
+
+    def _keep(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kept = self._kept
-        if not self._concerns(func):
-            return func(*args, **kwargs) if kwargs else func(*args)
         number = len(kept.results)
-        result = _Result(func, kept.num_saves)
+        leaves = flatten_arguments((args, kwargs))[0]
+        result = KeptResult(func, sign(leaves), kept.num_saves)
         kept.results.append(result)
         if not kept.choice.keeps(number):
-            return func(*args, **(kwargs or {}))
-        generators = _generators_of(func, args, kwargs)
-        before = [generator.get_state() for generator in generators]
-        output = func(*args, **(kwargs or {}))
-        after = [generator.get_state() for generator in generators]
+            return func(*args, **kwargs)
+        if kept.compares_inputs:
+            result.inputs = OutputSamples(leaves, NUM_INPUT_SAMPLES)
+        sources = find_sources(func, args, kwargs)
+        before = [read() for read, _ in sources]
+        output = func(*args, **kwargs)
+        after = [read() for read, _ in sources]
         result.keep(
             output,
-            [(g, now) for g, was, now in zip(generators, before, after, strict=True) if not torch.equal(was, now)],
+            [(w, now) for (_, w), was, now in zip(sources, before, after, strict=True) if differs(was, now)],
         )
+        for address in result.addresses:
+            kept.by_address.setdefault(address, []).append(result)
         return output
+
+    def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, output: Any) -> None:
+        """Give up what is overwritten: kernels under a dispatch mode, collectives and ``.data`` count no version."""
+        by_address = self._kept.by_address
+        if written_arguments(func):
+            for tensor in iterate_written(func, args, kwargs):
+                for result in by_address.get(storage_address(tensor), ()):
+                    result.give_up()
+        elif func in _UNSAFE_VIEWS:
+            for tensor in output if isinstance(output, tuple | list) else (output,):
+                for result in by_address.get(storage_address(tensor), ()):
+                    result.watch(tensor)
 
 
 class _Replaying(_Mode):  # type: ignore[no-untyped-call]
@@ -162,28 +160,42 @@ class _Replaying(_Mode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kept = self._kept
-        if self._concerns(func) and self._number < len(kept.results):
-            number, self._number = self._number, self._number + 1
-            result = kept.results[number]
-            if result.function is not func:
-                raise RecomputationError(
-                    f"ran {func} where its first run had {result.function} (number {number} of the kept operators)"
-                )
+        if self._concerns(func):
+            leaves = flatten_arguments((args, kwargs or {}))[0]
+            result = self._next(func, leaves)
+            if result.inputs is not None and result.inputs.differ_from(leaves):
+                raise RecomputationError(f"{func}, whose result was kept, got other values than in its first run")
             output = result.give()
             if output is not None:
                 return output[0]
         return func(*args, **(kwargs or {}))
 
+    def _next(self, func: Any, leaves: list[Any]) -> KeptResult:
+        number, self._number = self._number, self._number + 1
+        results = self._kept.results
+        if number >= len(results):
+            raise RecomputationError(f"ran {func} once more than its first run did")
+        result = results[number]
+        if result.function is not func or result.signature != sign(leaves):
+            first = f"{result.function}{describe(result.signature)}"
+            raise RecomputationError(f"ran {func}{describe(sign(leaves))} where its first run had {first}")
+        return result
 
-def _generators_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> list[torch.Generator]:
-    """Find the generators that an operator may draw from: those of its devices, if it may draw at all."""
-    is_of_torch = getattr(func, "namespace", "") == "aten"
-    if is_of_torch and torch.Tag.nondeterministic_seeded not in func.tags:
-        return []
-    devices = {leaf.device for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)}
-    generators = [torch.default_generator]
-    for device in devices:
-        if device.type not in ("cpu", "meta"):
-            generators.append(torch.get_device_module(device.type).default_generators[device.index])
-    return generators
+
+Signature = tuple[tuple[Any, Any, int], ...]
+
+
+def sign(leaves: list[Any]) -> Signature:
+    """Return shapes, types and parameters among arguments: one operator is not to be taken for another."""
+    return tuple((leaf.shape, leaf.dtype, _parameter_of(leaf)) for leaf in leaves if isinstance(leaf, Tensor))
+
+
+def describe(signature: Signature) -> str:
+    """Write a signature for a message."""
+    tensors = (str(dtype).removeprefix("torch.") + str(list(shape)) for shape, dtype, _ in signature)
+    return f"({', '.join(tensors)})"
+
+
+def _parameter_of(tensor: Tensor) -> int:
+    base = tensor._base if tensor._is_view() else tensor
+    return id(base) if type(base) is nn.Parameter else 0

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.eval_frame import OptimizedModule
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 
@@ -137,6 +138,7 @@ class ModuleSnapshot:
     def __init__(self, modules: Sequence[nn.Module], written: WrittenBuffers) -> None:
         self._written = written
         members = dict.fromkeys(member for module in modules for member in module.modules())
+        members = {member: None for member in members if not isinstance(member, OptimizedModule)}  # a mere shell
         self._leaves = [_LeafState(member) for member in members if _is_simple_leaf(member)]
         self._states = [_ModuleState(member) for member in members if not _is_simple_leaf(member)]
         for number, state in enumerate(self._states):

@@ -40,6 +40,11 @@ class SavePolicy:
 
     def __post_init__(self) -> None:
         check_positive_int("SavePolicy(every_n)", self.every_n)
+        if not isinstance(self.operators, str):
+            _check_names(self.operators)
+            object.__setattr__(self, "operators", tuple(self.operators))
+        if self.numbers is not None:
+            object.__setattr__(self, "numbers", frozenset(self.numbers))
         object.__setattr__(self, "_operators", _resolve(self.operators))
 
     def __reduce__(self) -> Any:
@@ -93,14 +98,31 @@ def _resolve(operators: str | Sequence[str]) -> frozenset[Any]:
                 f"{operators!r} is no family of operators. There are 'inputs' (none), 'matmuls' and 'attention'; "
                 "operators themselves are given as a list: ['aten.mm']."
             )
-        found = [overload for name in _FAMILIES[operators] for overload in _find_overloads(name)]
-        return frozenset(filter(_gives_new_memory, found))
+        members = [overload for name in _FAMILIES[operators] for overload in _find_overloads(name)]
+        return frozenset(filter(_gives_new_memory, members))
     if not operators:
         raise ValueError("an empty list of operators. 'inputs' keeps none.")
     for name in operators:
-        if not any(map(_gives_new_memory, resolve_operators([name]))):
+        found = resolve_operators([name])
+        if not any(map(_gives_new_memory, found)):
             raise ValueError(f"operator {name!r} returns what it was given or a view of it; there is nothing to keep.")
+        if all(map(_is_composed, found)):
+            raise ValueError(
+                f"operator {name!r} is made of others, which are what runs. Name those: aten.mm, aten.addmm and "
+                "aten.bmm for products."
+            )
     return frozenset(filter(_gives_new_memory, resolve_operators(operators)))
+
+
+def _check_names(operators: object) -> None:
+    if not isinstance(operators, Sequence) or not all(isinstance(name, str) for name in operators):
+        raise TypeError(
+            "SavePolicy(operators) must be 'matmuls', 'attention' or a list of names of operators, "
+            f"got {operators!r} of type {type(operators).__name__}."
+        )
+    families = [name for name in operators if name in (INPUTS, *_FAMILIES)]
+    if families:
+        raise ValueError(f"{families[0]!r} is a family of operators and stands alone: {families[0]!r}, without a list.")
 
 
 def _find_overloads(name: str) -> list[Any]:
@@ -117,3 +139,13 @@ def _gives_new_memory(operator: Any) -> bool:
         return True
     schema = operator._schema
     return not schema.is_mutable and not any(result.alias_info for result in schema.returns)
+
+
+def _is_composed(operator: Any) -> bool:
+    """Whether autograd takes it apart before anybody sees it."""
+    if not isinstance(operator, torch._ops.OpOverload):
+        return False
+    keys = torch._C.DispatchKey
+    has_kernel = operator.has_kernel_for_dispatch_key
+    is_own = has_kernel(keys.CPU) or has_kernel(keys.CUDA) or has_kernel(keys.CompositeExplicitAutograd)
+    return bool(has_kernel(keys.CompositeImplicitAutograd)) and not is_own

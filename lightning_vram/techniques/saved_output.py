@@ -1,5 +1,6 @@
 """Keep a tensor for the backward by hand, as autograd would: under the saved-tensor hooks that are set."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,20 +15,24 @@ class SavedOutput:
 
     Args:
         tensor: A tensor without gradients, usually an alias of the one it is about.
+        others: Tensors on the same memory that count versions on their own.
     """
 
-    def __init__(self, tensor: Tensor) -> None:
-        is_plain = type(tensor) in PLAIN_TYPES and is_strided(tensor)
-        self._counter = version_counter(tensor) if is_plain else tensor
-        self._version = version_of(tensor)
+    def __init__(self, tensor: Tensor, others: Sequence[Tensor] = ()) -> None:
+        self._counters = [(_counter_of(other), version_of(other)) for other in (tensor, *others)]
         self._node: Any = _Save.apply(torch.empty(0, requires_grad=True), tensor).grad_fn  # type: ignore[no-untyped-call]
 
     def give(self) -> Tensor | None:
         """Return the tensor, each time it is asked; ``None`` if it was overwritten since."""
-        if version_of(self._counter) != self._version:
+        if any(version_of(counter) != version for counter, version in self._counters):
             return None
         (tensor,) = self._node.saved_tensors
         return tensor  # type: ignore[no-any-return]
+
+
+def _counter_of(tensor: Tensor) -> Tensor:
+    is_plain = type(tensor) in PLAIN_TYPES and is_strided(tensor)
+    return version_counter(tensor) if is_plain else tensor
 
 
 class _Save(torch.autograd.Function):

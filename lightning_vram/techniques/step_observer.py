@@ -21,13 +21,15 @@ from typing_extensions import override
 from lightning_vram.memory.storages import iterate_storages, iterate_tensors
 from lightning_vram.techniques.checkpoint_plan import CallProfile, LayerProfile, OperatorProfile, StepProfile
 from lightning_vram.techniques.hidden_from_dynamo import hide_from_dynamo
+from lightning_vram.techniques.kept_outputs import NUM_INPUT_SAMPLES
 from lightning_vram.techniques.operator_cost import operator_cost
 from lightning_vram.techniques.save_policy import SavePolicy
 from lightning_vram.techniques.stepping_aside import stepping_aside
 from lightning_vram.techniques.versions import is_strided, version_counter, version_of
 from lightning_vram.techniques.watched_saves import SaveWatch
 
-_SCALAR_BYTES = 1024  # the loss, its gradient, what is logged: alive, and saved by nobody
+_OTHER_BYTES = 8192  # the loss, its gradient, what is logged, samples for comparison: alive, and saved by nobody
+_SAMPLES_BYTES = 4 * 4 * NUM_INPUT_SAMPLES  # for each kept result, of its operator's arguments
 
 
 @dataclass
@@ -118,12 +120,13 @@ class StepObserver:
     @contextmanager
     def inside(self) -> Iterator[None]:
         """The forward of the call that is open."""
-        self._is_inside = True
+        was_inside, self._is_inside = self._is_inside, True
+        hooks = SaveWatch(self._on_save).hooks()
         try:
-            with SaveWatch(self._on_save).hooks():
+            with hooks, stepping_aside(hooks):
                 yield
         finally:
-            self._is_inside = False
+            self._is_inside = was_inside
 
     def end_round(self) -> None:
         """Note that a backward runs: what comes next is another forward."""
@@ -264,7 +267,7 @@ def _profile(round: _Round) -> StepProfile:
         layers.setdefault(call.layer, []).append(_profile_call(call, base))
     return StepProfile(
         layers=tuple(LayerProfile(name, tuple(calls)) for name, calls in layers.items()),
-        base_total_bytes=sum(num_bytes for _, num_bytes in base.values()) + _SCALAR_BYTES,
+        base_total_bytes=sum(num_bytes for _, num_bytes in base.values()) + _OTHER_BYTES,
         other_cost=round.other_cost,
     )
 
@@ -279,7 +282,7 @@ def _profile_call(call: _Call, base: dict[int, tuple[float, int]]) -> CallProfil
             kept.update(operator.storages)
     return CallProfile(
         position=call.position,
-        base_live_bytes=sum(size for position, size in base.values() if position <= call.position) + _SCALAR_BYTES,
+        base_live_bytes=sum(size for position, size in base.values() if position <= call.position) + _OTHER_BYTES,
         saved_bytes=sum(num_bytes for number, num_bytes in call.saved.items() if number not in base),
         cost=sum(operator.cost for operator in reached),
         operators=tuple(operators),
@@ -294,7 +297,7 @@ def _profile_operator(operator: _Operator, call: _Call, held: Collection[int]) -
     new = [number for number in operator.storages if number not in held]
     return OperatorProfile(
         operator.name,
-        num_bytes=sum(operator.storages[number] for number in new),
+        num_bytes=sum(operator.storages[number] for number in new) + _SAMPLES_BYTES,
         is_saved=all(number in call.saved for number in new),
         cost=operator.cost,
     )

@@ -9,21 +9,45 @@ anybody needs it, and ask the thread they run in whether it does.
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from torch.autograd import graph
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 _RUN_BACKWARD = "_engine_run_backward"  # where torch.autograd.backward and grad meet
+
+
+class Hooks(Protocol):
+    """Saved-tensor hooks that can be taken off and put back."""
+
+    pack_hook: Callable[[Tensor], Any]
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *args: object) -> None: ...
+
+
+class InnermostHooks:
+    """The hooks that are set when it is made: those of a checkpoint, which keeps them to itself."""
+
+    def __init__(self) -> None:
+        ignore_is_tracing = False
+        self.pack_hook, self._unpack_hook = torch._C._autograd._top_saved_tensors_default_hooks(ignore_is_tracing)
+
+    def __enter__(self) -> None:
+        torch._C._autograd._push_saved_tensors_default_hooks(self.pack_hook, self._unpack_hook)
+
+    def __exit__(self, *args: object) -> None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
 class _Active(threading.local):
     """What is entered in this thread, innermost last."""
 
     def __init__(self) -> None:
-        self.entered: list[tuple[saved_tensors_hooks, TorchDispatchMode | None]] = []
+        self.entered: list[tuple[Hooks, TorchDispatchMode | None]] = []
 
 
 _active = _Active()
@@ -35,7 +59,7 @@ _backward: Callable[..., Any] | None = getattr(torch.autograd, _RUN_BACKWARD, No
 
 
 @contextmanager
-def stepping_aside(hooks: saved_tensors_hooks, mode: TorchDispatchMode | None = None) -> Iterator[None]:
+def stepping_aside(hooks: Hooks, mode: TorchDispatchMode | None = None) -> Iterator[None]:
     """Take ``hooks`` off for each ``torch.func`` transform inside the block, and ``mode`` for each backward.
 
     To be entered right after the hooks: where several are nested, they are taken off from the innermost on.
@@ -84,7 +108,7 @@ def _disable_without_ours(message: str) -> Iterator[None]:
             yield
 
 
-def _is_innermost(hooks: saved_tensors_hooks) -> bool:
+def _is_innermost(hooks: Hooks) -> bool:
     ignore_is_tracing = False
     top: Any = torch._C._autograd._top_saved_tensors_default_hooks(ignore_is_tracing)
     return top is not None and top[0] == hooks.pack_hook

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_vram import ActivationCheckpointing, SavePolicy
 from lightning_vram.memory.units import parse_bytes
 from lightning_vram.techniques.checkpointing import _STATE, apply_activation_checkpointing
-from lightning_vram.techniques.kept_outputs import RecomputationError
+from lightning_vram.techniques.recomputation_error import RecomputationError
 
 
 class Spy(Callback):

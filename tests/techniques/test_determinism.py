@@ -10,7 +10,7 @@ from helpers import TinyCNN, TinyGPT
 from torch import Tensor, nn
 
 from lightning_vram.techniques.checkpointing import apply_activation_checkpointing
-from lightning_vram.techniques.kept_outputs import RecomputationError
+from lightning_vram.techniques.recomputation_error import RecomputationError
 from lightning_vram.techniques.save_policy import SavePolicy
 
 GENERATOR = np.random.default_rng(0)  # nobody's state: neither a module's nor NumPy's own
