@@ -25,10 +25,11 @@ from lightning_vram.memory.checks import check_bool, check_positive_int
 from lightning_vram.memory.compiled import is_compiled
 from lightning_vram.memory.storages import iterate_tensors
 from lightning_vram.memory.units import format_bytes, parse_bytes
-from lightning_vram.techniques.budgeted_checkpointing import BudgetedCheckpointing
+from lightning_vram.techniques.budgeted_checkpointing import BudgetedCheckpointing, Decisions
 from lightning_vram.techniques.checkpointing import CheckpointingHandle, apply_activation_checkpointing
 from lightning_vram.techniques.layer_selection import LayerSelection
 from lightning_vram.techniques.save_policy import SavePolicy, parse_save
+from lightning_vram.techniques.step_observer import count_bytes
 
 _CHECKS = ("outputs", "operators", "none")
 
@@ -59,8 +60,9 @@ class ActivationCheckpointing(Callback):
             at once; it costs memory where a large loss head is alive at the same time.
         budget: Bytes for activations, as ``"6GiB"``. The first step runs with all ``layers`` checkpointed and is
             watched; then the cheapest choice that fits is made, by layer and by operator, and told in a table.
-            Excludes the arguments above but ``layers``. Planned for the largest batch so far; with several ranks for
-            the first batch, on the rank that needs most.
+            Excludes the arguments above but ``layers``. On a single process a step whose layers get larger inputs than
+            before runs checkpointed, and the plan is made anew; with several ranks it is made once, for the first
+            batch on the rank that needs most.
         determinism_check: ``"outputs"`` compares what a layer returns in both runs of its first call, and shapes
             always. ``"operators"`` compares every operator and names the one that differs: slow, to find a fault.
             ``"none"`` looks at nothing.
@@ -113,6 +115,7 @@ class ActivationCheckpointing(Callback):
         self._budgeted: BudgetedCheckpointing | None = None
         self._seam: StepSeam | None = None
         self._batch: Any = None  # of the step that is about to be observed
+        self._decisions: Decisions | None = None  # made in the step, and not applied yet
         self._planned_bytes = -1  # of the largest batch a plan was made for
 
     @override
@@ -129,13 +132,17 @@ class ActivationCheckpointing(Callback):
         is_planned = self._planned_bytes >= 0
         if self._budgeted is None or (is_planned and trainer.world_size > 1):  # ranks must recompute the same layers
             return
-        if sum(tensor.nbytes for tensor in iterate_tensors(batch)) > self._planned_bytes:
+        if self._budgeted.is_outgrown or count_bytes(list(iterate_tensors(batch))) > self._planned_bytes:
             self._batch = batch
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
+        if self._decisions is not None and self._budgeted is not None:
+            # Not before: an outer checkpoint of the user's runs the layers again in the backward, as they were.
+            self._budgeted.apply(self._decisions, is_guarded=trainer.world_size == 1)
+            self._decisions = None
         if self._is_policy_unproven and self._handle is not None and self._handle.num_kept_results() is not None:
             self._is_policy_unproven = False
             if self._handle.num_kept_results():
@@ -156,7 +163,8 @@ class ActivationCheckpointing(Callback):
 
     def __getstate__(self) -> dict[str, object]:
         # A copy of the callback has not changed any module.
-        return {**vars(self), "_handle": None, "_budgeted": None, "_seam": None, "_batch": None, "_planned_bytes": -1}
+        run = ("_handle", "_budgeted", "_seam", "_batch", "_decisions")
+        return {**vars(self), **dict.fromkeys(run), "_planned_bytes": -1}
 
     def _apply(self, trainer: pl.Trainer) -> None:
         pl_module = trainer.lightning_module
@@ -195,15 +203,16 @@ class ActivationCheckpointing(Callback):
             return
         with self._budgeted.observing(batch):
             yield
-        num_bytes = sum(tensor.nbytes for tensor in iterate_tensors(batch))
+        num_bytes = count_bytes(list(iterate_tensors(batch)))
         try:
             plan = share_largest(self._budgeted.plan)
         except ValueError as error:
             raise MisconfigurationException(f"ActivationCheckpointing: {error}") from None
         if plan is None:
             return  # no layer ran: the next step may show more
-        self._budgeted.apply(plan.decisions)
-        is_first, self._planned_bytes = self._planned_bytes < 0, num_bytes
+        self._decisions = plan.decisions
+        is_first = self._planned_bytes < 0
+        self._planned_bytes = max(self._planned_bytes, num_bytes)
         title = f"ActivationCheckpointing(budget={self.budget!r}) planned"
         larger = f"{title} anew, for a batch of {format_bytes(num_bytes)}: {plan.summary}"
         rank_zero_info(f"{title}:\n{plan.table}" if is_first else larger)
@@ -213,7 +222,7 @@ class ActivationCheckpointing(Callback):
             self._seam.remove()
         if self._handle is not None:
             self._handle.remove()
-        self._seam = self._handle = self._budgeted = self._batch = None
+        self._seam = self._handle = self._budgeted = self._batch = self._decisions = None
         self._planned_bytes = -1
 
     def _check_budget(self) -> int | None:

@@ -12,16 +12,19 @@ makes again there. Temporaries inside of operators and gradients are not among t
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from lightning_vram.techniques.budget_solver import predict_peak, solve
-from lightning_vram.techniques.checkpoint_plan import CheckpointPlan
-from lightning_vram.techniques.checkpointing import CheckpointingHandle
+from lightning_vram.techniques.checkpoint_plan import CheckpointPlan, StepProfile
+from lightning_vram.techniques.checkpointing import Arguments, CheckpointingHandle
 from lightning_vram.techniques.layer_runs import DeterminismCheck, Recomputing
+from lightning_vram.techniques.layer_selection import Layer
+from lightning_vram.techniques.leaves import flatten_arguments
 from lightning_vram.techniques.save_policy import SavePolicy
-from lightning_vram.techniques.step_observer import StepObserver
+from lightning_vram.techniques.step_observer import StepObserver, count_bytes
 
 Decisions = Mapping[str, frozenset[int] | None]
 """Numbers of the costly operators whose results a layer keeps; ``None``: it runs plain."""
@@ -49,6 +52,9 @@ class BudgetedCheckpointing:
         self._budget_bytes = budget_bytes
         self._check: DeterminismCheck = determinism_check
         self._observer: StepObserver | None = None
+        self._input_bytes: dict[str, int] = {}  # the most of one call, by layer
+        self.is_outgrown = False
+        """Whether a layer got larger inputs than in the observed step: since then all run checkpointed."""
 
     @contextmanager
     def observing(self, inputs: Any = None) -> Iterator[None]:
@@ -58,12 +64,12 @@ class BudgetedCheckpointing:
             inputs: Any nest of tensors that stay alive anyway, such as the batch.
         """
         self._observer = observer = StepObserver(self._model, inputs)
-        self._change(lambda layer, full: replace(full, watch=observer.watch(layer)))
+        self._watch_all(observer)
         try:
             with observer.observing():
                 yield
         finally:
-            self._change(lambda layer, full: full)
+            self._watch_all(None)
 
     def plan(self) -> CheckpointPlan | None:
         """Make the cheapest plan that fits; ``None`` if no layer was called in the observed step.
@@ -71,7 +77,9 @@ class BudgetedCheckpointing:
         Raises:
             BudgetError: If nothing fits.
         """
-        profiles = self._observer.profiles() if self._observer is not None else []
+        profiles: list[StepProfile] = []
+        if self._observer is not None:
+            profiles, self._input_bytes = self._observer.profiles(), self._observer.input_bytes
         self._observer = None
         if not profiles:
             return None
@@ -79,14 +87,34 @@ class BudgetedCheckpointing:
         plain_peaks = [predict_peak(profile, [layer.choose(None) for layer in profile.layers]) for profile in profiles]
         return solve(profiles[plain_peaks.index(max(plain_peaks))], self._budget_bytes)
 
-    def apply(self, decisions: Decisions) -> None:
-        """Do as decided, from the next call of each layer on; layers without a decision stay checkpointed."""
-        self._change(lambda layer, full: _decide(full, decisions.get(layer, frozenset())))
+    def apply(self, decisions: Decisions, *, is_guarded: bool = True) -> None:
+        """Do as decided, from the next call of each layer on; layers without a decision stay checkpointed.
 
-    def _change(self, choose: Any) -> None:
+        Args:
+            decisions: By layer.
+            is_guarded: Whether to leave the plan where inputs outgrow it. Not where several ranks have to recompute
+                the same layers.
+        """
+        self.is_outgrown = False
         for layer in self._handle.selection.layers:
-            full = Recomputing(f"{layer.name} ({type(layer.module).__name__})", None, self._check)
-            self._handle.change(layer, choose(layer.name, full))
+            full = self._full(layer)
+            guard = partial(self._guard, layer.name, full) if is_guarded and layer.name in decisions else None
+            self._handle.change(layer, _decide(full, decisions.get(layer.name, frozenset())), guard)
+
+    def _guard(
+        self, name: str, full: Recomputing, decided: Recomputing | None, arguments: Arguments
+    ) -> Recomputing | None:
+        if not self.is_outgrown:
+            self.is_outgrown = count_bytes(flatten_arguments(arguments)[0]) > self._input_bytes.get(name, 0)
+        return full if self.is_outgrown else decided
+
+    def _watch_all(self, observer: StepObserver | None) -> None:
+        for layer in self._handle.selection.layers:
+            watch = observer.watch(layer.name) if observer is not None else None
+            self._handle.change(layer, replace(self._full(layer), watch=watch))
+
+    def _full(self, layer: Layer) -> Recomputing:
+        return Recomputing(layer.title, None, self._check)
 
 
 def decisions_of(plan: CheckpointPlan) -> Decisions:

@@ -31,6 +31,9 @@ _STATE = "_activation_checkpointing"
 _TRANSFORMERS_SWITCH = "gradient_checkpointing"  # what gradient_checkpointing_enable() sets
 
 _Span = tuple[int, int]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Guard = Callable[[Recomputing | None, Arguments], Recomputing | None]
+"""Gets how a layer is recomputed (``None``: it is plain) and the arguments of a call; returns how this call is."""
 
 
 @dataclass
@@ -41,16 +44,22 @@ class _State:
         spans: Runs of children to checkpoint one by one; empty if the whole module is.
         is_compilable: Whether it may be recomputed in compiled code.
         recomputing: How, by span, or under ``None`` for the module; what is absent runs plain.
+        guards: Who may decide otherwise for a call, by its arguments.
         observations: What was learned about each.
     """
 
     spans: tuple[_Span, ...]
     is_compilable: bool
     recomputing: dict[_Span | None, Recomputing]
+    guards: dict[_Span | None, Guard] = field(default_factory=dict)
     observations: dict[_Span | None, Observation] = field(default_factory=dict)
 
     def observation(self, span: _Span | None) -> Observation:
         return self.observations.setdefault(span, Observation())
+
+    def choose(self, span: _Span | None, arguments: Arguments) -> Recomputing | None:
+        recomputing, guard = self.recomputing.get(span), self.guards.get(span)
+        return recomputing if guard is None else guard(recomputing, arguments)
 
 
 class CheckpointingHandle:
@@ -65,20 +74,22 @@ class CheckpointingHandle:
         self._modules: list[nn.Module] = []
         self._disabled: list[nn.Module] = []
 
-    def change(self, layer: Layer, recomputing: Recomputing | None) -> None:
+    def change(self, layer: Layer, recomputing: Recomputing | None, guard: Guard | None = None) -> None:
         """Recompute ``layer`` in another way from its next call on; ``None``: let it run plain.
 
         Args:
             layer: One of the selection.
             recomputing: How.
+            guard: Asked before each call.
         """
         state: _State | None = vars(layer.module).get(_STATE)
         if state is None:
             return
-        if recomputing is None:
-            state.recomputing.pop(layer.span, None)
-        else:
-            state.recomputing[layer.span] = recomputing
+        for entries, entry in ((state.recomputing, recomputing), (state.guards, guard)):
+            if entry is None:
+                entries.pop(layer.span, None)
+            else:
+                entries[layer.span] = entry  # type: ignore[assignment]
 
     def num_kept_results(self) -> int | None:
         """Results of operators that layers kept in their last calls; ``None`` if no call was seen yet."""
@@ -145,10 +156,7 @@ def apply_activation_checkpointing(  # noqa: PLR0913 - the words of the callback
     handle = CheckpointingHandle(thin_out(found, every_n_layers, skip_last=skip_last))
     try:
         for module, chosen in _group_by_module(handle.selection.layers).items():
-            recomputing = {
-                layer.span: Recomputing(f"{layer.name} ({type(module).__name__})", save, determinism_check)
-                for layer in chosen
-            }
+            recomputing = {layer.span: Recomputing(layer.title, save, determinism_check) for layer in chosen}
             _swap_class(module, recomputing)
             handle._modules.append(module)
     except BaseException:
@@ -171,7 +179,7 @@ def _run(module: nn.Module, state: _State, plain: Callable[..., Any], *args: Any
         return _run_compiled(state, module, plain, args, kwargs)
     if state.spans:
         return _run_spans(module, state, *args, **kwargs)  # type: ignore[arg-type]
-    recomputing = state.recomputing.get(None)
+    recomputing = state.choose(None, (args, kwargs))
     if recomputing is None:
         return plain(*args, **kwargs)
     arguments = drop_empty_caches(module, (args, kwargs))
@@ -200,7 +208,7 @@ def _run_spans(body: nn.Sequential, state: _State, input: Any) -> Any:
     value = input
     for run, span in _iterate_runs(body, state.spans):
         whole = functools.partial(_run_in_turn, run)
-        recomputing = state.recomputing.get(span) if span is not None else None
+        recomputing = state.choose(span, ((value,), {})) if span is not None else None
         if recomputing is None:
             value = whole(value)
         else:

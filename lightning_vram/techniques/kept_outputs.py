@@ -55,6 +55,7 @@ class KeptOutputs:
         self.results: list[KeptResult] = []
         self.num_saves = 0
         self.by_address: dict[int, list[KeptResult]] = {}
+        self.is_complete = False  # a backward inside of the layer recomputes it before its forward has ended
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -69,6 +70,7 @@ class KeptOutputs:
         Returns:
             How many results are kept.
         """
+        self.is_complete = True
         return sum(result.settle(self.num_saves) for result in self.results)
 
     def replaying(self) -> TorchDispatchMode:
@@ -163,14 +165,14 @@ class _Replaying(_Mode):  # type: ignore[no-untyped-call]
         if self._concerns(func):
             leaves = flatten_arguments((args, kwargs or {}))[0]
             result = self._next(func, leaves)
-            if result.inputs is not None and result.inputs.differ_from(leaves):
-                raise RecomputationError(f"{func}, whose result was kept, got other values than in its first run")
-            output = result.give()
+            output = result.give() if result is not None else None
             if output is not None:
                 return output[0]
         return func(*args, **(kwargs or {}))
 
-    def _next(self, func: Any, leaves: list[Any]) -> KeptResult:
+    def _next(self, func: Any, leaves: list[Any]) -> KeptResult | None:
+        if not self._kept.is_complete:
+            return None
         number, self._number = self._number, self._number + 1
         results = self._kept.results
         if number >= len(results):
@@ -179,6 +181,8 @@ class _Replaying(_Mode):  # type: ignore[no-untyped-call]
         if result.function is not func or result.signature != sign(leaves):
             first = f"{result.function}{describe(result.signature)}"
             raise RecomputationError(f"ran {func}{describe(sign(leaves))} where its first run had {first}")
+        if result.inputs is not None and result.inputs.differ_from(leaves):
+            raise RecomputationError(f"{func}, whose result was kept, got other values than in its first run")
         return result
 
 

@@ -29,7 +29,7 @@ class Kept:
 
     def restore(self) -> Tensor:
         """Return it to the operator that saved it. Raises ``RuntimeError`` as autograd does if it was overwritten."""
-        check_version(self.tensor, self.version, self.tensor)
+        check_version(self.tensor, self.version, self.tensor.shape)
         return self.tensor
 
     def read(self) -> Tensor:
@@ -59,15 +59,16 @@ class Kept:
 class KeptElsewhere(Kept):
     """A tensor that another stage took over: a snapshot, which no write reaches."""
 
-    __slots__ = ("_taken",)
+    __slots__ = ("_shape", "_taken")
 
     def __init__(self, tensor: Tensor, taken: Taken) -> None:
         super().__init__(version_counter(tensor), tensor._version)
         self._taken = taken
+        self._shape = tensor.shape
         self.num_bytes = taken.num_bytes
 
     def restore(self) -> Tensor:  # noqa: D102
-        check_version(self.tensor, self.version, self.tensor)
+        check_version(self.tensor, self.version, self._shape)
         return self._taken.give()
 
     def read(self) -> Tensor:  # noqa: D102
@@ -94,7 +95,7 @@ class KeptMask(Kept):
         self.num_bytes = taken.num_bytes if taken is not None else bits.nbytes
 
     def restore(self) -> Tensor:  # noqa: D102
-        check_version(self.tensor, self.version, self.tensor)
+        check_version(self.tensor, self.version, self._shape)
         return self.read()
 
     def read(self) -> Tensor:  # noqa: D102

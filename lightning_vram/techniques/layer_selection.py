@@ -35,6 +35,11 @@ class Layer:
     module: nn.Module = field(repr=False)
     span: tuple[int, int] | None = None
 
+    @property
+    def title(self) -> str:
+        """Name and class, for messages."""
+        return f"{self.name} ({type(self.module).__name__})"
+
 
 @dataclass(frozen=True)
 class LayerSelection:

@@ -13,6 +13,7 @@ parameters that the forward itself overwrites. One thread at a time: a second on
 
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -24,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_vram.memory.units import MIB
+from lightning_vram.techniques.statistics_reads import StatisticsReads
 from lightning_vram.techniques.versions import storage_address
 
 _ALWAYS_COPIED_BYTES = MIB  # larger buffers are copied beforehand only where they are known to be written
@@ -38,9 +40,11 @@ class WrittenBuffers:
 
     Args:
         names: Places of written buffers, by number of the module and name; ``None`` before the first run.
+        has_read_statistics: Whether it reads the running statistics of its norms.
     """
 
     names: set[tuple[int, str]] | None = None
+    has_read_statistics: bool = False
 
 
 @dataclass
@@ -137,16 +141,30 @@ class ModuleSnapshot:
 
     def __init__(self, modules: Sequence[nn.Module], written: WrittenBuffers) -> None:
         self._written = written
+        # In the first run all buffers are copied: whether it reads its statistics is not known yet.
+        self._counts_statistics = written.names is None or written.has_read_statistics
+        self._modules = modules
         members = dict.fromkeys(member for module in modules for member in module.modules())
         members = {member: None for member in members if not isinstance(member, OptimizedModule)}  # a mere shell
         self._leaves = [_LeafState(member) for member in members if _is_simple_leaf(member)]
         self._states = [_ModuleState(member) for member in members if not _is_simple_leaf(member)]
         for number, state in enumerate(self._states):
             for name, buffer in state.attributes["_buffers"].items():
-                if buffer is not None and not _is_statistic(state.module, name):
+                if buffer is not None and (self._counts_statistics or not _is_statistic(state.module, name)):
                     start = _copy(buffer) if self._may_be_written(number, name, buffer) else None
                     state.buffers[name] = _Buffer(buffer, _version(buffer), start)
         self._restores: list[Callable[[], None]] = []
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Run the forward inside: in the first run it is watched."""
+        reads = StatisticsReads(self._modules) if self._written.names is None else None
+        if reads is None or not reads.is_needed:
+            yield
+            return
+        with reads:
+            yield
+        self._written.has_read_statistics = reads.has_read
 
     def settle(self) -> None:
         """Call after the forward: keep the starts of the buffers it wrote, forget the others.

@@ -48,4 +48,5 @@ def _flat(part: Any) -> Any:
 
 
 def _index_of(device: torch.device) -> int:
-    return device.index if device.index is not None else int(torch.get_device_module(device.type).current_device())
+    index: int | None = device.index
+    return index if index is not None else int(torch.get_device_module(device.type).current_device())

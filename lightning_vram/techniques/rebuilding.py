@@ -21,6 +21,7 @@ class Dropped:
         "__weakref__",
         "_counter",
         "_num_saved",
+        "_shape",
         "_sources",
         "_value",
         "_version",
@@ -35,6 +36,7 @@ class Dropped:
         self.depth = depth  # operators to run one after the other
         self._counter = version_counter(tensor)
         self._version = tensor._version
+        self._shape = tensor.shape
         self._num_saved = 0
         self.num_waiting = 0
         self.cache: Tensor | None = None  # made, and more that wait for it
@@ -47,7 +49,7 @@ class Dropped:
 
     def restore(self) -> Tensor:
         """Make it again, once for all that wait. Raises ``RuntimeError`` as autograd does if it was overwritten."""
-        check_version(self._counter, self._version, self._counter)
+        check_version(self._counter, self._version, self._shape)
         if self.num_waiting == 0:
             self.num_waiting = self._num_saved  # a retained graph asks again
         tensor = rebuild(self._value)

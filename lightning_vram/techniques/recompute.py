@@ -34,7 +34,7 @@ from lightning_vram.techniques.kept_tensors import Kept, KeptElsewhere, KeptMask
 from lightning_vram.techniques.rebuilding import Dropped, find_sources, rebuild
 from lightning_vram.techniques.recipe_recorder import COPIED_BYTES, RecipeRecorder
 from lightning_vram.techniques.recipes import MaskValue, Recipe, Value
-from lightning_vram.techniques.saved_tensor_stage import PLAIN_TYPES, SavedTensorStage, Taken, innermost_stage
+from lightning_vram.techniques.saved_tensor_stage import PLAIN_TYPES, Stage, Taken, in_chain, innermost_stage
 from lightning_vram.techniques.stepping_aside import stepping_aside
 from lightning_vram.techniques.versions import NO_VERSION, alias, check_version, is_strided, version_of
 
@@ -99,7 +99,7 @@ class Recomputation:
         self._recorder = RecipeRecorder(dropout, weakref.WeakMethod(self._hold_inputs))
         self._values = self._recorder.values
         self._exit: ExitStack | None = None
-        self._next: SavedTensorStage | None = None
+        self._next: Stage | None = None
         self._fates: dict[int, dict[Any, _Fate]] = {}  # by recipe, then by shape
         self._lasting: set[int] = set()
         self._unseen_references = 0 if isinstance(self, _CountReferences) else _references_of_autograds_own()
@@ -117,6 +117,7 @@ class Recomputation:
         with ExitStack() as stack:
             stack.callback(self._clear)
             stack.enter_context(hooks)
+            stack.enter_context(in_chain(self))
             stack.enter_context(stepping_aside(hooks, self._recorder))
             stack.enter_context(self._recorder)
             self._exit = stack.pop_all()
@@ -160,7 +161,7 @@ class Recomputation:
             return packed
         if type(packed) is tuple:
             saved: Tensor = packed[0]
-            check_version(saved, packed[1], saved)
+            check_version(saved, packed[1], saved.shape)
             return saved
         if type(packed) is Kept:
             return packed.restore()
@@ -195,6 +196,10 @@ class Recomputation:
         if not is_lasting:
             self.report.kept_bytes += kept.num_bytes
         return kept
+
+    def take(self, tensor: Tensor) -> Taken | None:
+        """Hand on what a stage inside of this one offers."""
+        return self._hand_on(tensor)
 
     def _hand_on(self, tensor: Tensor) -> Taken | None:
         """Offer what is to be kept to the stage outside, if there is one."""

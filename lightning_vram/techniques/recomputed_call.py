@@ -27,6 +27,7 @@ from lightning_vram.techniques.layer_runs import First, LayerRuns, Recomputing
 from lightning_vram.techniques.leaves import flatten_arguments
 from lightning_vram.techniques.module_snapshot import ModuleSnapshot, WrittenBuffers
 from lightning_vram.techniques.save_policy import SavePolicy
+from lightning_vram.techniques.saved_tensor_stage import exact_only
 from lightning_vram.techniques.versions import version_of
 
 Forward = Callable[..., Any]
@@ -113,12 +114,13 @@ def _call(
             with module_scope(modules[0]):
                 return runs.second(lambda: forward(*args, **kwargs))
         args, kwargs = first_call.pop()
-        output = runs.first(lambda: forward(*args, **kwargs))
+        with snapshot.watching():
+            output = runs.first(lambda: forward(*args, **kwargs))
         snapshot.settle()
         host_random.settle()
         return output
 
-    with runs.without_early_stop():
+    with runs.without_early_stop(), exact_only():
         output = checkpoint(
             run,
             *kept,
@@ -131,10 +133,11 @@ def _call(
     is_overwritten |= any(leaf.is_overwritten() for leaf in kept if isinstance(leaf, FirstInput))
     _check_overwritten(recomputing.name, leaves, observation, is_overwritten=is_overwritten)
     observation.overwrites_inputs = bool(observation.overwrites_inputs) or is_overwritten
-    for leaf in kept:
-        if isinstance(leaf, FirstInput):
-            leaf.settle()
-    observation.num_kept = runs.settle()
+    with exact_only():
+        for leaf in kept:
+            if isinstance(leaf, FirstInput):
+                leaf.settle()
+        observation.num_kept = runs.settle()
     return output
 
 

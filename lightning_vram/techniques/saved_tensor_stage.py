@@ -7,9 +7,10 @@ make what is left smaller, then move it off the device. Nested ``with`` blocks a
 
 import threading
 from abc import ABC, abstractmethod
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -39,19 +40,52 @@ class Taken(ABC):
         """Return the tensor with its shape, strides, dtype and device, each time it is asked. Without gradients."""
 
 
+class Stage(Protocol):
+    """What can be asked to take a tensor over."""
+
+    def take(self, tensor: Tensor) -> Taken | None:
+        """See :meth:`SavedTensorStage.take`."""
+
+
 class _Chain(threading.local):
     """The stages entered in this thread, innermost last."""
 
     def __init__(self) -> None:
-        self.stages: list[SavedTensorStage] = []
+        self.stages: list[Stage] = []
+        self.exactness = 0
 
 
 _chain = _Chain()
 
 
-def innermost_stage() -> "SavedTensorStage | None":
-    """Return the stage that would be asked next by one that is about to be entered."""
+def innermost_stage() -> Stage | None:
+    """Return the stage that autograd asks, and that one about to be entered would ask next."""
     return _chain.stages[-1] if _chain.stages else None
+
+
+@contextmanager
+def in_chain(stage: Stage) -> Iterator[None]:
+    """Let ``stage`` be the innermost inside the block."""
+    _chain.stages.append(stage)
+    try:
+        yield
+    finally:
+        _chain.stages.remove(stage)
+
+
+@contextmanager
+def exact_only() -> Iterator[None]:
+    """Let no stage take anything with a loss inside the block: a layer is going to be run again on it."""
+    _chain.exactness += 1
+    try:
+        yield
+    finally:
+        _chain.exactness -= 1
+
+
+def is_exact_only() -> bool:
+    """Whether what is saved now has to come back to the bit."""
+    return _chain.exactness > 0
 
 
 class SavedTensorStage(ABC):
@@ -69,7 +103,7 @@ class SavedTensorStage(ABC):
         self._module = module
         self._buffers: set[int] = set()  # addresses of their storages
         self._exit: ExitStack | None = None
-        self._next: SavedTensorStage | None = None
+        self._next: Stage | None = None
 
     @abstractmethod
     def take(self, tensor: Tensor) -> Taken | None:
@@ -95,8 +129,7 @@ class SavedTensorStage(ABC):
         with ExitStack() as stack:
             hooks = saved_tensors_hooks(self._pack, self._unpack)
             stack.enter_context(hooks)
-            _chain.stages.append(self)
-            stack.callback(_chain.stages.remove, self)
+            stack.enter_context(in_chain(self))
             mode = self.begin(stack)
             stack.enter_context(stepping_aside(hooks, mode))
             self._exit = stack.pop_all()
@@ -115,7 +148,7 @@ class SavedTensorStage(ABC):
             with torch.no_grad(), torch._C._DisableAutocast():
                 taken = self.take(tensor)
             if taken is not None:
-                return version_counter(tensor), tensor._version, taken
+                return version_counter(tensor), tensor._version, taken, tensor.shape
         return pack_in_place(tensor)
 
     @hide_from_dynamo
@@ -142,9 +175,10 @@ def unpack(packed: Any) -> Tensor:
     """Return a saved tensor. Raises ``RuntimeError`` as autograd does if it was overwritten since."""
     if isinstance(packed, Tensor):
         return packed
-    check_version(packed[0], packed[1], packed[0])
+    counter, version, *_ = packed
+    check_version(counter, version, packed[3] if len(packed) > 2 else counter.shape)
     if len(packed) == 2:
-        saved: Tensor = packed[0]
+        saved: Tensor = counter
         return saved
     taken: Taken = packed[2]
     with torch.no_grad(), torch._C._DisableAutocast():

@@ -81,6 +81,8 @@ class StepObserver:
         constants = (value for module in model.modules() for value in vars(module).values() if type(value) is Tensor)
         self._held = [*model.parameters(), *model.buffers(), *constants, *iterate_tensors(inputs)]  # keep their numbers
         self._lasting = {number for tensor in self._held for number, _ in self._storages.number(tensor)}
+        self.input_bytes: dict[str, int] = {}
+        """The most that one call got in tensors, by layer."""
         self._rounds = [_Round()]
         self._call: _Call | None = None
         self._is_inside = False
@@ -109,6 +111,7 @@ class StepObserver:
         calls, outer = self._rounds[-1].calls, self._call
         self._call = _Call(layer, len(calls))
         calls.append(self._call)
+        self.input_bytes[layer] = max(self.input_bytes.get(layer, 0), count_bytes(leaves))
         for leaf in leaves:
             if isinstance(leaf, Tensor):
                 self._add_to_base(leaf, self._call.position)
@@ -177,6 +180,11 @@ class StepObserver:
             base = self._rounds[-1].base
             known = base.get(number)
             base[number] = (min(position, known[0]) if known is not None else position, num_bytes)
+
+
+def count_bytes(leaves: Sequence[Any]) -> int:
+    """Return the bytes of the tensors among arguments."""
+    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
 
 
 class LayerWatch:

@@ -3,6 +3,7 @@
 While saved-tensor hooks are set, autograd does not look whether a saved tensor was overwritten. These do.
 """
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -61,11 +62,11 @@ def _detach(tensor: Tensor) -> Tensor:
     return tensor.detach()
 
 
-def check_version(counter: Tensor, expected: int, tensor: Tensor) -> None:
+def check_version(counter: Tensor, expected: int, shape: Sequence[int]) -> None:
     """Raise autograd's error if a saved tensor was overwritten: its own check is off while hooks are set."""
     if counter._version != expected:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{tensor.type()} {list(tensor.shape)}] is at version {counter._version}; expected version {expected} "
+            f"[{counter.type()} {list(shape)}] is at version {counter._version}; expected version {expected} "
             "instead."
         )

@@ -133,6 +133,12 @@ def test_two_on_the_same_layers_are_refused_and_both_undone(make_trainer):
             r"^ActivationCheckpointing\(save\): .*'aten\.mn' is no operator of",
         ),
         ({"save": ["aten.view"]}, ValueError, r"^ActivationCheckpointing\(save\): .*'aten\.view' returns what it was"),
+        (
+            {"save": ["matmuls"]},
+            ValueError,
+            r"^ActivationCheckpointing\(save\): 'matmuls' is a family .* without a list",
+        ),
+        ({"save": ["aten.matmul"]}, ValueError, r"^ActivationCheckpointing\(save\): operator 'aten.matmul' is made of"),
         ({"save": []}, ValueError, r"^ActivationCheckpointing\(save\): an empty list of operators\. 'inputs' keeps"),
         ({"save": 3}, TypeError, r"^ActivationCheckpointing\(save\) must be 'inputs', .*, got 3 of type int\.$"),
         ({"segments": 1}, ValueError, r"^ActivationCheckpointing\(segments\) must be at least 2, got 1: one segment"),
@@ -313,6 +319,23 @@ class Branching(LitTiny):
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         return loss + self.extra(torch.ones(16)).sum() if batch_idx % 2 else loss
+
+
+class OuterCheckpoint(LitTiny):
+    """The user's own checkpoint around all layers runs them again, as they were in the forward."""
+
+    def training_step(self, batch, batch_idx):
+        return torch.utils.checkpoint.checkpoint(super().training_step, batch, batch_idx, use_reentrant=False)
+
+
+def test_training_is_unchanged_inside_of_an_outer_checkpoint(make_trainer):
+    fitted = []
+    for callbacks in ([], [ActivationCheckpointing(budget="400KiB")]):
+        torch.manual_seed(0)
+        model = OuterCheckpoint(TinyGPT())
+        make_trainer(callbacks=callbacks).fit(model)
+        fitted.append(model)
+    assert_equal_weights(*fitted)
 
 
 @pytest.mark.distributed

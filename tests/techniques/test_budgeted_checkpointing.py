@@ -220,3 +220,18 @@ def test_the_handle_undoes_a_plan():
     handle.remove()
     assert [type(module) for module in model.modules()] == kinds
     loss.backward()  # what was made before still works
+
+
+def test_larger_inputs_than_planned_for_run_checkpointed():
+    model = Net(6)
+    small, large = torch.randn(32, 16), torch.randn(96, 16)
+    budgeted = BudgetedCheckpointing(model, apply_activation_checkpointing(model), 150_000)
+    with budgeted.observing(small):
+        loss = model(small).square().mean()
+    loss.backward()
+    budgeted.apply(decisions_of(budgeted.plan()))
+    assert tracked_step(model, lambda model: model(small).square().mean(), small) > 100_000
+    assert not budgeted.is_outgrown
+    peak = tracked_step(model, lambda model: model(large).square().mean(), large)
+    assert budgeted.is_outgrown
+    assert peak < 150_000

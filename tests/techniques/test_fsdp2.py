@@ -85,7 +85,7 @@ class Budget:
 
     def __init__(self, model: nn.Module) -> None:
         handle = apply_activation_checkpointing(model, layers="Block")
-        self.budgeted = BudgetedCheckpointing(model, handle, 16_000)
+        self.budgeted = BudgetedCheckpointing(model, handle, 22_000)
         self.plan = None
 
     @contextmanager

@@ -4,6 +4,7 @@ import copy
 import gc
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from helpers import TinyCNN, TinyGPT, assert_equal_weights
@@ -67,13 +68,13 @@ def gradients(model: nn.Module, hidden: Tensor, *, num_backwards: int = 1) -> li
     return found
 
 
-def assert_same_as_plain(make_model, hidden: Tensor, save, num_steps: int = 2, **how) -> None:
+def assert_same_as_plain(make_model, hidden: Tensor, save, num_steps: int = 3, check="outputs", **how) -> None:
     results = []
     for is_plain in (True, False):
         torch.manual_seed(0)
         model = make_model()
         if not is_plain:
-            apply_activation_checkpointing(model, layers="blocks.*", save=SavePolicy(save), determinism_check="none")
+            apply_activation_checkpointing(model, layers="blocks.*", save=SavePolicy(save), determinism_check=check)
         results.append([gradients(model, hidden, **how) for _ in range(num_steps)])
     for plain, saving in zip(*results, strict=True):
         assert len(plain) == len(saving)
@@ -220,8 +221,111 @@ MODELS = {
     "a backward inside": lambda: Net(PenaltyBlock),
     "frozen layers": lambda: Net().requires_grad_(False),
     "recurrent layers": lambda: Net(lambda: FirstOf(nn.LSTM(8, 8))),
+    "gated recurrent layers": lambda: Net(lambda: FirstOf(nn.GRU(8, 8))),
+    "writes through views that count on their own": lambda: Net(UnsafeViewBlock),
+    "such writes after the layer": lambda: UnsafeViewNet(ProductBlock),
+    "foreach writes": lambda: Net(ForeachBlock),
+    "writes through .data": lambda: Net(DataBlock),
+    "a generator of its own": lambda: Net(GeneratorBlock),
+    "torch.func inside": lambda: Net(FunctionalBlock),
+    "layers that read their statistics": lambda: Net(DriftBlock),
+    "inference tensors": lambda: ConstantNet(),
     "attention": lambda: Net(lambda: nn.TransformerEncoderLayer(8, 2, 16, norm_first=True, batch_first=True)),
 }
+
+
+class UnsafeViewBlock(Block):
+    """A batched product and a linear layer without bias are views that count versions on their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(8, 8, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        scores = hidden @ hidden.mT
+        scores *= 0.5
+        scores += 1
+        return torch.softmax(scores, -1) @ F.silu(self.wide(hidden), inplace=True)
+
+
+class UnsafeViewNet(Net):
+    def forward(self, hidden: Tensor) -> Tensor:
+        for block in self.blocks:
+            hidden = block(hidden).mul_(2)
+        return hidden
+
+
+class ProductBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(8, 8, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.wide(torch.tanh(self.wide(hidden)))
+
+
+class ForeachBlock(Block):
+    def forward(self, hidden: Tensor) -> Tensor:
+        wide = self.up(hidden)
+        with torch.no_grad():
+            torch._foreach_mul_([wide.detach()], 0.5)
+        return self.down(wide.sin())
+
+
+class DataBlock(Block):
+    def forward(self, hidden: Tensor) -> Tensor:
+        wide = self.up(hidden)
+        wide.data.mul_(0.5)
+        return self.down(wide.sin())
+
+
+class GeneratorBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(0)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        noise = torch.rand(hidden.shape, generator=self.generator)
+        return self.down(F.gelu(self.up(hidden * noise))) * torch.rand(8, generator=self.generator)
+
+
+class FunctionalBlock(Block):
+    """``torch.func`` refuses to run while saved-tensor hooks are set, those of a checkpoint too."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        slope = torch.func.grad(lambda x: self.up(x).sin().sum())(hidden.detach())
+        return self.down(F.gelu(self.up(hidden))) * slope
+
+
+class DriftBlock(nn.Module):
+    """Reads the running statistics of its own norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(4)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        drift = self.norm.running_mean[:, None] + 0
+        return torch.sin(self.norm(self.linear(hidden)) * (1 + drift))
+
+
+class ConstantNet(Net):
+    """Hands its layers an inference tensor."""
+
+    def __init__(self) -> None:
+        super().__init__(ConstantBlock)
+        with torch.inference_mode():
+            self.constant = torch.randn(8)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for block in self.blocks:
+            hidden = block(hidden, self.constant)
+        return hidden
+
+
+class ConstantBlock(Block):
+    def forward(self, hidden: Tensor, constant: Tensor) -> Tensor:
+        return super().forward(hidden) + constant
 
 
 class FirstOf(nn.Module):
@@ -279,6 +383,59 @@ def test_a_second_run_with_other_operators_is_an_error():
         RecomputationError, match=r"^layer blocks\.0 \(Moody\) did not .* ran aten\.mm\.default\(.* where"
     ):
         loss.backward()
+
+
+TABLES: dict[int, Tensor] = {}
+
+
+class TableBlock(Block):
+    """Makes a table by a product once per length, outside of the model: the second run finds it."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        length = hidden.shape[0]
+        if length not in TABLES:
+            TABLES[length] = torch.ones(length, 8) @ torch.ones(8, 8)
+        return self.down(F.gelu(self.up(hidden + TABLES[length]) @ torch.ones(32, 32)))
+
+
+def test_a_product_that_is_missing_in_the_second_run_is_an_error():
+    TABLES.clear()
+    model = Net(TableBlock, 1)
+    apply_activation_checkpointing(model, layers="blocks.*", save=SavePolicy("matmuls"))
+    model(torch.randn(4, 8)).sum().backward() if TABLES else None
+    loss = model(torch.randn(5, 8)).sum()
+    with pytest.raises(RecomputationError, match=r"ran aten\..*mm\.default\(.* where its first run had"):
+        loss.backward()
+
+
+def test_noise_in_front_of_a_kept_product_is_an_error():
+    """Both outputs agree, since the product is taken from the first run."""
+    generator = np.random.default_rng(0)
+
+    class Noisy(Block):
+        def forward(self, hidden: Tensor) -> Tensor:
+            return self.down(hidden.repeat(1, 4) * float(generator.random()))
+
+    model = Net(Noisy, 1)
+    apply_activation_checkpointing(model, layers="blocks.*", save=SavePolicy("matmuls"))
+    loss = (model(torch.randn(4, 8)) * model.blocks[0].up.bias.mean()).sin().sum()
+    with pytest.raises(RecomputationError, match=r"aten\.addmm\.default, whose result was kept, got other values"):
+        loss.backward()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # dynamo's own
+def test_a_compiled_module_inside_of_a_layer_runs_compiled():
+    torch._dynamo.reset()
+    results = []
+    for is_plain in (True, False):
+        torch.manual_seed(0)
+        model = Net()
+        for block in model.blocks:
+            block.up = torch.compile(block.up, backend="aot_eager")
+        if not is_plain:
+            apply_activation_checkpointing(model, layers="Block", save=SavePolicy("matmuls"))
+        results.append(gradients(model, torch.ones(4, 8, requires_grad=True)))
+    assert all(map(torch.equal, *results))
 
 
 def test_nothing_is_alive_after_a_step():
