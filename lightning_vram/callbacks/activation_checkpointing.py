@@ -29,7 +29,6 @@ from lightning_vram.techniques.budgeted_checkpointing import BudgetedCheckpointi
 from lightning_vram.techniques.checkpointing import CheckpointingHandle, apply_activation_checkpointing
 from lightning_vram.techniques.layer_selection import LayerSelection
 from lightning_vram.techniques.save_policy import SavePolicy, parse_save
-from lightning_vram.techniques.step_observer import count_bytes
 
 _CHECKS = ("outputs", "operators", "none")
 
@@ -132,7 +131,7 @@ class ActivationCheckpointing(Callback):
         is_planned = self._planned_bytes >= 0
         if self._budgeted is None or (is_planned and trainer.world_size > 1):  # ranks must recompute the same layers
             return
-        if self._budgeted.is_outgrown or count_bytes(list(iterate_tensors(batch))) > self._planned_bytes:
+        if self._budgeted.is_outgrown or _count_bytes(batch) > self._planned_bytes:
             self._batch = batch
 
     @override
@@ -203,7 +202,7 @@ class ActivationCheckpointing(Callback):
             return
         with self._budgeted.observing(batch):
             yield
-        num_bytes = count_bytes(list(iterate_tensors(batch)))
+        num_bytes = _count_bytes(batch)
         try:
             plan = share_largest(self._budgeted.plan)
         except ValueError as error:
@@ -259,6 +258,10 @@ def _check_segments(segments: object) -> None:
             f"ActivationCheckpointing(segments) must be at least 2, got {segments}: one segment recomputes the whole "
             "body at once and saves nothing. 'sqrt' needs least memory."
         )
+
+
+def _count_bytes(batch: object) -> int:
+    return sum(tensor.nbytes for tensor in iterate_tensors(batch))
 
 
 def _describe(selection: LayerSelection) -> str:

@@ -24,7 +24,10 @@ from lightning_vram.techniques.layer_runs import DeterminismCheck, Recomputing
 from lightning_vram.techniques.layer_selection import Layer
 from lightning_vram.techniques.leaves import flatten_arguments
 from lightning_vram.techniques.save_policy import SavePolicy
-from lightning_vram.techniques.step_observer import StepObserver, count_bytes
+from lightning_vram.techniques.step_observer import Shapes, StepObserver, covers, shapes_of
+
+_MAX_PROFILES = 8
+_MAX_TRIES = 8
 
 Decisions = Mapping[str, frozenset[int] | None]
 """Numbers of the costly operators whose results a layer keeps; ``None``: it runs plain."""
@@ -52,9 +55,20 @@ class BudgetedCheckpointing:
         self._budget_bytes = budget_bytes
         self._check: DeterminismCheck = determinism_check
         self._observer: StepObserver | None = None
-        self._input_bytes: dict[str, int] = {}  # the most of one call, by layer
-        self.is_outgrown = False
-        """Whether a layer got larger inputs than in the observed step: since then all run checkpointed."""
+        self._profiles: list[StepProfile] = []  # of all observed steps
+        self._shapes: dict[str, set[Shapes]] = {}  # that calls got in them, and others that are covered; by layer
+        self._missing: tuple[str, Shapes] | None = None  # what a layer got that is larger than in any observed step
+        self._num_tries = 0  # to observe a step with such inputs
+
+    @property
+    def is_outgrown(self) -> bool:
+        """Whether inputs have outgrown the plan: all layers run checkpointed, and the next step should be observed."""
+        return self._missing is not None
+
+    @property
+    def has_plan(self) -> bool:
+        """Whether a step was observed that a plan can be made from."""
+        return bool(self._profiles)
 
     @contextmanager
     def observing(self, inputs: Any = None) -> Iterator[None]:
@@ -77,15 +91,25 @@ class BudgetedCheckpointing:
         Raises:
             BudgetError: If nothing fits.
         """
-        profiles: list[StepProfile] = []
-        if self._observer is not None:
-            profiles, self._input_bytes = self._observer.profiles(), self._observer.input_bytes
-        self._observer = None
-        if not profiles:
+        if self._observer is None:
             return None
-        # A step with several backwards has several forwards; the plan is made for the largest.
-        plain_peaks = [predict_peak(profile, [layer.choose(None) for layer in profile.layers]) for profile in profiles]
-        return solve(profiles[plain_peaks.index(max(plain_peaks))], self._budget_bytes)
+        for name, shapes in self._observer.shapes.items():
+            self._shapes.setdefault(name, set()).update(shapes)
+        observed = self._observer.profiles()
+        self._observer = None
+        if not observed:
+            return None
+        # A step with several backwards has several forwards, and batches have several shapes: the plan has to fit all,
+        # and is made for the largest, or else for another.
+        self._profiles = [*self._profiles, *observed][-_MAX_PROFILES:]
+        plans = [solve(profile, self._budget_bytes) for profile in self._profiles]
+        plans.sort(key=lambda plan: plan.plain_peak_bytes, reverse=True)
+        fitting = (plan for plan in plans if all(self._fits(decisions_of(plan), other) for other in self._profiles))
+        return next(fitting, None) or plan_nothing(plans[0])
+
+    def _fits(self, decisions: Decisions, profile: StepProfile) -> bool:
+        choices = [layer.choose(decisions.get(layer.name, frozenset())) for layer in profile.layers]
+        return predict_peak(profile, choices) <= self._budget_bytes
 
     def apply(self, decisions: Decisions, *, is_guarded: bool = True) -> None:
         """Do as decided, from the next call of each layer on; layers without a decision stay checkpointed.
@@ -95,7 +119,9 @@ class BudgetedCheckpointing:
             is_guarded: Whether to leave the plan where inputs outgrow it. Not where several ranks have to recompute
                 the same layers.
         """
-        self.is_outgrown = False
+        self._num_tries += 1
+        if self._missing is not None and (self._covers(*self._missing) or self._num_tries > _MAX_TRIES):
+            self._missing = None  # observed by now, or too rare to wait for
         for layer in self._handle.selection.layers:
             full = self._full(layer)
             guard = partial(self._guard, layer.name, full) if is_guarded and layer.name in decisions else None
@@ -104,9 +130,15 @@ class BudgetedCheckpointing:
     def _guard(
         self, name: str, full: Recomputing, decided: Recomputing | None, arguments: Arguments
     ) -> Recomputing | None:
-        if not self.is_outgrown:
-            self.is_outgrown = count_bytes(flatten_arguments(arguments)[0]) > self._input_bytes.get(name, 0)
+        if self._missing is None:
+            shapes = shapes_of(flatten_arguments(arguments)[0])
+            if not self._covers(name, shapes):
+                self._missing, self._num_tries = (name, shapes), 0
         return full if self.is_outgrown else decided
+
+    def _covers(self, name: str, shapes: Shapes) -> bool:
+        known = self._shapes[name]
+        return shapes in known or any(covers(other, shapes) for other in known)
 
     def _watch_all(self, observer: StepObserver | None) -> None:
         for layer in self._handle.selection.layers:
@@ -115,6 +147,12 @@ class BudgetedCheckpointing:
 
     def _full(self, layer: Layer) -> Recomputing:
         return Recomputing(layer.title, None, self._check)
+
+
+def plan_nothing(plan: CheckpointPlan) -> CheckpointPlan:
+    """Return a plan like this one in which all layers are checkpointed and nothing is kept."""
+    choices = tuple(layer.choose(frozenset()) for layer in plan.profile.layers)
+    return replace(plan, choices=choices, peak_bytes=predict_peak(plan.profile, choices))
 
 
 def decisions_of(plan: CheckpointPlan) -> Decisions:

@@ -81,8 +81,8 @@ class StepObserver:
         constants = (value for module in model.modules() for value in vars(module).values() if type(value) is Tensor)
         self._held = [*model.parameters(), *model.buffers(), *constants, *iterate_tensors(inputs)]  # keep their numbers
         self._lasting = {number for tensor in self._held for number, _ in self._storages.number(tensor)}
-        self.input_bytes: dict[str, int] = {}
-        """The most that one call got in tensors, by layer."""
+        self.shapes: dict[str, set[Shapes]] = {}
+        """What calls got, by layer."""
         self._rounds = [_Round()]
         self._call: _Call | None = None
         self._is_inside = False
@@ -111,7 +111,7 @@ class StepObserver:
         calls, outer = self._rounds[-1].calls, self._call
         self._call = _Call(layer, len(calls))
         calls.append(self._call)
-        self.input_bytes[layer] = max(self.input_bytes.get(layer, 0), count_bytes(leaves))
+        self.shapes.setdefault(layer, set()).add(shapes_of(leaves))
         for leaf in leaves:
             if isinstance(leaf, Tensor):
                 self._add_to_base(leaf, self._call.position)
@@ -182,9 +182,21 @@ class StepObserver:
             base[number] = (min(position, known[0]) if known is not None else position, num_bytes)
 
 
-def count_bytes(leaves: Sequence[Any]) -> int:
-    """Return the bytes of the tensors among arguments."""
-    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
+Shapes = tuple[tuple[int, ...], ...]
+"""Of each tensor among the arguments of a call: bytes of an element, and sizes."""
+
+
+def shapes_of(leaves: Sequence[Any]) -> Shapes:
+    """Return how large the tensors among arguments are."""
+    return tuple((leaf.dtype.itemsize, *leaf.shape) for leaf in leaves if isinstance(leaf, Tensor))
+
+
+def covers(one: Shapes, other: Shapes) -> bool:
+    """Whether no tensor of ``other`` is larger in any way."""
+    return len(one) == len(other) and all(
+        len(large) == len(small) and all(a >= b for a, b in zip(large, small, strict=True))
+        for large, small in zip(one, other, strict=True)
+    )
 
 
 class LayerWatch:

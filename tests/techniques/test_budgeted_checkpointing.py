@@ -235,3 +235,27 @@ def test_larger_inputs_than_planned_for_run_checkpointed():
     peak = tracked_step(model, lambda model: model(large).square().mean(), large)
     assert budgeted.is_outgrown
     assert peak < 150_000
+
+
+def test_other_shapes_of_as_many_bytes_are_planned_for_too():
+    """Attention over longer sequences needs more; afterwards both shapes fit."""
+    torch.manual_seed(0)
+    layers = (nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, norm_first=True) for _ in range(4))
+    model = nn.Sequential(*layers)
+    batches = [torch.randn(16, 8, 16), torch.randn(2, 64, 16)]
+    peaks = [
+        tracked_step(copy.deepcopy(model), lambda model, batch=batch: model(batch).square().mean(), batch)
+        for batch in batches
+    ]
+    assert peaks[1] > 1.3 * peaks[0]
+    budgeted = BudgetedCheckpointing(model, apply_activation_checkpointing(model), peaks[0])
+    for batch in (*batches, *batches, *batches):
+        if not budgeted.has_plan or budgeted.is_outgrown:
+            with budgeted.observing(batch):
+                loss = model(batch).square().mean()
+            loss.backward()
+            del loss
+            budgeted.apply(decisions_of(budgeted.plan()))
+        else:
+            assert tracked_step(model, lambda model, batch=batch: model(batch).square().mean(), batch) <= peaks[0]
+    assert not budgeted.is_outgrown
