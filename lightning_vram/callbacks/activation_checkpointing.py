@@ -19,7 +19,7 @@ from typing_extensions import override
 from lightning_vram.callbacks.layer_patterns import check_layers
 from lightning_vram.callbacks.namespace import check_trainer
 from lightning_vram.callbacks.seam import before_strategy_setup, withdraw_from_strategy_setup
-from lightning_vram.callbacks.shared_plan import share_largest
+from lightning_vram.callbacks.shared_plan import SharedPlan, share_largest
 from lightning_vram.callbacks.step_seam import Depth, StepSeam
 from lightning_vram.memory.checks import check_bool, check_positive_int
 from lightning_vram.memory.compiled import is_compiled
@@ -202,19 +202,23 @@ class ActivationCheckpointing(Callback):
             return
         with self._budgeted.observing(batch):
             yield
-        num_bytes = _count_bytes(batch)
+        is_first = self._planned_bytes < 0
         try:
             plan = share_largest(self._budgeted.plan)
         except ValueError as error:
-            raise MisconfigurationException(f"ActivationCheckpointing: {error}") from None
+            if is_first:
+                raise MisconfigurationException(f"ActivationCheckpointing: {error}") from None
+            rank_zero_warn(f"ActivationCheckpointing recomputes all layers from now on. A larger batch came: {error}")
+            plan = SharedPlan({}, 0, "", "")
         if plan is None:
             return  # no layer ran: the next step may show more
         self._decisions = plan.decisions
-        is_first = self._planned_bytes < 0
-        self._planned_bytes = max(self._planned_bytes, num_bytes)
+        self._planned_bytes = max(self._planned_bytes, _count_bytes(batch))
         title = f"ActivationCheckpointing(budget={self.budget!r}) planned"
-        larger = f"{title} anew, for a batch of {format_bytes(num_bytes)}: {plan.summary}"
-        rank_zero_info(f"{title}:\n{plan.table}" if is_first else larger)
+        if is_first:
+            rank_zero_info(f"{title}:\n{plan.table}")
+        elif plan.decisions:
+            rank_zero_info(f"{title} anew, for a batch of {format_bytes(_count_bytes(batch))}: {plan.summary}")
 
     def _undo(self) -> None:
         if self._seam is not None:

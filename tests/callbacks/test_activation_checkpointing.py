@@ -423,6 +423,19 @@ def test_tells_the_plan_and_plans_anew_for_a_larger_batch(make_trainer, monkeypa
     assert "576 B" in said[2]
 
 
+def test_a_later_batch_that_cannot_fit_runs_checkpointed_with_a_warning(make_trainer):
+    class Exploding(LitTiny):
+        def train_dataloader(self):
+            tokens = [torch.zeros(4, length, dtype=torch.long) for length in (4, 40, 4)]
+            return DataLoader([(batch, batch) for batch in tokens], batch_size=None)
+
+    callback = ActivationCheckpointing(budget="100KiB")
+    with pytest.warns(
+        UserWarning, match=r"recomputes all layers from now on\. A larger batch came: budget=100\.00 KiB is"
+    ):
+        make_trainer(callbacks=[callback], max_epochs=1, limit_val_batches=0).fit(Exploding(TinyGPT()))
+
+
 def test_a_budget_that_is_too_small_is_refused_before_any_weight_has_changed(make_trainer):
     model = LitTiny(TinyGPT())
     before = describe_module(model), copy.deepcopy(model.state_dict())
