@@ -9,8 +9,9 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -47,7 +48,8 @@ class ActivationCompression(Callback):
         min_bytes: Smaller tensors are left as they are: an ``int``, or text such as ``"4KiB"``.
         gradient_cosine_every_n_batches: Log ``vram/gradient_cosine`` every so many batches: the cosine between the
             exact gradient of the batch and the one that is used. Costs two more backwards and, for that batch, the
-            memory of the exact activations. ``None``: never. Only with ``lossy``.
+            memory of the exact activations. ``None``: never. Only with ``lossy``; not with FSDP2, nor with DDP's
+            ``static_graph=True``, which would take these backwards for the first of its own.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
@@ -90,6 +92,7 @@ class ActivationCompression(Callback):
         self._stage: CompressionStage | None = None
         self._seams: list[StepSeam] = []
         self._is_measured = False  # the batch that runs
+        self._has_warned = False
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -97,11 +100,8 @@ class ActivationCompression(Callback):
         self._undo()  # a fit whose end another callback's error cut short
         if stage == "fit":
             refuse_moved_parameters("ActivationCompression", trainer, "saved tensors are views of")
-            if self.gradient_cosine_every_n_batches is not None and isinstance(trainer.strategy, ModelParallelStrategy):
-                raise MisconfigurationException(
-                    "ActivationCompression(gradient_cosine_every_n_batches) does not work with ModelParallelStrategy: "
-                    "the hooks of FSDP2 move parameters in every backward. Measure on a single device or with 'ddp'."
-                )
+            if self.gradient_cosine_every_n_batches is not None:
+                _refuse_counted_backwards(trainer)
             before_strategy_setup(trainer, lambda: self._apply(trainer))
 
     @override
@@ -110,6 +110,14 @@ class ActivationCompression(Callback):
     ) -> None:
         every_n_batches = self.gradient_cosine_every_n_batches
         self._is_measured = every_n_batches is not None and batch_idx % every_n_batches == 0
+        if self._is_measured and not any(parameter.requires_grad for parameter in pl_module.parameters()):
+            self._is_measured = False
+            if not self._has_warned:
+                self._has_warned = True
+                rank_zero_warn(
+                    "ActivationCompression(gradient_cosine_every_n_batches) measures nothing while no parameter "
+                    "requires a gradient."
+                )
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -162,7 +170,10 @@ class ActivationCompression(Callback):
     def _measure(self, trainer: pl.Trainer, loss: Tensor) -> Iterator[None]:
         if self._is_measured and self._stage is not None:
             self._is_measured = False  # one backward of the batch
-            self.gradient_cosine = gradient_cosine(self._stage, loss, trainer.lightning_module.parameters())
+            # Else gradients in float16 vanish: the loss passes here before the plugin scales it.
+            scaler = getattr(trainer.precision_plugin, "scaler", None)
+            scaled = scaler.scale(loss) if scaler is not None else loss
+            self.gradient_cosine = gradient_cosine(self._stage, scaled, trainer.lightning_module.parameters())
             for logger in trainer.loggers:
                 logger.log_metrics({METRIC: self.gradient_cosine}, step=trainer.global_step)
         yield
@@ -172,6 +183,20 @@ class ActivationCompression(Callback):
             self._seams.pop().remove()
         self._stage = None
         self._is_measured = False
+
+
+def _refuse_counted_backwards(trainer: pl.Trainer) -> None:
+    name, strategy = "ActivationCompression(gradient_cosine_every_n_batches)", trainer.strategy
+    if isinstance(strategy, ModelParallelStrategy):
+        raise MisconfigurationException(
+            f"{name} does not work with ModelParallelStrategy: "
+            "the hooks of FSDP2 move parameters in every backward. Measure on a single device or with 'ddp'."
+        )
+    if isinstance(strategy, DDPStrategy) and strategy._ddp_kwargs.get("static_graph"):
+        raise MisconfigurationException(
+            f"{name} does not work with DDPStrategy(static_graph=True): DDP learns the graph from the first backward "
+            "and would no longer average gradients. Leave static_graph out, or measure in a run of its own."
+        )
 
 
 def _refuse_without_loss(lossless: bool, layers: Any, every_n_batches: int | None) -> None:  # noqa: FBT001

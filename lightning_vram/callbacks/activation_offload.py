@@ -20,8 +20,9 @@ from lightning_vram.callbacks.step_seam import Depth, StepSeam
 from lightning_vram.callbacks.strategy_check import refuse_moved_parameters
 from lightning_vram.memory.checks import check_bool
 from lightning_vram.memory.units import format_bytes, parse_bytes
-from lightning_vram.techniques.activation_offloading import ActivationOffloading, OffloadReport
+from lightning_vram.techniques.activation_offloading import ActivationOffloading
 from lightning_vram.techniques.offload_error import OffloadError
+from lightning_vram.techniques.offload_report import OffloadReport
 
 _NUM_STEPS_TO_KNOW = 2  # what stays on the device is known from the second step on
 

@@ -6,18 +6,30 @@ the machine has. Reading it takes a fraction of a millisecond; nothing is cached
 
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_vram.memory.units import KIB
 
-_V1_FILES = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-_V2_FILES = ("memory.max", "memory.current", "inactive_file")
+
+@dataclass(frozen=True)
+class _Files:
+    """What the files of a control group, and the lines of its ``memory.stat``, are called."""
+
+    limits: tuple[str, ...]
+    usage: str
+    inactive: str
+    active: str
+
+
+_V1 = _Files(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file", "total_active_file")
+_V2 = _Files(("memory.max", "memory.high"), "memory.current", "inactive_file", "active_file")  # high: it is slowed down
 
 
 def available_host_bytes(root: Path = Path("/")) -> int | None:
     """Estimate how much more memory this process can take: the least that the kernel and any control group leave.
 
-    Page cache that can be dropped counts as available.
+    Page cache that can be dropped counts as available: of a control group, half of what was used more than once.
 
     Args:
         root: Where ``proc`` and ``sys`` are mounted.
@@ -52,30 +64,32 @@ def _control_group_rooms(root: Path) -> Iterator[int | None]:
     for line in _lines(root / "proc/self/cgroup"):
         number, controllers, path = [*line.split(":", 2), "", ""][:3]
         if number == "0" and not controllers:
-            yield from _rooms_upwards(root / "sys/fs/cgroup", path, _V2_FILES)
+            yield from _rooms_upwards(root / "sys/fs/cgroup", path, _V2)
         elif "memory" in controllers.split(","):
-            yield from _rooms_upwards(root / "sys/fs/cgroup/memory", path, _V1_FILES)
+            for mount in {"memory", controllers}:  # several controllers may share one
+                yield from _rooms_upwards(root / "sys/fs/cgroup" / mount, path, _V1)
 
 
-def _rooms_upwards(mount: Path, path: str, files: tuple[str, str, str]) -> Iterator[int | None]:
+def _rooms_upwards(mount: Path, path: str, files: _Files) -> Iterator[int | None]:
     group = mount / path.strip("/")  # in a container it may be missing: the mount itself is the group then
     while True:
-        yield _room(group, *files)
+        yield _room(group, files)
         if group == mount or mount not in group.parents:
             return
         group = group.parent
 
 
-def _room(group: Path, limit_file: str, usage_file: str, cache_key: str) -> int | None:
-    limit, usage = _number(group / limit_file), _number(group / usage_file)
-    if limit is None or usage is None:
+def _room(group: Path, files: _Files) -> int | None:
+    limits = [limit for name in files.limits if (limit := _number(group / name)) is not None]
+    usage = _number(group / files.usage)
+    if not limits or usage is None:
         return None  # "max": no limit
     cache = 0
     for line in _lines(group / "memory.stat"):
         key, _, value = line.partition(" ")
-        if key == cache_key and value.strip().isdigit():
-            cache = int(value)
-    return max(0, limit - usage + cache)
+        if key in (files.inactive, files.active) and value.strip().isdigit():
+            cache += int(value) if key == files.inactive else int(value) // 2
+    return max(0, min(limits) - usage + cache)
 
 
 def _number(file: Path) -> int | None:

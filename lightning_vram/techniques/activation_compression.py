@@ -7,15 +7,17 @@ are equal to the last bit. With a bounded loss, for chosen layers: activations i
 What it costs: a Python call per operator and per saved tensor, and a pass over what is encoded and decoded. Where it
 does not help: a ReLU in front of a convolution, which keeps the values anyway; what a ``torch.autograd.Function``
 hides in attributes, what a ``torch.func`` transform saves, and what compiled code keeps between its own operators.
-Values that PyTorch cannot know to be written (by a kernel of one's own, on a GPU) between two saves of one tensor are
-taken for unwritten. ``grad_fn._saved_result`` of a ReLU shows ones and zeros.
+Memory that somebody keeps alive anyway, such as a mask the model holds, is not freed: there the bits come on top. What
+is saved inside of saved-tensor hooks of the user's own, entered after the stage, is not offered to it. A write that
+PyTorch does not see (NumPy, a kernel of one's own) after a save does not reach the backward, as it does in plain, and
+neither does one to ``.data`` after the stage was left; between two saves of one tensor it is seen on the CPU only.
+``grad_fn._saved_result`` of a ReLU shows ones and zeros.
 """
 
+import sys
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -24,14 +26,17 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
-from lightning_vram.memory.checks import check_positive_int
+from lightning_vram.techniques.by_memory import ByMemory
+from lightning_vram.techniques.compression_arguments import check_compression
+from lightning_vram.techniques.compression_report import CompressionReport
 from lightning_vram.techniques.encoded_storage import (
     Encode,
     Encoded,
     EncodedStorage,
     WhichGiven,
     elements_of,
-    fills_its_memory,
+    source_of_elements,
+    stream_of,
 )
 from lightning_vram.techniques.hidden_from_dynamo import hide_from_dynamo
 from lightning_vram.techniques.layer_selection import LayerSelection
@@ -43,29 +48,15 @@ from lightning_vram.techniques.lossless_codecs import (
     pack_signs,
     pack_two_values,
 )
-from lightning_vram.techniques.lossy_codecs import LOSSY_FORMATS, LossyFormat, decode, encode, encoded_itemsize
-from lightning_vram.techniques.running_layers import RunningLayers
+from lightning_vram.techniques.lossy_codecs import LossyFormat, decode, encode
+from lightning_vram.techniques.lossy_permission import LossyPermission, is_checkpoint
 from lightning_vram.techniques.saved_tensor_stage import SavedTensorStage, Taken
-from lightning_vram.techniques.sign_savers import find_sign_condition
+from lightning_vram.techniques.sign_savers import NewActivation
 from lightning_vram.techniques.storage_memo import StorageMemo
 from lightning_vram.techniques.value_notes import ValueNotes
 from lightning_vram.techniques.versions import alias, storage_address
 
 _MAX_SHARE = 16  # a view of less than that part of its memory is left alone: it is a part of something else's buffer
-_LOSSY_DTYPES = frozenset([torch.float64, torch.float32, torch.float16, torch.bfloat16])
-
-
-@dataclass
-class CompressionReport:
-    """What one run saved for its backward. Memory that several tensors share counts once."""
-
-    saved_bytes: int = 0
-    """Bytes that plain autograd would have kept, parameters and buffers not counted."""
-    kept_bytes: int = 0
-    num_saved: int = 0
-    """Tensors that autograd asked to keep."""
-    kinds: Counter[str] = field(default_factory=Counter)
-    """Encodings by kind: ``"mask"``, ``"two values"``, ``"indices"``, ``"signs"``, and those with a loss."""
 
 
 class CompressionStage(SavedTensorStage):
@@ -73,8 +64,11 @@ class CompressionStage(SavedTensorStage):
 
     It keeps what it makes, or hands it on to the next stage; so it does with tensors it leaves as they are. With a
     loss it stores results and inputs of operators that have a gradient; never what has none (data, constants, what
-    custom functions put aside), second results and statistics of operators, what is made of weights only, and
-    tensors whose last size is 1.
+    custom functions put aside), leaves, second results and statistics of operators, what is made of those or of weights
+    only, what the backward of an operator magnifies an error of (see
+    :mod:`~lightning_vram.techniques.exact_arguments`), inputs of checkpoints, and tensors whose last size is 1.
+    Differences of nearly equal terms, as in a softmax made of ``exp`` and ``sum``, magnify an error that no operator
+    shows.
 
     Args:
         module: Its parameters and buffers stay alive anyway.
@@ -110,20 +104,23 @@ class CompressionStage(SavedTensorStage):
         min_bytes: int = 1024,
     ) -> None:
         super().__init__(module)
-        _check_arguments(lossy, layers, block_size, min_bytes)
+        check_compression(lossy, layers, block_size, min_bytes)
         self._lossless = lossless
         self._lossy = lossy
-        self._layers = RunningLayers(_modules_of(layers)) if layers is not None else None
+        self._permission = LossyPermission(lossy, layers, min_bytes) if lossy is not None else None
         self._block_size = block_size
         self._min_bytes = min_bytes
         self._notes = ValueNotes(notes_exact=lossy is not None)
         self._signs = LearnedSigns()
         self._memo: StorageMemo[EncodedStorage] = StorageMemo()
         self._wholes: StorageMemo[torch.UntypedStorage] = StorageMemo()  # kept as they are
-        self._counted: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._counted_whole: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._made_of: ByMemory[weakref.WeakSet[EncodedStorage]] = ByMemory()  # at any version of it
+        self._counted: ByMemory[bool] = ByMemory()
+        self._counted_whole: ByMemory[bool] = ByMemory()
         self._which = WhichGiven()
+        self._activation = NewActivation()
         self._being_saved: Tensor | None = None  # by autograd, and not offered by another stage
+        self._is_checkpointed = False
         self._keeps_exact = False
         self.has_exact = False
         """Whether the last run kept the exact numbers, too."""
@@ -152,8 +149,10 @@ class CompressionStage(SavedTensorStage):
         self.report = CompressionReport()
         self.has_exact = self._keeps_exact
         stack.callback(self._clear)
-        if self._layers is not None:
-            stack.enter_context(self._layers.watching())
+        if self._permission is not None:
+            stack.enter_context(self._permission.watching())
+        self._notes.exact_values.lasting = frozenset(self._buffers)
+        stack.enter_context(self._notes.heard_by(self))
         stack.enter_context(self._notes)
         return self._notes
 
@@ -161,20 +160,47 @@ class CompressionStage(SavedTensorStage):
     @hide_from_dynamo
     def _pack(self, tensor: Tensor) -> Any:
         self._being_saved = tensor
+        self._is_checkpointed = self._lossy is not None and is_checkpoint(sys._getframe(1))
         try:
             return super()._pack(tensor)
         finally:
             self._being_saved = None
+            self._is_checkpointed = False
+
+    # What ValueNotes tells, from below autograd.
+
+    def on_activation(self, result: Tensor) -> None:
+        """Expect it to be saved next, if autograd would ask this stage for that."""
+        self._activation.note(result, self._pack)
+
+    @hide_from_dynamo
+    def on_exact_argument(self, tensor: Tensor) -> None:
+        """Give up what was made of ``tensor`` with a loss."""
+        num_writes = self._notes.num_writes(tensor)
+        made = self._memo.find(tensor, ("lossy", num_writes, stream_of(tensor.device)))
+        if made is not None and not made.is_given_up:
+            with torch.no_grad(), torch._C._DisableAutocast():
+                self._leave(elements_of(alias(tensor)), num_writes)
+
+    @hide_from_dynamo
+    def on_write(self, target: Tensor) -> None:
+        """Give up what was made of ``target``: plain autograd finds what is written there, or refuses it."""
+        for made in self._made_of.find(target) or ():
+            if not made.is_given_up:
+                elements = torch.empty(0, dtype=made.dtype, device=target.device).set_(target.untyped_storage())
+                self._give_up(made, partial(_return, elements))
+                self._count_whole(target, target.untyped_storage().nbytes())
 
     @override
     def take(self, tensor: Tensor) -> Taken | None:
-        if not storage_address(tensor):
+        if not storage_address(tensor) or not tensor.numel():
             return self.hand_on(tensor)
         self.report.num_saved += 1
-        if _is_first(self._counted, tensor):
+        if not self._counted.find(tensor):
+            self._counted.note(tensor, True)  # noqa: FBT003
             self.report.saved_bytes += tensor.untyped_storage().nbytes()
         num_writes = self._notes.num_writes(tensor)
-        is_lossy = self._lossy is not None and self._may_be_lossy(tensor)
+        is_lossy = self._may_be_lossy(tensor)
         if not is_lossy:
             self._signs.note_values(tensor)
         if num_writes is not None:
@@ -192,6 +218,8 @@ class CompressionStage(SavedTensorStage):
         self._memo.clear()
         self._signs.end_run()
         self._wholes.clear()
+        self._made_of.clear()
+        self._activation.clear()
         self._counted.clear()
         self._counted_whole.clear()
 
@@ -200,18 +228,13 @@ class CompressionStage(SavedTensorStage):
         return is_plain and tensor.untyped_storage().nbytes() <= _MAX_SHARE * tensor.nbytes
 
     def _may_be_lossy(self, tensor: Tensor) -> bool:
-        assert self._lossy is not None
-        if self._layers is not None and not self._layers.is_inside:
-            return False
-        if not tensor.requires_grad or tensor.dtype not in _LOSSY_DTYPES or tensor.nbytes < self._min_bytes:
-            return False
-        if tensor.dtype.itemsize <= encoded_itemsize(self._lossy) or tensor.shape[-1:] == (1,):
+        if self._permission is None or self._is_checkpointed or not self._permission.allows(tensor):
             return False
         return not self._notes.is_exact(tensor)
 
     def _find_shared(self, tensor: Tensor, num_writes: int, *, is_lossy: bool) -> EncodedStorage | None:
         for kind in ("lossless", "lossy") if is_lossy else ("lossless",):
-            made = self._memo.find(tensor, (kind, num_writes))
+            made = self._memo.find(tensor, (kind, num_writes, stream_of(tensor.device)))
             if made is not None and made.still_holds(tensor):
                 return made
         return None
@@ -224,16 +247,25 @@ class CompressionStage(SavedTensorStage):
             encoding = encode(elements_of(tensor))
         except torch.OutOfMemoryError:  # the tensor as it is needs no more
             return None
-        if encoding is None:
+        if encoding is None or sum(piece.nbytes for piece in encoding.pieces) >= tensor.untyped_storage().nbytes():
             return None
         made = EncodedStorage(tensor, encode, encoding, self.hand_on)
-        of_lossless = kind if kind == "signs" else "lossless"
-        self._memo.note(tensor, made, ("lossy" if kind == self._lossy else of_lossless, self._notes.watch(tensor)))
+        self._note_made(tensor, made, kind)
         if kind == self._lossy and self._keeps_exact:
             made.keep_exact_too(alias(tensor), self._which)
         self.report.kinds[kind] += 1
         self.report.kept_bytes += made.num_bytes
         return made
+
+    def _note_made(self, tensor: Tensor, made: EncodedStorage, kind: str) -> None:
+        of_lossless = kind if kind == "signs" else "lossless"
+        key = "lossy" if kind == self._lossy else of_lossless, self._notes.watch(tensor), stream_of(tensor.device)
+        self._memo.note(tensor, made, key)
+        of_memory = self._made_of.find(tensor)
+        if of_memory is None:
+            of_memory = weakref.WeakSet()
+            self._made_of.note(tensor, of_memory)
+        of_memory.add(made)
 
     def _choose(self, tensor: Tensor, *, is_lossy: bool) -> tuple[Encode | None, str]:
         if self._lossless:
@@ -243,7 +275,7 @@ class CompressionStage(SavedTensorStage):
             if largest is not None:
                 return partial(narrow_indices, largest=largest), "indices"
             # Another stage may read the values of what it hands on.
-            condition = find_sign_condition(tensor) if tensor is self._being_saved else None
+            condition = self._activation.find_condition(tensor) if tensor is self._being_saved else None
             if condition is not None and not self._signs.was_asked(tensor):
                 is_worth_it = self._signs.is_worth_it(tensor) or is_lossy  # then nobody else keeps the values
                 return (partial(pack_signs, condition=condition) if is_worth_it else None), "signs"
@@ -256,78 +288,30 @@ class CompressionStage(SavedTensorStage):
     def _leave(self, tensor: Tensor, num_writes: int | None) -> Taken | None:
         """Leave a tensor as it is; what was made of its memory before is given up for it."""
         handed = self.hand_on(tensor)
-        if num_writes is not None:
-            for kind in ("signs", "lossless", "lossy"):
-                made = self._memo.find(tensor, (kind, num_writes))
-                source = _source_of_elements(tensor, handed) if made is not None else None
-                if made is not None and source is not None and made.dtype is tensor.dtype:
-                    self.report.kept_bytes -= made.num_bytes
-                    made.replace(source)
+        for kind in ("signs", "lossless", "lossy") if num_writes is not None else ():
+            made = self._memo.find(tensor, (kind, num_writes, stream_of(tensor.device)))
+            source = source_of_elements(tensor, handed) if made is not None else None
+            if made is not None and source is not None and made.dtype is tensor.dtype:
+                self._give_up(made, source)
         if self._lossy is not None:
             self._wholes.note(tensor, tensor.untyped_storage(), self._notes.watch(tensor))
-        if _is_first(self._counted_whole, tensor):
-            self.report.kept_bytes += handed.num_bytes if handed is not None else tensor.untyped_storage().nbytes()
+        self._count_whole(tensor, handed.num_bytes if handed is not None else tensor.untyped_storage().nbytes())
         return handed
+
+    def _give_up(self, made: EncodedStorage, source: Callable[[], Tensor]) -> None:
+        self.report.kept_bytes -= made.num_bytes
+        made.replace(source)
+
+    def _count_whole(self, tensor: Tensor, num_bytes: int) -> None:
+        if not self._counted_whole.find(tensor):
+            self._counted_whole.note(tensor, True)  # noqa: FBT003
+            self.report.kept_bytes += num_bytes
+
+
+def _return(elements: Tensor) -> Tensor:
+    return elements
 
 
 def _encode_lossy(numbers: Tensor, to: LossyFormat, block_size: int) -> Encoding:
     dtype, size = numbers.dtype, numbers.numel()
     return Encoding(encode(numbers, to, block_size), lambda pieces: decode(pieces, to, dtype, size))
-
-
-def _source_of_elements(tensor: Tensor, handed: Taken | None) -> Callable[[], Tensor] | None:
-    """Return a function that returns all elements of the memory of ``tensor``, which stays, or was taken."""
-    if handed is None:
-        elements = elements_of(alias(tensor))
-        return lambda: elements
-    size = tensor.numel()
-    if not fills_its_memory(tensor):
-        return None  # a part, from which the rest cannot be had
-
-    def give() -> Tensor:
-        given = handed.give()
-        return given.as_strided((size,), (1,), given.storage_offset())
-
-    return give
-
-
-def _is_first(seen: dict[int, "weakref.ref[torch.UntypedStorage]"], tensor: Tensor) -> bool:
-    address = storage_address(tensor)
-    known = seen.get(address)
-    if known is not None and known() is not None:
-        return False
-    seen[address] = weakref.ref(tensor.untyped_storage())
-    return True
-
-
-def _modules_of(layers: LayerSelection | Sequence[nn.Module]) -> list[nn.Module]:
-    if not isinstance(layers, LayerSelection):
-        return list(layers)
-    modules: list[nn.Module] = []
-    for layer in layers.layers:
-        modules += list(layer.module.children())[slice(*layer.span)] if layer.span is not None else [layer.module]
-    return modules
-
-
-def _check_arguments(lossy: object, layers: object, block_size: object, min_bytes: object) -> None:
-    if lossy is not None and lossy not in LOSSY_FORMATS:
-        raise ValueError(f"CompressionStage(lossy) must be 'bf16', 'fp8', 'int8' or None, got {lossy!r}.")
-    if layers is not None and lossy is None:
-        raise ValueError(
-            "CompressionStage(layers) says where to store with a loss, and lossy=None says not to. "
-            "Set lossy to 'bf16', 'fp8' or 'int8', or leave layers out."
-        )
-    if not isinstance(layers, LayerSelection | None):
-        for layer in layers if isinstance(layers, Sequence) else [layers]:
-            if not isinstance(layer, nn.Module):
-                raise TypeError(
-                    "CompressionStage(layers) must be modules, such as select_layers() finds them by name, "
-                    f"got {layer!r} of type {type(layer).__name__}."
-                )
-    check_positive_int("CompressionStage(block_size)", block_size)
-    if not isinstance(min_bytes, int) or isinstance(min_bytes, bool):
-        raise TypeError(
-            f"CompressionStage(min_bytes) must be an int, got {min_bytes!r} of type {type(min_bytes).__name__}."
-        )
-    if min_bytes < 0:
-        raise ValueError(f"CompressionStage(min_bytes) must not be negative, got {min_bytes}.")

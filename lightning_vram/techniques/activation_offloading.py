@@ -13,48 +13,30 @@ what the checkpoint keeps), on what a ``torch.autograd.Function`` hides in attri
 
 import os
 import threading
-import weakref
+from collections.abc import Hashable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from lightning_vram.memory.checks import check_bool
-from lightning_vram.memory.storages import iterate_storages, iterate_tensors
 from lightning_vram.techniques.forward_history import ForwardHistory, Run
+from lightning_vram.techniques.memory_geometry import as_bytes, find_span, to_flat
+from lightning_vram.techniques.offload_candidates import OffloadCandidates
+from lightning_vram.techniques.offload_handle import OffloadHandle
+from lightning_vram.techniques.offload_report import OffloadReport
 from lightning_vram.techniques.offload_routes import OffloadRoutes
-from lightning_vram.techniques.offloaded_items import Geometry, OffloadedItem, as_bytes, to_flat, to_view
+from lightning_vram.techniques.offloaded_items import OffloadedItem
 from lightning_vram.techniques.prefetching import fetch_ahead, make_room
 from lightning_vram.techniques.saved_tensor_stage import SavedTensorStage, Taken, innermost_stage
 from lightning_vram.techniques.storage_memo import StorageMemo
-from lightning_vram.techniques.versions import alias, storage_address
+from lightning_vram.techniques.versions import alias
 
 _WINDOW_SHARE = 16  # "auto": this part of what a forward saves
 _PACKED_DTYPES = (torch.float32, torch.float64)
-
-
-@dataclass(frozen=True)
-class OffloadReport:
-    """What an :class:`ActivationOffloading` did since it was entered last.
-
-    Args:
-        offloaded_bytes: Bytes of the device that were sent away. Each storage counts once.
-        kept_bytes: Bytes that were large enough and stayed, because they are needed again at once.
-        num_offloaded: Storages that were sent away.
-        host_bytes: Host memory taken so far, whether in use or not.
-        disk_bytes: Size of the file.
-    """
-
-    offloaded_bytes: int
-    kept_bytes: int
-    num_offloaded: int
-    host_bytes: int
-    disk_bytes: int
 
 
 class ActivationOffloading(SavedTensorStage):
@@ -62,6 +44,9 @@ class ActivationOffloading(SavedTensorStage):
 
     Enter it around a forward, or a whole training step; it is the outermost of several stages. Gradients are those of
     the plain run, to the bit, unless ``compress`` is set. What a backward saves itself (``create_graph=True``) stays.
+    A backward that writes to what it saved spoils its own copy only; plain autograd may refuse others that saved it,
+    too. Of writes that PyTorch does not count (by way of ``.data``, by NumPy) what stays shows each, as in the plain
+    run, and what travels shows those before it was saved; on a GPU, if it was not saved before in the same memory.
     Never travel: parameters, buffers, small tensors, tensors of another device than that of the module (indices on
     the host), and what :meth:`keep_in_place` names. On the CPU, or with fake tensors, the same is done with plain
     copies.
@@ -70,8 +55,9 @@ class ActivationOffloading(SavedTensorStage):
         module: Its parameters and buffers stay, and tell what the device is.
         min_offload_bytes: Smaller tensors stay. A view counts with the bytes it covers.
         window_bytes: Bytes of the device that serve the traffic: for what is saved last and stays, for copies on
-            their way out, and for what is fetched ahead in the backward. ``"auto"``: a sixteenth of what a forward
-            saves, at least its largest tensor. What stays is known from the second forward of a kind on.
+            their way out, and for what is fetched ahead in the backward; each forward whose backward is still to come
+            has one. ``"auto"``: a sixteenth of what a forward saves, at least its largest tensor. What stays is known
+            from the second forward of a kind on.
         compress: ``"bf16"``: float32 and float64 travel, and wait, in bfloat16: half of the host memory and of the
             traffic. Gradients are then approximate: eight bits of what is saved survive. ``"none"``: they are exact.
         disk_path: Folder for a file that takes the place of host memory; ``None`` for host memory.
@@ -118,9 +104,7 @@ class ActivationOffloading(SavedTensorStage):
         self._compress = compress
         self._lock = threading.RLock()  # autograd has a thread for each device
         self._memo: StorageMemo[OffloadedItem] = StorageMemo()
-        self._in_place: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._parameters: set[int] = set()  # addresses of their storages
-        self._may_be_host = True  # whether the host is the device
+        self._candidates = OffloadCandidates(min_offload_bytes)
         self._history = ForwardHistory()
         self._routes = OffloadRoutes(disk_path, pin_memory=pin_memory and torch.accelerator.is_available())
         self._offloaded_bytes = self._kept_bytes = self._num_offloaded = 0
@@ -147,10 +131,7 @@ class ActivationOffloading(SavedTensorStage):
         Args:
             nest: Any nest of tensors.
         """
-        self._forget_dead()
-        for tensor in iterate_tensors(nest):
-            for storage, _ in iterate_storages(tensor):
-                self._note_in_place(storage)
+        self._candidates.keep_in_place(nest)
 
     def settle(self) -> None:
         """Let go of device memory that copies held which are finished by now."""
@@ -165,84 +146,60 @@ class ActivationOffloading(SavedTensorStage):
 
     @override
     def begin(self, stack: ExitStack) -> TorchDispatchMode | None:
-        tensors = [] if self._module is None else [*self._module.parameters(), *self._module.buffers()]
-        self._parameters = {storage_address(tensor) for tensor in tensors} | {0}
-        self._may_be_host = all(tensor.device.type == "cpu" for tensor in tensors)
+        self._candidates.begin(self._module)
         self._routes.open()
         self._offloaded_bytes = self._kept_bytes = self._num_offloaded = 0
         self._history.start()
-        self._forget_dead()
         self.settle()
         stack.callback(self.settle)
         return None
 
     @override
     def take(self, tensor: Tensor) -> Taken | None:
-        if not self._may_travel(tensor):
+        if not self._candidates.may_travel(tensor):
             return self.hand_on(tensor)
         with self._lock:
             item, offset = self._find_item(tensor)
-            return _Handle(self, item, tensor, offset) if item is not None else self.hand_on(tensor)
+            return OffloadHandle(self, item, tensor, offset) if item is not None else self.hand_on(tensor)
 
     def bring(self, item: OffloadedItem, load: int) -> tuple[Tensor, int]:
         """Return the bytes of an item to a handle that was asked at ``load`` last, and what to say next time.
 
         Raises:
-            RuntimeError: If the disk failed.
+            OffloadError: If the disk failed.
         """
         with self._lock:
-            self._history.end_forward()
+            if torch._C._current_graph_task_id() != -1:  # a stage inside may look at what it saved in a forward, too
+                self._history.end_forward()
             window_bytes = self._find_window(item.run)
-            if not item.is_here:
-                make_room(item, window_bytes)
-                item.fetch()
-            fetch_ahead(item, window_bytes)
             flat = item.find()
-            assert flat is not None
-            return flat, item.note_given(load)
-
-    def _may_travel(self, tensor: Tensor) -> bool:
-        address = storage_address(tensor)
-        if address in self._parameters or tensor.untyped_storage().nbytes() < max(1, self._min_bytes):
-            return False
-        known = self._in_place.get(address)
-        if known is not None and known() is not None:
-            return False
-        if torch._C._current_graph_task_id() != -1:  # in a backward: needed again at once, or by the next backward
-            return False
-        return tensor.numel() > 0 and self._is_on_device(tensor) and not tensor.is_quantized
-
-    def _is_on_device(self, tensor: Tensor) -> bool:
-        kind = tensor.device.type
-        if kind == "cpu":
-            return self._may_be_host
-        if type(tensor) is not FakeTensor:
-            if kind == "meta":
-                return False
-            if kind == "cuda" and torch.cuda.is_current_stream_capturing():
-                return False
-        self._may_be_host = False  # a module on the host that computes elsewhere: FSDP2 with offload
-        return True
+            if flat is None:
+                make_room(item, window_bytes)
+                flat = item.fetch()
+            fetch_ahead(item, window_bytes)
+            return item.hand_over(flat), item.note_given(load)
 
     def _find_item(self, tensor: Tensor) -> tuple[OffloadedItem | None, int]:
         """Return the item with the memory of ``tensor``, and where in it the tensor begins; ``None`` if it is small."""
         packed = tensor.dtype if self._compress == "bf16" and tensor.dtype in _PACKED_DTYPES else None
-        item = self._memo.find(tensor, packed)
-        if item is not None:
-            return (item if self._may_share(item) else None), int(tensor.storage_offset())
-        start, length = _find_span(tensor)
-        if length * tensor.dtype.itemsize < self._min_bytes:
-            return None, 0
-        is_whole = start == 0 and length * tensor.dtype.itemsize == tensor.untyped_storage().nbytes()
-        key = packed if is_whole else (packed, tensor.dtype, start, length)
-        item = None if is_whole else self._memo.find(tensor, key)
+        item, start = self._find_known(tensor, packed, 0), 0
         if item is None:
-            item = self._make_item(tensor, start, length, packed)
-            if item is not None:
-                self._memo.note(tensor, item, key)
-        elif not self._may_share(item):
-            item = None
-        return item, int(tensor.storage_offset()) - start
+            start, length = find_span(tensor)
+            if length * tensor.dtype.itemsize < self._min_bytes:
+                return None, 0
+            is_whole = start == 0 and length * tensor.dtype.itemsize == tensor.untyped_storage().nbytes()
+            key = packed if is_whole else (packed, tensor.dtype, start, length)
+            item = None if is_whole else self._find_known(tensor, key, start)
+            if item is None:
+                item = self._make_item(tensor, start, length, packed)
+                if item is not None:
+                    self._memo.note(tensor, item, key)
+                return item, int(tensor.storage_offset()) - start
+        return (item if self._may_share(item) else None), int(tensor.storage_offset()) - start
+
+    def _find_known(self, tensor: Tensor, key: Hashable, start: int) -> OffloadedItem | None:
+        item = self._memo.find(tensor, key)
+        return item if item is not None and item.still_holds(tensor, start * tensor.dtype.itemsize) else None
 
     def _may_share(self, item: OffloadedItem) -> bool:
         # What is kept is no snapshot. Autograd's own users ask for none, a stage inside may: it keeps what it has.
@@ -256,7 +213,7 @@ class ActivationOffloading(SavedTensorStage):
         if run.expected_bytes - window_bytes <= position and position + num_bytes <= run.expected_bytes:
             self._kept_bytes += num_bytes
             if innermost_stage() is not self:
-                self._note_in_place(tensor.untyped_storage())
+                self._candidates.keep_storage(tensor.untyped_storage())
                 return None
             item = OffloadedItem(run, self._routes.find(tensor), num_bytes, None)
             item.keep(as_bytes(flat), window_bytes)
@@ -267,47 +224,10 @@ class ActivationOffloading(SavedTensorStage):
         self._num_offloaded += 1
         return item
 
-    def _note_in_place(self, storage: torch.UntypedStorage) -> None:
-        self._in_place[storage._cdata] = weakref.ref(storage)
-
-    def _forget_dead(self) -> None:
-        self._in_place = {address: known for address, known in self._in_place.items() if known() is not None}
-
     def _find_window(self, run: Run) -> int:
         if self._window_bytes != "auto":
             return self._window_bytes
         return max(run.largest_bytes, max(run.saved_bytes, run.expected_bytes) // _WINDOW_SHARE)
-
-
-class _Handle(Taken):
-    """A tensor that was saved: how it lies in the bytes of its item."""
-
-    __slots__ = ("_dtype", "_geometry", "_item", "_load", "_stage")
-
-    def __init__(self, stage: ActivationOffloading, item: OffloadedItem, tensor: Tensor, offset: int) -> None:
-        self._item = item
-        self._load = item.note_handle()
-        self._stage = stage
-        self._dtype = tensor.dtype
-        self._geometry = Geometry(tensor, offset)
-
-    def __del__(self) -> None:
-        self._item.forget_handle(self._load)
-
-    @property
-    def num_bytes(self) -> int:
-        return 0 if self._item.parcel is not None else self._item.num_bytes
-
-    def give(self) -> Tensor:
-        flat, self._load = self._stage.bring(self._item, self._load)
-        return to_view(flat, self._dtype, self._geometry)
-
-
-def _find_span(tensor: Tensor) -> tuple[int, int]:
-    """Return the first element and the number of elements to send: of all its memory if it covers half of that."""
-    length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    total, remainder = divmod(tensor.untyped_storage().nbytes(), tensor.dtype.itemsize)
-    return (0, total) if not remainder and 2 * length >= total else (int(tensor.storage_offset()), length)
 
 
 def _check_bytes(name: str, value: object, allowed: str = "bytes as an int") -> None:

@@ -41,18 +41,18 @@ class Piece(Generic[Payload]):
 class Block(Generic[Payload]):
     """Space that is taken as long as this object lives."""
 
-    __slots__ = ("_chunks", "_released", "pieces")
+    __slots__ = ("_released", "chunks", "pieces")
 
     def __init__(
         self, pieces: list[Piece[Payload]], chunks: list[_Chunk[Payload]], released: "deque[list[_Chunk[Payload]]]"
     ) -> None:
         self.pieces = pieces
-        self._chunks = chunks
+        self.chunks = chunks
         self._released = released
 
     def __del__(self) -> None:
         # In whatever thread, perhaps in the middle of anything: appending is atomic, the rest waits for its turn.
-        self._released.append(self._chunks)
+        self._released.append(self.chunks)
 
 
 class ChunkedSpace(Generic[Payload]):
@@ -93,21 +93,22 @@ class ChunkedSpace(Generic[Payload]):
             return self._fill(num_bytes, rounded)
 
     def _fill(self, num_bytes: int, rounded: int) -> Block[Payload]:
-        pieces, chunks = [], []
+        # First of all: should filling it be interrupted, what it has by then comes back with it.
+        block: Block[Payload] = Block([], [], self._released)
+        self._num_blocks += 1
         while rounded:
             chunk = self._open
             if chunk is None or chunk.used == chunk.size:
                 chunk = self._open = self._free.pop()
                 self._free_bytes -= chunk.size
             length = min(rounded, chunk.size - chunk.used)
-            pieces.append(Piece(chunk.payload, chunk.used, min(length, num_bytes)))
-            chunks.append(chunk)
-            chunk.used += length
+            block.pieces.append(Piece(chunk.payload, chunk.used, min(length, num_bytes)))
             chunk.num_blocks += 1
+            block.chunks.append(chunk)
+            chunk.used += length
             rounded -= length
             num_bytes -= length
-        self._num_blocks += 1
-        return Block(pieces, chunks, self._released)
+        return block
 
     def _grow(self, missing_bytes: int, make_chunks: Callable[[list[int]], list[Payload]]) -> None:
         sizes, last = [], self._last_size

@@ -92,30 +92,58 @@ class DiskRing:
             for inner in range(0, piece.num_bytes, self._staging_bytes):
                 length = min(self._staging_bytes, piece.num_bytes - inner)
                 position = piece.payload + piece.start + inner
-                buffer = self._take_buffer()
-                staged = buffer.narrow(0, 0, length)
-                departure = copies.send(_narrow(source, start, length), [staged], window_bytes)
-                self._worker.submit(_write_job(self._worker, self._buffers, buffer, length, position, departure))
+                self._write_part(_narrow(source, start, length), position, copies, window_bytes)
                 extents.append((position, length))
                 start += length
         return DiskBlock(self, block, extents)
+
+    def read(
+        self, extents: list[tuple[int, int]], target: Tensor, make_copies: Callable[[], Copies], moment: Any
+    ) -> Arrival:
+        """Begin to read the bytes at ``extents``, positions and lengths; see :meth:`DiskBlock.read`."""
+        worker, size, pin_memory = self._worker, self._staging_bytes, self._pin_memory
+        worker.check()
+        arrival = _DiskArrival(worker)
+
+        def read() -> None:
+            copies, buffer = worker.copies(make_copies), worker.buffer(size, pin_memory=pin_memory)
+            start = 0
+            for position, length in extents:
+                worker.read(buffer, length, position)
+                arrival.copied = copies.fetch([buffer[:length]], target.narrow(0, start, length), moment)
+                arrival.copied.finish()
+                start += length
+            copies.settle()  # else they would hold the target until they are asked for the next
+
+        worker.submit(lambda: arrival.run(read))
+        return arrival
 
     def close(self) -> None:
         """End the thread after what it has to do, and give file and buffers back."""
         self._worker.stop()
 
-    def _take_buffer(self) -> Tensor:
+    def _write_part(self, source: Tensor, position: int, copies: Copies, window_bytes: int) -> None:
+        length, loan = source.numel(), self._borrow_buffer()
+        try:
+            departure = copies.send(source, [loan.buffer.narrow(0, 0, length)], window_bytes)
+            self._worker.submit(_write_job(self._worker, loan, length, position, departure))
+        except BaseException:
+            loan.give_back()
+            raise
+
+    def _borrow_buffer(self) -> "_Loan":
         if self._buffers.empty() and self._num_buffers < NUM_STAGING_BUFFERS:
+            loan = _Loan(make_staging(self._staging_bytes, pin_memory=self._pin_memory), self._buffers)
             self._num_buffers += 1
-            return make_staging(self._staging_bytes, pin_memory=self._pin_memory)
+            return loan
         while True:
             try:
-                buffer = self._buffers.get(timeout=_PATIENCE_SECONDS)
+                loan = _Loan(self._buffers.get(timeout=_PATIENCE_SECONDS), self._buffers)
             except queue.Empty:
                 self._worker.check()
             else:
-                self._worker.check()
-                return buffer
+                self._worker.check()  # an error: the loan ends with it
+                return loan
 
     def _make_chunks(self, sizes: list[int]) -> list[int]:
         """Grow the file; a full disk is found out here, not in the middle of a step's writes."""
@@ -149,23 +177,23 @@ class DiskBlock:
         Raises:
             OffloadError: If something went wrong before.
         """
-        worker = self._ring._worker
-        worker.check()
-        arrival, extents = _DiskArrival(worker), self._extents
-        size, pin_memory = self._ring._staging_bytes, self._ring._pin_memory
+        return self._ring.read(self._extents, target, make_copies, moment)
 
-        def read() -> None:
-            copies, buffer = worker.copies(make_copies), worker.buffer(size, pin_memory=pin_memory)
-            start = 0
-            for position, length in extents:
-                worker.read(buffer, length, position)
-                arrival.copied = copies.fetch([buffer[:length]], target.narrow(0, start, length), moment)
-                arrival.copied.finish()
-                start += length
-            copies.settle()  # else they would hold the target until they are asked for the next
 
-        worker.submit(lambda: arrival.run(read))
-        return arrival
+class _Loan:
+    """A staging buffer that goes back to the others once: when it is written, or never will be."""
+
+    def __init__(self, buffer: Tensor, buffers: "queue.SimpleQueue[Tensor]") -> None:
+        self.buffer = buffer
+        self._buffers: queue.SimpleQueue[Tensor] | None = buffers
+
+    def __del__(self) -> None:
+        self.give_back()
+
+    def give_back(self) -> None:
+        buffers, self._buffers = self._buffers, None
+        if buffers is not None:
+            buffers.put(self.buffer)
 
 
 class _DiskArrival(Arrival):
@@ -189,20 +217,13 @@ class _DiskArrival(Arrival):
         self.copied.wait(target)
 
 
-def _write_job(
-    worker: DiskWorker,
-    buffers: "queue.SimpleQueue[Tensor]",
-    buffer: Tensor,
-    length: int,
-    position: int,
-    departure: Departure,
-) -> Job:
+def _write_job(worker: DiskWorker, loan: _Loan, length: int, position: int, departure: Departure) -> Job:
     def write() -> None:
         try:
             departure.wait()
-            worker.write(buffer, length, position)
+            worker.write(loan.buffer, length, position)
         finally:
-            buffers.put(buffer)
+            loan.give_back()
 
     return write
 

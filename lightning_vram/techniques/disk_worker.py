@@ -36,7 +36,7 @@ class DiskWorker:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._is_stopped = False
-        self._copies: Copies | None = None
+        self._copies: dict[Callable[[], Copies], Copies] = {}
         self._buffer: Tensor | None = None
 
     @property
@@ -60,7 +60,7 @@ class DiskWorker:
         if self._error is not None:
             raise OffloadError(
                 f"disk_path={self._folder!r}: offloaded activations could not be written or read ({self._error}). "
-                "This step is lost; name a folder on another disk."
+                "This step is lost, and so is each further one until it is closed; name a folder on another disk."
             ) from self._error
 
     def check(self) -> None:
@@ -78,14 +78,18 @@ class DiskWorker:
             self._jobs.put(None)
             if self._thread is not threading.current_thread():
                 self._thread.join()
-        self._buffer = self._copies = None
+        self._buffer = None
+        self._copies.clear()
         self._file.close()
 
     def copies(self, make: Callable[[], Copies]) -> Copies:
-        """Return the thread's own copies: those of the training step are not made for two threads."""
-        if self._copies is None:
-            self._copies = make()
-        return self._copies
+        """Return the thread's own copies for what ``make`` stands for, a device.
+
+        Those of the training step are not made for two threads.
+        """
+        if make not in self._copies:
+            self._copies[make] = make()
+        return self._copies[make]
 
     def buffer(self, size: int, *, pin_memory: bool) -> Tensor:
         """Return the thread's own staging buffer: it never waits for one of the others."""
@@ -98,6 +102,8 @@ class DiskWorker:
         view = _memory(buffer, length)
         while view and not self._is_stopped:  # a closed file is not worth the wait
             written = os.pwrite(self._file.fileno(), view, position)
+            if written == 0:
+                raise OSError(f"nothing can be written at byte {position}")
             view, position = view[written:], position + written
 
     def read(self, buffer: Tensor, length: int, position: int) -> None:

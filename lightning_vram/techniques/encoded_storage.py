@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_vram.techniques.lossless_codecs import Encoding, can_be_read
 from lightning_vram.techniques.saved_tensor_stage import Taken
+from lightning_vram.techniques.versions import NO_VERSION, alias, version_of
 
 Encode = Callable[[Tensor], Encoding | None]
 HandOn = Callable[[Tensor], Taken | None]
@@ -23,6 +24,11 @@ def elements_of(tensor: Tensor) -> Tensor:
     return tensor.as_strided((size,), (1,), 0)
 
 
+def stream_of(device: torch.device) -> int:
+    """Return which queue ``device`` works off now: what was queued in another may not be there yet. 0 on the host."""
+    return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
+
+
 def fills_its_memory(tensor: Tensor) -> bool:
     """Whether each element of the memory of ``tensor`` is one of its own, and none is two."""
     expected = 1
@@ -31,6 +37,22 @@ def fills_its_memory(tensor: Tensor) -> bool:
             return False
         expected *= size
     return tensor.nbytes == tensor.untyped_storage().nbytes()
+
+
+def source_of_elements(tensor: Tensor, handed: Taken | None) -> Callable[[], Tensor] | None:
+    """Return a function that returns all elements of the memory of ``tensor``, which stays, or was taken."""
+    if handed is None:
+        elements = elements_of(alias(tensor))
+        return lambda: elements
+    size = tensor.numel()
+    if not fills_its_memory(tensor):
+        return None  # a part, from which the rest cannot be had
+
+    def give() -> Tensor:
+        given = handed.give()
+        return given.as_strided((size,), (1,), given.storage_offset())
+
+    return give
 
 
 class WhichGiven:
@@ -59,7 +81,7 @@ class EncodedStorage:
         self._pieces: list[Tensor | Taken] = [hand_on(piece) or piece for piece in encoding.pieces]
         self._exact: Tensor | None = None
         self._which: WhichGiven | None = None
-        self._last: tuple[weakref.ref[Tensor], int, int] | None = None
+        self._last: tuple[weakref.ref[Tensor], int, int, int] | None = None  # with version, offset and stream
         self.num_bytes = sum(piece.num_bytes if isinstance(piece, Taken) else piece.nbytes for piece in self._pieces)
 
     def keep_exact_too(self, tensor: Tensor, which: WhichGiven) -> None:
@@ -67,8 +89,12 @@ class EncodedStorage:
         self._exact, self._which = elements_of(tensor), which
 
     def still_holds(self, tensor: Tensor) -> bool:
-        """Whether it encodes what the memory of ``tensor`` holds now, where NumPy may have written to it."""
-        if tensor.dtype is not self.dtype:
+        """Whether it encodes what the memory of ``tensor`` holds now.
+
+        On the host NumPy may have written there, unseen: the memory is encoded once more and compared, at the cost of
+        a second save of the tensor. Elsewhere nothing is looked at.
+        """
+        if tensor.dtype is not self.dtype or not self._pieces:
             return False
         if not can_be_read(tensor):
             return True
@@ -77,6 +103,11 @@ class EncodedStorage:
             return False
         pairs = zip(self._read(), encoding.pieces, strict=True)
         return all(torch.equal(_bytes_of(kept), _bytes_of(made)) for kept, made in pairs)
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether somebody else keeps what it encoded."""
+        return not self._pieces
 
     def replace(self, source: Callable[[], Tensor]) -> None:
         """Give up the encoding for what somebody else keeps: ``source`` returns a tensor on all elements."""
@@ -92,15 +123,16 @@ class EncodedStorage:
         start = 0
         elements: Tensor | None = None
         if self._last is not None:  # somebody who uses the same memory may have it decoded
-            reference, version, start = self._last
+            reference, version, start, stream = self._last
             elements = reference()
-            if elements is not None and elements._version != version:
-                elements = None  # and have written to it
+            if elements is not None and (version_of(elements) != version or stream_of(elements.device) != stream):
+                elements = None  # and have written to it, or in another queue
         if elements is None:
             elements = self._decode(self._read())
             start = int(elements.storage_offset())
         view = elements.as_strided(shape, strides, start + offset)
-        self._last = weakref.ref(view), view._version, start
+        version = version_of(view)  # none in inference mode: a write to it would go unseen
+        self._last = (weakref.ref(view), version, start, stream_of(view.device)) if version != NO_VERSION else None
         return view
 
     def _read(self) -> list[Tensor]:

@@ -1,9 +1,13 @@
 """Which forward is running, and how much one like it saved when it ran last: then one knows what comes last."""
 
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lightning_vram.techniques.offloaded_items import OffloadedItem
 
 _MAX_KINDS = 256  # remembered; batches may have any length
+_FEWEST_TO_PRUNE = 64
 
 
 class Run:
@@ -14,14 +18,32 @@ class Run:
         largest_bytes: The largest item of that one.
     """
 
-    __slots__ = ("expected_bytes", "items", "largest_bytes", "resident_bytes", "saved_bytes")
+    __slots__ = ("_prune_at", "expected_bytes", "items", "largest_bytes", "resident_bytes", "saved_bytes")
 
     def __init__(self, expected_bytes: int = 0, largest_bytes: int = 0) -> None:
         self.expected_bytes = expected_bytes
         self.largest_bytes = largest_bytes
         self.saved_bytes = 0
         self.resident_bytes = 0  # on the device and not given back to autograd yet
-        self.items: list[weakref.ref[Any]] = []
+        self.items: list[weakref.ref[OffloadedItem]] = []
+        self._prune_at = _FEWEST_TO_PRUNE
+
+    def append(self, item: "OffloadedItem") -> None:
+        """Note that ``item`` is saved, and number it."""
+        item.number = len(self.items)
+        self.items.append(weakref.ref(item))
+        if len(self.items) >= self._prune_at:
+            self._prune()
+
+    def _prune(self) -> None:
+        """Forget the dead if they are the most: of forwards, say, that one loss after the other dropped unused."""
+        alive = [item for reference in self.items if (item := reference()) is not None]
+        if 2 * len(alive) <= len(self.items):
+            for number, item in enumerate(alive):
+                item.number = number
+            self.items = [weakref.ref(item) for item in alive]
+            self.saved_bytes = sum(item.num_bytes for item in alive)
+        self._prune_at = max(_FEWEST_TO_PRUNE, 2 * len(self.items))
 
 
 class ForwardHistory:

@@ -4,6 +4,7 @@ The same graph is run backward twice, once with the exact numbers and once with 
 and, for that batch, the memory of the exact numbers.
 """
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -17,16 +18,17 @@ def gradient_cosine(stage: CompressionStage, loss: Tensor, parameters: Iterable[
 
     The graph stays usable, no ``.grad`` is touched, no random number is drawn. Hooks on tensors run, those on the
     accumulation of gradients (as of DDP) do not. Not for sharded parameters (FSDP), whose hooks move them, nor with
-    reentrant checkpointing.
+    reentrant checkpointing, and not for DDP with ``static_graph=True``, which counts the backwards.
 
     Args:
         stage: What compressed the graph of ``loss``, entered within
             :meth:`~lightning_vram.techniques.activation_compression.CompressionStage.keeping_exact_too`.
-        loss: A scalar.
+        loss: A scalar, scaled as for the backward: gradients in float16 vanish otherwise.
         parameters: The gradient is that with respect to all of them together; those without one are left out.
 
     Returns:
-        A number from -1 to 1. 1.0 if both gradients are zero, 0.0 if one is, NaN if one is not finite.
+        A number from -1 to 1. 0.0 if one gradient is zero, NaN if both are, or one is not finite. The parts of complex
+        numbers count as numbers.
 
     Raises:
         RuntimeError: If the run did not keep the exact numbers.
@@ -50,15 +52,20 @@ def gradient_cosine(stage: CompressionStage, loss: Tensor, parameters: Iterable[
                 sums += _products(one, other).to(sums.device)
         product, exact_square, stored_square = sums.tolist()  # one wait for the device
     if exact_square == 0.0 or stored_square == 0.0:
-        return 1.0 if exact_square == stored_square else 0.0
+        return math.nan if exact_square == stored_square else 0.0
     cosine = product / (exact_square**0.5 * stored_square**0.5)
     return cosine if cosine != cosine else max(-1.0, min(1.0, float(cosine)))
 
 
 def _products(one: Tensor, other: Tensor) -> Tensor:
-    dtype = _widest(one.device)
-    a, b = (gradient.to_dense().reshape(-1).to(dtype) for gradient in (one, other))
+    a, b = _numbers_of(one), _numbers_of(other)
     return torch.stack([a @ b, a @ a, b @ b])
+
+
+def _numbers_of(gradient: Tensor) -> Tensor:
+    dense = gradient.to_dense().resolve_conj()
+    real = torch.view_as_real(dense) if dense.is_complex() else dense
+    return real.reshape(-1).to(_widest(gradient.device))
 
 
 def _widest(device: torch.device) -> torch.dtype:

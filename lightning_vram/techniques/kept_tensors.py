@@ -19,6 +19,8 @@ class Kept:
 
     __slots__ = ("__weakref__", "_copy", "is_end", "is_overwritten", "num_bytes", "tensor", "version")
 
+    holds_memory = True  # of the tensor itself
+
     def __init__(self, tensor: Tensor, version: int) -> None:
         self.tensor = tensor  # an alias without grad_fn: the tensor itself would be a reference cycle through its node
         self.version = version
@@ -59,6 +61,8 @@ class Kept:
 class KeptElsewhere(Kept):
     """A tensor that another stage took over: a snapshot, which no write reaches."""
 
+    holds_memory = False
+
     __slots__ = ("_shape", "_taken")
 
     def __init__(self, tensor: Tensor, taken: Taken) -> None:
@@ -75,7 +79,7 @@ class KeptElsewhere(Kept):
         return self._taken.give()
 
     def before_write(self) -> None:  # noqa: D102
-        return
+        self._taken.before_write()
 
     def copy(self) -> None:  # noqa: D102
         return
@@ -83,6 +87,8 @@ class KeptElsewhere(Kept):
 
 class KeptMask(Kept):
     """A mask that is kept as bits, by itself or by another stage."""
+
+    holds_memory = False
 
     __slots__ = ("_bits", "_device", "_shape", "_strides")
 

@@ -3,12 +3,11 @@
 A wrong guess costs bytes, as many as plain autograd would have kept, and never a gradient.
 """
 
-import weakref
-
 import torch
 from torch import Tensor
 
-from lightning_vram.techniques.versions import storage_address, version_of
+from lightning_vram.techniques.by_memory import ByMemory
+from lightning_vram.techniques.versions import version_of
 
 _Place = tuple[int, torch.Size]  # number of the save of signs in a run, and its shape
 
@@ -19,23 +18,23 @@ class LearnedSigns:
     def __init__(self) -> None:
         self._in_vain: set[_Place] = set()
         self._now_in_vain: set[_Place] = set()
-        self._asked: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, _Place]] = {}  # of this run, by address
+        self._asked: ByMemory[tuple[int, _Place]] = ByMemory()  # of this run: version and place
         self._num_saves = 0
 
     def was_asked(self, tensor: Tensor) -> bool:
         """Whether the signs of ``tensor``, as it is now, were wanted before: that save failed, and this is another."""
-        return self._find(tensor, version_of(tensor)) is not None
+        return self._find(tensor) is not None
 
     def is_worth_it(self, tensor: Tensor) -> bool:
         """Whether to keep the signs of ``tensor``, which an activation is saving; to be asked once for each."""
         self._num_saves += 1
         place = self._num_saves, tensor.shape
-        self._asked[storage_address(tensor)] = weakref.ref(tensor.untyped_storage()), version_of(tensor), place
+        self._asked.note(tensor, (version_of(tensor), place))
         return place not in self._in_vain
 
     def note_values(self, tensor: Tensor) -> None:
         """Note that somebody saves ``tensor``, and wants its values."""
-        place = self._find(tensor, version_of(tensor))
+        place = self._find(tensor)
         if place is not None:
             self._now_in_vain.add(place)
 
@@ -45,6 +44,6 @@ class LearnedSigns:
         self._asked.clear()
         self._num_saves = 0
 
-    def _find(self, tensor: Tensor, version: int) -> _Place | None:
-        storage, noted, place = self._asked.get(storage_address(tensor), (None, 0, None))
-        return place if storage is not None and storage() is not None and noted == version else None
+    def _find(self, tensor: Tensor) -> _Place | None:
+        asked = self._asked.find(tensor)
+        return asked[1] if asked is not None and asked[0] == version_of(tensor) else None

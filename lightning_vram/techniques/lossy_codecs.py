@@ -2,7 +2,7 @@
 
 One scale per block of neighbours in memory keeps one large number from spoiling all others. A block that holds an
 infinity or NaN comes back as NaN as a whole: it is not worth a look from the host, which would have to wait for the
-device, and must not come back as a number.
+device, and must not come back as a number. bf16 has no blocks; there infinities and NaN stay what they are.
 """
 
 import math
@@ -27,7 +27,7 @@ def encode(numbers: Tensor, to: LossyFormat, block_size: int = 128) -> list[Tens
     The error of a number ``x``, in a block of which the largest magnitude is ``m``, before it is rounded to the dtype
     of ``numbers``:
 
-    * ``"bf16"``: at most ``|x| / 256``. Numbers above 3.39e38 become infinite.
+    * ``"bf16"``: at most ``|x| / 256``, or 4.6e-41 for the smallest ones. Numbers above 3.39e38 become infinite.
     * ``"fp8"`` (e4m3): at most ``|x| / 16``, or ``m / 458752`` for the smallest ones.
     * ``"int8"``: at most half a step, ``m / 254``.
 
@@ -36,23 +36,26 @@ def encode(numbers: Tensor, to: LossyFormat, block_size: int = 128) -> list[Tens
     Args:
         numbers: Of a floating-point dtype, [n], contiguous.
         to: How.
-        block_size: Neighbours that share a scale; not for ``"bf16"``.
+        block_size: Neighbours that share a scale, all of them if there are fewer; not for ``"bf16"``.
 
     Returns:
         The pieces :func:`decode` wants: numbers, and scales. The last block is filled up.
     """
     if to == "bf16":
         return [numbers.to(torch.bfloat16)]
+    block_size = max(1, min(block_size, numbers.numel()))
     missing = -numbers.numel() % block_size
     blocks = (torch.nn.functional.pad(numbers, (0, missing)) if missing else numbers).view(-1, block_size)
     dtype = _scale_dtype(numbers.dtype)
     scales = torch.linalg.vector_norm(blocks, math.inf, 1, keepdim=True, dtype=dtype) / _LARGEST[to]
-    scales.masked_fill_(scales < torch.finfo(dtype).tiny, 1.0)  # NaN and infinity stay
+    # NaN for a block with an infinity: what is divided by infinity is a zero, and must not stay one.
+    scales.masked_fill_(scales.isinf(), math.nan).masked_fill_(scales < torch.finfo(dtype).tiny, 1.0)
+    scales.clamp_(max=_largest_scale(dtype, to))
     codes = blocks / scales
     if to == "int8":
-        return [codes.round_().to(torch.int8), _only_finite(scales)]
+        return [codes.round_().to(torch.int8), scales]
     # Seen as bytes: not every stage, device and function knows the dtype.
-    return [codes.to(torch.float8_e4m3fn).view(torch.uint8), _only_finite(scales)]
+    return [codes.to(torch.float8_e4m3fn).view(torch.uint8), scales]
 
 
 def decode(pieces: list[Tensor], to: LossyFormat, dtype: torch.dtype, size: int) -> Tensor:
@@ -69,6 +72,7 @@ def _scale_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
-def _only_finite(scales: Tensor) -> Tensor:
-    """NaN for a block with an infinity: what is divided by infinity is a zero, and must not stay one."""
-    return scales.masked_fill_(scales.isinf(), math.nan)
+def _largest_scale(dtype: torch.dtype, to: LossyFormat) -> float:
+    """Return the scale with which the largest number is decoded to itself, or a little less: not to infinity."""
+    info = torch.finfo(dtype)
+    return info.max / _LARGEST[to] * (1 - 2 * info.eps)

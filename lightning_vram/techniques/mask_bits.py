@@ -6,11 +6,12 @@ from torch import Tensor
 
 def pack_bits(mask: Tensor) -> Tensor:
     """Return the elements of ``mask`` that are not zero as bits: ``uint8`` of shape ``[ceil(mask.numel() / 8)]``."""
-    flags = (mask != 0).reshape(-1)
+    flags = (mask if mask.dtype is torch.bool else mask != 0).reshape(-1)
     missing = -flags.numel() % 8
     if missing:
         flags = torch.cat([flags, flags.new_zeros(missing)])
-    return (flags.view(-1, 8) * _weights(mask.device)).sum(1, dtype=torch.uint8)
+    # Chosen, not multiplied: a bool seen through a view may be any byte but zero.
+    return torch.where(flags.view(-1, 8), _weights(mask.device), 0).sum(1, dtype=torch.uint8)
 
 
 def unpack_bits(bits: Tensor, like: Tensor) -> Tensor:

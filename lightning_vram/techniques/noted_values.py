@@ -73,7 +73,7 @@ class NotedValues:
     def watch(self, value: Value, kept: Kept) -> None:
         """Remember that ``kept`` holds ``value``, and protect it from writes once a recipe ends on it."""
         value.kept = weakref.ref(kept)
-        self._kept.setdefault(storage_address(kept.tensor), []).append(value.kept)
+        self._kept.setdefault(value.address, []).append(value.kept)
 
     def is_kept(self, tensor: Tensor) -> bool:
         """Whether something on the memory of ``tensor`` is kept, or was."""
@@ -86,7 +86,7 @@ class NotedValues:
         for reference in self._kept.get(address, ()):
             kept = reference()
             if kept is not None:
-                num_known += kept.tensor is not target
+                num_known += kept.holds_memory and kept.tensor is not target
                 kept.before_write()
         if address and torch._C._storage_Use_Count(address) > num_known:
             self._sort_in()

@@ -27,17 +27,47 @@ class Parcel(ABC):
 class Place(ABC):
     """Takes bytes of one device."""
 
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that it has to itself."""
+        return 0
+
+    @property
+    def num_blocks(self) -> int:
+        """Storages that lie in that."""
+        return 0
+
+    def close(self) -> None:  # noqa: B027 - not all have any
+        """Give that memory back."""
+
     @abstractmethod
     def put(self, source: Tensor, window_bytes: int) -> Parcel:
         """Send flat bytes away; at most ``window_bytes`` of the device are held for copies in flight."""
 
 
 class HostPlace(Place):
-    """Host memory."""
+    """Host memory.
+
+    Args:
+        arena: Of this device only: what lay there before may still be read by copies, and the copies of two devices
+            do not wait for each other.
+        copies: From and to the device.
+    """
 
     def __init__(self, arena: HostArena, copies: Copies) -> None:
         self._arena = arena
         self._copies = copies
+
+    @property
+    def host_bytes(self) -> int:  # noqa: D102
+        return self._arena.total_bytes
+
+    @property
+    def num_blocks(self) -> int:  # noqa: D102
+        return self._arena.num_blocks
+
+    def close(self) -> None:  # noqa: D102
+        self._arena.close()
 
     def put(self, source: Tensor, window_bytes: int) -> Parcel:  # noqa: D102
         block = self._arena.take(source.numel())

@@ -47,24 +47,27 @@ class OffloadRoutes:
 
     Raises:
         ValueError: If ``disk_path`` is no folder.
-        RuntimeError: If no file can be made there.
+        OffloadError: If no file can be made there.
     """
 
     def __init__(self, disk_path: str | os.PathLike[str] | None, *, pin_memory: bool) -> None:
         self._disk_path = disk_path
         self._pin_memory = pin_memory
         self._routes: dict[tuple[torch.device, Any], Route] = {}
-        self._arena = HostArena(pin_memory=pin_memory)
-        self._fake_arena: HostArena | None = None  # of the latest fake mode
         self._ring: DiskRing | None = None
         self.open()
 
     @property
     def host_bytes(self) -> int:
         """Host memory taken; fake memory if no other was."""
-        staging_bytes = self._ring.staging_bytes if self._ring is not None else 0
-        fake_bytes = self._fake_arena.total_bytes if self._fake_arena is not None else 0
-        return self._arena.total_bytes + staging_bytes or fake_bytes
+        real_bytes = self._ring.staging_bytes if self._ring is not None else 0
+        fake_bytes = 0
+        for (_, fake_mode), route in self._routes.items():
+            if fake_mode is None:
+                real_bytes += route.place.host_bytes
+            else:
+                fake_bytes += route.place.host_bytes
+        return real_bytes or fake_bytes
 
     @property
     def disk_bytes(self) -> int:
@@ -75,8 +78,7 @@ class OffloadRoutes:
     def num_away(self) -> int:
         """Storages that are away."""
         on_disk = self._ring.num_blocks if self._ring is not None else 0
-        num_fake = self._fake_arena.num_blocks if self._fake_arena is not None else 0
-        return self._arena.num_blocks + on_disk + num_fake
+        return on_disk + sum(route.place.num_blocks for route in self._routes.values())
 
     def open(self) -> None:
         """Make the file, if there is to be one and it was closed."""
@@ -85,9 +87,10 @@ class OffloadRoutes:
 
     def close(self) -> None:
         """Give host memory and file back."""
+        for route in self._routes.values():
+            route.copies.close()
+            route.place.close()
         self._routes.clear()
-        self._fake_arena = None
-        self._arena.close()
         if self._ring is not None:
             self._ring.close()
             self._ring = None
@@ -105,19 +108,16 @@ class OffloadRoutes:
         if route is None:
             # Tensors of two fake modes do not mix.
             self._routes = {old: known for old, known in self._routes.items() if old[1] in (None, fake_mode)}
-            if fake_mode is not None:
-                self._fake_arena = HostArena(pin_memory=False, like=tensor.new_empty(0))
             copies = make_copies(tensor)
             route = self._routes[key] = Route(self._find_place(tensor, copies), copies, tensor)
         return route
 
     def _find_place(self, tensor: Tensor, copies: Copies) -> Place:
+        like = tensor.new_empty(0)
         is_fake = isinstance(tensor, FakeTensor)
         if self._ring is None:
-            arena = self._fake_arena if is_fake else self._arena
-            assert arena is not None
+            arena = HostArena(pin_memory=self._pin_memory and not is_fake, like=like if is_fake else None)
             return HostPlace(arena, copies)
         if is_fake:
             return NoPlace()
-        like = tensor.new_empty(0)
         return DiskPlace(self._ring, copies, lambda: make_copies(like))

@@ -1,6 +1,7 @@
-"""What was offloaded, one item per storage, and the tensors that were views of it."""
+"""What was offloaded, one item per storage: where its bytes are, and who may still ask for them."""
 
 import weakref
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,13 +12,26 @@ from lightning_vram.techniques.host_arena import unseen
 from lightning_vram.techniques.offload_places import Parcel
 from lightning_vram.techniques.offload_routes import Route
 from lightning_vram.techniques.transfers import Arrival
-from lightning_vram.techniques.versions import version_counter
+from lightning_vram.techniques.versions import alias, version_counter
+
+
+class _Loan(NamedTuple):
+    """What a copy was when it was first handed over."""
+
+    counter: Tensor
+    version: int
+    graph_task: int
+
+    @property
+    def is_intact(self) -> bool:
+        return self.counter._version == self.version
 
 
 class OffloadedItem:
     """Bytes of one storage: sent away, or kept because they are needed again at once.
 
-    Its copy on the device is held until each handle was asked once; then it lives as long as somebody uses it.
+    Its copy on the device is held until each handle was asked once; then it lives as long as somebody uses it, and
+    serves that backward. Whoever got it may have written to it, or made a gradient of it: then it is fetched again.
     Handles die in any thread and at any moment: what that does to the counts below takes no lock. The worst that can
     come of it is a copy that is held too long, or fetched again.
     """
@@ -28,6 +42,7 @@ class OffloadedItem:
         "_device",
         "_lent",
         "_load",
+        "_loan",
         "_num_handles",
         "_num_waiting",
         "_packed_dtype",
@@ -42,7 +57,7 @@ class OffloadedItem:
 
     def __init__(self, run: Run, route: Route, num_bytes: int, packed_dtype: torch.dtype | None) -> None:
         self.run = run
-        self.number = len(run.items)
+        self.number = 0
         self.num_bytes = num_bytes
         self.parcel: Parcel | None = None
         self._route = route
@@ -50,9 +65,10 @@ class OffloadedItem:
         self._arrival: Arrival | None = None
         self._device: Tensor | None = None
         self._lent: weakref.ref[torch.UntypedStorage] | None = None
+        self._loan: _Loan | None = None
         self._snapshot: tuple[Tensor, int] | None = None
         self._load = self._num_handles = self._num_waiting = self.counted_bytes = 0
-        run.items.append(weakref.ref(self))
+        run.append(self)
 
     def __del__(self) -> None:
         self.uncount()
@@ -60,7 +76,9 @@ class OffloadedItem:
     @property
     def is_here(self) -> bool:
         """Whether its bytes are on the device, or on their way."""
-        return self._device is not None or self._in_flight() is not None or self._find_lent() is not None
+        if self._device is not None:
+            return self._loan is None or self._loan.is_intact
+        return self._in_flight() is not None or self._lent_storage() is not None
 
     def keep(self, flat: Tensor, window_bytes: int) -> None:
         """Leave the bytes where they are; copies in flight and what is kept share the window."""
@@ -73,26 +91,49 @@ class OffloadedItem:
         if self.parcel.departure.source is not None:
             self._snapshot = version_counter(tensor), tensor._version
 
-    def fetch(self) -> None:
-        """Begin to bring the bytes back."""
+    def still_holds(self, tensor: Tensor, start_bytes: int) -> bool:
+        """Whether what was sent is what the memory of ``tensor`` holds from ``start_bytes`` on.
+
+        There are writes that no version tells of: by way of ``.data``, by NumPy. On the host they are looked for.
+        """
+        if self.parcel is None or type(tensor) is FakeTensor or tensor.device.type != "cpu":
+            return True
+        with unseen(tensor):
+            flat = self._route.wrap(tensor.untyped_storage()).narrow(0, start_bytes, self.num_bytes)
+            if self._packed_dtype is not None:
+                flat = flat.view(self._packed_dtype).to(torch.bfloat16).view(torch.uint8)
+            sent = torch.empty_like(flat)
+            self.parcel.fetch(sent, self._route.copies.mark()).wait(sent)
+            return torch.equal(sent, flat)
+
+    def fetch(self) -> Tensor:
+        """Begin to bring the bytes back; returns them, see :meth:`hand_over`."""
         assert self.parcel is not None
         packed = self._packed_dtype
         target = self._route.make(self.num_bytes if packed is None else self.num_bytes // packed.itemsize * 2)
         self._hold(target, self.parcel.fetch(target, self._route.copies.mark()))
+        return target
 
     def find(self) -> Tensor | None:
-        """Return the bytes, flat, for what is queued on the current stream from now on; ``None`` if they are away."""
+        """Return the bytes, flat, perhaps on their way still, see :meth:`hand_over`; ``None`` if they are away."""
         flat = self._device
-        if flat is None:
-            flat = self._in_flight()
-            if flat is not None:
-                return flat
-            flat = self._find_lent()
-        if flat is not None and self._arrival is not None:
-            self._arrival.wait(flat)
-            if self._packed_dtype is not None:
-                flat = self._device = flat.view(torch.bfloat16).to(self._packed_dtype).view(torch.uint8)
-                self._arrival = None
+        if flat is not None:
+            return flat if self._loan is None or self._loan.is_intact else None
+        source = self._in_flight()
+        return source if source is not None else self._find_lent()
+
+    def hand_over(self, flat: Tensor) -> Tensor:
+        """Return what was found or fetched, for what is queued on the current stream from now on."""
+        if self._arrival is None:  # it never went
+            return flat
+        self._arrival.wait(flat)
+        if flat.numel() < self.num_bytes and self._packed_dtype is not None:
+            packed, flat = flat, flat.view(torch.bfloat16).to(self._packed_dtype).view(torch.uint8)
+            if self._device is packed:
+                self._device = flat
+            self._arrival = self._route.copies.note_made(flat)
+        if self._loan is None and type(flat) is not FakeTensor:
+            self._loan = _Loan(version_counter(flat), flat._version, torch._C._current_graph_task_id())
         return flat
 
     def note_handle(self) -> int:
@@ -119,7 +160,7 @@ class OffloadedItem:
     def pass_over(self) -> None:
         """Drop a copy nobody asked for, or at least do not count it: the backward took another way."""
         if self.parcel is not None and self._num_waiting == self._num_handles:
-            self._device = self._arrival = None
+            self._device = self._arrival = self._loan = None
         self.uncount()
 
     def uncount(self) -> None:
@@ -128,7 +169,8 @@ class OffloadedItem:
         self.counted_bytes = 0
 
     def _hold(self, flat: Tensor, arrival: Arrival | None) -> None:
-        self._device, self._arrival = flat, arrival
+        self.uncount()  # what it holds already, if that was written to
+        self._device, self._arrival, self._loan, self._lent = flat, arrival, None, None
         self._load += 1
         self._num_waiting = self._num_handles
         self.counted_bytes = self.num_bytes
@@ -144,10 +186,19 @@ class OffloadedItem:
         self._device = None
 
     def _find_lent(self) -> Tensor | None:
-        storage = self._lent() if self._lent is not None else None
-        if storage is None:
+        storage, loan = self._lent_storage(), self._loan
+        if storage is None or loan is None:
             return None
-        return self._route.wrap(storage)
+        flat = alias(loan.counter)  # which is told of writes to this one, too
+        flat.data = self._route.wrap(storage)
+        return flat
+
+    def _lent_storage(self) -> torch.UntypedStorage | None:
+        loan = self._loan
+        if self._lent is None or loan is None or not loan.is_intact:
+            return None
+        # After that backward it may be a gradient, to which writes are common that no version tells of.
+        return self._lent() if loan.graph_task == torch._C._current_graph_task_id() else None
 
     def _in_flight(self) -> Tensor | None:
         """Return the very memory it was copied from, as long as a copy in flight holds it and nobody wrote to it."""
@@ -156,40 +207,3 @@ class OffloadedItem:
         source = self.parcel.departure.source
         counter, version = self._snapshot
         return source if counter._version == version else None
-
-
-def to_view(flat: Tensor, dtype: torch.dtype, geometry: "Geometry") -> Tensor:
-    """Return the tensor that ``geometry`` tells of, on the bytes of ``flat``."""
-    with unseen(flat):
-        remainder = flat.numel() % dtype.itemsize
-        typed = (flat.narrow(0, 0, flat.numel() - remainder) if remainder else flat).view(dtype)
-        view = typed.as_strided(geometry.shape, geometry.strides, typed.storage_offset() + geometry.offset)
-        if geometry.is_conj:
-            view = view.conj()
-        return torch._neg_view(view) if geometry.is_neg else view
-
-
-class Geometry:
-    """How a tensor lies in its memory."""
-
-    __slots__ = ("is_conj", "is_neg", "offset", "shape", "strides")
-
-    def __init__(self, tensor: Tensor, offset: int) -> None:
-        self.shape, self.strides, self.offset = tensor.shape, tensor.stride(), offset
-        self.is_conj, self.is_neg = tensor.is_conj(), tensor.is_neg()
-
-
-def to_flat(tensor: Tensor, start: int, length: int) -> Tensor:
-    """Return ``length`` elements of the memory of an alias from ``start`` on, as they lie there."""
-    with unseen(tensor):
-        if tensor.is_neg():
-            tensor = torch._neg_view(tensor)
-        if tensor.is_conj():
-            tensor = tensor.conj()
-        return tensor.as_strided((length,), (1,), start)
-
-
-def as_bytes(flat: Tensor) -> Tensor:
-    """Return the bytes of a flat tensor."""
-    with unseen(flat):
-        return flat.view(torch.uint8)

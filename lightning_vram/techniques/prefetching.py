@@ -1,5 +1,8 @@
 """What is fetched ahead in a backward: what was saved before the tensor it just asked for, latest first."""
 
+import torch
+
+from lightning_vram.techniques.offload_error import OffloadError
 from lightning_vram.techniques.offloaded_items import OffloadedItem
 
 _LOOK_AHEAD = 64  # items that are looked at for one that may be fetched
@@ -15,7 +18,10 @@ def fetch_ahead(item: OffloadedItem, window_bytes: int) -> None:
             continue
         if earlier.num_bytes > room:
             return
-        earlier.fetch()
+        try:
+            earlier.fetch()
+        except (torch.OutOfMemoryError, OffloadError):  # whoever needs it now may still have it
+            return
         room -= earlier.num_bytes
 
 

@@ -35,6 +35,10 @@ class Taken(ABC):
     def num_bytes(self) -> int:
         """Bytes it keeps on the device of the tensor."""
 
+    def before_write(self) -> None:
+        """Called before the tensor is written to, on the current stream, by a stage that goes on reading this."""
+        return
+
     @abstractmethod
     def give(self) -> Tensor:
         """Return the tensor with its shape, strides, dtype and device, each time it is asked. Without gradients."""

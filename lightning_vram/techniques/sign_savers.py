@@ -3,10 +3,14 @@
 ReLU keeps its result, and so does the convolution behind it, of which the values are needed: the same tensor comes
 twice. It is ReLU's own save if and only if the node of the graph that made the tensor has not got its saved result
 yet: that lasts from the moment the node is made to the end of this very save, and nobody else's code runs in between.
-What is computed without a graph, or in a ``torch.autograd.Function``, has no such node.
+What is computed without a graph, or in a ``torch.autograd.Function``, has no such node. A save that failed with an
+error that somebody caught leaves such a node behind for good: so the operator must have been the last activation to
+run, with the hooks of the stage that is asked set, and not have been asked about.
 """
 
+import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +32,32 @@ def _find_nodes() -> dict[type, _Condition]:
 
 
 _NODES = _find_nodes()
+
+
+class NewActivation:
+    """Knows the result that an activation is about to save."""
+
+    def __init__(self) -> None:
+        self._result: weakref.ref[torch.UntypedStorage] | None = None
+
+    def note(self, result: Tensor, pack: Callable[[Tensor], Any]) -> None:
+        """Note ``result``, just made, if autograd will call ``pack`` for it."""
+        ignore_is_tracing = False
+        hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(ignore_is_tracing)
+        is_ours = hooks is not None and hooks[0] == pack
+        self._result = weakref.ref(result.untyped_storage()) if is_ours else None
+
+    def clear(self) -> None:
+        """Forget it."""
+        self._result = None
+
+    def find_condition(self, tensor: Tensor) -> _Condition | None:
+        """Return :func:`find_sign_condition` of ``tensor`` if it is the noted one, for the first time."""
+        result = self._result() if self._result is not None else None
+        if result is None or result is not tensor.untyped_storage():
+            return None
+        self._result = None
+        return find_sign_condition(tensor)
 
 
 def find_sign_condition(tensor: Tensor) -> _Condition | None:

@@ -8,6 +8,7 @@ that copy, or it is over: after that, the allocator may hand the memory to the n
 The current stream is asked for at each call: the backward runs in a thread of autograd's own.
 """
 
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
@@ -37,6 +38,11 @@ class Departure:
         if self.event is not None:
             self.event.synchronize()
 
+    def precede(self) -> None:
+        """Queue what the computation does from now on behind the copy: it is going to write to ``source``."""
+        if self.event is not None and not self.event.query():
+            self.stream.wait_event(self.event)
+
 
 class Arrival:
     """A copy to the device, finished or under way."""
@@ -64,16 +70,24 @@ class Copies(ABC):
         """Copy from the host into ``target``, which was made before ``moment``."""
 
     @abstractmethod
+    def note_made(self, target: Tensor) -> Arrival:
+        """Return what lets other streams wait for what the current one makes in ``target``."""
+
+    @abstractmethod
     def settle(self, window_bytes: int | None = None) -> None:
         """Let go of what finished copies hold, and of all but ``window_bytes`` of what is on its way out."""
 
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of everything: what is still in flight comes before whatever gets its memory next."""
+
 
 class PlainCopies(Copies):
-    """Copies at once."""
+    """Copies at once: without a stream of its own nobody could wait for a copy that is left to itself."""
 
     def send(self, source: Tensor, pieces: Sequence[Tensor], window_bytes: int) -> Departure:  # noqa: D102
         with unseen(source):
-            scatter(source, pieces)
+            scatter(source, pieces, is_blocking=True)
         return Departure()
 
     def mark(self) -> Any:  # noqa: D102
@@ -81,10 +95,16 @@ class PlainCopies(Copies):
 
     def fetch(self, pieces: Sequence[Tensor], target: Tensor, moment: Any) -> Arrival:  # noqa: D102
         with unseen(target):
-            gather(pieces, target)
+            gather(pieces, target, is_blocking=True)
+        return Arrival()
+
+    def note_made(self, target: Tensor) -> Arrival:  # noqa: D102
         return Arrival()
 
     def settle(self, window_bytes: int | None = None) -> None:  # noqa: D102
+        return
+
+    def close(self) -> None:  # noqa: D102
         return
 
 
@@ -102,6 +122,7 @@ class StreamCopies(Copies):
         self._departures: deque[Departure] = deque()
         self._departing_bytes = 0
         self._arrivals: deque[_StreamArrival] = deque()
+        weakref.finalize(self, _let_go_of_all, self._departures, self._arrivals).atexit = False
 
     def send(self, source: Tensor, pieces: Sequence[Tensor], window_bytes: int) -> Departure:  # noqa: D102
         compute = self._module.current_stream(self._device)
@@ -129,7 +150,14 @@ class StreamCopies(Copies):
         self.settle()
         return arrival
 
+    def note_made(self, target: Tensor) -> "_StreamArrival":  # noqa: D102
+        stream, event = self.mark()
+        return _StreamArrival(None, event, stream, self._module)
+
     def settle(self, window_bytes: int | None = None) -> None:  # noqa: D102
+        is_capturing = getattr(self._module, "is_current_stream_capturing", None)
+        if is_capturing is not None and is_capturing():  # a graph: to ask for events would end that
+            return
         while window_bytes is not None and self._departing_bytes > max(0, window_bytes):
             self._let_go_of_oldest()
         while self._departures and self._departures[0].event.query():
@@ -137,12 +165,14 @@ class StreamCopies(Copies):
         while self._arrivals and self._arrivals[0].is_over():
             self._arrivals.popleft().target = None
 
+    def close(self) -> None:  # noqa: D102
+        self._departing_bytes = 0
+        _let_go_of_all(self._departures, self._arrivals)
+
     def _let_go_of_oldest(self) -> None:
         oldest = self._departures.popleft()
         self._departing_bytes -= oldest.num_bytes
-        if not oldest.event.query():
-            oldest.stream.wait_event(oldest.event)  # whoever gets the memory next is queued behind the copy
-        oldest.source = None
+        _let_go(oldest)
 
 
 class _StreamArrival(Arrival):
@@ -150,8 +180,8 @@ class _StreamArrival(Arrival):
 
     __slots__ = ("_event", "_module", "_stream", "target")
 
-    def __init__(self, target: Tensor, event: Any, stream: Any, module: Any) -> None:
-        self.target: Tensor | None = target
+    def __init__(self, target: Tensor | None, event: Any, stream: Any, module: Any) -> None:
+        self.target = target
         self._event = event
         self._stream = stream
         self._module = module
@@ -160,7 +190,7 @@ class _StreamArrival(Arrival):
         current = self._module.current_stream(target.device)
         current.wait_event(self._event)
         if current != self._stream:
-            target.record_stream(current)  # made for another stream: the allocator would not know of this one
+            note_use(target, current)
         else:
             self.target = None
 
@@ -170,20 +200,49 @@ class _StreamArrival(Arrival):
     def is_over(self) -> bool:
         return self.target is None or self._event.query()
 
+    def let_go(self) -> None:
+        if not self.is_over():
+            self._stream.wait_event(self._event)  # whoever gets the memory next is queued behind the copy
+        self.target = None
 
-def scatter(source: Tensor, pieces: Sequence[Tensor]) -> None:
+
+def _let_go(departure: Departure) -> None:
+    if not departure.event.query():
+        departure.stream.wait_event(departure.event)  # whoever gets the memory next is queued behind the copy
+    if departure.source is not None:
+        # Autograd would have held it until the backward; perhaps it was made for another stream, which goes on.
+        note_use(departure.source, departure.stream)
+    departure.source = None
+
+
+def _let_go_of_all(departures: deque[Departure], arrivals: "deque[_StreamArrival]") -> None:
+    while departures:
+        _let_go(departures.popleft())
+    while arrivals:
+        arrivals.popleft().let_go()
+
+
+def note_use(tensor: Tensor, stream: Any) -> None:
+    """Tell the allocator, if ``tensor`` was made for another stream, that ``stream`` uses it."""
+    with unseen(tensor):
+        tensor.record_stream(stream)
+
+
+def scatter(source: Tensor, pieces: Sequence[Tensor], *, is_blocking: bool = False) -> None:
     """Copy ``source`` into ``pieces``, one after another."""
     start = 0
     for piece in pieces:
-        piece.copy_(source.narrow(0, start, piece.numel()), non_blocking=_is_pinned(piece))
+        is_async = not is_blocking and _is_pinned(piece)
+        piece.copy_(source.narrow(0, start, piece.numel()), non_blocking=is_async)
         start += piece.numel()
 
 
-def gather(pieces: Sequence[Tensor], target: Tensor) -> None:
+def gather(pieces: Sequence[Tensor], target: Tensor, *, is_blocking: bool = False) -> None:
     """Copy ``pieces`` into ``target``, one after another."""
     start = 0
     for piece in pieces:
-        target.narrow(0, start, piece.numel()).copy_(piece, non_blocking=_is_pinned(piece))
+        is_async = not is_blocking and _is_pinned(piece)
+        target.narrow(0, start, piece.numel()).copy_(piece, non_blocking=is_async)
         start += piece.numel()
 
 

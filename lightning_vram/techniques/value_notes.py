@@ -10,17 +10,22 @@ What it costs: a Python call and one look into a dictionary per operator.
 """
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from enum import Enum, auto
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
+from lightning_vram.techniques.by_memory import ByMemory
 from lightning_vram.techniques.cheap_operators import iterate_written, written_arguments
+from lightning_vram.techniques.exact_arguments import exact_arguments, iterate_tensors
+from lightning_vram.techniques.exact_values import ExactValues
 from lightning_vram.techniques.hidden_from_dynamo import hide_from_dynamo
 from lightning_vram.techniques.index_bounds import LARGEST_INDEX
 from lightning_vram.techniques.saved_tensor_stage import PLAIN_TYPES
@@ -29,12 +34,32 @@ from lightning_vram.techniques.versions import storage_address, version_of
 aten = torch.ops.aten
 
 
+class Kind(Enum):
+    """What a note says that memory holds."""
+
+    INDICES = auto()
+    TWO_VALUES = auto()
+
+
 @dataclass(slots=True)
 class _Note:
-    storage: "weakref.ref[torch.UntypedStorage]"
+    kind: Kind
     dtype: torch.dtype
     version: int
-    largest: int | None  # index, or None: two values
+    largest: int = 0  # index
+
+
+class Listener(Protocol):
+    """Who is told what operators are about to do with tensors, and did."""
+
+    def on_write(self, target: Tensor) -> None:
+        """``target``, which is watched, is about to be written to."""
+
+    def on_exact_argument(self, tensor: Tensor) -> None:
+        """``tensor`` was saved, if it was, for an operator whose backward needs it exactly."""
+
+    def on_activation(self, result: Tensor) -> None:
+        """An activation that saves its own result has made it, and saves it next."""
 
 
 class ValueNotes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -50,9 +75,12 @@ class ValueNotes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._handlers = _HANDLERS[notes_exact]
         self._notes_exact = notes_exact
-        self._notes: dict[int, _Note] = {}  # by address of the storage
-        self._exact: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._num_writes: dict[int, int] = {}
+        self._notes: ByMemory[_Note] = ByMemory()
+        self._num_writes: dict[int, int] = {}  # by address of the storage
+        self._last_clone: weakref.ref[Tensor] | None = None
+        self._listener: Listener | None = None
+        self.exact_values = ExactValues()
+        """Followed if it notes what is exact."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -63,26 +91,34 @@ class ValueNotes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _should_skip_dynamo(cls) -> bool:
         return False  # a wrapper around every call: it is hidden below
 
+    @contextmanager
+    def heard_by(self, listener: Listener) -> Iterator[None]:
+        """Tell ``listener`` inside the block."""
+        self._listener = listener
+        try:
+            yield
+        finally:
+            self._listener = None
+
     def clear(self) -> None:
         """Forget everything."""
         self._notes.clear()
-        self._exact.clear()
+        self.exact_values.clear()
         self._num_writes.clear()
 
     def largest_index(self, tensor: Tensor) -> int | None:
         """Return the largest value that the memory of ``tensor`` can hold, if it holds indices as they were made."""
         note = self._find(tensor)
-        return note.largest if note is not None else None
+        return note.largest if note is not None and note.kind is Kind.INDICES else None
 
     def may_be_two_valued(self, tensor: Tensor) -> bool:
         """Whether the memory of ``tensor`` was made as a mask, and scaled at most."""
         note = self._find(tensor)
-        return note is not None and note.largest is None
+        return note is not None and note.kind is Kind.TWO_VALUES
 
     def is_exact(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is a second result of an operator, a statistic, or made of weights only."""
-        storage = self._exact.get(storage_address(tensor))
-        return storage is not None and storage() is not None
+        """Whether ``tensor`` must not get an error: a second result of an operator, a statistic, made of weights."""
+        return tensor in self.exact_values
 
     def watch(self, tensor: Tensor) -> int:
         """Count the writes to the memory of ``tensor`` from now on, or go on; return how many there were."""
@@ -105,29 +141,21 @@ class ValueNotes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return handler(self, func, args, kwargs)
 
     def _find(self, tensor: Tensor) -> _Note | None:
-        note = self._notes.get(storage_address(tensor))
-        if note is None or note.storage() is None:  # else its address cannot be another's
-            return None
-        return note if note.version == version_of(tensor) and note.dtype is tensor.dtype else None
+        note = self._notes.find(tensor)
+        is_true = note is not None and note.version == version_of(tensor) and note.dtype is tensor.dtype
+        return note if is_true else None
 
-    def _note(self, tensor: Tensor, version: int, largest: int | None) -> None:
-        address = storage_address(tensor)
-        if address and type(tensor) in PLAIN_TYPES:
-            storage = weakref.ref(tensor.untyped_storage())
-            self._notes[address] = _Note(storage, tensor.dtype, version, largest)
+    def _note(self, tensor: Tensor, kind: Kind, version: int, largest: int = 0) -> None:
+        if type(tensor) in PLAIN_TYPES:
+            self._notes.note(tensor, _Note(kind, tensor.dtype, version, largest))
 
-    def _note_exact(self, tensors: Iterable[Any]) -> None:
-        for tensor in tensors:
-            if isinstance(tensor, Tensor) and tensor.is_floating_point():
-                address = storage_address(tensor)
-                if address:
-                    self._exact[address] = weakref.ref(tensor.untyped_storage())
-
-    def _note_write(self, targets: Iterable[Tensor]) -> None:
+    def _note_write(self, targets: Iterable[Tensor], *, is_certain: bool = True) -> None:
         for target in targets:
+            self._notes.drop(target)
             address = storage_address(target)
-            self._notes.pop(address, None)
             if address in self._num_writes:
+                if is_certain and self._listener is not None:
+                    self._listener.on_write(target)
                 self._num_writes[address] += 1
 
     # Handlers. Each runs the operator and returns what it returns.
@@ -135,12 +163,12 @@ class ValueNotes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _indices(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         results = func(*args, **kwargs) if kwargs else func(*args)
         indices = results if isinstance(results, Tensor) else results[-1]
-        self._note(indices, version_of(indices), LARGEST_INDEX[func](args, kwargs))
+        self._note(indices, Kind.INDICES, version_of(indices), LARGEST_INDEX[func](args, kwargs))
         return results
 
     def _mask(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         result = func(*args, **kwargs) if kwargs else func(*args)
-        self._note(result, version_of(result), None)
+        self._note(result, Kind.TWO_VALUES, version_of(result))
         return result
 
     def _mask_in_place(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
@@ -148,7 +176,7 @@ class ValueNotes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._note_write((target,))
         result = func(*args, **kwargs) if kwargs else func(*args)
         if target.nbytes == target.untyped_storage().nbytes():
-            self._note(target, version_of(target) + 1, None)  # autograd counts the write after this returns
+            self._note(target, Kind.TWO_VALUES, version_of(target) + 1)  # autograd counts the write after this returns
         return result
 
     def _scaling(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
@@ -158,7 +186,7 @@ class ValueNotes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._note_write((target,))
         result = func(*args, **kwargs) if kwargs else func(*args)
         if is_mask:
-            self._note(target, version_of(target) + 1, None)
+            self._note(target, Kind.TWO_VALUES, version_of(target) + 1)
         return result
 
     def _writing(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
@@ -168,68 +196,79 @@ class ValueNotes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.namespace == "aten" and func.__name__.startswith("_foreach"):
             # On the host a dispatch mode keeps these from counting their writes, by which autograd knows of them.
             increment_version([target for target in targets if not target.is_inference()])
-        if self._notes_exact and _has_statistics(func):
-            self._note_exact(results[1:])
         return results
+
+    def _activation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        result = self._writing(func, args, kwargs)
+        if self._listener is not None:
+            self._listener.on_activation(result)
+        return result
 
     def _foreign(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Operators of extensions, which may write without saying so."""
-        self._note_write(_iterate_tensors((*args, *(kwargs or {}).values())))
+        self._note_write(iterate_written(func, args, kwargs))
+        tensors = list(iterate_tensors((*args, *(kwargs or {}).values())))
+        self._note_write(tensors, is_certain=False)
+        self.exact_values.drop(tensors)
         return func(*args, **kwargs) if kwargs else func(*args)
 
-    def _statistics(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        results = func(*args, **kwargs) if kwargs else func(*args)
-        self._note_exact((results,) if isinstance(results, Tensor) else results[1:])
+    def _followed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        """Any operator, where what is exact is noted."""
+        wanted = exact_arguments(func)
+        if wanted is not None and self._listener is not None and torch.is_grad_enabled():
+            self._ask_for(wanted(args, kwargs), args[0] if written_arguments(func) else None)
+        origin = self.exact_values.origin_of_results(func, args, kwargs)
+        handler = _LOSSLESS[func]
+        if handler is not None:
+            results = handler(self, func, args, kwargs)
+        else:
+            results = func(*args, **kwargs) if kwargs else func(*args)
+        self.exact_values.note_results(func, results, origin)
+        if func is aten.clone.default:
+            self._last_clone = weakref.ref(results)
         return results
 
-    def _of_weights(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        result = func(*args, **kwargs) if kwargs else func(*args)
-        if all(type(tensor) is nn.Parameter or self.is_exact(tensor) for tensor in _iterate_tensors(args)):
-            self._note_exact((result,))
-        return result
-
-
-def _iterate_tensors(args: Iterable[Any]) -> Iterable[Tensor]:
-    for arg in args:
-        if isinstance(arg, Tensor):
-            yield arg
-        elif isinstance(arg, list | tuple):
-            yield from _iterate_tensors(arg)
+    def _ask_for(self, tensors: Iterable[Tensor], target: Any) -> None:
+        assert self._listener is not None
+        for tensor in tensors:
+            clone = self._last_clone() if tensor is target and self._last_clone is not None else tensor
+            if clone is not None and clone.shape == tensor.shape:  # in place: autograd has saved a copy
+                self._listener.on_exact_argument(clone)
 
 
 _Handler = Callable[[ValueNotes, Any, tuple[Any, ...], dict[str, Any] | None], Any]
 _UNKNOWN: Any = object()
-_HANDLERS: dict[bool, dict[Any, _Handler | None]] = {False: {}, True: {}}  # None: nothing to note
+_LOSSLESS: dict[Any, _Handler | None] = {}  # None: nothing to note
+_HANDLERS: dict[bool, dict[Any, _Handler | None]] = {False: _LOSSLESS, True: {}}
 _IN_PLACE = [getattr(aten, name) for name in ("add_", "sub_", "mul_", "div_")]
 _HANDLER_OF: dict[Any, _Handler] = {
     **dict.fromkeys(LARGEST_INDEX, ValueNotes._indices),
     **dict.fromkeys([aten.bernoulli.default, aten.bernoulli.p], ValueNotes._mask),
     **dict.fromkeys([aten.bernoulli_.float, aten.bernoulli_.Tensor], ValueNotes._mask_in_place),
+    **dict.fromkeys([aten.relu.default, aten.relu_.default, aten.leaky_relu_.default], ValueNotes._activation),
     **dict.fromkeys(
         [getattr(f, overload) for f in _IN_PLACE for overload in ("Tensor", "Scalar")], ValueNotes._scaling
     ),
 }
-# What is divided by, or what a small relative error changes much.
-_EXACT = "mean sum prod var std amax amin max min logsumexp linalg_vector_norm norm rsqrt sqrt reciprocal"
-_OF_WEIGHTS = "_to_copy clone mul div add sub neg mm cat stack"
 
 
 def _choose_handler(func: Any, *, notes_exact: bool) -> _Handler | None:
     if not isinstance(func, torch._ops.OpOverload):
         return None  # a higher-order operator
+    handler = _LOSSLESS[func] = _choose_lossless(func)
+    is_followed = notes_exact and handler is not ValueNotes._foreign and not _is_view(func)
+    return ValueNotes._followed if is_followed else handler
+
+
+def _choose_lossless(func: Any) -> _Handler | None:
     if func in _HANDLER_OF:
         return _HANDLER_OF[func]
     if func.namespace not in ("aten", "prim", "prims", "profiler"):
         return ValueNotes._foreign
-    if written_arguments(func):
-        return ValueNotes._writing
-    name = func._schema.name.partition("::")[2]
-    if notes_exact and (_has_statistics(func) or name in _EXACT.split()):
-        return ValueNotes._statistics
-    return ValueNotes._of_weights if notes_exact and name in _OF_WEIGHTS.split() else None
+    return ValueNotes._writing if written_arguments(func) else None
 
 
-def _has_statistics(func: Any) -> bool:
-    """Whether ``func`` gives several tensors that are no views: what comes after the first is for its backward."""
+def _is_view(func: Any) -> bool:
+    """Whether it returns a view: of the same memory, for which the same is noted."""
     returns = func._schema.returns
-    return len(returns) > 1 and all(str(r.type) == "Tensor" and r.alias_info is None for r in returns[:2])
+    return not written_arguments(func) and any(r.alias_info is not None for r in returns)

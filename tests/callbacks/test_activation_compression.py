@@ -1,13 +1,14 @@
 """ActivationCompression: when it applies, what it logs, what it refuses."""
 
 import csv
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import LitManual, LitTiny, TinyCNN, TinyGPT, assert_equal_weights, describe_module
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_vram import ActivationCheckpointing, ActivationCompression, InPlaceFusion
@@ -128,6 +129,69 @@ def test_refuses_strategies(make_trainer, monkeypatch):
     callback = ActivationCompression(lossy="int8", gradient_cosine_every_n_batches=1)
     with pytest.raises(MisconfigurationException, match=r"gradient_cosine_every_n_batches.* does not work with Mod"):
         callback.setup(trainer, LitTiny(TinyCNN()), "fit")
+
+
+def test_refuses_to_measure_where_ddp_counts_backwards(make_trainer, monkeypatch):
+    trainer = make_trainer()
+    monkeypatch.setattr(type(trainer), "strategy", DDPStrategy(static_graph=True))
+    message = (
+        "ActivationCompression(gradient_cosine_every_n_batches) does not work with DDPStrategy(static_graph=True): "
+        "DDP learns the graph from the first backward and would no longer average gradients. Leave static_graph out, "
+        "or measure in a run of its own."
+    )
+    with pytest.raises(MisconfigurationException, match=f"^{re.escape(message)}$"):
+        ActivationCompression(lossy="int8", gradient_cosine_every_n_batches=1).setup(trainer, LitTiny(TinyCNN()), "fit")
+    monkeypatch.undo()
+    ActivationCompression(lossy="int8").setup(trainer, LitTiny(TinyCNN()), "fit")
+
+
+class LitFrozen(LitTiny):
+    """Nothing to train but what is no parameter of its own."""
+
+    def __init__(self):
+        super().__init__(TinyGPT())
+        self.requires_grad_(False)
+        self.offset = [torch.zeros((), requires_grad=True)]
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) + self.offset[0]
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.offset, 0.1)
+
+
+def test_measures_nothing_where_no_parameter_requires_a_gradient_and_says_so_once(make_trainer):
+    callback = ActivationCompression(lossy="int8", min_bytes=64, gradient_cosine_every_n_batches=1)
+    message = r"^ActivationCompression\(gradient_cosine_every_n_batches\) measures nothing while no parameter requires"
+    with pytest.warns(UserWarning, match=message) as warnings:
+        fit(make_trainer, [callback], LitFrozen)
+    assert callback.gradient_cosine is None
+    assert sum("measures nothing" in str(warning.message) for warning in warnings) == 1
+
+
+def test_the_loss_is_scaled_as_for_the_backward(make_trainer, monkeypatch):
+    class Scaler:
+        def scale(self, loss):
+            return loss * 1024
+
+    losses = []
+    monkeypatch.setattr(
+        "lightning_vram.callbacks.activation_compression.gradient_cosine",
+        lambda stage, loss, parameters: losses.append(loss.item()) or 1.0,
+    )
+    callback = ActivationCompression(lossy="int8", min_bytes=64, gradient_cosine_every_n_batches=1)
+    trainer = make_trainer(callbacks=[callback], max_steps=1)
+    fitted = LitTiny(TinyGPT())
+    backward = type(trainer.precision_plugin).backward
+    plain = []
+    monkeypatch.setattr(
+        type(trainer.precision_plugin),
+        "backward",
+        lambda plugin, loss, *args, **kwargs: plain.append(loss.item()) or backward(plugin, loss, *args, **kwargs),
+    )
+    trainer.precision_plugin.scaler = Scaler()
+    trainer.fit(fitted)
+    assert losses == [pytest.approx(plain[0] * 1024)]
 
 
 @pytest.mark.parametrize(

@@ -73,3 +73,35 @@ def test_without_proc_the_c_library_is_asked(tmp_path: Path, monkeypatch: pytest
     assert available_host_bytes(tmp_path) == 40960
     monkeypatch.setattr(host_memory.os, "sysconf_names", {})
     assert available_host_bytes(tmp_path) is None
+
+
+def test_half_of_the_cache_that_was_used_again_counts_as_available(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "0::/\n",
+        "sys/fs/cgroup/memory.max": "64000",
+        "sys/fs/cgroup/memory.current": "63000",
+        "sys/fs/cgroup/memory.stat": "inactive_file 2000\nactive_file 48000\n",
+    }
+    assert available_host_bytes(write(tmp_path, MEMINFO | files)) == 1000 + 2000 + 24000
+
+
+def test_a_group_is_not_used_beyond_where_it_is_slowed_down(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "0::/\n",
+        "sys/fs/cgroup/memory.max": "max",
+        "sys/fs/cgroup/memory.high": "3200",
+        "sys/fs/cgroup/memory.current": "3100",
+    }
+    root = write(tmp_path, MEMINFO | files)
+    assert available_host_bytes(root) == 100
+    assert available_host_bytes(write(root, {"sys/fs/cgroup/memory.max": "3150"})) == 50
+
+
+def test_a_group_of_the_first_version_may_share_its_mount(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "5:cpu,memory:/x\n",
+        "sys/fs/cgroup/cpu,memory/x/memory.limit_in_bytes": "4000",
+        "sys/fs/cgroup/cpu,memory/x/memory.usage_in_bytes": "3000",
+        "sys/fs/cgroup/cpu,memory/x/memory.stat": "total_active_file 200",
+    }
+    assert available_host_bytes(write(tmp_path, MEMINFO | files)) == 1100

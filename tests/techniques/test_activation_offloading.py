@@ -1,6 +1,7 @@
 """Offloaded activations come back as they were: gradients, errors and memory are those of a plain run, or less."""
 
 import gc
+import random
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -23,6 +24,9 @@ from lightning_vram.techniques import host_arena
 from lightning_vram.techniques.activation_offloading import ActivationOffloading
 from lightning_vram.techniques.checkpointing import apply_activation_checkpointing
 from lightning_vram.techniques.disk_ring import STAGING_BYTES
+from lightning_vram.techniques.offload_error import OffloadError
+from lightning_vram.techniques.offloaded_items import OffloadedItem
+from lightning_vram.techniques.recompute import Recomputation
 from lightning_vram.techniques.saved_tensor_stage import SavedTensorStage, Taken
 
 SIDE = 64
@@ -452,7 +456,7 @@ def test_at_most_the_window_is_fetched_ahead(window: int, most: int) -> None:
     num_here = []
     with offloading:
         handles = [offloading.take(torch.randn(SIDE, SIDE)) for _ in range(6)]
-    items = [handle._item for handle in handles]
+    items = [handle.item for handle in handles]
     while handles:
         given = handles.pop().give()
         num_here.append(sum(item.is_here for item in items))
@@ -467,9 +471,9 @@ def test_a_backward_that_takes_another_way_does_not_leave_the_window_full() -> N
     with offloading:
         handles = [offloading.take(torch.randn(SIDE, SIDE)) for _ in range(8)]
     handles[7].give()
-    assert [handle._item.is_here for handle in handles] == [False] * 5 + [True] * 2 + [False]
+    assert [handle.item.is_here for handle in handles] == [False] * 5 + [True] * 2 + [False]
     handles[3].give()
-    assert [handle._item.is_here for handle in handles] == [False, True, True] + [False] * 5
+    assert [handle.item.is_here for handle in handles] == [False, True, True] + [False] * 5
 
 
 def to_fake(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
@@ -668,3 +672,167 @@ def test_bad_arguments_are_refused(arguments: dict[str, Any], kind: type[Excepti
     with pytest.raises(kind) as error:
         ActivationOffloading(**arguments)
     assert str(error.value) == message
+
+
+class GivesWhatItSaved(torch.autograd.Function):
+    """As fused losses do: the gradient is the saved tensor itself."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x.clone())
+        return (weight * x).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.saved_tensors[0], None
+
+
+@pytest.mark.parametrize("clip", [lambda gradient: gradient.mul_(0.5), lambda gradient: gradient.data.mul_(0.5)])
+def test_a_gradient_that_is_a_saved_tensor_may_be_clipped_between_backwards(clip: Callable[[Tensor], Any]) -> None:
+    w, x = weight(), torch.randn(SIDE, SIDE)
+    with ActivationOffloading(min_offload_bytes=1):
+        loss = GivesWhatItSaved.apply(w, x)
+    loss.backward(retain_graph=True)
+    clip(w.grad)
+    loss.backward()
+    assert torch.equal(w.grad, 1.5 * x)
+
+
+class WritesToWhatItSaved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return ctx.saved_tensors[0].mul_(2) * gradient
+
+
+@pytest.mark.parametrize("window_bytes", [0, 10**6])
+def test_a_backward_that_writes_to_its_copy_spoils_that_of_nobody_else(window_bytes: int) -> None:
+    w, b = weight(), weight()
+    with ActivationOffloading(min_offload_bytes=1, window_bytes=window_bytes):
+        x = w * 3
+        saved = x.detach().clone()
+        product = x * b
+        loss = WritesToWhatItSaved.apply(x).sum() + product.sum()
+        del x, product
+    loss.backward()
+    assert torch.equal(b.grad, saved)
+
+
+def test_writes_without_a_version_do_not_change_what_was_sent_nor_hide_behind_it(disk_path) -> None:
+    weights = [weight() for _ in range(4)]
+    x, y = torch.randn(SIDE, SIDE), torch.randn(SIDE, SIDE)
+    offloading = ActivationOffloading(min_offload_bytes=1, window_bytes=0, disk_path=disk_path)
+    with offloading:
+        values, products = [x.clone()], [x * weights[0]]
+        x.data.mul_(2)
+        values.append(x.clone())
+        products.append(x * weights[1])
+        other = y.data  # counts on its own: both are at version 1 when they are saved
+        other.mul_(2)
+        values.append(other.clone())
+        products.append(other * weights[2])
+        y.add_(1)
+        values.append(y.clone())
+        products.append(y * weights[3])
+        loss = torch.stack(products).sum()
+    loss.backward()
+    assert_equal([one.grad for one in weights], values)
+    offloading.close()
+
+
+def test_what_is_read_in_a_forward_does_not_end_it() -> None:
+    offloading = ActivationOffloading(min_offload_bytes=1, window_bytes=0)
+    with offloading:
+        first = offloading.take(torch.randn(SIDE))
+        first.give()
+        assert offloading.take(torch.randn(SIDE)).item.run is first.item.run
+
+
+def test_forwards_without_a_backward_do_not_pile_up() -> None:
+    w = weight(8)
+    offloading = ActivationOffloading(min_offload_bytes=1)
+    with offloading:
+        for _ in range(500):
+            loss = w.sin().exp().sum()
+        run = offloading._history._run
+        assert len(run.items) <= 128
+        assert run.saved_bytes <= 128 * 32
+    loss.backward()
+
+
+def test_what_cannot_be_fetched_ahead_fails_nobody(monkeypatch) -> None:
+    offloading = ActivationOffloading(min_offload_bytes=1, window_bytes=10**6)
+    tensors = [torch.randn(SIDE) for _ in range(3)]
+    with offloading:
+        handles = [offloading.take(tensor) for tensor in tensors]
+    fetch = OffloadedItem.fetch
+    for error in (torch.OutOfMemoryError, OffloadError):
+
+        def fail(item: OffloadedItem, error: type[Exception] = error) -> Tensor:
+            if item is handles[2].item:
+                return fetch(item)
+            raise error("no room")
+
+        monkeypatch.setattr(OffloadedItem, "fetch", fail)
+        assert torch.equal(handles[2].give(), tensors[2])
+    monkeypatch.undo()
+    assert torch.equal(handles[0].give(), tensors[0])
+
+
+@pytest.mark.parametrize("window_bytes", [0, 20000, 10**6, "auto"])
+def test_recomputation_inside_reads_what_it_kept_before_a_write(window_bytes: int) -> None:
+    results = []
+    offloading = ActivationOffloading(min_offload_bytes=1, window_bytes=window_bytes)
+    for is_plain in (True, False):
+        layer, p, x = nn.Linear(SIDE, SIDE), weight(8, 1, 1), torch.ones(SIDE, SIDE)
+        nn.init.eye_(layer.weight), nn.init.ones_(layer.bias)
+        recomputation = Recomputation(layer, min_bytes=1)
+        found = []
+        for _ in range(3):
+            with nullcontext() if is_plain else offloading, nullcontext() if is_plain else recomputation:
+                hidden = layer(x)
+                gates = torch.sigmoid(hidden.unsqueeze(0) + p)  # made again from what hidden was
+                hidden.add_(1)
+                loss = gates.sum() + hidden.sum()
+                del hidden, gates
+            found += torch.autograd.grad(loss, (*layer.parameters(), p))
+        results.append(found)
+    assert recomputation.report.num_dropped > 0
+    assert_equal(results[1], results[0])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_programs_with_recomputation_inside(seed: int) -> None:
+    def compute(context: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> list[Tensor] | str:
+        generator, leaves = random.Random(seed), [weight(), weight() * 2]
+        leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+        with context, inner:
+            live = [leaf * 1.5 for leaf in leaves]
+            for _ in range(12):
+                x, y = generator.choice(live), generator.choice(live)
+                act = generator.randrange(5)
+                if act == 0:
+                    x.add_(0.5)
+                else:
+                    live.append((x @ y, torch.sigmoid(x + y[:1]), x.sin() * y, torch.relu(x - y))[act - 1])
+            loss = sum(one.sin().mean() for one in live)
+            del live, x, y
+        try:
+            return list(torch.autograd.grad(loss, leaves))
+        except RuntimeError as error:
+            return str(error).split("[")[0]
+
+    expected = compute(nullcontext(), nullcontext())
+    for window_bytes in (0, 3 * MATRIX, 10**6):
+        offloading, recomputation = ActivationOffloading(min_offload_bytes=1, window_bytes=window_bytes), None
+        recomputation = Recomputation(min_bytes=1)
+        for _ in range(3):
+            got = compute(offloading, recomputation)
+            if isinstance(expected, str) or isinstance(got, str):
+                assert got == expected
+            else:
+                assert_equal(got, expected)

@@ -4,6 +4,7 @@ import errno
 import gc
 import os
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ from lightning_vram.memory.units import GIB, MIB
 from lightning_vram.techniques import disk_ring, disk_worker
 from lightning_vram.techniques.activation_offloading import ActivationOffloading
 from lightning_vram.techniques.disk_ring import DiskBlock, DiskRing
+from lightning_vram.techniques.offload_error import OffloadError
 from lightning_vram.techniques.transfers import PlainCopies
 
 pytestmark = pytest.mark.timeout(60)
@@ -132,7 +134,7 @@ def test_what_goes_wrong_in_the_thread_is_raised_at_the_next_call(ring, tmp_path
         use()
     assert str(error.value) == (
         f"disk_path='{tmp_path}': offloaded activations could not be written or read ([Errno 5] Input/output error). "
-        "This step is lost; name a folder on another disk."
+        "This step is lost, and so is each further one until it is closed; name a folder on another disk."
     )
     with pytest.raises(RuntimeError, match="could not be written or read"):
         write(ring, 1)
@@ -184,3 +186,42 @@ def test_a_training_step_reports_a_broken_disk(tmp_path, monkeypatch) -> None:
     with offloading:
         weight.sin().sin().sum().backward()
     offloading.close()
+
+
+def test_each_device_has_copies_of_its_own(ring) -> None:
+    made = []
+
+    def make(name: str) -> Callable[[], PlainCopies]:
+        return lambda: made.append(name) or PlainCopies()
+
+    one, other = make("cuda:0"), make("cuda:1")
+    block, source = write(ring, 100)
+    for make_copies in (one, other, one, other):
+        target = torch.empty(100, dtype=torch.uint8)
+        block.read(target, make_copies, None).wait(target)
+        assert torch.equal(target, source)
+    assert made == ["cuda:0", "cuda:1"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("at", ["make_staging", "send"])
+def test_staging_buffers_are_not_lost(ring, monkeypatch, error: type[BaseException], at: str) -> None:
+    def fail(*_, **__):
+        raise error
+
+    where = disk_ring if at == "make_staging" else PlainCopies
+    monkeypatch.setattr(where, at, fail)
+    for _ in range(5):
+        with pytest.raises(error):
+            write(ring, 1000)
+    monkeypatch.undo()
+    block, source = write(ring, 5 * MIB)
+    assert torch.equal(read(block, 5 * MIB), source)
+    assert ring.staging_bytes <= 5 * MIB
+
+
+def test_a_disk_that_writes_nothing_is_broken(ring, monkeypatch) -> None:
+    monkeypatch.setattr(disk_worker.os, "pwrite", lambda *_: 0)
+    block, _ = write(ring, 1000)
+    with pytest.raises(OffloadError, match="nothing can be written at byte 0"):
+        read(block, 1000)

@@ -11,9 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from lightning_vram.memory.tracker import track_memory
 from lightning_vram.memory.units import GIB, KIB, MIB
-from lightning_vram.techniques import host_arena
+from lightning_vram.techniques import chunked_space, host_arena
 from lightning_vram.techniques.chunked_space import ChunkedSpace
 from lightning_vram.techniques.host_arena import HostArena
+from lightning_vram.techniques.offload_routes import OffloadRoutes
 
 
 @pytest.fixture
@@ -150,3 +151,29 @@ def test_fake_memory_is_on_the_host_and_there_is_enough(monkeypatch) -> None:
         block = arena.take(100 * MIB)
     assert {type(piece) for piece in block.pieces} == {FakeTensor}
     assert {piece.device.type for piece in block.pieces} == {"cpu"}
+
+
+def test_space_comes_back_if_filling_a_block_is_interrupted(monkeypatch) -> None:
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    space = ChunkedSpace()
+    monkeypatch.setattr(chunked_space, "Piece", fail)
+    with pytest.raises(KeyboardInterrupt):
+        space.take(MIB, list)
+    monkeypatch.undo()
+    gc.collect()
+    assert space.num_blocks == 0
+    assert space.take(MIB, list) is not None
+    assert space.total_bytes == MIB
+
+
+def test_each_device_has_memory_of_its_own() -> None:
+    routes = OffloadRoutes(None, pin_memory=False)
+    with FakeTensorMode():
+        tensors = [torch.empty(100, dtype=torch.uint8, device=f"cuda:{index}") for index in range(2)]
+    parcels = [routes.find(tensor).place.put(tensor, 0) for tensor in tensors]
+    assert routes.host_bytes == 2 * MIB
+    assert routes.num_away == len(parcels) == 2
+    routes.close()
+    assert (routes.host_bytes, routes.num_away) == (0, 0)

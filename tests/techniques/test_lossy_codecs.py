@@ -85,3 +85,19 @@ def test_bytes_are_one_or_two_each_and_four_per_block() -> None:
         assert [piece.nbytes for piece in encode(numbers, to)] == [1024, 32]
         assert encoded_itemsize(to) == 1
     assert encoded_itemsize("bf16") == 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("to", ["fp8", "int8"])
+def test_no_finite_number_becomes_infinite(to: str, dtype: torch.dtype) -> None:
+    largest = torch.finfo(dtype).max
+    numbers = torch.tensor([largest * (1 - share) for share in (0.0, 1e-7, 1e-3, 0.1)], dtype=dtype)
+    for block_size in (1, 4):
+        stored = decode(encode(numbers, to, block_size), to, dtype, 4)
+        assert stored.isfinite().all()
+        assert torch.allclose(stored.double(), numbers.double(), rtol=0.07)
+
+
+def test_a_block_is_no_larger_than_what_there_is() -> None:
+    assert [piece.nbytes for piece in encode(torch.ones(10), "int8", 2**40)] == [10, 4]
+    assert [piece.nbytes for piece in encode(torch.ones(0), "int8")] == [0, 0]

@@ -6,6 +6,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import contextmanager
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -119,6 +120,7 @@ def make_machine(monkeypatch) -> Callable[[int], Machine]:
         monkeypatch.setattr(torch, "get_device_module", lambda _: machine)
         monkeypatch.setattr(transfers, "scatter", machine.scatter)
         monkeypatch.setattr(transfers, "gather", machine.gather)
+        monkeypatch.setattr(transfers, "note_use", lambda tensor, stream: None)
         return machine
 
     return make
@@ -267,3 +269,97 @@ def test_gradients_by_way_of_streams_are_equal_to_the_bit(make_machine, monkeypa
 def test_the_host_and_fake_devices_have_no_streams() -> None:
     assert isinstance(make_copies(torch.ones(1)), PlainCopies)
     assert isinstance(make_copies(torch.ones(1, device="meta")), PlainCopies)
+
+
+@pytest.mark.parametrize("end", [lambda copies: copies.close(), lambda copies: None])
+def test_copies_that_are_dropped_do_not_meet_what_gets_their_memory(make_machine, end) -> None:
+    """Something was fetched ahead that nobody wants, something is on its way out, and all is closed or forgotten."""
+    for seed in range(40):
+        machine = make_machine(seed)
+        copies, host = StreamCopies(torch.device("cuda")), [torch.full((SIZE,), 7.0)]
+        target = machine.allocate()
+        copies.fetch(host, target, copies.mark())
+        source = machine.allocate()
+        machine.kernel(lambda memory: fill(memory, 5), source)
+        copies.send(source, [sent := torch.zeros(SIZE)], 10**9)
+        end(copies)
+        del copies, target, source
+        others = [machine.allocate() for _ in range(2)]
+        for other in others:
+            machine.kernel(lambda memory: fill(memory, 3), other)
+        while machine.run_one():
+            pass
+        assert all(bool((machine.memory[other.data_ptr()] == 3).all()) for other in others)
+        assert bool((sent == 5).all())
+
+
+def test_the_allocator_learns_which_stream_used_what_is_let_go(make_machine, monkeypatch) -> None:
+    machine, uses = make_machine(0), []
+    monkeypatch.setattr(transfers, "note_use", lambda tensor, stream: uses.append((tensor, stream)))
+    machine.run_some = lambda: None
+    copies, source = StreamCopies(torch.device("cuda")), machine.allocate()
+    machine.local.current = stream = Stream(machine)  # another than the one it was made for
+    copies.send(source, [torch.zeros(SIZE)], 10**9)
+    assert uses == []
+    copies.settle(0)
+    assert [(tensor is source, user is stream) for tensor, user in uses] == [(True, True)]
+
+
+def test_what_was_made_of_bfloat16_is_waited_for_by_other_streams(make_machine, monkeypatch) -> None:
+    machine = make_machine(0)
+    monkeypatch.setattr(transfers, "scatter", transfers_scatter)
+    monkeypatch.setattr(transfers, "gather", transfers_gather)
+    monkeypatch.setattr(offload_routes, "make_copies", lambda tensor: StreamCopies(tensor.device))
+    offloading, tensor = (
+        ActivationOffloading(min_offload_bytes=1, window_bytes=10**6, compress="bf16"),
+        torch.ones(SIZE),
+    )
+    with offloading:
+        one, other = offloading.take(tensor), offloading.take(tensor)
+    waits = []
+    monkeypatch.setattr(Stream, "wait_event", lambda self, event: waits.append(self))
+    for handle in (one, other):
+        machine.local.current = stream = Stream(machine)
+        assert torch.equal(handle.give(), tensor)
+        assert stream in waits
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_copy_that_ends_while_others_are_fetched_ahead_is_found(make_machine, monkeypatch, seed: int) -> None:
+    machine = make_machine(seed)
+    monkeypatch.setattr(transfers, "scatter", transfers_scatter)
+    monkeypatch.setattr(transfers, "gather", transfers_gather)
+    monkeypatch.setattr(offload_routes, "make_copies", lambda tensor: StreamCopies(tensor.device))
+    offloading = ActivationOffloading(min_offload_bytes=1, window_bytes=10**6)
+    tensors = [torch.full((SIZE,), float(number)) for number in range(12)]
+    expected = [tensor.clone() for tensor in tensors]
+    with offloading:
+        handles = [offloading.take(tensor) for tensor in tensors]
+        del tensors[::2]
+    machine.run_some = lambda: [machine.run_one() for _ in range(machine.generator.randrange(9))]
+    while handles:
+        assert torch.equal(handles.pop().give(), expected.pop())
+
+
+def test_while_a_graph_is_captured_no_event_is_asked_for(make_machine) -> None:
+    machine = make_machine(0)
+    machine.run_some = queries = Mock()  # called by each query
+    machine.is_current_stream_capturing = lambda: True
+    copies = StreamCopies(torch.device("cuda"))
+    copies.send(machine.allocate(), [torch.zeros(SIZE)], 0)
+    copies.settle()
+    assert queries.call_count == 0
+
+
+def test_plain_copies_are_never_left_to_themselves(monkeypatch) -> None:
+    seen = []
+    monkeypatch.setattr(transfers, "_is_pinned", lambda piece: True)
+    copy = Tensor.copy_
+    monkeypatch.setattr(
+        Tensor, "copy_", lambda self, other, non_blocking: seen.append(non_blocking) or copy(self, other)
+    )
+    host, copies = [torch.zeros(3), torch.zeros(2)], PlainCopies()
+    copies.send(torch.arange(5.0), host, 0)
+    copies.fetch(host, target := torch.zeros(5), None)
+    assert target.tolist() == [0, 1, 2, 3, 4]
+    assert seen == [False] * 4
