@@ -19,6 +19,7 @@ REQUIREMENTS = {
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    torch.use_deterministic_algorithms(mode=False)  # a Trainer(deterministic=True) of an earlier test set it
     for mark, (is_met, reason) in REQUIREMENTS.items():
         if item.get_closest_marker(mark) and not is_met():
             pytest.skip(reason)
