@@ -356,6 +356,20 @@ def test_result_is_that_of_the_plain_model_under(context):
     assert all(map(torch.equal, results[0][1], results[1][1]))
 
 
+class TwiceNormedBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.BatchNorm1d(4)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(self.shared(self.shared(hidden).sin()))))
+
+
+def test_a_norm_twice_in_a_layer_may_be_kept():
+    hidden = torch.randn(2, 4, 8, requires_grad=True)
+    assert_same_as_plain(lambda: Net(TwiceNormedBlock), hidden, ["aten.native_batch_norm"])
+
+
 def test_kept_results_pass_the_hooks_that_are_set_outside():
     seen = []
 
