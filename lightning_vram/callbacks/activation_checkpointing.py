@@ -10,15 +10,13 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from typing_extensions import override
 
+from lightning_vram.callbacks.fit_technique import FitTechnique
 from lightning_vram.callbacks.layer_patterns import check_layers
-from lightning_vram.callbacks.namespace import check_trainer
-from lightning_vram.callbacks.seam import before_strategy_setup, withdraw_from_strategy_setup
 from lightning_vram.callbacks.shared_plan import SharedPlan, share_largest
 from lightning_vram.callbacks.step_seam import Depth, StepSeam
 from lightning_vram.memory.checks import check_bool, check_positive_int
@@ -33,7 +31,7 @@ from lightning_vram.techniques.save_policy import SavePolicy, parse_save
 _CHECKS = ("outputs", "operators", "none")
 
 
-class ActivationCheckpointing(Callback):
+class ActivationCheckpointing(FitTechnique):
     """Checkpoint layers of any LightningModule while it is fitted; its code stays as it is.
 
     Weights, gradients, random numbers and buffers are those of the plain run, to the bit: dropout draws the same mask,
@@ -118,13 +116,6 @@ class ActivationCheckpointing(Callback):
         self._planned_bytes = -1  # of the largest batch a plan was made for
 
     @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        check_trainer("ActivationCheckpointing", trainer)
-        self._undo()  # a fit whose end another callback's error cut short
-        if stage == "fit":
-            before_strategy_setup(trainer, lambda: self._apply(trainer))
-
-    @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: object, batch_idx: int
     ) -> None:
@@ -151,20 +142,12 @@ class ActivationCheckpointing(Callback):
                 "Attention with dropout runs as matrix products on the host; compiled layers show no operators."
             )
 
-    @override
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._undo()
-
-    @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        withdraw_from_strategy_setup(trainer)
-        self._undo()
-
     def __getstate__(self) -> dict[str, object]:
         # A copy of the callback has not changed any module.
         run = ("_handle", "_budgeted", "_seam", "_batch", "_decisions")
         return {**vars(self), **dict.fromkeys(run), "_planned_bytes": -1}
 
+    @override
     def _apply(self, trainer: pl.Trainer) -> None:
         pl_module = trainer.lightning_module
         try:
@@ -220,6 +203,7 @@ class ActivationCheckpointing(Callback):
         elif plan.decisions:
             rank_zero_info(f"{title} anew, for a batch of {format_bytes(_count_bytes(batch))}: {plan.summary}")
 
+    @override
     def _undo(self) -> None:
         if self._seam is not None:
             self._seam.remove()

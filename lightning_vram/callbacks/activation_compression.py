@@ -8,16 +8,14 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_vram.callbacks.fit_technique import FitTechnique
 from lightning_vram.callbacks.layer_patterns import check_layers
-from lightning_vram.callbacks.namespace import check_trainer
-from lightning_vram.callbacks.seam import before_strategy_setup, withdraw_from_strategy_setup
 from lightning_vram.callbacks.step_seam import Depth, StepSeam
 from lightning_vram.callbacks.strategy_check import refuse_moved_parameters
 from lightning_vram.memory.checks import check_bool, check_positive_int
@@ -30,7 +28,7 @@ _FORMATS = (None, "bf16", "fp8", "int8")
 METRIC = "vram/gradient_cosine"
 
 
-class ActivationCompression(Callback):
+class ActivationCompression(FitTechnique):
     """Store what training steps save for their backward in fewer bytes, for any LightningModule.
 
     Without ``lossy`` weights, gradients, buffers and random numbers are those of the plain run, to the bit: masks of
@@ -95,14 +93,10 @@ class ActivationCompression(Callback):
         self._has_warned = False
 
     @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        check_trainer("ActivationCompression", trainer)
-        self._undo()  # a fit whose end another callback's error cut short
-        if stage == "fit":
-            refuse_moved_parameters("ActivationCompression", trainer, "saved tensors are views of")
-            if self.gradient_cosine_every_n_batches is not None:
-                _refuse_counted_backwards(trainer)
-            before_strategy_setup(trainer, lambda: self._apply(trainer))
+    def _check(self, trainer: pl.Trainer) -> None:
+        refuse_moved_parameters("ActivationCompression", trainer, "saved tensors are views of")
+        if self.gradient_cosine_every_n_batches is not None:
+            _refuse_counted_backwards(trainer)
 
     @override
     def on_train_batch_start(
@@ -119,18 +113,10 @@ class ActivationCompression(Callback):
                     "requires a gradient."
                 )
 
-    @override
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._undo()
-
-    @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        withdraw_from_strategy_setup(trainer)
-        self._undo()
-
     def __getstate__(self) -> dict[str, object]:
         return {**vars(self), "_stage": None, "_seams": [], "_is_measured": False}  # a copy is not part of any run
 
+    @override
     def _apply(self, trainer: pl.Trainer) -> None:
         pl_module = trainer.lightning_module
         try:
@@ -178,6 +164,7 @@ class ActivationCompression(Callback):
                 logger.log_metrics({METRIC: self.gradient_cosine}, step=trainer.global_step)
         yield
 
+    @override
     def _undo(self) -> None:
         while self._seams:
             self._seams.pop().remove()

@@ -9,13 +9,11 @@ from contextlib import contextmanager
 from typing import Literal
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lightning_vram.callbacks.namespace import check_trainer
-from lightning_vram.callbacks.seam import before_strategy_setup, withdraw_from_strategy_setup
+from lightning_vram.callbacks.fit_technique import FitTechnique
 from lightning_vram.callbacks.step_seam import Depth, StepSeam
 from lightning_vram.callbacks.strategy_check import refuse_moved_parameters
 from lightning_vram.memory.checks import check_bool
@@ -27,7 +25,7 @@ from lightning_vram.techniques.offload_report import OffloadReport
 _NUM_STEPS_TO_KNOW = 2  # what stays on the device is known from the second step on
 
 
-class ActivationOffload(Callback):
+class ActivationOffload(FitTechnique):
     """Move what training steps save for their backward to the host, for any LightningModule; its code stays as it is.
 
     With the defaults weights, gradients, buffers and random numbers are those of the plain run, to the bit. Copies run
@@ -84,12 +82,8 @@ class ActivationOffload(Callback):
         self._num_steps = 0
 
     @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        check_trainer("ActivationOffload", trainer)
-        self._undo()  # a fit whose end another callback's error cut short
-        if stage == "fit":
-            refuse_moved_parameters("ActivationOffload", trainer, "saved tensors are views of")
-            before_strategy_setup(trainer, lambda: self._apply(trainer))
+    def _check(self, trainer: pl.Trainer) -> None:
+        refuse_moved_parameters("ActivationOffload", trainer, "saved tensors are views of")
 
     @override
     def on_train_batch_start(
@@ -98,18 +92,10 @@ class ActivationOffload(Callback):
         if self._offloading is not None:
             self._offloading.keep_in_place(batch)
 
-    @override
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._undo()
-
-    @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        withdraw_from_strategy_setup(trainer)
-        self._undo()
-
     def __getstate__(self) -> dict[str, object]:
         return {**vars(self), "_offloading": None, "_seam": None, "_num_steps": 0}  # a copy is not part of any run
 
+    @override
     def _apply(self, trainer: pl.Trainer) -> None:
         try:
             self._offloading = ActivationOffloading(
@@ -141,6 +127,7 @@ class ActivationOffload(Callback):
         if self._num_steps == _NUM_STEPS_TO_KNOW:
             rank_zero_info(f"ActivationOffload {_describe(self._offloading.report)}")
 
+    @override
     def _undo(self) -> None:
         if self._seam is not None:
             self._seam.remove()

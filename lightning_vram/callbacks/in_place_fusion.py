@@ -10,13 +10,11 @@ from contextlib import contextmanager
 from typing import Literal
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lightning_vram.callbacks.namespace import check_trainer
-from lightning_vram.callbacks.seam import before_strategy_setup, withdraw_from_strategy_setup
+from lightning_vram.callbacks.fit_technique import FitTechnique
 from lightning_vram.callbacks.step_seam import Depth, StepSeam
 from lightning_vram.callbacks.strategy_check import refuse_moved_parameters
 from lightning_vram.memory.checks import check_bool
@@ -24,7 +22,7 @@ from lightning_vram.memory.units import parse_bytes
 from lightning_vram.techniques.fusion import FrozenNormFolding, Fusion, FusionError, FusionPolicy
 
 
-class InPlaceFusion(Callback):
+class InPlaceFusion(FitTechnique):
     """Drop what is cheap to make again, in every training step of any LightningModule; its code stays as it is.
 
     With the defaults weights, gradients, buffers and random numbers are those of the plain run, to the bit. Works under
@@ -82,13 +80,13 @@ class InPlaceFusion(Callback):
         self._signature_without_use: int | None = None
 
     @override
+    def _check(self, trainer: pl.Trainer) -> None:
+        refuse_moved_parameters("InPlaceFusion", trainer, "activations are made again from")
+
+    @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        check_trainer("InPlaceFusion", trainer)
-        self._undo()  # a run whose end another callback's error cut short
-        if stage == "fit":
-            refuse_moved_parameters("InPlaceFusion", trainer, "activations are made again from")
-            before_strategy_setup(trainer, lambda: self._apply(trainer))
-        elif self.fold_frozen_bn:
+        super().setup(trainer, pl_module, stage)
+        if stage != "fit" and self.fold_frozen_bn:
             name = {"validate": "validation_step", "test": "test_step", "predict": "predict_step"}[stage]
             self._fusion = folding = FrozenNormFolding(pl_module, _tell)
             self._seams.append(StepSeam(trainer.strategy, name, Depth.RECOMPUTATION, lambda *_, **__: folding.step()))
@@ -101,18 +99,10 @@ class InPlaceFusion(Callback):
         if without_use is not None and without_use != _signature(pl_module):  # layers were unfrozen
             self._apply(trainer)
 
-    @override
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._undo()
-
-    @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        withdraw_from_strategy_setup(trainer)
-        self._undo()
-
     def __getstate__(self) -> dict[str, object]:
         return {**vars(self), "_seams": [], "_fusion": None}  # a copy is not part of any run
 
+    @override
     def _apply(self, trainer: pl.Trainer) -> None:
         self._signature_without_use = None
         policy = FusionPolicy(self.mode, self.inplace, self.abn, self.fold_frozen_bn, self.min_bytes, self.dropout)
@@ -142,6 +132,7 @@ class InPlaceFusion(Callback):
                 "trained. What layers that are checkpointed or compiled keep is left to those."
             )
 
+    @override
     def _undo(self) -> None:
         while self._seams:
             self._seams.pop().remove()

@@ -39,7 +39,7 @@ class HostRandomState:
 
     def settle(self) -> None:
         """Call after the forward: forget the states of generators nothing was drawn from."""
-        changed = [(read, write, start) for read, write, start in self._generators if not _is_equal(start, read())]
+        changed = [(read, write, start) for read, write, start in self._generators if states_differ(start, read())]
         if self._drawn.from_numpy is None:
             self._drawn.from_numpy = any(write is not random.setstate for _, write, _ in changed)
         self._generators = changed
@@ -57,8 +57,9 @@ class HostRandomState:
             write(now)
 
 
-def _is_equal(one: Any, other: Any) -> bool:
-    return _flat(one) == _flat(other)
+def states_differ(one: Any, other: Any) -> bool:
+    """Whether two states of Python's or NumPy's generator differ."""
+    return _flat(one) != _flat(other)
 
 
 def _flat(state: tuple[Any, ...]) -> list[Any]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_vram.techniques.host_random import states_differ
 from lightning_vram.techniques.leaves import flatten_arguments
 
 Source = tuple[Callable[[], Any], Callable[[Any], Any]]
@@ -40,11 +41,7 @@ def differs(one: Any, other: Any) -> bool:
     """Whether two states of one generator differ."""
     if isinstance(one, Tensor):
         return not torch.equal(one, other)
-    return [*map(_flat, one)] != [*map(_flat, other)]
-
-
-def _flat(part: Any) -> Any:
-    return part.tobytes() if hasattr(part, "tobytes") else part  # NumPy's state holds an array
+    return states_differ(one, other)
 
 
 def _index_of(device: torch.device) -> int:

@@ -10,6 +10,7 @@ run, with the hooks of the stage that is asked set, and not have been asked abou
 
 import weakref
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.nn import functional as F
 _Condition = Callable[[Tensor], Tensor]
 
 
+@cache
 def _find_nodes() -> dict[type, _Condition]:
     with torch.inference_mode(mode=False), torch.enable_grad():
         zero = torch.zeros(1, device="cpu", requires_grad=True)
@@ -31,13 +33,11 @@ def _find_nodes() -> dict[type, _Condition]:
     return {type(relu): lambda result: (result <= 0).logical_not_(), type(leaky_relu): lambda result: result > 0}
 
 
-_NODES = _find_nodes()
-
-
 class NewActivation:
     """Knows the result that an activation is about to save."""
 
     def __init__(self) -> None:
+        _find_nodes()  # now: later a mode and hooks are set
         self._result: weakref.ref[torch.UntypedStorage] | None = None
 
     def note(self, result: Tensor, pack: Callable[[Tensor], Any]) -> None:
@@ -73,7 +73,7 @@ def find_sign_condition(tensor: Tensor) -> _Condition | None:
     if tensor._is_view():  # an activation that overwrites a view has another node in front of its own
         return None
     node = tensor.grad_fn
-    condition = _NODES.get(type(node))
+    condition = _find_nodes().get(type(node))
     if condition is None:
         return None
     saved = getattr(node, "_raw_saved_result", None)
