@@ -40,7 +40,7 @@ class BudgetedCheckpointing:
         model: The whole model.
         handle: Its layers, all of them checkpointed; whoever made it removes it.
         budget_bytes: For activations.
-        determinism_check: See :class:`~lightning_vram.techniques.recomputed_call.Recomputing`.
+        determinism_check: See :class:`~lightning_vram.techniques.layer_runs.Recomputing`.
     """
 
     def __init__(

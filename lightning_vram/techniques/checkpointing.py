@@ -135,7 +135,7 @@ def apply_activation_checkpointing(  # noqa: PLR0913 - the words of the callback
         skip_last: Leave the last layer, or the last segment of each body, plain: the backward wants its inside first.
         save: What a layer keeps besides its inputs.
         determinism_check: How a second run is compared to the first; see
-            :class:`~lightning_vram.techniques.recomputed_call.Recomputing`.
+            :class:`~lightning_vram.techniques.layer_runs.Recomputing`.
 
     Returns:
         The undo.

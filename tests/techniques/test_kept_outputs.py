@@ -249,9 +249,13 @@ class UnsafeViewBlock(Block):
 
 
 class UnsafeViewNet(Net):
+    """Overwrites a product that a layer returned besides what it made of it."""
+
     def forward(self, hidden: Tensor) -> Tensor:
         for block in self.blocks:
-            hidden = block(hidden).mul_(2)
+            product, activated = block(hidden)
+            product.mul_(2)
+            hidden = product + activated
         return hidden
 
 
@@ -260,8 +264,9 @@ class ProductBlock(Block):
         super().__init__()
         self.wide = nn.Linear(8, 8, bias=False)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.wide(torch.tanh(self.wide(hidden)))
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        product = self.wide(hidden)
+        return product, torch.tanh(product + hidden)
 
 
 class ForeachBlock(Block):
