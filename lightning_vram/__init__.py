@@ -3,22 +3,26 @@
 Everything a user needs is imported from here; the modules below this one may move between releases.
 """
 
+from lightning_vram.callbacks.accumulation_scheduler import AccumulationScheduler
 from lightning_vram.callbacks.activation_checkpointing import ActivationCheckpointing
 from lightning_vram.callbacks.activation_compression import ActivationCompression
 from lightning_vram.callbacks.activation_offload import ActivationOffload
 from lightning_vram.callbacks.empty_cache import EmptyCache
 from lightning_vram.callbacks.in_place_fusion import InPlaceFusion
+from lightning_vram.callbacks.micro_batching import MicroBatching
 from lightning_vram.callbacks.vram_monitor import VRAMMonitor
 from lightning_vram.memory.tracker import track_memory
 from lightning_vram.techniques.save_policy import SavePolicy
 from lightning_vram.version import __version__ as __version__
 
 __all__ = [
+    "AccumulationScheduler",
     "ActivationCheckpointing",
     "ActivationCompression",
     "ActivationOffload",
     "EmptyCache",
     "InPlaceFusion",
+    "MicroBatching",
     "SavePolicy",
     "VRAMMonitor",
     "track_memory",

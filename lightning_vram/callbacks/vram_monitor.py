@@ -48,6 +48,7 @@ class _Run:
         stage: Running stage.
         allocator_peaks: Peaks since the last reading, for each stage.
         probe: The reading under way.
+        batch_idx: Of the batch it reads.
         metric: Reduces over the ranks.
         largest: The reading with the highest peak of a stage other than training, until the stage ends.
         last: The last reading, of all ranks.
@@ -59,6 +60,7 @@ class _Run:
     stage: str = "train"
     allocator_peaks: dict[str, PhasePeaks] = field(default_factory=dict)
     probe: MemoryProbe | None = None
+    batch_idx: int = 0
     metric: MaxOverRanks | None = None
     largest: Measurement | None = None
     last: Measurement | None = None
@@ -101,6 +103,8 @@ class VRAMMonitor(Callback):
         >>> from lightning_vram import VRAMMonitor
         >>> trainer = pl.Trainer(callbacks=[VRAMMonitor(every_n_batches=100)], logger=False)
     """
+
+    hears_micro_batches = True  # phases change in each of them: see MicroBatching
 
     def __init__(
         self, every_n_batches: int | None = None, *, track: bool | None = None, path: str | Path | None = "vram.jsonl"
@@ -150,8 +154,11 @@ class VRAMMonitor(Callback):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        if read_out_of_memory(exception) is not None and self._run.last is not None:
-            exception.add_note(f"VRAMMonitor, last reading before memory ran out: {_describe(self._run.last)}")
+        if read_out_of_memory(exception) is not None:
+            if (measurement := self._read_failed_batch(trainer)) is not None:
+                exception.add_note(f"VRAMMonitor, in the batch that ran out of memory: {_describe(measurement)}")
+            if self._run.last is not None:
+                exception.add_note(f"VRAMMonitor, last reading before memory ran out: {_describe(self._run.last)}")
         self.teardown(trainer, pl_module, "fit")
 
     @override
@@ -269,6 +276,7 @@ class VRAMMonitor(Callback):
         if trainer.sanity_checking or not (is_nth or batch_idx < _NUM_FIRST_BATCHES):
             return
         self._abort()
+        self._run.batch_idx = batch_idx
         device = trainer.strategy.root_device
         peaks = self._peaks_of(self._run.stage, device) if has_cache(device) else None
         self._run.probe = MemoryProbe(device, peaks, track=self._tracks(trainer))
@@ -319,6 +327,13 @@ class VRAMMonitor(Callback):
     def _keep_largest(self, measurement: Measurement) -> None:
         known = self._run.largest
         self._run.largest = measurement if known is None else largest([known, measurement])
+
+    def _read_failed_batch(self, trainer: pl.Trainer) -> Measurement | None:
+        """End the reading under way, if there is one, without the other ranks: they may not be there."""
+        if self._run.probe is None:
+            return None
+        probe, self._run.probe = self._run.probe, None
+        return probe.finish(self._run.stage, trainer.current_epoch, self._run.batch_idx, trainer.global_step)
 
     def _abort(self) -> None:
         if self._run.probe is not None:

@@ -1,6 +1,7 @@
 """The caching allocator of an accelerator: blocks PyTorch has reserved from the driver, in use or not."""
 
-from dataclasses import dataclass
+import weakref
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 import torch
@@ -51,12 +52,55 @@ def read_allocator(device: torch.device) -> AllocatorBytes:
 
 
 def reset_peaks(device: torch.device) -> None:
-    """Let the peaks of ``device`` start again from what is held now.
+    """Let the peaks of ``device`` start again from what is held now. Every :class:`PeakWatch` notes them before.
 
     Raises:
         ValueError: If ``device`` has no caching allocator.
     """
-    _module(device).reset_peak_memory_stats(device)
+    memory = _module(device)
+    for watch in list(_watches):
+        watch.note(device)
+    memory.reset_peak_memory_stats(device)
+
+
+class PeakWatch:
+    """Peaks of one's own, whoever resets those of the allocator meanwhile.
+
+    An allocator has one set of peaks, and several want one each: of a phase, of a chunk.
+
+    Args:
+        device: Named as others name it who reset its peaks: with its index.
+
+    Raises:
+        ValueError: If ``device`` has no caching allocator.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._noted = read_allocator(device)
+        _watches.add(self)
+
+    def restart(self) -> None:
+        """Start again from what is held now."""
+        reset_peaks(self._device)
+        self._noted = read_allocator(self._device)
+
+    def read(self) -> AllocatorBytes:
+        """Return what is held now, and the most since the last :meth:`restart`."""
+        now = read_allocator(self._device)
+        return replace(
+            now,
+            peak_allocated_bytes=max(now.peak_allocated_bytes, self._noted.peak_allocated_bytes),
+            peak_reserved_bytes=max(now.peak_reserved_bytes, self._noted.peak_reserved_bytes),
+        )
+
+    def note(self, device: torch.device) -> None:
+        """Remember the peaks before those of ``device`` are reset."""
+        if device == self._device:
+            self._noted = self.read()
+
+
+_watches: weakref.WeakSet[PeakWatch] = weakref.WeakSet()
 
 
 def empty_cache(device: torch.device) -> int:

@@ -2,22 +2,23 @@
 
 import torch
 
-from lightning_vram.memory.allocator import AllocatorBytes, read_allocator, reset_peaks
+from lightning_vram.memory.allocator import AllocatorBytes, PeakWatch
 from lightning_vram.memory.timeline import Phase
 
 
 class PhasePeaks:
     """Read and reset the allocator's peaks at each change of phase.
 
-    The peaks that ``torch.cuda.max_memory_allocated`` returns start again at each change, so nothing else can use
-    them meanwhile; :attr:`peak_allocated_bytes` and :attr:`peak_reserved_bytes` hold the most of all phases.
+    The peaks that ``torch.cuda.max_memory_allocated`` returns start again at each change, so nothing but another
+    :class:`~lightning_vram.memory.allocator.PeakWatch` can use them meanwhile; :attr:`peak_allocated_bytes` and
+    :attr:`peak_reserved_bytes` hold the most of all phases.
 
     Args:
         device: Device with a caching allocator.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._watch = PeakWatch(device)
         self._phase: Phase | None = None
         self.by_phase: dict[Phase, int] = {}
         self.peak_allocated_bytes = 0
@@ -30,10 +31,10 @@ class PhasePeaks:
 
     def read(self) -> AllocatorBytes:
         """Add up to now to the running phase; what was before the first phase counts for the whole only."""
-        now = read_allocator(self._device)
+        now = self._watch.read()
         if self._phase is not None:
             self.by_phase[self._phase] = max(self.by_phase.get(self._phase, 0), now.peak_allocated_bytes)
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, now.peak_allocated_bytes)
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, now.peak_reserved_bytes)
-        reset_peaks(self._device)
+        self._watch.restart()
         return now

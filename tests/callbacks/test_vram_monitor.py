@@ -174,8 +174,9 @@ def test_a_run_that_fails_leaves_nothing_on(error, make_trainer):
     assert gc.isenabled()
     notes = getattr(caught.value, "__notes__", [])
     if isinstance(error, torch.OutOfMemoryError):
-        assert len(notes) == 1
-        assert notes[0].startswith("VRAMMonitor, last reading before memory ran out: train epoch 0 batch 0: peak ")
+        assert len(notes) == 2
+        assert notes[0].startswith("VRAMMonitor, in the batch that ran out of memory: train epoch 0 batch 1: peak ")
+        assert notes[1].startswith("VRAMMonitor, last reading before memory ran out: train epoch 0 batch 0: peak ")
     else:
         assert notes == []
 
@@ -220,8 +221,8 @@ class FakeGPU:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.allocated, self.peak = 100, 100
         monkeypatch.setattr(f"{MODULE}.has_cache", lambda device: True)
-        monkeypatch.setattr("lightning_vram.memory.phase_peaks.read_allocator", self._read)
-        monkeypatch.setattr("lightning_vram.memory.phase_peaks.reset_peaks", self._reset)
+        monkeypatch.setattr("lightning_vram.memory.allocator.read_allocator", self._read)
+        monkeypatch.setattr("lightning_vram.memory.allocator._module", lambda device: self)
 
     def spike(self, num_bytes: int) -> None:
         self.peak = max(self.peak, self.allocated + num_bytes)
@@ -229,7 +230,7 @@ class FakeGPU:
     def _read(self, device: torch.device) -> AllocatorBytes:
         return AllocatorBytes(self.allocated, self.allocated, self.peak, self.peak)
 
-    def _reset(self, device: torch.device) -> None:
+    def reset_peak_memory_stats(self, device: torch.device) -> None:
         self.peak = self.allocated
 
 

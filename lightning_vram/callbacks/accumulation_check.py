@@ -1,0 +1,69 @@
+"""What an accumulation of our own cannot work with."""
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
+from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.optim import LBFGS
+
+_NAME = "AccumulationScheduler"
+
+
+def check_run(trainer: pl.Trainer, callback: Callback) -> None:
+    """Refuse a run before anything of it happens.
+
+    Raises:
+        MisconfigurationException: If something else accumulates, or nothing can.
+    """
+    module, strategy = trainer.lightning_module, trainer.strategy
+    if not module.automatic_optimization:
+        raise MisconfigurationException(
+            f"{_NAME} does not work with manual optimization: training_step calls the optimizer itself. "
+            "Accumulate there, or set automatic_optimization=True."
+        )
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise MisconfigurationException(
+            f"{_NAME} does not work with training_step(dataloader_iter): batches are taken out of its sight. "
+            "Take a batch as the argument."
+        )
+    if strategy.handles_gradient_accumulation:
+        raise MisconfigurationException(
+            f"{_NAME} does not work with {type(strategy).__name__}: it accumulates by itself, with one factor for the "
+            "whole run. Use its own configuration and remove the callback."
+        )
+    if isinstance(strategy, FSDPStrategy) and strategy.cpu_offload.offload_params:
+        raise MisconfigurationException(
+            f"{_NAME} does not work with FSDPStrategy(cpu_offload=True): FSDP1 accumulates wrong gradients there. "
+            "Use ModelParallelStrategy (FSDP2)."
+        )
+    _check_others(trainer, callback)
+
+
+def _check_others(trainer: pl.Trainer, callback: Callback) -> None:
+    if trainer.accumulate_grad_batches != 1:
+        raise MisconfigurationException(
+            f"{_NAME} does not work with Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}): "
+            "both set the same. Remove that argument."
+        )
+    others: list[Callback] = [other for other in trainer.callbacks if other is not callback]  # type: ignore[attr-defined]
+    if any(isinstance(other, GradientAccumulationScheduler) for other in others):
+        raise MisconfigurationException(
+            f"{_NAME} does not work with GradientAccumulationScheduler: both set the same. "
+            f"Remove the latter, {_NAME}(by_epoch=...) takes its dict."
+        )
+    if any(isinstance(other, type(callback)) for other in others):
+        raise MisconfigurationException(f"{_NAME} can be used once, got several. Put one schedule into one of them.")
+
+
+def check_optimizers(trainer: pl.Trainer, largest_factor: int) -> None:
+    """Refuse what only the optimizers show.
+
+    Raises:
+        MisconfigurationException: If one evaluates the loss several times per step.
+    """
+    if largest_factor > 1 and any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
+        raise MisconfigurationException(
+            f"{_NAME} does not work with LBFGS: it evaluates the loss several times per step, of which only the last "
+            "micro-batch would be a part. Use larger batches or another optimizer."
+        )

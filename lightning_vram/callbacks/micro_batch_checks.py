@@ -1,0 +1,72 @@
+"""What micro-batches cannot work with, and where ranks must keep step."""
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.nn.parallel import DistributedDataParallel
+from torchmetrics import Metric
+
+from lightning_vram.callbacks.strategy_check import refuse_moved_parameters
+from lightning_vram.techniques.gradient_reduction import has_collectives_in_forward, why_reducer_is_needed
+from lightning_vram.techniques.sharded_recovery import can_recover, is_sharded
+
+_NAME = "MicroBatching"
+
+
+def check_micro_batching(trainer: pl.Trainer, *, is_training: bool) -> None:
+    """Refuse what cannot work, before anything of the run happens.
+
+    Args:
+        trainer: In its ``setup`` hooks.
+        is_training: Whether training batches are split.
+
+    Raises:
+        MisconfigurationException: With the reason and the way out.
+    """
+    if sum(type(callback).__name__ == _NAME for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
+        raise MisconfigurationException("MicroBatching can be used once, got several: remove all but one.")
+    refuse_moved_parameters(_NAME, trainer, "a second forward in one step would find elsewhere")
+    if not is_training:
+        return
+    module = trainer.lightning_module
+    if not module.automatic_optimization:
+        raise MisconfigurationException(
+            "MicroBatching does not work with manual optimization: it cannot see where forward, backward and step of "
+            "training_step begin. Set automatic_optimization=True, or split the batch in training_step."
+        )
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise MisconfigurationException(
+            "MicroBatching does not work with training_step(self, dataloader_iter): the step takes its batches itself. "
+            "Use training_step(self, batch, batch_idx)."
+        )
+
+
+def check_wrapped(trainer: pl.Trainer, *, retries: bool) -> None:
+    """Refuse what shows only once the strategy has wrapped the module.
+
+    Raises:
+        MisconfigurationException: With the reason and the way out.
+    """
+    model = trainer.strategy.model
+    reason = why_reducer_is_needed(model) if isinstance(model, DistributedDataParallel) else None
+    if retries and reason is not None:
+        raise MisconfigurationException(
+            f"MicroBatching('auto') does not work with {reason}: a rank that runs out of memory in the middle of a "
+            "reduction leaves the others waiting, so gradients are averaged after the backward, in the plain way. Give "
+            "a fixed size, as in MicroBatching(8)."
+        )
+    if retries and is_sharded(trainer.lightning_module) and not can_recover():
+        raise MisconfigurationException(
+            "MicroBatching('auto') needs PyTorch 2.13 or newer under FSDP2, whose older versions cannot go on after a "
+            "failed backward. Give a fixed size, as in MicroBatching(8)."
+        )
+
+
+def why_counts_must_be_equal(trainer: pl.Trainer) -> str | None:
+    """Say where ranks wait for one another inside a step, if they do."""
+    if trainer.world_size == 1:
+        return None
+    module = trainer.lightning_module
+    if any(isinstance(member, Metric) and member.dist_sync_on_step for member in module.modules()):
+        return "a metric with dist_sync_on_step=True"
+    return has_collectives_in_forward(module)

@@ -1,0 +1,159 @@
+"""The closure of automatic optimization, in micro-batches: zero the gradients, then forward and backward of each part.
+
+Lightning's closure runs forward, zeroing and backward once each, in this order. Here the gradients of the last window
+are gone before the first forward, which is what makes room for it, and user hooks see one step: ``on_before_backward``
+comes before the first backward, ``on_after_backward`` after the last, when the gradients are those of the batch.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
+from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
+from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities.memory import recursive_detach
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_vram.callbacks.micro_batch_outputs import combine_step_outputs
+from lightning_vram.callbacks.micro_batch_runner import MicroBatchRunner
+from lightning_vram.callbacks.micro_batch_try import MicroBatch
+from lightning_vram.callbacks.quiet_hooks import quiet_hooks
+from lightning_vram.techniques.gradient_reduction import (
+    expect_buffer_sync,
+    reduce_gradients,
+    sync_buffers,
+    why_reducer_is_needed,
+)
+
+_BEFORE, _AFTER = "on_before_backward", "on_after_backward"
+
+
+class MicroBatchClosure(Closure):
+    """Runs one batch.
+
+    Args:
+        loop: That runs automatic optimization.
+        kwargs: Of ``training_step``.
+        optimizer: Of the trainer.
+        batch_idx: In the epoch.
+        runner: Runs the parts.
+    """
+
+    def __init__(
+        self,
+        loop: _AutomaticOptimization,
+        kwargs: OrderedDict[str, Any],
+        optimizer: Optimizer,
+        batch_idx: int,
+        runner: MicroBatchRunner,
+    ) -> None:
+        super().__init__(step_fn=loop._make_step_fn(kwargs))
+        self._loop = loop
+        self._trainer = loop.trainer
+        self._kwargs = kwargs
+        self._runner = runner
+        self._backward = loop._make_backward_fn(optimizer)
+        self._zero_grad = loop._make_zero_grad_fn(batch_idx, optimizer)
+        self._has_run_backward = False
+
+    @override
+    @torch.enable_grad()
+    def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
+        if self._zero_grad is not None:
+            self._zero_grad()
+        self._has_run_backward = False
+        module = self._trainer.lightning_module
+        batch = next(iter(self._kwargs.values()))
+        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        by_hand = self._reduced_by_hand()
+        if by_hand is not None:
+            sync_buffers(by_hand)  # not inside of a try, which must not wait for other ranks
+        with _block_parallel_sync_behavior(self._trainer.strategy, block=by_hand is not None):
+            outputs = self._runner.run(batch, self._step, parameters)
+        if by_hand is not None and not self._trainer.fit_loop._should_accumulate():
+            reduce_gradients(by_hand)
+            expect_buffer_sync(by_hand)
+        if self._has_run_backward:
+            self._call_after_backward()
+        return self._combine(outputs)
+
+    def _reduced_by_hand(self) -> DistributedDataParallel | None:
+        """Under DDP, where the reducer must not be at work in a backward.
+
+        A rank that runs out of memory in the middle of a reduction leaves the others waiting in it. And a parameter
+        that only an earlier micro-batch used is unused for the reducer.
+        """
+        model = self._trainer.strategy.model
+        if not isinstance(model, DistributedDataParallel) or self._backward is None:
+            return None
+        if not self._runner.retries and not (model.find_unused_parameters and why_reducer_is_needed(model) is None):
+            return None
+        return model
+
+    def _step(self, part: MicroBatch) -> ClosureResult:
+        kwargs = OrderedDict(self._kwargs)
+        kwargs[next(iter(kwargs))] = part.batch
+        with self._no_sync(part):
+            result: ClosureResult = self._loop._make_step_fn(kwargs)()
+            if result.closure_loss is None:
+                self.warning_cache.warn(
+                    "`training_step` returned `None`. If this was on purpose, ignore this warning..."
+                )
+            elif self._backward is not None:
+                self._run_backward(self._backward, _weighted(result.closure_loss, part.share), part)
+        if part.is_first and part.is_last:
+            return result
+        return _detached(result, part.share)
+
+    def _no_sync(self, part: MicroBatch) -> AbstractContextManager[None]:
+        return nullcontext() if part.is_last else _block_parallel_sync_behavior(self._trainer.strategy, block=True)
+
+    def _run_backward(self, backward: Callable[[Tensor], None], loss: Tensor, part: MicroBatch) -> None:
+        names = {_AFTER} if part.is_first else {_BEFORE, _AFTER}
+        with quiet_hooks(self._trainer, names, _hears_micro_batches):
+            backward(loss)
+        self._has_run_backward = True
+
+    def _call_after_backward(self) -> None:
+        """Say once that the gradients of the batch are there, to those who have not heard it of each part."""
+        call._call_callback_hooks(self._trainer, _AFTER)
+        call._call_lightning_module_hook(self._trainer, _AFTER)
+
+    def _combine(self, outputs: list[tuple[MicroBatch, ClosureResult]]) -> ClosureResult:
+        if len(outputs) == 1:
+            return outputs[0][1]
+        ran = [(part, result) for part, result in outputs if result.loss is not None]
+        combined = ClosureResult(None)
+        if not ran:
+            return combined
+        combined.loss = torch.stack([result.loss for _, result in ran if result.loss is not None]).sum()
+        if any(result.extra for _, result in ran):
+            whole = [{"loss": result.loss, **result.extra} for _, result in ran]
+            parts = [part for part, _ in ran]
+            extra = combine_step_outputs(self._trainer.lightning_module, whole, parts)
+            combined.extra = {key: value for key, value in extra.items() if key != "loss"}
+        return combined
+
+
+def _hears_micro_batches(callback: Callback) -> bool:
+    return bool(getattr(callback, "hears_micro_batches", False))
+
+
+def _weighted(loss: Tensor, share: float | Tensor) -> Tensor:
+    if isinstance(share, Tensor):
+        return loss * share.to(loss)
+    return loss if share == 1 else loss * share
+
+
+def _detached(result: ClosureResult, share: float | Tensor) -> ClosureResult:
+    """Without the graph, which is as large as what splitting saves."""
+    kept = ClosureResult(None, extra=recursive_detach(result.extra))
+    kept.loss = None if result.loss is None else _weighted(result.loss, share)
+    return kept

@@ -1,0 +1,205 @@
+"""Run a step in micro-batches, and again in smaller ones where memory ran out: on all ranks together.
+
+Nothing of a try that ran out stays: its graph, its gradients, what it wrote into buffers, metrics and attributes, what
+it logged and drew from the generators. So the run goes on as if it had used the smaller micro-batches from the start.
+"""
+
+import gc
+import time
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_vram.callbacks.metric_states import MetricStates
+from lightning_vram.callbacks.micro_batch_checks import why_counts_must_be_equal
+from lightning_vram.callbacks.micro_batch_try import MicroBatch, MicroBatchTry, Step
+from lightning_vram.memory.allocator import empty_cache, has_cache
+from lightning_vram.memory.out_of_memory import is_out_of_memory
+from lightning_vram.techniques.agreed_sizes import Agreed, AgreedSizes
+from lightning_vram.techniques.batch_cutting import BatchCutter, BatchFacts
+from lightning_vram.techniques.batch_guard import BatchGuard
+from lightning_vram.techniques.gradient_rollback import GradientState
+from lightning_vram.techniques.micro_batch_shares import Weight, shares_of
+from lightning_vram.techniques.rank_agreement import RankAgreementError
+from lightning_vram.techniques.sharded_recovery import discard_failed_iteration
+from lightning_vram.techniques.size_planning import PROBED_SIZES, SizePlanning
+from lightning_vram.techniques.step_rollback import BufferCopies, StepState
+
+_VOTE_SECONDS = 60.0  # and ten times what the longest try took: ranks began the try together
+
+Output = TypeVar("Output")
+
+
+class MicroBatchRunner:
+    """Runs one kind of step of a trainer.
+
+    Args:
+        trainer: That is set up.
+        cutter: Cuts batches.
+        sizes: Chooses how.
+        weight: What a micro-batch counts, if not its samples.
+        is_training: Whether norms move their statistics.
+        planning: Says how many samples fit, where a rank cannot try alone.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        cutter: BatchCutter,
+        sizes: AgreedSizes,
+        weight: Weight | None,
+        *,
+        is_training: bool,
+        planning: SizePlanning | None = None,
+    ) -> None:
+        self._trainer = trainer
+        self._cutter = cutter
+        self._sizes = sizes
+        self._weight = weight
+        self._is_training = is_training
+        self._planning = planning
+        self._metrics = MetricStates(trainer.lightning_module)
+        self._buffers = BufferCopies()
+        self._guard = BatchGuard()
+        self._longest_seconds = 0.0
+        self.size: int | None = None  # samples per micro-batch in the last batch
+        self.num_retries = 0
+
+    @property
+    def retries(self) -> bool:
+        """Whether a batch that ran out of memory runs again."""
+        return self._sizes.retries
+
+    def run(self, batch: Any, step: Step[Output], parameters: Iterable[Tensor] = ()) -> list[tuple[MicroBatch, Output]]:
+        """Run ``step`` on every micro-batch of ``batch``.
+
+        Args:
+            batch: On the device.
+            step: Forward, and backward if there is one.
+            parameters: Whose gradients the step accumulates.
+
+        Returns:
+            Micro-batches and what the step returned for them.
+
+        Raises:
+            BatchSplitError: If the batch cannot be split.
+            RuntimeError: On all ranks, if one sample at a time does not fit on one of them.
+        """
+        facts = self._cutter.measure(batch)
+        undo = self._remember(batch, parameters) if self.retries else None
+        if self._planning is not None and undo is not None and not self._planning.is_probed:
+            self._probe(self._planning, batch, facts, step)
+            undo()
+        agreed = self._sizes.start(facts, self._planning.limit(facts) if self._planning is not None else None)
+        while True:
+            attempt = MicroBatchTry(self._trainer, self._metrics, self._guard, is_training=self._is_training)
+            micro_batches = self._cut(batch, facts, agreed)
+            started = time.monotonic()
+            outputs, error = self._attempt(attempt, micro_batches, step, agreed)
+            if not self.retries or not self._has_failed(error, started):
+                break
+            assert undo is not None
+            if agreed.size == 1:
+                raise _give_up(error)
+            attempt.drop()
+            undo()
+            agreed = self._shrink(facts, agreed, error)
+        attempt.keep()
+        self._sizes.settle(facts, agreed)
+        self.size = min(agreed.size, facts.num_samples)
+        return outputs
+
+    def _probe(self, planning: SizePlanning, batch: Any, facts: BatchFacts, step: Step[Output]) -> None:
+        """Run a few small micro-batches that count for nothing; of one too large, that is all there is to know."""
+        planning.is_probed = True
+        attempt = MicroBatchTry(self._trainer, self._metrics, self._guard, is_training=self._is_training)
+        for size in PROBED_SIZES:
+            part, size = self._cutter.cut(batch, facts.num_samples, size)[0]
+            idle = MicroBatch(part, size, 1.0, is_first=False, is_last=False, is_idle=True)
+            try:
+                with planning.watching(facts.elements_of(size)):
+                    attempt.run([idle], step)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+
+    def _attempt(
+        self, attempt: MicroBatchTry, micro_batches: Sequence[MicroBatch], step: Step[Output], agreed: Agreed
+    ) -> tuple[list[tuple[MicroBatch, Output]], Exception | None]:
+        """Returns an out-of-memory error rather than raising it: its traceback would keep the graph alive."""
+        try:
+            return attempt.run(micro_batches, step), None
+        except BaseException as error:
+            attempt.drop()
+            if not self.retries or not isinstance(error, Exception) or not is_out_of_memory(error):
+                raise
+            if agreed.size > 1:  # at one sample it is what the user gets to see
+                error.__traceback__ = error.__context__ = None
+            return [], error
+
+    def _cut(self, batch: Any, facts: BatchFacts, agreed: Agreed) -> list[MicroBatch]:
+        parts = self._cutter.cut(batch, facts.num_samples, agreed.size)
+        shares = shares_of([part for part, _ in parts], [size for _, size in parts], self._weight)
+        num_idle = max(0, agreed.count - len(parts)) if agreed.count is not None else 0
+        last = len(parts) - 1 + num_idle
+        micro_batches = [
+            MicroBatch(part, size, share, is_first=number == 0, is_last=number == last)
+            for number, ((part, size), share) in enumerate(zip(parts, shares, strict=True))
+        ]
+        part, size = parts[-1]
+        for number in range(len(parts), last + 1):
+            micro_batches.append(MicroBatch(part, size, 0.0, is_first=False, is_last=number == last, is_idle=True))
+        return micro_batches
+
+    def _remember(self, batch: Any, parameters: Iterable[Tensor]) -> Callable[[], None]:
+        module = self._trainer.lightning_module
+        device = self._trainer.strategy.root_device
+        gradients = GradientState(parameters)
+        state = StepState(module, device, self._buffers, skip=lambda member: isinstance(member, Metric))
+        self._guard.watch(batch)
+
+        def undo() -> None:
+            self._guard.check()
+            discard_failed_iteration(module)
+            gradients.restore()
+            state.restore()
+            gc.collect()
+            if has_cache(device):
+                empty_cache(device)
+
+        return undo
+
+    def _has_failed(self, error: Exception | None, started: float) -> bool:
+        self._longest_seconds = max(self._longest_seconds, time.monotonic() - started)
+        timeout = timedelta(seconds=_VOTE_SECONDS + 10 * self._longest_seconds)
+        try:
+            return self._sizes.has_failed(here=error is not None, timeout=timeout)
+        except RankAgreementError as silence:
+            if error is None:
+                raise
+            error.add_note(
+                "MicroBatching cannot run the batch again in smaller parts: this rank ran out of memory and other "
+                f"ranks wait for it in the middle of theirs ({why_counts_must_be_equal(self._trainer)}). Start with a "
+                "smaller size=."
+            )
+            raise error from silence
+
+    def _shrink(self, facts: BatchFacts, agreed: Agreed, error: Exception | None) -> Agreed:
+        self.num_retries += 1
+        smaller = self._sizes.halve(facts, agreed, here=error is not None)
+        rank_zero_info(f"MicroBatching: out of memory with {agreed.size} samples at once, now {smaller.size}.")
+        return smaller
+
+
+def _give_up(error: Exception | None) -> Exception:
+    """What to raise when one sample at a time does not fit: on all ranks, each knows the same."""
+    message = "MicroBatching: memory ran out with one sample per micro-batch, there is nothing left to split."
+    if error is None:
+        return RuntimeError(f"{message} It ran out on another rank; its error says more.")
+    error.add_note(f"{message} Make a sample cheaper: ActivationCheckpointing(), ActivationOffload().")
+    return error

@@ -1,0 +1,114 @@
+"""One try to run a batch in micro-batches: it counts in metrics, norms and logs only if it is kept."""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import lightning.pytorch as pl
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_vram.callbacks.batch_logging import BatchLogging
+from lightning_vram.callbacks.metric_states import MetricStates
+from lightning_vram.callbacks.shadow import Shadow
+from lightning_vram.techniques.batch_guard import BatchGuard
+from lightning_vram.techniques.norm_counting import NormCounting
+from lightning_vram.techniques.step_rollback import BufferCopies, StepState
+
+Output = TypeVar("Output")
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """A part of a batch.
+
+    Args:
+        batch: Views of the batch.
+        size: Number of samples.
+        share: Of the batch's loss.
+        is_first: Of its batch.
+        is_last: Of its batch.
+        is_idle: Runs because other ranks have one more, and counts for nothing.
+    """
+
+    batch: Any
+    size: int
+    share: float | Tensor
+    is_first: bool
+    is_last: bool
+    is_idle: bool = False
+
+
+Step = Callable[[MicroBatch], Output]
+
+
+class MicroBatchTry:
+    """Runs the parts of a batch, once.
+
+    Args:
+        trainer: That runs a step.
+        metrics: Of its module.
+        guard: Of its batch.
+        is_training: Whether norms move their statistics.
+    """
+
+    def __init__(self, trainer: pl.Trainer, metrics: MetricStates, guard: BatchGuard, *, is_training: bool) -> None:
+        self._trainer = trainer
+        self._module = trainer.lightning_module
+        self._logging = BatchLogging(trainer._results) if trainer._results is not None else None
+        self._metrics = metrics
+        self._guard = guard
+        self._is_training = is_training
+        self._norms: NormCounting | None = None
+
+    def run(self, micro_batches: Sequence[MicroBatch], step: Step[Output]) -> list[tuple[MicroBatch, Output]]:
+        """Run ``step`` on each of them; returns what it returned, without the idle ones."""
+        parts = [part for part in micro_batches if not part.is_idle]
+        num_samples = sum(part.size for part in parts)
+        self._metrics.begin(len(parts))
+        if self._is_training and len(parts) > 1:
+            self._norms = NormCounting(self._module)
+        outputs = []
+        with self._logging or nullcontext():
+            for part in micro_batches:
+                if part.is_idle:
+                    self._run_idle(part, step)
+                    continue
+                self._metrics.start_chunk(part.share)
+                if self._logging is not None:
+                    self._logging.start_chunk(part.size, part.share)
+                if self._norms is not None:
+                    self._norms.begin_part(part.size / num_samples)
+                outputs.append((part, step(replace(part, batch=self._guard.lend(part.batch)))))
+        return outputs
+
+    def keep(self) -> None:
+        """Let it count. May be a collective, where the user logs with ``sync_dist=True``."""
+        self._guard.settle()
+        if self._norms is not None:
+            self._norms.finish()
+        self._metrics.finish()
+        if self._logging is not None:
+            self._logging.replay()
+
+    def drop(self) -> None:
+        """Forget it. Calling it again does nothing."""
+        if self._norms is not None:
+            self._norms.restore()
+        self._metrics.restore()
+
+    def _run_idle(self, part: MicroBatch, step: Step[Output]) -> None:
+        device = self._trainer.strategy.root_device
+        state = StepState(self._module, device, BufferCopies(), skip=lambda member: isinstance(member, Metric))
+        metrics = MetricStates(self._module)
+        metrics.begin(1)
+        results = self._trainer._results
+        muted = Shadow(results, "log", lambda _: lambda *args, **kwargs: None) if results is not None else None
+        try:
+            step(replace(part, batch=self._guard.lend(part.batch)))
+        finally:
+            if muted is not None:
+                muted.remove()
+            metrics.restore()
+            state.restore()

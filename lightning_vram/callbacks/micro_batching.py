@@ -1,0 +1,251 @@
+"""Run every batch in parts that fit, inside one step: smaller ones when memory runs out, with the same result."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+from lightning.pytorch.loops.optimization.automatic import Closure
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_vram.callbacks.fit_technique import FitTechnique
+from lightning_vram.callbacks.micro_batch_checks import (
+    check_micro_batching,
+    check_wrapped,
+    why_counts_must_be_equal,
+)
+from lightning_vram.callbacks.micro_batch_closure import MicroBatchClosure
+from lightning_vram.callbacks.micro_batch_evaluation import MicroBatchEvaluation
+from lightning_vram.callbacks.micro_batch_runner import MicroBatchRunner
+from lightning_vram.callbacks.seam import before_strategy_setup
+from lightning_vram.callbacks.shadow import Shadow
+from lightning_vram.memory.checks import check_positive_int
+from lightning_vram.memory.device_room import device_room
+from lightning_vram.techniques.agreed_sizes import AgreedSizes, FixedSize
+from lightning_vram.techniques.batch_cutting import BatchCutter
+from lightning_vram.techniques.batch_weights import make_batch_weight
+from lightning_vram.techniques.micro_batch_sizes import MicroBatchSizes
+from lightning_vram.techniques.rank_agreement import RankAgreement
+from lightning_vram.techniques.size_planning import SizePlanning
+
+Size = int | Literal["auto"]
+
+
+@dataclass
+class _Run:
+    """What is there from setup to teardown.
+
+    Args:
+        shadow: In the place of Lightning's closure.
+        evaluation: In the place of the evaluation steps.
+        runners: By what they run: "training", "evaluation".
+        agreement: Between the ranks.
+        logged_size: The last one that was logged.
+    """
+
+    shadow: Shadow | None = None
+    evaluation: MicroBatchEvaluation | None = None
+    runners: dict[str, MicroBatchRunner] = field(default_factory=dict)
+    agreement: RankAgreement | None = None
+    logged_size: int | None = None
+
+
+class MicroBatching(FitTechnique):
+    """Split each batch inside its training step, and split it further when memory runs out.
+
+    Each micro-batch runs forward and backward by itself, so the activations of one are alive at a time. Its loss
+    counts by its share of the batch, and the optimizer, the accumulation window, the scaler, the schedule of the
+    learning rate and the hooks see one step of one batch: ``training_step`` runs several times, everything around it
+    once. With ``"auto"`` a batch starts whole. When memory runs out anywhere in its forward or backward, the graph and
+    the gradients of the try are dropped, generators, buffers, metrics, logged values and attributes of the modules
+    return to what they were, the cache is emptied, and the batch runs again in halves, on all ranks together. The size
+    that fits is remembered per shape of batch, in checkpoints too.
+
+    Equal to the whole batch, up to rounding: gradients of losses that are means over samples, or over what ``weight``
+    counts; ``self.log`` with mean, sum, min and max; metrics whose states can be merged. Equal to the bit: a run that
+    went through out-of-memory errors and one that used these sizes from the start. Not equal by nature: what couples
+    samples of a batch (batch norms normalise each micro-batch by itself, though their running statistics count one
+    step; contrastive losses), and random numbers such as dropout masks, which are drawn for each part.
+
+    What a batch is split by: see :class:`~lightning_vram.techniques.batch_splitting.BatchSplitter`. A
+    ``split_batch(batch, size)`` method of the LightningModule replaces that; it returns micro-batches of ``size``
+    samples, the last one of what is left. Outputs of the parts are put together by
+    :func:`~lightning_vram.techniques.output_combining.combine_outputs`, or the module's
+    ``combine_outputs(outputs, sizes)``.
+
+    Under DDP nothing is reduced in a backward that may run out of memory, so with ``"auto"`` gradients are reduced
+    after it; a fixed size overlaps both as usual. Under FSDP2 and with SyncBatchNorm all ranks run the same number of
+    micro-batches. There a first batch is planned from a few small micro-batches, where the device can say how much
+    room it has; if memory runs out on some ranks only, the others wait inside a collective, and the error is raised.
+
+    Args:
+        size: Samples per micro-batch, or ``"auto"``.
+        weight: What the loss of a step is a mean over: ``"samples"``; ``"tokens"``, labels other than -100;
+            ``"shifted_tokens"``, the same without the first of each sequence, as losses of causal language models in
+            transformers do; or a function of a batch.
+        shared_keys: Names of entries of the batch that are the same for all samples, at any depth.
+        split: As ``split_batch``, for a module that has none.
+        regrow_after_n_batches: With ``"auto"``, after how many batches of a shape the double size is tried again;
+            each time in vain doubles the wait. ``None`` never does.
+        eval: The same as ``size`` for validation, test and prediction steps; ``None`` leaves them alone.
+
+    Raises:
+        TypeError: If an argument has another type than said above.
+        ValueError: If a size or a number of batches is smaller than 1, or a text is none of those above.
+        MisconfigurationException: In ``setup``, with manual optimization, DeepSpeed, FSDP1, a ``training_step`` that
+            takes ``dataloader_iter``, communication hooks of DDP with ``"auto"``, or a second ``MicroBatching``.
+        BatchSplitError: In the first batch, if it cannot be split.
+
+    Attributes:
+        micro_batch_size: Samples that ran at once in the last training batch, also logged as
+            ``vram/micro_batch_size`` where it changes.
+
+    Example:
+        >>> import lightning.pytorch as pl
+        >>> from lightning_vram import MicroBatching
+        >>> trainer = pl.Trainer(callbacks=[MicroBatching("auto")], logger=False)
+    """
+
+    def __init__(
+        self,
+        size: Size = "auto",
+        *,
+        weight: Literal["samples", "tokens", "shifted_tokens"] | Callable[[Any], float | Tensor] = "samples",
+        shared_keys: Sequence[str] = (),
+        split: Callable[[Any, int], Sequence[Any]] | None = None,
+        regrow_after_n_batches: int | None = 1000,
+        eval: Size | None = None,
+    ) -> None:
+        _check_size("MicroBatching(size)", size)
+        if eval is not None:
+            _check_size("MicroBatching(eval)", eval)
+        if regrow_after_n_batches is not None:
+            check_positive_int("MicroBatching(regrow_after_n_batches)", regrow_after_n_batches)
+        if isinstance(shared_keys, str) or not all(isinstance(key, str) for key in shared_keys):
+            raise TypeError(f"MicroBatching(shared_keys) must be a list of names, got {shared_keys!r}.")
+        if split is not None and not callable(split):
+            raise TypeError(f"MicroBatching(split) must be a function split(batch, size), got {split!r}.")
+        make_batch_weight(weight, "MicroBatching(weight)")  # refuses what is none
+        self.weight = weight
+        self.size = size
+        self.eval = eval
+        self._shared_keys = tuple(shared_keys)
+        self._split = split
+        self._choosers = {
+            name: MicroBatchSizes(regrow_after_n_batches) if chosen == "auto" else FixedSize(chosen)
+            for name, chosen in (("training", size), ("evaluation", eval))
+            if chosen is not None
+        }
+        self._run = _Run()
+        self._last_size: int | None = None
+
+    @property
+    def micro_batch_size(self) -> int | None:
+        """Samples that ran at once in the last training batch; ``None`` before there was one."""
+        runner = self._run.runners.get("training")
+        return self._last_size if runner is None else runner.size
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        if stage != "fit" and self.eval is not None:
+            check_micro_batching(trainer, is_training=False)
+            before_strategy_setup(trainer, lambda: self._apply_to_evaluation(trainer))
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._start(trainer)
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._start(trainer)
+
+    on_test_start = on_validation_start
+    on_predict_start = on_validation_start
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+    ) -> None:
+        size = self.micro_batch_size
+        if size is None or size == self._run.logged_size:
+            return
+        self._run.logged_size = size
+        for logger in trainer.loggers:
+            logger.log_metrics({"vram/micro_batch_size": float(size)}, step=trainer.global_step)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            name: chooser.state_dict()
+            for name, chooser in self._choosers.items()
+            if isinstance(chooser, MicroBatchSizes)
+        }
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for name, chooser in self._choosers.items():
+            if isinstance(chooser, MicroBatchSizes) and name in state_dict:
+                chooser.load_state_dict(state_dict[name])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_run": _Run()}  # a copy starts between runs
+
+    @override
+    def _check(self, trainer: pl.Trainer) -> None:
+        check_micro_batching(trainer, is_training=True)
+
+    @override
+    def _apply(self, trainer: pl.Trainer) -> None:
+        loop = trainer.fit_loop.epoch_loop.automatic_optimization
+
+        def make_closure(kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int) -> Closure:
+            return MicroBatchClosure(loop, kwargs, optimizer, batch_idx, self._run.runners["training"])
+
+        self._run.shadow = Shadow(loop, "_make_closure", lambda _: make_closure)
+        if self.eval is not None:
+            self._apply_to_evaluation(trainer)
+
+    def _apply_to_evaluation(self, trainer: pl.Trainer) -> None:
+        self._run.evaluation = MicroBatchEvaluation(trainer, lambda: self._run.runners["evaluation"])
+
+    @override
+    def _undo(self) -> None:
+        if self._run.shadow is not None:
+            self._run.shadow.remove()
+        if self._run.evaluation is not None:
+            self._run.evaluation.remove()
+        if self._run.agreement is not None:
+            self._run.agreement.close()
+        self._last_size = self.micro_batch_size
+        self._run = _Run()
+
+    def _start(self, trainer: pl.Trainer) -> None:
+        """Once the module is wrapped: whether ranks meet in its forward decides how they agree."""
+        if self._run.agreement is not None or (self._run.shadow is None and self._run.evaluation is None):
+            return
+        check_wrapped(trainer, retries="auto" in (self.size, self.eval))
+        self._run.agreement = RankAgreement()
+        collective = why_counts_must_be_equal(trainer)
+        weight = None if self.weight == "samples" else make_batch_weight(self.weight, "MicroBatching(weight)")
+        cutter = BatchCutter(self._shared_keys, self._split or getattr(trainer.lightning_module, "split_batch", None))
+        for name, chooser in self._choosers.items():
+            sizes = AgreedSizes(chooser, self._run.agreement, has_equal_counts=collective is not None)
+            is_training = name == "training"
+            room = device_room(trainer.strategy.root_device) if collective is not None and sizes.retries else None
+            planning = SizePlanning(room) if room is not None else None
+            self._run.runners[name] = MicroBatchRunner(
+                trainer, cutter, sizes, weight, is_training=is_training, planning=planning
+            )
+
+
+def _check_size(name: str, size: object) -> None:
+    if isinstance(size, str):
+        if size != "auto":
+            raise ValueError(f"{name} must be a number of samples or 'auto', got {size!r}.")
+        return
+    check_positive_int(name, size)

@@ -1,0 +1,37 @@
+"""Let another callable stand in for a method of one object, for a time."""
+
+from collections.abc import Callable
+from typing import Any
+
+
+class Shadow:
+    """Stands in for ``getattr(owner, name)`` on this one object, until :meth:`remove`.
+
+    Args:
+        owner: Whose method it is.
+        name: Of the method.
+        make: Gets what was there, and returns what is called instead.
+    """
+
+    def __init__(self, owner: object, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        self._owner = owner
+        self._name = name
+        self._inner = getattr(owner, name)
+        self._has_own = name in vars(owner)
+        self._call = make(self._inner)
+        vars(owner)[name] = self  # past nn.Module's way to set attributes
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call what stands in, or after :meth:`remove` what was there."""
+        return self._call(*args, **kwargs)
+
+    def remove(self) -> None:
+        """Put back what was there. Calling it again does nothing."""
+        self._call = self._inner  # one that somebody else's stand-in was put over stays, and passes calls on
+        attributes = vars(self._owner)
+        if attributes.get(self._name) is not self:
+            return
+        if self._has_own:
+            attributes[self._name] = self._inner
+        else:
+            del attributes[self._name]

@@ -1,0 +1,45 @@
+"""Let ``trainer.estimated_stepping_batches`` know about a schedule.
+
+Learning rate schedules are made of it, in ``configure_optimizers``. Lightning goes by the factor of that moment: it
+says 16 where a schedule makes 10 steps. It is a property, which only a class can replace.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lightning_vram.techniques.accumulation_schedule import AccumulationSchedule
+
+
+class SteppingBatches:
+    """Changes the class of a trainer to one of the same name with another estimate, until :meth:`remove`.
+
+    Args:
+        trainer: Of any class.
+        read_schedule: Called when somebody asks, and the training data is set up.
+    """
+
+    def __init__(self, trainer: pl.Trainer, read_schedule: Callable[[], AccumulationSchedule]) -> None:
+        plain = type(trainer)
+        self._trainer = trainer
+        self._plain = plain
+        self._read_schedule: Callable[[], AccumulationSchedule] | None = read_schedule
+
+        def estimate(trainer: Any) -> int | float:
+            lightning_estimate: int | float = plain.estimated_stepping_batches.__get__(trainer)  # sets up the data
+            is_endless = trainer.max_epochs == -1 or trainer.num_training_batches == float("inf")
+            if self._read_schedule is None or is_endless:
+                return lightning_estimate
+            steps = self._read_schedule().count_steps(trainer.num_training_batches, max(trainer.max_epochs, 1))
+            return steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)
+
+        attributes = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
+        self._swapped = type(plain.__name__, (plain,), attributes | {"estimated_stepping_batches": property(estimate)})
+        trainer.__class__ = self._swapped
+
+    def remove(self) -> None:
+        """Put the class back. Calling it again does nothing."""
+        self._read_schedule = None  # one that somebody else's class was put over stays, and passes on
+        if type(self._trainer) is self._swapped:
+            self._trainer.__class__ = self._plain

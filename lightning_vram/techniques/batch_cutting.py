@@ -1,0 +1,84 @@
+"""Cut a batch into micro-batches: by the user's function where there is one, else by what the batch is made of."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_vram.techniques.batch_splitting import BatchSplitError, BatchSplitter
+
+SplitFunction = Callable[[Any, int], Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class BatchFacts:
+    """What sizes are chosen by.
+
+    Args:
+        num_samples: N.
+        num_elements: Of everything in the batch that has one entry per sample.
+        shape: Equal for batches that cost the same.
+    """
+
+    num_samples: int
+    num_elements: int
+    shape: str
+
+    def elements_of(self, size: int) -> int:
+        """Elements of a micro-batch of ``size`` samples."""
+        return math.ceil(self.num_elements * min(size, self.num_samples) / max(1, self.num_samples))
+
+
+class BatchCutter:
+    """Cuts batches, views of what they hold.
+
+    Args:
+        shared_keys: See :class:`~lightning_vram.techniques.batch_splitting.BatchSplitter`.
+        split: ``split(batch, size)`` returns micro-batches of ``size`` samples, the last one of what is left.
+    """
+
+    def __init__(self, shared_keys: Sequence[str] = (), split: SplitFunction | None = None) -> None:
+        self._splitter = BatchSplitter(shared_keys)
+        self._split = split
+
+    def measure(self, batch: Any) -> BatchFacts:
+        """Find out how large a batch is.
+
+        Raises:
+            BatchSplitError: If it cannot be split.
+        """
+        try:
+            num_samples = self._splitter.batch_size(batch)
+            return BatchFacts(num_samples, self._splitter.elements(batch), self._splitter.shape_key(batch))
+        except BatchSplitError:
+            if self._split is None:
+                raise
+        num_samples = len(self._split(batch, 1))
+        return BatchFacts(num_samples, num_samples, f"{type(batch).__qualname__} of {num_samples}")
+
+    def cut(self, batch: Any, num_samples: int, size: int) -> list[tuple[Any, int]]:
+        """Cut into micro-batches of ``size`` samples, the last one of what is left.
+
+        Args:
+            batch: Any nest of tensors.
+            num_samples: As measured.
+            size: Samples per micro-batch.
+
+        Returns:
+            Micro-batches with their numbers of samples.
+
+        Raises:
+            BatchSplitError: If it cannot be split, or the user's function returned another number of parts.
+        """
+        size = min(size, num_samples)
+        sizes = [size] * (num_samples // size)
+        sizes += [num_samples % size] if num_samples % size else []
+        if self._split is None:
+            return list(zip(self._splitter.split(batch, sizes), sizes, strict=True))
+        parts = list(self._split(batch, size))
+        if len(parts) != len(sizes):
+            raise BatchSplitError(
+                f"split_batch(batch, {size}) returned {len(parts)} micro-batches for {num_samples} samples, "
+                f"expected {len(sizes)}: of {size} samples each, the last one of what is left."
+            )
+        return list(zip(parts, sizes, strict=True))

@@ -1,0 +1,125 @@
+"""Decisions of all ranks: what they agree on, and what becomes of one that does not come."""
+
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from lightning_vram.techniques.rank_agreement import RankAgreement, RankAgreementError
+
+SECOND = timedelta(seconds=1)
+LATE = (
+    r"^Rank 0 waited for a decision of all ranks, and one did not come within 1 s or is gone: "
+    r"its own output says why\.$"
+)
+
+
+def join(rank: int, path: str) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(f"{path}/store", 2), rank=rank, world_size=2)
+
+
+def start(run_rank, path: Path, *args: object) -> None:
+    mp.start_processes(run_rank, (str(path), *args), nprocs=2, start_method="fork")
+
+
+def test_one_rank_agrees_with_itself():
+    agreement = RankAgreement()
+    assert agreement.is_alone
+    assert agreement.largest(3, -1) == (3, -1)
+    assert agreement.smallest(3) == (3,)
+    agreement.close()
+    agreement.close()
+
+
+@pytest.mark.parametrize("timeout", [timedelta(), timedelta(seconds=-1)])
+def test_a_timeout_is_positive(timeout):
+    with pytest.raises(ValueError, match=rf"^RankAgreement\(timeout\) must be positive, got {timeout}\.$"):
+        RankAgreement(timeout)
+
+
+def agree(rank: int, path: str) -> None:
+    join(rank, path)
+    agreement = RankAgreement()
+    assert not agreement.is_alone
+    big = 2**53 + 1  # not a float64
+    assert agreement.largest(rank, -rank, big * rank) == (1, 0, big)
+    assert agreement.smallest(rank, -rank, big) == (0, -1, big)
+    assert agreement.largest() == ()
+    agreement.close()
+    agreement.close()
+    with pytest.raises(RankAgreementError, match=r"^The agreement between ranks was closed\.$"):
+        agreement.largest(1)
+    again = RankAgreement()  # a second fit
+    assert again.largest(rank) == (1,)
+    dist.barrier()
+    dist.destroy_process_group()
+    again.close()  # its group is gone already
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert RankAgreement().is_alone
+
+
+@pytest.mark.distributed
+def test_ranks_agree_on_the_largest_and_the_smallest(tmp_path):
+    start(agree, tmp_path)
+
+
+def wait_for_a_rank_that_never_comes(rank: int, path: str, by_call: bool) -> None:
+    join(rank, path)
+    agreement = RankAgreement() if by_call else RankAgreement(SECOND)
+    started = time.monotonic()
+    if rank == 0:
+        with pytest.raises(RankAgreementError, match=LATE) as caught:
+            agreement.largest(1, timeout=SECOND if by_call else None)
+        assert isinstance(caught.value.__cause__, RuntimeError)
+        assert time.monotonic() - started < 5
+    dist.barrier()  # the other one comes, too late
+    started = time.monotonic()
+    with pytest.raises(RankAgreementError, match="did not come within"):
+        agreement.smallest(1)
+    assert time.monotonic() - started < 0.5  # it does not wait again
+    agreement.close()
+    dist.barrier()  # other groups go on
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total == 2
+    dist.destroy_process_group()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("by_call", [True, False])
+def test_a_rank_that_never_comes_is_an_error_and_no_hang(tmp_path, by_call):
+    start(wait_for_a_rank_that_never_comes, tmp_path, by_call)
+
+
+def die(rank: int, path: str) -> None:
+    join(rank, path)
+    agreement = RankAgreement()
+    agreement.largest(0)
+    if rank == 0:
+        with pytest.raises(RankAgreementError, match="is gone"):
+            agreement.largest(1)
+
+
+@pytest.mark.distributed
+def test_a_rank_that_died_is_noticed_at_once(tmp_path):
+    started = time.monotonic()
+    start(die, tmp_path)
+    assert time.monotonic() - started < 20  # of half an hour
+
+
+def make_alone(rank: int, path: str) -> None:
+    join(rank, path)
+    if rank == 0:
+        with pytest.raises(RankAgreementError, match=LATE):
+            RankAgreement(SECOND)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.distributed
+def test_a_group_that_a_rank_does_not_make_is_an_error(tmp_path):
+    start(make_alone, tmp_path)
