@@ -6,9 +6,9 @@ of metrics that stay idle never.
 
 What ``self.log("accuracy", self.accuracy)`` shows for the step is ``forward``'s value. The value of the batch is
 computed from the states of its micro-batches, where ranks would merge them by sum, mean, minimum, maximum or
-concatenation (``dist_reduce_fx``), and the metric was called once in each micro-batch. Else, as for
-:class:`~torchmetrics.regression.PearsonCorrCoef` and compositions of metrics, it is the mean of the micro-batches'
-values, weighted by their shares, where they are floating tensors; the last one where they are not.
+concatenation (``dist_reduce_fx``). Else, as for :class:`~torchmetrics.regression.PearsonCorrCoef` and compositions of
+metrics, it is the mean of the micro-batches' values, weighted by their shares, where they are floating tensors; the
+last one where they are not.
 
 Not the same as without micro-batches: counts of updates (``update_count``, windows of ``Running``), states that are
 means over updates, what a wrapper makes of the values of batches (the extremes of ``MinMaxMetric``), and metrics that

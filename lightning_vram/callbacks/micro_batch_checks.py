@@ -23,8 +23,6 @@ def check_micro_batching(trainer: pl.Trainer, *, is_training: bool) -> None:
     Raises:
         MisconfigurationException: With the reason and the way out.
     """
-    if sum(type(callback).__name__ == _NAME for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
-        raise MisconfigurationException("MicroBatching can be used once, got several: remove all but one.")
     refuse_moved_parameters(_NAME, trainer, "a second forward in one step would find elsewhere")
     if not is_training:
         return

@@ -6,8 +6,9 @@ it logged and drew from the generators. So the run goes on as if it had used the
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -98,9 +99,8 @@ class MicroBatchRunner:
         agreed = self._sizes.start(facts, self._planning.limit(facts) if self._planning is not None else None)
         while True:
             attempt = MicroBatchTry(self._trainer, self._metrics, self._guard, is_training=self._is_training)
-            micro_batches = self._cut(batch, facts, agreed)
             started = time.monotonic()
-            outputs, error = self._attempt(attempt, micro_batches, step, agreed)
+            outputs, error = self._attempt(attempt, step, partial(self._cut, batch, facts, agreed), agreed)
             if not self.retries or not self._has_failed(error, started):
                 break
             assert undo is not None
@@ -129,11 +129,11 @@ class MicroBatchRunner:
                     raise
 
     def _attempt(
-        self, attempt: MicroBatchTry, micro_batches: Sequence[MicroBatch], step: Step[Output], agreed: Agreed
+        self, attempt: MicroBatchTry, step: Step[Output], cut: Callable[[], list[MicroBatch]], agreed: Agreed
     ) -> tuple[list[tuple[MicroBatch, Output]], Exception | None]:
         """Returns an out-of-memory error rather than raising it: its traceback would keep the graph alive."""
         try:
-            return attempt.run(micro_batches, step), None
+            return attempt.run(cut(), step), None
         except BaseException as error:
             attempt.drop()
             if not self.retries or not isinstance(error, Exception) or not is_out_of_memory(error):

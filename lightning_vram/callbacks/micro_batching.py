@@ -96,8 +96,9 @@ class MicroBatching(FitTechnique):
     Raises:
         TypeError: If an argument has another type than said above.
         ValueError: If a size or a number of batches is smaller than 1, or a text is none of those above.
-        MisconfigurationException: In ``setup``, with manual optimization, DeepSpeed, FSDP1, a ``training_step`` that
-            takes ``dataloader_iter``, communication hooks of DDP with ``"auto"``, or a second ``MicroBatching``.
+        MisconfigurationException: Before the first batch, with manual optimization, DeepSpeed, FSDP1, or a
+            ``training_step`` that takes ``dataloader_iter``; with ``"auto"`` also where only the reducer of DDP can
+            reduce (communication hooks, ``static_graph``), and under FSDP2 before PyTorch 2.13.
         BatchSplitError: In the first batch, if it cannot be split.
 
     Attributes:

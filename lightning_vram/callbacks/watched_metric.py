@@ -79,12 +79,11 @@ class WatchedMetric:
     def finish(self) -> None:
         """Keep what was accumulated, and show the value of the batch."""
         self._remove_shadows()
-        shown = list({chunk.chunk: chunk for chunk in self._shown}.values())
+        shown = list({chunk.chunk: chunk for chunk in self._shown}.values())  # of several calls in each the last
         if len(shown) < 2 or self._metric._forward_cache is not shown[-1].value:
             return
-        was_called_once = len(shown) == len(self._shown)
         states = [chunk.states for chunk in shown if chunk.states is not None]
-        if was_called_once and len(states) == len(shown) and _is_mergeable(self._metric):
+        if len(states) == len(shown) and _is_mergeable(self._metric):
             self._metric._forward_cache = _compute(self._metric, states)
         else:
             self._metric._forward_cache = _mean([chunk.value for chunk in shown], [chunk.share for chunk in shown])

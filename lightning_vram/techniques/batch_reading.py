@@ -82,7 +82,7 @@ class Reading:
     def read_samples(self, parts: Parts, path: BatchPath) -> bool:
         """As :meth:`read`, for a list of as many entries as there are samples."""
         self.roles[path] = "samples"
-        is_odd = path not in self._known and look_like_columns(parts.values)
+        is_odd = path not in self._known and (look_like_columns(parts.values) or not is_uniform(parts.values))
         self._has_odd_samples |= is_odd
         self._is_confirmed |= not is_odd
         return True

@@ -11,6 +11,7 @@ A step that writes into a tensor of its micro-batch writes into the batch.
 from collections.abc import Sequence
 from typing import Any
 
+from lightning_vram.memory.out_of_memory import is_out_of_memory
 from lightning_vram.techniques.batch_leaves import count_elements, count_rows, cut_rows, is_constant
 from lightning_vram.techniques.batch_path import BatchPath, SharedKeys, iterate
 from lightning_vram.techniques.batch_reading import Reading, Role
@@ -88,6 +89,8 @@ class BatchSplitter:
         try:
             return self._cut(batch, _ROOT, reading, sizes)
         except (AttributeError, KeyError, RuntimeError, TypeError) as error:
+            if is_out_of_memory(error):
+                raise
             raise BatchSplitError(f"A part of the batch cannot be built anew: {error} Please {HOOK}.") from error
 
     def shape_key(self, batch: Any) -> str:

@@ -44,7 +44,7 @@ class BufferCopy:
 
     def is_changed(self) -> bool:
         """Whether the tensor may have been written since the copy was made."""
-        return not self._is_counted or version_of(self.tensor) != self._version or _place(self.tensor) != self._place
+        return not self._is_counted or self._has_changed_visibly()
 
     def refresh(self) -> None:
         """Copy a tensor that is not small again, if it may have been written."""

@@ -84,7 +84,7 @@ class MicroBatchSizes:
         fit = self._fits.setdefault(shape, _Fit(size))
         fit.num_good += 1
         if self._tried == (shape, size):
-            self._fits[shape] = _Fit(size)
+            self._fits[shape] = _Fit(size, num_good=1)
             self._patience = self._regrow_after
         if self._failing_elements is not None and num_elements >= self._failing_elements:
             self._failing_elements = num_elements + 1

@@ -165,6 +165,28 @@ class Stubborn(Metric):
         return self.total
 
 
+class MeanOfMeans(Metric):
+    """Averages over updates."""
+
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("mean", torch.zeros(()), dist_reduce_fx="mean")
+
+    def update(self, value):
+        self.mean = value.mean()
+
+    def compute(self):
+        return self.mean
+
+
+def test_states_that_are_means_show_the_mean_of_equal_micro_batches():
+    data = batches(numbers)
+    shown, _ = run(MeanOfMeans(), data, [4, 4, 4], "forward")
+    torch.testing.assert_close(shown, run_plain(MeanOfMeans(), data, "forward")[0], check_dtype=False)
+
+
 WRAPPED = {
     "in place": (Stubborn, numbers),
     "classwise": (lambda: ClasswiseWrapper(MulticlassAccuracy(num_classes=3, average=None)), classes),
@@ -234,7 +256,7 @@ def test_groups_that_a_dropped_try_formed_are_dissolved():
     assert not any(metric.update_called for metric in model.metric.values())
 
 
-def test_a_metric_called_twice_in_a_step_shows_the_mean_of_its_last_values():
+def test_a_metric_called_twice_in_a_step_shows_its_last_call():
     model = Model(MeanMetric())
     states = MetricStates(model)
     states.begin(2)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 from memory_limit import MemoryLimit
-from micro_batching_models import LitRegression
+from micro_batching_models import LitRegression, Script
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -77,20 +77,6 @@ def test_out_of_memory_leaves_no_trace(fit, where: str, options: dict) -> None:
     assert limit.errors_in_backward == (2 if where == "backward" else 0)
     assert [len(out) for out in actual.gradients] == [len(out) for out in expected.gradients]
     assert_equal(actual, expected)
-
-
-class Script:
-    """Sizes for each batch, from the start: what a run with out-of-memory errors is compared with."""
-
-    retries = False
-
-    def __init__(self, sizes: Sequence[int | None]) -> None:
-        self.sizes = list(sizes)
-
-    def propose(self, shape: str, num_samples: int, num_elements: int) -> int | None:
-        return self.sizes.pop(0)
-
-    def note_success(self, *args: Any) -> None: ...
 
 
 def scripted(sizes: Sequence[int | None]) -> MicroBatching:

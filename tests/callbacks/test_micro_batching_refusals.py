@@ -1,0 +1,170 @@
+"""What MicroBatching refuses, and what a user with an unusual batch can do."""
+
+import copy
+import pickle
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from helpers import LitManual, LitTiny, TinyCNN, TinyGPT
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from memory_limit import MemoryLimit
+from micro_batching_models import BATCH, LitRegression
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_vram import MicroBatching
+from lightning_vram.memory.units import MIB
+from lightning_vram.techniques.batch_splitting import BatchSplitError
+
+pytestmark = pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")  # Lightning, of odd batches
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"size": 0}, ValueError, r"MicroBatching\(size\)"),
+        ({"size": True}, TypeError, r"MicroBatching\(size\)"),
+        ({"size": 2.0}, TypeError, r"MicroBatching\(size\)"),
+        ({"size": "half"}, ValueError, r"MicroBatching\(size\) must be a number of samples or 'auto', got 'half'"),
+        ({"eval": -1}, ValueError, r"MicroBatching\(eval\)"),
+        ({"regrow_after_n_batches": 0}, ValueError, r"MicroBatching\(regrow_after_n_batches\)"),
+        ({"shared_keys": "mask"}, TypeError, r"MicroBatching\(shared_keys\) must be a list of names, got 'mask'"),
+        ({"shared_keys": [3]}, TypeError, r"MicroBatching\(shared_keys\)"),
+        ({"split": "halves"}, TypeError, r"MicroBatching\(split\) must be a function split\(batch, size\)"),
+        ({"weight": "words"}, ValueError, r"MicroBatching\(weight\)"),
+        ({"weight": 3}, TypeError, r"MicroBatching\(weight\)"),
+    ],
+)
+def test_arguments_are_checked(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        MicroBatching(**arguments)
+
+
+@pytest.mark.parametrize("weight", ["samples", "tokens", "shifted_tokens"])
+def test_copies_and_pickles_are_whole(weight: str) -> None:
+    callback = MicroBatching(weight=weight)
+    for twin in (copy.deepcopy(callback), pickle.loads(pickle.dumps(callback))):
+        assert vars(twin).keys() == vars(callback).keys()
+
+
+def test_manual_optimization_is_refused(make_trainer) -> None:
+    with pytest.raises(MisconfigurationException, match="does not work with manual optimization"):
+        make_trainer(callbacks=[MicroBatching()]).fit(LitManual(TinyCNN()))
+
+
+@pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter`")
+def test_a_step_that_takes_its_batches_itself_is_refused(make_trainer) -> None:
+    class Taking(LitTiny):
+        def training_step(self, dataloader_iter) -> Tensor:
+            return self.loss(next(dataloader_iter)[0])
+
+    with pytest.raises(MisconfigurationException, match="dataloader_iter"):
+        make_trainer(callbacks=[MicroBatching()]).fit(Taking(TinyCNN()))
+
+
+@pytest.mark.distributed
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_what_only_the_reducer_can_do_is_refused(make_trainer) -> None:
+    strategy = DDPStrategy(start_method="fork", static_graph=True)
+    with pytest.raises(Exception, match=r"MicroBatching\('auto'\) does not work with static_graph=True"):
+        make_trainer(callbacks=[MicroBatching()], strategy=strategy, devices=2).fit(LitTiny(TinyGPT()))
+
+
+class Weighted(LitRegression):
+    """Its batches hold what is the same for all samples, too."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        assert batch["scale"].shape == (3,)
+        return super().training_step(batch, batch_idx)
+
+    def train_dataloader(self) -> DataLoader:
+        batches = list(super().train_dataloader())
+        return DataLoader([{**batch, "scale": torch.ones(3)} for batch in batches], batch_size=None)
+
+
+def test_what_cannot_be_split_is_an_error_in_the_first_batch_that_names_the_ways_out(make_trainer) -> None:
+    with pytest.raises(BatchSplitError, match=r'batch\["scale"\] has 3 rows.*shared_keys=\["scale"\].*split_batch'):
+        make_trainer(callbacks=[MicroBatching()]).fit(Weighted())
+
+
+def test_shared_keys_pass_through(make_trainer) -> None:
+    model = Weighted()
+    make_trainer(callbacks=[MicroBatching(3, shared_keys=["scale"])], max_epochs=1).fit(model)
+    assert model.sizes == [3, 3, 2] * 3 + [3, 1]
+
+
+@pytest.mark.parametrize("is_method", [True, False], ids=["hook", "argument"])
+def test_the_user_may_split(make_trainer, is_method: bool) -> None:
+    class Splitting(Weighted):
+        if is_method:
+
+            def split_batch(self, batch: dict[str, Tensor], size: int) -> list[dict[str, Tensor]]:
+                return halves(batch, size)
+
+    def halves(batch: dict[str, Tensor], size: int) -> list[dict[str, Tensor]]:
+        parts = zip(batch["x"].split(size), batch["y"].split(size), strict=True)
+        return [{"x": x, "y": y, "scale": batch["scale"]} for x, y in parts]
+
+    model = Splitting(heavy="forward")
+    callback = MicroBatching(split=None if is_method else halves)
+    with MemoryLimit(int(4.5 * MIB)):
+        make_trainer(callbacks=[callback], max_epochs=1).fit(model)
+    assert callback.micro_batch_size == BATCH // 2
+
+
+def test_a_batch_that_the_step_writes_into_is_there_again(make_trainer) -> None:
+    class Writing(LitRegression):
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+            batch["x"].mul_(2)
+            batch.pop("unused", None)
+            return super().training_step(batch, batch_idx)
+
+    weights = []
+    for callback, limit in ((MicroBatching(2), None), (MicroBatching(regrow_after_n_batches=None), int(2.5 * MIB))):
+        model = Writing(heavy="forward")
+        with MemoryLimit(limit):
+            make_trainer(callbacks=[callback], max_epochs=1).fit(model)
+        weights.append(model.state_dict())
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_after_the_fit_trainer_and_module_are_what_they_were(make_trainer) -> None:
+    model = LitRegression()
+    trainer = make_trainer(callbacks=[MicroBatching(2, eval=2)], max_epochs=1)
+    loop = trainer.fit_loop.epoch_loop.automatic_optimization
+    before = set(vars(model)), set(vars(loop)), set(vars(trainer.strategy))
+    trainer.fit(model)
+    left = set(vars(model)) - before[0], set(vars(loop)) - before[1], set(vars(trainer.strategy)) - before[2]
+    plain = LitRegression()
+    reference = make_trainer(max_epochs=1)
+    strategy = set(vars(reference.strategy))
+    reference.fit(plain)
+    assert left == (set(vars(plain)) - before[0], set(), set(vars(reference.strategy)) - strategy)
+
+
+def test_a_step_that_skips_some_parts_counts_the_others(make_trainer) -> None:
+    class Skipping(LitRegression):
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+            return None if float(batch["x"][0, 0]) > 0 else super().training_step(batch, batch_idx)["loss"]
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            pass
+
+    model = Skipping()
+    with pytest.warns(UserWarning, match="returned `None`"):
+        make_trainer(callbacks=[MicroBatching(1)], max_epochs=1).fit(model)
+    assert 0 < len(model.sizes) < 28
+
+
+@pytest.mark.parametrize("eval_size", [None, 2])
+def test_stages_without_a_fit_work(make_trainer, eval_size: int | None) -> None:
+    trainer: pl.Trainer = make_trainer(callbacks=[MicroBatching(eval=eval_size)])
+    model = LitTiny(TinyCNN())
+    expected = make_trainer().predict(model)
+    torch.manual_seed(0)
+    assert len(trainer.predict(model)) == len(expected)
+    trainer.validate(model, verbose=False)
+    trainer.test(model, verbose=False)

@@ -1,0 +1,64 @@
+"""What a batch is cut into, by the package or by the user's function; and how much each part counts."""
+
+import pytest
+import torch
+
+from lightning_vram.techniques.batch_cutting import BatchCutter
+from lightning_vram.techniques.batch_splitting import BatchSplitError
+from lightning_vram.techniques.micro_batch_shares import shares_of
+
+
+class Graph:
+    """A batch no rule knows."""
+
+    def __init__(self, nodes: list[int]) -> None:
+        self.nodes = nodes
+
+
+def split_graph(batch: Graph, size: int) -> list[Graph]:
+    return [Graph(batch.nodes[start : start + size]) for start in range(0, len(batch.nodes), size)]
+
+
+@pytest.mark.parametrize(("size", "sizes"), [(3, [3, 3, 1]), (7, [7]), (99, [7]), (1, [1] * 7)])
+def test_the_last_part_takes_what_is_left(size, sizes):
+    batch = {"x": torch.arange(14.0).reshape(7, 2), "y": torch.arange(7)}
+    cutter = BatchCutter()
+    facts = cutter.measure(batch)
+    assert (facts.num_samples, facts.num_elements) == (7, 21)
+    assert facts.elements_of(3) == 9
+    assert facts.elements_of(99) == 21
+    parts = cutter.cut(batch, facts.num_samples, size)
+    assert [count for _, count in parts] == sizes
+    assert torch.equal(torch.cat([part["x"] for part, _ in parts]), batch["x"])
+
+
+def test_the_users_function_knows_what_no_rule_does():
+    cutter, batch = BatchCutter(split=split_graph), Graph([5, 6, 7])
+    facts = cutter.measure(batch)
+    assert facts.num_samples == 3
+    assert [(part.nodes, count) for part, count in cutter.cut(batch, 3, 2)] == [([5, 6], 2), ([7], 1)]
+
+
+def test_without_it_such_a_batch_is_refused():
+    with pytest.raises(BatchSplitError, match="split_batch"):
+        BatchCutter().measure(Graph([1]))
+
+
+def test_a_function_that_returns_other_parts_is_refused():
+    cutter = BatchCutter(split=lambda batch, size: [batch])
+    with pytest.raises(BatchSplitError, match=r"returned 1 micro-batches for 3 samples, expected 2: of 2 samples each"):
+        cutter.cut(torch.zeros(3), 3, 2)
+
+
+def test_shares_are_of_samples_or_of_what_the_weight_counts():
+    parts = [torch.tensor([1, 1]), torch.tensor([0, -100]), torch.tensor([-100])]
+    assert shares_of(parts, [2, 2, 1], None) == [0.4, 0.4, 0.2]
+    assert shares_of(parts, [2, 2, 1], lambda part: float((part != -100).sum())) == [2 / 3, 1 / 3, 0.0]
+    shares = shares_of(parts, [2, 2, 1], lambda part: (part != -100).sum())
+    assert torch.equal(torch.stack(shares), torch.tensor([2 / 3, 1 / 3, 0.0], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("zero", [0.0, torch.tensor(0)])
+def test_where_all_weights_are_zero_samples_count(zero):
+    shares = shares_of([torch.zeros(3), torch.zeros(1)], [3, 1], lambda part: zero)
+    assert [float(share) for share in shares] == [0.75, 0.25]
