@@ -64,7 +64,7 @@ class AccumulationScheduler(FitTechnique):
 
     Example:
         >>> import lightning.pytorch as pl
-        >>> from lightning_vram.callbacks.accumulation_scheduler import AccumulationScheduler
+        >>> from lightning_vram import AccumulationScheduler
         >>> trainer = pl.Trainer(callbacks=[AccumulationScheduler({0: 8, 4: 4})], logger=False)
     """
 

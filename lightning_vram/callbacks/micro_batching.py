@@ -8,7 +8,6 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -27,7 +26,7 @@ from lightning_vram.memory.checks import check_positive_int
 from lightning_vram.memory.device_room import device_room
 from lightning_vram.techniques.agreed_sizes import AgreedSizes, FixedSize
 from lightning_vram.techniques.batch_cutting import BatchCutter
-from lightning_vram.techniques.batch_weights import make_batch_weight
+from lightning_vram.techniques.batch_weights import WeightName, make_batch_weight
 from lightning_vram.techniques.micro_batch_sizes import MicroBatchSizes
 from lightning_vram.techniques.rank_agreement import RankAgreement
 from lightning_vram.techniques.size_planning import SizePlanning
@@ -115,7 +114,7 @@ class MicroBatching(FitTechnique):
         self,
         size: Size = "auto",
         *,
-        weight: Literal["samples", "tokens", "shifted_tokens"] | Callable[[Any], float | Tensor] = "samples",
+        weight: WeightName | Callable[[Any], Any] = "samples",
         shared_keys: Sequence[str] = (),
         split: Callable[[Any, int], Sequence[Any]] | None = None,
         regrow_after_n_batches: int | None = 1000,
