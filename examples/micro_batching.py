@@ -8,9 +8,7 @@ from lightning_vram import ActivationCheckpointing, MicroBatching, VRAMMonitor
 from lightning_vram.demos import ByteGPT, SourceText
 
 monitor = VRAMMonitor(path=None)
-splitting = MicroBatching(
-    "auto", eval="auto"
-)  # whole, as long as there is room; MicroBatching(2): two samples
+splitting = MicroBatching("auto", eval="auto")  # whole, as long as there is room; MicroBatching(2): two samples
 trainer = pl.Trainer(
     max_steps=50,
     fast_dev_run="--fast_dev_run" in sys.argv,

@@ -20,7 +20,7 @@ from lightning_vram.callbacks.metric_states import MetricStates
 from lightning_vram.callbacks.micro_batch_checks import why_counts_must_be_equal
 from lightning_vram.callbacks.micro_batch_try import MicroBatch, MicroBatchTry, Step
 from lightning_vram.memory.allocator import empty_cache, has_cache
-from lightning_vram.memory.out_of_memory import is_out_of_memory
+from lightning_vram.memory.out_of_memory import is_out_of_memory, release_frames
 from lightning_vram.techniques.agreed_sizes import Agreed, AgreedSizes
 from lightning_vram.techniques.batch_cutting import BatchCutter, BatchFacts
 from lightning_vram.techniques.batch_guard import BatchGuard
@@ -31,7 +31,7 @@ from lightning_vram.techniques.sharded_recovery import discard_failed_iteration
 from lightning_vram.techniques.size_planning import PROBED_SIZES, SizePlanning
 from lightning_vram.techniques.step_rollback import BufferCopies, StepState
 
-_VOTE_SECONDS = 60.0  # and ten times what the longest try took: ranks began the try together
+_SILENCE_SECONDS = 60.0  # and ten times what the longest try took: ranks began the try together
 
 Output = TypeVar("Output")
 
@@ -100,7 +100,7 @@ class MicroBatchRunner:
         while True:
             attempt = MicroBatchTry(self._trainer, self._metrics, self._guard, is_training=self._is_training)
             started = time.monotonic()
-            outputs, error = self._attempt(attempt, step, partial(self._cut, batch, facts, agreed), agreed)
+            outputs, error = self._attempt(attempt, step, partial(self._cut, batch, facts, agreed), agreed.size)
             if not self.retries or not self._has_failed(error, started):
                 break
             assert undo is not None
@@ -115,21 +115,21 @@ class MicroBatchRunner:
         return outputs
 
     def _probe(self, planning: SizePlanning, batch: Any, facts: BatchFacts, step: Step[Output]) -> None:
-        """Run a few small micro-batches that count for nothing; of one too large, that is all there is to know."""
-        planning.is_probed = True
-        attempt = MicroBatchTry(self._trainer, self._metrics, self._guard, is_training=self._is_training)
+        """Run a few small micro-batches that count for nothing."""
         for size in PROBED_SIZES:
+            attempt = MicroBatchTry(self._trainer, self._metrics, self._guard, is_training=self._is_training)
             part, size = self._cutter.cut(batch, facts.num_samples, size)[0]
             idle = MicroBatch(part, size, 1.0, is_first=False, is_last=False, is_idle=True)
-            try:
-                with planning.watching(facts.elements_of(size)):
-                    attempt.run([idle], step)
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
+            started = time.monotonic()
+            with planning.watching(facts.elements_of(size)):
+                _, error = self._attempt(attempt, step, partial(list, (idle,)), size)
+            if self._has_failed(error, started):
+                planning.give_up()
+                break
+        planning.is_probed = True
 
     def _attempt(
-        self, attempt: MicroBatchTry, step: Step[Output], cut: Callable[[], list[MicroBatch]], agreed: Agreed
+        self, attempt: MicroBatchTry, step: Step[Output], cut: Callable[[], list[MicroBatch]], size: int
     ) -> tuple[list[tuple[MicroBatch, Output]], Exception | None]:
         """Returns an out-of-memory error rather than raising it: its traceback would keep the graph alive."""
         try:
@@ -138,8 +138,8 @@ class MicroBatchRunner:
             attempt.drop()
             if not self.retries or not isinstance(error, Exception) or not is_out_of_memory(error):
                 raise
-            if agreed.size > 1:  # at one sample it is what the user gets to see
-                error.__traceback__ = error.__context__ = None
+            if size > 1:  # of a single sample it is what the user gets to see
+                release_frames(error)
             return [], error
 
     def _cut(self, batch: Any, facts: BatchFacts, agreed: Agreed) -> list[MicroBatch]:
@@ -176,7 +176,9 @@ class MicroBatchRunner:
 
     def _has_failed(self, error: Exception | None, started: float) -> bool:
         self._longest_seconds = max(self._longest_seconds, time.monotonic() - started)
-        timeout = timedelta(seconds=_VOTE_SECONDS + 10 * self._longest_seconds)
+        timeout = None  # a rank may be slow, to compile, say
+        if error is not None and self._sizes.has_equal_counts:  # ranks that did not fail at the same place cannot come
+            timeout = timedelta(seconds=_SILENCE_SECONDS + 10 * self._longest_seconds)
         try:
             return self._sizes.has_failed(here=error is not None, timeout=timeout)
         except RankAgreementError as silence:

@@ -83,6 +83,22 @@ def is_out_of_memory(error: BaseException) -> bool:
     return read_out_of_memory(error) is not None
 
 
+def release_frames(error: BaseException) -> None:
+    """Let go of the frames that ``error`` holds, and with them of all tensors that were alive in them.
+
+    Its text, type, notes and causes stay; the tracebacks are gone.
+    """
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        link = waiting.pop()
+        if link is None or id(link) in seen:
+            continue
+        seen.add(id(link))
+        link.__traceback__ = None
+        waiting += [link.__cause__, link.__context__, *getattr(link, "exceptions", ())]
+
+
 def _chain(error: BaseException) -> Iterator[BaseException]:
     seen: set[int] = set()
     link: BaseException | None = error

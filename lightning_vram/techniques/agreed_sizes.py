@@ -76,7 +76,7 @@ class AgreedSizes:
     def __init__(self, chooser: SizeChooser, agreement: RankAgreement, *, has_equal_counts: bool) -> None:
         self._chooser = chooser
         self._agreement = agreement
-        self._has_equal_counts = has_equal_counts
+        self.has_equal_counts = has_equal_counts
         self._largest_batch = 0
 
     @property
@@ -94,13 +94,17 @@ class AgreedSizes:
         proposed = self._chooser.propose(facts.shape, facts.num_samples, facts.num_elements)
         size = min(_WHOLE if proposed is None else proposed, _WHOLE if limit is None else limit)
         self._largest_batch = facts.num_samples
-        if not self._agreement.is_alone and (self.retries or self._has_equal_counts):
+        if not self._agreement.is_alone and (self.retries or self.has_equal_counts):
             negative, self._largest_batch = self._agreement.largest(-size, facts.num_samples)
             size = -negative
         return self._agreed(min(size, self._largest_batch))
 
-    def has_failed(self, *, here: bool, timeout: timedelta) -> bool:
+    def has_failed(self, *, here: bool, timeout: timedelta | None = None) -> bool:
         """Whether a try ran out of memory on any rank. A collective.
+
+        Args:
+            here: Whether it did on this one.
+            timeout: How long to wait for the others, if not as long as for any decision.
 
         Raises:
             RankAgreementError: If a rank does not come.
@@ -124,4 +128,4 @@ class AgreedSizes:
         self._chooser.note_success(facts.shape, size, facts.elements_of(agreed.size))
 
     def _agreed(self, size: int) -> Agreed:
-        return Agreed(size, -(-self._largest_batch // size) if self._has_equal_counts else None)
+        return Agreed(size, -(-self._largest_batch // size) if self.has_equal_counts else None)

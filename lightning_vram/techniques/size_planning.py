@@ -23,6 +23,7 @@ class SizePlanning:
         self._room = room
         self._memory = ChunkMemory()
         self.is_probed = False
+        self._is_hopeless = False
 
     @contextmanager
     def watching(self, num_elements: int) -> Iterator[None]:
@@ -32,8 +33,14 @@ class SizePlanning:
         yield
         self._memory.observe(max(1, num_elements), max(0, self._room.peak_since_reset() - before))
 
+    def give_up(self) -> None:
+        """Even a small micro-batch ran out of memory: one sample at a time is what is left to try."""
+        self._is_hopeless = True
+
     def limit(self, facts: BatchFacts) -> int | None:
         """Return how many samples of a batch are predicted to fit; ``None`` while nothing is known."""
+        if self._is_hopeless:
+            return 1
         most = max(1, facts.num_elements)
         elements = self._memory.largest_size(self._room.room_bytes(), most)
         if elements is None or elements >= most:

@@ -136,7 +136,7 @@ def test_out_of_memory_on_all_ranks_under_fsdp2_leaves_no_trace(fit, where: str)
 
 @pytest.mark.skipif(not can_recover(), reason="needs torch 2.13")
 def test_out_of_memory_on_one_rank_under_fsdp2_is_an_error_and_no_hang(fit, monkeypatch) -> None:
-    monkeypatch.setattr("lightning_vram.callbacks.micro_batch_runner._VOTE_SECONDS", 2.0)
+    monkeypatch.setattr("lightning_vram.callbacks.micro_batch_runner._SILENCE_SECONDS", 2.0)
 
     with pytest.raises(ProcessRaisedException, match="Process 1 terminated") as caught:
         fit([MicroBatching("auto")], {1: LIMIT_BYTES}, heavy="forward", is_sharded=True)

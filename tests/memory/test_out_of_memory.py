@@ -1,12 +1,18 @@
 """Out-of-memory errors in the words of every library, and errors that only sound like one."""
 
 import errno
+import weakref
 
 import pytest
 import torch
 from torch.multiprocessing import ProcessRaisedException
 
-from lightning_vram.memory.out_of_memory import OutOfMemorySource, is_out_of_memory, read_out_of_memory
+from lightning_vram.memory.out_of_memory import (
+    OutOfMemorySource,
+    is_out_of_memory,
+    read_out_of_memory,
+    release_frames,
+)
 
 MESSAGES = [
     (
@@ -129,3 +135,25 @@ def test_a_cycle_of_causes_ends():
     error.__cause__ = other = RuntimeError("second")
     other.__cause__ = error
     assert not is_out_of_memory(error)
+
+
+def test_an_error_lets_go_of_what_was_alive_where_it_came_from():
+    def fail() -> None:
+        tensor = torch.zeros(3)
+        alive.append(weakref.ref(tensor))
+        try:
+            raise ValueError("inner")
+        except ValueError as inner:
+            raise torch.OutOfMemoryError("CUDA out of memory.") from inner
+
+    alive: list[weakref.ref] = []
+    kept = None
+    try:
+        fail()
+    except torch.OutOfMemoryError as error:
+        kept = error
+    assert alive[0]() is not None
+    release_frames(kept)
+    assert alive[0]() is None
+    assert is_out_of_memory(kept)
+    assert str(kept.__cause__) == "inner"
