@@ -44,7 +44,7 @@ class _Entry:
 
     value: Any
     size: int
-    share: float | Tensor
+    share: float
     options: dict[str, Any]
 
 
@@ -60,7 +60,7 @@ class BatchLogging:
         self._entries: dict[tuple[str, str, int], list[_Entry]] = {}
         self._num_chunks = 0
         self._size = 1
-        self._share: float | Tensor = 1.0
+        self._share = 1.0
         self._occurrences: Counter[tuple[str, str]] = Counter()
         self._log: Log = results.log
         self._shadow: Shadow | None = None
@@ -75,12 +75,12 @@ class BatchLogging:
         assert self._shadow is not None
         self._shadow.remove()
 
-    def start_chunk(self, size: int, share: float | Tensor) -> None:
+    def start_chunk(self, size: int, share: float) -> None:
         """Call before each micro-batch.
 
         Args:
             size: Its samples: weight of its values where all shares are 0.
-            share: Weight of its values in a mean; a number or a 0-dim tensor. A call's own ``batch_size=`` comes first.
+            share: Weight of its values in a mean. A call's own ``batch_size=`` comes first.
         """
         self._num_chunks += 1
         self._size, self._share = size, share
@@ -118,7 +118,9 @@ def _combine(fx: str, name: str, calls: Sequence[_Entry]) -> tuple[Tensor, dict[
     options = dict(calls[0].options)
     batch_sizes: list[Any] = [call.options.get("batch_size") for call in calls]
     weights = [call.share for call in calls]
-    if None not in batch_sizes:
+    if set(batch_sizes) == {sum(call.size for call in calls)}:
+        pass  # a constant of the module: the size of the whole batch, which it is
+    elif None not in batch_sizes:
         weights = batch_sizes
         options["batch_size"] = sum(batch_sizes)
     values: list[Tensor] = [call.value for call in calls]

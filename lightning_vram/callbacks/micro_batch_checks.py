@@ -45,6 +45,12 @@ def check_wrapped(trainer: pl.Trainer, *, retries: bool) -> None:
     Raises:
         MisconfigurationException: With the reason and the way out.
     """
+    stepping = [name for name, p in trainer.lightning_module.named_parameters() if p._post_accumulate_grad_hooks]
+    if stepping:
+        raise MisconfigurationException(
+            "MicroBatching does not work with hooks after the accumulation of a gradient, as optimizers that step in "
+            f"the backward use them: they would run for each part of a batch. Remove that of {stepping[0]}."
+        )
     model = trainer.strategy.model
     reason = why_reducer_is_needed(model) if isinstance(model, DistributedDataParallel) else None
     if retries and reason is not None:

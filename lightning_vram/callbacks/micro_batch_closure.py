@@ -6,7 +6,7 @@ comes before the first backward, ``on_after_backward`` after the last, when the 
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_vram.callbacks.micro_batch_outputs import combine_step_outputs
+from lightning_vram.callbacks.micro_batch_outputs import combine_extras
 from lightning_vram.callbacks.micro_batch_runner import MicroBatchRunner
 from lightning_vram.callbacks.micro_batch_try import MicroBatch
 from lightning_vram.callbacks.quiet_hooks import quiet_hooks
@@ -58,6 +58,7 @@ class MicroBatchClosure(Closure):
         self._loop = loop
         self._trainer = loop.trainer
         self._kwargs = kwargs
+        self._optimizer = optimizer
         self._runner = runner
         self._backward = loop._make_backward_fn(optimizer)
         self._zero_grad = loop._make_zero_grad_fn(batch_idx, optimizer)
@@ -68,15 +69,12 @@ class MicroBatchClosure(Closure):
     def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
         if self._zero_grad is not None:
             self._zero_grad()
-        self._has_run_backward = False
-        module = self._trainer.lightning_module
         batch = next(iter(self._kwargs.values()))
-        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         by_hand = self._reduced_by_hand()
         if by_hand is not None:
             sync_buffers(by_hand)  # not inside of a try, which must not wait for other ranks
         with _block_parallel_sync_behavior(self._trainer.strategy, block=by_hand is not None):
-            outputs = self._runner.run(batch, self._step, parameters)
+            outputs = self._runner.run(batch, self._step, self._parameters())
         if by_hand is not None and not self._trainer.fit_loop._should_accumulate():
             reduce_gradients(by_hand)
             expect_buffer_sync(by_hand)
@@ -87,17 +85,19 @@ class MicroBatchClosure(Closure):
     def _reduced_by_hand(self) -> DistributedDataParallel | None:
         """Under DDP, where the reducer must not be at work in a backward.
 
-        A rank that runs out of memory in the middle of a reduction leaves the others waiting in it. And a parameter
-        that only an earlier micro-batch used is unused for the reducer.
+        A rank that runs out of memory in the middle of a reduction leaves the others waiting in it. A parameter that
+        only an earlier micro-batch used is unused for the reducer. And the last one, which it reduces after, may count
+        for nothing.
         """
         model = self._trainer.strategy.model
         if not isinstance(model, DistributedDataParallel) or self._backward is None:
             return None
-        if not self._runner.retries and not (model.find_unused_parameters and why_reducer_is_needed(model) is None):
-            return None
-        return model
+        is_better = model.find_unused_parameters or self._runner.weighs
+        return model if self._runner.retries or (is_better and why_reducer_is_needed(model) is None) else None
 
     def _step(self, part: MicroBatch) -> ClosureResult:
+        if part.is_first:
+            self._has_run_backward = False  # of a try that failed
         kwargs = OrderedDict(self._kwargs)
         kwargs[next(iter(kwargs))] = part.batch
         with self._no_sync(part):
@@ -107,19 +107,27 @@ class MicroBatchClosure(Closure):
                     "`training_step` returned `None`. If this was on purpose, ignore this warning..."
                 )
             elif self._backward is not None:
-                self._run_backward(self._backward, _weighted(result.closure_loss, part.share), part)
+                self._run_backward(self._backward, _weighted(result.closure_loss, part.factor), part)
         if part.is_first and part.is_last:
             return result
-        return _detached(result, part.share)
+        return _detached(result, part.factor)
 
     def _no_sync(self, part: MicroBatch) -> AbstractContextManager[None]:
         return nullcontext() if part.is_last else _block_parallel_sync_behavior(self._trainer.strategy, block=True)
 
     def _run_backward(self, backward: Callable[[Tensor], None], loss: Tensor, part: MicroBatch) -> None:
+        if part.factor == 0 and not self._runner.has_equal_counts:  # else others wait in their backward
+            return  # 0 * (0 / 0), of a mean over no tokens, is not 0
         names = {_AFTER} if part.is_first else {_BEFORE, _AFTER}
         with quiet_hooks(self._trainer, names, _hears_micro_batches):
             backward(loss)
         self._has_run_backward = True
+
+    def _parameters(self) -> Iterable[Tensor]:
+        """Whatever may get a gradient: also what the step itself unfreezes, and what the module does not know."""
+        groups = self._optimizer.param_groups
+        known = self._trainer.lightning_module.parameters()
+        return dict.fromkeys((*known, *(parameter for group in groups for parameter in group["params"])))
 
     def _call_after_backward(self) -> None:
         """Say once that the gradients of the batch are there, to those who have not heard it of each part."""
@@ -133,12 +141,12 @@ class MicroBatchClosure(Closure):
         combined = ClosureResult(None)
         if not ran:
             return combined
-        combined.loss = torch.stack([result.loss for _, result in ran if result.loss is not None]).sum()
+        losses = [result.loss for part, result in ran if result.loss is not None and part.factor]
+        combined.loss = torch.stack(losses or [result.loss for _, result in ran if result.loss is not None]).sum()
         if any(result.extra for _, result in ran):
-            whole = [{"loss": result.loss, **result.extra} for _, result in ran]
-            parts = [part for part, _ in ran]
-            extra = combine_step_outputs(self._trainer.lightning_module, whole, parts)
-            combined.extra = {key: value for key, value in extra.items() if key != "loss"}
+            combined.extra = combine_extras(
+                self._trainer.lightning_module, [result.asdict() for _, result in ran], [part for part, _ in ran]
+            )
         return combined
 
 
@@ -146,14 +154,12 @@ def _hears_micro_batches(callback: Callback) -> bool:
     return bool(getattr(callback, "hears_micro_batches", False))
 
 
-def _weighted(loss: Tensor, share: float | Tensor) -> Tensor:
-    if isinstance(share, Tensor):
-        return loss * share.to(loss)
-    return loss if share == 1 else loss * share
+def _weighted(loss: Tensor, factor: float) -> Tensor:
+    return loss if factor == 1 else loss * factor
 
 
-def _detached(result: ClosureResult, share: float | Tensor) -> ClosureResult:
+def _detached(result: ClosureResult, factor: float) -> ClosureResult:
     """Without the graph, which is as large as what splitting saves."""
     kept = ClosureResult(None, extra=recursive_detach(result.extra))
-    kept.loss = None if result.loss is None else _weighted(result.loss, share)
+    kept.loss = None if result.loss is None else _weighted(result.loss, factor)
     return kept

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -43,7 +43,7 @@ class MicroBatchRunner:
         trainer: That is set up.
         cutter: Cuts batches.
         sizes: Chooses how.
-        weight: What a micro-batch counts, if not its samples.
+        weight: What a micro-batch counts, if not its samples; ``"sum"`` where losses are sums over samples.
         is_training: Whether norms move their statistics.
         planning: Says how many samples fit, where a rank cannot try alone.
     """
@@ -53,7 +53,7 @@ class MicroBatchRunner:
         trainer: pl.Trainer,
         cutter: BatchCutter,
         sizes: AgreedSizes,
-        weight: Weight | None,
+        weight: Weight | Literal["sum"] | None,
         *,
         is_training: bool,
         planning: SizePlanning | None = None,
@@ -61,7 +61,8 @@ class MicroBatchRunner:
         self._trainer = trainer
         self._cutter = cutter
         self._sizes = sizes
-        self._weight = weight
+        self._losses_are_sums = weight == "sum"
+        self._weight = None if isinstance(weight, str) else weight
         self._is_training = is_training
         self._planning = planning
         self._metrics = MetricStates(trainer.lightning_module)
@@ -75,6 +76,16 @@ class MicroBatchRunner:
     def retries(self) -> bool:
         """Whether a batch that ran out of memory runs again."""
         return self._sizes.retries
+
+    @property
+    def weighs(self) -> bool:
+        """Whether a micro-batch may count for nothing."""
+        return self._weight is not None
+
+    @property
+    def has_equal_counts(self) -> bool:
+        """Whether all ranks run the same number of micro-batches, forward and backward."""
+        return self._sizes.has_equal_counts
 
     def run(self, batch: Any, step: Step[Output], parameters: Iterable[Tensor] = ()) -> list[tuple[MicroBatch, Output]]:
         """Run ``step`` on every micro-batch of ``batch``.
@@ -92,14 +103,16 @@ class MicroBatchRunner:
             RuntimeError: On all ranks, if one sample at a time does not fit on one of them.
         """
         facts = self._cutter.measure(batch)
-        undo = self._remember(batch, parameters) if self.retries else None
+        undo = self._remember_or_make_room(batch, list(parameters)) if self.retries else None
         if self._planning is not None and undo is not None and not self._planning.is_probed:
             self._probe(self._planning, batch, facts, step)
             undo()
         agreed = self._sizes.start(facts, self._planning.limit(facts) if self._planning is not None else None)
+        num_retries = self.num_retries
         while True:
             attempt = MicroBatchTry(self._trainer, self._metrics, self._guard, is_training=self._is_training)
             started = time.monotonic()
+            attempt.is_again = self.num_retries > num_retries
             outputs, error = self._attempt(attempt, step, partial(self._cut, batch, facts, agreed), agreed.size)
             if not self.retries or not self._has_failed(error, started):
                 break
@@ -119,7 +132,7 @@ class MicroBatchRunner:
         for size in PROBED_SIZES:
             attempt = MicroBatchTry(self._trainer, self._metrics, self._guard, is_training=self._is_training)
             part, size = self._cutter.cut(batch, facts.num_samples, size)[0]
-            idle = MicroBatch(part, size, 1.0, is_first=False, is_last=False, is_idle=True)
+            idle = MicroBatch(part, size, 1.0, 1.0, is_first=False, is_last=False, is_idle=True)
             started = time.monotonic()
             with planning.watching(facts.elements_of(size)):
                 _, error = self._attempt(attempt, step, partial(list, (idle,)), size)
@@ -137,6 +150,8 @@ class MicroBatchRunner:
         except BaseException as error:
             attempt.drop()
             if not self.retries or not isinstance(error, Exception) or not is_out_of_memory(error):
+                if attempt.is_again:
+                    error.add_note(f"MicroBatching ran {size} samples at once here, since more ran out of memory.")
                 raise
             if size > 1:  # of a single sample it is what the user gets to see
                 release_frames(error)
@@ -148,15 +163,32 @@ class MicroBatchRunner:
         num_idle = max(0, agreed.count - len(parts)) if agreed.count is not None else 0
         last = len(parts) - 1 + num_idle
         micro_batches = [
-            MicroBatch(part, size, share, is_first=number == 0, is_last=number == last)
+            MicroBatch(part, size, share, self._factor(share), is_first=number == 0, is_last=number == last)
             for number, ((part, size), share) in enumerate(zip(parts, shares, strict=True))
         ]
         part, size = parts[-1]
         for number in range(len(parts), last + 1):
-            micro_batches.append(MicroBatch(part, size, 0.0, is_first=False, is_last=number == last, is_idle=True))
+            micro_batches.append(MicroBatch(part, size, 0.0, 0.0, is_first=False, is_last=number == last, is_idle=True))
         return micro_batches
 
-    def _remember(self, batch: Any, parameters: Iterable[Tensor]) -> Callable[[], None]:
+    def _factor(self, share: float) -> float:
+        return 1.0 if self._losses_are_sums else share
+
+    def _remember_or_make_room(self, batch: Any, parameters: list[Tensor]) -> Callable[[], None]:
+        try:
+            return self._remember(batch, parameters)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        self._make_room()  # outside of the handler: the error holds on to the copies made so far
+        return self._remember(batch, parameters)
+
+    def _make_room(self) -> None:
+        gc.collect()
+        if has_cache(self._trainer.strategy.root_device):
+            empty_cache(self._trainer.strategy.root_device)
+
+    def _remember(self, batch: Any, parameters: list[Tensor]) -> Callable[[], None]:
         module = self._trainer.lightning_module
         device = self._trainer.strategy.root_device
         gradients = GradientState(parameters)
@@ -168,9 +200,7 @@ class MicroBatchRunner:
             discard_failed_iteration(module)
             gradients.restore()
             state.restore()
-            gc.collect()
-            if has_cache(device):
-                empty_cache(device)
+            self._make_room()
 
         return undo
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
-from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_vram.callbacks.batch_logging import BatchLogging
@@ -26,7 +25,8 @@ class MicroBatch:
     Args:
         batch: Views of the batch.
         size: Number of samples.
-        share: Of the batch's loss.
+        share: Of what the batch counts: its weight in means.
+        factor: Of the loss.
         is_first: Of its batch.
         is_last: Of its batch.
         is_idle: Runs because other ranks have one more, and counts for nothing.
@@ -34,7 +34,8 @@ class MicroBatch:
 
     batch: Any
     size: int
-    share: float | Tensor
+    share: float
+    factor: float
     is_first: bool
     is_last: bool
     is_idle: bool = False
@@ -61,6 +62,7 @@ class MicroBatchTry:
         self._guard = guard
         self._is_training = is_training
         self._norms: NormCounting | None = None
+        self.is_again = False  # after one that ran out of memory
 
     def run(self, micro_batches: Sequence[MicroBatch], step: Step[Output]) -> list[tuple[MicroBatch, Output]]:
         """Run ``step`` on each of them; returns what it returned, without the idle ones."""

@@ -27,6 +27,7 @@ from lightning_vram.memory.device_room import device_room
 from lightning_vram.techniques.agreed_sizes import AgreedSizes, FixedSize
 from lightning_vram.techniques.batch_cutting import BatchCutter
 from lightning_vram.techniques.batch_weights import WeightName, make_batch_weight
+from lightning_vram.techniques.micro_batch_shares import Weight
 from lightning_vram.techniques.micro_batch_sizes import MicroBatchSizes
 from lightning_vram.techniques.rank_agreement import RankAgreement
 from lightning_vram.techniques.size_planning import SizePlanning
@@ -82,10 +83,10 @@ class MicroBatching(FitTechnique):
     room it has; if memory runs out on some ranks only, the others wait inside a collective, and the error is raised.
 
     Args:
-        size: Samples per micro-batch, or ``"auto"``.
+        size: Most samples per micro-batch, or ``"auto"``. Micro-batches are as few and as equal as that allows.
         weight: What the loss of a step is a mean over: ``"samples"``; ``"tokens"``, labels other than -100;
             ``"shifted_tokens"``, the same without the first of each sequence, as losses of causal language models in
-            transformers do; or a function of a batch.
+            transformers do; a function of a batch; or ``"sum"``, where the loss is a sum over samples.
         shared_keys: Names of entries of the batch that are the same for all samples, at any depth.
         split: As ``split_batch``, for a module that has none.
         regrow_after_n_batches: With ``"auto"``, after how many batches of a shape the double size is tried again;
@@ -114,7 +115,7 @@ class MicroBatching(FitTechnique):
         self,
         size: Size = "auto",
         *,
-        weight: WeightName | Callable[[Any], Any] = "samples",
+        weight: WeightName | Literal["sum"] | Callable[[Any], Any] = "samples",
         shared_keys: Sequence[str] = (),
         split: Callable[[Any, int], Sequence[Any]] | None = None,
         regrow_after_n_batches: int | None = 1000,
@@ -129,7 +130,7 @@ class MicroBatching(FitTechnique):
             raise TypeError(f"MicroBatching(shared_keys) must be a list of names, got {shared_keys!r}.")
         if split is not None and not callable(split):
             raise TypeError(f"MicroBatching(split) must be a function split(batch, size), got {split!r}.")
-        make_batch_weight(weight, "MicroBatching(weight)")  # refuses what is none
+        _read_weight(weight)  # refuses what is none
         self.weight = weight
         self.size = size
         self.eval = eval
@@ -204,14 +205,14 @@ class MicroBatching(FitTechnique):
         loop = trainer.fit_loop.epoch_loop.automatic_optimization
 
         def make_closure(kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int) -> Closure:
-            return MicroBatchClosure(loop, kwargs, optimizer, batch_idx, self._run.runners["training"])
+            return MicroBatchClosure(loop, kwargs, optimizer, batch_idx, self._get_runner(trainer, "training"))
 
         self._run.shadow = Shadow(loop, "_make_closure", lambda _: make_closure)
         if self.eval is not None:
             self._apply_to_evaluation(trainer)
 
     def _apply_to_evaluation(self, trainer: pl.Trainer) -> None:
-        self._run.evaluation = MicroBatchEvaluation(trainer, lambda: self._run.runners["evaluation"])
+        self._run.evaluation = MicroBatchEvaluation(trainer, lambda: self._get_runner(trainer, "evaluation"))
 
     @override
     def _undo(self) -> None:
@@ -224,6 +225,10 @@ class MicroBatching(FitTechnique):
         self._last_size = self.micro_batch_size
         self._run = _Run()
 
+    def _get_runner(self, trainer: pl.Trainer, name: str) -> MicroBatchRunner:
+        self._start(trainer)  # tuners train before on_fit_start
+        return self._run.runners[name]
+
     def _start(self, trainer: pl.Trainer) -> None:
         """Once the module is wrapped: whether ranks meet in its forward decides how they agree."""
         if self._run.agreement is not None or (self._run.shadow is None and self._run.evaluation is None):
@@ -231,7 +236,7 @@ class MicroBatching(FitTechnique):
         check_wrapped(trainer, retries="auto" in (self.size, self.eval))
         self._run.agreement = RankAgreement()
         collective = why_counts_must_be_equal(trainer)
-        weight = None if self.weight == "samples" else make_batch_weight(self.weight, "MicroBatching(weight)")
+        weight = _read_weight(self.weight)
         cutter = BatchCutter(self._shared_keys, self._split or getattr(trainer.lightning_module, "split_batch", None))
         for name, chooser in self._choosers.items():
             sizes = AgreedSizes(chooser, self._run.agreement, has_equal_counts=collective is not None)
@@ -249,3 +254,12 @@ def _check_size(name: str, size: object) -> None:
             raise ValueError(f"{name} must be a number of samples or 'auto', got {size!r}.")
         return
     check_positive_int(name, size)
+
+
+def _read_weight(weight: Any) -> Weight | Literal["sum"] | None:
+    if isinstance(weight, str):
+        if weight == "samples":
+            return None
+        if weight == "sum":
+            return "sum"
+    return make_batch_weight(weight, "MicroBatching(weight)")

@@ -34,7 +34,8 @@ class BatchCutter:
 
     Args:
         shared_keys: See :class:`~lightning_vram.techniques.batch_splitting.BatchSplitter`.
-        split: ``split(batch, size)`` returns micro-batches of ``size`` samples, the last one of what is left.
+        split: ``split(batch, size)`` returns micro-batches of ``size`` samples, the last one of what is left. It alone
+            knows how many samples a batch has: that many it returns for size 1.
     """
 
     def __init__(self, shared_keys: Sequence[str] = (), split: SplitFunction | None = None) -> None:
@@ -47,22 +48,19 @@ class BatchCutter:
         Raises:
             BatchSplitError: If it cannot be split.
         """
-        try:
-            num_samples = self._splitter.batch_size(batch)
-            return BatchFacts(num_samples, self._splitter.elements(batch), self._splitter.shape_key(batch))
-        except BatchSplitError:
-            if self._split is None:
-                raise
-        num_samples = len(self._split(batch, 1))
-        return BatchFacts(num_samples, num_samples, f"{type(batch).__qualname__} of {num_samples}")
+        num_samples = self._splitter.batch_size(batch) if self._split is None else len(self._split(batch, 1))
+        if num_samples < 1:
+            raise BatchSplitError(f"split_batch(batch, 1) returned no micro-batch for a {type(batch).__name__}.")
+        num_elements = max(num_samples, self._splitter.elements(batch))
+        return BatchFacts(num_samples, num_elements, f"{num_samples} of {self._splitter.shape_key(batch)}")
 
     def cut(self, batch: Any, num_samples: int, size: int) -> list[tuple[Any, int]]:
-        """Cut into micro-batches of ``size`` samples, the last one of what is left.
+        """Cut into as few micro-batches as there have to be, as equal as they can be.
 
         Args:
             batch: Any nest of tensors.
             num_samples: As measured.
-            size: Samples per micro-batch.
+            size: Most samples per micro-batch.
 
         Returns:
             Micro-batches with their numbers of samples.
@@ -70,11 +68,13 @@ class BatchCutter:
         Raises:
             BatchSplitError: If it cannot be split, or the user's function returned another number of parts.
         """
-        size = min(size, num_samples)
-        sizes = [size] * (num_samples // size)
-        sizes += [num_samples % size] if num_samples % size else []
+        count = -(-num_samples // size)
         if self._split is None:
+            # A last one of a single sample would be one that batch norms refuse.
+            sizes = [num_samples // count + (number < num_samples % count) for number in range(count)]
             return list(zip(self._splitter.split(batch, sizes), sizes, strict=True))
+        size = min(size, num_samples)
+        sizes = [size] * (num_samples // size) + [num_samples % size] * (num_samples % size > 0)
         parts = list(self._split(batch, size))
         if len(parts) != len(sizes):
             raise BatchSplitError(

@@ -21,17 +21,23 @@ class BatchGuard:
     def __init__(self) -> None:
         self._num_seen = 0
         self._is_writing = False
+        self._is_watching = False
+        self._counts = True  # whether all tensors count their versions
         self._lent: list[tuple[Tensor, int]] = []
         self._own: list[tuple[Tensor, int]] = []
 
     def watch(self, batch: Any) -> None:
         """A batch begins that may need a second try."""
-        self._own = [(tensor, tensor._version) for tensor in _iterate_tensors(batch) if not tensor.is_inference()]
+        tensors = list(_iterate_tensors(batch))
+        self._is_watching = True
+        self._counts = not any(tensor.is_inference() for tensor in tensors)  # as evaluation loops make them
+        self._own = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
         self._lent = []
 
     def lend(self, part: Any) -> Any:
         """Return what the step gets for this part of the batch."""
-        if not self._own or not (self._is_writing or self._num_seen < _NUM_WATCHED):
+        is_known = self._counts and not self._is_writing and self._num_seen >= _NUM_WATCHED
+        if not self._is_watching or is_known:
             return part
         copied = _copy(part)
         tensors = _iterate_tensors(copied)
@@ -40,9 +46,9 @@ class BatchGuard:
 
     def settle(self) -> None:
         """A batch ended: learn from it."""
-        self._num_seen += bool(self._own)
+        self._num_seen += self._is_watching
         self._learn()
-        self._own = []
+        self._is_watching, self._own = False, []
 
     def check(self) -> None:
         """Make sure that the batch is what it was.

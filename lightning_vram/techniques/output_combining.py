@@ -10,9 +10,9 @@ from torch.nn.utils.rnn import PackedSequence
 
 from lightning_vram.techniques.batch_kinds import is_uniform
 from lightning_vram.techniques.batch_leaves import describe, is_array, is_constant
-from lightning_vram.techniques.batch_mean import average_numbers, average_tensors
 from lightning_vram.techniques.batch_path import BatchPath
 from lightning_vram.techniques.batch_structure import take_apart
+from lightning_vram.techniques.weighted_mean import weighted_mean, weighted_mean_of_numbers
 
 _HOOK = "To say how, define combine_outputs(outputs, sizes) on the LightningModule."
 
@@ -21,7 +21,7 @@ class OutputCombineError(ValueError):
     """Outputs cannot be combined; the message names the entry, what was found, and the way out."""
 
 
-def combine_outputs(outputs: Sequence[Any], sizes: Sequence[int], shares: Sequence[float | Tensor]) -> Any:
+def combine_outputs(outputs: Sequence[Any], sizes: Sequence[int], shares: Sequence[float]) -> Any:
     """Combine the outputs of micro-batches. What is joined or averaged has no graph.
 
     The rule, entry by entry, through mappings, lists, tuples, dataclasses and the like:
@@ -35,7 +35,7 @@ def combine_outputs(outputs: Sequence[Any], sizes: Sequence[int], shares: Sequen
     Args:
         outputs: One for each micro-batch. A single one is returned as it is.
         sizes: The number of samples of each.
-        shares: The part of the whole that each stands for; together 1. Numbers, or tensors without dimensions.
+        shares: The part of the whole that each stands for; together 1.
 
     Raises:
         OutputCombineError: If the outputs differ in structure, or an entry fits none of the rules.
@@ -54,7 +54,7 @@ def combine_outputs(outputs: Sequence[Any], sizes: Sequence[int], shares: Sequen
 class _Combination:
     """Combines entries of outputs; counts what it joined, row by row."""
 
-    def __init__(self, sizes: Sequence[int], shares: Sequence[float | Tensor]) -> None:
+    def __init__(self, sizes: Sequence[int], shares: Sequence[float]) -> None:
         self.sizes = list(sizes)
         self.shares = shares
         self.num_joined = 0
@@ -73,7 +73,7 @@ class _Combination:
         if is_constant(first) and not isinstance(first, PackedSequence) and all(value == first for value in values):
             return first
         if _is_fractional(first):
-            return average_numbers(values, self.shares)
+            return weighted_mean_of_numbers(values, self.shares, self.sizes)
         raise _refuse(path, values, f"differ: {values[0]!r}, {values[1]!r}" if is_constant(first) else "are unknown")
 
     def _join(self, values: list[Any], path: BatchPath) -> Any:
@@ -101,7 +101,7 @@ class _Combination:
             if all(bool(value == first) for value in values):
                 return first
             raise _refuse(path, values, f"differ: {[value.item() for value in values]}; a mean has no meaning")
-        return average_tensors(values, self.shares)
+        return weighted_mean([value.detach() for value in values], self.shares, self.sizes)
 
     def _combine_columns(self, values: list[Any], path: BatchPath) -> Any:
         all_parts = [parts for parts in map(take_apart, values) if parts is not None]

@@ -1,37 +1,54 @@
-"""The mean over micro-batches: equal values stay equal to the bit, and nobody waits for the device."""
+"""The mean over micro-batches: equal values stay equal to the bit, and nobody waits for the device.
 
+It is computed from differences to the first value. Where that is infinite, as a loss in half precision may be, the
+difference is not a number; there the plain sum is taken. What has no weight does not count, even where it is no number:
+the mean over no tokens is 0 / 0.
+"""
+
+import math
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+Value = TypeVar("Value")
 
-def weighted_mean(values: Sequence[Tensor], weights: Sequence[float | Tensor], sizes: Sequence[int]) -> Tensor:
+
+def weighted_mean(values: Sequence[Tensor], weights: Sequence[float], sizes: Sequence[int]) -> Tensor:
     """Return the mean of ``values``, each ``weights[i] / sum(weights)`` of it.
 
     Args:
-        values: Floating tensors of one shape; at least one.
-        weights: A number or a 0-dim tensor for each; not negative.
+        values: Floating point or complex tensors of one shape and dtype; at least one.
+        weights: A number of at least 0 for each.
         sizes: Weights for the case that all others are 0.
 
     Returns:
-        A tensor of that shape. Infinite and NaN values show up in it as they do in a sum.
+        A tensor of that shape and dtype. Infinite and NaN values show up in it as they do in a sum.
     """
-    first = values[0]
-    shares = _normalize(weights, sizes)
-    mean, plain = first, first * shares[0]
-    for value, share in zip(values[1:], shares[1:], strict=True):
+    counted = _counted(values, weights, sizes)
+    first = mean = counted[0][0]
+    plain = torch.zeros_like(first)
+    for value, share in counted:
         mean = mean + (value - first) * share
         plain = plain + value * share
-    # The difference of two infinities is none; where the first is finite both say the same, up to rounding.
-    return torch.where(first.isfinite(), mean, plain)
+    # Where the first is finite both say the same, up to rounding.
+    return torch.where(first.isfinite(), mean, plain).to(first.dtype)
 
 
-def _normalize(weights: Sequence[float | Tensor], sizes: Sequence[int]) -> list[float | Tensor]:
-    total, total_size = sum(weights), sum(sizes)
-    if isinstance(total, Tensor):
-        pairs = zip(weights, sizes, strict=True)
-        return [torch.where(total == 0, size / total_size, weight / total) for weight, size in pairs]
+def weighted_mean_of_numbers(values: Sequence[float], weights: Sequence[float], sizes: Sequence[int]) -> float:
+    """As :func:`weighted_mean`, for Python and NumPy numbers; the result has the type of the first."""
+    counted = _counted(values, weights, sizes)
+    first = counted[0][0]
+    if math.isfinite(first):
+        mean = first + sum(share * (value - first) for value, share in counted)
+    else:
+        mean = sum(share * value for value, share in counted)
+    return type(values[0])(mean)
+
+
+def _counted(values: Sequence[Value], weights: Sequence[float], sizes: Sequence[int]) -> list[tuple[Value, float]]:
+    total = sum(map(float, weights))
     if not total:
-        return [size / total_size for size in sizes]
-    return [weight / total for weight in weights]
+        weights, total = sizes, sum(sizes)
+    return [(value, float(weight) / total) for value, weight in zip(values, weights, strict=True) if weight]

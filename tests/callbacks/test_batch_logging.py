@@ -297,3 +297,8 @@ def test_ranks_exchange_values_once_per_name_however_many_micro_batches_they_ran
         trainer.fit(LitSynced(TinyCNN()))
         metrics.append(trainer.callback_metrics)
     torch.testing.assert_close(metrics[1], metrics[0])
+
+
+def test_a_constant_batch_size_is_that_of_the_whole_batch():
+    chunks = [[("x", value, {"batch_size": 2})] for value in tensors(1, 5)]
+    assert replay(chunks, [0.75, 0.25]) == [("x", torch.tensor(2.0), {"batch_size": 2})]

@@ -93,7 +93,7 @@ def test_what_cannot_be_split_is_an_error_in_the_first_batch_that_names_the_ways
 def test_shared_keys_pass_through(make_trainer) -> None:
     model = Weighted()
     make_trainer(callbacks=[MicroBatching(3, shared_keys=["scale"])], max_epochs=1).fit(model)
-    assert model.sizes == [3, 3, 2] * 3 + [3, 1]
+    assert model.sizes == [3, 3, 2] * 3 + [2, 2]
 
 
 @pytest.mark.parametrize("is_method", [True, False], ids=["hook", "argument"])

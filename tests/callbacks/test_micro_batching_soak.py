@@ -35,7 +35,7 @@ class LitSmall(pl.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.is_in_step = True
-        x = find_input(batch)
+        x = find_input(batch).flatten(0, -2)
         loss = (self.net(x) - x.sum(-1, keepdim=True)).square().mean()
         self.log("loss", loss, on_step=False, on_epoch=True)
         self.is_in_step = False
@@ -65,7 +65,7 @@ class FreshBatches(Dataset):
         return NUM_STEPS
 
     def __getitem__(self, index: int) -> Tensor:
-        return torch.randn(8, 4, generator=torch.Generator().manual_seed(index), dtype=torch.float64)
+        return torch.randn(8, 3, 4, generator=torch.Generator().manual_seed(index), dtype=torch.float64)
 
 
 class Trouble(pl.Callback):

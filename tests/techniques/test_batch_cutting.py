@@ -19,8 +19,8 @@ def split_graph(batch: Graph, size: int) -> list[Graph]:
     return [Graph(batch.nodes[start : start + size]) for start in range(0, len(batch.nodes), size)]
 
 
-@pytest.mark.parametrize(("size", "sizes"), [(3, [3, 3, 1]), (7, [7]), (99, [7]), (1, [1] * 7)])
-def test_the_last_part_takes_what_is_left(size, sizes):
+@pytest.mark.parametrize(("size", "sizes"), [(3, [3, 2, 2]), (5, [4, 3]), (7, [7]), (99, [7]), (1, [1] * 7)])
+def test_parts_are_as_few_and_as_equal_as_can_be(size, sizes):
     batch = {"x": torch.arange(14.0).reshape(7, 2), "y": torch.arange(7)}
     cutter = BatchCutter()
     facts = cutter.measure(batch)
@@ -39,6 +39,15 @@ def test_the_users_function_knows_what_no_rule_does():
     assert [(part.nodes, count) for part, count in cutter.cut(batch, 3, 2)] == [([5, 6], 2), ([7], 1)]
 
 
+def test_the_users_function_comes_first():
+    """Time first: the samples are along dimension 1."""
+    cutter = BatchCutter(split=lambda batch, size: batch.split(size, dim=1))
+    batch = torch.zeros(5, 8, 2)
+    facts = cutter.measure(batch)
+    assert (facts.num_samples, facts.num_elements) == (8, 80)
+    assert [(tuple(part.shape), count) for part, count in cutter.cut(batch, 8, 4)] == [((5, 4, 2), 4)] * 2
+
+
 def test_without_it_such_a_batch_is_refused():
     with pytest.raises(BatchSplitError, match="split_batch"):
         BatchCutter().measure(Graph([1]))
@@ -54,8 +63,7 @@ def test_shares_are_of_samples_or_of_what_the_weight_counts():
     parts = [torch.tensor([1, 1]), torch.tensor([0, -100]), torch.tensor([-100])]
     assert shares_of(parts, [2, 2, 1], None) == [0.4, 0.4, 0.2]
     assert shares_of(parts, [2, 2, 1], lambda part: float((part != -100).sum())) == [2 / 3, 1 / 3, 0.0]
-    shares = shares_of(parts, [2, 2, 1], lambda part: (part != -100).sum())
-    assert torch.equal(torch.stack(shares), torch.tensor([2 / 3, 1 / 3, 0.0], dtype=torch.float64))
+    assert shares_of(parts, [2, 2, 1], lambda part: (part != -100).sum()) == [2 / 3, 1 / 3, 0.0]
 
 
 @pytest.mark.parametrize("zero", [0.0, torch.tensor(0)])
