@@ -69,13 +69,20 @@ class MicroBatching(FitTechnique):
     counts; ``self.log`` with mean, sum, min and max; metrics whose states can be merged. Equal to the bit: a run that
     went through out-of-memory errors and one that used these sizes from the start. Not equal by nature: what couples
     samples of a batch (batch norms normalise each micro-batch by itself, though their running statistics count one
-    step; contrastive losses), and random numbers such as dropout masks, which are drawn for each part.
+    step; contrastive losses); random numbers such as dropout masks, which are drawn for each part; and what
+    ``training_step`` itself counts or moves (spectral norm, EMA teachers, codebooks, ``self.n += 1``), once per part.
 
-    What a batch is split by: see :class:`~lightning_vram.techniques.batch_splitting.BatchSplitter`. A
-    ``split_batch(batch, size)`` method of the LightningModule replaces that; it returns micro-batches of ``size``
-    samples, the last one of what is left. Outputs of the parts are put together by
-    :func:`~lightning_vram.techniques.output_combining.combine_outputs`, or the module's
-    ``combine_outputs(outputs, sizes)``.
+    Inside of a step: gradients of the last step are gone before the forward, which is what makes room for it; what
+    ``self.log`` got shows in ``trainer.callback_metrics`` after the step; ``on_before_backward`` comes with the loss of
+    the first part, in each try; a loss of a part that counts for nothing has no backward. With ``"auto"`` the state
+    before the step is held during the step: copies of small buffers, and in an accumulation window one of the gradients.
+
+    What a batch is split by: see :class:`~lightning_vram.techniques.batch_splitting.BatchSplitter`. An entry that is
+    the same for all samples but has as many rows as there are samples is cut, too, unless ``shared_keys`` names it. A
+    ``split_batch(batch, size)`` method of the LightningModule replaces all that; it returns micro-batches of ``size``
+    samples, the last one of what is left, and for size 1 as many as there are samples. Outputs of the parts are put
+    together by :func:`~lightning_vram.techniques.output_combining.combine_outputs`, or the module's
+    ``combine_outputs(outputs, sizes)``; what cannot be is refused in evaluation, and comes as a list in training.
 
     Under DDP nothing is reduced in a backward that may run out of memory, so with ``"auto"`` gradients are reduced
     after it; a fixed size overlaps both as usual. Under FSDP2 and with SyncBatchNorm all ranks run the same number of
