@@ -53,6 +53,11 @@ def check_wrapped(trainer: pl.Trainer, *, retries: bool) -> None:
         )
     model = trainer.strategy.model
     reason = why_reducer_is_needed(model) if isinstance(model, DistributedDataParallel) else None
+    if isinstance(model, DistributedDataParallel) and model.static_graph:
+        raise MisconfigurationException(
+            "MicroBatching does not work with DDPStrategy(static_graph=True), whose first backward has to be "
+            "synchronised: that of a first part is not. Remove static_graph."
+        )
     if retries and reason is not None:
         raise MisconfigurationException(
             f"MicroBatching('auto') does not work with {reason}: a rank that runs out of memory in the middle of a "

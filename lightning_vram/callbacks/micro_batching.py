@@ -75,7 +75,7 @@ class MicroBatching(FitTechnique):
     Inside of a step: gradients of the last step are gone before the forward, which is what makes room for it; what
     ``self.log`` got shows in ``trainer.callback_metrics`` after the step; ``on_before_backward`` comes with the loss of
     the first part, in each try; a loss of a part that counts for nothing has no backward. With ``"auto"`` the state
-    before the step is held during the step: copies of small buffers, and in an accumulation window one of the gradients.
+    before the step is held meanwhile: copies of small buffers, and in an accumulation window one of the gradients.
 
     What a batch is split by: see :class:`~lightning_vram.techniques.batch_splitting.BatchSplitter`. An entry that is
     the same for all samples but has as many rows as there are samples is cut, too, unless ``shared_keys`` names it. A

@@ -25,6 +25,10 @@ class Shadow:
         """Call what stands in, or after :meth:`remove` what was there."""
         return self._call(*args, **kwargs)
 
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Callable[..., Any]]]:
+        """In a copy of the owner, such as a worker process gets of the trainer, nothing stands in."""
+        return _pass_on, (self._inner,)
+
     def remove(self) -> None:
         """Put back what was there. Calling it again does nothing."""
         self._call = self._inner  # one that somebody else's stand-in was put over stays, and passes calls on
@@ -35,3 +39,7 @@ class Shadow:
             attributes[self._name] = self._inner
         else:
             del attributes[self._name]
+
+
+def _pass_on(inner: Callable[..., Any]) -> Callable[..., Any]:
+    return inner

@@ -44,6 +44,10 @@ class _SeamedStep:
                     seam.look(result)
         return result
 
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Callable[..., Any]]]:
+        """In a copy of the strategy, such as a worker process gets of the trainer, nobody has a seam."""
+        return _pass_on, (self._inner,)
+
     def add(self, seam: "StepSeam") -> None:
         self._seams.append(seam)
         self._seams.sort(key=lambda seam: seam.depth)
@@ -54,6 +58,10 @@ class _SeamedStep:
         # One that somebody else's stand-in was put over stays and does nothing.
         if not self._seams and vars(self._strategy).get(self._name) is self:
             delattr(self._strategy, self._name)
+
+
+def _pass_on(inner: Callable[..., Any]) -> Callable[..., Any]:
+    return inner
 
 
 class StepSeam:

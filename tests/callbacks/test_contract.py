@@ -168,3 +168,22 @@ def test_all_together_change_nothing(make_case, make_trainer):
     saving = make_case()
     make_trainer(callbacks=callbacks).fit(saving)
     assert_equal_weights(saving, plain)
+
+
+class PicklingLoader:
+    """Pickles what a worker process would get with a collate function of a datamodule."""
+
+    trainer = None
+    num_pickled = 0
+
+    def __iter__(self):
+        self.num_pickled += len(pickle.dumps(self.trainer)) > 0
+        return iter([TinyCNN().samples(4).tensors])
+
+
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_the_trainer_can_be_pickled_where_loaders_start_their_workers(name, make_trainer):
+    loader = PicklingLoader()
+    loader.trainer = make_trainer(callbacks=[from_config(name)], limit_val_batches=0)
+    loader.trainer.fit(LitTiny(TinyCNN()), loader)
+    assert loader.num_pickled >= 2  # one per epoch

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from memory_limit import MemoryLimit
 from micro_batching_models import BATCH, LitRegression
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.data import DataLoader
 
 from lightning_vram import MicroBatching
@@ -68,9 +69,15 @@ def test_a_step_that_takes_its_batches_itself_is_refused(make_trainer) -> None:
 @pytest.mark.distributed
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 def test_what_only_the_reducer_can_do_is_refused(make_trainer) -> None:
-    strategy = DDPStrategy(start_method="fork", static_graph=True)
-    with pytest.raises(Exception, match=r"MicroBatching\('auto'\) does not work with static_graph=True"):
-        make_trainer(callbacks=[MicroBatching()], strategy=strategy, devices=2).fit(LitTiny(TinyGPT()))
+    def fit(callback: MicroBatching, **options: Any) -> None:
+        strategy = DDPStrategy(start_method="fork", **options)
+        make_trainer(callbacks=[callback], strategy=strategy, devices=2, max_epochs=1).fit(LitTiny(TinyGPT()))
+
+    with pytest.raises(Exception, match=r"MicroBatching does not work with DDPStrategy\(static_graph=True\)"):
+        fit(MicroBatching(1), static_graph=True)
+    with pytest.raises(Exception, match=r"MicroBatching\('auto'\) does not work with a communication hook"):
+        fit(MicroBatching(), ddp_comm_hook=default_hooks.fp16_compress_hook)
+    fit(MicroBatching(2), ddp_comm_hook=default_hooks.fp16_compress_hook)
 
 
 class Weighted(LitRegression):
