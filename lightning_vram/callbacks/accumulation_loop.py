@@ -23,10 +23,11 @@ class AccumulationLoop:
     ``trainer.accumulate_grad_batches`` is the length of the window under way meanwhile: Lightning divides by it.
 
     Args:
-        trainer: Whose optimizers are set up.
+        trainer: That is being set up.
         window: Where the run stands.
         plan: Returns the length of a window that begins now.
         around: Entered for each micro-batch, when the window has begun it; gets the batch.
+        pass_over: Called for each batch that is not there.
     """
 
     def __init__(
@@ -35,11 +36,13 @@ class AccumulationLoop:
         window: AccumulationWindow,
         plan: Callable[[], int],
         around: Callable[[Any], AbstractContextManager[object]],
+        pass_over: Callable[[], None],
     ) -> None:
         self._trainer = trainer
         self._window = window
         self._plan = plan
         self._around = around
+        self._pass_over = pass_over
         self._epoch_loop = trainer.fit_loop.epoch_loop
         self._optimization = self._epoch_loop.automatic_optimization
         self._shadows = [
@@ -68,6 +71,19 @@ class AccumulationLoop:
         progress: Any = self._epoch_loop.batch_progress.current
         return bool(progress.processed >= progress.ready)
 
+    @property
+    def _begins_window(self) -> bool:
+        # Also what an epoch that was cut short left, or a trial of a tuner, goes with the first batch of an epoch.
+        return self._window.is_full or self._epoch_loop.batch_progress.current.ready == 1
+
+    def _open(self) -> None:
+        if self._begins_window:
+            self._window.open(self._plan())
+
+    def _close_with_epoch(self) -> None:
+        if self._epoch_loop._num_ready_batches_reached():
+            self._window.close()  # Lightning steps with the last batch, which a stream does not announce
+
     def _make_reached(self, inner: Method) -> Method:
         def reached() -> bool:
             window = self._window
@@ -75,12 +91,16 @@ class AccumulationLoop:
             # nothing is known of the batch a checkpoint of a run without us ended with.
             if self._optimization._skip_backward or (window.batch is None and self._epoch_loop.restarting):
                 return bool(inner())
-            if self._epoch_loop.batch_progress.total.ready == window.batch:
+            progress = self._epoch_loop.batch_progress
+            if progress.total.ready == window.batch:
                 return window.is_full
-            if self._is_processed:
-                return False  # it was passed over: a batch that is None, or on_train_batch_start returned -1
-            length = self._plan() if window.is_full else window.length - window.position
-            return length == 1  # it has not begun: somebody asks in on_train_batch_start
+            if not self._is_processed:  # it has not begun: somebody asks in on_train_batch_start
+                return (self._plan() if self._begins_window else window.length - window.position) == 1
+            self._open()
+            window.pass_over(progress.total.ready)  # it is None, or on_train_batch_start returned -1
+            self._close_with_epoch()
+            self._pass_over()
+            return window.is_full
 
         return reached
 
@@ -88,12 +108,13 @@ class AccumulationLoop:
         def run(optimizer: Optimizer, batch_idx: int, kwargs: dict[str, Any]) -> Any:
             if self._optimization._skip_backward:
                 return inner(optimizer, batch_idx, kwargs)
-            if self._window.is_full:
-                self._window.open(self._plan())
+            self._open()
             self._window.begin(self._epoch_loop.batch_progress.total.ready)
             self._trainer.accumulate_grad_batches = self._window.length
             with self._around(kwargs["batch"]):
-                return inner(optimizer, batch_idx, kwargs)
+                result = inner(optimizer, batch_idx, kwargs)
+            self._close_with_epoch()
+            return result
 
         return run
 

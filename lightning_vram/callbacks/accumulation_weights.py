@@ -2,6 +2,9 @@
 
 Wanted is ``sum(w * gradient) / sum(w)`` over all micro-batches of all ranks. Losses are multiplied by ``w`` as they
 come, gradients are divided by the sum when it is known: before the optimizer step, by one reduction of one number.
+
+Losses are in units of the first weight above 0, so that float16 stays in range. All ranks agree about it, by one more
+reduction for each batch until there is one; that is the only time the device is waited for.
 """
 
 from typing import Any
@@ -14,11 +17,14 @@ from lightning_vram.techniques.batch_weights import BatchWeight
 
 
 class AccumulationWeights:
-    """Weights of one window after the other. They stay on the device, which is never waited for.
+    """Weights of one window after the other. They stay on the device.
 
     Args:
         weigh: From a batch to its weight.
         trainer: That runs.
+
+    Attributes:
+        is_known_zero: Whether the weight of the batch is 0, and nobody had to ask a device.
     """
 
     def __init__(self, weigh: BatchWeight, trainer: pl.Trainer) -> None:
@@ -27,6 +33,7 @@ class AccumulationWeights:
         self._num_ranks = trainer.world_size
         self._dtype = torch.float32 if self._device.type == "mps" else torch.float64
         self._reference: Tensor | None = None
+        self.is_known_zero = False
         self._weight = self._sum = torch.zeros((), dtype=self._dtype, device=self._device)
 
     def open(self) -> None:
@@ -34,16 +41,18 @@ class AccumulationWeights:
         self._sum = torch.zeros_like(self._sum)
 
     def begin(self, batch: Any) -> None:
-        """Weigh the next batch. The first call must come on all ranks at once."""
+        """Weigh the next batch, as all ranks do, or say by :meth:`pass_over` that there is none."""
         weight = self._weigh(batch)
+        self.is_known_zero = (not isinstance(weight, Tensor) or weight.device.type == "cpu") and bool(weight == 0)
         if not isinstance(weight, Tensor):
             weight = torch.full_like(self._sum, weight)  # unlike torch.tensor, it does not wait for the device
         weight = weight.detach().to(self._device, self._dtype)
-        if self._reference is None:
-            # Near 1 after division by it, which keeps float16 in range; a power of two, which rounds nothing.
-            largest = self._reduced(weight, "MAX")
-            self._reference = torch.where(largest > 0, largest / torch.frexp(largest).mantissa, 1)
-        self._weight = weight / self._reference
+        self._find_reference(weight)
+        self._weight = weight if self._reference is None else weight / self._reference
+
+    def pass_over(self) -> None:
+        """Take part in what other ranks agree about, without a batch."""
+        self._find_reference(torch.zeros_like(self._sum))
 
     def add(self) -> None:
         """Count the batch that was weighed last."""
@@ -60,6 +69,13 @@ class AccumulationWeights:
         """
         mean = self._reduced(self._sum, "SUM") / self._num_ranks
         return torch.where(mean > 0, length / mean, 1)
+
+    def _find_reference(self, weight: Tensor) -> None:
+        if self._reference is not None:
+            return
+        largest = self._reduced(weight, "MAX")
+        if largest > 0:
+            self._reference = largest / torch.frexp(largest).mantissa  # a power of two, which rounds nothing
 
     def _reduced(self, value: Tensor, operation: str) -> Tensor:
         if self._num_ranks == 1:

@@ -15,7 +15,8 @@ class AccumulationWindow:
         length: Micro-batches planned.
         position: Of the micro-batch under way, or of the last one; from 1 on.
         batch: Running number of that batch over the run (``batch_progress.total.ready``). ``None`` before any.
-        num_begun: Micro-batches begun since the window, or the process that resumed it, began.
+        num_places: Places of the window taken since it, or the process that resumed it, began: equal on all ranks.
+        num_begun: Micro-batches among them that were there.
         num_held: Those of them whose gradients count.
         is_held: Whether the one under way counts already.
     """
@@ -23,6 +24,7 @@ class AccumulationWindow:
     length: int = 1
     position: int = 1
     batch: int | None = None
+    num_places: int = 0
     num_begun: int = 0
     num_held: int = 0
     is_held: bool = False
@@ -40,14 +42,26 @@ class AccumulationWindow:
     def open(self, length: int) -> None:
         """Begin the next window."""
         self.length = length
-        self.position = self.num_begun = self.num_held = 0
+        self.position = self.num_places = self.num_begun = self.num_held = 0
 
     def begin(self, batch: int) -> None:
         """Begin a micro-batch."""
         self.position += 1
+        self.num_places += 1
         self.num_begun += 1
         self.batch = batch
         self.is_held = False
+
+    def pass_over(self, batch: int) -> None:
+        """Give a batch that is not there a place, so that ranks stay in step.
+
+        The last place is left to the next batch: Lightning steps with a batch alone. Other ranks cannot have stepped
+        at this one, since the step waits for all of them.
+        """
+        self.batch = batch
+        if self.position < self.length - 1:
+            self.position += 1
+            self.num_places += 1
 
     def hold(self) -> bool:
         """Count the micro-batch under way; it may have several backward passes, and counts once.
@@ -79,5 +93,5 @@ class AccumulationWindow:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on in the middle of a window, without the gradients it had."""
         self.length, self.position, self.batch = (state_dict[key] for key in ("length", "position", "batch"))
-        self.num_begun = self.num_held = 0
+        self.num_places = self.num_begun = self.num_held = 0
         self.is_held = False

@@ -42,7 +42,8 @@ class MetricStates:
             num_chunks: In how many micro-batches the batch will run. With one, metrics do exactly what they always do.
         """
         members = list(iterate_members(self._module))
-        self._metrics = [WatchedMetric(member, num_chunks) for member in members if isinstance(member, Metric)]
+        # Not isinstance: it takes as long as all the rest, Metric being an abstract class.
+        self._metrics = [WatchedMetric(member, num_chunks) for member in members if Metric in type(member).__mro__]
         self._collections = [AttributeState(member) for member in members if isinstance(member, MetricCollection)]
 
     def start_chunk(self, share: float | Tensor) -> None:

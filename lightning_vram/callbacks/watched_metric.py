@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,14 +31,16 @@ class _Shown:
     Args:
         chunk: Number of the micro-batch.
         share: Of the micro-batch.
-        value: The value.
-        states: The micro-batch's own states, where the value was computed from states.
+        value: The value, without its past: a graph would keep all that the micro-batch saved for backward.
+        states: The micro-batch's own states, where the value was computed from states; without their past.
+        original: The very object that the metric keeps, of the latest call only.
     """
 
     chunk: int
     share: float | Tensor
     value: Any
     states: States | None
+    original: Any
 
 
 class WatchedMetric:
@@ -51,6 +53,8 @@ class WatchedMetric:
 
     def __init__(self, metric: Metric, num_chunks: int) -> None:
         self._metric = metric
+        if _NOTES not in vars(metric):  # else somebody watches this batch already
+            metric._forward_cache = _without_past(metric._forward_cache)  # the graph of the last batch would live on
         self._before = AttributeState(metric, max_items=sys.maxsize)  # forward empties lists of any length
         attributes = vars(metric)
         self._originals: dict[str, Tensor] = {
@@ -68,6 +72,10 @@ class WatchedMetric:
 
     def start_chunk(self, share: float | Tensor) -> None:
         """Call before each micro-batch."""
+        is_shown = self._is_last_shown()
+        value = self._let_go(self._shown[-1].value if is_shown else None)
+        if is_shown:
+            self._metric._forward_cache = value
         self._chunk += 1
         self._share = share
 
@@ -80,13 +88,23 @@ class WatchedMetric:
         """Keep what was accumulated, and show the value of the batch."""
         self._remove_shadows()
         shown = list({chunk.chunk: chunk for chunk in self._shown}.values())  # of several calls in each the last
-        if len(shown) < 2 or self._metric._forward_cache is not shown[-1].value:
+        if len(shown) < 2 or not self._is_last_shown():
             return
         states = [chunk.states for chunk in shown if chunk.states is not None]
         if len(states) == len(shown) and _is_mergeable(self._metric):
             self._metric._forward_cache = _compute(self._metric, states)
         else:
             self._metric._forward_cache = _mean([chunk.value for chunk in shown], [chunk.share for chunk in shown])
+
+    def _is_last_shown(self) -> bool:
+        cache = self._metric._forward_cache
+        return bool(self._shown) and cache is not None and cache is self._shown[-1].original
+
+    def _let_go(self, original: Any = None) -> Any:
+        """Forget the object that the latest call returned, and with it the graph of the micro-batch."""
+        if self._shown:
+            self._shown[-1] = replace(self._shown[-1], original=original)
+        return original
 
     def _remove_shadows(self) -> None:
         for shadow in reversed(self._shadows):
@@ -110,14 +128,16 @@ class WatchedMetric:
             self._states = None
             value = forward(*args, **kwargs)
             if value is not None and self._metric._forward_cache is value:
-                self._shown.append(_Shown(self._chunk, self._share, value, self._states))
+                self._let_go()
+                self._shown.append(_Shown(self._chunk, self._share, _without_past(value), self._states, value))
             return value
 
         return forward_and_note
 
     def _make_compute(self, compute: Call) -> Call:
         def note_and_compute(*args: Any, **kwargs: Any) -> Any:
-            self._states = _read_states(self._metric)  # forward merges them into new ones, or drops them
+            states = {name: _without_past(state) for name, state in _read_states(self._metric).items()}
+            self._states = states  # forward merges them into new ones, or drops them
             return compute(*args, **kwargs)
 
         return note_and_compute
@@ -152,6 +172,14 @@ def _compute(metric: Metric, chunks: list[States]) -> Any:
 
 def _read_states(metric: Metric) -> States:
     return {name: getattr(metric, name) for name in metric._defaults}
+
+
+def _without_past(value: Any) -> Any:
+    """A nest of tensors cut off from what they were computed from; the same object if nothing needs gradients."""
+    leaves, spec = tree_flatten(value)
+    if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
+        return value
+    return tree_unflatten([leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
 
 
 def _mean(values: list[Any], shares: list[float | Tensor]) -> Any:

@@ -45,6 +45,8 @@ class AccumulationSchedule:
         Returns:
             Their number, at a cost that depends on the length of the schedule alone.
         """
+        if num_batches == 0:
+            return 0
         epoch = step = 0
         while epoch < num_epochs:
             factor, end = self._stretch(epoch if self.unit == "epoch" else step)

@@ -10,6 +10,8 @@ from lightning_vram.techniques.batch_structure import take_apart
 
 _PICTURE_DIMS = 3
 _PICTURE_CHANNELS = (1, 3, 4)
+_MOST_ROWS_OF_NUMBERS = 2  # columns with a number for each sample: inputs and targets
+_MOST_EQUAL_COLUMNS = 3  # an anchor, a positive, a negative
 
 
 def is_plain(values: Sequence[object]) -> bool:
@@ -42,6 +44,18 @@ def _kind(value: Any) -> Hashable:
 def are_pictures(values: Sequence[Any]) -> bool:
     """Return whether all could be pictures without a batch dimension, ``[C, H, W]``."""
     return all(getattr(v, "ndim", 0) == _PICTURE_DIMS and v.shape[0] in _PICTURE_CHANNELS for v in values)
+
+
+def are_too_many_for_columns(values: Sequence[Any]) -> bool:
+    """Return whether tensors of one shape and dtype are more than a batch has columns alike: they may be samples."""
+    num_dims = getattr(values[0], "ndim", 0)
+    if num_dims == 1:
+        return len(values) > _MOST_ROWS_OF_NUMBERS and _is_floating(values[0])
+    return num_dims > 1 and len(values) > _MOST_EQUAL_COLUMNS
+
+
+def _is_floating(value: Any) -> bool:
+    return value.is_floating_point() if isinstance(value, Tensor) else value.dtype.kind == "f"
 
 
 def look_like_columns(values: Sequence[Any]) -> bool:

@@ -28,6 +28,7 @@ class NormMomentum:
     def __init__(self, module: nn.Module) -> None:
         self._layers = {name: part for name, part in module.named_modules() if isinstance(part, _NormBase)}
         self._plain: dict[str, float] = {}
+        self._written: dict[str, float] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -45,13 +46,15 @@ class NormMomentum:
         for name in self.names:
             layer = self._layers[name]
             momentum = self._plain.setdefault(name, layer.momentum)  # type: ignore[arg-type]
-            layer.momentum = momentum if share == 1 else 1 - (1 - momentum) ** share  # 1 to the bit
+            self._written[name] = momentum if share == 1 else 1 - (1 - momentum) ** share  # 1 to the bit
+            layer.momentum = self._written[name]
 
     def restore(self) -> None:
-        """Put back what was there. Calling it again does nothing."""
+        """Put back what was there, unless somebody else has written since. Calling it again does nothing."""
         for name, momentum in self._plain.items():
-            self._layers[name].momentum = momentum
-        self._plain = {}
+            if self._layers[name].momentum == self._written[name]:
+                self._layers[name].momentum = momentum
+        self._plain, self._written = {}, {}
 
 
 def _is_moving(layer: _NormBase) -> bool:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_vram.techniques.batch_kinds import are_pictures, is_plain, is_uniform
+from lightning_vram.techniques.batch_kinds import are_pictures, are_too_many_for_columns, is_plain, is_uniform
 from lightning_vram.techniques.batch_leaves import count_rows, describe
 from lightning_vram.techniques.batch_path import BatchPath, SharedKeys, iterate
 from lightning_vram.techniques.batch_reading import Misfit, Reading, Role
@@ -98,12 +98,14 @@ def _read_as_samples(batch: Any, shared: SharedKeys, known: Mapping[BatchPath, R
 
 
 def _look_like_samples(batch: Any) -> bool:
-    """Return whether an outermost list that fits as columns may hold samples: records of one kind, or pictures."""
+    """Return whether an outermost list that fits as columns may hold samples: records, pictures, waveforms."""
     if len(batch) == 1 or isinstance(batch, tuple):
         return False
     if count_rows(batch[0]) is None:
         return True
-    return are_pictures(batch) and len({value.shape for value in batch}) > 1
+    if len({getattr(value, "shape", None) for value in batch}) > 1:
+        return are_pictures(batch)
+    return are_too_many_for_columns(batch)
 
 
 def _refuse_two_batches(batch: Any, shared: SharedKeys) -> None:

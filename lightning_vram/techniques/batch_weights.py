@@ -5,11 +5,14 @@ divides by those that are not ignored, which differ from batch to batch.
 """
 
 import math
+import re
 from collections.abc import Callable, Mapping
+from numbers import Real
 from typing import Any, Literal, get_args
 
 from torch import Tensor
 
+from lightning_vram.techniques.batch_sizing import HOOK
 from lightning_vram.techniques.batch_split_error import BatchSplitError
 from lightning_vram.techniques.batch_splitting import BatchSplitter
 
@@ -52,14 +55,22 @@ def make_batch_weight(weight: WeightName | BatchWeight, name: str) -> BatchWeigh
         raise ValueError(f"{name} must be a function or one of {', '.join(get_args(WeightName))}, got {weight!r}.")
     if not callable(weight):
         raise TypeError(f"{name} must be a function or text, got {weight!r} of type {type(weight).__name__}.")
-    return lambda batch: _checked(weight(batch), name)
+    return lambda batch: check_weight(weight(batch), name)
 
 
 def _count_samples(splitter: BatchSplitter, batch: Any, name: str) -> float:
     try:
         return float(splitter.batch_size(batch))
     except BatchSplitError as error:
-        raise ValueError(f"{name}='samples' cannot count the samples of a batch. {_WAY_OUT} {error}") from None
+        raise ValueError(
+            f"{name}='samples' cannot count the samples of a batch. Give a function of the batch that returns their "
+            f"number, or {HOOK}. {_without_advice(error)}"
+        ) from None
+
+
+def _without_advice(error: BatchSplitError) -> str:
+    """What is wrong with the batch; ways to cut it are none to count it."""
+    return re.split(r" (?=To say|If it is the same|Please )", str(error))[0]
 
 
 def _count_labels(labels: Tensor) -> Tensor:
@@ -69,8 +80,11 @@ def _count_labels(labels: Tensor) -> Tensor:
 def _find_labels(batch: Any, name: str, weight: str) -> Tensor:
     labels = batch
     if isinstance(batch, Mapping):
-        labels = next((batch[key] for key in _LABEL_KEYS if key in batch), None)
+        key = next((key for key in _LABEL_KEYS if key in batch), None)
+        labels = None if key is None else batch[key]
         found = f"a mapping with {', '.join(map(str, batch))}"
+        if key is not None:
+            found += f", whose {key!r} is {'None' if labels is None else _describe(labels)}"
     elif isinstance(batch, list | tuple) and batch:
         labels = batch[-1]
         found = f"a {type(batch).__name__} that ends with {_describe(labels)}"
@@ -85,12 +99,18 @@ def _describe(value: Any) -> str:
     return f"a tensor of {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
-def _checked(weight: Any, name: str) -> float | Tensor:
+def check_weight(weight: Any, name: str) -> float | Tensor:
+    """Return what a function of the user found a batch to weigh, as a number or a tensor without dimensions.
+
+    Raises:
+        TypeError: If it is no number.
+        ValueError: If it is known to be negative or not finite.
+    """
     if isinstance(weight, Tensor) and weight.numel() == 1:
         if weight.device.type != "cpu":
             return weight.detach().reshape(())
         weight = weight.item()
-    if isinstance(weight, bool) or not isinstance(weight, int | float):
+    if isinstance(weight, bool) or not isinstance(weight, Real):
         found = f"a tensor of shape {list(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
         raise TypeError(f"{name} must return a number for each batch, got {found}.")
     if not math.isfinite(weight) or weight < 0:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_vram.memory.units import MIB
+from lightning_vram.techniques.module_roster import ModuleRoster
 from lightning_vram.techniques.module_snapshot import differs
 from lightning_vram.techniques.versions import NO_VERSION, is_strided, storage_address, version_of
 
@@ -39,8 +40,8 @@ class BufferCopy:
 
     def is_replaced(self) -> bool:
         """Whether the tensor has another shape, type or device than the copy was made for."""
-        shape, dtype, device, _ = self._place
-        return (self.tensor.shape, self.tensor.dtype, self.tensor.device) != (shape, dtype, device)
+        tensor, (shape, dtype, device, _) = self.tensor, self._place
+        return tensor.dtype is not dtype or tensor.shape != shape or tensor.device != device
 
     def is_changed(self) -> bool:
         """Whether the tensor may have been written since the copy was made."""
@@ -80,10 +81,14 @@ class BufferCopy:
 
 
 class BufferCopies:
-    """Copies of a model's tensors, held over a run."""
+    """Copies of a model's tensors, held over a run; with them who its modules are, which only saves time."""
 
     def __init__(self) -> None:
+        self.roster: ModuleRoster | None = None
+        """The modules of the last state that was taken with these copies."""
         self._copies: dict[int, BufferCopy] = {}
+        self._small: list[BufferCopy] = []
+        self._groups: list[tuple[list[Tensor], list[Tensor]]] = []
 
     def take(self, tensors: Iterable[Tensor]) -> list[BufferCopy]:
         """Bring the copies of ``tensors`` up to date; drop those of other tensors.
@@ -97,27 +102,30 @@ class BufferCopies:
         before, self._copies = self._copies, {}
         small: list[BufferCopy] = []
         with torch.inference_mode(mode=False), torch.no_grad():  # a copy made for an evaluation serves training as well
-            for tensor in tensors:
-                if id(tensor) in self._copies or tensor.is_meta or is_lazy(tensor):
-                    continue
-                copy = before.get(id(tensor))
+            for place, tensor in {id(tensor): tensor for tensor in tensors}.items():
+                copy = before.get(place)
                 if copy is None or copy.is_replaced():
+                    if tensor.is_meta or is_lazy(tensor):
+                        continue
                     copy = BufferCopy(tensor)
                 elif copy.is_small:
                     small.append(copy)
                 else:
                     copy.refresh()
-                self._copies[id(tensor)] = copy
-            _refresh_together(small)
+                self._copies[place] = copy
+            if small != self._small:
+                self._small, self._groups = small, _group(small)
+            for values, originals in self._groups:
+                torch._foreach_copy_(values, originals)
         return list(self._copies.values())
 
 
-def _refresh_together(copies: list[BufferCopy]) -> None:
+def _group(copies: list[BufferCopy]) -> list[tuple[list[Tensor], list[Tensor]]]:
+    """Values and tensors by type and device: those of a kind are copied in one operation."""
     groups: dict[tuple[torch.dtype, torch.device], list[BufferCopy]] = defaultdict(list)
     for copy in copies:
         groups[copy.tensor.dtype, copy.tensor.device].append(copy)
-    for group in groups.values():
-        torch._foreach_copy_([copy.value for copy in group], [copy.tensor for copy in group])
+    return [([copy.value for copy in group], [copy.tensor for copy in group]) for group in groups.values()]
 
 
 def _place(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device, tuple[int, int]]:

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from lightning_vram.techniques.attribute_state import AttributeState
 from lightning_vram.techniques.buffer_copies import ALWAYS_COPIED_BYTES, BufferCopies
+from lightning_vram.techniques.module_roster import ModuleRoster, iterate_members
 
-__all__ = ["BufferCopies", "StepState"]
+__all__ = ["BufferCopies", "StepState", "iterate_members"]
 
 
 class StepState:
@@ -33,6 +34,7 @@ class StepState:
         copies: Kept by the caller over the run, so that constant buffers are copied once. The state is good until the
             next one is taken with the same copies. ``None``: everything is copied.
         skip: Modules whose attributes somebody else looks after. Their children and buffers are looked after here.
+            With ``copies`` it is asked once about torch's own simple layers.
     """
 
     def __init__(
@@ -44,20 +46,22 @@ class StepState:
         skip: Callable[[nn.Module], bool] | None = None,
     ) -> None:
         members = list(iterate_members(module))
-        kept = members if skip is None else [member for member in members if not skip(member)]
-        self._attributes = [AttributeState(member) for member in kept]
+        copies = copies if copies is not None else BufferCopies()
+        if copies.roster is None or not copies.roster.fits(members):
+            copies.roster = ModuleRoster(members, skip)
+        self._leaves, self._attributes = copies.roster.take(skip)
         self._requires_grad = [
             (parameter, parameter.requires_grad)
             for member in members
             for parameter in member._parameters.values()
             if parameter is not None
         ]
-        copies = copies if copies is not None else BufferCopies()
-        self._buffers = copies.take([*_iterate_buffers(members), *_iterate_plain_tensors(kept)])
+        self._buffers = copies.take([*_iterate_buffers(members), *_iterate_plain_tensors(self._attributes)])
         self._restores = list(_read_generators(device))
 
     def restore(self) -> None:
         """Go back. May be called again, after each further try."""
+        self._leaves.restore()
         for attributes in self._attributes:
             attributes.restore()
         for buffer in self._buffers:
@@ -69,28 +73,17 @@ class StepState:
             restore(state)
 
 
-def iterate_members(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield ``module`` and all modules in it, each once; quicker than ``modules()``, which hashes metrics by state."""
-    waiting, seen = [module], {id(module)}
-    while waiting:
-        member = waiting.pop()
-        yield member
-        for child in member._modules.values():
-            if child is not None and id(child) not in seen:
-                seen.add(id(child))
-                waiting.append(child)
-
-
 def _iterate_buffers(members: list[nn.Module]) -> Iterator[Tensor]:
     return (buffer for member in members for buffer in member._buffers.values() if buffer is not None)
 
 
-def _iterate_plain_tensors(members: list[nn.Module]) -> Iterator[Tensor]:
-    for member in members:
-        for value in vars(member).values():
-            # Results of the last step have a past: they are replaced, not written.
-            if type(value) is Tensor and not value.requires_grad and value.nbytes <= ALWAYS_COPIED_BYTES:
-                yield value
+def _iterate_plain_tensors(states: list[AttributeState]) -> Iterator[Tensor]:
+    for state in states:
+        if state.layout.tensors:
+            for tensor in state.tensors():
+                # Results of the last step have a past: they are replaced, not written.
+                if not tensor.requires_grad and tensor.nbytes <= ALWAYS_COPIED_BYTES:
+                    yield tensor
 
 
 def _read_generators(device: torch.device) -> Iterator[tuple[Callable[[Any], object], Any]]:

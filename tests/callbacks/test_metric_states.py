@@ -1,6 +1,7 @@
 """Metrics of a batch in micro-batches against torchmetrics on the whole batch; a dropped try leaves no trace."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -292,3 +293,88 @@ def test_nothing_stands_in_for_anything_afterwards():
         run_chunks(model, states, batches(numbers, 1)[0], [6, 6], "forward")
         end()
         assert (set(vars(model.metric)), vars(model.metric)["update"]) == names
+
+
+class Weak(torch.autograd.Function):
+    """Saves what tells whether the graph is alive."""
+
+    @staticmethod
+    def forward(ctx, inputs, saved):
+        ctx.saved = saved
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+class Token:
+    """Can be referred to weakly."""
+
+
+GRAPHS = {
+    "merged": (MeanSquaredError, pairs),
+    "averaged": (PearsonCorrCoef, pairs),
+    "a wrapper": (lambda: MinMaxMetric(MeanSquaredError()), pairs),
+    "a collection": (lambda: MetricCollection([MeanSquaredError(), MeanAbsoluteError()]), pairs),
+}
+
+
+def run_differentiable(model, states, batch, sizes):
+    """Returns for each micro-batch whether its graph was alive when the next one began, and at the end."""
+    tokens, alive = [], []
+    states.begin(len(sizes))
+    for predictions, target in zip(*(column.split(sizes) for column in batch), strict=True):
+        states.start_chunk(len(target) / NUM_SAMPLES)
+        alive.append([token() is not None for token in tokens])
+        token = Token()
+        tokens.append(weakref.ref(token))
+        noted = Weak.apply(predictions.clone().requires_grad_(), token)
+        del token
+        model.metric(noted, target)
+        (noted - target).square().mean().backward()
+        del noted
+    states.finish()
+    return alive, [token() is not None for token in tokens]
+
+
+@pytest.mark.parametrize("case", GRAPHS)
+def test_the_graph_of_a_micro_batch_does_not_outlive_it(case):
+    make, make_batch = GRAPHS[case]
+    model, plain = Model(make()), Model(make())
+    states = MetricStates(model)
+    for batch in batches(make_batch, 2):
+        alive, alive_at_the_end = run_differentiable(model, states, batch, [5, 5, 2])
+        run_chunks(plain, plain_states := MetricStates(plain), batch, [5, 5, 2], "forward")
+        plain_states.finish()
+        assert alive == [[], [False], [False, False]]
+        assert alive_at_the_end[:2] == [False, False]
+        if isinstance(model.metric, Metric):
+            assert_same(model.metric._forward_cache, plain.metric._forward_cache)
+    assert_same(model.metric.compute(), plain.metric.compute())
+
+
+def test_the_graph_of_a_batch_does_not_outlive_the_beginning_of_the_next():
+    model = Model(MeanSquaredError())
+    states = MetricStates(model)
+    (batch,) = batches(pairs, 1)
+    _, alive = run_differentiable(model, states, batch, [NUM_SAMPLES])
+    assert alive == [True]  # as torchmetrics has it
+    assert model.metric._forward_cache.requires_grad
+    before = model.metric._forward_cache.detach()
+    states.begin(1)
+    assert not model.metric._forward_cache.requires_grad
+    assert torch.equal(model.metric._forward_cache, before)
+
+
+def test_the_value_in_a_micro_batch_has_its_gradient():
+    model = Model(MeanSquaredError())
+    states = MetricStates(model)
+    states.begin(2)
+    for _ in range(2):
+        states.start_chunk(0.5)
+        predictions = torch.full((3,), 2.0, requires_grad=True)
+        model.metric(predictions, torch.zeros(3)).backward()
+        assert predictions.grad.tolist() == pytest.approx([4 / 3] * 3)
+    states.finish()
+    assert model.metric._forward_cache == 4.0

@@ -303,10 +303,47 @@ def test_a_batch_without_samples_is_refused(batch):
         [(rows(8, 3), rows(8)), (rows(8, 3), rows(8))],
         [rows(5), rows(7)],
         (PICTURES[:1], [{"boxes": rows(3, 4)}]),
+        [rows(100)] * 8,  # waveforms
+        [rows(100)] * 3,
+        [rows(9, 2).double()] * 4,
+        [rows(5).numpy()] * 3,
+        [rows(3, 8, 8)] * 4,
     ],
 )
 def test_a_batch_that_can_be_read_in_two_ways_is_refused(batch):
     assert HOOK in refusal(batch)
+
+
+def test_equally_long_waveforms_are_refused_with_both_readings():
+    assert refusal([rows(100)] * 8) == (
+        f"The batch can be read as 8 samples, or as 8 columns of 100. To say how to cut it, {HOOK}"
+    )
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        (rows(6),) * 8,
+        (rows(6, 3),) * 8,
+        [rows(6)] * 2,
+        [rows(6, 3)] * 3,
+        [rows(6), rows(6), rows(6).double()],
+        [rows(6).long()] * 5,
+        [rows(6, 3), rows(6, 3), rows(6, 3), rows(6, 4)],
+        {"x": rows(6), "more": [rows(6)] * 4},
+    ],
+)
+def test_what_collate_functions_make_is_read_as_columns(batch):
+    assert BatchSplitter().batch_size(batch) == 6
+
+
+def test_earlier_batches_settle_what_equally_long_waveforms_are():
+    splitter = BatchSplitter()
+    assert splitter.batch_size([rows(5), rows(7), rows(4), rows(4)]) == 4
+    assert splitter.batch_size([rows(100)] * 3) == 3
+    splitter = BatchSplitter()
+    assert splitter.batch_size([rows(5, 2), rows(5, 3), rows(5, 2), rows(5, 2)]) == 5
+    assert splitter.batch_size([rows(9, 2)] * 4) == 9
 
 
 def test_columns_that_may_be_samples_are_refused_when_they_are_cut():

@@ -1,6 +1,7 @@
 """After a step is taken back there is no trace of it: not in the module, not in the generators."""
 
 import random
+import weakref
 from collections import OrderedDict, deque
 
 import lightning.pytorch as pl
@@ -10,6 +11,8 @@ import torch
 from helpers import CASES, LitTiny, TinyCNN
 from torch import nn
 
+from lightning_vram.techniques import attribute_state, module_roster
+from lightning_vram.techniques.attribute_layout import AttributeLayout
 from lightning_vram.techniques.step_rollback import BufferCopies, StepState
 
 CPU = torch.device("cpu")
@@ -316,3 +319,252 @@ def test_on_a_gpu_its_generator_comes_back_and_nobody_waits_for_the_device():
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(one, other)
     assert torch.equal(module.queue, torch.full_like(module.queue, 3))
+
+
+def draw_numbers(generator):
+    if isinstance(generator, torch.Generator):
+        return torch.rand(3, generator=generator).tolist()
+    return [generator.random() for _ in range(3)]
+
+
+GENERATORS = {
+    "torch": lambda: torch.Generator().manual_seed(3),
+    "numpy": lambda: np.random.default_rng(3),
+    "numpy's old one": lambda: np.random.RandomState(3),
+    "numpy's long one": lambda: np.random.Generator(np.random.MT19937(3)),
+    "python": lambda: random.Random(3),
+}
+PLACES = {
+    "an attribute": lambda generator: generator,
+    "a dict": lambda generator: {"a": generator},
+    "a list in a dict": lambda generator: {"a": [0, generator]},
+    "a deque": lambda generator: deque([generator]),
+}
+
+
+def find_generator(holder):
+    while isinstance(holder, dict | list | deque):
+        holder = list(holder.values() if isinstance(holder, dict) else holder)[-1]
+    return holder
+
+
+@pytest.mark.parametrize("kind", GENERATORS)
+@pytest.mark.parametrize("place", PLACES)
+def test_generators_of_a_module_go_back(kind, place):
+    module, copies = nn.Module(), BufferCopies()
+    module.noise = PLACES[place](GENERATORS[kind]())
+    generator = find_generator(module.noise)
+    for _ in range(2):
+        state = StepState(module, CPU, copies)
+        drawn = draw_numbers(generator)
+        for _ in range(2):
+            state.restore()
+            assert find_generator(module.noise) is generator
+            assert draw_numbers(generator) == drawn
+
+
+LARGE_CONTAINERS = {
+    "a bounded deque": (deque(range(1500), maxlen=1500), lambda queue: queue.append(1500)),
+    "a deque": (deque(range(1500)), deque.popleft),
+    "a set": (set(range(1500)), lambda numbers: numbers.symmetric_difference_update([3, 5000])),
+    "a long list": (list(range(20_000)), lambda numbers: numbers.extend([1, 2])),
+    "a large dict": (dict.fromkeys(range(20_000)), lambda numbers: numbers.update({-1: 0})),
+}
+
+
+@pytest.mark.parametrize("name", LARGE_CONTAINERS)
+def test_large_containers_come_back(name):
+    container, change = LARGE_CONTAINERS[name]
+    module, before = nn.Module(), container.copy()
+    module.container = container
+    state = StepState(module, CPU)
+    for _ in range(2):
+        change(container)
+        assert container != before
+        state.restore()
+        assert module.container is container
+        assert container == before
+
+
+def test_a_huge_queue_stays_as_it_is():
+    module = nn.Module()
+    module.queue = deque(range(10_001), maxlen=10_001)
+    state = StepState(module, CPU)
+    module.queue.append(3)
+    state.restore()
+    assert len(module.queue) == 10_001
+    assert module.queue[-1] == 3
+
+
+def add_hook(layer):
+    layer.handle = layer.register_forward_hook(lambda *_: None)
+
+
+def add_buffer(layer):
+    layer.register_buffer("scale", torch.ones(1))
+
+
+def add_child(layer):
+    layer.child = nn.Linear(1, 1)
+
+
+def replace_forward(layer):
+    layer.forward = lambda inputs: inputs
+
+
+def set_list(layer):
+    layer.seen = [1]
+
+
+def change_option(layer):
+    layer.p = 0.9
+    layer.eval()
+
+
+CHANGES = [add_hook, add_buffer, add_child, replace_forward, set_list, change_option]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("num_states", [1, 2])  # with what was learned about the layer, too
+def test_what_a_step_puts_on_a_layer_of_torch_is_taken_off(change, num_states):
+    module, copies = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)), BufferCopies()
+    before = everything(module)
+    for _ in range(num_states):
+        state = StepState(module, CPU, copies)
+    for _ in range(2):
+        for layer in module:
+            change(layer)
+        state.restore()
+        assert everything(module) == before
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_was_put_on_a_layer_of_torch_before_the_step_stays(change):
+    module, copies = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)), BufferCopies()
+    StepState(module, CPU, copies)
+    for layer in module:
+        change(layer)
+    before = everything(module)
+    state = StepState(module, CPU, copies)
+    for layer in module:
+        if hasattr(layer, "seen"):
+            layer.seen.append(2)
+        if hasattr(layer, "scale"):
+            layer.scale += 1
+        layer._forward_hooks.clear()
+    state.restore()
+    assert everything(module) == before
+
+
+def test_a_number_that_became_a_list_is_noticed():
+    module, copies = nn.Module(), BufferCopies()
+    module.losses = None
+    StepState(module, CPU, copies)
+    module.losses = [1]
+    state = StepState(module, CPU, copies)
+    module.losses.append(2)
+    state.restore()
+    assert module.losses == [1]
+
+
+def test_a_model_that_grows_between_steps_is_looked_at_again():
+    module, copies = nn.Sequential(nn.Linear(2, 2)), BufferCopies()
+    StepState(module, CPU, copies)
+    module.insert(0, nn.BatchNorm1d(2))
+    module.append(Busy())
+    state = StepState(module, CPU, copies)
+    module[0](torch.randn(4, 2))
+    module[2](torch.randn(4, 3))
+    module[1].eval()
+    state.restore()
+    assert not module[0].num_batches_tracked
+    assert module[1].training
+    assert module[2].losses == []
+
+
+def test_what_modules_are_made_of_is_found_out_once(monkeypatch):
+    found = []
+    monkeypatch.setattr(
+        module_roster,
+        "_is_simple_leaf",
+        lambda module, inner=module_roster._is_simple_leaf: found.append(module) or inner(module),
+    )
+    monkeypatch.setattr(
+        attribute_state,
+        "AttributeLayout",
+        lambda *arguments, inner=AttributeLayout: found.append(0) or inner(*arguments),
+    )
+    module, copies = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), Counting()), BufferCopies()
+    for step in range(3):
+        StepState(module, CPU, copies)
+        assert len(found) == 4 + 3  # four modules, one of them simple
+        module(torch.randn(4, 2))
+        assert module[2].count == step + 1
+
+
+class Counting(nn.Module):
+    """Has another value in an attribute after each forward."""
+
+    count = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def forward(self, inputs):
+        self.count += 1
+        return inputs
+
+
+def test_nothing_of_a_step_is_held_until_the_next_one():
+    module, copies = Counting(), BufferCopies()
+    module.losses = []
+    for _ in range(2):
+        module.past = torch.ones(3, requires_grad=True) * 2
+        module.losses.append(module.past)
+        past = weakref.ref(module.past)
+        StepState(module, CPU, copies)
+        module.past = None
+        module.losses.clear()
+        assert past() is None
+
+
+def test_a_scripted_module_goes_on():
+    scripted, copies = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))), BufferCopies()
+    module = nn.Sequential(scripted, Busy())
+    for _ in range(2):
+        state = StepState(module, CPU, copies)
+        scripted(torch.randn(4, 2))
+        module[1](torch.randn(4, 3))
+        state.restore()
+        assert not any(value.any() for name, value in scripted.named_buffers() if "mean" in name or "num" in name)
+        assert module[1].losses == []
+
+
+def test_a_compiled_module_goes_back_and_runs():
+    module, copies = Busy(), BufferCopies()
+    compiled = torch.compile(module, backend="eager")
+    expected = None
+    for _ in range(2):
+        state = StepState(compiled, CPU, copies)
+        random.seed(0)
+        torch.manual_seed(0)
+        inputs = torch.ones(4, 3)
+        found = compiled(inputs).detach()
+        state.restore()
+        assert module.losses == []
+        assert not module.count.any()
+        assert compiled.training
+        expected = found if expected is None else expected
+        assert torch.equal(found, expected)
+
+
+def test_a_lazy_norm_that_got_its_buffers_between_steps_is_copied():
+    module, copies = nn.Sequential(nn.LazyBatchNorm1d()), BufferCopies()
+    StepState(module, CPU, copies)
+    module(torch.randn(4, 3))
+    value = module[0].running_mean.clone()
+    state = StepState(module, CPU, copies)
+    module(torch.randn(4, 3))
+    state.restore()
+    assert torch.equal(module[0].running_mean, value)
