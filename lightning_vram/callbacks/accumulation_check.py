@@ -4,6 +4,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.optim import LBFGS
 
@@ -15,6 +16,16 @@ def check_run(trainer: pl.Trainer, callback: Callback) -> None:
 
     Raises:
         MisconfigurationException: If something else accumulates, or nothing can.
+    """
+    check_module(trainer)
+    _check_others(trainer, callback)
+
+
+def check_module(trainer: pl.Trainer) -> None:
+    """Refuse a module, which ``configure_model`` may have changed, or a strategy.
+
+    Raises:
+        MisconfigurationException: If it cannot accumulate.
     """
     module, strategy = trainer.lightning_module, trainer.strategy
     if not module.automatic_optimization:
@@ -37,7 +48,6 @@ def check_run(trainer: pl.Trainer, callback: Callback) -> None:
             f"{_NAME} does not work with FSDPStrategy(cpu_offload=True): FSDP1 accumulates wrong gradients there. "
             "Use ModelParallelStrategy (FSDP2)."
         )
-    _check_others(trainer, callback)
 
 
 def _check_others(trainer: pl.Trainer, callback: Callback) -> None:
@@ -67,3 +77,26 @@ def check_optimizers(trainer: pl.Trainer, largest_factor: int) -> None:
             f"{_NAME} does not work with LBFGS: it evaluates the loss several times per step, of which only the last "
             "micro-batch would be a part. Use larger batches or another optimizer."
         )
+
+
+def warn_of_weights(trainer: pl.Trainer, weight: object, largest_factor: int) -> None:
+    """Say once if parts of a batch count by something else than the batches of a window.
+
+    Args:
+        trainer: That runs.
+        weight: Of the window; ``None`` counts batches, which is right for samples in equal batches.
+        largest_factor: Of the schedule.
+    """
+    if weight is None and largest_factor == 1:
+        return
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    for other in callbacks:
+        if all(base.__name__ != "MicroBatching" for base in type(other).__mro__):
+            continue
+        other_weight = getattr(other, "weight", "samples")
+        if other_weight != (weight or "samples"):
+            rank_zero_warn(
+                f"{_NAME}(weight={weight!r}) beside MicroBatching(weight={other_weight!r}): micro-batches of a batch "
+                "count by something else than batches of a window, so that the window is not the mean over its samples "
+                "or tokens. Give both the same weight."
+            )

@@ -11,6 +11,7 @@ from lightning_vram.callbacks.accumulation_loop import AccumulationLoop
 from lightning_vram.callbacks.accumulation_mean import AccumulationMean
 from lightning_vram.callbacks.accumulation_weights import AccumulationWeights
 from lightning_vram.callbacks.accumulation_window import AccumulationWindow
+from lightning_vram.callbacks.shadow import Shadow
 from lightning_vram.callbacks.stepping_batches import SteppingBatches
 from lightning_vram.techniques.accumulation_schedule import AccumulationSchedule
 from lightning_vram.techniques.batch_norm_momentum import NormMomentum, find_batch_norms
@@ -22,21 +23,28 @@ class AccumulationRun:
     """Changes a trainer until :meth:`end`.
 
     Args:
-        trainer: Before its strategy is set up.
+        trainer: In its ``setup`` hooks.
         schedule: When which factor holds. ``None``: the factor follows from the training data.
         plan_factor: Reads the factor from the training data, when it is set up.
+
+    Attributes:
+        is_over: Whether it has ended.
     """
 
     def __init__(
         self, trainer: pl.Trainer, schedule: AccumulationSchedule | None, plan_factor: Callable[[pl.Trainer], int]
     ) -> None:
         self._trainer = trainer
-        self._schedule = schedule
+        self._given = self._schedule = schedule
         self._plan_factor = plan_factor
         self._loader: object = None  # that the schedule was read from
         self._factor: int | None = None
         self._factor_before = trainer.accumulate_grad_batches
-        self._stepping_batches = SteppingBatches(trainer, self.read_schedule)
+        self.is_over = False
+        self._stepping_batches = SteppingBatches(trainer, self.read_schedule, self.end)
+        self._setup_data = Shadow(trainer.fit_loop, "setup_data", self._make_setup_data)
+        if schedule is not None:
+            self._set_factor()
         self._window: AccumulationWindow | None = None
         self._loop: AccumulationLoop | None = None
         self._mean: AccumulationMean | None = None
@@ -56,7 +64,7 @@ class AccumulationRun:
         return self._schedule
 
     def start(self, window: AccumulationWindow, weights: AccumulationWeights | None) -> None:
-        """Take over the loops. The optimizers are set up.
+        """Take over the loops: tuners train before any other hook.
 
         Args:
             window: Where the run stands; a checkpoint may still be loaded into it.
@@ -64,7 +72,16 @@ class AccumulationRun:
         """
         self._window = window
         self._mean = AccumulationMean(self._trainer, window, weights)
-        self._loop = AccumulationLoop(self._trainer, window, self._plan, self._around)
+        self._loop = AccumulationLoop(self._trainer, window, self._plan, self._around, self._mean.pass_over)
+
+    def begin_training(self) -> AccumulationSchedule:
+        """Forget what tuners made of the data, which is set up now.
+
+        Returns:
+            The schedule there will be.
+        """
+        self._factor, self._schedule, self._loader = None, self._given, None
+        return self.read_schedule()
 
     def correct_batch_norms(self) -> None:
         """Let running statistics move once per window."""
@@ -91,8 +108,25 @@ class AccumulationRun:
             self._loop.remove()
         if self._mean is not None:
             self._mean.remove()
+        self._setup_data.remove()
         self._stepping_batches.remove()
-        self._trainer.accumulate_grad_batches = self._factor_before
+        if not self.is_over:
+            self._trainer.accumulate_grad_batches = self._factor_before
+        self.is_over = True
+
+    def _make_setup_data(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        def setup_data(*args: Any, **kwargs: Any) -> Any:
+            result = inner(*args, **kwargs)
+            if self._trainer.fit_loop._combined_loader is not None:
+                self._set_factor()
+            return result
+
+        return setup_data
+
+    def _set_factor(self) -> None:
+        """Tell those who ask before the first window: optimizers that are configured, tuners."""
+        trainer = self._trainer
+        trainer.accumulate_grad_batches = self.read_schedule().factor(trainer.current_epoch, trainer.global_step)
 
     def _plan(self) -> int:
         assert self._loop is not None

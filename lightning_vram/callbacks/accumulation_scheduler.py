@@ -10,13 +10,12 @@ layers that look at other samples of the batch (batch norm, contrastive losses) 
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from lightning_vram.callbacks.accumulation_check import check_optimizers, check_run
+from lightning_vram.callbacks.accumulation_check import check_module, check_optimizers, check_run, warn_of_weights
 from lightning_vram.callbacks.accumulation_run import AccumulationRun
 from lightning_vram.callbacks.accumulation_target import Rounding, check_target, plan_factor
 from lightning_vram.callbacks.accumulation_weights import AccumulationWeights
@@ -24,7 +23,7 @@ from lightning_vram.callbacks.accumulation_window import AccumulationWindow
 from lightning_vram.callbacks.fit_technique import FitTechnique
 from lightning_vram.memory.checks import check_bool
 from lightning_vram.techniques.accumulation_schedule import AccumulationSchedule, read_schedule
-from lightning_vram.techniques.batch_weights import WeightName, make_batch_weight
+from lightning_vram.techniques.batch_weights import BatchWeight, WeightName, check_weight, make_batch_weight
 
 _WEIGHT = "AccumulationScheduler(weight)"
 
@@ -34,9 +33,15 @@ class AccumulationScheduler(FitTechnique):
 
     A factor changes right after an optimizer step and at no other time. An epoch's last window, which may be shorter,
     is the mean over the micro-batches that are there; one whose ``training_step`` returned ``None`` does not count.
-    Gradients are right before any ``on_before_optimizer_step`` hook and before clipping. Under DDP they are
-    synchronised once per window. ``trainer.estimated_stepping_batches`` is the number of steps there will be;
-    ``trainer.accumulate_grad_batches`` the length of the window under way, and what it was after the fit.
+    Gradients of the optimizer's parameters are right before any ``on_before_optimizer_step`` hook and before clipping.
+    Under DDP they are synchronised once per window. ``trainer.estimated_stepping_batches`` is the number of steps there
+    will be, from ``LightningModule.setup`` on; ``trainer.accumulate_grad_batches`` the length of the window under way,
+    before the first one its factor (with ``target_batch_size`` once the training data is set up), and what it was
+    after the fit. Tuners accumulate, too.
+
+    A batch that is ``None`` takes a place in its window, so that ranks stay in step; where it would be the last, the
+    window ends with the next batch. ``on_before_backward`` gets the loss times its weight (in units of the first one).
+    As always in Lightning, a learning rate scheduler with ``interval="step"`` and a ``frequency`` counts micro-batches.
 
     The factor is logged as ``vram/accumulate_grad_batches`` when it changes. A checkpoint holds the place in the window
     under way, not its gradients: after a resume the window ends where it would have, with what it still gets.
@@ -52,7 +57,9 @@ class AccumulationScheduler(FitTechnique):
             ``"shifted_tokens"``, the same without the first of each sequence, for losses that shift labels by one (as
             causal language models of transformers do); or a function of the batch. That is what the loss divides
             by: the window, over all ranks, then is the mean over all samples or tokens. ``None``: micro-batches count
-            the same. Costs one reduction of one number per optimizer step.
+            the same. Costs one reduction of one number per optimizer step. The backward of a micro-batch that is known
+            to count 0 without asking a device is left out, unless other ranks wait for it (the last of a window under
+            DDP, all under FSDP2): there, and for weights on a device, its loss must be finite.
         correct_batch_norm: Whether running statistics of batch norms move once per window: momentum m becomes
             1 - (1 - m)^(1/k). Layers normalise by micro-batches in any case.
 
@@ -60,7 +67,8 @@ class AccumulationScheduler(FitTechnique):
         TypeError: If an argument is of the wrong kind.
         ValueError: If an argument has a value that is not allowed, or not exactly one schedule is given.
         MisconfigurationException: In a fit, if the run cannot accumulate so: manual optimization, DeepSpeed, FSDP1
-            with offload, LBFGS, another accumulation beside, a ``target_batch_size`` that does not divide.
+            with offload, LBFGS, an ``optimizer_step`` that calls its closure several times, another accumulation
+            beside, a ``target_batch_size`` that does not divide.
 
     Example:
         >>> import lightning.pytorch as pl
@@ -99,44 +107,49 @@ class AccumulationScheduler(FitTechnique):
         elif by_step is not None:
             self._schedule = read_schedule("AccumulationScheduler(by_step)", "step", by_step)
         self._window = AccumulationWindow()
+        self._resumed: dict[str, Any] | None = None
         self._run: AccumulationRun | None = None
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        if self._window.batch is None:
+        if self._window.batch is None and self._run is None:
             return {}
         return self._window.state_dict(is_interrupted=self._run is not None and self._run.is_interrupted)
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self._run is None:
+            return  # a test of a checkpoint, say
+        self._resumed = dict(state_dict)
         self._window.load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, object]:
-        return {**vars(self), "_run": None, "_window": AccumulationWindow()}  # a copy is not part of any run
+        # A copy is not part of any run.
+        return {**vars(self), "_run": None, "_window": AccumulationWindow(), "_resumed": None}
 
     @override
     def _check(self, trainer: pl.Trainer) -> None:
         check_run(trainer, self)
-        self._window = AccumulationWindow()
+        self._window, self._resumed = AccumulationWindow(), None
+        self._run = AccumulationRun(trainer, self._schedule, self._plan_factor)
 
     @override
     def _apply(self, trainer: pl.Trainer) -> None:
-        check_run(trainer, self)  # once more: configure_model may have changed the module
-        target, rounding = self.target_batch_size or 1, self.round
-        plan = partial(plan_factor, target_batch_size=target, rounding=rounding)
-        self._run = AccumulationRun(trainer, self._schedule, plan)
-
-    @override
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        check_module(trainer)  # once more: configure_model may have changed it
         assert self._run is not None
-        weights = None if self.weight is None else AccumulationWeights(make_batch_weight(self.weight, _WEIGHT), trainer)
+        weights = None
+        if self.weight is not None:
+            weights = AccumulationWeights(self._make_weight(trainer.lightning_module), trainer)
         self._run.start(self._window, weights)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert self._run is not None
-        schedule = self._run.read_schedule()  # the data is there: a target that does not divide is refused now
+        # Tuners may have trained before.
+        self._window.load_state_dict(self._resumed or AccumulationWindow().state_dict(is_interrupted=False))
+        schedule = self._run.begin_training()
         check_optimizers(trainer, schedule.largest)
+        warn_of_weights(trainer, self.weight, schedule.largest)
         trainer.accumulate_grad_batches = schedule.factor(trainer.current_epoch, trainer.global_step)
         if schedule.largest > 1:
             if self.correct_batch_norm:
@@ -144,13 +157,21 @@ class AccumulationScheduler(FitTechnique):
             self._run.warn_of_batch_norms()
 
     @override
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._window.close()  # Lightning steps with the last batch of an epoch; what one that was cut short left, goes
-
-    @override
     def _undo(self) -> None:
         if self._run is not None:
-            if self._run.is_interrupted:
+            if self._run.is_interrupted and not self._run.is_over:
                 self._window.rewind()  # for a checkpoint that another callback makes of the exception
             self._run.end()
         self._run = None
+
+    def _plan_factor(self, trainer: pl.Trainer) -> int:
+        # Tuners take the callbacks away. They try out batch sizes that need not divide the target.
+        rounding = self.round if self in trainer.callbacks else "up"  # type: ignore[attr-defined]
+        return plan_factor(trainer, self.target_batch_size or 1, rounding)
+
+    def _make_weight(self, module: pl.LightningModule) -> BatchWeight:
+        split = getattr(module, "split_batch", None)
+        if self.weight == "samples" and split is not None:
+            return lambda batch: check_weight(len(split(batch, 1)), "The number of samples of split_batch(batch, 1)")
+        assert self.weight is not None
+        return make_batch_weight(self.weight, _WEIGHT)

@@ -15,7 +15,9 @@ means over updates, what a wrapper makes of the values of batches (the extremes 
 average something per batch. A metric that is no submodule (in a plain list, say) is not seen.
 """
 
-from torch import Tensor, nn
+from typing import Any
+
+from torch import nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_vram.callbacks.watched_metric import WatchedMetric
@@ -43,14 +45,15 @@ class MetricStates:
         """
         members = list(iterate_members(self._module))
         # Not isinstance: it takes as long as all the rest, Metric being an abstract class.
-        self._metrics = [WatchedMetric(member, num_chunks) for member in members if Metric in type(member).__mro__]
+        metrics: Any = [member for member in members if Metric in type(member).__mro__]
+        self._metrics = [WatchedMetric(metric, num_chunks) for metric in metrics]
         self._collections = [AttributeState(member) for member in members if isinstance(member, MetricCollection)]
 
-    def start_chunk(self, share: float | Tensor) -> None:
+    def start_chunk(self, share: float) -> None:
         """Call before each micro-batch.
 
         Args:
-            share: Of the batch; a number or a 0-dim tensor.
+            share: Of the batch.
         """
         for metric in self._metrics:
             metric.start_chunk(share)

@@ -15,12 +15,17 @@ from lightning_vram.techniques.accumulation_schedule import AccumulationSchedule
 class SteppingBatches:
     """Changes the class of a trainer to one of the same name with another estimate, until :meth:`remove`.
 
+    A copy of the trainer, such as worker processes get that are spawned, has the class it had before.
+
     Args:
         trainer: Of any class.
         read_schedule: Called when somebody asks, and the training data is set up.
+        end: Called when another run begins: the error of another callback can keep a run from being put away.
     """
 
-    def __init__(self, trainer: pl.Trainer, read_schedule: Callable[[], AccumulationSchedule]) -> None:
+    def __init__(
+        self, trainer: pl.Trainer, read_schedule: Callable[[], AccumulationSchedule], end: Callable[[], None]
+    ) -> None:
         plain = type(trainer)
         self._trainer = trainer
         self._plain = plain
@@ -34,8 +39,18 @@ class SteppingBatches:
             steps = self._read_schedule().count_steps(trainer.num_training_batches, max(trainer.max_epochs, 1))
             return steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)
 
+        def run(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._read_schedule is not None:
+                end()
+            return plain._run(trainer, *args, **kwargs)
+
+        def reduce(trainer: Any, protocol: Any) -> Any:
+            reduced = plain.__reduce_ex__(trainer, protocol)
+            return self._unswap(reduced)
+
         attributes = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
-        self._swapped = type(plain.__name__, (plain,), attributes | {"estimated_stepping_batches": property(estimate)})
+        changed = {"estimated_stepping_batches": property(estimate), "_run": run, "__reduce_ex__": reduce}
+        self._swapped = type(plain.__name__, (plain,), attributes | changed)
         trainer.__class__ = self._swapped
 
     def remove(self) -> None:
@@ -43,3 +58,10 @@ class SteppingBatches:
         self._read_schedule = None  # one that somebody else's class was put over stays, and passes on
         if type(self._trainer) is self._swapped:
             self._trainer.__class__ = self._plain
+
+    def _unswap(self, reduced: Any) -> Any:
+        """Name the class that was there in ``(function, arguments, state ...)``."""
+        if not isinstance(reduced, tuple):
+            return reduced
+        function, arguments, *others = reduced
+        return function, tuple(self._plain if one is self._swapped else one for one in arguments), *others

@@ -2,45 +2,20 @@
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torchmetrics import Metric
-from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
-from torchmetrics.wrappers.abstract import WrapperMetric
 
 from lightning_vram.callbacks.shadow import Shadow
+from lightning_vram.callbacks.shown_values import Shown, States, read_states, value_of_batch, without_past
 from lightning_vram.techniques.attribute_state import AttributeState
-from lightning_vram.techniques.weighted_mean import weighted_mean
-
-_MERGEABLE = (dim_zero_sum, dim_zero_mean, dim_zero_max, dim_zero_min, dim_zero_cat)
 
 _NOTES = "_shown_by_micro_batches"
 
-States = dict[str, Any]
 Call = Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class _Shown:
-    """What ``forward`` returned in a micro-batch.
-
-    Args:
-        chunk: Number of the micro-batch.
-        share: Of the micro-batch.
-        value: The value, without its past: a graph would keep all that the micro-batch saved for backward.
-        states: The micro-batch's own states, where the value was computed from states; without their past.
-        original: The very object that the metric keeps, of the latest call only.
-    """
-
-    chunk: int
-    share: float | Tensor
-    value: Any
-    states: States | None
-    original: Any
 
 
 class WatchedMetric:
@@ -54,15 +29,15 @@ class WatchedMetric:
     def __init__(self, metric: Metric, num_chunks: int) -> None:
         self._metric = metric
         if _NOTES not in vars(metric):  # else somebody watches this batch already
-            metric._forward_cache = _without_past(metric._forward_cache)  # the graph of the last batch would live on
+            metric._forward_cache = without_past(metric._forward_cache)  # the graph of the last batch would live on
         self._before = AttributeState(metric, max_items=sys.maxsize)  # forward empties lists of any length
         attributes = vars(metric)
         self._originals: dict[str, Tensor] = {
             name: attributes[name] for name in metric._defaults if isinstance(attributes.get(name), Tensor)
         }
         self._chunk = 0
-        self._share: float | Tensor = 1.0
-        self._shown: list[_Shown] = []
+        self._share: float = 1.0
+        self._shown: list[Shown] = []
         self._states: States | None = None
         self._shadows = [Shadow(metric, "update", self._make_update)]
         if num_chunks > 1:
@@ -70,7 +45,7 @@ class WatchedMetric:
             self._shadows.append(Shadow(metric, "compute", self._make_compute))
             attributes[_NOTES] = self._shown  # taken back with the other attributes by one who drops a part of this try
 
-    def start_chunk(self, share: float | Tensor) -> None:
+    def start_chunk(self, share: float) -> None:
         """Call before each micro-batch."""
         is_shown = self._is_last_shown()
         value = self._let_go(self._shown[-1].value if is_shown else None)
@@ -90,14 +65,10 @@ class WatchedMetric:
         shown = list({chunk.chunk: chunk for chunk in self._shown}.values())  # of several calls in each the last
         if len(shown) < 2 or not self._is_last_shown():
             return
-        states = [chunk.states for chunk in shown if chunk.states is not None]
-        if len(states) == len(shown) and _is_mergeable(self._metric):
-            self._metric._forward_cache = _compute(self._metric, states)
-        else:
-            self._metric._forward_cache = _mean([chunk.value for chunk in shown], [chunk.share for chunk in shown])
+        self._metric._forward_cache = value_of_batch(self._metric, shown)
 
     def _is_last_shown(self) -> bool:
-        cache = self._metric._forward_cache
+        cache: Any = self._metric._forward_cache
         return bool(self._shown) and cache is not None and cache is self._shown[-1].original
 
     def _let_go(self, original: Any = None) -> Any:
@@ -129,68 +100,15 @@ class WatchedMetric:
             value = forward(*args, **kwargs)
             if value is not None and self._metric._forward_cache is value:
                 self._let_go()
-                self._shown.append(_Shown(self._chunk, self._share, _without_past(value), self._states, value))
+                self._shown.append(Shown(self._chunk, self._share, without_past(value), self._states, value))
             return value
 
         return forward_and_note
 
     def _make_compute(self, compute: Call) -> Call:
         def note_and_compute(*args: Any, **kwargs: Any) -> Any:
-            states = {name: _without_past(state) for name, state in _read_states(self._metric).items()}
+            states = {name: without_past(state) for name, state in read_states(self._metric).items()}
             self._states = states  # forward merges them into new ones, or drops them
             return compute(*args, **kwargs)
 
         return note_and_compute
-
-
-def _is_mergeable(metric: Metric) -> bool:
-    """Whether ranks would merge its states, and so micro-batches can."""
-    if isinstance(metric, WrapperMetric) or metric.dist_sync_on_step or not metric._defaults:
-        return False  # a value that ranks exchange: they may not have run as many micro-batches
-    return all(
-        reduction in _MERGEABLE or (reduction is None and isinstance(metric._defaults[name], list))
-        for name, reduction in metric._reductions.items()
-    )
-
-
-@torch.no_grad()
-def _compute(metric: Metric, chunks: list[States]) -> Any:
-    """The value of the batch, as ``forward`` computes it: from the states of all its micro-batches."""
-    now = AttributeState(metric, max_items=sys.maxsize)
-    merged = chunks[0]
-    for count, states in enumerate(chunks[1:], start=2):
-        vars(metric).update(states)
-        metric._update_count = count
-        metric._reduce_states(merged)
-        merged = _read_states(metric)
-    metric._to_sync = metric._should_unsync = metric.compute_on_cpu = False
-    metric._computed = None
-    value = metric.compute()
-    now.restore()
-    return value
-
-
-def _read_states(metric: Metric) -> States:
-    return {name: getattr(metric, name) for name in metric._defaults}
-
-
-def _without_past(value: Any) -> Any:
-    """A nest of tensors cut off from what they were computed from; the same object if nothing needs gradients."""
-    leaves, spec = tree_flatten(value)
-    if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
-        return value
-    return tree_unflatten([leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
-
-
-def _mean(values: list[Any], shares: list[float | Tensor]) -> Any:
-    """Mean over nests of floating tensors that are alike; else the last value."""
-    leaves, specs = zip(*map(tree_flatten, values), strict=True)
-    columns = list(zip(*leaves, strict=False))
-    is_alike = all(spec == specs[0] for spec in specs) and all(map(_is_alike, columns))
-    if not is_alike:
-        return values[-1]
-    return tree_unflatten([weighted_mean(column, shares, [1] * len(shares)) for column in columns], specs[0])
-
-
-def _is_alike(values: tuple[Any, ...]) -> bool:
-    return all(isinstance(v, Tensor) and v.is_floating_point() and v.shape == values[0].shape for v in values)
