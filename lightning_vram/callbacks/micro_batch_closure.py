@@ -6,7 +6,7 @@ comes before the first backward, ``on_after_backward`` after the last, when the 
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -31,6 +31,7 @@ from lightning_vram.techniques.gradient_reduction import (
     sync_buffers,
     why_reducer_is_needed,
 )
+from lightning_vram.techniques.step_rollback import iterate_members
 
 _BEFORE, _AFTER = "on_before_backward", "on_after_backward"
 
@@ -74,7 +75,7 @@ class MicroBatchClosure(Closure):
         if by_hand is not None:
             sync_buffers(by_hand)  # not inside of a try, which must not wait for other ranks
         with _block_parallel_sync_behavior(self._trainer.strategy, block=by_hand is not None):
-            outputs = self._runner.run(batch, self._step, self._parameters())
+            outputs = self._runner.run(batch, self._step, self._parameters)
         if by_hand is not None and not self._trainer.fit_loop._should_accumulate():
             reduce_gradients(by_hand)
             expect_buffer_sync(by_hand)
@@ -123,11 +124,12 @@ class MicroBatchClosure(Closure):
             backward(loss)
         self._has_run_backward = True
 
-    def _parameters(self) -> Iterable[Tensor]:
+    def _parameters(self) -> Iterator[Tensor]:
         """Whatever may get a gradient: also what the step itself unfreezes, and what the module does not know."""
-        groups = self._optimizer.param_groups
-        known = self._trainer.lightning_module.parameters()
-        return dict.fromkeys((*known, *(parameter for group in groups for parameter in group["params"])))
+        for member in iterate_members(self._trainer.lightning_module):  # parameters() is slow
+            yield from (parameter for parameter in member._parameters.values() if parameter is not None)
+        for group in self._optimizer.param_groups:
+            yield from group["params"]
 
     def _call_after_backward(self) -> None:
         """Say once that the gradients of the batch are there, to those who have not heard it of each part."""

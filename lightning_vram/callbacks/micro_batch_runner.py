@@ -87,13 +87,15 @@ class MicroBatchRunner:
         """Whether all ranks run the same number of micro-batches, forward and backward."""
         return self._sizes.has_equal_counts
 
-    def run(self, batch: Any, step: Step[Output], parameters: Iterable[Tensor] = ()) -> list[tuple[MicroBatch, Output]]:
+    def run(
+        self, batch: Any, step: Step[Output], find_parameters: Callable[[], Iterable[Tensor]] = tuple
+    ) -> list[tuple[MicroBatch, Output]]:
         """Run ``step`` on every micro-batch of ``batch``.
 
         Args:
             batch: On the device.
             step: Forward, and backward if there is one.
-            parameters: Whose gradients the step accumulates.
+            find_parameters: Yields those whose gradients the step accumulates.
 
         Returns:
             Micro-batches and what the step returned for them.
@@ -103,7 +105,7 @@ class MicroBatchRunner:
             RuntimeError: On all ranks, if one sample at a time does not fit on one of them.
         """
         facts = self._cutter.measure(batch)
-        undo = self._remember_or_make_room(batch, list(parameters)) if self.retries else None
+        undo = self._remember_or_make_room(batch, list(find_parameters())) if self.retries else None
         if self._planning is not None and undo is not None and not self._planning.is_probed:
             self._probe(self._planning, batch, facts, step)
             undo()

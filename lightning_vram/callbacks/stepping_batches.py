@@ -45,8 +45,7 @@ class SteppingBatches:
             return plain._run(trainer, *args, **kwargs)
 
         def reduce(trainer: Any, protocol: Any) -> Any:
-            reduced = plain.__reduce_ex__(trainer, protocol)
-            return self._unswap(reduced)
+            return self._unswap(plain.__reduce_ex__(trainer, protocol))
 
         attributes = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
         changed = {"estimated_stepping_batches": property(estimate), "_run": run, "__reduce_ex__": reduce}
@@ -64,4 +63,9 @@ class SteppingBatches:
         if not isinstance(reduced, tuple):
             return reduced
         function, arguments, *others = reduced
-        return function, tuple(self._plain if one is self._swapped else one for one in arguments), *others
+        arguments = (self._plain if one is self._swapped else one for one in arguments)
+        return _call, (function, *arguments), *others  # pickle looks at the class if it knows the function
+
+
+def _call(function: Callable[..., Any], *arguments: Any) -> Any:
+    return function(*arguments)
