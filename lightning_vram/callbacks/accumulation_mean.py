@@ -132,9 +132,7 @@ class AccumulationMean:
     def _watched_steps(self) -> Iterator[list[Any]]:
         steps: list[Any] = []
         handles = [
-            optimizer.register_step_post_hook(lambda *_: steps.append(True))
-            for optimizer in self._trainer.optimizers
-            if isinstance(optimizer, Optimizer)
+            optimizer.register_step_post_hook(lambda *_: steps.append(True)) for optimizer in self._trainer.optimizers
         ]
         try:
             yield steps

@@ -24,23 +24,42 @@ def check_micro_batching(trainer: pl.Trainer, *, is_training: bool) -> None:
         MisconfigurationException: With the reason and the way out.
     """
     refuse_moved_parameters(_NAME, trainer, "a second forward in one step would find elsewhere")
+    module = trainer.lightning_module
+    steps = ["training_step"] if is_training else ["validation_step", "test_step", "predict_step"]
+    for step in steps:
+        _refuse_own_iteration(module, step)
     if not is_training:
         return
-    module = trainer.lightning_module
     if not module.automatic_optimization:
         raise MisconfigurationException(
             "MicroBatching does not work with manual optimization: it cannot see where forward, backward and step of "
             "training_step begin. Set automatic_optimization=True, or split the batch in training_step."
         )
-    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+
+
+def _refuse_own_iteration(module: pl.LightningModule, step: str) -> None:
+    if is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
         raise MisconfigurationException(
-            "MicroBatching does not work with training_step(self, dataloader_iter): the step takes its batches itself. "
-            "Use training_step(self, batch, batch_idx)."
+            f"MicroBatching does not work with {step}(self, dataloader_iter): the step takes its batches itself. "
+            f"Use {step}(self, batch, batch_idx)."
         )
 
 
-def check_wrapped(trainer: pl.Trainer, *, retries: bool) -> None:
-    """Refuse what shows only once the strategy has wrapped the module.
+def check_recovery(trainer: pl.Trainer) -> None:
+    """Refuse to run batches again where nothing can go on after an error.
+
+    Raises:
+        MisconfigurationException: With the reason and the way out.
+    """
+    if is_sharded(trainer.lightning_module) and not can_recover():
+        raise MisconfigurationException(
+            "MicroBatching('auto') needs PyTorch 2.13 or newer under FSDP2, whose older versions cannot go on after a "
+            "failed forward or backward. Give a fixed size, as in MicroBatching(8)."
+        )
+
+
+def check_gradients(trainer: pl.Trainer, *, retries: bool) -> None:
+    """Refuse other ways to reduce and use gradients, which show only once the strategy has wrapped the module.
 
     Raises:
         MisconfigurationException: With the reason and the way out.
@@ -64,18 +83,13 @@ def check_wrapped(trainer: pl.Trainer, *, retries: bool) -> None:
             "reduction leaves the others waiting, so gradients are averaged after the backward, in the plain way. Give "
             "a fixed size, as in MicroBatching(8)."
         )
-    if retries and is_sharded(trainer.lightning_module) and not can_recover():
-        raise MisconfigurationException(
-            "MicroBatching('auto') needs PyTorch 2.13 or newer under FSDP2, whose older versions cannot go on after a "
-            "failed backward. Give a fixed size, as in MicroBatching(8)."
-        )
 
 
-def why_counts_must_be_equal(trainer: pl.Trainer) -> str | None:
+def why_counts_must_be_equal(trainer: pl.Trainer, *, is_training: bool) -> str | None:
     """Say where ranks wait for one another inside a step, if they do."""
     if trainer.world_size == 1:
         return None
     module = trainer.lightning_module
     if any(isinstance(member, Metric) and member.dist_sync_on_step for member in module.modules()):
         return "a metric with dist_sync_on_step=True"
-    return has_collectives_in_forward(module)
+    return has_collectives_in_forward(module, is_training=is_training)

@@ -6,7 +6,7 @@ it logged and drew from the generators. So the run goes on as if it had used the
 
 import gc
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -23,7 +23,7 @@ from lightning_vram.memory.allocator import empty_cache, has_cache
 from lightning_vram.memory.out_of_memory import is_out_of_memory, release_frames
 from lightning_vram.techniques.agreed_sizes import Agreed, AgreedSizes
 from lightning_vram.techniques.batch_cutting import BatchCutter, BatchFacts
-from lightning_vram.techniques.batch_guard import BatchGuard
+from lightning_vram.techniques.batch_guard import BatchGuard, hand_back
 from lightning_vram.techniques.gradient_rollback import GradientState
 from lightning_vram.techniques.micro_batch_shares import Weight, shares_of
 from lightning_vram.techniques.rank_agreement import RankAgreementError
@@ -120,11 +120,13 @@ class MicroBatchRunner:
                 break
             assert undo is not None
             if agreed.size == 1:
-                raise _give_up(error)
+                raise self._give_up(error)
             attempt.drop()
             undo()
             agreed = self._shrink(facts, agreed, error)
         attempt.keep()
+        if len(outputs) == 1:
+            hand_back(batch, outputs[0][0].batch)
         self._sizes.settle(facts, agreed)
         self.size = min(agreed.size, facts.num_samples)
         return outputs
@@ -137,11 +139,22 @@ class MicroBatchRunner:
             idle = MicroBatch(part, size, 1.0, 1.0, is_first=False, is_last=False, is_idle=True)
             started = time.monotonic()
             with planning.watching(facts.elements_of(size)):
-                _, error = self._attempt(attempt, step, partial(list, (idle,)), size)
+                error = self._run_probe(attempt, idle, step)
             if self._has_failed(error, started):
-                planning.give_up()
+                planning.give_up(is_too_large=error is not None and is_out_of_memory(error))
                 break
         planning.is_probed = True
+
+    def _run_probe(self, attempt: MicroBatchTry, part: MicroBatch, step: Step[Output]) -> Exception | None:
+        """Run what was not asked for: whatever goes wrong in it is no reason to end the run."""
+        try:
+            attempt.run([part], step)
+        except Exception as error:
+            release_frames(error)
+            return error
+        finally:
+            attempt.drop()
+        return None
 
     def _attempt(
         self, attempt: MicroBatchTry, step: Step[Output], cut: Callable[[], list[MicroBatch]], size: int
@@ -160,8 +173,9 @@ class MicroBatchRunner:
             return [], error
 
     def _cut(self, batch: Any, facts: BatchFacts, agreed: Agreed) -> list[MicroBatch]:
-        parts = self._cutter.cut(batch, facts.num_samples, agreed.size)
-        shares = shares_of([part for part, _ in parts], [size for _, size in parts], self._weight)
+        is_whole = agreed.size >= facts.num_samples and not self.retries
+        parts = [(batch, facts.num_samples)] if is_whole else self._cutter.cut(batch, facts.num_samples, agreed.size)
+        shares = self._find_shares([part for part, _ in parts], [size for _, size in parts])
         num_idle = max(0, agreed.count - len(parts)) if agreed.count is not None else 0
         last = len(parts) - 1 + num_idle
         micro_batches = [
@@ -172,6 +186,14 @@ class MicroBatchRunner:
         for number in range(len(parts), last + 1):
             micro_batches.append(MicroBatch(part, size, 0.0, 0.0, is_first=False, is_last=number == last, is_idle=True))
         return micro_batches
+
+    def _find_shares(self, parts: Sequence[Any], sizes: Sequence[int]) -> list[float]:
+        if self._is_training:
+            return shares_of(parts, sizes, self._weight)
+        try:
+            return shares_of(parts, sizes, self._weight)
+        except (AttributeError, LookupError, TypeError, ValueError):
+            return shares_of(parts, sizes, None)  # such as batches to predict, which have no labels
 
     def _factor(self, share: float) -> float:
         return 1.0 if self._losses_are_sums else share
@@ -218,10 +240,12 @@ class MicroBatchRunner:
                 raise
             error.add_note(
                 "MicroBatching cannot run the batch again in smaller parts: this rank ran out of memory and other "
-                f"ranks wait for it in the middle of theirs ({why_counts_must_be_equal(self._trainer)}). Start with a "
-                "smaller size=."
+                f"ranks wait for it in the middle of theirs ({self._why_equal()}). Start with a smaller size=."
             )
             raise error from silence
+
+    def _why_equal(self) -> str | None:
+        return why_counts_must_be_equal(self._trainer, is_training=self._is_training)
 
     def _shrink(self, facts: BatchFacts, agreed: Agreed, error: Exception | None) -> Agreed:
         self.num_retries += 1
@@ -229,11 +253,11 @@ class MicroBatchRunner:
         rank_zero_info(f"MicroBatching: out of memory with {agreed.size} samples at once, now {smaller.size}.")
         return smaller
 
-
-def _give_up(error: Exception | None) -> Exception:
-    """What to raise when one sample at a time does not fit: on all ranks, each knows the same."""
-    message = "MicroBatching: memory ran out with one sample per micro-batch, there is nothing left to split."
-    if error is None:
-        return RuntimeError(f"{message} It ran out on another rank; its error says more.")
-    error.add_note(f"{message} Make a sample cheaper: ActivationCheckpointing(), ActivationOffload().")
-    return error
+    def _give_up(self, error: Exception | None) -> Exception:
+        """What to raise when one sample at a time does not fit: on all ranks, each knows the same."""
+        message = "MicroBatching: memory ran out with one sample per micro-batch, there is nothing left to split."
+        if error is None:
+            return RuntimeError(f"{message} It ran out on another rank; its error says more.")
+        way_out = "ActivationCheckpointing(), ActivationOffload()" if self._is_training else "smaller inputs"
+        error.add_note(f"{message} Make a sample cheaper: {way_out}.")
+        return error

@@ -82,7 +82,8 @@ class MicroBatchTry:
                     self._logging.start_chunk(part.size, part.share)
                 if self._norms is not None:
                     self._norms.begin_part(part.size / num_samples)
-                outputs.append((part, step(replace(part, batch=self._guard.lend(part.batch)))))
+                lent = replace(part, batch=self._guard.lend(part.batch))
+                outputs.append((lent, step(lent)))
         return outputs
 
     def keep(self) -> None:

@@ -13,8 +13,9 @@ from typing_extensions import override
 
 from lightning_vram.callbacks.fit_technique import FitTechnique
 from lightning_vram.callbacks.micro_batch_checks import (
+    check_gradients,
     check_micro_batching,
-    check_wrapped,
+    check_recovery,
     why_counts_must_be_equal,
 )
 from lightning_vram.callbacks.micro_batch_closure import MicroBatchClosure
@@ -44,6 +45,7 @@ class _Run:
         evaluation: In the place of the evaluation steps.
         runners: By what they run: "training", "evaluation".
         agreement: Between the ranks.
+        is_checked: Whether gradients are reduced and used in a way that can be kept.
         logged_size: The last one that was logged.
     """
 
@@ -51,6 +53,7 @@ class _Run:
     evaluation: MicroBatchEvaluation | None = None
     runners: dict[str, MicroBatchRunner] = field(default_factory=dict)
     agreement: RankAgreement | None = None
+    is_checked: bool = False
     logged_size: int | None = None
 
 
@@ -234,20 +237,27 @@ class MicroBatching(FitTechnique):
 
     def _get_runner(self, trainer: pl.Trainer, name: str) -> MicroBatchRunner:
         self._start(trainer)  # tuners train before on_fit_start
+        if name == "training" and not self._run.is_checked:  # in the first batch: hooks come late
+            check_gradients(trainer, retries=self.size == "auto")
+            self._run.is_checked = True
         return self._run.runners[name]
 
     def _start(self, trainer: pl.Trainer) -> None:
         """Once the module is wrapped: whether ranks meet in its forward decides how they agree."""
         if self._run.agreement is not None or (self._run.shadow is None and self._run.evaluation is None):
             return
-        check_wrapped(trainer, retries="auto" in (self.size, self.eval))
+        if "auto" in (self.size, self.eval):
+            check_recovery(trainer)
         self._run.agreement = RankAgreement()
-        collective = why_counts_must_be_equal(trainer)
         weight = _read_weight(self.weight)
-        cutter = BatchCutter(self._shared_keys, self._split or getattr(trainer.lightning_module, "split_batch", None))
+        split = self._split or getattr(trainer.lightning_module, "split_batch", None)
         for name, chooser in self._choosers.items():
-            sizes = AgreedSizes(chooser, self._run.agreement, has_equal_counts=collective is not None)
             is_training = name == "training"
+            collective = why_counts_must_be_equal(trainer, is_training=is_training)
+            # Nothing else is shared in evaluation, where ranks may have different numbers of batches.
+            agreement = self._run.agreement if is_training or collective is not None else None
+            sizes = AgreedSizes(chooser, agreement, has_equal_counts=collective is not None)
+            cutter = BatchCutter(self._shared_keys, split, has_all_keys=is_training)
             room = device_room(trainer.strategy.root_device) if collective is not None and sizes.retries else None
             planning = SizePlanning(room) if room is not None else None
             self._run.runners[name] = MicroBatchRunner(

@@ -69,11 +69,11 @@ class AgreedSizes:
 
     Args:
         chooser: Of this rank.
-        agreement: Between the ranks.
+        agreement: Between the ranks; ``None`` where each decides for itself.
         has_equal_counts: Whether all ranks must run the same number of micro-batches.
     """
 
-    def __init__(self, chooser: SizeChooser, agreement: RankAgreement, *, has_equal_counts: bool) -> None:
+    def __init__(self, chooser: SizeChooser, agreement: RankAgreement | None, *, has_equal_counts: bool) -> None:
         self._chooser = chooser
         self._agreement = agreement
         self.has_equal_counts = has_equal_counts
@@ -94,7 +94,7 @@ class AgreedSizes:
         proposed = self._chooser.propose(facts.shape, facts.num_samples, facts.num_elements)
         size = min(_WHOLE if proposed is None else proposed, _WHOLE if limit is None else limit)
         self._largest_batch = facts.num_samples
-        if not self._agreement.is_alone and (self.retries or self.has_equal_counts):
+        if self._agreement is not None and not self._agreement.is_alone and (self.retries or self.has_equal_counts):
             negative, self._largest_batch = self._agreement.largest(-size, facts.num_samples)
             size = -negative
         return self._agreed(min(size, self._largest_batch))
@@ -109,6 +109,8 @@ class AgreedSizes:
         Raises:
             RankAgreementError: If a rank does not come.
         """
+        if self._agreement is None:
+            return here
         return bool(self._agreement.largest(int(here), timeout=timeout)[0])
 
     def halve(self, facts: BatchFacts, agreed: Agreed, *, here: bool) -> Agreed:

@@ -36,10 +36,13 @@ class BatchCutter:
         shared_keys: See :class:`~lightning_vram.techniques.batch_splitting.BatchSplitter`.
         split: ``split(batch, size)`` returns micro-batches of ``size`` samples, the last one of what is left. It alone
             knows how many samples a batch has: that many it returns for size 1.
+        has_all_keys: Whether a shared key that is not in a batch is an error.
     """
 
-    def __init__(self, shared_keys: Sequence[str] = (), split: SplitFunction | None = None) -> None:
-        self._splitter = BatchSplitter(shared_keys)
+    def __init__(
+        self, shared_keys: Sequence[str] = (), split: SplitFunction | None = None, *, has_all_keys: bool = True
+    ) -> None:
+        self._splitter = BatchSplitter(shared_keys, has_all_keys=has_all_keys)
         self._split = split
 
     def measure(self, batch: Any) -> BatchFacts:

@@ -85,3 +85,14 @@ def _copy(value: Any) -> Any:
         return value._replace(data=value.data.clone())
     parts = take_apart(value)
     return value if parts is None else parts.build([_copy(part) for part in parts.values])
+
+
+def hand_back(batch: Any, lent: Any) -> None:
+    """Show in a batch what a step has put into, or taken out of, the dict or list that it was lent instead."""
+    if lent is batch:
+        return
+    if isinstance(batch, dict) and isinstance(lent, dict):
+        batch.clear()
+        batch.update(lent)
+    elif isinstance(batch, list) and isinstance(lent, list):
+        batch[:] = lent

@@ -51,8 +51,9 @@ class BatchSplitter:
         [([0, 1], ['a', 'b']), ([2], ['c'])]
     """
 
-    def __init__(self, shared_keys: Sequence[str] = ()) -> None:
+    def __init__(self, shared_keys: Sequence[str] = (), *, has_all_keys: bool = True) -> None:
         self._shared = SharedKeys(shared_keys)
+        self._has_all_keys = has_all_keys
         self._known: dict[BatchPath, Role] = {}
 
     def batch_size(self, batch: Any) -> int:
@@ -114,7 +115,8 @@ class BatchSplitter:
         return self._count(batch, _ROOT, reading)
 
     def _read(self, batch: Any) -> Reading:
-        self._shared.check(batch)
+        if self._has_all_keys:
+            self._shared.check(batch)
         try:
             reading = find_reading(batch, self._shared, self._known)
         except BatchSplitError:

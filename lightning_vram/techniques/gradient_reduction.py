@@ -95,10 +95,14 @@ def expect_buffer_sync(ddp: DistributedDataParallel) -> None:
     ddp.require_forward_param_sync = True
 
 
-def has_collectives_in_forward(module: nn.Module) -> str | None:
+def has_collectives_in_forward(module: nn.Module, *, is_training: bool = True) -> str | None:
     """Name what in ``module`` talks to other ranks in every forward or backward.
 
     Ranks then have to run as many chunks as the others, and one that fails leaves the others waiting.
+
+    Args:
+        module: As the strategy has wrapped it.
+        is_training: Whether for training: a norm that is frozen now may be thawed later.
 
     Returns:
         The reason, such as "FSDP2 modules", or ``None``. Collectives in the user's own code cannot be seen.
@@ -111,13 +115,13 @@ def has_collectives_in_forward(module: nn.Module) -> str | None:
         return "FSDP1 modules"
     if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
         return "DTensor parameters, as of tensor parallelism"
-    if any(isinstance(part, nn.SyncBatchNorm) and _is_syncing(part) for part in module.modules()):
-        return "SyncBatchNorm in training mode"
+    if is_training and any(isinstance(part, nn.SyncBatchNorm) and _is_syncing(part) for part in module.modules()):
+        return "SyncBatchNorm"
     return None
 
 
 def _is_syncing(norm: nn.SyncBatchNorm) -> bool:
-    return norm.training and dist.get_world_size(norm.process_group) > 1
+    return dist.get_world_size(norm.process_group) > 1
 
 
 def _parameters(ddp: DistributedDataParallel) -> Iterator[nn.Parameter]:

@@ -26,11 +26,15 @@ def combine_outputs(outputs: Sequence[Any], sizes: Sequence[int], shares: Sequen
 
     The rule, entry by entry, through mappings, lists, tuples, dataclasses and the like:
 
-    * what is the same object, or an equal text, whole number, ``bool`` or ``None`` in all: that,
+    * what is the same object, or an equal text, ``bool`` or ``None`` in all: that,
     * tensors and arrays with as many rows as there are samples: all rows, in order,
     * single numbers with a fraction, as losses are: their mean, weighted by ``shares``; equal ones to the bit,
     * lists with an entry for each sample: all entries, in order,
-    * anything else, such as counts that differ: refused.
+    * anything else: refused. So are whole numbers, which may be counts or the same for all, and mappings with whole
+      numbers for keys.
+
+    A tensor that has as many rows as each micro-batch has samples by chance, such as a histogram, cannot be told from
+    one with a row for each.
 
     Args:
         outputs: One for each micro-batch. A single one is returned as it is.
@@ -61,6 +65,8 @@ class _Combination:
 
     def combine(self, values: list[Any], path: BatchPath) -> Any:
         first = values[0]
+        if _is_count(first):
+            raise _refuse(path, values, "may be a count, which adds up, or the same for all")
         if all(value is first for value in values):
             return first
         if any(type(value) is not type(first) for value in values):
@@ -97,14 +103,12 @@ class _Combination:
             raise _refuse(path, values, "differ in dtype")
         if not isinstance(first, Tensor):
             return self.combine([value[()] for value in values], path)
-        if not first.dtype.is_floating_point and not first.dtype.is_complex:
-            if all(bool(value == first) for value in values):
-                return first
-            raise _refuse(path, values, f"differ: {[value.item() for value in values]}; a mean has no meaning")
         return weighted_mean([value.detach() for value in values], self.shares, self.sizes)
 
     def _combine_columns(self, values: list[Any], path: BatchPath) -> Any:
         all_parts = [parts for parts in map(take_apart, values) if parts is not None]
+        if not all_parts[0].is_list and any(isinstance(label, int) for label in all_parts[0].labels):
+            raise _refuse(path, values, "have whole numbers for keys, which may be samples or classes")
         if any(parts.labels != all_parts[0].labels for parts in all_parts):
             raise _refuse(path, values, "differ in " + ("length" if all_parts[0].is_list else "what they hold"))
         columns = zip(*(parts.values for parts in all_parts), strict=True)
@@ -134,6 +138,17 @@ def _detach(value: Any) -> Any:
         return value.detach()
     parts = take_apart(value)
     return value if parts is None else parts.build([_detach(part) for part in parts.values])
+
+
+def _is_count(value: Any) -> bool:
+    """Whether it is a whole number."""
+    if isinstance(value, Tensor):
+        kind = value.dtype
+        return not (value.ndim or kind.is_floating_point or kind.is_complex or kind is torch.bool)
+    dtype = getattr(value, "dtype", None)
+    if dtype is not None:
+        return not getattr(value, "ndim", 0) and dtype.kind in "iu"
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_fractional(value: object) -> bool:

@@ -7,7 +7,7 @@ from lightning_vram.memory.device_room import DeviceRoom
 from lightning_vram.techniques.batch_cutting import BatchFacts
 from lightning_vram.techniques.chunk_memory import ChunkMemory
 
-PROBED_SIZES = (1, 1, 2)  # samples; the first makes gradients and workspaces, which the others find
+PROBED_SIZES = (2, 2, 3)  # samples, as norms want two; the first makes gradients and workspaces for the others
 
 
 class SizePlanning:
@@ -23,7 +23,8 @@ class SizePlanning:
         self._room = room
         self._memory = ChunkMemory()
         self.is_probed = False
-        self._is_hopeless = False
+        self._is_too_large = False
+        self._has_failed = False
 
     @contextmanager
     def watching(self, num_elements: int) -> Iterator[None]:
@@ -33,14 +34,18 @@ class SizePlanning:
         yield
         self._memory.observe(max(1, num_elements), max(0, self._room.peak_since_reset() - before))
 
-    def give_up(self) -> None:
-        """Even a small micro-batch ran out of memory: one sample at a time is what is left to try."""
-        self._is_hopeless = True
+    def give_up(self, *, is_too_large: bool) -> None:
+        """A small micro-batch failed.
+
+        Args:
+            is_too_large: For want of memory, here: one sample at a time is what is left to try. Else nothing is known.
+        """
+        self._has_failed, self._is_too_large = True, is_too_large
 
     def limit(self, facts: BatchFacts) -> int | None:
         """Return how many samples of a batch are predicted to fit; ``None`` while nothing is known."""
-        if self._is_hopeless:
-            return 1
+        if self._has_failed:
+            return 1 if self._is_too_large else None
         most = max(1, facts.num_elements)
         elements = self._memory.largest_size(self._room.room_bytes(), most)
         if elements is None or elements >= most:

@@ -135,3 +135,16 @@ def test_nobody_else_sees_another_momentum(fit, make_trainer):
     with pytest.raises(PlantedError):
         fit(model, AccumulationScheduler({0: 2}))
     assert model.net[0].momentum == MOMENTUM
+
+
+def test_a_momentum_that_the_model_sets_itself_stays(fit):
+    model = Normed()
+
+    def set_momentum(batch, batch_idx):
+        model.net[0].momentum = 0.5 ** (1 + batch_idx)
+        return model.net(batch).square().mean()
+
+    model.training_step = set_momentum
+    spy = Copying()
+    fit(model, AccumulationScheduler({0: 2}), spy)
+    assert spy.found == [0.5 ** (1 + batch_idx) for batch_idx in range(6)]

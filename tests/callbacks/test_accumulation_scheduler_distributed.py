@@ -136,3 +136,58 @@ def test_a_target_counts_the_samples_of_both_ranks(make_trainer, tmp_path):
     """Twelve samples each, two at a time, by two micro-batches."""
     callback = AccumulationScheduler(target_batch_size=8)
     run(make_trainer, tmp_path, Target(range(24), batch_size=2), callback, strategy="ddp_fork")
+
+
+HOLES = {
+    "one rank": ({1}, set()),
+    "other places": ({0}, {1}),
+    "last of a window on both": ({2}, {2}),
+    "first of all": ({0}, set()),
+}
+
+
+class Holes(Scalar):
+    """The loaders of some ranks have no batch in some places."""
+
+    weigh = None
+
+    def train_dataloader(self):
+        rank = self.trainer.global_rank
+        places = self.holes[rank]
+        values = [None if i in places else value[None] for i, value in enumerate(self.values[rank::2])]
+        return DataLoader(values, batch_size=None)
+
+    def on_train_end(self):
+        assert self.gradients == pytest.approx(self.expected, abs=1e-12)
+        self.is_checked = True
+
+
+@pytest.mark.filterwarnings("ignore:train_dataloader yielded None")
+@pytest.mark.parametrize(
+    "weight", [None, lambda batch: 0.0 if batch == 2 else batch.item() * 100], ids=["no", "weight"]
+)
+@pytest.mark.parametrize("case", HOLES)
+def test_ranks_keep_step_where_one_has_no_batch(make_trainer, tmp_path, case, weight):
+    """In Lightning's own accumulation as well, a rank may have none within a window; it counts as no gradient."""
+    holes = HOLES[case]
+    model = Holes(range(1, 15))
+    model.holes = holes
+    first = 4 if case == "last of a window on both" else 3
+    model.expected = []
+    for start, end in ((0, first), (first, first + 3), (first + 3, 7)):
+        held = [float(1 + 2 * i + rank) for rank in range(2) for i in range(start, min(end, 7)) if i not in holes[rank]]
+        places = 2 * (min(end, 7) - start - any(i in holes[0] & holes[1] for i in range(start, end)))
+        if weight is None and places:
+            model.expected.append(sum(held) / places)
+        elif places:
+            weights = [weight(torch.tensor(value)) for value in held]
+            model.expected.append(sum(w * value for w, value in zip(weights, held, strict=True)) / sum(weights))
+    strategy = DDPStrategy(start_method="fork")
+    run(
+        make_trainer,
+        tmp_path,
+        model,
+        AccumulationScheduler({0: 3}, weight=weight),
+        strategy=strategy,
+        use_distributed_sampler=False,
+    )

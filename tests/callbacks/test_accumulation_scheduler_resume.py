@@ -4,6 +4,7 @@ import pytest
 import torch
 from accumulation_models import Scalar
 from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_vram.callbacks.accumulation_scheduler import AccumulationScheduler
 
@@ -161,3 +162,36 @@ def test_checkpoints_of_runs_without_it_load_and_its_checkpoints_load_without_it
     fit(SaveAfter(8, path), AccumulationScheduler({0: 4}))
     with pytest.warns(UserWarning, match="without these callbacks: 'AccumulationScheduler'|AccumulationScheduler"):
         assert fit(ckpt_path=path) == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+class Stream(IterableDataset):
+    def __init__(self, values):
+        self.values = values
+
+    def __iter__(self):
+        return iter(self.values)
+
+
+class Streaming(Scalar):
+    def train_dataloader(self):
+        return DataLoader(Stream(self.values))
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_epoch_end"])
+def test_the_window_that_the_end_of_a_stream_closed_is_not_gone_on_with(make_trainer, tmp_path, hook):
+    """Lightning begins the next epoch of a checkpoint of its last batch in the middle of nowhere."""
+
+    def save(trainer, *args):
+        if trainer.fit_loop.total_batch_idx + 1 == 7:
+            trainer.save_checkpoint(tmp_path / "checkpoint.ckpt")
+
+    saving = Callback()
+    setattr(saving, hook, save)
+    whole, resumed = Streaming(range(1, 8)), Streaming(range(1, 8))
+    arguments = {"limit_val_batches": 0, "max_epochs": 3}
+    make_trainer(callbacks=[AccumulationScheduler({0: 4}), saving], **arguments).fit(whole)
+    assert whole.gradients == [2.5, 6] * 3
+    make_trainer(callbacks=[AccumulationScheduler({0: 4})], **arguments).fit(
+        resumed, ckpt_path=tmp_path / "checkpoint.ckpt"
+    )
+    assert resumed.gradients == [2.5, 6] * 2

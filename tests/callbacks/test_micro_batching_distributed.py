@@ -1,6 +1,6 @@
 """Splitting on two ranks: together, whoever runs out of memory, with the result of the split from the start."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,14 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from memory_limit import MemoryLimit
 from micro_batching_models import LitRegression, full
+from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.data import DataLoader
 
 from lightning_vram.callbacks.micro_batching import MicroBatching
+from lightning_vram.callbacks.shadow import Shadow
 from lightning_vram.memory.units import MIB
 from lightning_vram.techniques.sharded_recovery import can_recover
 
@@ -158,6 +160,13 @@ def test_ranks_with_fewer_samples_under_fsdp2_keep_step_with_parts_that_count_fo
     assert_close(fit([MicroBatching(2)], **options), expected)
 
 
+class Clean(pl.Callback):
+    """Nothing of the probes is left on the metrics."""
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        assert not isinstance(pl_module.error.update, Shadow)
+
+
 def test_a_size_is_planned_where_the_device_tells_its_room_and_ranks_must_keep_step(fit, monkeypatch) -> None:
     limits: list[MemoryLimit] = []
 
@@ -183,9 +192,45 @@ def test_a_size_is_planned_where_the_device_tells_its_room_and_ranks_must_keep_s
         return Room(limit)
 
     monkeypatch.setattr("lightning_vram.callbacks.micro_batching.device_room", make_room)
-    options = {"heavy": "forward", "is_sharded": True}
-    expected = fit([MicroBatching(3)], **options)
-    room_for_three = int(4.0 * MIB)
-    actual = fit([MicroBatching("auto")], {0: room_for_three, 1: 2 * room_for_three}, **options)
+    options = {"heavy": "forward", "is_sharded": True, "norm": True}  # a norm that refuses single samples
+    expected = fit([MicroBatching(4)], **options)
+    room_for_four = int(5.1 * MIB)
+    actual = fit([MicroBatching("auto"), Clean()], {0: room_for_four, 1: 2 * room_for_four}, **options)
     assert [result["num_errors"] for result in actual] == [0, 0]  # the smaller room decides, before anything fails
     assert_equal(actual, expected)
+
+
+class Shards(torch.utils.data.IterableDataset):
+    def __init__(self, num_samples: int) -> None:
+        self.num_samples = num_samples
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        generator = torch.Generator().manual_seed(3)
+        for _ in range(self.num_samples):
+            x = torch.randn(16, generator=generator, dtype=torch.float64)
+            yield {"x": x, "y": x.sum(0, keepdim=True)}
+
+
+class UnevenEvaluation(LitRegression):
+    """Rank 0 has one batch more to validate, and to predict."""
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.log("val", (self.net(batch["x"]) - batch["y"]).square().mean(), sync_dist=True)
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self.net(batch["x"])
+
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader(Shards(12 if self.trainer.global_rank == 0 else 8), batch_size=4)
+
+    predict_dataloader = val_dataloader
+
+
+@pytest.mark.parametrize("ranks", [(), (0,), (1,)], ids=["fits", "out of memory on 0", "on 1"])
+def test_in_evaluation_under_ddp_ranks_decide_for_themselves(fit, make_trainer, ranks: tuple[int, ...]) -> None:
+    options = {"model_class": UnevenEvaluation, "heavy": "forward", "limit_val_batches": None}
+    expected = fit([MicroBatching(2)], **options)
+    actual = fit([MicroBatching(2, eval="auto")], dict.fromkeys(ranks, LIMIT_BYTES), **options)
+    assert_close(actual, expected)
+    trainer = make_trainer(callbacks=[MicroBatching(eval="auto")], strategy="ddp_fork", devices=2)
+    trainer.predict(UnevenEvaluation(), return_predictions=False)

@@ -217,3 +217,46 @@ def test_an_evaluation_step_that_writes_into_its_batch_gets_it_whole_again(make_
         losses.append(metrics["loss"])
     assert memory.num_errors > 0
     assert losses[1] == pytest.approx(losses[0], abs=1e-6)
+
+
+class LitKeys(LitSum):
+    """Training batches hold what others lack, and its steps write into their batches."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        assert batch["table"].shape == (3,)
+        batch["seen"] = True
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        batch["seen"] = True
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.is_seen = batch.get("seen", False)
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert batch["seen"]
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self.error(batch)
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader([{**batch, "table": torch.ones(3)} for batch in super().train_dataloader()], batch_size=None)
+
+    def val_dataloader(self) -> DataLoader:
+        return LitSum.train_dataloader(self)
+
+    predict_dataloader = val_dataloader
+
+
+@pytest.mark.parametrize("size", [8, "auto"])
+def test_other_batches_may_lack_shared_keys_and_labels_and_show_what_a_step_wrote(make_trainer, size) -> None:
+    callback = MicroBatching(size, eval=size, shared_keys=["table"])
+    trainer, model = make_trainer(callbacks=[callback], max_epochs=1), LitKeys()
+    trainer.fit(model)
+    assert model.is_seen
+
+
+def test_predictions_need_no_labels_to_weigh_by(make_trainer) -> None:
+    trainer = make_trainer(callbacks=[MicroBatching(eval=3, weight="tokens")])
+    (first, _) = trainer.predict(LitKeys())
+    assert first.shape == (8,)

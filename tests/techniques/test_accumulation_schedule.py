@@ -18,7 +18,7 @@ def test_a_factor_holds_from_its_start_on_and_one_before():
 @given(
     factors=st.dictionaries(st.integers(0, 12), st.integers(1, 6), min_size=1, max_size=4),
     unit=st.sampled_from(["epoch", "step"]),
-    num_batches=st.integers(1, 12),
+    num_batches=st.integers(0, 12),
     num_epochs=st.integers(1, 9),
 )
 def test_steps_are_those_of_a_walk_over_the_batches(factors, unit, num_batches, num_epochs):
@@ -42,3 +42,7 @@ def test_a_billion_batches_are_counted_without_a_walk(unit, monkeypatch):
     schedule = read_schedule("factors", unit, {0: 3, 500_000: 7})
     schedule.count_steps(1_000_003, 1_000_000)
     assert len(looked_up) <= 6
+
+
+def test_no_batches_make_no_steps():
+    assert read_schedule("factors", "step", {0: 2, 3: 4}).count_steps(0, 5) == 0

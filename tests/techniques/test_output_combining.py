@@ -131,10 +131,18 @@ def test_columns_inside_of_columns_are_joined():
 
 def test_what_is_the_same_in_all_parts_is_returned():
     shared = torch.ones(7)
-    whole = combine({"w": shared, "n": 3, "t": "a", "b": True}, {"w": shared, "n": 3, "t": "a", "b": True})
+    whole = combine({"w": shared, "n": None, "t": "a", "b": True}, {"w": shared, "n": None, "t": "a", "b": True})
     assert whole["w"] is shared
-    assert (whole["n"], whole["t"], whole["b"]) == (3, "a", True)
-    assert combine(torch.tensor(3), torch.tensor(3)).item() == 3
+    assert (whole["n"], whole["t"], whole["b"]) == (None, "a", True)
+
+
+@pytest.mark.parametrize("number", [3, torch.tensor(3), np.array(3), np.int64(3)], ids=lambda number: type(number))
+def test_whole_numbers_are_refused_even_where_they_are_equal(number):
+    assert "may be a count, which adds up, or the same for all" in refusal({"n": number}, {"n": number})
+
+
+def test_mappings_with_whole_numbers_for_keys_are_refused():
+    assert "have whole numbers for keys" in refusal({0: 1.0, 1: 2.0}, {0: 3.0, 1: 4.0})
 
 
 def test_arrays_are_joined():
@@ -151,8 +159,8 @@ def test_nested_and_sparse_tensors_are_joined():
 @pytest.mark.parametrize(
     ("first", "second", "found"),
     [
-        (torch.tensor(3), torch.tensor(4), "(int64[]) differ: [3, 4]; a mean has no meaning"),
-        (3, 4, "(int) differ: 3, 4"),
+        (torch.tensor(3), torch.tensor(4), "(int64[]) may be a count"),
+        (3, 4, "(int) may be a count"),
         ("a", "b", "(str) differ: 'a', 'b'"),
         (torch.ones(2), torch.ones(1), "(float32[2], float32[1]) do not have a row for each of [3, 1] samples"),
         (
