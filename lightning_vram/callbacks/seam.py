@@ -6,8 +6,12 @@ FSDP wrapping and ``configure_optimizers``. It is shadowed on the strategy for o
 """
 
 from collections.abc import Callable
+from types import MethodType
+from typing import Any
 
 import lightning.pytorch as pl
+
+from lightning_vram.callbacks.shadow import pass_on
 
 Action = Callable[[], None]
 
@@ -24,6 +28,10 @@ class _BeforeStrategySetup:
         for action in self.actions:
             action()
         self.strategy.setup(trainer)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """In a copy of the strategy, such as a worker process gets of the trainer, there is nothing to do."""
+        return pass_on, (MethodType(type(self.strategy).setup, self.strategy),)
 
     def withdraw(self) -> None:
         if vars(self.strategy).get("setup") is self:

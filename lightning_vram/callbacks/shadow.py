@@ -27,7 +27,7 @@ class Shadow:
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Callable[..., Any]]]:
         """In a copy of the owner, such as a worker process gets of the trainer, nothing stands in."""
-        return _pass_on, (self._inner,)
+        return pass_on, (self._inner,)
 
     def remove(self) -> None:
         """Put back what was there. Calling it again does nothing."""
@@ -41,5 +41,6 @@ class Shadow:
             del attributes[self._name]
 
 
-def _pass_on(inner: Callable[..., Any]) -> Callable[..., Any]:
+def pass_on(inner: Callable[..., Any]) -> Callable[..., Any]:
+    """What a stand-in becomes in a pickle: what it stands in for."""
     return inner

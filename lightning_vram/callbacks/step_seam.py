@@ -13,6 +13,8 @@ from typing import Any
 
 from lightning.pytorch.strategies import Strategy
 
+from lightning_vram.callbacks.shadow import pass_on
+
 
 class Depth(IntEnum):
     """Who is entered first: what autograd keeps is dropped, else made smaller, else moved away."""
@@ -46,7 +48,7 @@ class _SeamedStep:
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Callable[..., Any]]]:
         """In a copy of the strategy, such as a worker process gets of the trainer, nobody has a seam."""
-        return _pass_on, (self._inner,)
+        return pass_on, (self._inner,)
 
     def add(self, seam: "StepSeam") -> None:
         self._seams.append(seam)
@@ -58,10 +60,6 @@ class _SeamedStep:
         # One that somebody else's stand-in was put over stays and does nothing.
         if not self._seams and vars(self._strategy).get(self._name) is self:
             delattr(self._strategy, self._name)
-
-
-def _pass_on(inner: Callable[..., Any]) -> Callable[..., Any]:
-    return inner
 
 
 class StepSeam:
