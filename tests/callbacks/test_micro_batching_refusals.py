@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from helpers import LitManual, LitTiny, TinyCNN, TinyGPT
+from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from memory_limit import MemoryLimit
@@ -163,6 +164,7 @@ def test_a_step_that_skips_some_parts_counts_the_others(make_trainer) -> None:
             pass
 
     model = Skipping()
+    Closure.warning_cache.clear()  # Lightning warns once per process
     with pytest.warns(UserWarning, match="returned `None`"):
         make_trainer(callbacks=[MicroBatching(1)], max_epochs=1).fit(model)
     assert 0 < len(model.sizes) < 28
