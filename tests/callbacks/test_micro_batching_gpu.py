@@ -1,0 +1,94 @@
+"""Micro-batches where memory really runs out."""
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_vram import ActivationCheckpointing, MicroBatching
+from lightning_vram.memory.units import MIB
+
+pytestmark = pytest.mark.gpu
+BATCH_SIZE, WIDTH, NUM_LAYERS = 16384, 256, 24  # 16 MiB per map of the whole batch, and next to no parameters
+
+
+class LitWide(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        pl.seed_everything(0, verbose=False)
+        self.net = nn.Sequential(
+            *(layer for _ in range(NUM_LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1)))
+        )
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net(batch).float().square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(torch.randn(3 * BATCH_SIZE, WIDTH), batch_size=BATCH_SIZE)
+
+
+@pytest.fixture
+def limit_memory() -> Iterator[Any]:
+    """Let this process have so many bytes."""
+    total = torch.cuda.get_device_properties(0).total_memory
+
+    def limit(num_bytes: int) -> None:
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(min(1.0, num_bytes / total))
+
+    yield limit
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def fit(make_trainer, callbacks: list[pl.Callback], **options: Any) -> tuple[LitWide, int]:
+    model = LitWide()
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    make_trainer(callbacks=callbacks, accelerator="gpu", devices=1, max_epochs=1, **options).fit(model)
+    return model, torch.cuda.max_memory_reserved()
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_a_batch_that_does_not_fit_trains_as_if_split_from_the_start(
+    make_trainer, limit_memory, precision: str, is_checkpointed: bool
+) -> None:
+    def callbacks(micro_batching: MicroBatching) -> list[pl.Callback]:
+        return [micro_batching, ActivationCheckpointing([nn.GELU])] if is_checkpointed else [micro_batching]
+
+    _, quarter_bytes = fit(make_trainer, callbacks(MicroBatching(BATCH_SIZE // 4)), precision=precision)
+    limit_memory(quarter_bytes + 16 * MIB)
+    callback = MicroBatching(regrow_after_n_batches=None)
+    actual, _ = fit(make_trainer, callbacks(callback), precision=precision)
+    size = callback.micro_batch_size
+    assert size is not None
+    assert size < BATCH_SIZE
+    expected, _ = fit(make_trainer, callbacks(MicroBatching(size)), precision=precision)
+    for name, tensor in actual.state_dict().items():
+        assert torch.equal(tensor, expected.state_dict()[name]), name
+
+
+def test_without_an_error_no_rank_waits_for_the_device(make_trainer) -> None:
+    """Nothing of "auto" reads a number back: a step enqueues while the last one runs."""
+
+    class Guard(pl.Callback):
+        def on_train_batch_start(self, *args: Any) -> None:
+            torch.cuda.set_sync_debug_mode("error")
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            torch.cuda.set_sync_debug_mode("default")
+
+        def on_exception(self, *args: Any) -> None:
+            torch.cuda.set_sync_debug_mode("default")
+
+    fit(make_trainer, [Guard(), MicroBatching()])
