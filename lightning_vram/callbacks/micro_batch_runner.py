@@ -4,7 +4,6 @@ Nothing of a try that ran out stays: its graph, its gradients, what it wrote int
 it logged and drew from the generators. So the run goes on as if it had used the smaller micro-batches from the start.
 """
 
-import gc
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -14,22 +13,18 @@ from typing import Any, Literal, TypeVar
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
-from torchmetrics import Metric
 
 from lightning_vram.callbacks.metric_states import MetricStates
 from lightning_vram.callbacks.micro_batch_checks import why_counts_must_be_equal
 from lightning_vram.callbacks.micro_batch_try import MicroBatch, MicroBatchTry, Step
-from lightning_vram.memory.allocator import empty_cache, has_cache
+from lightning_vram.callbacks.micro_batch_undo import StepUndo
 from lightning_vram.memory.out_of_memory import is_out_of_memory, release_frames
 from lightning_vram.techniques.agreed_sizes import Agreed, AgreedSizes
 from lightning_vram.techniques.batch_cutting import BatchCutter, BatchFacts
 from lightning_vram.techniques.batch_guard import BatchGuard, hand_back
-from lightning_vram.techniques.gradient_rollback import GradientState
 from lightning_vram.techniques.micro_batch_shares import Weight, shares_of
 from lightning_vram.techniques.rank_agreement import RankAgreementError
-from lightning_vram.techniques.sharded_recovery import discard_failed_iteration
 from lightning_vram.techniques.size_planning import PROBED_SIZES, SizePlanning
-from lightning_vram.techniques.step_rollback import BufferCopies, StepState
 
 _SILENCE_SECONDS = 60.0  # and ten times what the longest try took: ranks began the try together
 
@@ -66,8 +61,8 @@ class MicroBatchRunner:
         self._is_training = is_training
         self._planning = planning
         self._metrics = MetricStates(trainer.lightning_module)
-        self._buffers = BufferCopies()
         self._guard = BatchGuard()
+        self._undo = StepUndo(trainer, self._guard)
         self._longest_seconds = 0.0
         self.size: int | None = None  # samples per micro-batch in the last batch
         self.num_retries = 0
@@ -105,7 +100,7 @@ class MicroBatchRunner:
             RuntimeError: On all ranks, if one sample at a time does not fit on one of them.
         """
         facts = self._cutter.measure(batch)
-        undo = self._remember_or_make_room(batch, list(find_parameters())) if self.retries else None
+        undo = self._undo.remember(batch, list(find_parameters())) if self.retries else None
         if self._planning is not None and undo is not None and not self._planning.is_probed:
             self._probe(self._planning, batch, facts, step)
             undo()
@@ -197,36 +192,6 @@ class MicroBatchRunner:
 
     def _factor(self, share: float) -> float:
         return 1.0 if self._losses_are_sums else share
-
-    def _remember_or_make_room(self, batch: Any, parameters: list[Tensor]) -> Callable[[], None]:
-        try:
-            return self._remember(batch, parameters)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-        self._make_room()  # outside of the handler: the error holds on to the copies made so far
-        return self._remember(batch, parameters)
-
-    def _make_room(self) -> None:
-        gc.collect()
-        if has_cache(self._trainer.strategy.root_device):
-            empty_cache(self._trainer.strategy.root_device)
-
-    def _remember(self, batch: Any, parameters: list[Tensor]) -> Callable[[], None]:
-        module = self._trainer.lightning_module
-        device = self._trainer.strategy.root_device
-        gradients = GradientState(parameters)
-        state = StepState(module, device, self._buffers, skip=lambda member: isinstance(member, Metric))
-        self._guard.watch(batch)
-
-        def undo() -> None:
-            self._guard.check()
-            discard_failed_iteration(module)
-            gradients.restore()
-            state.restore()
-            self._make_room()
-
-        return undo
 
     def _has_failed(self, error: Exception | None, started: float) -> bool:
         self._longest_seconds = max(self._longest_seconds, time.monotonic() - started)
