@@ -99,6 +99,13 @@ class LimitFrom(pl.Callback):
             self.limit.limit_bytes = self.limits[batch_idx]
 
 
+def test_norms_count_batches_and_get_their_momentum_back(fit) -> None:
+    plain, split = fit(norm=True), fit([MicroBatching(2)], norm=True)
+    norm = split.net[1]
+    assert norm.num_batches_tracked == plain.net[1].num_batches_tracked == 8
+    assert norm.momentum == 0.1
+
+
 class LiftAtError(pl.Callback):
     """The trainer's clean-up has memory again."""
 

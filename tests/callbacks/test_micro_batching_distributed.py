@@ -115,7 +115,7 @@ def test_micro_batches_give_gradients_and_metrics_of_the_whole_batch(fit, is_sha
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("ranks", [(1,), (0, 1)], ids=["one_rank", "both_ranks"])
 def test_out_of_memory_under_ddp_leaves_no_trace(fit, where: str, ranks: tuple[int, ...]) -> None:
-    options = {"dropout": 0.5, "norm": True, "heavy": where, "accumulate_grad_batches": 2}
+    options = {"dropout": 0.5, "norm": True, "heavy": where, "accumulate_grad_batches": 2, "max_epochs": 2}
     expected = fit([MicroBatching(2)], **options)
     callback = MicroBatching("auto", regrow_after_n_batches=None)
     actual = fit([callback], dict.fromkeys(ranks, LIMIT_BYTES), **options)
