@@ -277,9 +277,8 @@ def weigh(batch):
 )
 class TestCommandLine:
     def parse(self, *args):
-        cli = LightningCLI(
-            Scalar, args=[f"--config={CONFIG}", "--model.values=[1]", *args], run=False, save_config_callback=None
-        )
+        fixed = [f"--config={CONFIG}", "--model.values=[1]", "--trainer.logger=false"]
+        cli = LightningCLI(Scalar, args=[*fixed, *args], run=False, save_config_callback=None)
         (callback,) = (c for c in cli.trainer.callbacks if isinstance(c, AccumulationScheduler))
         return callback
 
