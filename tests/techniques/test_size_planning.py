@@ -40,3 +40,13 @@ def test_what_fits_is_planned_in_samples_of_each_shape():
     assert planning.limit(long) == 3
     assert planning.limit(BatchFacts(num_samples=10, num_elements=100, shape="")) is None
     assert planning.limit(BatchFacts(num_samples=10, num_elements=10**6, shape="")) == 1
+
+
+def test_a_small_micro_batch_that_does_not_fit_leaves_one_sample_and_any_other_error_says_nothing():
+    facts = BatchFacts(num_samples=100, num_elements=1000, shape="x[100, 10]")
+    planning = SizePlanning(Room())
+    planning.give_up(is_too_large=True)
+    assert planning.limit(facts) == 1
+    planning = SizePlanning(Room())
+    planning.give_up(is_too_large=False)
+    assert planning.limit(facts) is None
