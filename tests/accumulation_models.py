@@ -4,7 +4,7 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 NUM_FEATURES, NUM_TOKENS, NUM_CLASSES = 3, 6, 5
 
@@ -107,3 +107,26 @@ def windows_of(batches, factors, unit, epoch, num_steps):
         yield rest[:factor]
         rest = rest[factor:]
         num_steps += 1
+
+
+class Stream(IterableDataset):
+    def __init__(self, values):
+        self.values = values
+
+    def __iter__(self):
+        return iter(self.values)
+
+
+class Streaming(Scalar):
+    """A loader that does not know its length."""
+
+    def train_dataloader(self):
+        return DataLoader(Stream(self.values), batch_size=1)
+
+
+def fit_once(make_trainer, model, *callbacks, **arguments):
+    """One epoch without validation; keyword arguments override. Returns the trainer."""
+    defaults = {"max_epochs": 1, "limit_val_batches": 0}
+    trainer = make_trainer(callbacks=list(callbacks), **(defaults | arguments))
+    trainer.fit(model)
+    return trainer

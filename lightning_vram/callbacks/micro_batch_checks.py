@@ -85,6 +85,19 @@ def check_gradients(trainer: pl.Trainer, *, retries: bool) -> None:
         )
 
 
+def reduces_by_hand(trainer: pl.Trainer, *, retries: bool, weighs: bool) -> bool:
+    """Whether gradients are averaged after the backward, under DDP.
+
+    A rank that runs out of memory in the middle of a reduction leaves the others waiting in it. A parameter that only
+    an earlier micro-batch used is unused for the reducer. And the last one, which it reduces after, may count for
+    nothing.
+    """
+    model = trainer.strategy.model
+    if not isinstance(model, DistributedDataParallel):
+        return False
+    return retries or ((model.find_unused_parameters or weighs) and why_reducer_is_needed(model) is None)
+
+
 def why_counts_must_be_equal(trainer: pl.Trainer, *, is_training: bool) -> str | None:
     """Say where ranks wait for one another inside a step, if they do."""
     if trainer.world_size == 1:

@@ -25,12 +25,7 @@ from lightning_vram.callbacks.micro_batch_outputs import combine_extras
 from lightning_vram.callbacks.micro_batch_runner import MicroBatchRunner
 from lightning_vram.callbacks.micro_batch_try import MicroBatch
 from lightning_vram.callbacks.quiet_hooks import quiet_hooks
-from lightning_vram.techniques.gradient_reduction import (
-    expect_buffer_sync,
-    reduce_gradients,
-    sync_buffers,
-    why_reducer_is_needed,
-)
+from lightning_vram.techniques.gradient_reduction import expect_buffer_sync, reduce_gradients, sync_buffers
 from lightning_vram.techniques.step_rollback import iterate_members
 
 _BEFORE, _AFTER = "on_before_backward", "on_after_backward"
@@ -84,17 +79,11 @@ class MicroBatchClosure(Closure):
         return self._combine(outputs)
 
     def _reduced_by_hand(self) -> DistributedDataParallel | None:
-        """Under DDP, where the reducer must not be at work in a backward.
-
-        A rank that runs out of memory in the middle of a reduction leaves the others waiting in it. A parameter that
-        only an earlier micro-batch used is unused for the reducer. And the last one, which it reduces after, may count
-        for nothing.
-        """
+        """Under DDP, where the reducer must not be at work in a backward."""
         model = self._trainer.strategy.model
         if not isinstance(model, DistributedDataParallel) or self._backward is None:
             return None
-        is_better = model.find_unused_parameters or self._runner.weighs
-        return model if self._runner.retries or (is_better and why_reducer_is_needed(model) is None) else None
+        return model if self._runner.reduces_by_hand else None
 
     def _step(self, part: MicroBatch) -> ClosureResult:
         if part.is_first:

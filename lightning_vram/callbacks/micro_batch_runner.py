@@ -66,6 +66,7 @@ class MicroBatchRunner:
         self._longest_seconds = 0.0
         self.size: int | None = None  # samples per micro-batch in the last batch
         self.num_retries = 0
+        self.reduces_by_hand = False
 
     @property
     def retries(self) -> bool:
@@ -107,9 +108,8 @@ class MicroBatchRunner:
         agreed = self._sizes.start(facts, self._planning.limit(facts) if self._planning is not None else None)
         num_retries = self.num_retries
         while True:
-            attempt = MicroBatchTry(self._trainer, self._metrics, self._guard, is_training=self._is_training)
+            attempt = self._make_try(is_again=self.num_retries > num_retries)
             started = time.monotonic()
-            attempt.is_again = self.num_retries > num_retries
             outputs, error = self._attempt(attempt, step, partial(self._cut, batch, facts, agreed), agreed.size)
             if not self.retries or not self._has_failed(error, started):
                 break
@@ -126,10 +126,14 @@ class MicroBatchRunner:
         self.size = min(agreed.size, facts.num_samples)
         return outputs
 
+    def _make_try(self, *, is_again: bool = False) -> MicroBatchTry:
+        is_training = self._is_training
+        return MicroBatchTry(self._trainer, self._metrics, self._guard, is_training=is_training, is_again=is_again)
+
     def _probe(self, planning: SizePlanning, batch: Any, facts: BatchFacts, step: Step[Output]) -> None:
         """Run a few small micro-batches that count for nothing."""
         for size in PROBED_SIZES:
-            attempt = MicroBatchTry(self._trainer, self._metrics, self._guard, is_training=self._is_training)
+            attempt = self._make_try()
             part, size = self._cutter.cut(batch, facts.num_samples, size)[0]
             idle = MicroBatch(part, size, 1.0, 1.0, is_first=False, is_last=False, is_idle=True)
             started = time.monotonic()

@@ -52,9 +52,18 @@ class MicroBatchTry:
         metrics: Of its module.
         guard: Of its batch.
         is_training: Whether norms move their statistics.
+        is_again: Whether one of the same batch ran out of memory before.
     """
 
-    def __init__(self, trainer: pl.Trainer, metrics: MetricStates, guard: BatchGuard, *, is_training: bool) -> None:
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        metrics: MetricStates,
+        guard: BatchGuard,
+        *,
+        is_training: bool,
+        is_again: bool = False,
+    ) -> None:
         self._trainer = trainer
         self._module = trainer.lightning_module
         self._logging = BatchLogging(trainer._results) if trainer._results is not None else None
@@ -62,7 +71,7 @@ class MicroBatchTry:
         self._guard = guard
         self._is_training = is_training
         self._norms: NormCounting | None = None
-        self.is_again = False  # after one that ran out of memory
+        self.is_again = is_again
 
     def run(self, micro_batches: Sequence[MicroBatch], step: Step[Output]) -> list[tuple[MicroBatch, Output]]:
         """Run ``step`` on each of them; returns what it returned, without the idle ones."""

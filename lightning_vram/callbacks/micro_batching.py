@@ -16,6 +16,7 @@ from lightning_vram.callbacks.micro_batch_checks import (
     check_gradients,
     check_micro_batching,
     check_recovery,
+    reduces_by_hand,
     why_counts_must_be_equal,
 )
 from lightning_vram.callbacks.micro_batch_closure import MicroBatchClosure
@@ -237,10 +238,12 @@ class MicroBatching(FitTechnique):
 
     def _get_runner(self, trainer: pl.Trainer, name: str) -> MicroBatchRunner:
         self._start(trainer)  # tuners train before on_fit_start
+        runner = self._run.runners[name]
         if name == "training" and not self._run.is_checked:  # in the first batch: hooks come late
-            check_gradients(trainer, retries=self.size == "auto")
+            check_gradients(trainer, retries=runner.retries)
+            runner.reduces_by_hand = reduces_by_hand(trainer, retries=runner.retries, weighs=runner.weighs)
             self._run.is_checked = True
-        return self._run.runners[name]
+        return runner
 
     def _start(self, trainer: pl.Trainer) -> None:
         """Once the module is wrapped: whether ranks meet in its forward decides how they agree."""

@@ -2,16 +2,17 @@
 
 import copy
 import math
+from functools import partial
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from accumulation_models import Ragged, Scalar, mean_gradient, ragged_batches, windows_of
+from accumulation_models import Ragged, Scalar, Streaming, fit_once, mean_gradient, ragged_batches, windows_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from lightning_vram.callbacks.accumulation_scheduler import AccumulationScheduler
 from lightning_vram.callbacks.micro_batching import MicroBatching
@@ -21,13 +22,7 @@ TOLERANCE = 1e-12
 
 @pytest.fixture
 def fit(make_trainer):
-    def run(model, *callbacks, **arguments):
-        defaults = {"max_epochs": 1, "limit_val_batches": 0}
-        trainer = make_trainer(callbacks=list(callbacks), **(defaults | arguments))
-        trainer.fit(model)
-        return trainer
-
-    return run
+    return partial(fit_once, make_trainer)
 
 
 def test_last_window_is_the_mean_over_what_it_holds(fit):
@@ -221,19 +216,6 @@ def test_an_epoch_that_is_cut_short_leaves_nothing_behind(fit):
     fit(model, AccumulationScheduler({0: 2}), max_epochs=2)
     assert model.gradients == [1.5, 1.5]
     assert model.zeroed_at == [0, 2, 0, 2]
-
-
-class Stream(IterableDataset):
-    def __init__(self, values):
-        self.values = values
-
-    def __iter__(self):
-        return iter(self.values)
-
-
-class Streaming(Scalar):
-    def train_dataloader(self):
-        return DataLoader(Stream(self.values), batch_size=1)
 
 
 def test_last_window_of_a_stream_is_the_mean_over_what_it_holds(fit):

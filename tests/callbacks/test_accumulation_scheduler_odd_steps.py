@@ -2,11 +2,12 @@
 
 import copy
 import warnings
+from functools import partial
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from accumulation_models import Ragged, Scalar, mean_gradient, ragged_batches
+from accumulation_models import Ragged, Scalar, fit_once, mean_gradient, ragged_batches
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
@@ -20,13 +21,7 @@ TOLERANCE = 1e-12
 
 @pytest.fixture
 def fit(make_trainer):
-    def run(model, *callbacks, **arguments):
-        defaults = {"max_epochs": 1, "limit_val_batches": 0}
-        trainer = make_trainer(callbacks=list(callbacks), **(defaults | arguments))
-        trainer.fit(model)
-        return trainer
-
-    return run
+    return partial(fit_once, make_trainer)
 
 
 def warnings_of(fit, *arguments):

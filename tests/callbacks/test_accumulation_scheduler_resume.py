@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from accumulation_models import Scalar
+from accumulation_models import Scalar, Streaming
 from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
-from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_vram.callbacks.accumulation_scheduler import AccumulationScheduler
 
@@ -162,19 +161,6 @@ def test_checkpoints_of_runs_without_it_load_and_its_checkpoints_load_without_it
     fit(SaveAfter(8, path), AccumulationScheduler({0: 4}))
     with pytest.warns(UserWarning, match="without these callbacks: 'AccumulationScheduler'|AccumulationScheduler"):
         assert fit(ckpt_path=path) == [1, 2, 3, 4, 5, 6, 7, 8]
-
-
-class Stream(IterableDataset):
-    def __init__(self, values):
-        self.values = values
-
-    def __iter__(self):
-        return iter(self.values)
-
-
-class Streaming(Scalar):
-    def train_dataloader(self):
-        return DataLoader(Stream(self.values))
 
 
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_epoch_end"])
