@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 from torch.optim import Optimizer
 
 from lightning_vram.callbacks.accumulation_window import AccumulationWindow
-from lightning_vram.callbacks.shadow import Shadow
+from lightning_vram.techniques.shadow import Shadow
 
 Method = Callable[..., Any]
 

@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 from lightning_vram.callbacks.accumulation_weights import AccumulationWeights
 from lightning_vram.callbacks.accumulation_window import AccumulationWindow
-from lightning_vram.callbacks.shadow import Shadow
 from lightning_vram.techniques.gradient_scaling import scale_gradients
+from lightning_vram.techniques.shadow import Shadow
 
 Method = Callable[..., Any]
 

@@ -11,10 +11,10 @@ from lightning_vram.callbacks.accumulation_loop import AccumulationLoop
 from lightning_vram.callbacks.accumulation_mean import AccumulationMean
 from lightning_vram.callbacks.accumulation_weights import AccumulationWeights
 from lightning_vram.callbacks.accumulation_window import AccumulationWindow
-from lightning_vram.callbacks.shadow import Shadow
 from lightning_vram.callbacks.stepping_batches import SteppingBatches
 from lightning_vram.techniques.accumulation_schedule import AccumulationSchedule
 from lightning_vram.techniques.batch_norm_momentum import NormMomentum, find_batch_norms
+from lightning_vram.techniques.shadow import Shadow
 
 _MAX_NAMES = 5
 

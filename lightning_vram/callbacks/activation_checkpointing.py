@@ -16,7 +16,6 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_vram.callbacks.fit_technique import FitTechnique
-from lightning_vram.callbacks.layer_patterns import check_layers
 from lightning_vram.callbacks.shared_plan import SharedPlan, share_largest
 from lightning_vram.callbacks.step_seam import Depth, StepSeam
 from lightning_vram.memory.checks import check_bool, check_positive_int
@@ -25,6 +24,7 @@ from lightning_vram.memory.storages import iterate_tensors
 from lightning_vram.memory.units import format_bytes, parse_bytes
 from lightning_vram.techniques.budgeted_checkpointing import BudgetedCheckpointing, Decisions
 from lightning_vram.techniques.checkpointing import CheckpointingHandle, apply_activation_checkpointing
+from lightning_vram.techniques.layer_patterns import check_layers
 from lightning_vram.techniques.layer_selection import LayerSelection
 from lightning_vram.techniques.save_policy import SavePolicy, parse_save
 

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_vram.callbacks.fit_technique import FitTechnique
-from lightning_vram.callbacks.layer_patterns import check_layers
 from lightning_vram.callbacks.step_seam import Depth, StepSeam
 from lightning_vram.callbacks.strategy_check import refuse_moved_parameters
 from lightning_vram.memory.checks import check_bool, check_positive_int
 from lightning_vram.memory.units import parse_bytes
 from lightning_vram.techniques.activation_compression import CompressionStage
 from lightning_vram.techniques.gradient_error import gradient_cosine
+from lightning_vram.techniques.layer_patterns import check_layers
 from lightning_vram.techniques.layer_selection import select_layers
 
 _FORMATS = (None, "bf16", "fp8", "int8")

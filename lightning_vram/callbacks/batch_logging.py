@@ -25,7 +25,7 @@ from lightning.pytorch.utilities.memory import recursive_detach
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_vram.callbacks.shadow import Shadow
+from lightning_vram.techniques.shadow import Shadow
 from lightning_vram.techniques.weighted_mean import weighted_mean
 
 Log = Callable[..., None]

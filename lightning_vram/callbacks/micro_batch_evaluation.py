@@ -8,8 +8,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_vram.callbacks.micro_batch_outputs import combine_step_outputs
 from lightning_vram.callbacks.micro_batch_runner import MicroBatchRunner
-from lightning_vram.callbacks.shadow import Shadow
 from lightning_vram.techniques.gradient_reduction import sync_buffers
+from lightning_vram.techniques.shadow import Shadow
 
 _STEPS = ("validation_step", "test_step", "predict_step")
 

@@ -10,9 +10,9 @@ from torchmetrics import Metric
 
 from lightning_vram.callbacks.batch_logging import BatchLogging
 from lightning_vram.callbacks.metric_states import MetricStates
-from lightning_vram.callbacks.shadow import Shadow
 from lightning_vram.techniques.batch_guard import BatchGuard
 from lightning_vram.techniques.norm_counting import NormCounting
+from lightning_vram.techniques.shadow import Shadow
 from lightning_vram.techniques.step_rollback import BufferCopies, StepState
 
 Output = TypeVar("Output")

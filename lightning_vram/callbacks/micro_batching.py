@@ -23,7 +23,6 @@ from lightning_vram.callbacks.micro_batch_closure import MicroBatchClosure
 from lightning_vram.callbacks.micro_batch_evaluation import MicroBatchEvaluation
 from lightning_vram.callbacks.micro_batch_runner import MicroBatchRunner
 from lightning_vram.callbacks.seam import before_strategy_setup
-from lightning_vram.callbacks.shadow import Shadow
 from lightning_vram.memory.checks import check_positive_int
 from lightning_vram.memory.device_room import device_room
 from lightning_vram.techniques.agreed_sizes import AgreedSizes, FixedSize
@@ -32,6 +31,7 @@ from lightning_vram.techniques.batch_weights import WeightName, make_batch_weigh
 from lightning_vram.techniques.micro_batch_shares import Weight
 from lightning_vram.techniques.micro_batch_sizes import MicroBatchSizes
 from lightning_vram.techniques.rank_agreement import RankAgreement
+from lightning_vram.techniques.shadow import Shadow
 from lightning_vram.techniques.size_planning import SizePlanning
 
 Size = int | Literal["auto"]

@@ -7,7 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
-from lightning_vram.callbacks.shadow import Shadow
+from lightning_vram.techniques.shadow import Shadow
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_vram.callbacks.shadow import pass_on
+from lightning_vram.techniques.shadow import pass_on
 
 Action = Callable[[], None]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning.pytorch.strategies import Strategy
 
-from lightning_vram.callbacks.shadow import pass_on
+from lightning_vram.techniques.shadow import pass_on
 
 
 class Depth(IntEnum):

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_vram.callbacks.shadow import Shadow
 from lightning_vram.callbacks.shown_values import Shown, States, read_states, value_of_batch, without_past
 from lightning_vram.techniques.attribute_state import AttributeState
+from lightning_vram.techniques.shadow import Shadow
 
 _NOTES = "_shown_by_micro_batches"
 

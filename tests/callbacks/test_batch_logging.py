@@ -15,7 +15,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassPrecision
 
 from lightning_vram.callbacks.batch_logging import BatchLogging
 from lightning_vram.callbacks.metric_states import MetricStates
-from lightning_vram.callbacks.shadow import Shadow
+from lightning_vram.techniques.shadow import Shadow
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You called `self.log.'(count|best|x)', ....` in your:UserWarning"),  # integers

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.data import DataLoader
 
 from lightning_vram.callbacks.micro_batching import MicroBatching
-from lightning_vram.callbacks.shadow import Shadow
 from lightning_vram.memory.units import MIB
+from lightning_vram.techniques.shadow import Shadow
 from lightning_vram.techniques.sharded_recovery import can_recover
 
 pytestmark = [

@@ -1,0 +1,1 @@
+"""How optimizers step: with lean parameters and states. Imports ``torch``, never ``lightning``."""

@@ -1,0 +1,1 @@
+"""In which precision it computes: the mixed-precision plugin, and what only it needs."""
