@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
@@ -162,6 +164,16 @@ CASES: dict[str, Callable[[], pl.LightningModule]] = {
     "byte_gpt": TinyByteGPT,
     "digits_resnet": TinyDigitsResNet,
 }
+
+
+class Forking(ModelParallelStrategy):
+    """FSDP2 on two ranks; Lightning starts the others from a script."""
+
+    def __init__(self) -> None:
+        super().__init__(data_parallel_size=2, tensor_parallel_size=1)
+
+    def _configure_launcher(self) -> None:
+        self._launcher = _MultiProcessingLauncher(self, start_method="fork")
 
 
 def saved_bytes(module: nn.Module, compute_loss: Callable[[], Tensor]) -> int:

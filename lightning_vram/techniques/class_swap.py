@@ -18,7 +18,7 @@ Run = Callable[..., Any]
 """Called with the module, its state, its plain ``forward`` and the arguments; returns what ``forward`` returns."""
 
 _KEY = "_lightning_vram_swap_key"  # on our classes: no name that a user's class has
-_FORWARD = "_lightning_vram_forward"  # on instances: a forward of their own, which would hide ours
+FORWARD = "_lightning_vram_forward"  # on instances: a forward of their own, which would hide ours
 
 _classes: dict[tuple[type[nn.Module], str], type[nn.Module]] = {}  # made once, so that types compare
 
@@ -33,10 +33,10 @@ class _Swapped:
         reduced: Any = super().__reduce_ex__(protocol)
         make, arguments, *rest = reduced
         kinds = type(self).__mro__
-        original, keys = kinds[kinds.index(_Swapped) + 1], {_key_of(kind) for kind in kinds}
+        original, keys = kinds[kinds.index(_Swapped) + 1], {key_of(kind) for kind in kinds}
         if rest and isinstance(rest[0], dict):
-            attributes = {name: value for name, value in rest[0].items() if name not in keys and name != _FORWARD}
-            rest[0] = attributes | ({"forward": rest[0][_FORWARD]} if _FORWARD in rest[0] else {})
+            attributes = {name: value for name, value in rest[0].items() if name not in keys and name != FORWARD}
+            rest[0] = attributes | ({"forward": rest[0][FORWARD]} if FORWARD in rest[0] else {})
         arguments = tuple(original if argument is type(self) else argument for argument in arguments)
         if make is getattr(copyreg, "__newobj__", None) and len(arguments) == 1:
             # pickle insists that __newobj__ makes the class of the very object; its elder does the same work
@@ -61,24 +61,24 @@ def swap_class(module: nn.Module, key: str, state: object, run: Run) -> None:
         raise ValueError(f"module {name} cannot be changed: it is scripted or traced.")
     if key in vars(module):
         raise ValueError(f"module {name} cannot be changed: it has been already.")
-    if all(_key_of(kind) != key for kind in type(module).__mro__):  # else it is idle below another class, and wakes
+    if all(key_of(kind) != key for kind in type(module).__mro__):  # else it is idle below another class, and wakes
         try:
             module.__class__ = _swapped_class(type(module), key, run)
         except TypeError as error:
             raise ValueError(f"module {name} cannot be changed: {error}.") from None
     vars(module)[key] = state
     if "forward" in vars(module):
-        vars(module)[_FORWARD] = vars(module).pop("forward")
+        vars(module)[FORWARD] = vars(module).pop("forward")
 
 
 def restore_class(module: nn.Module, key: str) -> None:
     """Undo :func:`swap_class`; one that another class was put over (FSDP2) stays and is idle. Twice does nothing."""
     vars(module).pop(key, None)
     # What is idle on top goes, whoever left it there; below a technique still at work it has to wait for that one.
-    while (top := _key_of(type(module))) is not None and top not in vars(module):
+    while (top := key_of(type(module))) is not None and top not in vars(module):
         module.__class__ = type(module).__bases__[-1]
-    if _FORWARD in vars(module) and not any(_key_of(kind) in vars(module) for kind in type(module).__mro__):
-        vars(module)["forward"] = vars(module).pop(_FORWARD)
+    if FORWARD in vars(module) and not any(key_of(kind) in vars(module) for kind in type(module).__mro__):
+        vars(module)["forward"] = vars(module).pop(FORWARD)
 
 
 def _swapped_class(original: type[nn.Module], key: str, run: Run) -> type[nn.Module]:
@@ -93,7 +93,7 @@ def _make_class(original: type[nn.Module], key: str, run: Run) -> type[nn.Module
     @functools.wraps(original.forward)  # transformers and others inspect the signature
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         inherited: Any = super(swapped, self)
-        plain = inherited.forward if is_further else self.__dict__.get(_FORWARD, inherited.forward)
+        plain = inherited.forward if is_further else self.__dict__.get(FORWARD, inherited.forward)
         if key not in self.__dict__:
             return plain(*args, **kwargs)
         return run(self, self.__dict__[key], plain, *args, **kwargs)
@@ -106,7 +106,7 @@ def _make_class(original: type[nn.Module], key: str, run: Run) -> type[nn.Module
     return swapped
 
 
-def _key_of(kind: type) -> str | None:
+def key_of(kind: type) -> str | None:
     """The key that ``kind`` itself was made for, not one of its bases; ``None`` for a class of others."""
     key: str | None = vars(kind).get(_KEY)
     return key

@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 from accumulation_models import Ragged, Scalar, mean_gradient, ragged_batches
+from helpers import Forking
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
+from lightning.pytorch.strategies import DDPStrategy
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
@@ -54,13 +54,6 @@ class Sharded(Split):
         fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
 
-class Forking(ModelParallelStrategy):
-    """Lightning starts the others from a script."""
-
-    def _configure_launcher(self):
-        self._launcher = _MultiProcessingLauncher(self, start_method="fork")
-
-
 class Tell(Callback):
     """Asserts in the process of each rank count for nothing unless they were reached."""
 
@@ -96,7 +89,7 @@ def test_gradients_under_ddp_are_those_of_the_big_batch(make_trainer, tmp_path, 
 def test_gradients_under_fsdp2_are_those_of_the_big_batch(make_trainer, tmp_path, weight, arguments):
     model = Sharded(ragged_batches(2 * NUM_BATCHES, is_ragged=weight is not None), weight)
     arguments = {
-        "strategy": Forking(data_parallel_size=2, tensor_parallel_size=1),
+        "strategy": Forking(),
         "use_distributed_sampler": False,
         **arguments,
     }

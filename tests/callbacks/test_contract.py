@@ -2,40 +2,17 @@
 
 import copy
 import pickle
-import re
-from pathlib import Path
 
 import pytest
 import torch
 from helpers import LateTiny, LitManual, LitTiny, TinyCNN, TinyGPT, assert_equal_weights, describe_module
-from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-
-import lightning_vram
-
-ROOT = Path(__file__).parents[2]
-PUBLIC = [getattr(lightning_vram, name) for name in lightning_vram.__all__]
-CALLBACKS = [part.__name__ for part in PUBLIC if isinstance(part, type) and issubclass(part, Callback)]
-CHANGES_TRAINING = {"AccumulationScheduler"}  # callbacks whose purpose is to change the result
-KEEPS_RESULT = [name for name in CALLBACKS if name not in CHANGES_TRAINING]
-AUTOMATIC_ONLY = {"MicroBatching"}  # refuse manual optimization
+from parts import AUTOMATIC_ONLY, CALLBACKS, KEEPS_RESULT, ROOT, from_config, snake_case
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),  # what a callback warns about is tested in its own file
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # LightningCLI 2.6 on jsonargparse 4.53; dynamo
 ]
-
-
-def snake_case(name: str) -> str:
-    return re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
-
-
-def from_config(name: str) -> Callback:
-    args = [f"--config={ROOT / 'configs' / snake_case(name)}.yaml", "--model.net=helpers.TinyCNN"]
-    trainer = LightningCLI(LitTiny, args=args, run=False, save_config_callback=None).trainer
-    (callback,) = (c for c in trainer.callbacks if type(c).__name__ == name)
-    return callback
 
 
 @pytest.mark.parametrize("name", CALLBACKS)

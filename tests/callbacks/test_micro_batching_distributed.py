@@ -7,8 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.strategies import ModelParallelStrategy
-from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
+from helpers import Forking
 from memory_limit import MemoryLimit
 from micro_batching_models import LitRegression, full
 from torch import Tensor
@@ -41,13 +40,6 @@ class ShardedRegression(LitRegression):
         return {}  # the launcher cannot hand shards to the parent process
 
 
-class Forking(ModelParallelStrategy):
-    """Lightning starts the others from a script."""
-
-    def _configure_launcher(self) -> None:
-        self._launcher = _MultiProcessingLauncher(self, start_method="fork")
-
-
 class Watch(pl.Callback):
     """Sets the limit of some ranks, and writes what a rank has at the end."""
 
@@ -78,7 +70,7 @@ def fit(make_trainer: Callable[..., pl.Trainer], tmp_path: Path) -> Callable[...
         model_options = {key: options.pop(key) for key in ("dropout", "norm", "heavy") if key in options}
         default = ShardedRegression if is_sharded else LitRegression
         model = options.pop("model_class", default)(**model_options)
-        strategy = Forking(data_parallel_size=2, tensor_parallel_size=1) if is_sharded else "ddp_fork"
+        strategy = Forking() if is_sharded else "ddp_fork"
         with MemoryLimit() as limit:
             callbacks = [*callbacks, Watch(tmp_path, limit, limits or {})]
             make_trainer(callbacks=callbacks, devices=2, **{"strategy": strategy, "max_epochs": 1, **options}).fit(

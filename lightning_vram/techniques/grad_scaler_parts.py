@@ -1,0 +1,67 @@
+"""What ``GradScaler`` does for a whole optimizer or not at all, for some of its parameters.
+
+Of what it keeps for itself, in torch 2.11 to 2.13: ``_device`` and the states by ``id(optimizer)``.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler, _refresh_per_optimizer_state
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+InfChecks = dict[int, Tensor]
+"""What ``GradScaler`` found in some gradients, one per device and each > 0 where there is an inf or nan; by id."""
+
+
+def unscale_part(scaler: GradScaler, optimizer: Optimizer, parameters: list[Tensor]) -> InfChecks:
+    """Unscale the gradients of some ``parameters`` only; as if it were all of ``optimizer``."""
+    checks: InfChecks = {}
+    for alike in _by_layout(parameters):
+        part = cast(Optimizer, SimpleNamespace(param_groups=[{"params": alike}]))
+        try:
+            scaler.unscale_(part)
+        except ValueError as error:
+            if not any(p.grad is not None and p.grad.dtype is torch.float16 for p in alike):
+                raise
+            raise ValueError(
+                f"The gradients of {type(optimizer).__name__} cannot be unscaled, as parameters are float16: keep them "
+                "in float32, which autocast casts, or use bfloat16."
+            ) from error
+        finally:
+            state = scaler._per_optimizer_states.pop(id(part))
+        checks.update((id(check), check) for check in state["found_inf_per_device"].values())
+    return checks
+
+
+def _by_layout(parameters: list[Tensor]) -> Iterable[list[Tensor]]:
+    """Part those that are sharded in different ways, or not: GradScaler takes all to be as the first one."""
+    parts: dict[Any, list[Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        layout = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
+        parts[layout].append(parameter)
+    return parts.values()
+
+
+def update_scale(scaler: GradScaler, *, overflowed: bool) -> None:
+    """Update the scale by what all optimizers found; those with a step to come are still unscaled afterwards."""
+    found_inf = torch.full((), float(overflowed), dtype=torch.float32, device=scaler._device)
+    states, scaler._per_optimizer_states = scaler._per_optimizer_states, defaultdict(_refresh_per_optimizer_state)
+    scaler._per_optimizer_states[id(scaler)]["found_inf_per_device"] = {found_inf.device: found_inf}
+    try:
+        scaler.update()
+    finally:
+        scaler._per_optimizer_states = states
+
+
+def without_optimizers(scaler: GradScaler) -> GradScaler:
+    """Return one with the same scale that can be pickled: ``scaler`` itself, if that is so."""
+    if not scaler.is_enabled() or not scaler._per_optimizer_states:
+        return scaler
+    copy = object.__new__(type(scaler))
+    vars(copy).update(vars(scaler), _per_optimizer_states=defaultdict(_refresh_per_optimizer_state))
+    return copy
