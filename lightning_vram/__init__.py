@@ -12,6 +12,7 @@ from lightning_vram.callbacks.in_place_fusion import InPlaceFusion
 from lightning_vram.callbacks.micro_batching import MicroBatching
 from lightning_vram.callbacks.vram_monitor import VRAMMonitor
 from lightning_vram.memory.tracker import track_memory
+from lightning_vram.precision.mixed_precision import LeanMixedPrecision
 from lightning_vram.techniques.save_policy import SavePolicy
 from lightning_vram.version import __version__ as __version__
 
@@ -22,6 +23,7 @@ __all__ = [
     "ActivationOffload",
     "EmptyCache",
     "InPlaceFusion",
+    "LeanMixedPrecision",
     "MicroBatching",
     "SavePolicy",
     "VRAMMonitor",

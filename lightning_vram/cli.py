@@ -29,6 +29,7 @@ from lightning_vram.callbacks.vram_monitor import VRAMMonitor
 from lightning_vram.memory.allocator import empty_cache
 from lightning_vram.memory.measurement import read_measurements
 from lightning_vram.memory.out_of_memory import is_out_of_memory
+from lightning_vram.precision.mixed_precision import LeanMixedPrecision
 from lightning_vram.report.comparison import FitResult, comparison_table
 from lightning_vram.report.one_line import condense_error
 from lightning_vram.report.tables import memory_table
@@ -38,6 +39,7 @@ DEBUG_VARIABLE = "LIGHTNING_VRAM_DEBUG"
 EXIT_USAGE = 2
 _SUBCOMMANDS = ("fit", "validate", "test", "predict")
 _OWN_PACKAGE = "lightning_vram"
+_PART_ARGUMENTS = ("callbacks", "plugins")  # of the Trainer
 _MIN_TABLE_WIDTH = 100
 
 
@@ -95,7 +97,8 @@ class VRAMCLI(LightningCLI):
                 )
             if not self._own_parts():
                 raise MisconfigurationException(
-                    "compare_with_plain=true needs parts of lightning_vram to leave out of trainer.callbacks, got none."
+                    "compare_with_plain=true needs parts of lightning_vram to leave out of trainer.callbacks or "
+                    "trainer.plugins, got none."
                 )
         self.is_running = True
 
@@ -105,7 +108,10 @@ class VRAMCLI(LightningCLI):
             return
         packed, parts = _read_result(self), self._own_parts()
         trainer: Namespace = self._get(self.config, "trainer")
-        trainer.callbacks = [callback for callback in self._callbacks() if callback not in parts]
+        for argument in _PART_ARGUMENTS:
+            trainer[argument] = [part for part in self._parts(argument) if part not in parts]
+        if isinstance(self.trainer.precision_plugin, LeanMixedPrecision):
+            trainer.precision = self.trainer.precision  # Lightning's own, so that both compute alike
         plain = self._fit_again()
         if _is_rank_zero():
             console = _console()
@@ -113,13 +119,14 @@ class VRAMCLI(LightningCLI):
             names = [part.class_path.rpartition(".")[2] for part in parts]
             console.print(comparison_table(plain, packed, " and ".join(names)))
 
-    def _callbacks(self) -> list[Namespace]:
-        callbacks = self._get(self.config, "trainer").callbacks or []
-        return callbacks if isinstance(callbacks, list) else [callbacks]
+    def _parts(self, argument: str) -> list[Any]:
+        parts = self._get(self.config, "trainer")[argument] or []
+        return parts if isinstance(parts, list) else [parts]
 
     def _own_parts(self) -> list[Namespace]:
-        """The memory-saving callbacks of this package in the configuration."""
-        return [callback for callback in self._callbacks() if _is_memory_saver(callback.class_path)]
+        """The memory-saving callbacks and plugins of this package in the configuration."""
+        parts = [part for argument in _PART_ARGUMENTS for part in self._parts(argument)]
+        return [part for part in parts if isinstance(part, Namespace) and _is_memory_saver(part.class_path)]
 
     def _fit_again(self) -> FitResult:
         device = self.trainer.strategy.root_device

@@ -35,6 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
+from lightning_vram.memory.kept_beside import kept_beside
 from lightning_vram.memory.ledger import (
     BACKWARD,
     FORWARD,
@@ -171,6 +172,7 @@ class MemoryTracker:
                 label_all(self._ledger, [(owner, parameter.grad)], Category.GRADIENTS)
                 state = optimizer.state.get(parameter, {})
                 label_all(self._ledger, ((owner, leaf) for leaf in _tensors(state)), Category.OPTIMIZER_STATE)
+            label_all(self._ledger, (("", tensor) for tensor in kept_beside(optimizer)), Category.OPTIMIZER_STATE)
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not any(optimizer is known for known in self._optimizers):

@@ -110,3 +110,12 @@ def key_of(kind: type) -> str | None:
     """The key that ``kind`` itself was made for, not one of its bases; ``None`` for a class of others."""
     key: str | None = vars(kind).get(_KEY)
     return key
+
+
+def plain_class_forward(module: nn.Module) -> Callable[..., Any]:
+    """Return the ``forward`` of the class of ``module``, as if it were not swapped."""
+    kinds = type(module).__mro__
+    # not getattr: scripted classes raise
+    forwards = (vars(kind)["forward"] for kind in kinds if "forward" in vars(kind) and key_of(kind) is None)
+    forward: Callable[..., Any] = next(forwards)
+    return forward

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from lightning_vram.techniques.class_swap import FORWARD as _PARKED  # where class_swap puts a forward that it hides
-from lightning_vram.techniques.class_swap import key_of
+from lightning_vram.techniques.class_swap import key_of, plain_class_forward
 
 
 class ForwardStandIn(ABC):
@@ -125,12 +125,3 @@ def _class_forward(module: nn.Module) -> Callable[..., Any]:
 def has_own_forward(module: nn.Module) -> bool:
     """Whether there is a ``forward`` on the instance."""
     return "forward" in vars(module) or _PARKED in vars(module)
-
-
-def plain_class_forward(module: nn.Module) -> Callable[..., Any]:
-    """Return the ``forward`` of the class of ``module``, as if it were not swapped."""
-    kinds = type(module).__mro__
-    # not getattr: scripted classes raise
-    forwards = (vars(kind)["forward"] for kind in kinds if "forward" in vars(kind) and key_of(kind) is None)
-    forward: Callable[..., Any] = next(forwards)
-    return forward

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_vram.techniques.class_swap import plain_class_forward
 from lightning_vram.techniques.forward_stand_in import (
     ForwardHandle,
     ForwardStandIn,
     has_own_forward,
-    plain_class_forward,
 )
 
 _LOW = (torch.float16, torch.bfloat16)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils.parametrize import is_parametrized
 
-from lightning_vram.techniques.class_swap import restore_class, swap_class
+from lightning_vram.techniques.class_swap import plain_class_forward, restore_class, swap_class
 from lightning_vram.techniques.module_links import Link
 from lightning_vram.techniques.versions import version_of
 
@@ -158,15 +158,15 @@ def why_not_folded(link: Link) -> str | None:
 def _is_stock_convolution(module: nn.Module) -> bool:
     if "forward" in vars(module) or is_parametrized(module):  # set on the instance: it may do anything
         return False
-    kind = type(module)
-    if kind.forward in _TRANSPOSED_FORWARDS:
+    kind, forward = type(module), plain_class_forward(module)
+    if forward in _TRANSPOSED_FORWARDS:
         return hasattr(kind, "_output_padding")
-    return hasattr(kind, "_conv_forward") and (kind.forward, kind._conv_forward) in _CONV_METHODS
+    return hasattr(kind, "_conv_forward") and (forward, kind._conv_forward) in _CONV_METHODS
 
 
 def _is_stock_norm(module: nn.Module) -> bool:
     is_changed = "forward" in vars(module) or is_parametrized(module)
-    return not is_changed and type(module).forward in _NORM_FORWARDS
+    return not is_changed and plain_class_forward(module) in _NORM_FORWARDS
 
 
 def _run_convolution(module: nn.Module, folding: _Folding, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
+from lightning_vram.techniques.class_swap import plain_class_forward
 from lightning_vram.techniques.forward_stand_in import (
     ForwardHandle,
     ForwardStandIn,
     has_own_forward,
-    plain_class_forward,
 )
 
 _NAMES = ("LayerNorm", "RMSNorm")

@@ -1,0 +1,28 @@
+"""Train with 14 instead of 16 bytes per parameter, the result exact. Run: python examples/lean_mixed_precision.py."""
+
+import sys
+
+import lightning.pytorch as pl
+
+from lightning_vram import LeanMixedPrecision, VRAMMonitor
+from lightning_vram.demos import ByteGPT, SourceText
+
+monitor = VRAMMonitor(path=None)
+precision = LeanMixedPrecision(
+    "bf16",
+    parameters="bf16+split",  # bfloat16 weights, and beside them the 16 bits they lack
+    low_precision_norms=True,
+    fp32_modules=["net.head"],  # the logits
+)
+trainer = pl.Trainer(
+    max_steps=50,
+    fast_dev_run="--fast_dev_run" in sys.argv,
+    plugins=[precision],
+    callbacks=[monitor],
+    limit_val_batches=4,
+    logger=False,
+    enable_checkpointing=False,
+)
+model = ByteGPT()
+trainer.fit(model, SourceText())
+print(f"weights after the fit: {model.dtype}; peak: {monitor.peaks['train'].peak_allocated_bytes} bytes")

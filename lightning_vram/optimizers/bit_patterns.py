@@ -1,0 +1,78 @@
+"""Cut fp32 numbers to 16 bits without losing what is cut off, or losing it without a bias.
+
+All work in place on large flat tensors, in a handful of kernels. A NaN stays one.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+_HALF = 0x8000
+_UPPER = -0x10000  # the mask of the sixteen bits that bf16 has in common with fp32
+
+
+def split_(numbers: Tensor, lower: Tensor) -> None:
+    """Round ``numbers`` to the nearest bf16, half away from zero, and keep what that took in ``lower``.
+
+    Args:
+        numbers: fp32, of any shape. Is left with numbers that a conversion to bf16 does not change.
+        lower: int16, of the same shape: gets the lower half of the patterns, as a signed number. See :func:`join_`.
+    """
+    bits = _regular_bits(numbers)
+    lower.copy_(bits)  # a narrowing copy keeps the lower half
+    bits.add_(_HALF).bitwise_and_(_UPPER)
+
+
+def join_(numbers: Tensor, lower: Tensor) -> None:
+    """Undo :func:`split_`, to the bit; NaNs come back in their usual pattern.
+
+    Args:
+        numbers: fp32 numbers that came out of bf16. Is left with what was split.
+        lower: What :func:`split_` kept.
+    """
+    numbers.view(torch.int32).add_(lower)
+
+
+def compensate_(numbers: Tensor, compensation: Tensor) -> Tensor:
+    """Write ``numbers`` as the sum of two bf16 tensors, of which the second is at most half a unit of the first.
+
+    What is a sum already comes out as it was: to write again what was read changes nothing
+    but the sign of a zero.
+
+    Args:
+        numbers: fp32, of any shape. Is left with rubbish.
+        compensation: bf16, of the same shape: gets the smaller one.
+
+    Returns:
+        The larger one: bf16. Numbers too large for bf16 become infinite.
+    """
+    nearest = numbers.bfloat16()
+    compensation.copy_(numbers.sub_(nearest).nan_to_num_(0.0, 0.0, 0.0))  # infinity less infinity
+    # The compensation may have been rounded up to exactly half a unit, and then the sum has another nearest number.
+    numbers.copy_(compensation).add_(nearest)
+    nearest.copy_(numbers)
+    compensation.copy_(numbers.sub_(nearest).nan_to_num_(0.0, 0.0, 0.0))
+    return nearest
+
+
+def round_randomly_(numbers: Tensor, generator: torch.Generator) -> None:
+    """Round to one of the two nearest bf16 numbers, to each with the probability of its closeness.
+
+    So small updates are right on average, where rounding to the nearest loses all of them.
+
+    Args:
+        numbers: fp32, of any shape. Is left with numbers that a conversion to bf16 does not change; those that it
+            did not change before, infinities among them, are the same.
+        generator: On the same device.
+    """
+    bits = _regular_bits(numbers)
+    draws = torch.empty((bits.numel() + 3) // 4, dtype=torch.int64, device=bits.device)
+    draws.random_(-(2**63), None, generator=generator)  # each holds four draws of sixteen bits
+    noise = draws.view(torch.int16)[: bits.numel()].view(bits.shape)
+    bits.add_(noise).add_(_HALF).bitwise_and_(_UPPER)  # the noise is signed: together uniform in 0 ... 0xffff
+
+
+def _regular_bits(numbers: Tensor) -> Tensor:
+    """The patterns, all NaNs in the usual one: CUDA's would overflow to zero, and others would end as infinity."""
+    return numbers.nan_to_num_(math.nan, math.inf, -math.inf).view(torch.int32)

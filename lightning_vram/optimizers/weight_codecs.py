@@ -1,0 +1,110 @@
+"""What is kept beside 16-bit weights, by scheme, and how both make the fp32 weights that a step works on.
+
+Every codec is told the weights anew at each step, so that what was written to them from outside (weights clamped or
+loaded) is kept.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_vram.optimizers.bit_patterns import compensate_, join_, round_randomly_, split_
+
+
+class WeightCodec(Protocol):
+    """Keeps ``rest``: a flat tensor of as many elements as there are weights, or ``None``."""
+
+    rest: Tensor | None
+
+    def read(self, weights: Tensor) -> Tensor:
+        """Make exact weights of ``weights``: flat, fp32, what the bf16 weights hold now. May work in place."""
+        ...
+
+    def write(self, exact: Tensor, generator: torch.Generator | None) -> Tensor:
+        """Keep the rest of ``exact``: flat, fp32. Without a generator nothing is random. May work in place.
+
+        Returns:
+            What to copy to the bf16 weights: flat.
+        """
+        ...
+
+
+class MasterCodec:
+    """An fp32 copy: 4 bytes per weight, exact."""
+
+    def __init__(self) -> None:
+        self.rest: Tensor | None = None
+
+    def read(self, weights: Tensor) -> Tensor:
+        """Where a weight is no longer the copy rounded, the weight is right: somebody wrote to it."""
+        assert self.rest is not None
+        return torch.where(weights == self.rest.bfloat16(), self.rest, weights, out=self.rest)
+
+    def write(self, exact: Tensor, generator: torch.Generator | None) -> Tensor:
+        """Keep all of it: what was read is this very tensor."""
+        self.rest = exact
+        return exact
+
+
+class SplitCodec:
+    """The lower half of the fp32 pattern: 2 bytes per weight, exact."""
+
+    def __init__(self) -> None:
+        self.rest: Tensor | None = None
+
+    def read(self, weights: Tensor) -> Tensor:
+        """Join both halves."""
+        assert self.rest is not None
+        join_(weights, self.rest)
+        return weights
+
+    def write(self, exact: Tensor, generator: torch.Generator | None) -> Tensor:
+        """Keep the lower halves."""
+        if self.rest is None:
+            self.rest = torch.empty_like(exact, dtype=torch.int16)
+        split_(exact, self.rest)
+        return exact
+
+
+class KahanCodec:
+    """What rounding took, rounded itself: 2 bytes per weight, 16 significant bits together."""
+
+    def __init__(self) -> None:
+        self.rest: Tensor | None = None
+
+    def read(self, weights: Tensor) -> Tensor:
+        """Add both."""
+        assert self.rest is not None
+        return weights.add_(self.rest)
+
+    def write(self, exact: Tensor, generator: torch.Generator | None) -> Tensor:
+        """Keep the compensation."""
+        if self.rest is None:
+            self.rest = torch.empty_like(exact, dtype=torch.bfloat16)
+        return compensate_(exact, self.rest)
+
+
+class StochasticCodec:
+    """Nothing: the weights are rounded at random."""
+
+    def __init__(self) -> None:
+        self.rest: Tensor | None = None
+
+    def read(self, weights: Tensor) -> Tensor:
+        """There is no more to know."""
+        return weights
+
+    def write(self, exact: Tensor, generator: torch.Generator | None) -> Tensor:
+        """Round; without a generator the copy to bf16 does, to the nearest."""
+        if generator is not None:
+            round_randomly_(exact, generator)
+        return exact
+
+
+CODECS: dict[str, type[WeightCodec]] = {
+    "bf16+master": MasterCodec,
+    "bf16+split": SplitCodec,
+    "bf16+kahan": KahanCodec,
+    "bf16+stochastic": StochasticCodec,
+}

@@ -1,0 +1,354 @@
+"""Train in 16 bit where that is enough: right about scaled gradients, and with less memory."""
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_vram.precision.module_changes import ModuleChanges, Settings
+from lightning_vram.precision.overflow_watch import OnLimit, OverflowWatch
+from lightning_vram.precision.plain_states import find_state, is_scaler_state, write_scale
+from lightning_vram.precision.precision_arguments import check_arguments, check_combination, refuse_strategy
+from lightning_vram.precision.precision_choice import DTYPES, Choice, check_choice, resolve_precision
+from lightning_vram.precision.precision_run import PrecisionRun
+from lightning_vram.techniques.grad_scaler_parts import without_optimizers
+from lightning_vram.techniques.gradient_clipping import clip_gradient_norm
+from lightning_vram.techniques.layer_selection import LayerPattern
+from lightning_vram.techniques.loss_scaling import LossScaling
+
+Parameters = Literal["fp32", "bf16+master", "bf16+split", "bf16+kahan", "bf16+stochastic"]
+
+
+class LeanMixedPrecision(MixedPrecision):
+    """Compute in bfloat16 or float16 where that is enough, and keep the rest in float32.
+
+    Without further arguments results are those of ``Trainer(precision="bf16-mixed")`` or ``"16-mixed"`` to the bit,
+    where Lightning's are right. Different from there:
+
+    - Gradients are unscaled before anything reads them: ``on_before_optimizer_step``, automatic clipping, and
+      ``self.clip_gradients`` of manual optimization (https://github.com/Lightning-AI/pytorch-lightning/issues/18089).
+    - Optimizers that are ``fused=True`` may be clipped.
+    - Several optimizers in one step see one loss scale, which moves once, at its end; gradients that are kept for a
+      later step move with it.
+    - A step whose gradients overflowed is skipped on all ranks, counted, logged (``vram/overflow_steps``,
+      ``vram/loss_scale``), and the learning rate waits for the next one.
+    - Neither the backward nor the optimizer runs under autocast, in manual optimization either.
+    - A weight that is used several times in a step is cast once, as long as that copy is alive anyway.
+
+    With ``parameters="bf16+..."`` weights are in bfloat16 during a fit, but those of ``fp32_modules`` and of norms;
+    checkpoints and the module after the fit hold what the optimizer knows of them, in the type that they had. So a
+    checkpoint can be resumed with other ``parameters`` or without this plugin. Parameters that are frozen are in
+    bfloat16, too. Gradients are in bfloat16, also while they are accumulated.
+
+    Args:
+        precision: ``"bf16"``, ``"fp16"`` with a dynamic loss scale, or ``"auto"``: bf16 where the hardware computes in
+            it, else fp16.
+        fp32_modules: Modules that run in float32: class names, module names, globs over module names, or classes, as
+            for ``ActivationCheckpointing(layers)``. What comes in is cast to float32, what goes out back to 16 bit;
+            scalars, such as losses, stay.
+        low_precision_norms: Keep outputs of layer and RMS norms in 16 bit, which autocast makes float32. They are
+            computed in float32 inside. Changes results by roundings.
+        recast_in_backward: Keep no 16-bit copy of a weight for the backward, but make it again there. Linear layers,
+            convolutions and ``nn.MultiheadAttention``; the same gradients to the bit.
+        parameters: How parameters are kept, all with an optimizer that steps in float32. ``"fp32"``; ``"bf16+master"``:
+            bfloat16, and in float32 for the optimizer; ``"bf16+split"``: bfloat16, and the 16 bits it lacks, exact as
+            well; ``"bf16+kahan"``: with a bfloat16 remainder; ``"bf16+stochastic"``: rounded at random, without one.
+            The last two keep states of the optimizer in bfloat16. See the README for bytes per parameter.
+        hold_lr_on_overflow: Schedules that go by steps do not count those that were skipped (automatic optimization).
+        max_consecutive_overflows: So many skipped steps in a row end the run; ``None`` never does.
+        on_overflow_limit: What happens then: an ``"error"``, or the run goes on in ``"bf16"`` or ``"fp32"``.
+        scaler: For fp16, one with other settings than PyTorch's.
+
+    Raises:
+        TypeError: If an argument has a wrong type.
+        ValueError: If a value is unknown or arguments contradict each other; when a run is set up, if patterns match
+            nothing, weights are in 16 bit already and the optimizer would lose most updates, or it cannot step lean
+            parameters.
+        MisconfigurationException: When a run is set up, if the device has no such autocast, with DeepSpeed, and with
+            LBFGS in float16.
+        FloatingPointError: After too many overflows in a row.
+
+    Attributes:
+        overflow_steps: Optimizer steps that were skipped so far.
+
+    Example:
+        >>> import lightning.pytorch as pl
+        >>> from lightning_vram import LeanMixedPrecision
+        >>> trainer = pl.Trainer(plugins=[LeanMixedPrecision("bf16", recast_in_backward=True)], logger=False)
+    """
+
+    precision: Any  # "32-true" after a fall-back
+
+    def __init__(  # noqa: PLR0913 - set by name in configuration files
+        self,
+        precision: Choice = "auto",
+        *,
+        fp32_modules: Sequence[LayerPattern] = (),
+        low_precision_norms: bool = False,
+        recast_in_backward: bool = False,
+        parameters: Parameters = "fp32",
+        hold_lr_on_overflow: bool = True,
+        max_consecutive_overflows: int | None = 30,
+        on_overflow_limit: OnLimit = "error",
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        self._choice = check_choice(precision)
+        check_arguments(fp32_modules, parameters, max_consecutive_overflows, on_overflow_limit, scaler)
+        check_combination(self._choice, parameters, scaler)
+        patterns = (fp32_modules,) if isinstance(fp32_modules, str | type) else tuple(fp32_modules)
+        self._settings = Settings(patterns, low_precision_norms, recast_in_backward, parameters)
+        self._holds_lr = hold_lr_on_overflow
+        self._on_limit = on_overflow_limit
+        self._overflows = OverflowWatch(max_consecutive_overflows)
+        self._given_scaler = scaler
+        # Lightning's names; what "auto" stands for is known when the device is.
+        self.precision = self._choice or "bf16-mixed"
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.scaler = scaler
+        self._run: PrecisionRun | None = None
+
+    @property
+    def overflow_steps(self) -> int:
+        """Optimizer steps that were skipped so far."""
+        return self._overflows.num_steps
+
+    def __repr__(self) -> str:
+        """As it is told apart from others in messages of Lightning."""
+        return f"{type(self).__name__}({self.precision!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """In a copy, such as worker processes get of the trainer, there is no run."""
+        return vars(self) | {"_run": None, "scaler": self.scaler and without_optimizers(self.scaler)}
+
+    # --- set up and undo ---
+
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        assert isinstance(module, pl.LightningModule)
+        trainer = module.trainer
+        self.teardown()  # a run whose end was cut short
+        refuse_strategy(trainer)
+        self.device = trainer.strategy.root_device.type
+        self.precision = resolve_precision(self._choice, self.device)
+        check_combination(self.precision, self._settings.parameters, self._given_scaler if self._choice else None)
+        is_training = trainer.state.fn == TrainerFn.FITTING
+        changes = ModuleChanges(module, self.device, self._settings, is_training=is_training)
+        self._run = PrecisionRun(module, changes)
+        if self.precision == "16-mixed":
+            self.scaler = self.scaler or self._given_scaler or torch.amp.GradScaler(self.device)
+            self._run.scaling = LossScaling(self.scaler) if is_training else None
+        else:
+            self.scaler = None
+        return module
+
+    @override
+    def connect(
+        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
+        if self._run is not None and self._run.changes.is_training:
+            self._run.connect(optimizers, lr_schedulers, holds_lr=self._holds_lr)
+        return model, optimizers, lr_schedulers
+
+    @override
+    def teardown(self) -> None:
+        if self._run is not None:
+            self._run.remove()
+
+    # --- a step ---
+
+    @override
+    def autocast_context_manager(self) -> torch.autocast:
+        dtype = DTYPES.get(self.precision)
+        # Its own cache keeps copies of all weights under no_grad and in checkpointed layers.
+        return torch.autocast(self.device, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
+
+    @override
+    @contextmanager
+    def forward_context(self) -> Generator[None, None, None]:
+        is_skipped = self._settings.changes_layers and self.device != "cuda"
+        with self.autocast_context_manager(), _without_fast_path() if is_skipped else nullcontext():
+            yield
+
+    @override
+    @contextmanager
+    def train_step_context(self) -> Generator[None, None, None]:
+        run = self._run
+        if run is None or run.scaling is None or run.module.automatic_optimization:
+            with self.forward_context():
+                yield
+            return
+        run.is_deferring, run.has_stepped = True, False
+        try:
+            with self.forward_context():
+                yield
+        finally:
+            run.is_deferring = False
+        if run.has_stepped:
+            self._end_step(run, run.scaling)
+
+    @override
+    def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
+        if self._run is not None and self._run.scaling is not None:
+            tensor = self._run.scaling.scale(tensor)
+        return Precision.pre_backward(self, tensor, module)
+
+    @override
+    def backward(  # type: ignore[override]
+        self, tensor: Tensor, model: pl.LightningModule, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        with self._without_autocast():  # it is on in manual optimization, whose backward is part of the training step
+            super().backward(tensor, model, optimizer, *args, **kwargs)
+
+    @override
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Any, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        assert self._run is not None
+        closure = self._under_present_autocast(closure)
+        with self._without_autocast():
+            if self._run.scaling is not None:
+                return self._scaled_step(self._run, self._run.scaling, optimizer, closure, **kwargs)
+            output = Precision.optimizer_step(self, optimizer, model=model, closure=closure, **kwargs)
+        self._run.changes.after_step(self.main_params(optimizer))
+        return output
+
+    @override
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        clip_val: int | float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        if clip_val > 0 and self._run is not None and self._run.scaling is not None:
+            self._run.scaling.unscale(_without_wrapper(optimizer))
+        Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
+
+    @override
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        if self._settings.is_lean:
+            clip_gradient_norm(self.main_params(optimizer), clip_val)
+        else:
+            super().clip_grad_by_norm(optimizer, clip_val)
+
+    def _scaled_step(
+        self, run: PrecisionRun, scaling: LossScaling, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        result = closure()
+        if result is None and run.module.automatic_optimization:  # there was no backward
+            self._after_closure(run.module, optimizer)
+            return None
+        scaling.unscale(optimizer)
+        self._after_closure(run.module, optimizer)
+        step = scaling.step(optimizer, run.over_ranks(), **kwargs)
+        run.has_stepped = True
+        if not step.overflowed:
+            run.changes.after_step(self.main_params(optimizer))
+        if not run.is_deferring:
+            self._end_step(run, scaling)
+        return step.output
+
+    def _end_step(self, run: PrecisionRun, scaling: LossScaling) -> None:
+        has_overflowed = scaling.update()
+        is_enough = self._overflows.note(has_overflowed=has_overflowed)
+        self._overflows.log(run.module, scaling)
+        if has_overflowed and run.held is not None:
+            run.held.hold()
+        if is_enough:
+            if self._on_limit == "error":
+                raise self._overflows.error(scaling.scale_value)
+            rank_zero_warn(
+                f"LeanMixedPrecision: gradients overflowed in {self._overflows.num_consecutive} optimizer steps in a "
+                f"row. The run goes on in {self._on_limit}."
+            )
+            self._fall_back(run)
+
+    def _fall_back(self, run: PrecisionRun) -> None:
+        self.precision = "bf16-mixed" if self._on_limit == "bf16" else "32-true"
+        if run.scaling is not None:
+            run.scaling.end()
+        self.scaler = run.scaling = None
+        run.has_fallen_back = True
+
+    def _without_autocast(self) -> AbstractContextManager[Any]:
+        if not torch.is_autocast_enabled(self.device):
+            return nullcontext()
+        return torch.autocast(self.device, enabled=False)
+
+    def _under_present_autocast(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure of manual optimization, run by the optimizer, holds a forward."""
+        if not torch.is_autocast_enabled(self.device):
+            return closure
+        return partial(_run_under, self.autocast_context_manager(), closure)
+
+    # --- checkpoints ---
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        state = {
+            "precision": self.precision,
+            "has_fallen_back": self._run is not None and self._run.has_fallen_back,
+            "overflows": self._overflows.state_dict(),
+        }
+        if self.scaler is not None:
+            state["scaler"] = self.scaler.state_dict()
+        return state | (self._run.state_dict() if self._run is not None else {})
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if is_scaler_state(state_dict):
+            if self.scaler is not None:
+                self.scaler.load_state_dict(state_dict)
+            return
+        self._overflows.load_state_dict(state_dict["overflows"])
+        if self._run is None:
+            return
+        if state_dict["has_fallen_back"] and self.scaler is not None and self._on_limit != "error":
+            self._fall_back(self._run)
+        if self.scaler is not None and "scaler" in state_dict:
+            self.scaler.load_state_dict(state_dict["scaler"])
+        self._run.load_state_dict(state_dict)
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.scaler is not None:
+            write_scale(checkpoint, self.scaler.state_dict())
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = find_state(checkpoint, type(self).__qualname__)
+        if state is not None:
+            self.load_state_dict(state)
+
+
+def _without_wrapper(optimizer: Optimizer) -> Optimizer:
+    return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+
+
+@contextmanager
+def _without_fast_path() -> Generator[None, None, None]:
+    """Let transformer layers call the layers that they are made of, in evaluations too.
+
+    Their fast path reads the weights of those. PyTorch leaves it under the autocast of CUDA, and of no other device.
+    """
+    is_enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(value=False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(value=is_enabled)
+
+
+def _run_under(context: AbstractContextManager[Any], run: Callable[[], Any]) -> Any:
+    with context:
+        return run()

@@ -1,0 +1,142 @@
+"""What the plugin changes on a module, from the time before it is wrapped until the run ends."""
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_vram.optimizers.lean_parameters import LeanParameters
+from lightning_vram.optimizers.lost_updates import refuse_lost_updates
+from lightning_vram.techniques.compiled_backward import compiled_backward_without_autocast
+from lightning_vram.techniques.fp32_islands import run_in_fp32
+from lightning_vram.techniques.layer_selection import LayerPattern, select_layers
+from lightning_vram.techniques.low_precision_norms import keep_norms_low
+from lightning_vram.techniques.shadow import Shadow
+from lightning_vram.techniques.weight_casts import WeightCasts
+
+_NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """As the plugin was given them.
+
+    Args:
+        fp32_modules: Patterns of modules that run in float32.
+        low_precision_norms: Whether outputs of norms stay in 16 bit.
+        recast_in_backward: Whether 16-bit copies of weights are made again in the backward.
+        parameters: How parameters are kept.
+    """
+
+    fp32_modules: tuple[LayerPattern, ...] = ()
+    low_precision_norms: bool = False
+    recast_in_backward: bool = False
+    parameters: str = "fp32"
+
+    @property
+    def is_lean(self) -> bool:
+        """Whether parameters are kept in 16 bit."""
+        return self.parameters != "fp32"
+
+    @property
+    def changes_layers(self) -> bool:
+        """Whether some layers compute in another precision than others."""
+        return bool(self.fp32_modules) or self.low_precision_norms or self.is_lean
+
+
+@dataclass
+class ModuleChanges:
+    """All of them, with their undo.
+
+    Args:
+        module: That is going to run.
+        device_type: It will run on.
+        settings: What to change.
+        is_training: Whether the run trains; otherwise only what changes results is done.
+
+    Raises:
+        ValueError: If patterns match nothing, or a module or parameter cannot be changed. Nothing is changed then.
+    """
+
+    module: pl.LightningModule
+    device_type: str
+    settings: Settings
+    is_training: bool
+    lean: LeanParameters | None = None
+    _casts: WeightCasts | None = None
+    _undo: ExitStack = field(default_factory=ExitStack)
+
+    def __post_init__(self) -> None:
+        with ExitStack() as undo:
+            islands = _find_islands(self.module, self.settings.fp32_modules)
+            undo.callback(run_in_fp32(islands, self.device_type).remove)
+            inside = {part for island in islands for part in island.modules()}
+            if self.settings.low_precision_norms:
+                undo.callback(keep_norms_low(self.module, self.device_type, skip=inside).remove)
+            if self.is_training:
+                self._change_weights(inside, undo)
+                undo.enter_context(compiled_backward_without_autocast())
+            self._undo = undo.pop_all()
+
+    def attach(self, optimizers: Sequence[Optimizer]) -> None:
+        """Let ``optimizers`` step what is kept, or refuse those that cannot.
+
+        Raises:
+            ValueError: If one cannot step parameters that are kept in 16 bit.
+        """
+        if self.lean is None:
+            refuse_lost_updates(optimizers)
+            return
+        self.lean.attach(optimizers)
+        # The one place from which all checkpoints get weights, those of weights alone included.
+        shadow = Shadow(self.module.trainer.strategy, "lightning_module_state_dict", self._make_state_dict)
+        self._undo.callback(shadow.remove)
+
+    def after_step(self, parameters: Iterable[Tensor]) -> None:
+        """Take note that an optimizer has written ``parameters``."""
+        if self._casts is not None:
+            self._casts.after_step(parameters)
+
+    def remove(self) -> None:
+        """Undo all. Calling it again does nothing."""
+        self._undo.close()
+
+    def _change_weights(self, islands: Collection[nn.Module], undo: ExitStack) -> None:
+        self._casts = WeightCasts(
+            self.module, self.device_type, recast_in_backward=self.settings.recast_in_backward, skip=islands
+        )
+        undo.callback(self._casts.remove)
+        if self.settings.is_lean:
+            self.lean = LeanParameters(_lean_parameters(self.module, islands), self.settings.parameters)
+            undo.callback(self.lean.restore)
+
+    def _make_state_dict(self, inner: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
+        def state_dict() -> dict[str, Any]:
+            assert self.lean is not None
+            return self.lean.full_state(inner())
+
+        return state_dict
+
+
+def _find_islands(module: nn.Module, patterns: Sequence[LayerPattern]) -> list[nn.Module]:
+    if not patterns:
+        return []
+    try:
+        return [layer.module for layer in select_layers(module, patterns).layers]
+    except ValueError as error:
+        raise ValueError(f"LeanMixedPrecision(fp32_modules): {error}") from None
+
+
+def _lean_parameters(module: nn.Module, islands: Collection[nn.Module]) -> list[nn.Parameter]:
+    """All but those of fp32 islands and of norms, whose kernels want float32 beside 16-bit inputs."""
+    exempt = set(islands) | {part for part in module.modules() if _is_norm(part)}
+    kept = {parameter for part in exempt for parameter in part.parameters(recurse=False)}
+    return [parameter for parameter in module.parameters() if parameter not in kept]
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return isinstance(module, _NORMS) or type(module).__name__.endswith("Norm")

@@ -1,0 +1,64 @@
+"""What becomes of optimizer steps that were skipped because gradients overflowed."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+
+from lightning_vram.techniques.loss_scaling import LossScaling
+
+OnLimit = Literal["error", "bf16", "fp32"]
+ON_LIMIT = ("error", "bf16", "fp32")
+
+
+@dataclass
+class OverflowWatch:
+    """Counts them, and says when it is enough.
+
+    Args:
+        max_consecutive: How many in a row are too many; ``None``: never.
+        num_steps: Steps that were skipped, since the run began.
+        num_consecutive: The last so many were.
+    """
+
+    max_consecutive: int | None
+    num_steps: int = 0
+    num_consecutive: int = 0
+
+    def note(self, *, has_overflowed: bool) -> bool:
+        """Count a step; return whether there were too many in a row."""
+        self.num_steps += has_overflowed
+        self.num_consecutive = self.num_consecutive + 1 if has_overflowed else 0
+        return self.max_consecutive is not None and self.num_consecutive >= self.max_consecutive
+
+    def log(self, module: pl.LightningModule, scaling: LossScaling) -> None:
+        """Log ``vram/overflow_steps`` and ``vram/loss_scale`` of the step that ends."""
+        trainer = module.trainer
+        is_due = self.num_consecutive > 0 or trainer._logger_connector.should_update_logs
+        if trainer.barebones or trainer._results is None or not (is_due or trainer.fast_dev_run):  # type: ignore[attr-defined]
+            return
+        # Under manual optimization the step ends where no hook runs that Lightning lets values be logged from.
+        hook, module._current_fx_name = module._current_fx_name, "optimizer_step"
+        values = {"vram/overflow_steps": float(self.num_steps), "vram/loss_scale": scaling.scale_value}
+        try:
+            for name, value in values.items():
+                module.log(name, value, on_step=True, on_epoch=False, batch_size=1)
+        finally:
+            module._current_fx_name = hook
+
+    def error(self, scale: float) -> FloatingPointError:
+        """The error of too many steps in a row."""
+        return FloatingPointError(
+            f"LeanMixedPrecision(precision='fp16'): gradients overflowed in {self.num_consecutive} optimizer steps in "
+            f"a row, down to a loss scale of {scale:g}: the training has diverged, or the model leaves the range of "
+            "float16. Lower the learning rate, name the layers that overflow in fp32_modules=[...], use "
+            "LeanMixedPrecision('bf16'), or give on_overflow_limit='bf16' to go on in bfloat16 from here."
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {"num_steps": self.num_steps, "num_consecutive": self.num_consecutive}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self.num_steps, self.num_consecutive = int(state["num_steps"]), int(state["num_consecutive"])

@@ -1,0 +1,174 @@
+"""Keep fewer 16-bit casts of 32-bit weights under autocast: one per weight, or none.
+
+Autocast casts the weight of a linear layer or a convolution at each call, and autograd keeps the cast for the
+backward: 2 bytes per parameter, and as much again for each further use in the step. Here all uses share one
+(:mod:`~lightning_vram.techniques.shared_casts`), or the backward casts again
+(:mod:`~lightning_vram.techniques.recast_saves`), which costs one more cast per call and some Python. Values and
+gradients are those of ``torch.autocast(..., cache_enabled=False)``, to the bit.
+
+It helps during the forward and for as long as its graph waits. It does not help where the peak is at the end of the
+backward, nor compiled code, where the partitioner casts again by itself, nor weights that a module reads elsewhere than
+in the ``forward`` of its stock class. Writes that PyTorch does not count (through ``.data``) between the forward and
+its backward, or between two uses in a step, are not seen, where plain autocast keeps a cast from before.
+"""
+
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+
+from lightning_vram.techniques.cast_weights import Place, find_places, parameter_at, read_weights, with_weights
+from lightning_vram.techniques.class_swap import plain_class_forward, restore_class, swap_class
+from lightning_vram.techniques.recast_saves import RecastSaves
+from lightning_vram.techniques.shared_casts import SharedCasts
+
+_KEY = "_weight_casts"
+_LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+
+class WeightCasts:
+    """Makes the casts of the weights of ``model`` from now on, until :meth:`remove`.
+
+    Linear layers, convolutions, transposed ones, ``nn.MultiheadAttention`` and the ``Conv1D`` of transformers, with
+    the ``forward`` of these classes and with dense 32-bit parameters for weights; others are left alone. Modules keep
+    their names and their parameters; copies and pickles are plain modules. Nothing is changed outside of autocast to
+    16 bit, in compiled and traced code, and in ``torch.func`` transforms.
+
+    Args:
+        model: Any module.
+        device_type: Whose autocast is meant, ``"cuda"`` or ``"cpu"``.
+        recast_in_backward: Let autograd keep no cast. A weight that was changed in place between a forward and its
+            backward is then an error.
+        skip: Modules that are left alone, with all inside them.
+
+    Raises:
+        ValueError: If there is no autocast for ``device_type``, or a part of ``model`` has been changed already.
+    """
+
+    def __init__(
+        self, model: nn.Module, device_type: str, *, recast_in_backward: bool = False, skip: Collection[nn.Module] = ()
+    ) -> None:
+        if not _has_autocast(device_type):
+            raise ValueError(f"device_type must be one that torch.autocast knows, got {device_type!r}.")
+        if any(_KEY in vars(module) for module in model.modules()):
+            raise ValueError("model is handled by another WeightCasts already: call its remove() first.")
+        self._recast_in_backward = recast_in_backward
+        self._casts = SharedCasts()
+        self._modules: list[nn.Module] = []
+        self._undecided: list[nn.Module] = []  # whether a weight is used several times in a step
+        left_alone = {member for module in skip for member in module.modules()}
+        for module in model.modules():
+            places = find_places(module, left_alone) if module not in left_alone else ()
+            if places:
+                forward = plain_class_forward(module)
+                state = _State(device_type, forward, places, None if recast_in_backward else self._casts)
+                with suppress(ValueError):  # a class that cannot be changed: its module is left alone
+                    swap_class(module, _KEY, state, _run)
+                    self._modules.append(module)
+        if not recast_in_backward:
+            self._undecided = list(self._modules)
+
+    def after_step(self, parameters: Iterable[Tensor]) -> None:
+        """Say that an optimizer has changed ``parameters``: fused kernels do so without a trace.
+
+        Casts made before are not used for another forward. With ``recast_in_backward``, a backward that would need
+        one of these as it was raises ``RuntimeError``.
+
+        Args:
+            parameters: Those of the optimizer, ours or not.
+        """
+        self._leave_alone_what_is_used_once()
+        self._casts.forget()  # all: FSDP2 steps on shards, which are others than the weights of the forward
+        if self._recast_in_backward:
+            states = ((module, vars(module)[_KEY]) for module in self._modules)
+            ours = {id(parameter_at(module, place)) for module, state in states for place in state.places}
+            increment_version([parameter for parameter in parameters if id(parameter) in ours])
+
+    def _leave_alone_what_is_used_once(self) -> None:
+        """There is nothing to share in most modules, and each call costs some Python."""
+        undecided = []
+        for module in self._undecided:
+            state: _State = vars(module)[_KEY]
+            weights = [parameter_at(module, place) for place in state.places]
+            if state.has_run:
+                state.is_idle = not any(weight is not None and self._casts.has_shared(weight) for weight in weights)
+            else:
+                undecided.append(module)
+        self._undecided = undecided
+
+    def remove(self) -> None:
+        """Give every module its class back. Twice does nothing; backwards of earlier forwards still work."""
+        self._undecided = []
+        while self._modules:
+            restore_class(self._modules.pop(), _KEY)
+        self._casts.forget()
+
+
+@dataclass(eq=False, slots=True)
+class _State:
+    """What a module carries, in its ``__dict__``.
+
+    Args:
+        device_type: Whose autocast is meant.
+        forward: The one of its class, which reads the weights of the object it gets.
+        places: Where these weights are.
+        casts: ``None``: they are made again in the backward.
+        has_run: Whether its weights were cast.
+        is_idle: Whether it is left alone, as no cast was ever shared.
+    """
+
+    device_type: str
+    forward: Callable[..., Any]
+    places: tuple[Place, ...]
+    casts: SharedCasts | None
+    has_run: bool = False
+    is_idle: bool = False
+
+
+def _run(module: nn.Module, state: _State, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Stands in for ``module.forward``, which is ``plain``."""
+    if state.is_idle or torch.compiler.is_compiling():
+        return plain(*args, **kwargs)
+    if not (torch.is_grad_enabled() and torch.is_autocast_enabled(state.device_type)):
+        return plain(*args, **kwargs)
+    dtype = torch.get_autocast_dtype(state.device_type)
+    # A technique below ours (a checkpoint, a folded norm) reads the weights of the module itself.
+    is_stock = getattr(plain, "__func__", None) is state.forward and not _is_transformed()
+    weights = read_weights(module, state.places, state.device_type) if dtype in _LOW_PRECISION and is_stock else {}
+    if not weights or not _is_recorded(weights, args, kwargs):
+        return plain(*args, **kwargs)
+    if state.casts is not None:
+        state.has_run = True
+        casts = {place: state.casts.cast(weight, dtype) for place, weight in weights.items()}
+        return state.forward(with_weights(module, casts), *args, **kwargs)
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+        return plain(*args, **kwargs)
+    saves = RecastSaves()
+    casts = {place: saves.cast(weight, dtype) for place, weight in weights.items()}
+    with saves.hooks():
+        return state.forward(with_weights(module, casts), *args, **kwargs)
+
+
+def _is_recorded(weights: dict[Place, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether there are weights to cast, and autograd keeps anything: attention takes another path if it does not."""
+    for weight in weights.values():
+        if weight.requires_grad:
+            return True
+    inputs = (*args, *kwargs.values()) if weights else ()
+    return any(isinstance(input, Tensor) and input.requires_grad for input in inputs)
+
+
+def _has_autocast(device_type: str) -> bool:
+    try:
+        return torch.amp.is_autocast_available(device_type)
+    except RuntimeError:  # no device at all
+        return False
+
+
+def _is_transformed() -> bool:
+    """Whether ``torch.func`` or a tracer is at work."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or bool(torch._C._is_tracing())

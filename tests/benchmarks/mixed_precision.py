@@ -1,0 +1,121 @@
+"""What the precision plugin saves and costs beside Lightning's: python -m tests.benchmarks.mixed_precision.
+
+Bytes are tracked and exact; times are medians of steps, repeats interleaved, as ratios to Lightning's plugin of the
+same format in the same run. On a GPU also the allocator's peaks.
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
+from rich.console import Console
+
+from lightning_vram import LeanMixedPrecision
+from lightning_vram.memory.timeline import Category
+from tests.benchmarks.__main__ import make_table
+from tests.benchmarks.cases import WORKLOADS, Workload
+from tests.benchmarks.measure import Row, describe_machine
+from tests.benchmarks.micro_batching import NUM_STEPS, NUM_WARM_UP, Bytes, LitWorkload, Seconds
+
+Make = Callable[[], Any]
+LEAN = {"recast_in_backward": True}
+NORMS = {**LEAN, "low_precision_norms": True}
+
+
+def make_variants(workload: Workload, device: str) -> dict[str, tuple[str, Make]]:
+    """By name: the name of the variant that it is compared with, and how its plugin is made."""
+    norms = NORMS if "GPT" in workload.name else LEAN  # there are batch norms only
+    bf16, fp16 = "Lightning bf16-mixed", "Lightning 16-mixed"
+    variants: dict[str, tuple[str, Make]] = {
+        bf16: (bf16, partial(MixedPrecision, "bf16-mixed", device)),
+        "bf16": (bf16, partial(LeanMixedPrecision, "bf16")),
+        "bf16, recast": (bf16, partial(LeanMixedPrecision, "bf16", **LEAN)),
+    }
+    if norms is NORMS:
+        variants["bf16, recast, norms"] = (bf16, partial(LeanMixedPrecision, "bf16", **NORMS))
+    for parameters in ("bf16+master", "bf16+split", "bf16+kahan", "bf16+stochastic"):
+        lean = partial(LeanMixedPrecision, "bf16", parameters=parameters, low_precision_norms=norms is NORMS)
+        variants[parameters] = (bf16, lean)
+    if device == "cuda":  # float16 on a CPU is for tests
+        variants[fp16] = (fp16, partial(MixedPrecision, "16-mixed", device))
+        variants["fp16"] = (fp16, partial(LeanMixedPrecision, "fp16"))
+        variants["fp16, recast"] = (fp16, partial(LeanMixedPrecision, "fp16", **norms))
+    return variants
+
+
+def fit(workload: Workload, plugin: Any, callback: pl.Callback, max_steps: int) -> None:
+    pl.seed_everything(0, verbose=False)
+    trainer = pl.Trainer(
+        max_steps=max_steps,
+        plugins=[plugin],
+        callbacks=[callback],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(LitWorkload(workload))
+
+
+def measure(workload: Workload, repeats: int) -> list[Row]:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    variants = make_variants(workload, device)
+    rows: list[Row] = []
+    for name, (_, make) in variants.items():
+        tracked = Bytes()
+        fit(workload, make(), tracked, 2)
+        timeline = tracked.tracker.timeline
+        rows.append(
+            {
+                "workload": workload.name,
+                "variant": name,
+                "activations_bytes": timeline.peak_of(Category.ACTIVATIONS),
+                "peak_bytes": timeline.peak_bytes,
+            }
+        )
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    peaks: dict[str, int] = {}
+    for _ in range(repeats):
+        for name, (_, make) in variants.items():
+            clock = Seconds()
+            if device == "cuda":
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+            fit(workload, make(), clock, NUM_STEPS)
+            seconds[name].append(statistics.median(clock.seconds[NUM_WARM_UP:]))
+            if device == "cuda":
+                peaks[name] = torch.cuda.max_memory_allocated()
+    by_name = {row["variant"]: row for row in rows}
+    for row in rows:
+        plain = by_name[variants[row["variant"]][0]]
+        row["peak_of_lightning"] = row["peak_bytes"] / plain["peak_bytes"]
+        if peaks:
+            row["max_memory_allocated_bytes"] = peaks[row["variant"]]
+            row["allocated_of_lightning"] = peaks[row["variant"]] / peaks[plain["variant"]]
+        pairs = zip(seconds[row["variant"]], seconds[plain["variant"]], strict=True)
+        row["seconds_of_lightning"] = statistics.median([one / other for one, other in pairs]) if repeats else None
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.mixed_precision", description=__doc__)
+    parser.add_argument("-o", "--output", type=Path, help="JSON file; kept under tests/benchmarks/results/")
+    parser.add_argument("--repeats", type=int, default=3)
+    arguments = parser.parse_args()
+    has_gpu = torch.cuda.is_available()
+    rows = [row for one in WORKLOADS if one.needs_gpu == has_gpu for row in measure(one, arguments.repeats)]
+    Console(width=160).print(make_table(rows))
+    if arguments.output is not None:
+        result = {"suite": "mixed_precision", "machine": describe_machine(), "rows": rows}
+        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

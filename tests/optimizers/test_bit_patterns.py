@@ -1,0 +1,93 @@
+"""Sixteen bits and the rest: what comes back."""
+
+import math
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_vram.optimizers.bit_patterns import compensate_, join_, round_randomly_, split_
+
+patterns = st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=32)
+ODD = [0, 1, 0x7FFF, 0x8000, 0x8001, 0x3F808000, 0x3F818000, 0x7F7FFFFF, 0x7F800000, 0x7F800001, 0x7FC00000, 0x7FFFFFFF]
+ODD += [bits - 2**31 for bits in ODD]
+
+
+def numbers_of(bits: list[int]) -> Tensor:
+    return torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    """Equal to the bit, but for the patterns of NaNs."""
+    nan = one.isnan()
+    return torch.equal(nan, other.isnan()) and torch.equal(one[~nan].view(torch.int32), other[~nan].view(torch.int32))
+
+
+def check_split(numbers: Tensor) -> None:
+    work, lower = numbers.clone(), torch.empty(numbers.shape, dtype=torch.int16)
+    split_(work, lower)
+    upper = work.bfloat16()
+    assert same(upper.float(), work)
+    assert torch.equal(upper.isnan(), numbers.isnan())
+    joined = upper.float()
+    join_(joined, lower)
+    assert same(joined, numbers)
+
+
+def check_sum(numbers: Tensor) -> None:
+    compensation = torch.empty(numbers.shape, dtype=torch.bfloat16)
+    nearest = compensate_(numbers.clone(), compensation)
+    decoded = nearest.float().add_(compensation)
+    again = torch.empty_like(compensation)
+    assert torch.equal(compensate_(decoded.clone(), again).nan_to_num(7.0), nearest.nan_to_num(7.0))
+    assert torch.equal(again, compensation)
+    assert torch.equal(decoded.isnan(), numbers.isnan())
+    fits = nearest.isfinite()
+    assert ((decoded - numbers)[fits].abs() <= numbers[fits].abs() * 2**-17 + 2**-133).all()
+
+
+@given(patterns)
+def test_split_numbers_join_to_the_bit(bits):
+    check_split(numbers_of(bits))
+
+
+@given(patterns)
+def test_sums_come_back_as_the_same_two_numbers(bits):
+    check_sum(numbers_of(bits))
+
+
+def test_ties_infinities_nans_and_denormal_numbers_come_back():
+    check_split(numbers_of(ODD))
+    check_sum(numbers_of(ODD))
+
+
+def test_a_sum_whose_second_number_is_rounded_up_to_half_a_unit_comes_back():
+    check_sum(numbers_of([0x3F807FFF, 0x3F817FFF, 0x3F818001]))  # around the halves beside even and odd numbers
+
+
+def test_random_rounding_is_right_on_average_and_takes_the_two_nearest():
+    numbers = numbers_of([0x3F804000]).repeat(40_000)  # a quarter of the way
+    round_randomly_(numbers, torch.Generator().manual_seed(0))
+    assert set(numbers.view(torch.int32).tolist()) == {0x3F800000, 0x3F810000}
+    up = (numbers > 1).double().mean().item()
+    assert math.isclose(up, 0.25, abs_tol=0.01)  # 0.002 is one standard deviation
+
+
+@given(patterns)
+def test_random_rounding_keeps_what_fits_and_is_the_same_for_the_same_seed(bits):
+    fitting = numbers_of([bit & -0x10000 for bit in bits])
+    rounded = fitting.clone()
+    round_randomly_(rounded, torch.Generator().manual_seed(1))
+    assert same(rounded, fitting)
+    one, other = numbers_of(bits), numbers_of(bits)
+    round_randomly_(one, torch.Generator().manual_seed(2))
+    round_randomly_(other, torch.Generator().manual_seed(2))
+    assert same(one, other)
+    assert torch.equal(one.isnan(), numbers_of(bits).isnan())
+
+
+def test_random_rounding_leaves_the_global_random_state_alone():
+    before = torch.get_rng_state()
+    round_randomly_(torch.ones(7), torch.Generator().manual_seed(0))
+    assert torch.equal(torch.get_rng_state(), before)

@@ -1,0 +1,115 @@
+import lightning.pytorch as pl
+import pytest
+import torch
+from helpers import LitTiny, TinyGPT, assert_equal_weights
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.precision import MixedPrecision
+
+from lightning_vram import LeanMixedPrecision
+
+pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using .ckpt_path")  # without the ModelCheckpoint
+SCHEMES = ["bf16+master", "bf16+split", "bf16+kahan", "bf16+stochastic"]
+
+
+def build():
+    pl.seed_everything(0, verbose=False)
+    model = LitTiny(TinyGPT())
+    for part in model.modules():
+        if isinstance(part, torch.nn.Dropout):  # the generator is not part of a checkpoint
+            part.p = 0.0
+        if isinstance(part, torch.nn.MultiheadAttention):
+            part.dropout = 0.0
+    data = model.train_dataloader()
+    model.train_dataloader = lambda: data
+    return model
+
+
+def make_scaler():
+    return torch.amp.GradScaler("cpu", init_scale=2.0**22, growth_interval=2)  # overflows at first, and again
+
+
+def make_plugin(name):
+    if name == "fp16":
+        return LeanMixedPrecision("fp16", scaler=make_scaler())
+    return LeanMixedPrecision("bf16", parameters=name, recast_in_backward=True)
+
+
+def run(make_trainer, plugin, num_epochs, path=None, **options):
+    model = build()
+    trainer = make_trainer(plugins=[plugin] if plugin else None, max_epochs=num_epochs, **options)
+    trainer.fit(model, ckpt_path=path)
+    return model, trainer
+
+
+@pytest.mark.parametrize("name", ["fp16", "fp32", *SCHEMES])
+def test_a_run_that_is_resumed_goes_on_to_the_bit(name, make_trainer, tmp_path):
+    straight, trainer = run(make_trainer, make_plugin(name), 4)
+    if name == "fp16":
+        assert 2 < trainer.precision_plugin.overflow_steps < 10  # of twelve
+    checkpoint = ModelCheckpoint(dirpath=tmp_path, filename="half", save_on_train_epoch_end=True)
+    run(make_trainer, make_plugin(name), 2, callbacks=[checkpoint], enable_checkpointing=True)
+    resumed, again = run(make_trainer, make_plugin(name), 4, tmp_path / "half.ckpt")
+    assert_equal_weights(resumed, straight)
+    assert again.precision_plugin.state_dict() == trainer.precision_plugin.state_dict()
+    for one, other in zip(again.optimizers, trainer.optimizers, strict=True):
+        for parameter, state in zip(one.state.values(), other.state.values(), strict=True):
+            assert all(torch.equal(parameter[key], state[key]) for key in state)
+
+
+@pytest.mark.parametrize("is_alone", [True, False], ids=["weights alone", "all"])
+@pytest.mark.parametrize("name", SCHEMES)
+def test_checkpoints_hold_the_weights_in_fp32(name, is_alone, make_trainer, tmp_path):
+    options = {"dirpath": tmp_path, "filename": "last", "save_on_train_epoch_end": True}
+    checkpoint = ModelCheckpoint(save_weights_only=is_alone, **options)
+    model, _ = run(make_trainer, make_plugin(name), 2, callbacks=[checkpoint], enable_checkpointing=True)
+    saved = torch.load(tmp_path / "last.ckpt")["state_dict"]
+    assert saved.keys() == model.state_dict().keys()
+    assert all(torch.equal(saved[key], value) for key, value in model.state_dict().items())
+    assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("name", ["bf16+master", "bf16+split"])
+def test_a_plain_run_resumes_from_lean_parameters_and_the_other_way_round(name, make_trainer, tmp_path):
+    for first, second in ((make_plugin(name), None), (None, make_plugin(name))):
+        model, trainer = run(make_trainer, first, 2)
+        trainer.save_checkpoint(tmp_path / "half.ckpt")
+        state = trainer.optimizers[0].state_dict()["state"]
+        assert state[0]["exp_avg"].dtype is torch.float32
+        resumed, again = run(make_trainer, second, 2, tmp_path / "half.ckpt")  # loads, and trains no further
+        assert_equal_weights(resumed, model)
+        for key, value in again.optimizers[0].state_dict()["state"][0].items():
+            assert torch.equal(value, state[0][key])
+
+
+def test_lightnings_loss_scale_is_taken_over_and_left_for_it(make_trainer, tmp_path):
+    plain = MixedPrecision("16-mixed", "cpu", make_scaler())
+    _, trainer = run(make_trainer, plain, 2)
+    trainer.save_checkpoint(tmp_path / "plain.ckpt")
+    scale = plain.scaler.state_dict()
+    assert scale["scale"] != 2.0**22
+    ours = LeanMixedPrecision("fp16")
+    _, trainer = run(make_trainer, ours, 2, tmp_path / "plain.ckpt")
+    assert ours.scaler.state_dict() == scale
+    trainer.save_checkpoint(tmp_path / "ours.ckpt")
+    again = MixedPrecision("16-mixed", "cpu")
+    run(make_trainer, again, 2, tmp_path / "ours.ckpt")
+    assert again.scaler.state_dict() == scale
+
+
+class Renamed(LeanMixedPrecision):
+    pass
+
+
+def test_a_subclass_finds_the_state_of_its_parent(make_trainer, tmp_path):
+    _, trainer = run(make_trainer, make_plugin("fp16"), 2)
+    trainer.save_checkpoint(tmp_path / "ours.ckpt")
+    renamed = Renamed("fp16")
+    run(make_trainer, renamed, 2, tmp_path / "ours.ckpt")
+    assert renamed.state_dict() == trainer.precision_plugin.state_dict()
+
+
+def test_a_checkpoint_of_fp16_starts_a_run_in_bf16(make_trainer, tmp_path):
+    _, trainer = run(make_trainer, make_plugin("fp16"), 1)
+    trainer.save_checkpoint(tmp_path / "ours.ckpt")
+    _, trainer = run(make_trainer, make_plugin("bf16+split"), 2, tmp_path / "ours.ckpt")
+    assert trainer.precision == "bf16-mixed"
