@@ -32,7 +32,7 @@ from lightning_vram.memory.kept_beside import forget_beside, keep_beside
 from lightning_vram.optimizers.chunked_step import ChunkedStep
 from lightning_vram.optimizers.full_weights import put_full_weights
 from lightning_vram.optimizers.lean_checks import check_parameter
-from lightning_vram.optimizers.method_stand_in import MethodStandIn
+from lightning_vram.optimizers.optimizer_shadow import OptimizerShadow
 from lightning_vram.optimizers.state_dtypes import convert_states, refill_accumulators
 from lightning_vram.optimizers.state_loading import load_wide
 from lightning_vram.optimizers.steppable import iterate_parameters, why_not_steppable
@@ -79,7 +79,7 @@ class LeanParameters:
             check_parameter(parameter)
         self._scheme = scheme
         self._num_steps = 0
-        self._stand_ins: list[MethodStandIn] = []
+        self._stand_ins: list[OptimizerShadow] = []
         self._optimizers: list[Optimizer] = []
         with torch.no_grad():
             self._chunks = make_chunks(unique, scheme)
@@ -106,15 +106,13 @@ class LeanParameters:
             refill_accumulators(optimizer, self._places)
             self._convert_states(optimizer)
             # Hooks run once, around all chunks, and see the optimizer as it is.
-            step = Optimizer.profile_hook_step(self._step)
+            step = partial(Optimizer.profile_hook_step(self._step), optimizer)
             self._stand_ins += [
-                MethodStandIn(optimizer, "step", partial(step, optimizer)),
-                MethodStandIn(optimizer, "load_state_dict", partial(self._load, optimizer, optimizer.load_state_dict)),
+                OptimizerShadow(optimizer, "step", partial(_return_other, step)),
+                OptimizerShadow(optimizer, "load_state_dict", partial(partial, self._load, optimizer)),
             ]
             self._optimizers.append(optimizer)
-            keep_beside(
-                optimizer, partial(_rests, self._chunks)
-            )  # for the tracker; of self it would hold the optimizer
+            keep_beside(optimizer, partial(_rests, self._chunks))  # a method of self would hold the optimizer
 
     def full_state(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Replace the bf16 weights in a ``state_dict`` by what they stand for, so that it can be loaded anywhere.
@@ -186,3 +184,7 @@ class LeanParameters:
 
 def _rests(chunks: Iterable[WeightChunk]) -> list[Tensor]:
     return [chunk.rest for chunk in chunks if chunk.rest is not None]
+
+
+def _return_other(call: Callable[..., Any], inner: Callable[..., Any]) -> Callable[..., Any]:
+    return call
