@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.benchmarks import __main__ as benchmarks
-from tests.benchmarks import compression_errors
+from tests.benchmarks import compression_errors, mixed_precision
 from tests.benchmarks.cases import WORKLOADS
 from tests.benchmarks.measure import Run
 from tests.benchmarks.recomputation import Chain, measure_overhead, measure_shares
@@ -68,3 +68,18 @@ def test_what_compression_does_to_the_gradient_is_measured():
     assert share <= 0.3
     assert 0.999 < cosine < 1
     assert compression_errors.measure("DigitsResNet", None)[0] <= 0.97
+
+
+def test_the_precision_plugin_is_measured_on_shapes_of_gpu_size():
+    rows = {row["variant"]: row for row in mixed_precision.measure_fake(num_layers=4)}
+    assert rows["bf16, recast"]["peak_of_lightning"] < 0.95
+    assert rows["bf16, recast, norms"]["peak_of_lightning"] <= 0.9
+    peaks = [row["peak_bytes"] for name, row in rows.items() if name.startswith("bf16+")]
+    assert peaks == sorted(peaks, reverse=True)
+
+
+def test_the_precision_plugin_is_measured_in_a_trainer():
+    rows = mixed_precision.measure(WORKLOADS[1], repeats=1)
+    assert rows[0]["seconds_of_lightning"] == 1
+    assert rows[1]["peak_bytes"] == rows[0]["peak_bytes"]
+    assert rows[2]["peak_bytes"] < rows[0]["peak_bytes"]

@@ -75,6 +75,14 @@ def test_the_quickstart_shows_plain_against_packed(capsys):
     assert "Median time per training batch" in out
 
 
+def test_a_precision_plugin_is_compared_with_lightnings_of_the_same_format(capsys):
+    plugin = {"class_path": "lightning_vram.LeanMixedPrecision", "init_args": {"recast_in_backward": True}}
+    main(["fit", QUICKSTART, write(Path("precision.yaml"), {"trainer": {"plugins": [plugin]}}), *SMALL])
+    out = capsys.readouterr().out
+    assert "and LeanMixedPrecision" in out
+    assert "Final weights equal: yes, to the bit." in out
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
 def test_the_command_each_config_begins_with(path, monkeypatch, capsys):
     command = path.read_text().splitlines()[0].removeprefix("# lightning-vram ").split()

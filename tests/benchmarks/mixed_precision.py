@@ -1,7 +1,8 @@
 """What the precision plugin saves and costs beside Lightning's: python -m tests.benchmarks.mixed_precision.
 
 Bytes are tracked and exact; times are medians of steps, repeats interleaved, as ratios to Lightning's plugin of the
-same format in the same run. On a GPU also the allocator's peaks.
+same format in the same run. On a GPU also the allocator's peaks. ``--fake`` tracks shapes of GPU size on fake tensors:
+one step in bf16 without dropout, so that attention keeps no probabilities, as on a GPU.
 """
 
 import argparse
@@ -16,32 +17,38 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from rich.console import Console
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
 
-from lightning_vram import LeanMixedPrecision
+from lightning_vram import LeanMixedPrecision, track_memory
+from lightning_vram.demos import ByteGPT
 from lightning_vram.memory.timeline import Category
+from lightning_vram.optimizers.lean_parameters import SCHEMES, LeanParameters
+from lightning_vram.techniques.low_precision_norms import keep_norms_low
+from lightning_vram.techniques.weight_casts import WeightCasts
 from tests.benchmarks.__main__ import make_table
 from tests.benchmarks.cases import WORKLOADS, Workload
 from tests.benchmarks.measure import Row, describe_machine
 from tests.benchmarks.micro_batching import NUM_STEPS, NUM_WARM_UP, Bytes, LitWorkload, Seconds
 
 Make = Callable[[], Any]
-LEAN = {"recast_in_backward": True}
-NORMS = {**LEAN, "low_precision_norms": True}
+RECAST = {"recast_in_backward": True}
+WITH_NORMS = {**RECAST, "low_precision_norms": True}
 
 
 def make_variants(workload: Workload, device: str) -> dict[str, tuple[str, Make]]:
     """By name: the name of the variant that it is compared with, and how its plugin is made."""
-    norms = NORMS if "GPT" in workload.name else LEAN  # there are batch norms only
+    norms = WITH_NORMS if "GPT" in workload.name else RECAST  # there are batch norms only
     bf16, fp16 = "Lightning bf16-mixed", "Lightning 16-mixed"
     variants: dict[str, tuple[str, Make]] = {
         bf16: (bf16, partial(MixedPrecision, "bf16-mixed", device)),
         "bf16": (bf16, partial(LeanMixedPrecision, "bf16")),
-        "bf16, recast": (bf16, partial(LeanMixedPrecision, "bf16", **LEAN)),
+        "bf16, recast": (bf16, partial(LeanMixedPrecision, "bf16", **RECAST)),
     }
-    if norms is NORMS:
-        variants["bf16, recast, norms"] = (bf16, partial(LeanMixedPrecision, "bf16", **NORMS))
-    for parameters in ("bf16+master", "bf16+split", "bf16+kahan", "bf16+stochastic"):
-        lean = partial(LeanMixedPrecision, "bf16", parameters=parameters, low_precision_norms=norms is NORMS)
+    if norms is WITH_NORMS:
+        variants["bf16, recast, norms"] = (bf16, partial(LeanMixedPrecision, "bf16", **WITH_NORMS))
+    for parameters in SCHEMES:
+        lean = partial(LeanMixedPrecision, "bf16", parameters=parameters, low_precision_norms=norms is WITH_NORMS)
         variants[parameters] = (bf16, lean)
     if device == "cuda":  # float16 on a CPU is for tests
         variants[fp16] = (fp16, partial(MixedPrecision, "16-mixed", device))
@@ -104,13 +111,58 @@ def measure(workload: Workload, repeats: int) -> list[Row]:
     return rows
 
 
+def track_fake(num_layers: int, *, recast: bool = False, norms: bool = False, parameters: str = "fp32") -> Row:
+    """GPT-2 XL over bytes, T 1024, B 4: what the plugin does to the module, without a Trainer."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = ByteGPT(num_layers, 1600, 25, 1024, dropout=0.0)
+        tokens = torch.randint(256, (4, 1025))
+        if norms:
+            keep_norms_low(model, "cpu")
+        if recast:
+            WeightCasts(model, "cpu", recast_in_backward=True)
+        kept = {p for part in model.modules() if isinstance(part, torch.nn.LayerNorm) for p in part.parameters()}
+        lean = [p for p in model.parameters() if p not in kept] if parameters != "fp32" else []
+        lean_parameters = LeanParameters(lean, parameters if lean else "bf16+split")
+        optimizer = torch.optim.AdamW(model.parameters())
+        lean_parameters.attach([optimizer])
+
+        def step() -> None:
+            with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+                loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step()
+        with track_memory(model, optimizers=[optimizer], inputs=tokens) as tracker:
+            step()
+    timeline = tracker.timeline
+    return {
+        "workload": "ByteGPT GPT-2 XL body, T 1024, B 4, fake tensors",
+        "variant": (parameters if lean else "bf16") + ", recast" * recast + ", norms" * norms,
+        "activations_bytes": timeline.peak_of(Category.ACTIVATIONS),
+        "peak_bytes": timeline.peak_bytes,
+    }
+
+
+def measure_fake(num_layers: int = 48) -> list[Row]:
+    variants: list[Row] = [{}, {"recast": True}, {"recast": True, "norms": True}]
+    variants += [{"norms": True, "parameters": parameters} for parameters in SCHEMES]
+    rows = [track_fake(num_layers, **variant) for variant in variants]
+    return [{**row, "peak_of_lightning": row["peak_bytes"] / rows[0]["peak_bytes"]} for row in rows]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.mixed_precision", description=__doc__)
     parser.add_argument("-o", "--output", type=Path, help="JSON file; kept under tests/benchmarks/results/")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--fake", action="store_true", help="shapes of GPU size, bytes only")
     arguments = parser.parse_args()
-    has_gpu = torch.cuda.is_available()
-    rows = [row for one in WORKLOADS if one.needs_gpu == has_gpu for row in measure(one, arguments.repeats)]
+    if arguments.fake:
+        rows = measure_fake()
+    else:
+        has_gpu = torch.cuda.is_available()
+        rows = [row for one in WORKLOADS if one.needs_gpu == has_gpu for row in measure(one, arguments.repeats)]
     Console(width=160).print(make_table(rows))
     if arguments.output is not None:
         result = {"suite": "mixed_precision", "machine": describe_machine(), "rows": rows}
