@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
@@ -20,8 +19,8 @@ from lightning_vram.precision.module_changes import ModuleChanges, Settings
 from lightning_vram.precision.overflow_watch import OnLimit, OverflowWatch
 from lightning_vram.precision.plain_states import find_state, is_scaler_state, write_scale
 from lightning_vram.precision.precision_arguments import check_arguments, check_combination, refuse_strategy
-from lightning_vram.precision.precision_choice import DTYPES, Choice, check_choice, resolve_precision
-from lightning_vram.precision.precision_run import PrecisionRun
+from lightning_vram.precision.precision_choice import DTYPES, Choice, Precision16, check_choice, resolve_precision
+from lightning_vram.precision.precision_run import PrecisionRun, without_wrapper
 from lightning_vram.techniques.grad_scaler_parts import without_optimizers
 from lightning_vram.techniques.gradient_clipping import clip_gradient_norm
 from lightning_vram.techniques.layer_selection import LayerPattern
@@ -117,6 +116,8 @@ class LeanMixedPrecision(MixedPrecision):
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.scaler = scaler
         self._run: PrecisionRun | None = None
+        self._has_fallen_back = False
+        self._ended: dict[str, Any] = {}  # the state of the last fit, once it has ended
 
     @property
     def overflow_steps(self) -> int:
@@ -140,16 +141,16 @@ class LeanMixedPrecision(MixedPrecision):
         self.teardown()  # a run whose end was cut short
         refuse_strategy(trainer)
         self.device = trainer.strategy.root_device.type
-        self.precision = resolve_precision(self._choice, self.device)
-        check_combination(self.precision, self._settings.parameters, self._given_scaler if self._choice else None)
+        precision = resolve_precision(self._choice, self.device)
+        check_combination(precision, self._settings.parameters, self._given_scaler if self._choice else None)
         is_training = trainer.state.fn == TrainerFn.FITTING
         changes = ModuleChanges(module, self.device, self._settings, is_training=is_training)
         self._run = PrecisionRun(module, changes)
-        if self.precision == "16-mixed":
-            self.scaler = self.scaler or self._given_scaler or torch.amp.GradScaler(self.device)
-            self._run.scaling = LossScaling(self.scaler) if is_training else None
-        else:
-            self.scaler = None
+        if is_training:
+            self._has_fallen_back, self._ended = False, {}
+            self._overflows.num_consecutive = 0
+        if not self._has_fallen_back:  # else evaluations compute as the fit did in the end
+            self._start_in(precision, self._run if is_training else None)
         return module
 
     @override
@@ -163,7 +164,10 @@ class LeanMixedPrecision(MixedPrecision):
     @override
     def teardown(self) -> None:
         if self._run is not None:
+            if self._run.changes.is_training:
+                self._ended = self._run.state_dict()
             self._run.remove()
+            self._run = None
 
     # --- a step ---
 
@@ -188,19 +192,22 @@ class LeanMixedPrecision(MixedPrecision):
             with self.forward_context():
                 yield
             return
-        run.is_deferring, run.has_stepped = True, False
+        run.is_deferring = True
         try:
             with self.forward_context():
                 yield
         finally:
             run.is_deferring = False
-        if run.has_stepped:
+        if run.has_stepped and run.scaling is not None:
             self._end_step(run, run.scaling)
 
     @override
     def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
-        if self._run is not None and self._run.scaling is not None:
-            tensor = self._run.scaling.scale(tensor)
+        run = self._run
+        if run is not None and run.scaling is not None and run.has_stepped:
+            self._end_step(run, run.scaling)  # of many in one training step: the next one needs a better scale
+        if run is not None and run.scaling is not None:
+            tensor = run.scaling.scale(tensor)
         return Precision.pre_backward(self, tensor, module)
 
     @override
@@ -231,7 +238,7 @@ class LeanMixedPrecision(MixedPrecision):
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
         if clip_val > 0 and self._run is not None and self._run.scaling is not None:
-            self._run.scaling.unscale(_without_wrapper(optimizer))
+            self._run.scaling.unscale(without_wrapper(optimizer))
         Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
 
     @override
@@ -245,26 +252,28 @@ class LeanMixedPrecision(MixedPrecision):
         self, run: PrecisionRun, scaling: LossScaling, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         result = closure()
-        if result is None and run.module.automatic_optimization:  # there was no backward
+        if run.module.automatic_optimization and result is None and not _has_gradients(optimizer):
             self._after_closure(run.module, optimizer)
             return None
         scaling.unscale(optimizer)
         self._after_closure(run.module, optimizer)
         step = scaling.step(optimizer, run.over_ranks(), **kwargs)
         run.has_stepped = True
+        run.num_overflowed += step.overflowed
         if not step.overflowed:
             run.changes.after_step(self.main_params(optimizer))
         if not run.is_deferring:
             self._end_step(run, scaling)
-        return step.output
+        return result if result is not None else step.output
 
     def _end_step(self, run: PrecisionRun, scaling: LossScaling) -> None:
-        has_overflowed = scaling.update()
-        is_enough = self._overflows.note(has_overflowed=has_overflowed)
+        scaling.update()
+        is_enough = self._overflows.note(run.num_overflowed)
         self._overflows.log(run.module, scaling)
-        if has_overflowed and run.held is not None:
+        if run.num_overflowed and run.held is not None:
             run.held.hold()
-        if is_enough:
+        run.has_stepped, run.num_overflowed = False, 0
+        if is_enough and not run.is_tuning:
             if self._on_limit == "error":
                 raise self._overflows.error(scaling.scale_value)
             rank_zero_warn(
@@ -273,12 +282,23 @@ class LeanMixedPrecision(MixedPrecision):
             )
             self._fall_back(run)
 
+    def _start_in(self, precision: Precision16, run: PrecisionRun | None) -> None:
+        self._has_fallen_back = False
+        self.precision = precision
+        if precision != "16-mixed":
+            self.scaler = None
+            return
+        self.scaler = self.scaler or self._given_scaler or torch.amp.GradScaler(self.device)
+        if run is not None:
+            run.scaling = LossScaling(self.scaler)
+
     def _fall_back(self, run: PrecisionRun) -> None:
+        self._has_fallen_back = True
         self.precision = "bf16-mixed" if self._on_limit == "bf16" else "32-true"
         if run.scaling is not None:
             run.scaling.end()
-        self.scaler = run.scaling = None
-        run.has_fallen_back = True
+        run.end_scaling()
+        self.scaler = None
 
     def _without_autocast(self) -> AbstractContextManager[Any]:
         if not torch.is_autocast_enabled(self.device):
@@ -297,31 +317,37 @@ class LeanMixedPrecision(MixedPrecision):
     def state_dict(self) -> dict[str, Any]:
         state = {
             "precision": self.precision,
-            "has_fallen_back": self._run is not None and self._run.has_fallen_back,
+            "has_fallen_back": self._has_fallen_back,
             "overflows": self._overflows.state_dict(),
         }
-        if self.scaler is not None:
+        if self.scaler is not None and self.scaler.is_enabled():
             state["scaler"] = self.scaler.state_dict()
-        return state | (self._run.state_dict() if self._run is not None else {})
+        return state | (self._run.state_dict() if self._run is not None else self._ended)
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if is_scaler_state(state_dict):
-            if self.scaler is not None:
-                self.scaler.load_state_dict(state_dict)
+            self._load_scale(state_dict)
             return
         self._overflows.load_state_dict(state_dict["overflows"])
         if self._run is None:
             return
         if state_dict["has_fallen_back"] and self.scaler is not None and self._on_limit != "error":
             self._fall_back(self._run)
-        if self.scaler is not None and "scaler" in state_dict:
-            self.scaler.load_state_dict(state_dict["scaler"])
+        elif self._has_fallen_back and not state_dict["has_fallen_back"]:  # in a search for a batch size, say
+            self._start_in("16-mixed", self._run)
+            assert self._run.scaling is not None
+            self._run.scale_with(self._run.scaling, self._run.module.trainer.optimizers)
+        self._load_scale(state_dict.get("scaler", {}))
         self._run.load_state_dict(state_dict)
+
+    def _load_scale(self, state: dict[str, Any]) -> None:
+        if self.scaler is not None and state:
+            self.scaler.load_state_dict(state)
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        if self.scaler is not None:
+        if self.scaler is not None and self.scaler.is_enabled():
             write_scale(checkpoint, self.scaler.state_dict())
 
     @override
@@ -331,8 +357,8 @@ class LeanMixedPrecision(MixedPrecision):
             self.load_state_dict(state)
 
 
-def _without_wrapper(optimizer: Optimizer) -> Optimizer:
-    return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+def _has_gradients(optimizer: Optimizer) -> bool:
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
 
 @contextmanager

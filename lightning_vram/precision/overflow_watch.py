@@ -25,17 +25,18 @@ class OverflowWatch:
     num_steps: int = 0
     num_consecutive: int = 0
 
-    def note(self, *, has_overflowed: bool) -> bool:
-        """Count a step; return whether there were too many in a row."""
-        self.num_steps += has_overflowed
-        self.num_consecutive = self.num_consecutive + 1 if has_overflowed else 0
+    def note(self, num_overflowed: int) -> bool:
+        """Count steps that belong to one scale, of which some overflowed; return whether it is enough."""
+        self.num_steps += num_overflowed
+        self.num_consecutive = self.num_consecutive + 1 if num_overflowed else 0
         return self.max_consecutive is not None and self.num_consecutive >= self.max_consecutive
 
     def log(self, module: pl.LightningModule, scaling: LossScaling) -> None:
         """Log ``vram/overflow_steps`` and ``vram/loss_scale`` of the step that ends."""
         trainer = module.trainer
-        is_due = self.num_consecutive > 0 or trainer._logger_connector.should_update_logs
-        if trainer.barebones or trainer._results is None or not (is_due or trainer.fast_dev_run):  # type: ignore[attr-defined]
+        is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        is_due = is_last or trainer._logger_connector.should_update_logs or trainer.fast_dev_run  # type: ignore[attr-defined]
+        if trainer.barebones or trainer._results is None or not (is_due or self.num_consecutive > 0):
             return
         # Under manual optimization the step ends where no hook runs that Lightning lets values be logged from.
         hook, module._current_fx_name = module._current_fx_name, "optimizer_step"

@@ -1,11 +1,12 @@
 """What the plugin has from the setup of a run to its teardown."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.core.optimizer import _MockOptimizer
+from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
+from lightning.pytorch.tuner.lr_finder import _LRCallback
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor
 from torch.optim import Optimizer
@@ -14,6 +15,7 @@ from lightning_vram.precision.held_schedules import HeldSchedules
 from lightning_vram.precision.module_changes import ModuleChanges
 from lightning_vram.precision.precision_arguments import refuse_optimizers
 from lightning_vram.techniques.loss_scaling import LossScaling
+from lightning_vram.techniques.shadow import Shadow
 
 
 @dataclass
@@ -27,7 +29,7 @@ class PrecisionRun:
         held: Schedules that wait for steps that were skipped.
         is_deferring: Whether the scale is updated later: at the end of a ``training_step`` that steps by itself.
         has_stepped: Whether it is to be updated then.
-        has_fallen_back: Whether it goes on without, after too many overflows.
+        num_overflowed: Steps since its last update that overflowed.
     """
 
     module: pl.LightningModule
@@ -36,7 +38,8 @@ class PrecisionRun:
     held: HeldSchedules | None = None
     is_deferring: bool = False
     has_stepped: bool = False
-    has_fallen_back: bool = False
+    num_overflowed: int = 0
+    _shadows: list[Shadow] = field(default_factory=list)
 
     def connect(
         self, optimizers: Sequence[Optimizer], schedules: Sequence[LRSchedulerConfig], *, holds_lr: bool
@@ -52,9 +55,29 @@ class PrecisionRun:
             refuse_optimizers(optimizers)
         self.changes.attach(optimizers)
         if self.scaling is not None:
-            self.scaling.watch(optimizers)
+            self.scale_with(self.scaling, optimizers)
             if holds_lr and self.module.automatic_optimization and schedules:
                 self.held = HeldSchedules(self.module, schedules)
+
+    def scale_with(self, scaling: LossScaling, optimizers: Sequence[Optimizer]) -> None:
+        """Scale the loss from now on, also where the user's code asks the scaler itself to."""
+        self.scaling = scaling
+        scaling.watch(optimizers)
+        self._shadows = [
+            Shadow(scaling.scaler, "scale", lambda _: scaling.scale),
+            Shadow(scaling.scaler, "unscale_", lambda _: lambda optimizer: scaling.unscale(without_wrapper(optimizer))),
+        ]
+
+    def end_scaling(self) -> None:
+        """Go on without. Calling it again does nothing."""
+        while self._shadows:
+            self._shadows.pop().remove()
+        self.scaling = None
+
+    @property
+    def is_tuning(self) -> bool:
+        """Whether a search for the learning rate is under way, which goes on until the training diverges."""
+        return any(isinstance(callback, _LRCallback) for callback in self.module.trainer.callbacks)  # type: ignore[attr-defined]
 
     def over_ranks(self) -> Callable[[Tensor], Tensor] | None:
         """How ranks agree on an overflow: gradients that are not reduced, or sharded, may have it on one of them."""
@@ -67,6 +90,7 @@ class PrecisionRun:
         """Undo what was changed. Calling it again does nothing."""
         if self.held is not None:
             self.held.remove()
+        self.end_scaling()
         self.changes.remove()
 
     def state_dict(self) -> dict[str, Any]:
@@ -84,3 +108,8 @@ class PrecisionRun:
             self.held.load_state_dict(state["held"])
         if self.changes.lean is not None and "lean" in state:
             self.changes.lean.load_state_dict(state["lean"])
+
+
+def without_wrapper(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer itself, of what ``self.optimizers()`` of a LightningModule returns."""
+    return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer

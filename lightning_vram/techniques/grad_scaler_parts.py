@@ -14,6 +14,8 @@ from torch.amp.grad_scaler import GradScaler, _refresh_per_optimizer_state
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_vram.techniques.shadow import Shadow
+
 InfChecks = dict[int, Tensor]
 """What ``GradScaler`` found in some gradients, one per device and each > 0 where there is an inf or nan; by id."""
 
@@ -24,7 +26,7 @@ def unscale_part(scaler: GradScaler, optimizer: Optimizer, parameters: list[Tens
     for alike in _by_layout(parameters):
         part = cast(Optimizer, SimpleNamespace(param_groups=[{"params": alike}]))
         try:
-            scaler.unscale_(part)
+            type(scaler).unscale_(scaler, part)  # past what stands in for it
         except ValueError as error:
             if not any(p.grad is not None and p.grad.dtype is torch.float16 for p in alike):
                 raise
@@ -59,9 +61,10 @@ def update_scale(scaler: GradScaler, *, overflowed: bool) -> None:
 
 
 def without_optimizers(scaler: GradScaler) -> GradScaler:
-    """Return one with the same scale that can be pickled: ``scaler`` itself, if that is so."""
-    if not scaler.is_enabled() or not scaler._per_optimizer_states:
+    """Return one with the same scale that can be pickled at any time."""
+    if not scaler.is_enabled():
         return scaler
     copy = object.__new__(type(scaler))
-    vars(copy).update(vars(scaler), _per_optimizer_states=defaultdict(_refresh_per_optimizer_state))
+    own = {name: value for name, value in vars(scaler).items() if not isinstance(value, Shadow)}
+    vars(copy).update(own, _per_optimizer_states=defaultdict(_refresh_per_optimizer_state))
     return copy

@@ -103,7 +103,7 @@ class LossScaling:
         self._forget_checks_of_nothing()
         scaled = set(map(id, self._scaled(self._parameters())))
         unscaled = [parameter for parameter in self._parameters() if id(parameter) not in scaled]
-        scaled_loss = self.scaler.scale(loss)
+        scaled_loss: Tensor = type(self.scaler).scale(self.scaler, loss)  # past what stands in for it
         if self._scale is not None:
             scale_gradients(unscaled, self._scale)
         self._unscaled.clear()
@@ -184,7 +184,7 @@ class LossScaling:
         self._note_unscaled_elsewhere()
         if self._scale is None:  # this rank had no loss, others may have had one
             self._unscaled.update((id(parameter), {}) for parameter in self._parameters())
-            self.scaler.scale(torch.zeros((), device=self.scaler._device))
+            type(self.scaler).scale(self.scaler, torch.zeros((), device=self.scaler._device))
         with self._rescaling():
             update_scale(self.scaler, overflowed=overflowed)
         return overflowed
