@@ -18,7 +18,12 @@ from typing_extensions import override
 from lightning_vram.precision.module_changes import ModuleChanges, Settings
 from lightning_vram.precision.overflow_watch import OnLimit, OverflowWatch
 from lightning_vram.precision.plain_states import find_state, is_scaler_state, write_scale
-from lightning_vram.precision.precision_arguments import check_arguments, check_combination, refuse_strategy
+from lightning_vram.precision.precision_arguments import (
+    check_arguments,
+    check_combination,
+    refuse_second_run,
+    refuse_strategy,
+)
 from lightning_vram.precision.precision_choice import DTYPES, Choice, Precision16, check_choice, resolve_precision
 from lightning_vram.precision.precision_run import PrecisionRun, without_wrapper
 from lightning_vram.techniques.grad_scaler_parts import without_optimizers
@@ -35,11 +40,11 @@ class LeanMixedPrecision(MixedPrecision):
     Without further arguments results are those of ``Trainer(precision="bf16-mixed")`` or ``"16-mixed"`` to the bit,
     where Lightning's are right. Different from there:
 
-    - Gradients are unscaled before anything reads them: ``on_before_optimizer_step``, automatic clipping, and
+    - Gradients are unscaled before ``on_before_optimizer_step``, before automatic clipping, and before
       ``self.clip_gradients`` of manual optimization (https://github.com/Lightning-AI/pytorch-lightning/issues/18089).
     - Optimizers that are ``fused=True`` may be clipped.
-    - Several optimizers in one step see one loss scale, which moves once, at its end; gradients that are kept for a
-      later step move with it.
+    - Optimizers that step after one backward see one loss scale, which moves before the next one; gradients that are
+      kept for a later step move with it. It does not matter whether the user's code calls the scaler itself.
     - A step whose gradients overflowed is skipped on all ranks, counted, logged (``vram/overflow_steps``,
       ``vram/loss_scale``), and the learning rate waits for the next one.
     - Neither the backward nor the optimizer runs under autocast, in manual optimization either.
@@ -138,6 +143,8 @@ class LeanMixedPrecision(MixedPrecision):
     def convert_module(self, module: nn.Module) -> nn.Module:
         assert isinstance(module, pl.LightningModule)
         trainer = module.trainer
+        if self._run is not None:
+            refuse_second_run(self._run.trainer, trainer)
         self.teardown()  # a run whose end was cut short
         refuse_strategy(trainer)
         self.device = trainer.strategy.root_device.type
@@ -145,7 +152,7 @@ class LeanMixedPrecision(MixedPrecision):
         check_combination(precision, self._settings.parameters, self._given_scaler if self._choice else None)
         is_training = trainer.state.fn == TrainerFn.FITTING
         changes = ModuleChanges(module, self.device, self._settings, is_training=is_training)
-        self._run = PrecisionRun(module, changes)
+        self._run = PrecisionRun(module, trainer, changes)
         if is_training:
             self._has_fallen_back, self._ended = False, {}
             self._overflows.num_consecutive = 0
@@ -226,9 +233,7 @@ class LeanMixedPrecision(MixedPrecision):
         with self._without_autocast():
             if self._run.scaling is not None:
                 return self._scaled_step(self._run, self._run.scaling, optimizer, closure, **kwargs)
-            output = Precision.optimizer_step(self, optimizer, model=model, closure=closure, **kwargs)
-        self._run.changes.after_step(self.main_params(optimizer))
-        return output
+            return Precision.optimizer_step(self, optimizer, model=model, closure=closure, **kwargs)
 
     @override
     def clip_gradients(
@@ -260,8 +265,6 @@ class LeanMixedPrecision(MixedPrecision):
         step = scaling.step(optimizer, run.over_ranks(), **kwargs)
         run.has_stepped = True
         run.num_overflowed += step.overflowed
-        if not step.overflowed:
-            run.changes.after_step(self.main_params(optimizer))
         if not run.is_deferring:
             self._end_step(run, scaling)
         return result if result is not None else step.output

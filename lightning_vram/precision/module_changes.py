@@ -1,12 +1,12 @@
 """What the plugin changes on a module, from the time before it is wrapped until the run ends."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_vram.optimizers.lean_parameters import LeanParameters
@@ -90,16 +90,16 @@ class ModuleChanges:
         """
         if self.lean is None:
             refuse_lost_updates(optimizers)
-            return
-        self.lean.attach(optimizers)
+        else:
+            self._attach_lean(self.lean, optimizers)
+        for optimizer in optimizers:  # not all steps pass the plugin
+            self._undo.callback(optimizer.register_step_post_hook(self._after_step).remove)
+
+    def _attach_lean(self, lean: LeanParameters, optimizers: Sequence[Optimizer]) -> None:
+        lean.attach(optimizers)
         # The one place from which all checkpoints get weights, those of weights alone included.
         shadow = Shadow(self.module.trainer.strategy, "lightning_module_state_dict", self._make_state_dict)
         self._undo.callback(shadow.remove)
-
-    def after_step(self, parameters: Iterable[Tensor]) -> None:
-        """Take note that an optimizer has written ``parameters``."""
-        if self._casts is not None:
-            self._casts.after_step(parameters)
 
     def remove(self) -> None:
         """Undo all. Calling it again does nothing."""
@@ -113,6 +113,10 @@ class ModuleChanges:
         if self.settings.is_lean:
             self.lean = LeanParameters(_lean_parameters(self.module, islands), self.settings.parameters)
             undo.callback(self.lean.restore)
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._casts is not None:
+            self._casts.after_step(p for group in optimizer.param_groups for p in group["params"])
 
     def _make_state_dict(self, inner: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
         def state_dict() -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import LBFGS, Optimizer
 
@@ -67,6 +68,18 @@ def refuse_strategy(trainer: pl.Trainer) -> None:
         raise MisconfigurationException(
             "LeanMixedPrecision does not work with DeepSpeedStrategy, which casts, scales and clips by itself. Use "
             "Trainer(precision=...) there, or another strategy here."
+        )
+
+
+def refuse_second_run(running: pl.Trainer, other: pl.Trainer) -> None:
+    """Refuse a run within that of another trainer: a plugin has one scale, and undoes what it changed at its end.
+
+    Raises:
+        MisconfigurationException: If ``running`` has not ended.
+    """
+    if running is not other and running.state.status == TrainerStatus.RUNNING:
+        raise MisconfigurationException(
+            "This LeanMixedPrecision is that of a trainer that is running. Give the one inside of its run another."
         )
 
 

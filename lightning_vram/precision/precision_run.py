@@ -24,6 +24,7 @@ class PrecisionRun:
 
     Args:
         module: That runs.
+        trainer: That runs it.
         changes: Of the module.
         scaling: Of the loss, in float16, while it trains.
         held: Schedules that wait for steps that were skipped.
@@ -33,6 +34,7 @@ class PrecisionRun:
     """
 
     module: pl.LightningModule
+    trainer: pl.Trainer
     changes: ModuleChanges
     scaling: LossScaling | None = None
     held: HeldSchedules | None = None
@@ -77,14 +79,13 @@ class PrecisionRun:
     @property
     def is_tuning(self) -> bool:
         """Whether a search for the learning rate is under way, which goes on until the training diverges."""
-        return any(isinstance(callback, _LRCallback) for callback in self.module.trainer.callbacks)  # type: ignore[attr-defined]
+        return any(isinstance(callback, _LRCallback) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
 
     def over_ranks(self) -> Callable[[Tensor], Tensor] | None:
         """How ranks agree on an overflow: gradients that are not reduced, or sharded, may have it on one of them."""
-        trainer = self.module.trainer
-        if trainer.world_size == 1:
+        if self.trainer.world_size == 1:
             return None
-        return lambda found_inf: trainer.strategy.reduce(found_inf, reduce_op="sum")
+        return lambda found_inf: self.trainer.strategy.reduce(found_inf, reduce_op="sum")
 
     def remove(self) -> None:
         """Undo what was changed. Calling it again does nothing."""

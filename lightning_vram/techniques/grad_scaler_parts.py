@@ -61,10 +61,10 @@ def update_scale(scaler: GradScaler, *, overflowed: bool) -> None:
 
 
 def without_optimizers(scaler: GradScaler) -> GradScaler:
-    """Return one with the same scale that can be pickled at any time."""
-    if not scaler.is_enabled():
+    """Return one with the same scale that can be pickled: ``scaler`` itself, if that is so."""
+    own = {name: value for name, value in vars(scaler).items() if not isinstance(value, Shadow)}
+    if not scaler.is_enabled() or (not scaler._per_optimizer_states and len(own) == len(vars(scaler))):
         return scaler
     copy = object.__new__(type(scaler))
-    own = {name: value for name, value in vars(scaler).items() if not isinstance(value, Shadow)}
     vars(copy).update(own, _per_optimizer_states=defaultdict(_refresh_per_optimizer_state))
     return copy

@@ -298,6 +298,26 @@ def test_results_are_those_of_lightning_when_compiled(part, make_trainer):
     assert_equal_weights(*fitted)
 
 
+class PastThePlugin(LitManual):
+    """Steps a fused optimizer, which leaves no trace on the weights, between a forward and its backward."""
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        loss = self.loss(batch)
+        self.manual_backward(loss, retain_graph=True)
+        optimizer.step()
+        self.manual_backward(loss)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), fused=True)
+
+
+def test_steps_past_the_plugin_are_noticed(make_trainer):
+    plugin = LeanMixedPrecision("bf16", recast_in_backward=True)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*set recast_in_backward=False"):
+        fit(build(TinyCNN, PastThePlugin), make_trainer(plugins=[plugin]))
+
+
 class Toy(pl.LightningModule):
     """The regression of the research: 200 steps of AdamW at 1e-4, whose updates bfloat16 cannot hold."""
 

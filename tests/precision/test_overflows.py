@@ -4,6 +4,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from helpers import LitTiny, TinyCNN, assert_equal_weights
+from lightning.pytorch.tuner import Tuner
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -272,3 +274,169 @@ def test_an_inf_on_one_rank_is_skipped_by_both(make_trainer, tmp_path):
         if "running" not in name:  # ranks normalise their own batches
             assert torch.equal(tensor, other[2][name]), name
     assert_equal_weights(model, model)
+
+
+class ManySteps(ManualScripted):
+    """As PPO: fifty steps per batch, each of its own backward; the second one overflows."""
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        for index in range(50):
+            optimizer.zero_grad()
+            factor = INF if index == 1 else 1.0
+            self.manual_backward((batch * factor * self.weights[0]).sum())
+            optimizer.step()
+
+
+def test_one_of_many_steps_in_a_training_step_may_overflow(make_trainer):
+    model = ManySteps([1.0])
+    trainer = train(model, make_trainer)
+    assert torch.equal(model.weights[0], torch.full((4,), -49.0))
+    assert trainer.precision_plugin.overflow_steps == 1
+    assert trainer.precision_plugin.scaler.get_scale() == 512
+
+
+class ScaledByHand(ManualScripted):
+    def training_step(self, batch, batch_idx):
+        optimizer, scaler = self.optimizers(), self.trainer.precision_plugin.scaler
+        optimizer.zero_grad()
+        scaler.scale((batch * self.weights[0]).sum()).backward()
+        optimizer.step()
+
+
+def test_a_loss_that_is_scaled_by_hand_is_unscaled(make_trainer):
+    model = ScaledByHand([3.0, 4.0, 5.0])
+    train(model, make_trainer)
+    assert torch.equal(model.weights[0], torch.full((4,), -12.0))
+
+
+class UnscaledByHand(ManualScripted):
+    """What is done about Lightning's issue 18089 elsewhere."""
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward((batch * self.weights[0]).sum())
+        self.trainer.precision_plugin.scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(self.weights, 1.0)
+        optimizer.step()
+
+
+def test_gradients_that_were_unscaled_by_hand_are_not_unscaled_again(make_trainer):
+    model = UnscaledByHand([3.0, 4.0, 5.0])
+    train(model, make_trainer)
+    torch.testing.assert_close(model.weights[0], torch.full((4,), -1.5))
+
+
+class LastIsNone(Scripted):
+    def training_step(self, batch, batch_idx):
+        return None if batch_idx == 1 else super().training_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:.*returned .None.")
+def test_a_window_whose_last_batch_has_no_loss_makes_its_step(make_trainer):
+    # Lightning drops the window.
+    model = LastIsNone([2.0, 1.0])
+    train(model, make_trainer, accumulate_grad_batches=2)
+    assert torch.equal(model.weights[0], torch.full((4,), -1.0))
+
+
+class Looks(Scripted):
+    def validation_step(self, batch, batch_idx):
+        self.seen = torch.get_autocast_dtype("cpu"), torch.is_autocast_enabled("cpu")
+
+    def val_dataloader(self):
+        return DataLoader(torch.ones(1), batch_size=1)
+
+
+def test_a_run_that_went_on_in_another_format_is_evaluated_in_it(make_trainer, tmp_path):
+    plugin = LeanMixedPrecision("fp16", scaler=scaler(), max_consecutive_overflows=1, on_overflow_limit="bf16")
+    model = Looks([INF, 1.0])
+    with pytest.warns(UserWarning, match="goes on in bf16"):
+        trainer = train(model, make_trainer, plugin)
+    trainer.limit_val_batches = 1.0
+    trainer.validate(model, verbose=False)
+    assert model.seen == (torch.bfloat16, True)
+    trainer.save_checkpoint(tmp_path / "after.ckpt")
+    state = torch.load(tmp_path / "after.ckpt")["LeanMixedPrecision"]
+    assert state["has_fallen_back"]
+    assert state["held"] == [0]
+
+
+def test_each_fit_counts_its_own_overflows_in_a_row(make_trainer):
+    plugin = LeanMixedPrecision("fp16", scaler=scaler(), max_consecutive_overflows=2)
+    with pytest.raises(FloatingPointError, match="in 2 optimizer steps"):
+        train(Scripted([INF, INF]), make_trainer, plugin)
+    train(Scripted([INF, 1.0]), make_trainer, plugin)
+    assert plugin.overflow_steps == 3
+
+
+def test_a_disabled_scaler_leaves_nothing_in_a_checkpoint(make_trainer, tmp_path):
+    plugin = LeanMixedPrecision("fp16", scaler=torch.amp.GradScaler("cpu", enabled=False))
+    trainer = train(Scripted([1.0]), make_trainer, plugin)
+    trainer.save_checkpoint(tmp_path / "disabled.ckpt")
+    checkpoint = torch.load(tmp_path / "disabled.ckpt")
+    assert "MixedPrecision" not in checkpoint
+    trainer = make_trainer(plugins=[LeanMixedPrecision("fp16")], max_epochs=2, limit_val_batches=0)
+    trainer.fit(Scripted([1.0]), ckpt_path=tmp_path / "disabled.ckpt")
+    assert trainer.precision_plugin.scaler.get_scale() == 65536
+
+
+class Diverges(Scripted):
+    """Overflows as soon as the learning rate is large."""
+
+    lr = 1e-3
+
+    def training_step(self, batch, batch_idx):
+        is_large = self.trainer.optimizers[0].param_groups[0]["lr"] > 1
+        return (batch * self.weights[0]).sum() * (INF if is_large else 1.0)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.weights, lr=self.lr)
+
+
+@pytest.mark.parametrize("action", ["error", "bf16"])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_search_for_the_learning_rate_may_overflow(action, make_trainer, tmp_path):
+    plugin = LeanMixedPrecision("fp16", scaler=scaler(), max_consecutive_overflows=3, on_overflow_limit=action)
+    trainer = make_trainer(plugins=[plugin], max_epochs=1, limit_val_batches=0, enable_checkpointing=False)
+    model = Diverges([1.0] * 40)
+    Tuner(trainer).lr_find(model, max_lr=100, num_training=30, early_stop_threshold=None, update_attr=False)
+    assert plugin.overflow_steps == 0
+    trainer.fit(model)
+    assert trainer.precision == "16-mixed"
+    assert plugin.scaler.get_scale() == 1024
+
+
+class Restores(pl.Callback):
+    """As a search for a batch size does, which ends with the state it began with."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        plugin = trainer.precision_plugin
+        if batch_idx == 0:
+            self.state = plugin.state_dict()
+        if batch_idx == 2:
+            assert trainer.precision == "bf16-mixed"
+            plugin.load_state_dict(self.state)
+
+
+@pytest.mark.filterwarnings("ignore:.*goes on in bf16")
+def test_a_state_from_before_a_fall_back_undoes_it(make_trainer):
+    plugin = LeanMixedPrecision("fp16", scaler=scaler(), max_consecutive_overflows=2, on_overflow_limit="bf16")
+    model = Scripted([1.0, INF, INF, 2.0, INF, 4.0])
+    trainer = train(model, make_trainer, plugin, callbacks=[Restores()])
+    assert trainer.precision == "16-mixed"
+    assert plugin.overflow_steps == 1
+    assert torch.equal(model.weights[0], torch.full((4,), -(1.0 + 0.5 * 2 + 0.25 * 4)))
+
+
+class Inner(Scripted):
+    def on_train_epoch_end(self):
+        other = pl.Trainer(accelerator="cpu", logger=False, plugins=[self.trainer.precision_plugin], barebones=True)
+        other.fit(Scripted([1.0]))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_run_inside_of_another_needs_a_plugin_of_its_own(make_trainer):
+    with pytest.raises(MisconfigurationException, match="is that of a trainer that is running"):
+        train(Inner([1.0]), make_trainer)
