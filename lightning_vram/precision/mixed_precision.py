@@ -21,6 +21,7 @@ from lightning_vram.precision.plain_states import find_state, is_scaler_state, w
 from lightning_vram.precision.precision_arguments import (
     check_arguments,
     check_combination,
+    refuse_averaging,
     refuse_second_run,
     refuse_strategy,
 )
@@ -151,6 +152,8 @@ class LeanMixedPrecision(MixedPrecision):
         precision = resolve_precision(self._choice, self.device)
         check_combination(precision, self._settings.parameters, self._given_scaler if self._choice else None)
         is_training = trainer.state.fn == TrainerFn.FITTING
+        if is_training and self._settings.is_lean:
+            refuse_averaging(trainer, self._settings.parameters)
         changes = ModuleChanges(module, self.device, self._settings, is_training=is_training)
         self._run = PrecisionRun(module, trainer, changes)
         if is_training:

@@ -5,6 +5,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -69,6 +70,20 @@ def refuse_strategy(trainer: pl.Trainer) -> None:
             "LeanMixedPrecision does not work with DeepSpeedStrategy, which casts, scales and clips by itself. Use "
             "Trainer(precision=...) there, or another strategy here."
         )
+
+
+def refuse_averaging(trainer: pl.Trainer, parameters: str) -> None:
+    """Refuse callbacks that average weights: they pass their averages, in float32, through the weights of the module.
+
+    Raises:
+        MisconfigurationException: If there is one.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+            raise MisconfigurationException(
+                f"LeanMixedPrecision(parameters={parameters!r}) does not work with {type(callback).__name__}, which "
+                "puts averages into the module, where bfloat16 would round them. Use parameters='fp32'."
+            )
 
 
 def refuse_second_run(running: pl.Trainer, other: pl.Trainer) -> None:

@@ -7,6 +7,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from helpers import LateTiny, LitManual, LitTiny, TinyCNN, TinyGPT, assert_equal_weights, describe_module
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -441,6 +442,26 @@ def test_plain_bf16_weights_train_with_what_they_lack(make_trainer):
     model = build(TinyGPT, HalfLoaded)
     fit(model, make_trainer(plugins=[LeanMixedPrecision("bf16", parameters="bf16+split")]))
     assert model.net.head.weight.dtype is torch.bfloat16
+
+
+AVERAGES = [StochasticWeightAveraging(1e-2), EMAWeightAveraging()]
+
+
+@pytest.mark.parametrize("callback", AVERAGES, ids=["swa", "ema"])
+def test_averages_of_lean_parameters_are_refused(callback, make_trainer):
+    plugin = LeanMixedPrecision("bf16", parameters="bf16+split")
+    with pytest.raises(MisconfigurationException, match="WeightAveraging, which puts averages into the module"):
+        fit(build(TinyCNN), make_trainer(plugins=[plugin], callbacks=[copy.deepcopy(callback)]))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # both announce what they do
+@pytest.mark.parametrize("callback", AVERAGES, ids=["swa", "ema"])
+def test_averages_are_those_of_lightning(callback, make_trainer):
+    fitted = [
+        fit(build(TinyGPT), make_trainer(plugins=[plugin], callbacks=[copy.deepcopy(callback)]))
+        for plugin in (lightnings("bf16-mixed"), LeanMixedPrecision("bf16", recast_in_backward=True))
+    ]
+    assert_equal_weights(*fitted)
 
 
 class WithLBFGS(LitTiny):
