@@ -6,6 +6,9 @@ where nobody needs it. Here nothing is kept: a weak reference tells whether the 
 
 Each use has an edge of its own in the graph, so that the gradient of each is cast to 32 bit before they are summed:
 equal to the bit to autocast without its cache.
+
+Looking for a cast costs some Python at each call, and most weights are used once in a step: :class:`Sharing` tells for
+which it is worth while.
 """
 
 import weakref
@@ -13,8 +16,15 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from lightning_vram.techniques.kept_outputs import KeptOutputs
+
+_SELECTIVE_CHECKPOINTS = (torch.utils.checkpoint.__name__, KeptOutputs.__module__)
+"""Where their dispatch modes are; those of others derive from these."""
 
 _Key = tuple[int, torch.dtype, int]  # identity of the weight, dtype of the cast, stream
 
@@ -73,38 +83,43 @@ class SharedCasts:
 
     def __init__(self) -> None:
         self._casts: dict[_Key, _SharedCast] = {}
-        self._shared: set[int] = set()  # identities of weights; one that is reused costs nothing but a little time
 
-    def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    def cast(self, weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, bool]:
         """Return ``weight`` in ``dtype``, differentiably; in memory of an earlier cast of the same values if it lives.
 
         Never write to it.
+
+        Returns:
+            The cast, and whether it is in such memory.
         """
         stream = 0 if weight.is_cpu or type(weight) is FakeTensor else _stream_of(weight.device)
         if stream is None:
-            return weight.to(dtype)
+            return weight.to(dtype), False
         key = id(weight), dtype, stream
         shared = self._casts.get(key)
         if shared is None or not shared.is_of(weight):
             cast = weight.to(dtype)
             self._casts[key] = _SharedCast(weight, cast)
-            return cast
+            return cast, False
         storage = shared.find()
         if storage is None:
             cast = weight.to(dtype)
             shared.note(cast)
-            return cast
-        self._shared.add(id(weight))
+            return cast, False
         again: Tensor = _UseAgain.apply(weight, dtype, shared, [storage])  # type: ignore[no-untyped-call]
-        return again
-
-    def has_shared(self, weight: Tensor) -> bool:
-        """Whether a cast of ``weight`` was ever used again."""
-        return id(weight) in self._shared
+        return again, True
 
     def forget(self) -> None:
         """Use none of the casts made so far again: weights may have changed without a trace."""
         self._casts.clear()
+
+
+def is_in_selective_checkpoint() -> bool:
+    """Whether results of operators are kept for, or taken in, a second run, which has to do what the first did.
+
+    Such a result keeps a cast alive that the second run would find, where the first had made it.
+    """
+    return any(map(_is_of_selective_checkpoint, _get_current_dispatch_mode_stack()))
 
 
 def _stream_of(device: torch.device) -> int | None:
@@ -114,3 +129,7 @@ def _stream_of(device: torch.device) -> int | None:
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():  # a replay runs without what went before
         return None
     return torch.cuda.current_stream(device).cuda_stream
+
+
+def _is_of_selective_checkpoint(mode: TorchDispatchMode) -> bool:
+    return any(kind.__module__ in _SELECTIVE_CHECKPOINTS for kind in type(mode).__mro__)

@@ -8,8 +8,9 @@ gradients are those of ``torch.autocast(..., cache_enabled=False)``, to the bit.
 
 It helps during the forward and for as long as its graph waits. It does not help where the peak is at the end of the
 backward, nor compiled code, where the partitioner casts again by itself, nor weights that a module reads elsewhere than
-in the ``forward`` of its stock class. Writes that PyTorch does not count (through ``.data``) between the forward and
-its backward, or between two uses in a step, are not seen, where plain autocast keeps a cast from before.
+in the ``forward`` of its stock class. Nothing is shared inside of selective checkpoints. Writes that PyTorch does not
+count (through ``.data``) between the forward and its backward, or between two uses in a step, are not seen, where plain
+autocast keeps a cast from before.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -21,10 +22,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
+from lightning_vram.techniques.cast_sharing import Sharing
 from lightning_vram.techniques.cast_weights import Place, find_places, parameter_at, read_weights, with_weights
 from lightning_vram.techniques.class_swap import plain_class_forward, restore_class, swap_class
 from lightning_vram.techniques.recast_saves import RecastSaves
-from lightning_vram.techniques.shared_casts import SharedCasts
+from lightning_vram.techniques.shared_casts import SharedCasts, is_in_selective_checkpoint
 
 _KEY = "_weight_casts"
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
@@ -46,7 +48,7 @@ class WeightCasts:
         skip: Modules that are left alone, with all inside them.
 
     Raises:
-        ValueError: If there is no autocast for ``device_type``, or a part of ``model`` has been changed already.
+        ValueError: If there is no autocast for ``device_type``, or a part of ``model`` is in another one.
     """
 
     def __init__(
@@ -55,57 +57,55 @@ class WeightCasts:
         if not _has_autocast(device_type):
             raise ValueError(f"device_type must be one that torch.autocast knows, got {device_type!r}.")
         if any(_KEY in vars(module) for module in model.modules()):
-            raise ValueError("model is handled by another WeightCasts already: call its remove() first.")
+            raise ValueError(
+                "model is in another running fit, or WeightCasts, with some of its modules, and a module can be in one "
+                "at a time: end that fit, or call remove(), first."
+            )
         self._recast_in_backward = recast_in_backward
         self._casts = SharedCasts()
         self._modules: list[nn.Module] = []
-        self._undecided: list[nn.Module] = []  # whether a weight is used several times in a step
+        self._places: list[tuple[nn.Module, Place]] = []
+        self._sharings: dict[int, Sharing] = {}  # by identity of the first weight, for all modules that have it
         left_alone = {member for module in skip for member in module.modules()}
         for module in model.modules():
             places = find_places(module, left_alone) if module not in left_alone else ()
             if places:
-                forward = plain_class_forward(module)
-                state = _State(device_type, forward, places, None if recast_in_backward else self._casts)
                 with suppress(ValueError):  # a class that cannot be changed: its module is left alone
-                    swap_class(module, _KEY, state, _run)
+                    swap_class(module, _KEY, self._make_state(module, places, device_type), _run)
                     self._modules.append(module)
-        if not recast_in_backward:
-            self._undecided = list(self._modules)
+                    self._places += [(module, place) for place in places]
 
     def after_step(self, parameters: Iterable[Tensor]) -> None:
         """Say that an optimizer has changed ``parameters``: fused kernels do so without a trace.
 
-        Casts made before are not used for another forward. With ``recast_in_backward``, a backward that would need
+        Casts made before are not used for another forward, and modules whose casts found no second use are left alone
+        until they run several times between two calls of this. With ``recast_in_backward``, a backward that would need
         one of these as it was raises ``RuntimeError``.
 
         Args:
             parameters: Those of the optimizer, ours or not.
         """
-        self._leave_alone_what_is_used_once()
+        for sharing in self._sharings.values():
+            if sharing.num_calls:
+                sharing.settle()
         self._casts.forget()  # all: FSDP2 steps on shards, which are others than the weights of the forward
         if self._recast_in_backward:
-            states = ((module, vars(module)[_KEY]) for module in self._modules)
-            ours = {id(parameter_at(module, place)) for module, state in states for place in state.places}
+            ours = {id(parameter_at(module, place)) for module, place in self._places}
             increment_version([parameter for parameter in parameters if id(parameter) in ours])
-
-    def _leave_alone_what_is_used_once(self) -> None:
-        """There is nothing to share in most modules, and each call costs some Python."""
-        undecided = []
-        for module in self._undecided:
-            state: _State = vars(module)[_KEY]
-            weights = [parameter_at(module, place) for place in state.places]
-            if state.has_run:
-                state.is_idle = not any(weight is not None and self._casts.has_shared(weight) for weight in weights)
-            else:
-                undecided.append(module)
-        self._undecided = undecided
 
     def remove(self) -> None:
         """Give every module its class back. Twice does nothing; backwards of earlier forwards still work."""
-        self._undecided = []
+        self._places.clear()
+        self._sharings.clear()
         while self._modules:
             restore_class(self._modules.pop(), _KEY)
         self._casts.forget()
+
+    def _make_state(self, module: nn.Module, places: tuple[Place, ...], device_type: str) -> "_State":
+        sharing = None
+        if not self._recast_in_backward:
+            sharing = self._sharings.setdefault(id(parameter_at(module, places[0])), Sharing(self._casts))
+        return _State(device_type, plain_class_forward(module), places, sharing)
 
 
 @dataclass(eq=False, slots=True)
@@ -116,34 +116,33 @@ class _State:
         device_type: Whose autocast is meant.
         forward: The one of its class, which reads the weights of the object it gets.
         places: Where these weights are.
-        casts: ``None``: they are made again in the backward.
-        has_run: Whether its weights were cast.
-        is_idle: Whether it is left alone, as no cast was ever shared.
+        sharing: With other uses; ``None``: casts are made again in the backward.
     """
 
     device_type: str
     forward: Callable[..., Any]
     places: tuple[Place, ...]
-    casts: SharedCasts | None
-    has_run: bool = False
-    is_idle: bool = False
+    sharing: Sharing | None
 
 
 def _run(module: nn.Module, state: _State, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Stands in for ``module.forward``, which is ``plain``."""
-    if state.is_idle or torch.compiler.is_compiling():
+    is_compiling = torch.compiler.is_compiling()  # such code is not to depend on the count below
+    if is_compiling or not (torch.is_grad_enabled() and torch.is_autocast_enabled(state.device_type)):
         return plain(*args, **kwargs)
-    if not (torch.is_grad_enabled() and torch.is_autocast_enabled(state.device_type)):
-        return plain(*args, **kwargs)
+    sharing = state.sharing
+    if sharing is not None:
+        sharing.num_calls += 1
+        if sharing.is_idle or is_in_selective_checkpoint():
+            return plain(*args, **kwargs)
     dtype = torch.get_autocast_dtype(state.device_type)
     # A technique below ours (a checkpoint, a folded norm) reads the weights of the module itself.
     is_stock = getattr(plain, "__func__", None) is state.forward and not _is_transformed()
     weights = read_weights(module, state.places, state.device_type) if dtype in _LOW_PRECISION and is_stock else {}
     if not weights or not _is_recorded(weights, args, kwargs):
         return plain(*args, **kwargs)
-    if state.casts is not None:
-        state.has_run = True
-        casts = {place: state.casts.cast(weight, dtype) for place, weight in weights.items()}
+    if sharing is not None:
+        casts = {place: sharing.cast(weight, dtype) for place, weight in weights.items()}
         return state.forward(with_weights(module, casts), *args, **kwargs)
     if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
         return plain(*args, **kwargs)

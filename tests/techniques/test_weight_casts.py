@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.func import functional_call
 from torch.nn.utils import parametrizations, prune
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_vram.memory.tracker import track_memory
 from lightning_vram.techniques.activation_compression import CompressionStage
@@ -28,6 +29,8 @@ from lightning_vram.techniques.checkpointing import apply_activation_checkpointi
 from lightning_vram.techniques.frozen_batch_norm import fold_frozen_batch_norm
 from lightning_vram.techniques.module_links import Link
 from lightning_vram.techniques.recompute import Recomputation
+from lightning_vram.techniques.save_policy import SavePolicy
+from lightning_vram.techniques.shared_casts import SharedCasts
 from lightning_vram.techniques.weight_casts import WeightCasts
 
 MODES = pytest.mark.parametrize("recast", [False, True], ids=["shared", "recast"])
@@ -329,7 +332,7 @@ def test_a_fused_optimizer_leaves_no_trace_but_after_step_tells() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
         casts = WeightCasts(model, "cpu") if ours else None
         with bf16():
-            before = model(x)
+            before = model(model(x))  # twice, or else it is left alone after the step
         before.float().sum().backward(retain_graph=True)
         optimizer.step()
         if casts is not None:
@@ -827,7 +830,10 @@ def test_an_unknown_device_is_refused() -> None:
 def test_a_model_is_not_changed_twice() -> None:
     model = linears(8, 8)
     casts = WeightCasts(model, "cpu")
-    message = "model is handled by another WeightCasts already: call its remove() first."
+    message = (
+        "model is in another running fit, or WeightCasts, with some of its modules, and a module can be in one at a "
+        "time: end that fit, or call remove(), first."
+    )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         WeightCasts(nn.Sequential(nn.Linear(8, 8), model), "cpu")
     casts.remove()
@@ -852,14 +858,205 @@ def test_a_class_that_cannot_be_changed_is_left_alone() -> None:
     assert type(model[1]) is nn.Linear
 
 
-def test_a_module_whose_weight_is_used_once_per_step_is_left_alone_after_the_first():
-    once, twice = nn.Linear(8, 8), nn.Linear(8, 8)
-    model = nn.ModuleList([once, twice, nn.Linear(8, 8)])
+def count_shared(output: Tensor) -> int:
+    """How many uses of weights in the graph of ``output`` found a cast."""
+    nodes, seen = [output.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [following for following, _ in node.next_functions]
+    return sum(node.name() == "_UseAgainBackward" for node in seen)
+
+
+def step(casts: WeightCasts, run: Callable[[Tensor], Tensor], num_batches: int = 1) -> int:
+    """Count the uses that found a cast in the last batch of one optimizer step."""
+    for _ in range(num_batches):
+        with bf16():
+            output = run(torch.ones(2, 8, requires_grad=True))
+        num_shared = count_shared(output)
+        output.sum().backward()
+    casts.after_step(())
+    return num_shared
+
+
+@pytest.fixture
+def looked_up(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
+    """Grows by one whenever a cast is looked for."""
+    calls: list[torch.dtype] = []
+    cast = SharedCasts.cast
+
+    def counting(self: SharedCasts, weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, bool]:
+        calls.append(dtype)
+        return cast(self, weight, dtype)
+
+    monkeypatch.setattr(SharedCasts, "cast", counting)
+    return calls
+
+
+def test_a_weight_that_is_used_once_per_step_is_left_alone_after_the_first(looked_up: list[torch.dtype]) -> None:
+    model = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)])
+    casts, nums = WeightCasts(model, "cpu"), []
+    for last in (model[1], model[1], model[2], model[2]):
+        assert step(casts, lambda x, last=last: last(model[1](model[0](x)))) == (last is model[1])
+        nums.append(len(looked_up))
+        looked_up.clear()
+    assert nums == [3, 2, 2, 1]  # the first layer is left alone from the second step on, the last from the fourth
+
+
+def test_a_weight_that_is_used_more_often_later_is_shared_from_the_step_after() -> None:
+    model = Repeated(nn.Linear(8, 8), 1)
+    casts, nums = WeightCasts(model, "cpu"), []
+    for model.num_uses in (1, 1, 6, 6, 6, 1, 6):
+        nums.append(step(casts, model))
+    assert nums == [0, 0, 0, 5, 5, 0, 5]
+
+
+def test_a_weight_that_is_used_several_times_in_every_other_step_is_shared() -> None:
+    model = Repeated(nn.Linear(8, 8), 1)
+    casts, nums = WeightCasts(model, "cpu"), []
+    for model.num_uses in (1, 6, 1, 6, 1, 6):
+        nums.append(step(casts, model))
+    assert nums == [0, 0, 0, 5, 0, 5]
+
+
+def test_tied_weights_are_shared_although_they_were_not_in_the_first_step() -> None:
+    model = Tied()
     casts = WeightCasts(model, "cpu")
-    states = [vars(module)["_weight_casts"] for module in model]
-    for _ in range(2):
-        with torch.autocast("cpu", torch.bfloat16):
-            twice(twice(once(torch.ones(2, 8)))).sum().backward()
-        casts.after_step(model.parameters())
-    assert [state.is_idle for state in states] == [True, False, False]  # the last one has not run yet
-    casts.remove()
+    assert step(casts, model.first) == 0
+    assert [step(casts, model) for _ in range(3)] == [0, 1, 1]
+
+
+def test_micro_batches_make_it_look_for_casts_ever_more_rarely(looked_up: list[torch.dtype]) -> None:
+    model = nn.Linear(8, 8)
+    casts, steps = WeightCasts(model, "cpu"), []
+    for number in range(1, 41):
+        looked_up.clear()
+        assert step(casts, model, num_batches=3) == 0
+        steps += [number] * bool(looked_up)
+    assert steps == [1, 3, 6, 11, 20, 37]  # after 1, 2, 4, 8 and 16 steps
+
+
+def test_it_waits_no_longer_than_64_steps(looked_up: list[torch.dtype]) -> None:
+    model = nn.Linear(8, 8)
+    casts, steps = WeightCasts(model, "cpu"), []
+    for number in range(1, 400):
+        looked_up.clear()
+        step(casts, model, num_batches=2)
+        steps += [number] * bool(looked_up)
+    assert [later - earlier for earlier, later in pairwise(steps)] == [2, 3, 5, 9, 17, 33, *[65] * 5]
+
+
+def test_a_single_step_with_several_calls_does_not_make_it_look_forever(looked_up: list[torch.dtype]) -> None:
+    model = nn.Linear(8, 8)
+    casts, steps = WeightCasts(model, "cpu"), []
+    for number in range(1, 11):
+        looked_up.clear()
+        step(casts, model, num_batches=2 if number == 3 else 1)
+        steps += [number] * bool(looked_up)
+    assert steps == [1, 4, 5]
+
+
+def test_calls_that_keep_nothing_do_not_make_it_look_for_casts(looked_up: list[torch.dtype]) -> None:
+    model = nn.Linear(8, 8)
+    casts = WeightCasts(model, "cpu")
+    for _ in range(3):
+        step(casts, model)
+        model(torch.ones(2, 8))
+        with bf16(), torch.no_grad():
+            model(torch.ones(2, 8))
+    assert len(looked_up) == 1
+
+
+def test_counting_calls_does_not_compile_again() -> None:
+    model, graphs = nn.Linear(8, 8), []
+    casts = WeightCasts(model, "cpu")
+    compiled = torch.compile(model, backend=lambda graph, _: graphs.append(graph) or graph, fullgraph=True)
+    for num_batches in (1, 3, 2, 1):
+        step(casts, compiled, num_batches)
+        step(casts, model, num_batches)
+    assert len(graphs) == 1
+
+
+@pytest.mark.distributed
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_under_fsdp2_a_weight_goes_on_being_shared(mesh: DeviceMesh) -> None:
+    """After the step the module has its shard, which was never cast."""
+    model = Repeated(nn.Linear(8, 8))
+    casts = WeightCasts(model, "cpu")
+    fully_shard(model, mesh=mesh)
+    assert [step(casts, model) for _ in range(3)] == [2, 2, 2]
+
+
+class Several(nn.Module):
+    """A body that runs in a checkpoint, again, before it or behind it."""
+
+    def __init__(self, order: str, save: Callable[[object], bool] | None) -> None:
+        super().__init__()
+        self.first, self.order, self.save = nn.Linear(8, 8), order, save
+        self.body = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.Softmax(-1), nn.Linear(8, 8))
+
+    def checkpointed(self, x: Tensor) -> Tensor:
+        if self.save is None:
+            return self.body(x)  # by the pack
+        contexts = partial(create_selective_checkpoint_contexts, self.policy)
+        return checkpoint(self.body, x, use_reentrant=False, context_fn=contexts)
+
+    def policy(self, _: object, operator: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if self.save(operator) else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).float()
+        if self.order == "once":
+            return self.checkpointed(x)
+        if self.order == "twice":
+            return self.checkpointed(x) + self.checkpointed(2 * x)
+        if self.order == "plain after":
+            return self.body(self.checkpointed(x).float())
+        before = self.body(x)
+        output = self.checkpointed(x)
+        del before  # with the casts that the first run could have found
+        return output
+
+
+aten = torch.ops.aten
+CHEAP = {aten.native_layer_norm.default, aten._softmax.default, aten.addmm.default}
+SAVED: dict[str, Callable[[object], bool]] = {
+    "casts": lambda operator: operator is aten._to_copy.default,
+    "products": lambda operator: operator is aten.addmm.default,
+    "both": lambda operator: operator in (aten._to_copy.default, aten.addmm.default),
+    "all but some": lambda operator: operator not in CHEAP,
+}
+ORDERS = pytest.mark.parametrize("order", ["once", "twice", "plain after", "plain before"])
+
+
+@MODES
+@ORDERS
+@pytest.mark.parametrize("saved", SAVED)
+def test_selective_checkpoints_go_on_working(recast: bool, order: str, saved: str) -> None:
+    torch.manual_seed(0)
+    model, x = Several(order, SAVED[saved]), torch.randn(8, 8)
+    expected = gradients(model, x)
+    WeightCasts(model, "cpu", recast_in_backward=recast)
+    assert_same(expected, gradients(model, x))
+
+
+@MODES
+@ORDERS
+@pytest.mark.parametrize("save", [["aten._to_copy"], ["aten._to_copy", "aten.addmm"], "matmuls"])
+def test_the_packs_selective_checkpoints_go_on_working(recast: bool, order: str, save: str | list[str]) -> None:
+    torch.manual_seed(0)
+    model, x = Several(order, None), torch.randn(8, 8)
+    expected = gradients(model, x)
+    apply_activation_checkpointing(model, layers=["body"], save=SavePolicy(save))
+    WeightCasts(model, "cpu", recast_in_backward=recast)
+    assert_same(expected, gradients(model, x))
+
+
+@pytest.mark.parametrize("around", [track_memory, Recomputation, lambda _: FlopCounterMode(display=False)])
+def test_other_dispatch_modes_do_not_end_sharing(around: Callable[[nn.Module], AbstractContextManager[object]]) -> None:
+    model = Repeated(nn.Linear(8, 8))
+    WeightCasts(model, "cpu")
+    with around(model), bf16():
+        output = model(torch.ones(2, 8, requires_grad=True))
+    assert count_shared(output) == 2
