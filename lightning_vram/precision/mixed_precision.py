@@ -197,6 +197,13 @@ class LeanMixedPrecision(MixedPrecision):
     @override
     @contextmanager
     def train_step_context(self) -> Generator[None, None, None]:
+        with self._training_step():
+            yield
+        if self._run is not None:
+            self._run.warn_of_idle_islands()
+
+    @contextmanager
+    def _training_step(self) -> Generator[None, None, None]:
         run = self._run
         if run is None or run.scaling is None or run.module.automatic_optimization:
             with self.forward_context():

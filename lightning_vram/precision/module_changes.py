@@ -6,13 +6,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_vram.optimizers.computed_weights import iterate_computing
 from lightning_vram.optimizers.lean_parameters import LeanParameters
 from lightning_vram.optimizers.lost_updates import refuse_lost_updates
 from lightning_vram.techniques.compiled_backward import compiled_backward_without_autocast
-from lightning_vram.techniques.fp32_islands import run_in_fp32
+from lightning_vram.techniques.fp32_islands import Float32Islands, run_in_fp32
 from lightning_vram.techniques.layer_selection import LayerPattern, select_layers
 from lightning_vram.techniques.low_precision_norms import keep_norms_low
 from lightning_vram.techniques.shadow import Shadow
@@ -68,12 +70,15 @@ class ModuleChanges:
     is_training: bool
     lean: LeanParameters | None = None
     _casts: WeightCasts | None = None
+    _islands: Float32Islands = field(init=False)
+    _island_names: dict[nn.Module, str] = field(init=False)
     _undo: ExitStack = field(default_factory=ExitStack)
 
     def __post_init__(self) -> None:
         with ExitStack() as undo:
             islands = _find_islands(self.module, self.settings.fp32_modules)
-            undo.callback(run_in_fp32(islands, self.device_type).remove)
+            self._islands, self._island_names = run_in_fp32(islands, self.device_type), islands
+            undo.callback(self._islands.remove)
             inside = {part for island in islands for part in island.modules()}
             if self.settings.low_precision_norms:
                 undo.callback(keep_norms_low(self.module, self.device_type, skip=inside).remove)
@@ -81,6 +86,11 @@ class ModuleChanges:
                 self._change_weights(inside, undo)
                 undo.enter_context(compiled_backward_without_autocast())
             self._undo = undo.pop_all()
+
+    @property
+    def idle_islands(self) -> list[str]:
+        """Names of ``fp32_modules`` whose ``forward`` nobody has called so far: nothing of them is in float32."""
+        return [self._island_names[module] for module in self._islands.idle]
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
         """Let ``optimizers`` step what is kept, or refuse those that cannot.
@@ -126,21 +136,33 @@ class ModuleChanges:
         return state_dict
 
 
-def _find_islands(module: nn.Module, patterns: Sequence[LayerPattern]) -> list[nn.Module]:
+def _find_islands(module: nn.Module, patterns: Sequence[LayerPattern]) -> dict[nn.Module, str]:
+    """All that match, with their names. Those inside of others count as well: who says that the others are called?"""
     if not patterns:
-        return []
+        return {}
     try:
-        return [layer.module for layer in select_layers(module, patterns).layers]
+        selection = select_layers(module, patterns)
     except ValueError as error:
         raise ValueError(f"LeanMixedPrecision(fp32_modules): {error}") from None
+    # What is compiled has two names; the second is that of what was compiled.
+    parts = {_plain_name(name): part for name, part in module.named_modules(remove_duplicate=False)}
+    found = {layer.module: layer.name for layer in selection.layers}
+    return found | {parts[name]: name for name in reversed(selection.nested)}
+
+
+def _plain_name(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 def _lean_parameters(module: nn.Module, islands: Collection[nn.Module]) -> list[nn.Parameter]:
-    """All but those of fp32 islands and of norms, whose kernels want float32 beside 16-bit inputs."""
-    exempt = set(islands) | {part for part in module.modules() if _is_norm(part)}
+    """All but those of fp32 islands, computed weights, and kernels that want float32, such as those of norms.
+
+    What is bf16 already is not spared: it needs what it lacks.
+    """
+    exempt = {*islands, *(part for part in module.modules() if _is_norm(part)), *iterate_computing(module)}
     kept = {parameter for part in exempt for parameter in part.parameters(recurse=False)}
-    return [parameter for parameter in module.parameters() if parameter not in kept]
+    return [p for p in module.parameters() if p not in kept or p.dtype is torch.bfloat16]
 
 
 def _is_norm(module: nn.Module) -> bool:
-    return isinstance(module, _NORMS) or type(module).__name__.endswith("Norm")
+    return isinstance(module, (*_NORMS, nn.Bilinear)) or type(module).__name__.endswith("Norm")

@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
 from lightning.pytorch.tuner.lr_finder import _LRCallback
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor
 from torch.optim import Optimizer
@@ -31,6 +32,7 @@ class PrecisionRun:
         is_deferring: Whether the scale is updated later: at the end of a ``training_step`` that steps by itself.
         has_stepped: Whether it is to be updated then.
         num_overflowed: Steps since its last update that overflowed.
+        has_warned: Whether the first training step is over.
     """
 
     module: pl.LightningModule
@@ -41,6 +43,7 @@ class PrecisionRun:
     is_deferring: bool = False
     has_stepped: bool = False
     num_overflowed: int = 0
+    has_warned: bool = False
     _shadows: list[Shadow] = field(default_factory=list)
 
     def connect(
@@ -80,6 +83,18 @@ class PrecisionRun:
     def is_tuning(self) -> bool:
         """Whether a search for the learning rate is under way, which goes on until the training diverges."""
         return any(isinstance(callback, _LRCallback) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
+
+    def warn_of_idle_islands(self) -> None:
+        """Tell once, after a training step, what of ``fp32_modules`` did not run in it."""
+        if self.has_warned:
+            return
+        self.has_warned = True
+        if names := self.changes.idle_islands:
+            rank_zero_warn(
+                f"LeanMixedPrecision(fp32_modules): {', '.join(names)} did not run in the first training step, or not "
+                "by a call of the module: other modules that read its weights compute in 16 bit. Name the module that is "
+                "called, such as the whole nn.MultiheadAttention in the place of its out_proj."
+            )
 
     def over_ranks(self) -> Callable[[Tensor], Tensor] | None:
         """How ranks agree on an overflow: gradients that are not reduced, or sharded, may have it on one of them."""

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
 
-from lightning_vram.techniques.class_swap import plain_class_forward
-from lightning_vram.techniques.forward_stand_in import has_own_forward
+from lightning_vram.techniques.class_swap import has_own_forward, plain_class_forward
 
 Place = tuple[str | None, str]
 """A child of the module, or ``None`` for itself, and the name of a parameter there."""

@@ -1,15 +1,16 @@
 """Let a module run something else by changing its class, and change it back.
 
 Names, ``state_dict``, ``torch.compile(fullgraph=True)`` and FSDP2 see the module they know; copies and pickles are
-plain modules, so that a file does not need this package. Wrappers, patched ``forward`` methods and hooks each break
-one of these. Several techniques may take one module, each under its own key: the last one runs first, and they are
-undone in any order.
+plain modules, so that a file does not need this package, unless a technique goes into copies. Wrappers, patched
+``forward`` methods and hooks each break one of these. Several techniques may take one module, each under its own key:
+the last one runs first, and they are undone in any order.
 """
 
+import copy
 import copyreg
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,8 +18,17 @@ from torch import nn
 Run = Callable[..., Any]
 """Called with the module, its state, its plain ``forward`` and the arguments; returns what ``forward`` returns."""
 
-_KEY = "_lightning_vram_swap_key"  # on our classes: no name that a user's class has
-FORWARD = "_lightning_vram_forward"  # on instances: a forward of their own, which would hide ours
+_TECHNIQUE = "_lightning_vram_technique"  # on our classes: no name that a user's class has
+_FORWARD = "_lightning_vram_forward"  # on instances: a forward of their own, which would hide ours
+
+
+class _Technique(NamedTuple):
+    """What one of our classes was made for."""
+
+    key: str
+    run: Run
+    in_copies: bool
+
 
 _classes: dict[tuple[type[nn.Module], str], type[nn.Module]] = {}  # made once, so that types compare
 
@@ -33,18 +43,35 @@ class _Swapped:
         reduced: Any = super().__reduce_ex__(protocol)
         make, arguments, *rest = reduced
         kinds = type(self).__mro__
-        original, keys = kinds[kinds.index(_Swapped) + 1], {key_of(kind) for kind in kinds}
+        original, techniques = kinds[kinds.index(_Swapped) + 1], list(filter(None, map(_technique_of, kinds)))
+        swaps = tuple(
+            (key, copy.copy(vars(self)[key]), run)
+            for key, run, in_copies in reversed(techniques)
+            if in_copies and key in vars(self)
+        )
         if rest and isinstance(rest[0], dict):
-            attributes = {name: value for name, value in rest[0].items() if name not in keys and name != FORWARD}
-            rest[0] = attributes | ({"forward": rest[0][FORWARD]} if FORWARD in rest[0] else {})
+            keys = {technique.key for technique in techniques}
+            attributes = {name: value for name, value in rest[0].items() if name not in keys and name != _FORWARD}
+            parked = _FORWARD if swaps else "forward"
+            rest[0] = attributes | ({parked: rest[0][_FORWARD]} if _FORWARD in rest[0] else {})
         arguments = tuple(original if argument is type(self) else argument for argument in arguments)
         if make is getattr(copyreg, "__newobj__", None) and len(arguments) == 1:
             # pickle insists that __newobj__ makes the class of the very object; its elder does the same work
             make, arguments = copyreg._reconstructor, (original, object, None)  # type: ignore[attr-defined]
-        return make, arguments, *rest
+        return (_make_swapped, (make, arguments, swaps), *rest) if swaps else (make, arguments, *rest)
 
 
-def swap_class(module: nn.Module, key: str, state: object, run: Run) -> None:
+def _make_swapped(make: Callable[..., Any], arguments: tuple[Any, ...], swaps: tuple[Any, ...]) -> nn.Module:
+    """Make a copy; what it has in its ``__dict__`` is put there afterwards."""
+    module: nn.Module = make(*arguments)
+    for key, state, run in swaps:
+        swap_class(module, key, state, run, in_copies=True)
+    return module
+
+
+def swap_class(
+    module: nn.Module, key: str, state: object, run: Run, *, in_copies: bool = False, is_lowest: bool = False
+) -> None:
     """Let ``module`` run ``run`` in the place of its ``forward`` as long as ``key`` is in its ``__dict__``.
 
     Args:
@@ -52,6 +79,10 @@ def swap_class(module: nn.Module, key: str, state: object, run: Run) -> None:
         key: Name of the technique; the state is kept under it.
         state: Handed to ``run``.
         run: See :data:`Run`. Always the same function for the same class and key.
+        in_copies: Whether copies and pickles are swapped as well, each with a copy of the state, which holds no
+            module. Pickles find ``run`` by its name. Nobody undoes their swap unless by :func:`restore_class`.
+        is_lowest: Whether it runs last, below techniques that came before: they change how it is called, it changes
+            what the plain module does. Classes of others stay below it.
 
     Raises:
         ValueError: If the class cannot be changed, or ``key`` is in it already.
@@ -61,61 +92,79 @@ def swap_class(module: nn.Module, key: str, state: object, run: Run) -> None:
         raise ValueError(f"module {name} cannot be changed: it is scripted or traced.")
     if key in vars(module):
         raise ValueError(f"module {name} cannot be changed: it has been already.")
-    if all(key_of(kind) != key for kind in type(module).__mro__):  # else it is idle below another class, and wakes
+    if all(_key_of(kind) != key for kind in type(module).__mro__):  # else it is idle below another class, and wakes
+        technique = _Technique(key, run, in_copies)
         try:
-            module.__class__ = _swapped_class(type(module), key, run)
+            module.__class__ = _swapped_class(type(module), technique, is_lowest=is_lowest)
         except TypeError as error:
             raise ValueError(f"module {name} cannot be changed: {error}.") from None
     vars(module)[key] = state
     if "forward" in vars(module):
-        vars(module)[FORWARD] = vars(module).pop("forward")
+        vars(module)[_FORWARD] = vars(module).pop("forward")
 
 
 def restore_class(module: nn.Module, key: str) -> None:
     """Undo :func:`swap_class`; one that another class was put over (FSDP2) stays and is idle. Twice does nothing."""
     vars(module).pop(key, None)
     # What is idle on top goes, whoever left it there; below a technique still at work it has to wait for that one.
-    while (top := key_of(type(module))) is not None and top not in vars(module):
+    while (top := _key_of(type(module))) is not None and top not in vars(module):
         module.__class__ = type(module).__bases__[-1]
-    if FORWARD in vars(module) and not any(key_of(kind) in vars(module) for kind in type(module).__mro__):
-        vars(module)["forward"] = vars(module).pop(FORWARD)
+    is_ours = any(_key_of(kind) in vars(module) for kind in type(module).__mro__)
+    if _FORWARD in vars(module) and "forward" not in vars(module) and not is_ours:  # else what wraps ours calls it
+        vars(module)["forward"] = vars(module).pop(_FORWARD)
 
 
-def _swapped_class(original: type[nn.Module], key: str, run: Run) -> type[nn.Module]:
-    if (original, key) not in _classes:
-        _classes[original, key] = _make_class(original, key, run)
-    return _classes[original, key]
+def _swapped_class(original: type[nn.Module], technique: _Technique, *, is_lowest: bool = False) -> type[nn.Module]:
+    upper = _technique_of(original) if is_lowest else None
+    if upper is not None:
+        return _swapped_class(_swapped_class(original.__bases__[-1], technique, is_lowest=True), upper)
+    if (original, technique.key) not in _classes:
+        _classes[original, technique.key] = _make_class(original, technique)
+    return _classes[original, technique.key]
 
 
-def _make_class(original: type[nn.Module], key: str, run: Run) -> type[nn.Module]:
+def _make_class(original: type[nn.Module], technique: _Technique) -> type[nn.Module]:
+    key, run = technique.key, technique.run
     is_further = issubclass(original, _Swapped)  # above another of ours, which knows about the instance
 
     @functools.wraps(original.forward)  # transformers and others inspect the signature
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        inherited: Any = super(swapped, self)
-        plain = inherited.forward if is_further else self.__dict__.get(FORWARD, inherited.forward)
+        # It may have been restored, while somebody who has wrapped this method still calls it.
+        lower: Any = super(swapped, self) if isinstance(self, swapped) else None
+        inherited = original.forward.__get__(self) if lower is None else lower.forward
+        plain = inherited if is_further else self.__dict__.get(_FORWARD, inherited)
         if key not in self.__dict__:
             return plain(*args, **kwargs)
         return run(self, self.__dict__[key], plain, *args, **kwargs)
 
     # The same name, so that printed models and policies that go by class name see no change.
-    attributes = {"forward": forward, _KEY: key, "__module__": original.__module__}
+    attributes = {"forward": forward, _TECHNIQUE: technique, "__module__": original.__module__}
     metaclass: Any = type(original)
     bases = (original,) if is_further else (_Swapped, original)
     swapped: type[nn.Module] = metaclass(original.__name__, bases, attributes | {"__qualname__": original.__qualname__})
     return swapped
 
 
-def key_of(kind: type) -> str | None:
-    """The key that ``kind`` itself was made for, not one of its bases; ``None`` for a class of others."""
-    key: str | None = vars(kind).get(_KEY)
-    return key
+def _technique_of(kind: type) -> _Technique | None:
+    """What ``kind`` itself was made for, not one of its bases; ``None`` for a class of others."""
+    technique: _Technique | None = vars(kind).get(_TECHNIQUE)
+    return technique
+
+
+def _key_of(kind: type) -> str | None:
+    technique = _technique_of(kind)
+    return None if technique is None else technique.key
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether there is a ``forward`` on the instance."""
+    return "forward" in vars(module) or _FORWARD in vars(module)
 
 
 def plain_class_forward(module: nn.Module) -> Callable[..., Any]:
     """Return the ``forward`` of the class of ``module``, as if it were not swapped."""
     kinds = type(module).__mro__
     # not getattr: scripted classes raise
-    forwards = (vars(kind)["forward"] for kind in kinds if "forward" in vars(kind) and key_of(kind) is None)
+    forwards = (vars(kind)["forward"] for kind in kinds if "forward" in vars(kind) and _key_of(kind) is None)
     forward: Callable[..., Any] = next(forwards)
     return forward

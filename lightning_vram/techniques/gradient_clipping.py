@@ -5,7 +5,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-
 _NARROW = (torch.bfloat16, torch.float16)
 
 

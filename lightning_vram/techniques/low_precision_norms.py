@@ -13,29 +13,24 @@ Measured on a CPU, whose RMSNorm is composed of several operators, and computes 
 CPU's LayerNorm of a 16-bit input stays 16 bit under plain autocast, too; on CUDA it becomes float32.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map
 
-from lightning_vram.techniques.class_swap import plain_class_forward
-from lightning_vram.techniques.forward_stand_in import (
-    ForwardHandle,
-    ForwardStandIn,
-    has_own_forward,
-)
+from lightning_vram.techniques.class_swap import has_own_forward, plain_class_forward
+from lightning_vram.techniques.precision_swaps import PrecisionState, PrecisionSwap, PrecisionSwaps
+from lightning_vram.techniques.tensor_trees import cast_where
 
 _NAMES = ("LayerNorm", "RMSNorm")
 _CASTABLE = (torch.float32, torch.float16, torch.bfloat16)
-_EPS = torch.finfo(
-    torch.float32
-).eps  # of RMSNorm(eps=None), under plain autocast; as documented it goes by the input's dtype
+_STOCK = (nn.LayerNorm.forward, nn.RMSNorm.forward)
+_EPS = torch.finfo(torch.float32).eps  # of RMSNorm(eps=None) under plain autocast; as documented by the input's dtype
 
 
-def keep_norms_low(model: nn.Module, device_type: str, skip: Collection[nn.Module] = ()) -> ForwardHandle:
+def keep_norms_low(model: nn.Module, device_type: str, skip: Collection[nn.Module] = ()) -> PrecisionSwaps:
     """Let the norms of ``model`` return 16 bit wherever autocast is enabled when they are called.
 
     ``nn.LayerNorm`` and ``nn.RMSNorm`` read 16 bit as well. Other classes whose name ends alike (transformers') run
@@ -51,7 +46,7 @@ def keep_norms_low(model: nn.Module, device_type: str, skip: Collection[nn.Modul
         The undo, and in ``num_modules`` how many norms were found.
 
     Raises:
-        ValueError: If there is no norm, or one is scripted. All modules are then as they were.
+        ValueError: If there is no norm, or the class of one cannot be changed. All modules are then as they were.
 
     Example:
         >>> norm = nn.LayerNorm(2)
@@ -62,55 +57,61 @@ def keep_norms_low(model: nn.Module, device_type: str, skip: Collection[nn.Modul
         >>> handle.remove()
     """
     skipped = {part for module in skip for part in module.modules()}
-    handle = ForwardHandle(_make_stand_ins(model, device_type, skipped))
-    if not handle.num_modules:
+    swaps = {part: swap for part in model.modules() if part not in skipped and (swap := _choose(part)) is not None}
+    if not swaps:
         outside = " outside of fp32_modules" if skipped else ""
         raise ValueError(
             f"low_precision_norms=True finds no LayerNorm or RMSNorm in {type(model).__name__}{outside}: leave it out."
         )
-    return handle
+    return PrecisionSwaps(swaps, device_type)
 
 
-def _make_stand_ins(model: nn.Module, device_type: str, skipped: Collection[nn.Module]) -> Iterator[ForwardStandIn]:
-    for module in model.modules():
-        if module in skipped:
-            continue
-        forward = plain_class_forward(module)
-        if forward in (nn.LayerNorm.forward, nn.RMSNorm.forward) and not has_own_forward(module):
-            yield LowKernelForward(module, device_type)
-        elif type(module).__name__.endswith(_NAMES):
-            yield LowResultForward(module, device_type)
+def _choose(module: nn.Module) -> PrecisionSwap | None:
+    """What to do with ``module``; ``None`` if it is no norm."""
+    if plain_class_forward(module) in _STOCK and not has_own_forward(module):
+        return _LOW_KERNEL
+    return _LOW_RESULT if type(module).__name__.endswith(_NAMES) else None
 
 
-class LowKernelForward(ForwardStandIn):
-    """Calls the kernel of a stock norm with everything in 16 bit."""
+def _run_low_kernel(
+    norm: nn.Module, state: PrecisionState, plain: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Stands in for the ``forward`` of a stock norm: calls its kernel with everything in 16 bit."""
+    device_type = state.device_types[-1]
+    if not _is_castable(device_type, args, kwargs):
+        return plain(*args, **kwargs)
+    if not torch.compiler.is_compiling() and getattr(plain, "__func__", None) not in _STOCK:
+        # The class of somebody else keeps us from being the lowest: what another technique does below it goes on.
+        return _run_low_result(norm, state, plain, *args, **kwargs)
+    dtype = torch.get_autocast_dtype(device_type)
+    with torch.autocast(device_type, enabled=False):
+        return _normalize(norm, dtype, *args, **kwargs)
 
-    is_below_swapped_classes = True  # it does what ``forward`` does, and what others do about that goes on
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
-        if not _is_castable(self.device_type, args, kwargs):
-            return self.plain(*args, **kwargs)
-        dtype = torch.get_autocast_dtype(self.device_type)
-        with torch.autocast(self.device_type, enabled=False):
-            return _normalize(self.module, dtype, *args, **kwargs)
-
-
-class LowResultForward(ForwardStandIn):
-    """Calls a ``forward`` that is not known, and casts its output.
+def _run_low_result(
+    norm: nn.Module, state: PrecisionState, plain: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Stands in for a ``forward`` that is not known: calls it, and casts its output.
 
     Autocast stays on inside: with it off, kernels on CUDA refuse a 16-bit input beside float32 gains.
     """
-
-    def run(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
-        if not _is_castable(self.device_type, args, kwargs):
-            return self.plain(*args, **kwargs)
-        dtype = torch.get_autocast_dtype(self.device_type)
-        if args and type(self.module).__name__.endswith("RMSNorm"):
-            # They normalize in float32 and go on in the dtype of their input. T5LayerNorm goes on in float32 and would
-            # save the 16-bit input as well.
+    device_type = state.device_types[-1]
+    if not _is_castable(device_type, args, kwargs):
+        return plain(*args, **kwargs)
+    dtype = torch.get_autocast_dtype(device_type)
+    if type(norm).__name__.endswith("RMSNorm"):
+        # They normalize in float32 and go on in the dtype of their input. T5LayerNorm goes on in float32 and would
+        # save the 16-bit input as well.
+        if args:
             args = (args[0].to(dtype), *args[1:])
-        output = self.plain(*args, **kwargs)
-        return tree_map(lambda leaf: leaf.to(dtype) if _is_float32(leaf) else leaf, output)
+        else:
+            name, input = next(iter(kwargs.items()))
+            kwargs = {**kwargs, name: input.to(dtype)}
+    return cast_where(_is_float32, dtype, plain(*args, **kwargs))
+
+
+_LOW_KERNEL = PrecisionSwap("_low_norm_kernel", _run_low_kernel, is_lowest=True)
+_LOW_RESULT = PrecisionSwap("_low_norm_result", _run_low_result, is_lowest=True)
 
 
 def _normalize(norm: nn.Module, dtype: torch.dtype, input: Tensor) -> Tensor:
@@ -119,8 +120,9 @@ def _normalize(norm: nn.Module, dtype: torch.dtype, input: Tensor) -> Tensor:
         eps = _EPS if norm.eps is None else norm.eps
         return F.rms_norm(input.to(dtype), norm.normalized_shape, _cast(norm.weight, dtype), eps)
     assert isinstance(norm, nn.LayerNorm)
-    # The CPU's kernel takes float32 gains as well, and then keeps float32 statistics, as CUDA's does in any case.
-    gains_dtype = torch.float32 if input.device.type == "cpu" else dtype
+    # The CPU's kernel takes float32 gains as well, and then keeps float32 statistics, as CUDA's does in any case. What
+    # torch.func makes of it does not.
+    gains_dtype = torch.float32 if input.device.type == "cpu" and not _is_transformed() else dtype
     weight, bias = _cast(norm.weight, gains_dtype), _cast(norm.bias, gains_dtype)
     return F.layer_norm(input.to(dtype), norm.normalized_shape, weight, bias, norm.eps)
 
@@ -140,5 +142,12 @@ def _is_castable(device_type: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     )
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # it compiles once for each stack
+def _is_transformed() -> bool:
+    """Whether ``torch.func`` is at work."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def _is_float32(leaf: object) -> bool:
-    return isinstance(leaf, Tensor) and leaf.dtype == torch.float32
+    """Whether to cast ``leaf``. Losses stay: float16 would overflow once they are scaled."""
+    return isinstance(leaf, Tensor) and leaf.dtype == torch.float32 and leaf.dim() > 0

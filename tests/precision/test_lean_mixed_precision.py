@@ -170,12 +170,20 @@ def test_named_modules_run_in_fp32(make_trainer):
     assert seen["head"] == (torch.float32, torch.bfloat16)
 
 
+def test_modules_that_nobody_calls_are_warned_about_once(make_trainer):
+    plugin = LeanMixedPrecision("bf16", fp32_modules=["**.out_proj", "net.head"])
+    with pytest.warns(UserWarning, match=r"net\.blocks\.0\.self_attn\.out_proj.* did not run") as caught:
+        fit(build(TinyGPT), make_trainer(plugins=[plugin]))
+    assert len([warning for warning in caught if "did not run" in str(warning.message)]) == 1
+    assert "net.head" not in str(caught[0].message)
+
+
 @pytest.mark.parametrize("kind", [nn.Linear, "Linear", "net.*"])
 def test_patterns_of_fp32_modules(kind, make_trainer):
     plugin = LeanMixedPrecision("bf16", fp32_modules=kind)
     model = build(TinyCNN)
     dtypes = []
-    model.net[-1].register_forward_pre_hook(lambda module, inputs: dtypes.append("forward" in vars(module)))
+    model.net[-1].register_forward_pre_hook(lambda module, inputs: dtypes.append("_fp32_island" in vars(module)))
     fit(model, make_trainer(plugins=[plugin]))
     assert all(dtypes)
 
@@ -239,6 +247,7 @@ def test_a_fit_that_fails_leaves_the_module_as_it_was(place, make_trainer):
     assert describe_module(model) == before
 
 
+@pytest.mark.filterwarnings("ignore:.*did not run in the first training step")  # the linear layers of attention
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_the_module_is_what_it_was_after_each_run(precision, make_case, make_trainer):
     model = make_case()

@@ -6,10 +6,17 @@ import torch
 from helpers import Forking, LitManual, LitTiny, TinyCNN, TinyGPT, assert_equal_weights
 from lightning.pytorch.plugins.precision import MixedPrecision
 from parts import AUTOMATIC_ONLY, KEEPS_RESULT, from_config
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from lightning_vram import AccumulationScheduler, ActivationCheckpointing, LeanMixedPrecision, MicroBatching
+from lightning_vram import (
+    AccumulationScheduler,
+    ActivationCheckpointing,
+    InPlaceFusion,
+    LeanMixedPrecision,
+    MicroBatching,
+)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
@@ -61,6 +68,23 @@ def test_all_together_change_nothing(kind, make_trainer):
     for parts in ([], callbacks):
         model = build(TinyGPT)
         make_trainer(callbacks=parts, plugins=[make_plugin(kind, TinyGPT)]).fit(model)
+        fitted.append(model)
+    assert_equal_weights(*fitted)
+
+
+class NormThenActivation(TinyCNN):
+    def __init__(self):
+        nn.Sequential.__init__(self, nn.Flatten(), nn.Linear(192, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 10))
+
+
+@pytest.mark.parametrize("mode", ["auto", "modules"])
+@pytest.mark.parametrize("fp32_modules", [(), nn.LayerNorm], ids=["low norms", "island"])
+def test_norms_in_16_bit_are_fused_or_left_alone(mode, fp32_modules, make_trainer):
+    fitted = []
+    for callbacks in ([], [InPlaceFusion(mode=mode)]):
+        model = build(NormThenActivation)
+        plugin = LeanMixedPrecision("bf16", low_precision_norms=not fp32_modules, fp32_modules=fp32_modules)
+        make_trainer(callbacks=callbacks, plugins=[plugin]).fit(model)
         fitted.append(model)
     assert_equal_weights(*fitted)
 

@@ -130,6 +130,129 @@ def test_copies_and_pickles_are_plain(original: nn.Module, keys: tuple[str, ...]
     assert not torch.equal(module(x), original(x))  # itself, it stays swapped
 
 
+class Counted:
+    """A state that copies have of their own."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+
+def run_counted(module: nn.Module, state: Counted, plain: Any, *args: Any, **kwargs: Any) -> Tensor:
+    return plain(*args, **kwargs) * state.factor
+
+
+def save_and_load(module: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "copy": copy.copy,
+    "pickle": lambda module: pickle.loads(pickle.dumps(module)),
+    "pickle of protocol 2": lambda module: pickle.loads(pickle.dumps(module, protocol=2)),
+    "torch.save": save_and_load,
+}
+
+
+@pytest.mark.parametrize("make_copy", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize("keys", [("_kept",), (DOUBLE, "_kept"), ("_kept", DOUBLE)], ids=str)
+@pytest.mark.parametrize("original", [nn.Linear(2, 2), Double()], ids=["torch", "user"])
+def test_copies_keep_what_goes_into_copies_and_nothing_else(original: nn.Module, keys: Any, make_copy: Any) -> None:
+    module, x, state = copy.deepcopy(original), torch.ones(1, 2), Counted(3.0)
+    for key in keys:
+        if key == "_kept":
+            swap_class(module, key, state, run_counted, in_copies=True)
+        else:
+            swap(module, key)
+    other = make_copy(module)
+    state.factor = 0.0
+    restore_class(module, "_kept")
+    assert torch.equal(make_copy(other)(x), original(x) * 3)  # a copy of a copy as well
+    assert torch.equal(other(x), original(x) * 3)
+    restore_class(other, "_kept")
+    assert type(other) is type(original)
+    assert vars(other).keys() == vars(original).keys()
+
+
+def test_a_forward_on_the_instance_goes_along_with_what_goes_into_copies() -> None:
+    module = WithMethod()
+    module.forward = module.triple
+    swap_class(module, "_kept", Counted(2.0), run_counted, in_copies=True)
+    for make_copy in (copy.deepcopy, COPIES["pickle"]):
+        other = make_copy(module)
+        assert other(torch.tensor(1.0)) == 6
+        restore_class(other, "_kept")
+        assert type(other) is WithMethod
+        assert vars(other)["forward"].__self__ is other
+
+
+class WithMethod(nn.ReLU):
+    """Patched with one of its methods."""
+
+    def triple(self, x: Tensor) -> Tensor:
+        return x * 3
+
+
+@pytest.mark.parametrize("first_off", [0, 1, 2])
+@pytest.mark.parametrize("has_own", [False, True], ids=["class", "instance"])
+def test_the_lowest_runs_below_those_that_came_before(has_own: bool, first_off: int) -> None:
+    module, x = nn.ReLU(), torch.tensor(3.0)
+    if has_own:
+        module.forward = own = lambda x: x - 1
+    swap(module, DOUBLE)
+    swap_class(module, "_upper", 1.0, run_add)
+    swap_class(module, "_lowest", 10.0, run_add, is_lowest=True)
+    plain = 2 if has_own else 3
+    assert module(x) == (plain + 10) * 2 + 1
+    assert type(swap_lowest_first()) is type(module)  # no class of its own for each order
+    keys = ["_upper", "_lowest", DOUBLE]
+    effects = {"_upper": (plain + 10) * 2, "_lowest": plain * 2 + 1, DOUBLE: plain + 10 + 1}
+    off = keys.pop(first_off)
+    restore_class(module, off)
+    assert module(x) == effects[off]
+    for key in keys:
+        restore_class(module, key)
+    assert type(module) is nn.ReLU
+    assert vars(module).get("forward") is (own if has_own else None)
+    assert module(x) == plain
+
+
+def swap_lowest_first() -> nn.Module:
+    module = nn.ReLU()
+    swap_class(module, "_lowest", 10.0, run_add, is_lowest=True)
+    swap(module, DOUBLE)
+    swap_class(module, "_upper", 1.0, run_add)
+    return module
+
+
+def test_the_lowest_stays_above_a_class_put_on_top() -> None:
+    module, x = swap(nn.ReLU(), DOUBLE), torch.tensor(3.0)
+    fsdp = put_class_on_top(module)
+    swap_class(module, "_lowest", 10.0, run_add, is_lowest=True)
+    assert module(x) == 3 * 2 + 10
+    restore_class(module, "_lowest")
+    assert type(module) is fsdp
+
+
+@pytest.mark.parametrize("has_own", [False, True], ids=["class", "instance"])
+def test_who_has_wrapped_the_forward_calls_the_plain_one_when_the_class_is_restored(has_own: bool) -> None:
+    module, x = nn.ReLU(), torch.tensor(3.0)
+    if has_own:
+        module.forward = lambda x: x - 1
+    plain = module(x)
+    swap(module, DOUBLE, ADD)
+    inner = module.forward
+    module.forward = wrapper = lambda x: inner(x) * 100
+    assert module(x) == (plain * 2 + 2) * 100
+    restore_class(module, ADD)
+    restore_class(module, DOUBLE)
+    assert vars(module)["forward"] is wrapper
+    assert module(x) == plain * 100
+
+
 def test_modules_of_a_class_share_the_swapped_class() -> None:
     first, second = (swap(nn.ReLU(), DOUBLE, ADD) for _ in range(2))
     assert type(first) is type(second)

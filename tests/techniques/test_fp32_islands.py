@@ -5,22 +5,43 @@ import inspect
 import io
 import pickle
 from collections import namedtuple
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from lightning_vram.techniques.class_swap import restore_class, swap_class
-from lightning_vram.techniques.forward_stand_in import ForwardStandIn
 from lightning_vram.techniques.fp32_islands import run_in_fp32
+from lightning_vram.techniques.low_precision_norms import keep_norms_low
+from lightning_vram.techniques.tensor_trees import iterate_leaves
 
 WIDTH = 8
 LOW = [torch.bfloat16, torch.float16]
 Pair = namedtuple("Pair", "first second")
+
+
+@dataclass
+class Batch:
+    """Checks what it is given, and computes a field."""
+
+    data: Any
+    note: Any = None
+    size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        assert not hasattr(self, "size")
+        self.size = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    data: Any
 
 
 class Net(nn.Module):
@@ -124,13 +145,15 @@ def test_results_and_gradients_are_those_of_float32_by_hand(dtype):
         lambda t: {"a": {"b": t}, "c": None},
         lambda t: Pair(t, 2),
         lambda t: BaseModelOutput(last_hidden_state=t),
+        lambda t: Batch(t, note="text"),
+        lambda t: [Frozen({"a": Batch((1, t))}), Batch],
     ],
-    ids=["tensor", "tuple", "list", "dict", "namedtuple", "ModelOutput"],
+    ids=["tensor", "tuple", "list", "dict", "namedtuple", "ModelOutput", "dataclass", "frozen dataclass"],
 )
 @pytest.mark.parametrize("is_keyword", [False, True], ids=["positional", "keyword"])
 def test_16_bit_tensors_in_any_structure_are_cast_in_and_out(wrap, is_keyword):
     def leaf(tree: Any) -> Tensor:
-        return next(t for t in torch.utils._pytree.tree_leaves(tree) if isinstance(t, Tensor))
+        return next(t for t in iterate_leaves(tree) if isinstance(t, Tensor))
 
     given = wrap(torch.ones(2, dtype=torch.float16))
     module = Noted(wrap(torch.full((2,), 3.0)))
@@ -146,7 +169,7 @@ def test_16_bit_tensors_in_any_structure_are_cast_in_and_out(wrap, is_keyword):
 
 
 def test_other_dtypes_and_the_containers_without_16_bit_tensors_are_handed_in_as_they_are():
-    wide, number, cache = torch.ones(2, dtype=torch.float64), torch.tensor(1), {"wide": torch.ones(2)}
+    wide, number, cache = torch.ones(2, dtype=torch.float64), torch.tensor(1), {"wide": Batch(torch.ones(2))}
     module = Noted()
     run_in_fp32([module], "cpu")
     with autocast():
@@ -164,6 +187,30 @@ def test_only_float32_results_are_cast_back_and_losses_are_not():
         low, *others = module(torch.ones(2).half())
     assert low.dtype == torch.float16
     assert all(one is other for one, other in zip(others, (wide, number, loss, "text"), strict=True))
+
+
+def test_fields_that_need_no_cast_are_the_same_objects_in_a_dataclass_that_does():
+    inner, module = Batch(torch.ones(2)), Noted()
+    given = Batch({"low": torch.ones(2).half(), "inner": inner}, note=inner)
+    run_in_fp32([module], "cpu")
+    with autocast():
+        module(given)
+    (got,), _ = module.got
+    assert got.note is got.data["inner"] is inner
+    assert (got.size, given.size) == (7, 7)
+
+
+@pytest.mark.parametrize(
+    "make", [nn.MSELoss, nn.SmoothL1Loss, nn.BCEWithLogitsLoss, nn.CrossEntropyLoss], ids=lambda make: make.__name__
+)
+def test_losses_of_each_element_stay_float32(make):
+    loss, low = make(reduction="none"), torch.full((2, 3), 300.0).half()
+    expected = loss(low.float(), torch.zeros(2, 3))
+    run_in_fp32([loss], "cpu")
+    with autocast(torch.float16):
+        got = loss(low, torch.zeros(2, 3).half())
+    assert got.dtype == torch.float32  # 300 ** 2 is infinite in float16
+    assert torch.equal(got, expected)
 
 
 def test_float32_in_is_float32_out():
@@ -223,11 +270,23 @@ def saved(net: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("make_copy", [copy.deepcopy, pickled, saved])
+def test_an_island_that_was_loaded_may_be_one_again_and_stays_one(make_copy):
+    net = make_net()
+    run_in_fp32([net.island], "cuda")
+    other = make_copy(net)
+    handle = run_in_fp32([other.island], "cpu")  # it goes by the autocast that is meant now
+    assert is_island(other)
+    handle.remove()
+    handle.remove()
+    assert not is_island(other)
+    assert vars(other.island)["_fp32_island"].device_types == ("cuda",)
+
+
+@pytest.mark.parametrize("make_copy", [copy.deepcopy, pickled, saved])
 def test_a_copy_is_an_island_of_its_own(make_copy):
     net = make_net()
     handle = run_in_fp32([net.island], "cpu")
     other = make_copy(net)
-    assert vars(other.island)["forward"].module is other.island
     handle.remove()
     assert not is_island(net)
     with torch.no_grad():
@@ -261,6 +320,147 @@ def test_the_compiled_gradients_are_those_of_eager_if_torch_keeps_autocast_out_o
         assert_same(train(compile_to_one_graph(net)), expected)
 
 
+class Compiled(nn.Module):
+    """A residual block with an island and a low norm inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner, self.island = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.island(self.inner(self.norm(x)))
+
+
+def test_blocks_that_are_compiled_one_by_one_share_their_graphs():
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    net = nn.Sequential(*(Compiled() for _ in range(10)))
+    islands = run_in_fp32([block.island for block in net], "cpu")
+    norms = keep_norms_low(net, "cpu")
+    for block in net:
+        block.compile(backend=counter, fullgraph=True)
+    x = make_input()
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True), autocast():
+        first, second = net(x), net(x)
+    assert counter.frame_count <= 2
+    with autocast():
+        assert torch.equal(net[0](x), copy.deepcopy(net[0]).forward(x))
+    for handle in (islands, norms):
+        handle.remove()
+    run_in_fp32([block.island for block in net], "cpu")
+    keep_norms_low(net, "cpu")
+    with autocast():
+        assert torch.equal(net(x), first)
+    assert torch.equal(second, first)
+    assert counter.frame_count <= 2  # a second fit takes those of the first
+
+
+@dataclass
+class Wrapped:
+    data: Tensor
+
+
+class TakesData(nn.Linear):
+    def forward(self, x: Wrapped) -> Tensor:
+        return super().forward(x.data)
+
+
+class GivesData(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.island = nn.Linear(WIDTH, WIDTH), TakesData(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.island(Wrapped(self.before(x)))
+
+
+def test_a_dataclass_that_is_compiled_gives_the_same_result():
+    torch._dynamo.reset()
+    net = GivesData()
+    run_in_fp32([net.island], "cpu")
+    expected = train(net)
+    assert_same(train(torch.compile(net, backend="eager"))[:1], expected[:1])
+
+
+class Head(nn.Module):
+    """Nobody calls its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h = nn.ModuleDict({"l": nn.Linear(WIDTH, WIDTH)})
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(1))])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.logits(x).softmax(-1)
+
+    def logits(self, x: Tensor) -> Tensor:
+        return self.h["l"](x) * self.scales[0]
+
+
+class WithHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2)
+        self.head = Head()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[1](self.head.logits(self.attention(x, x, x)[0]))
+
+
+@pytest.fixture
+def nothing_compiled(monkeypatch):
+    torch._dynamo.reset()
+    monkeypatch.setattr("lightning_vram.techniques.fp32_islands._compiled", set())
+
+
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    ("names", "idle"),
+    [
+        (["attention.out_proj"], ["attention.out_proj"]),
+        (["attention", "attention.out_proj"], []),  # within an island that was called
+        (["head", "head.h.l"], ["head"]),
+        (["head.scales"], ["head.scales"]),
+        (["head"], ["head"]),
+        (["layers"], []),  # one of them was called
+        (["layers", "layers.0"], ["layers.0"]),  # but compiled code tells classes alone
+        (["", "head", "head.scales", "attention.out_proj"], []),
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("nothing_compiled")
+def test_modules_that_nobody_calls_are_told(names, idle, is_compiled):
+    net, x = WithHead(), make_input()
+    handle = run_in_fp32([net.get_submodule(name) for name in names], "cpu")
+    assert [net.get_submodule(name) for name in names] == handle.idle
+    with autocast():
+        (torch.compile(net, backend="eager") if is_compiled else net)(x)
+    told = [name for name in idle if name != "layers.0" or not is_compiled]
+    assert handle.idle == [net.get_submodule(name) for name in told]
+    handle.remove()
+    assert run_in_fp32([net.attention.out_proj], "cpu").idle == [net.attention.out_proj]
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+def test_whoever_asks_again_is_told_again():
+    net = make_net()
+    for _ in range(2):
+        handle = run_in_fp32([net.island], "cpu")
+        assert handle.idle == [net.island]
+        net(make_input())
+        assert handle.idle == []
+
+
+def test_an_island_within_a_checkpoint_compiles_to_one_graph():
+    torch._dynamo.reset()
+    net = make_net()
+    run_in_fp32([net.island], "cpu")
+    run = torch.compile(lambda x: checkpoint(net, x, use_reentrant=False), fullgraph=True, backend="aot_eager")
+    with autocast():
+        assert torch.equal(run(make_input()), net(make_input()))
+
+
 def test_keys_names_hooks_and_signature_are_those_of_the_plain_module():
     net, plain, calls = make_net(), make_net(), []
     net.island.register_forward_pre_hook(lambda _, args: calls.append(args[0].dtype))
@@ -277,12 +477,12 @@ def test_keys_names_hooks_and_signature_are_those_of_the_plain_module():
 
 def test_remove_leaves_nothing_and_may_be_called_again():
     net = make_net()
-    before = [dict(vars(part)) for part in net.modules()]
+    before = [(type(part), dict(vars(part))) for part in net.modules()]
     handle = run_in_fp32([net.island, net.before, net.island], "cpu")
     assert handle.num_modules == 2
     handle.remove()
     handle.remove()
-    assert [dict(vars(part)) for part in net.modules()] == before
+    assert [(type(part), dict(vars(part))) for part in net.modules()] == before
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["first in first out", "last in first out"])
@@ -292,7 +492,7 @@ def test_two_on_one_module_come_off_in_any_order(order):
     handles[order[0]].remove()
     assert is_island(net)
     handles[order[1]].remove()
-    assert "forward" not in vars(net.island)
+    assert type(net.island) is nn.Sequential
 
 
 def test_a_wrapper_that_was_put_on_top_goes_on_when_the_island_is_gone():
@@ -309,12 +509,12 @@ def test_a_forward_of_the_users_on_the_instance_is_called_and_put_back():
     module = Noted()
     module.forward = own = module.other
     handle = run_in_fp32([module], "cpu")
-    assert inspect.signature(module.forward) == inspect.signature(own)
     given = torch.tensor([256.0]).bfloat16()
     for other in (module, pickled(module), copy.deepcopy(module)):
         with autocast():
             assert other(given).tolist() == [256.0]  # 257 rounded
-        assert other.forward._inner.__self__ is other
+        restore_class(other, "_fp32_island")
+        assert vars(other)["forward"].__self__ is other
     handle.remove()
     assert vars(module)["forward"] is own
 
@@ -350,7 +550,6 @@ def test_swapped_classes_go_with_it_in_any_order(order, first_off, has_own):
         "training": True,
         **({"forward": own} if has_own else {}),
     }
-    assert not any(isinstance(value, ForwardStandIn) for value in vars(net.island).values())
 
 
 def test_a_swapped_island_compiles_to_one_graph():
@@ -369,9 +568,7 @@ def test_the_members_of_a_list_of_modules_are_meant():
     net.blocks = nn.ModuleList([nn.ModuleDict({"a": net.island}), net.after])
     handle = run_in_fp32([net.blocks], "cpu")
     assert handle.num_modules == 2
-    assert "forward" in vars(net.island)
-    assert "forward" in vars(net.after)
-    assert "forward" not in vars(net.blocks)
+    assert [name for name, part in net.named_modules() if "_fp32_island" in vars(part)] == ["island", "after"]
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # that they may still be met is the point
@@ -382,7 +579,7 @@ def test_a_scripted_module_is_refused_and_nothing_is_changed(traced):
     message = r"^module Linear cannot change its precision: it is scripted or traced\. Script or trace it afterwards\.$"
     with pytest.raises(ValueError, match=message):
         run_in_fp32([net.island, scripted, net.after], "cpu")
-    assert not any("forward" in vars(part) for part in net.modules())
+    assert type(net.island) is nn.Sequential
 
 
 @pytest.mark.filterwarnings("ignore")  # theirs

@@ -10,13 +10,16 @@ from helpers import saved_bytes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.func import grad, jacrev, vmap
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaModel, T5Config, T5EncoderModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from lightning_vram.demos.gpt import Block
+from lightning_vram.techniques.checkpointing import apply_activation_checkpointing
 from lightning_vram.techniques.class_swap import restore_class, swap_class
 from lightning_vram.techniques.fp32_islands import run_in_fp32
+from lightning_vram.techniques.fused_modules import fuse_norm_activations
 from lightning_vram.techniques.low_precision_norms import keep_norms_low
 
 BATCH, LENGTH, WIDTH = 2, 8, 16
@@ -79,6 +82,10 @@ def autocast(dtype: torch.dtype = torch.bfloat16) -> torch.autocast:
 
 def relative_error(got: Tensor, expected: Tensor) -> float:
     return ((got.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def is_changed(module: nn.Module) -> bool:
+    return not {"_low_norm_kernel", "_low_norm_result", "_fp32_island"}.isdisjoint(vars(module))
 
 
 def count_saved_bytes(module: nn.Module, dtype: torch.dtype = torch.bfloat16) -> int:
@@ -209,7 +216,7 @@ def test_subclasses_names_and_what_is_skipped():
         }
     )
     handle = keep_norms_low(net, "cpu", skip=[net["island"], net["skipped"]])
-    assert [name for name, part in net.named_modules() if "forward" in vars(part)] == ["stock", "own"]
+    assert [name for name, part in net.named_modules() if is_changed(part)] == ["stock", "own"]
     assert handle.num_modules == 2
     with autocast():
         assert net["stock"](input=make_input()).dtype == torch.bfloat16
@@ -217,7 +224,7 @@ def test_subclasses_names_and_what_is_skipped():
     assert (low.dtype, wide.dtype, net["own"].got) == (torch.bfloat16, torch.float64, torch.float32)
     handle.remove()
     handle.remove()
-    assert not any("forward" in vars(part) for part in net.modules())
+    assert not any(is_changed(part) for part in net.modules())
 
 
 def test_a_model_without_norms_is_refused():
@@ -266,6 +273,95 @@ def test_it_compiles_to_one_graph(name):
     assert torch.equal(got, expected)
     got.float().sum().backward()
     assert net.norm.weight.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("transform", [grad, jacrev], ids=["grad", "jacrev"])
+@pytest.mark.parametrize("name", ["LayerNorm", "LayerNorm without bias", "RMSNorm"])
+def test_torch_func_transforms_of_each_row_give_the_gradients_of_autograd(name, transform):
+    norm, x = make_norm(name), make_input()
+
+    def compute_loss(row: Tensor) -> Tensor:
+        with autocast():
+            return norm(row).float().square().sum()
+
+    keep_norms_low(norm, "cpu")
+    (expected,) = torch.autograd.grad(compute_loss(x), x)
+    assert relative_error(vmap(transform(compute_loss))(x.detach()), expected) < 1e-2  # its gains are 16 bit, too
+    with autocast():
+        assert norm(x).grad_fn.next_functions  # eager mode goes on
+
+
+@pytest.mark.parametrize("name", ["LlamaRMSNorm", "LayerNorm", "T5LayerNorm"])
+def test_an_input_by_keyword_is_16_bit_as_well(name):
+    norm, x = make_norm(name), make_input()
+    keep_norms_low(norm, "cpu")
+    keyword = "input" if name == "LayerNorm" else "hidden_states"
+
+    def save(*args: Tensor, **kwargs: Tensor) -> int:
+        def compute() -> Tensor:
+            with autocast():
+                return norm(*args, **kwargs)
+
+        return saved_bytes(norm, compute)
+
+    with autocast():
+        assert torch.equal(norm(**{keyword: x}), norm(x))
+    assert save(**{keyword: x}) == save(x)
+
+
+class WithLossLayerNorm(nn.LayerNorm):
+    """Returns a loss as well, which float16 cannot hold."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x), x.float().square().sum() * 1e6
+
+
+def test_losses_stay_float32():
+    norm = WithLossLayerNorm(WIDTH)
+    keep_norms_low(norm, "cpu")
+    with autocast(torch.float16):
+        output, loss = norm(make_input())
+    assert (output.dtype, loss.dtype) == (torch.float16, torch.float32)
+    assert loss.isfinite()
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # RMSNorm of torch's CPU build
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
+def test_checkpoints_and_fused_activations_go_on_around_a_low_norm(name):
+    """They come first, in callbacks."""
+
+    def train(net: nn.Module) -> list[Tensor]:
+        x = make_input()
+        with autocast():
+            output = net(x.bfloat16())
+        return [output, *torch.autograd.grad(output.float().square().sum(), [x, *net.parameters()])]
+
+    def make_net() -> nn.Sequential:
+        return nn.Sequential(make_norm(name), nn.GELU())
+
+    net, fused, checkpointed = make_net(), make_net(), make_net()
+    handle = fuse_norm_activations(fused)
+    apply_activation_checkpointing(checkpointed, layers=type(net[0]))
+    for each in (net, fused, checkpointed):
+        keep_norms_low(each, "cpu")
+    expected = train(net)
+    for got, wanted in zip(train(checkpointed), expected, strict=True):
+        assert torch.equal(got, wanted)
+    for got, wanted in zip(train(fused), expected, strict=True):
+        assert relative_error(got, wanted) < 1e-2  # the activation's backward makes the norm's output again, unrounded
+    assert handle.num_fused == 1
+
+
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
+def test_a_class_of_somebody_else_between_a_technique_and_a_low_norm_keeps_both(name):
+    """What FSDP2 does to a module that a callback has changed before."""
+    norm, state, x = make_norm(name), [], make_input()
+    swap_class(norm, "_noting", state, _note)
+    norm.__class__ = type("Sharded", (type(norm),), {})
+    keep_norms_low(norm, "cpu")
+    with autocast():
+        assert norm(x).dtype == torch.bfloat16
+    assert state == [True]
 
 
 def _note(module: nn.Module, state: list[bool], plain, *args, **kwargs) -> Tensor:
@@ -341,7 +437,7 @@ def test_sharded_modules_are_low_and_in_float32_alike(name, is_sharded_first, me
         assert torch.equal(got, expected)
     for handle in handles:
         handle.remove()
-    assert not any("forward" in vars(part) for part in net.modules())
+    assert not any(is_changed(part) for part in net.modules())
 
 
 @pytest.mark.filterwarnings("ignore")  # theirs
