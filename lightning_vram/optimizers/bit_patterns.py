@@ -27,11 +27,17 @@ def split_(numbers: Tensor, lower: Tensor) -> None:
 def join_(numbers: Tensor, lower: Tensor) -> None:
     """Undo :func:`split_`, to the bit; NaNs come back in their usual pattern.
 
+    Numbers that were written since move by half a unit in the last place of bf16 at most, NaNs not at all, and zeros
+    stay zeros: so what was split from numbers below 2^-134 is lost.
+
     Args:
         numbers: fp32 numbers that came out of bf16. Is left with what was split.
-        lower: What :func:`split_` kept.
+        lower: What :func:`split_` kept. Is not changed.
     """
-    numbers.view(torch.int32).add_(lower)
+    is_nonzero = numbers.bfloat16().view(torch.int16).bitwise_and_(0x7FFF).ne_(0)
+    own = is_nonzero.mul_(lower)
+    bits = numbers.view(torch.int32).add_(own)
+    bits.sub_(own.mul_(numbers.isnan()))  # beyond infinity
 
 
 def compensate_(numbers: Tensor, compensation: Tensor) -> Tensor:
@@ -54,6 +60,21 @@ def compensate_(numbers: Tensor, compensation: Tensor) -> Tensor:
     nearest.copy_(numbers)
     compensation.copy_(numbers.sub_(nearest).nan_to_num_(0.0, 0.0, 0.0))
     return nearest
+
+
+def add_compensation_(numbers: Tensor, compensation: Tensor) -> None:
+    """Undo :func:`compensate_`.
+
+    A compensation of more than half a unit in the last place of its number is not its own: the number was written
+    since, and is right as it is. Zeros and infinities have none.
+
+    Args:
+        numbers: fp32 numbers that came out of bf16. Is left with the sums.
+        compensation: What :func:`compensate_` kept. Is not changed.
+    """
+    sums = compensation.float().add_(numbers)
+    is_own = sums.bfloat16().view(torch.int16) == numbers.bfloat16().view(torch.int16)
+    torch.where(is_own, sums, numbers, out=numbers)
 
 
 def round_randomly_(numbers: Tensor, generator: torch.Generator) -> None:

@@ -68,7 +68,7 @@ class ChunkedStep:
         finally:
             if wide is not None:
                 wide.round(self._states(parameters), generator)
-        chunk.write(exact, generator)
+            chunk.write(exact, generator)  # a step that fails half-way leaves what it has done, as in fp32
 
     def _step(self, members: Members, stand_ins: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """Let the optimizer see only these parameters, each through its stand-in, for one step."""

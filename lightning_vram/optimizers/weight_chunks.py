@@ -1,6 +1,6 @@
 """Parameters that are read and written together: enough for few kernels, few enough for small transients."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
 import torch
@@ -29,9 +29,9 @@ class WeightChunk:
         self.number = number
         self._scheme = scheme
         self._dtypes = tuple(parameter.dtype for parameter in parameters)
-        self._is_resting = not parameters[0].requires_grad
-        self._codec: WeightCodec = SplitCodec() if self._is_resting else CODECS[scheme]()
-        weights = self._codec.write(self._gather("cpu" if self._is_resting else parameters[0].device), None)
+        self.is_resting = not parameters[0].requires_grad
+        self._codec: WeightCodec = SplitCodec() if self.is_resting else CODECS[scheme]()
+        weights = self._codec.write(self._gather("cpu" if self.is_resting else parameters[0].device), None)
         for parameter in parameters:
             _change_dtype(parameter, torch.bfloat16)
         self._scatter(weights)
@@ -44,6 +44,13 @@ class WeightChunk:
     def read(self) -> Tensor:
         """Return the exact weights: flat, fp32; on the device of what is kept beside them, not to be written to.
 
+        What is no longer bf16 is taken as it is, with a rest that is not its own.
+        """
+        return self._codec.read(self._gather(self.parameters[0].device if self.rest is None else self.rest.device))
+
+    def check(self) -> None:
+        """Refuse to go on with parameters that are something else by now.
+
         Raises:
             RuntimeError: If somebody has changed the dtype of a parameter.
         """
@@ -53,14 +60,18 @@ class WeightChunk:
                     f"A lean parameter of shape {tuple(parameter.shape)} is {parameter.dtype} and no longer "
                     "torch.bfloat16: do not convert the module while its parameters are lean."
                 )
-        return self._codec.read(self._gather(self.parameters[0].device if self.rest is None else self.rest.device))
 
     def read_for_step(self) -> Tensor:
-        """As :meth:`read`, on the device of the parameters; to be changed in place, and given to :meth:`write`."""
+        """As :meth:`read`, on the device of the parameters; to be changed in place, and given to :meth:`write`.
+
+        Raises:
+            RuntimeError: If somebody has changed the dtype of a parameter.
+        """
+        self.check()
         device = self.parameters[0].device
-        if self._is_resting:
+        if self.is_resting:
             exact = self.read().to(device)
-            self._is_resting, self._codec = False, CODECS[self._scheme]()
+            self.is_resting, self._codec = False, CODECS[self._scheme]()
             self._scatter(self._codec.write(exact, None))
         if self._codec.rest is not None and self._codec.rest.device != device:
             self._codec.rest = self._codec.rest.to(device)  # the module was moved
@@ -70,16 +81,28 @@ class WeightChunk:
         """Take over what became of the weights in a step."""
         self._scatter(self._codec.write(exact, generator))
 
+    def take(self, values: Mapping[nn.Parameter, Tensor]) -> None:
+        """Set exact weights of some parameters. The others stay what they are."""
+        exact = self.read()
+        for parameter, view in zip(self.parameters, self.views(exact), strict=True):
+            if parameter in values:
+                view.copy_(values[parameter])
+        self._scatter(self._codec.write(exact, None))
+
     def views(self, flat: Tensor) -> list[Tensor]:
         """Return the part of each parameter in ``flat``, in its shape."""
         return views_like(flat, self.parameters)
 
     def restore(self) -> None:
-        """Give the parameters back their dtype, with the exact weights. Frees what was kept."""
+        """Give the parameters back their dtype, with the exact weights. Frees what was kept.
+
+        Parameters that somebody has converted meanwhile are left alone.
+        """
         exact = self.read()
         for parameter, dtype, values in zip(self.parameters, self._dtypes, self.views(exact), strict=True):
-            _change_dtype(parameter, dtype)
-            parameter.copy_(values)
+            if parameter.dtype is torch.bfloat16:
+                _change_dtype(parameter, dtype)
+                parameter.copy_(values)
         self._codec.rest = None
 
     def _gather(self, device: torch.device | str) -> Tensor:
@@ -110,6 +133,11 @@ def make_chunks(parameters: Iterable[nn.Parameter], scheme: str) -> list[WeightC
             batches[-1].append(parameter)
             room -= parameter.numel()
     return [WeightChunk(batch, scheme, number) for number, batch in enumerate(batches)]
+
+
+def list_rests(chunks: Iterable[WeightChunk]) -> list[Tensor]:
+    """Return what is kept beside the weights of chunks."""
+    return [chunk.rest for chunk in chunks if chunk.rest is not None]
 
 
 def _change_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:

@@ -1,7 +1,8 @@
 """What is kept beside 16-bit weights, by scheme, and how both make the fp32 weights that a step works on.
 
 Every codec is told the weights anew at each step, so that what was written to them from outside (weights clamped or
-loaded) is kept.
+loaded) is kept: zeros and NaNs as they are. A rest that is not the weight's own moves others by half a unit in the last
+place of bf16 at most: so weights clamped to a number may lie beyond it by that.
 """
 
 from typing import Protocol
@@ -9,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lightning_vram.optimizers.bit_patterns import compensate_, join_, round_randomly_, split_
+from lightning_vram.optimizers.bit_patterns import add_compensation_, compensate_, join_, round_randomly_, split_
 
 
 class WeightCodec(Protocol):
@@ -76,7 +77,8 @@ class KahanCodec:
     def read(self, weights: Tensor) -> Tensor:
         """Add both."""
         assert self.rest is not None
-        return weights.add_(self.rest)
+        add_compensation_(weights, self.rest)
+        return weights
 
     def write(self, exact: Tensor, generator: torch.Generator | None) -> Tensor:
         """Keep the compensation."""

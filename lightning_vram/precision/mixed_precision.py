@@ -368,6 +368,8 @@ class LeanMixedPrecision(MixedPrecision):
         state = find_state(checkpoint, type(self).__qualname__)
         if state is not None:
             self.load_state_dict(state)
+        if self._run is not None:
+            self._run.changes.load_weights(checkpoint.get("state_dict", {}))
 
 
 def _has_gradients(optimizer: Optimizer) -> bool:

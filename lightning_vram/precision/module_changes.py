@@ -1,6 +1,6 @@
 """What the plugin changes on a module, from the time before it is wrapped until the run ends."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -107,9 +107,23 @@ class ModuleChanges:
 
     def _attach_lean(self, lean: LeanParameters, optimizers: Sequence[Optimizer]) -> None:
         lean.attach(optimizers)
+        self._broadcast_rests(lean)
         # The one place from which all checkpoints get weights, those of weights alone included.
         shadow = Shadow(self.module.trainer.strategy, "lightning_module_state_dict", self._make_state_dict)
         self._undo.callback(shadow.remove)
+
+    def load_weights(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over weights of a checkpoint in full: what loads them into the module while they are lean rounds them.
+
+        Args:
+            state_dict: As of the module, with any keys.
+        """
+        if self.lean is None:
+            return
+        named = self._named_parameters()
+        lean = {name: parameter for name, parameter in named.items() if parameter.dtype is torch.bfloat16}
+        found = {parameter: state_dict[name] for name, parameter in lean.items() if name in state_dict}
+        self.lean.take({parameter: value for parameter, value in found.items() if value.shape == parameter.shape})
 
     def remove(self) -> None:
         """Undo all. Calling it again does nothing."""
@@ -121,8 +135,22 @@ class ModuleChanges:
         )
         undo.callback(self._casts.remove)
         if self.settings.is_lean:
-            self.lean = LeanParameters(_lean_parameters(self.module, islands), self.settings.parameters)
+            parameters = _lean_parameters(self.module, islands)
+            self.lean = LeanParameters(parameters, self.settings.parameters, self._named_parameters())
             undo.callback(self.lean.restore)
+
+    def _broadcast_rests(self, lean: LeanParameters) -> None:
+        """Let all replicas have the exact weights of the first, of which DDP has handed the bfloat16 half around."""
+        trainer = self.module.trainer
+        if trainer.world_size == 1:
+            return
+        for rest in lean.rests():
+            on_device = rest.to(trainer.strategy.root_device)
+            torch.distributed.broadcast(on_device.view(torch.uint8), 0)  # not all backends know all integers
+            rest.copy_(on_device)
+
+    def _named_parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self.module.named_parameters(remove_duplicate=False))
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._casts is not None:

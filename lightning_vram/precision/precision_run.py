@@ -92,7 +92,7 @@ class PrecisionRun:
         if names := self.changes.idle_islands:
             rank_zero_warn(
                 f"LeanMixedPrecision(fp32_modules): {', '.join(names)} did not run in the first training step, or not "
-                "by a call of the module: other modules that read its weights compute in 16 bit. Name the module that is "
+                "by a call of the module: others that read its weights compute in 16 bit. Name the module that is "
                 "called, such as the whole nn.MultiheadAttention in the place of its out_proj."
             )
 

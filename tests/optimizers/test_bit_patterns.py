@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_vram.optimizers.bit_patterns import compensate_, join_, round_randomly_, split_
+from lightning_vram.optimizers.bit_patterns import add_compensation_, compensate_, join_, round_randomly_, split_
 
 patterns = st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=32)
+pairs = st.lists(st.tuples(st.integers(-(2**15), 2**15 - 1), st.integers(-(2**15), 2**15 - 1)), min_size=1, max_size=32)
 ODD = [0, 1, 0x7FFF, 0x8000, 0x8001, 0x3F808000, 0x3F818000, 0x7F7FFFFF, 0x7F800000, 0x7F800001, 0x7FC00000, 0x7FFFFFFF]
 ODD += [bits - 2**31 for bits in ODD]
 
@@ -32,13 +33,16 @@ def check_split(numbers: Tensor) -> None:
     assert torch.equal(upper.isnan(), numbers.isnan())
     joined = upper.float()
     join_(joined, lower)
-    assert same(joined, numbers)
+    assert same(joined, torch.where(upper == 0, upper.float(), numbers))
 
 
 def check_sum(numbers: Tensor) -> None:
     compensation = torch.empty(numbers.shape, dtype=torch.bfloat16)
     nearest = compensate_(numbers.clone(), compensation)
-    decoded = nearest.float().add_(compensation)
+    decoded = nearest.float()
+    add_compensation_(decoded, compensation)
+    # None of them is taken for a stranger's.
+    assert torch.equal(decoded.nan_to_num(7.0), nearest.float().add_(compensation).nan_to_num(7.0))
     again = torch.empty_like(compensation)
     assert torch.equal(compensate_(decoded.clone(), again).nan_to_num(7.0), nearest.nan_to_num(7.0))
     assert torch.equal(again, compensation)
@@ -55,6 +59,38 @@ def test_split_numbers_join_to_the_bit(bits):
 @given(patterns)
 def test_sums_come_back_as_the_same_two_numbers(bits):
     check_sum(numbers_of(bits))
+
+
+EDGES = [0, 1, 0x7F, 0x80, 0x81, 0x3F7F, 0x3F80, 0x3F81, 0x7F7F, 0x7F80, 0x7F81, 0x7FC0, 0x7FFF]
+RESTS = [-0x8000, -0x7FFF, -1, 0, 1, 0x7FFF, 0x3800, 0x3F80, 0x7F80, 0x7FC0]
+
+
+def check_strangers(written: list[int], rests: list[int]) -> None:
+    """Numbers written over others, whose rest is still there, must move by half a unit in the last place at most."""
+    numbers = numbers_of([bits << 16 for bits in written])
+    rest = torch.tensor(rests, dtype=torch.int16)
+    magnitude = numbers.abs().double()
+    _, exponent = torch.frexp(magnitude)
+    half_unit = torch.ldexp(torch.ones_like(magnitude), (exponent - 9).clamp(min=-134))
+    for join in (join_, lambda joined, rest: add_compensation_(joined, rest.view(torch.bfloat16))):
+        joined = numbers.clone()
+        join(joined, rest)
+        assert torch.equal(joined.isnan(), numbers.isnan())
+        assert torch.equal(joined[numbers == 0], numbers[numbers == 0])
+        assert torch.equal(joined[numbers.isinf()].bfloat16(), numbers[numbers.isinf()])
+        inner = numbers.isfinite()
+        assert ((joined.double() - numbers.double()).abs() <= half_unit)[inner].all()
+        assert torch.equal(joined[inner].sign(), numbers[inner].sign())
+
+
+@given(pairs)
+def test_what_was_kept_for_another_number_moves_this_one_by_half_a_unit_at_most(some):
+    check_strangers(*map(list, zip(*some, strict=True)))
+
+
+def test_zeros_infinities_nans_and_the_borders_of_exponents_stay_within_half_a_unit():
+    written = [bits - sign for bits in EDGES for sign in (0, 2**15) for _ in RESTS]
+    check_strangers(written, RESTS * (2 * len(EDGES)))
 
 
 def test_ties_infinities_nans_and_denormal_numbers_come_back():

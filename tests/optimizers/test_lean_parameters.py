@@ -131,6 +131,30 @@ def test_what_is_written_between_steps_is_kept(scheme):
     assert net[1].weight.isfinite().all()
 
 
+@pytest.mark.parametrize("is_frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_zeros_and_infinities_written_between_steps_stay_what_they_are(scheme, is_frozen):
+    net, lean, optimizer = lean_net(scheme, lambda parameters: optim.SGD(parameters, lr=0.0))
+    if is_frozen:
+        net[0].requires_grad_(False)
+    take_steps(net, optimizer, 0)
+    mask = net[0].weight.detach().abs() <= net[0].weight.abs().float().median()
+    with torch.no_grad():
+        net[0].weight.masked_fill_(mask, 0)  # as pruning does
+        nn.init.zeros_(net[0].bias)
+        net[1].weight.fill_(torch.inf)
+        net[1].bias.copy_(net[1].bias * 2.0**-80)  # what was kept for them is much larger now
+    tiny = net[1].bias.detach().float()
+    full = lean.full_state(net.state_dict())
+    take_steps(net, optimizer, 1)
+    lean.restore()
+    for state in (full, net.state_dict()):
+        assert torch.equal(state["0.weight"] == 0, mask)
+        assert not state["0.bias"].any()
+        assert (state["1.weight"] >= (3.39e38 if scheme == "bf16+split" else torch.inf)).all()  # infinite in bf16
+        assert torch.allclose(state["1.bias"], tiny, rtol=2**-8, atol=0.0)
+
+
 def test_a_shared_parameter_is_converted_once():
     one, other = nn.Linear(3, 3), nn.Linear(3, 3)
     other.weight = one.weight
@@ -240,3 +264,123 @@ def test_chunks_draw_different_numbers():
     optimizer.step()
     assert not torch.equal(*twins)
     assert all(set(twin.tolist()) == {1.0, 1.0 - 2**-8} for twin in twins)
+
+
+@pytest.mark.parametrize("scheme", EXACT)
+def test_a_step_that_fails_half_way_leaves_what_one_in_fp32_does(scheme):
+    net, plain = make_net(), make_net()
+    lean = LeanParameters(net.parameters(), scheme)
+    optimizers = []
+    for some in (net, plain):
+        groups = [{"params": some[0].parameters()}, {"params": some[1].parameters()}]
+        optimizers.append(optim.SGD(groups, lr=0.1, momentum=0.9))
+    lean.attach(optimizers[:1])
+    for some, optimizer in zip((net, plain), optimizers, strict=True):
+        take_steps(some, optimizer, 0)
+        optimizer.param_groups[1]["lr"] = "x"
+        with pytest.raises(TypeError):
+            take_steps(some, optimizer, 1)
+    full = lean.full_state(net.state_dict())
+    assert all(torch.equal(full[name], value) for name, value in plain.state_dict().items())
+    assert not torch.equal(full["0.weight"], make_net()[0].weight)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_parameters_converted_meanwhile_are_left_alone_and_all_others_come_back(scheme):
+    net = make_net()
+    lean = LeanParameters(net.parameters(), scheme)
+    net[0].double()
+    net[1].bias.data = net[1].bias.data.float()
+    converted = [p.detach().clone() for p in (*net[0].parameters(), net[1].bias)]
+    lean.full_state(net.state_dict())
+    lean.restore()
+    assert net[1].weight.dtype is torch.float32
+    assert torch.allclose(net[1].weight, make_net()[1].weight, rtol=2**-8 if scheme == "bf16+stochastic" else 2**-16)
+    for parameter, value in zip((*net[0].parameters(), net[1].bias), converted, strict=True):
+        assert parameter.dtype is value.dtype
+        assert torch.equal(parameter, value)
+
+
+def test_parameters_that_share_memory_are_refused_and_those_side_by_side_are_not():
+    memory = torch.zeros(12)
+    tied = [nn.Parameter(memory[:6].view(2, 3)), nn.Parameter(memory[4:8])]
+    message = (
+        "Two parameters of shapes (2, 3) and (4,) that share memory cannot be lean: each would get its own. Tie them "
+        "as one parameter (head.weight = embedding.weight), not by their data."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        LeanParameters(tied, "bf16+split")
+    assert {parameter.dtype for parameter in tied} == {torch.float32}
+    beside = [nn.Parameter(memory[6:]), nn.Parameter(memory[:6]), nn.Parameter(memory.view(6, 2)[:, 0])]
+    LeanParameters(beside, "bf16+split")
+    assert {parameter.dtype for parameter in beside} == {torch.bfloat16}
+
+
+def test_copies_under_the_name_of_a_parameter_become_full_and_others_do_not():
+    net, plain = make_net(), make_net()
+    net[1].weight.data[0, 0] = plain[1].weight.data[0, 0] = torch.nan
+    names = {**dict(net.named_parameters()), "tied": net[0].weight}
+    lean = LeanParameters(net.parameters(), "bf16+split", names)
+    state = {name: value.detach().clone() for name, value in names.items()}
+    average = state["0.bias"] = state["0.bias"] * 2
+    state["1.bias"] = state["1.bias"].repeat(2)
+    full = lean.full_state(state)
+    assert torch.equal(full["0.weight"], plain[0].weight)
+    assert torch.equal(full["tied"], plain[0].weight)
+    assert torch.equal(full["1.weight"].nan_to_num(7.0), plain[1].weight.nan_to_num(7.0))
+    assert full["0.bias"] is average
+    assert full["1.bias"] is state["1.bias"]
+
+
+@pytest.mark.parametrize("is_frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_exact_weights_are_taken(scheme, is_frozen):
+    net, other = make_net(), nn.Sequential(nn.Linear(33, 17), nn.Linear(17, 5))
+    net.requires_grad_(not is_frozen)
+    lean = LeanParameters(net.parameters(), scheme)
+    before = lean.full_state(net.state_dict())
+    lean.take({net[0].weight: other[0].weight, net[1].bias: other[1].bias.double()})
+    taken, expected = lean.full_state(net.state_dict()), {**before, "0.weight": other[0].weight}
+    expected["1.bias"] = other[1].bias
+    kept = {"bf16+kahan": 2**-16, "bf16+stochastic": 2**-8}.get(scheme, 0.0) * (not is_frozen)
+    for name, value in expected.items():
+        assert torch.allclose(taken[name], value, rtol=kept, atol=0.0), name
+        assert torch.equal(net.state_dict()[name], taken[name].bfloat16()), name
+    for name in ("0.bias", "1.weight"):
+        assert torch.equal(taken[name], before[name])
+
+
+def test_weights_that_cannot_be_taken_are_refused_and_none_is():
+    net, stranger = make_net(), nn.Parameter(torch.ones(2))
+    lean = LeanParameters(net.parameters(), "bf16+split")
+    before = net[0].bias.detach().clone()
+    good = {net[0].bias: torch.ones(17)}
+    message = "A parameter of shape (2,) is not lean: copy its weights to itself."
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        lean.take({**good, stranger: torch.ones(2)})
+    message = "A lean parameter of shape (5,) cannot take weights of shape (1,)."
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        lean.take({**good, net[1].bias: torch.ones(1)})
+    net[1].float()
+    with pytest.raises(RuntimeError, match=r"of shape \(5, 17\) is torch\.float32 and no longer"):
+        lean.take({**good, net[1].weight: torch.ones(5, 17)})
+    assert torch.equal(net[0].bias, before)
+
+
+RESTS = {"bf16+master": torch.float32, "bf16+split": torch.int16, "bf16+kahan": torch.bfloat16}
+
+
+@pytest.mark.parametrize(("scheme", "dtype"), RESTS.items(), ids=RESTS)
+def test_weights_and_rests_of_one_copied_to_another_make_it_equal(scheme, dtype):
+    nets = [make_net(), nn.Sequential(nn.Linear(33, 17), nn.Linear(17, 5))]
+    for net in nets:
+        net[1].bias.requires_grad_(False)
+    one, other = (LeanParameters(net.parameters(), scheme) for net in nets)
+    nets[1].load_state_dict(nets[0].state_dict())
+    assert one.rests()[-1].dtype is dtype
+    for rest, source in zip(other.rests(), one.rests(), strict=True):
+        rest.view(torch.uint8).copy_(source.view(torch.uint8))
+    one.restore()
+    other.restore()
+    assert_same_weights(*nets)
+    assert LeanParameters(nets[0][0].parameters(), "bf16+stochastic").rests() == []

@@ -2,7 +2,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from helpers import LitTiny, TinyGPT, assert_equal_weights
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.plugins.precision import MixedPrecision
 
 from lightning_vram import LeanMixedPrecision
@@ -11,9 +11,19 @@ pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using .ckpt_p
 SCHEMES = ["bf16+master", "bf16+split", "bf16+kahan", "bf16+stochastic"]
 
 
-def build():
+class SavesAtTheEnd(pl.Callback):
+    """While weights are lean: after the fit a module in bfloat16 has lost what it lacks."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_end(self, trainer, pl_module):
+        trainer.save_checkpoint(self.path)
+
+
+def build(module=LitTiny):
     pl.seed_everything(0, verbose=False)
-    model = LitTiny(TinyGPT())
+    model = module(TinyGPT())
     for part in model.modules():
         if isinstance(part, torch.nn.Dropout):  # the generator is not part of a checkpoint
             part.p = 0.0
@@ -34,8 +44,10 @@ def make_plugin(name):
     return LeanMixedPrecision("bf16", parameters=name, recast_in_backward=True)
 
 
-def run(make_trainer, plugin, num_epochs, path=None, **options):
-    model = build()
+def run(make_trainer, plugin, num_epochs, path=None, module=LitTiny, saves=None, **options):
+    model = build(module)
+    if saves is not None:
+        options["callbacks"] = [SavesAtTheEnd(saves)]
     trainer = make_trainer(plugins=[plugin] if plugin else None, max_epochs=num_epochs, **options)
     trainer.fit(model, ckpt_path=path)
     return model, trainer
@@ -79,6 +91,35 @@ def test_a_plain_run_resumes_from_lean_parameters_and_the_other_way_round(name, 
         assert_equal_weights(resumed, model)
         for key, value in again.optimizers[0].state_dict()["state"][0].items():
             assert torch.equal(value, state[0][key])
+
+
+class InBfloat16(LitTiny):
+    def __init__(self, net):
+        super().__init__(net.bfloat16())
+
+
+@pytest.mark.parametrize("name", ["bf16+master", "bf16+split"])
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+def test_a_module_in_bf16_is_resumed_with_what_it_lacks(name, make_trainer, tmp_path):
+    straight, _ = run(make_trainer, make_plugin(name), 4, module=InBfloat16)
+    run(make_trainer, make_plugin(name), 2, module=InBfloat16, saves=tmp_path / "half.ckpt")
+    resumed, _ = run(make_trainer, make_plugin(name), 4, tmp_path / "half.ckpt", module=InBfloat16)
+    assert_equal_weights(resumed, straight)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_search_for_the_learning_rate_changes_no_weight(name, make_trainer):
+    fitted = []
+    for searches in (False, True):
+        model, trainer = build(), make_trainer(plugins=[make_plugin(name)], limit_val_batches=0)
+        if searches:
+            trainer.callbacks.append(LearningRateFinder(num_training_steps=3, update_attr=False))
+        trainer.fit(model)
+        fitted.append(model)
+    if name != "bf16+kahan":
+        assert_equal_weights(*fitted)
+    for one, other in zip(*(model.parameters() for model in fitted), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)  # kahan has 16 bits of a weight
 
 
 def test_lightnings_loss_scale_is_taken_over_and_left_for_it(make_trainer, tmp_path):

@@ -130,6 +130,32 @@ def test_replicas_of_lean_parameters_stay_equal(parameters, make_trainer, tmp_pa
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
+class OtherOnEachRank(Replicas):
+    """As of a script without a seed, of which DDP broadcasts the weights of the first rank."""
+
+    def configure_model(self):
+        torch.manual_seed(self.global_rank)
+        for parameter in self.parameters():
+            torch.nn.init.normal_(parameter, std=0.1)
+        self.net.blocks[0].linear1.requires_grad_(False)
+
+    def on_train_end(self):
+        weights = self.trainer.strategy.lightning_module_state_dict()
+        torch.save(list(weights.values()), f"{self.path}/{self.global_rank}.pt")
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("parameters", ["bf16+master", "bf16+split", "bf16+kahan"])
+def test_replicas_that_begin_with_other_weights_become_equal(parameters, make_trainer, tmp_path):
+    model = build(TinyGPT, OtherOnEachRank)
+    model.path = tmp_path
+    plugin = LeanMixedPrecision("bf16", parameters=parameters)
+    make_trainer(plugins=[plugin], strategy="ddp_fork", devices=2, max_epochs=1).fit(model)
+    one, other = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    assert all(map(torch.equal, one, other))
+    assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in one)
+
+
 class Sharded(LitTiny):
     inf_at = None
 
