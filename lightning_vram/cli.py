@@ -110,7 +110,7 @@ class VRAMCLI(LightningCLI):
         trainer: Namespace = self._get(self.config, "trainer")
         for argument in _PART_ARGUMENTS:
             trainer[argument] = [part for part in self._parts(argument) if part not in parts]
-        if isinstance(self.trainer.precision_plugin, LeanMixedPrecision):
+        if any(part.class_path.rpartition(".")[2] == LeanMixedPrecision.__name__ for part in parts):
             trainer.precision = self.trainer.precision  # Lightning's own, so that both compute alike
         plain = self._fit_again()
         if _is_rank_zero():

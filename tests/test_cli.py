@@ -7,6 +7,7 @@ import pytest
 import torch
 import yaml
 
+from lightning_vram import LeanMixedPrecision
 from lightning_vram.cli import main
 from lightning_vram.memory.measurement import read_measurements
 
@@ -81,6 +82,16 @@ def test_a_precision_plugin_is_compared_with_lightnings_of_the_same_format(capsy
     out = capsys.readouterr().out
     assert "and LeanMixedPrecision" in out
     assert "Final weights equal: yes, to the bit." in out
+
+
+class OfTheUser(LeanMixedPrecision):
+    pass
+
+
+def test_a_subclass_of_the_plugin_is_the_users_own_in_a_comparison(capsys):
+    plugin = {"class_path": f"{__name__}.OfTheUser"}
+    main(["fit", QUICKSTART, write(Path("precision.yaml"), {"trainer": {"plugins": [plugin]}}), *SMALL])
+    assert "ActivationCheckpointing and EmptyCache" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)

@@ -55,7 +55,7 @@ def check_memory(parameters: Iterable[nn.Parameter]) -> None:
     for parameter in parameters:
         if _is_dense(parameter):
             start, end = int(parameter.storage_offset()), int(parameter.storage_offset()) + parameter.numel()
-            spans[parameter.device, parameter.untyped_storage().data_ptr()].append((start, end, parameter.shape))
+            spans[parameter.device, parameter.untyped_storage()._cdata].append((start, end, parameter.shape))
     for alike in spans.values():
         alike.sort(key=lambda span: span[:2])
         for (_, end, one), (start, _, other) in pairwise(alike):

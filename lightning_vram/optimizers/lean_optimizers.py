@@ -39,6 +39,8 @@ class LeanOptimizers:
         self._names = names
         self._stand_ins: list[OptimizerShadow] = []
         self._optimizers: list[Optimizer] = []
+        self._stepping: Optimizer | None = None  # by what stands in for its step
+        self._has_stepped: set[int] = set()  # optimizers, by id, since frozen parameters were looked at
         self._watch()
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
@@ -59,7 +61,7 @@ class LeanOptimizers:
             refill_accumulators(optimizer, self._places)
             self._convert_states(optimizer)
             # Hooks run once, around all chunks, and see the optimizer as it is.
-            step = partial(Optimizer.profile_hook_step(self._step), optimizer)
+            step = partial(self._stand_in_step, Optimizer.profile_hook_step(self._step), optimizer)
             self._stand_ins += [
                 OptimizerShadow(optimizer, "step", partial(_return_other, step)),
                 OptimizerShadow(optimizer, "load_state_dict", partial(partial, self._load, optimizer)),
@@ -82,7 +84,7 @@ class LeanOptimizers:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy is attached to no optimizer."""
-        return {**vars(self), "_stand_ins": [], "_optimizers": [], "_handle": None}
+        return {**vars(self), "_stand_ins": [], "_optimizers": [], "_handle": None, "_stepping": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -94,10 +96,17 @@ class LeanOptimizers:
 
     def _take_in(self, optimizer: Optimizer) -> Step | None:
         """Attach an optimizer that steps, where it has to be, and say how to go on with this step."""
-        if self._is_attached(optimizer) or not self._has_lean(optimizer):
+        if optimizer is self._stepping or not self._has_lean(optimizer):
             return None
-        self.attach([optimizer])
+        self.attach([optimizer])  # unless it is: a step that was bound before it was goes past what stands in
         return partial(self._step, optimizer)
+
+    def _stand_in_step(self, hooked_step: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        outer, self._stepping = self._stepping, optimizer
+        try:
+            return hooked_step(optimizer, *args, **kwargs)
+        finally:
+            self._stepping = outer
 
     def _is_attached(self, optimizer: Optimizer) -> bool:
         return any(optimizer is known for known in self._optimizers)
@@ -111,8 +120,10 @@ class LeanOptimizers:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if optimizer is self._optimizers[0]:  # once for each round of all optimizers
+        if id(optimizer) in self._has_stepped or not self._has_stepped:  # once for each round of all optimizers
+            self._has_stepped.clear()
             self._frozen_writes.look(p for chunk in self._chunks if chunk.is_resting for p in chunk.parameters)
+        self._has_stepped.add(id(optimizer))
         self.num_steps += 1
         step = ChunkedStep(optimizer, self._make_generator, has_narrow_states=self._has_narrow_states)
         step.run(self._places)

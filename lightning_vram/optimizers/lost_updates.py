@@ -33,7 +33,7 @@ def refuse_lost_updates(optimizers: Iterable[Optimizer]) -> None:
             raise ValueError(
                 f"{type(optimizer).__name__} would train {len(narrow)} parameters that are {dtypes}, and lose every "
                 "update below half a unit in the last place (in a test the loss ended at .105 instead of .0266). Use "
-                'LeanMixedPrecision(parameters="bf16+split"), one of its other schemes, or fp32 weights.'
+                'LeanMixedPrecision("bf16", parameters="bf16+split"), one of its other schemes, or fp32 weights.'
             )
 
 

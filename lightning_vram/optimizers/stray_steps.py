@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
-from weakref import finalize, ref
+from weakref import ref
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -11,6 +11,8 @@ from torch.utils.hooks import RemovableHandle
 
 Step = Callable[[Callable[[], Any] | None], Any]
 Owner = TypeVar("Owner")
+
+_handles: list[tuple["ref[Any]", RemovableHandle]] = []
 
 
 def redirect_steps(owner: Owner, redirect: Callable[[Owner, Optimizer], Step | None]) -> RemovableHandle:
@@ -37,9 +39,18 @@ def redirect_steps(owner: Owner, redirect: Callable[[Owner, Optimizer], Step | N
         # The step under way cannot be stopped, but a step begins with its closure.
         return (_without_parameters(optimizer), partial(step, closure)), {}
 
+    _forget_the_dead()
     handle = register_optimizer_step_pre_hook(before_step)
-    finalize(owner, handle.remove).atexit = False
+    _handles.append((weak, handle))
     return handle
+
+
+def _forget_the_dead() -> None:
+    """Take away hooks whose owners went without a word; not when they go, which may be while hooks are called."""
+    for weak, handle in list(_handles):
+        if weak() is None:
+            handle.remove()
+            _handles.remove((weak, handle))
 
 
 def _without_parameters(optimizer: Optimizer) -> Optimizer:

@@ -26,11 +26,12 @@ from lightning_vram.precision.precision_arguments import (
     refuse_strategy,
 )
 from lightning_vram.precision.precision_choice import DTYPES, Choice, Precision16, check_choice, resolve_precision
-from lightning_vram.precision.precision_run import PrecisionRun, without_wrapper
+from lightning_vram.precision.precision_run import PrecisionRun, end_dead_runs
+from lightning_vram.precision.scaled_steps import ScaledSteps
+from lightning_vram.techniques.attention_fast_path import without_fast_path
 from lightning_vram.techniques.grad_scaler_parts import without_optimizers
 from lightning_vram.techniques.gradient_clipping import clip_gradient_norm
 from lightning_vram.techniques.layer_selection import LayerPattern
-from lightning_vram.techniques.loss_scaling import LossScaling
 
 Parameters = Literal["fp32", "bf16+master", "bf16+split", "bf16+kahan", "bf16+stochastic"]
 
@@ -99,7 +100,7 @@ class LeanMixedPrecision(MixedPrecision):
         self,
         precision: Choice = "auto",
         *,
-        fp32_modules: Sequence[LayerPattern] = (),
+        fp32_modules: LayerPattern | Sequence[LayerPattern] = (),
         low_precision_norms: bool = False,
         recast_in_backward: bool = False,
         parameters: Parameters = "fp32",
@@ -127,8 +128,9 @@ class LeanMixedPrecision(MixedPrecision):
 
     @property
     def overflow_steps(self) -> int:
-        """Optimizer steps that were skipped so far."""
-        return self._overflows.num_steps
+        """Optimizer steps that were skipped so far, the one included that was made last."""
+        steps = self._run.steps if self._run is not None else None
+        return self._overflows.num_steps + (steps.num_overflowed if steps is not None else 0)
 
     def __repr__(self) -> str:
         """As it is told apart from others in messages of Lightning."""
@@ -147,6 +149,7 @@ class LeanMixedPrecision(MixedPrecision):
         if self._run is not None:
             refuse_second_run(self._run.trainer, trainer)
         self.teardown()  # a run whose end was cut short
+        end_dead_runs()
         refuse_strategy(trainer)
         self.device = trainer.strategy.root_device.type
         precision = resolve_precision(self._choice, self.device)
@@ -191,7 +194,7 @@ class LeanMixedPrecision(MixedPrecision):
     @contextmanager
     def forward_context(self) -> Generator[None, None, None]:
         is_skipped = self._settings.changes_layers and self.device != "cuda"
-        with self.autocast_context_manager(), _without_fast_path() if is_skipped else nullcontext():
+        with self.autocast_context_manager(), without_fast_path() if is_skipped else nullcontext():
             yield
 
     @override
@@ -204,27 +207,22 @@ class LeanMixedPrecision(MixedPrecision):
 
     @contextmanager
     def _training_step(self) -> Generator[None, None, None]:
-        run = self._run
-        if run is None or run.scaling is None or run.module.automatic_optimization:
-            with self.forward_context():
-                yield
-            return
-        run.is_deferring = True
+        steps = self._run.steps if self._run is not None and not self._run.module.automatic_optimization else None
+        if steps is not None:
+            steps.is_deferring = True
         try:
             with self.forward_context():
                 yield
         finally:
-            run.is_deferring = False
-        if run.has_stepped and run.scaling is not None:
-            self._end_step(run, run.scaling)
+            if steps is not None:
+                steps.is_deferring = False
+        if steps is not None:
+            steps.end()
 
     @override
     def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
-        run = self._run
-        if run is not None and run.scaling is not None and run.has_stepped:
-            self._end_step(run, run.scaling)  # of many in one training step: the next one needs a better scale
-        if run is not None and run.scaling is not None:
-            tensor = run.scaling.scale(tensor)
+        if self._run is not None and self._run.steps is not None:
+            tensor = self._run.steps.scale(tensor)
         return Precision.pre_backward(self, tensor, module)
 
     @override
@@ -241,8 +239,8 @@ class LeanMixedPrecision(MixedPrecision):
         assert self._run is not None
         closure = self._under_present_autocast(closure)
         with self._without_autocast():
-            if self._run.scaling is not None:
-                return self._scaled_step(self._run, self._run.scaling, optimizer, closure, **kwargs)
+            if self._run.steps is not None:
+                return self._scaled_step(self._run, self._run.steps, optimizer, closure, **kwargs)
             return Precision.optimizer_step(self, optimizer, model=model, closure=closure, **kwargs)
 
     @override
@@ -252,8 +250,8 @@ class LeanMixedPrecision(MixedPrecision):
         clip_val: int | float = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
-        if clip_val > 0 and self._run is not None and self._run.scaling is not None:
-            self._run.scaling.unscale(without_wrapper(optimizer))
+        if clip_val > 0 and self._run is not None and self._run.steps is not None:
+            self._run.steps.unscale(optimizer)
         Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
 
     @override
@@ -264,31 +262,28 @@ class LeanMixedPrecision(MixedPrecision):
             super().clip_grad_by_norm(optimizer, clip_val)
 
     def _scaled_step(
-        self, run: PrecisionRun, scaling: LossScaling, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any
+        self, run: PrecisionRun, steps: ScaledSteps, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         result = closure()
         if run.module.automatic_optimization and result is None and not _has_gradients(optimizer):
             self._after_closure(run.module, optimizer)
             return None
-        scaling.unscale(optimizer)
+        steps.unscale(optimizer)
         self._after_closure(run.module, optimizer)
-        step = scaling.step(optimizer, run.over_ranks(), **kwargs)
-        run.has_stepped = True
-        run.num_overflowed += step.overflowed
-        if not run.is_deferring:
-            self._end_step(run, scaling)
-        return result if result is not None else step.output
+        output = steps.step(optimizer, **kwargs)
+        return result if result is not None else output
 
-    def _end_step(self, run: PrecisionRun, scaling: LossScaling) -> None:
-        scaling.update()
-        is_enough = self._overflows.note(run.num_overflowed)
-        self._overflows.log(run.module, scaling)
-        if run.num_overflowed and run.held is not None:
+    def _after_scale_moved(self, num_overflowed: int) -> None:
+        run = self._run
+        assert run is not None
+        assert run.steps is not None
+        is_enough = self._overflows.note(num_overflowed)
+        self._overflows.log(run.module, run.steps.scaling)
+        if num_overflowed and run.held is not None:
             run.held.hold()
-        run.has_stepped, run.num_overflowed = False, 0
         if is_enough and not run.is_tuning:
             if self._on_limit == "error":
-                raise self._overflows.error(scaling.scale_value)
+                raise self._overflows.error(run.steps.scaling.scale_value)
             rank_zero_warn(
                 f"LeanMixedPrecision: gradients overflowed in {self._overflows.num_consecutive} optimizer steps in a "
                 f"row. The run goes on in {self._on_limit}."
@@ -303,13 +298,14 @@ class LeanMixedPrecision(MixedPrecision):
             return
         self.scaler = self.scaler or self._given_scaler or torch.amp.GradScaler(self.device)
         if run is not None:
-            run.scaling = LossScaling(self.scaler)
+            run.steps = ScaledSteps(self.scaler, run.over_ranks(), self._after_scale_moved)
 
     def _fall_back(self, run: PrecisionRun) -> None:
         self._has_fallen_back = True
         self.precision = "bf16-mixed" if self._on_limit == "bf16" else "32-true"
-        if run.scaling is not None:
-            run.scaling.end()
+        self._overflows.num_consecutive = 0
+        if run.steps is not None:
+            run.steps.scaling.end()
         run.end_scaling()
         self.scaler = None
 
@@ -342,15 +338,17 @@ class LeanMixedPrecision(MixedPrecision):
         if is_scaler_state(state_dict):
             self._load_scale(state_dict)
             return
-        self._overflows.load_state_dict(state_dict["overflows"])
-        if self._run is None:
+        if self._run is None or not self._run.changes.is_training:  # an evaluation says nothing about the fit before
             return
-        if state_dict["has_fallen_back"] and self.scaler is not None and self._on_limit != "error":
-            self._fall_back(self._run)
-        elif self._has_fallen_back and not state_dict["has_fallen_back"]:  # in a search for a batch size, say
+        self._overflows.load_state_dict(state_dict["overflows"])
+        if state_dict["has_fallen_back"]:
+            self._overflows.num_consecutive = 0
+            if self.scaler is not None and self._on_limit != "error":
+                self._fall_back(self._run)
+        elif self._has_fallen_back:  # in a search for a batch size, say
             self._start_in("16-mixed", self._run)
-            assert self._run.scaling is not None
-            self._run.scale_with(self._run.scaling, self._run.module.trainer.optimizers)
+            assert self._run.steps is not None
+            self._run.steps.begin(self._run.trainer.optimizers)
         self._load_scale(state_dict.get("scaler", {}))
         self._run.load_state_dict(state_dict)
 
@@ -374,20 +372,6 @@ class LeanMixedPrecision(MixedPrecision):
 
 def _has_gradients(optimizer: Optimizer) -> bool:
     return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
-
-
-@contextmanager
-def _without_fast_path() -> Generator[None, None, None]:
-    """Let transformer layers call the layers that they are made of, in evaluations too.
-
-    Their fast path reads the weights of those. PyTorch leaves it under the autocast of CUDA, and of no other device.
-    """
-    is_enabled = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(value=False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(value=is_enabled)
 
 
 def _run_under(context: AbstractContextManager[Any], run: Callable[[], Any]) -> Any:

@@ -3,12 +3,15 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
+from weakref import ref
 
 import lightning.pytorch as pl
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_vram.optimizers.computed_weights import iterate_computing
 from lightning_vram.optimizers.lean_parameters import LeanParameters
@@ -69,9 +72,9 @@ class ModuleChanges:
     settings: Settings
     is_training: bool
     lean: LeanParameters | None = None
-    _casts: WeightCasts | None = None
     _islands: Float32Islands = field(init=False)
     _island_names: dict[nn.Module, str] = field(init=False)
+    _inside: set[nn.Module] = field(init=False)  # the islands, and what is in them
     _undo: ExitStack = field(default_factory=ExitStack)
 
     def __post_init__(self) -> None:
@@ -79,11 +82,14 @@ class ModuleChanges:
             islands = _find_islands(self.module, self.settings.fp32_modules)
             self._islands, self._island_names = run_in_fp32(islands, self.device_type), islands
             undo.callback(self._islands.remove)
-            inside = {part for island in islands for part in island.modules()}
+            self._inside = {part for island in islands for part in island.modules()}
             if self.settings.low_precision_norms:
-                undo.callback(keep_norms_low(self.module, self.device_type, skip=inside).remove)
+                undo.callback(keep_norms_low(self.module, self.device_type, skip=self._inside).remove)
+            if self.is_training and self.settings.is_lean:
+                parameters = _lean_parameters(self.module, self._inside)
+                self.lean = LeanParameters(parameters, self.settings.parameters, self._named_parameters())
+                undo.callback(self.lean.restore)
             if self.is_training:
-                self._change_weights(inside, undo)
                 undo.enter_context(compiled_backward_without_autocast())
             self._undo = undo.pop_all()
 
@@ -102,8 +108,17 @@ class ModuleChanges:
             refuse_lost_updates(optimizers)
         else:
             self._attach_lean(self.lean, optimizers)
-        for optimizer in optimizers:  # not all steps pass the plugin
-            self._undo.callback(optimizer.register_step_post_hook(self._after_step).remove)
+        self._cast_weights()
+
+    def _cast_weights(self) -> None:
+        """Swap classes only now: code that tells layers by their type has made its groups of parameters."""
+        casts = WeightCasts(
+            self.module, self.device_type, recast_in_backward=self.settings.recast_in_backward, skip=self._inside
+        )
+        self._undo.callback(casts.remove)
+        # Of all optimizers: some are made in the midst of training, and steps do not all pass the plugin.
+        hook = register_optimizer_step_post_hook(partial(_tell_of_step, ref(casts)))
+        self._undo.callback(hook.remove)
 
     def _attach_lean(self, lean: LeanParameters, optimizers: Sequence[Optimizer]) -> None:
         lean.attach(optimizers)
@@ -129,16 +144,6 @@ class ModuleChanges:
         """Undo all. Calling it again does nothing."""
         self._undo.close()
 
-    def _change_weights(self, islands: Collection[nn.Module], undo: ExitStack) -> None:
-        self._casts = WeightCasts(
-            self.module, self.device_type, recast_in_backward=self.settings.recast_in_backward, skip=islands
-        )
-        undo.callback(self._casts.remove)
-        if self.settings.is_lean:
-            parameters = _lean_parameters(self.module, islands)
-            self.lean = LeanParameters(parameters, self.settings.parameters, self._named_parameters())
-            undo.callback(self.lean.restore)
-
     def _broadcast_rests(self, lean: LeanParameters) -> None:
         """Let all replicas have the exact weights of the first, of which DDP has handed the bfloat16 half around."""
         trainer = self.module.trainer
@@ -152,16 +157,18 @@ class ModuleChanges:
     def _named_parameters(self) -> dict[str, nn.Parameter]:
         return dict(self.module.named_parameters(remove_duplicate=False))
 
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._casts is not None:
-            self._casts.after_step(p for group in optimizer.param_groups for p in group["params"])
-
     def _make_state_dict(self, inner: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
         def state_dict() -> dict[str, Any]:
             assert self.lean is not None
             return self.lean.full_state(inner())
 
         return state_dict
+
+
+def _tell_of_step(casts: "ref[WeightCasts]", optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    living = casts()
+    if living is not None:  # parameters without a gradient were not stepped
+        living.after_step(p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
 
 
 def _find_islands(module: nn.Module, patterns: Sequence[LayerPattern]) -> dict[nn.Module, str]:
@@ -171,7 +178,8 @@ def _find_islands(module: nn.Module, patterns: Sequence[LayerPattern]) -> dict[n
     try:
         selection = select_layers(module, patterns)
     except ValueError as error:
-        raise ValueError(f"LeanMixedPrecision(fp32_modules): {error}") from None
+        message = str(error).replace("layers=", "fp32_modules=", 1)
+        raise ValueError(f"LeanMixedPrecision: {message}") from None
     # What is compiled has two names; the second is that of what was compiled.
     parts = {_plain_name(name): part for name, part in module.named_modules(remove_duplicate=False)}
     found = {layer.module: layer.name for layer in selection.layers}

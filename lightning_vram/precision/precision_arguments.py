@@ -29,7 +29,12 @@ def check_arguments(
         ValueError: If a value is none of those known.
     """
     is_pattern = isinstance(fp32_modules, str | type)
-    if is_pattern or len(fp32_modules):
+    if not is_pattern and not isinstance(fp32_modules, list | tuple):
+        raise TypeError(
+            "LeanMixedPrecision(fp32_modules) must be a list of class names, module names, globs or nn.Module classes, "
+            f"got {fp32_modules!r} of type {type(fp32_modules).__name__}."
+        )
+    if fp32_modules:
         check_layers("LeanMixedPrecision(fp32_modules)", fp32_modules)
     if "auto" in ([fp32_modules] if is_pattern else fp32_modules):
         raise ValueError("LeanMixedPrecision(fp32_modules) cannot be 'auto': name the modules that need float32.")

@@ -1,11 +1,13 @@
 """What the plugin has from the setup of a run to its teardown."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import lightning.pytorch as pl
-from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
+from lightning.pytorch.core.optimizer import _MockOptimizer
+from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.tuner.lr_finder import _LRCallback
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import LRSchedulerConfig
@@ -15,11 +17,12 @@ from torch.optim import Optimizer
 from lightning_vram.precision.held_schedules import HeldSchedules
 from lightning_vram.precision.module_changes import ModuleChanges
 from lightning_vram.precision.precision_arguments import refuse_optimizers
-from lightning_vram.techniques.loss_scaling import LossScaling
-from lightning_vram.techniques.shadow import Shadow
+from lightning_vram.precision.scaled_steps import ScaledSteps
+
+_alive: WeakSet["PrecisionRun"] = WeakSet()
 
 
-@dataclass
+@dataclass(eq=False)
 class PrecisionRun:
     """One run, with what it changes.
 
@@ -27,24 +30,20 @@ class PrecisionRun:
         module: That runs.
         trainer: That runs it.
         changes: Of the module.
-        scaling: Of the loss, in float16, while it trains.
+        steps: In float16, while it trains.
         held: Schedules that wait for steps that were skipped.
-        is_deferring: Whether the scale is updated later: at the end of a ``training_step`` that steps by itself.
-        has_stepped: Whether it is to be updated then.
-        num_overflowed: Steps since its last update that overflowed.
         has_warned: Whether the first training step is over.
     """
 
     module: pl.LightningModule
     trainer: pl.Trainer
     changes: ModuleChanges
-    scaling: LossScaling | None = None
+    steps: ScaledSteps | None = None
     held: HeldSchedules | None = None
-    is_deferring: bool = False
-    has_stepped: bool = False
-    num_overflowed: int = 0
     has_warned: bool = False
-    _shadows: list[Shadow] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        _alive.add(self)
 
     def connect(
         self, optimizers: Sequence[Optimizer], schedules: Sequence[LRSchedulerConfig], *, holds_lr: bool
@@ -56,28 +55,19 @@ class PrecisionRun:
             MisconfigurationException: If one cannot work with a loss scale.
         """
         optimizers = [optimizer for optimizer in optimizers if not isinstance(optimizer, _MockOptimizer)]
-        if self.scaling is not None:
+        if self.steps is not None:
             refuse_optimizers(optimizers)
         self.changes.attach(optimizers)
-        if self.scaling is not None:
-            self.scale_with(self.scaling, optimizers)
+        if self.steps is not None:
+            self.steps.begin(optimizers)
             if holds_lr and self.module.automatic_optimization and schedules:
                 self.held = HeldSchedules(self.module, schedules)
 
-    def scale_with(self, scaling: LossScaling, optimizers: Sequence[Optimizer]) -> None:
-        """Scale the loss from now on, also where the user's code asks the scaler itself to."""
-        self.scaling = scaling
-        scaling.watch(optimizers)
-        self._shadows = [
-            Shadow(scaling.scaler, "scale", lambda _: scaling.scale),
-            Shadow(scaling.scaler, "unscale_", lambda _: lambda optimizer: scaling.unscale(without_wrapper(optimizer))),
-        ]
-
     def end_scaling(self) -> None:
-        """Go on without. Calling it again does nothing."""
-        while self._shadows:
-            self._shadows.pop().remove()
-        self.scaling = None
+        """Go on without a scale. Calling it again does nothing."""
+        if self.steps is not None:
+            self.steps.remove()
+            self.steps = None
 
     @property
     def is_tuning(self) -> bool:
@@ -108,6 +98,7 @@ class PrecisionRun:
             self.held.remove()
         self.end_scaling()
         self.changes.remove()
+        _alive.discard(self)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps of the run."""
@@ -126,6 +117,8 @@ class PrecisionRun:
             self.changes.lean.load_state_dict(state["lean"])
 
 
-def without_wrapper(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer itself, of what ``self.optimizers()`` of a LightningModule returns."""
-    return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+def end_dead_runs() -> None:
+    """Undo what runs have left behind whose trainer was cut short in the midst of its own clearing up."""
+    for run in list(_alive):
+        if run.trainer.state.status in (TrainerStatus.INTERRUPTED, TrainerStatus.FINISHED):
+            run.remove()

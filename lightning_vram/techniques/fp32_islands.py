@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.modules.loss import _Loss
 
 from lightning_vram.techniques.class_swap import has_own_forward, plain_class_forward
@@ -75,7 +76,7 @@ def run_in_fp32(modules: Iterable[nn.Module], device_type: str) -> Float32Island
         The undo. Its ``idle`` tells, after a first step, which modules nobody has called.
 
     Raises:
-        ValueError: If a module is scripted or traced, or its class cannot be changed. All modules are then as they
+        ValueError: If a module is scripted, traced or lazy, or its class cannot be changed. All are then what they
             were.
 
     Example:
@@ -91,7 +92,7 @@ def run_in_fp32(modules: Iterable[nn.Module], device_type: str) -> Float32Island
     islands = {module: _find_callable(module) for module in modules}
     chosen = dict.fromkeys((member for found in islands.values() for member in found), PrecisionSwap(_KEY, _run))
     for module in chosen:
-        _refuse_scripted(module)
+        _refuse_unchangeable(module)
     return Float32Islands(PrecisionSwaps(chosen, device_type), islands)
 
 
@@ -136,9 +137,14 @@ def _find_callable(module: nn.Module) -> list[nn.Module]:
     return [member for child in module.children() for member in _find_callable(child)]
 
 
-def _refuse_scripted(module: nn.Module) -> None:
+def _refuse_unchangeable(module: nn.Module) -> None:
     if isinstance(module, torch.jit.ScriptModule):  # traced ones too
         name = getattr(module, "original_name", type(module).__name__)
         raise ValueError(
             f"module {name} cannot change its precision: it is scripted or traced. Script or trace it afterwards."
+        )
+    if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():  # it changes its class by itself
+        raise ValueError(
+            f"module {type(module).__name__} cannot change its precision before it knows its sizes: run the model on "
+            "one batch first."
         )

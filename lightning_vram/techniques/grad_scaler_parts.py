@@ -55,7 +55,7 @@ def update_scale(scaler: GradScaler, *, overflowed: bool) -> None:
     states, scaler._per_optimizer_states = scaler._per_optimizer_states, defaultdict(_refresh_per_optimizer_state)
     scaler._per_optimizer_states[id(scaler)]["found_inf_per_device"] = {found_inf.device: found_inf}
     try:
-        scaler.update()
+        type(scaler).update(scaler)
     finally:
         scaler._per_optimizer_states = states
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_is_leaf, tree_leaves, tree_map
 
 
-def iterate_leaves(tree: Any) -> Iterator[Any]:
+def iterate_leaves(tree: Any, _open: frozenset[int] = frozenset()) -> Iterator[Any]:
     """Yield the leaves of ``tree``, those in the fields of its dataclasses included.
 
     Args:
@@ -24,12 +24,15 @@ def iterate_leaves(tree: Any) -> Iterator[Any]:
         return
     for leaf in tree_leaves(tree, is_leaf=_is_opened):
         if _is_opened(leaf):
-            yield from iterate_leaves(_read(leaf))
+            if id(leaf) not in _open:  # else it holds itself
+                yield from iterate_leaves(_read(leaf), _open | {id(leaf)})
         else:
             yield leaf
 
 
-def cast_where(is_meant: Callable[[object], bool], dtype: torch.dtype, tree: Any) -> Any:
+def cast_where(
+    is_meant: Callable[[object], bool], dtype: torch.dtype, tree: Any, _open: frozenset[int] = frozenset()
+) -> Any:
     """Return ``tree`` with some of its tensors cast.
 
     Args:
@@ -39,20 +42,20 @@ def cast_where(is_meant: Callable[[object], bool], dtype: torch.dtype, tree: Any
     """
     if isinstance(tree, Tensor):
         return tree.to(dtype) if is_meant(tree) else tree
-    if not any(is_meant(leaf) for leaf in iterate_leaves(tree)):
+    if not any(is_meant(leaf) for leaf in iterate_leaves(tree, _open)):
         return tree
 
     def cast(leaf: Any) -> Any:
         if _is_opened(leaf):
-            return _cast_fields(is_meant, dtype, leaf)
+            return leaf if id(leaf) in _open else _cast_fields(is_meant, dtype, leaf, _open | {id(leaf)})
         return leaf.to(dtype) if is_meant(leaf) else leaf
 
     return tree_map(cast, tree, is_leaf=_is_opened)
 
 
-def _cast_fields(is_meant: Callable[[object], bool], dtype: torch.dtype, data: Any) -> Any:
+def _cast_fields(is_meant: Callable[[object], bool], dtype: torch.dtype, data: Any, under_way: frozenset[int]) -> Any:
     values = _read(data)
-    changed = {name: cast_where(is_meant, dtype, value) for name, value in values.items()}
+    changed = {name: cast_where(is_meant, dtype, value, under_way) for name, value in values.items()}
     if all(changed[name] is value for name, value in values.items()):
         return data
     twin = copy.copy(data)  # not by its __init__: checks and computed fields ran once

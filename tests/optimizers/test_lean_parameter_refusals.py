@@ -116,7 +116,7 @@ def test_plain_sixteen_bit_weights_are_refused(kind):
     message = (
         f"{kind.__name__} would train 3 parameters that are torch.bfloat16 and torch.float16, and lose every update "
         "below half a unit in the last place (in a test the loss ended at .105 instead of .0266). Use "
-        'LeanMixedPrecision(parameters="bf16+split"), one of its other schemes, or fp32 weights.'
+        'LeanMixedPrecision("bf16", parameters="bf16+split"), one of its other schemes, or fp32 weights.'
     )
     with refusal(message):
         refuse_lost_updates([optim.SGD([nn.Parameter(torch.ones(1))]), kind(net.parameters())])

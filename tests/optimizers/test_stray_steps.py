@@ -6,11 +6,12 @@ import gc
 import pytest
 import torch
 from optimizers.lean_nets import EXACT, assert_same_weights, give_gradients, lean_net, make_net, take_steps
-from torch import optim
+from torch import nn, optim
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from lightning_vram.optimizers.lean_parameters import LeanParameters
 from lightning_vram.optimizers.steppable import STEPPABLE
+from lightning_vram.optimizers.stray_steps import _forget_the_dead, redirect_steps
 
 
 @pytest.mark.parametrize("scheme", EXACT)
@@ -111,7 +112,8 @@ def test_others_step_as_ever_while_there_are_lean_parameters_and_after():
 
 
 def test_hooks_go_with_what_they_serve():
-    gc.collect()  # those of other tests
+    gc.collect()
+    _forget_the_dead()  # those of other tests
     before = len(_global_optimizer_pre_hooks)
     net, lean, optimizer = lean_net("bf16+split")
     twins = copy.deepcopy((net, lean))
@@ -123,5 +125,29 @@ def test_hooks_go_with_what_they_serve():
     assert len(_global_optimizer_pre_hooks) == before + 1
     del twins, own
     gc.collect()
+    _forget_the_dead()  # as the next that comes does
     assert len(_global_optimizer_pre_hooks) == before
     take_steps(net, optimizer, 0)
+
+
+class Owner:
+    pass
+
+
+def test_what_goes_while_hooks_are_called_does_not_disturb_them():
+    owners = [Owner() for _ in range(3)]
+    calls = []
+
+    def redirect(owner, optimizer):
+        calls.append(id(owner))
+        owners.clear()
+        gc.collect()
+
+    for owner in owners:
+        redirect_steps(owner, redirect)
+    del owner
+    weight = nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    optim.SGD([weight], lr=1.0).step()
+    assert len(calls) == 1
+    assert torch.equal(weight, torch.zeros(2))

@@ -282,6 +282,82 @@ def test_named_modules_run_in_fp32_in_evaluations_too(make_trainer):
     assert torch.backends.mha.get_fastpath_enabled()
 
 
+class ByType(LitTiny):
+    """Makes groups of parameters by the type of their layers, as the examples of many do."""
+
+    def configure_optimizers(self):
+        linear = [p for part in self.modules() if type(part) is nn.Linear for p in part.parameters()]
+        assert len(linear) == 2
+        return torch.optim.AdamW([{"params": linear, "weight_decay": 0.1}])
+
+
+def test_layers_are_told_by_their_type_where_groups_are_made(make_trainer):
+    fit(build(TinyCNN, ByType), make_trainer(plugins=[LeanMixedPrecision("bf16", recast_in_backward=True)]))
+
+
+class Twice(nn.Sequential):
+    """Uses a weight twice in a step."""
+
+    def __init__(self):
+        super().__init__(nn.Flatten(), nn.Linear(192, 16), nn.Linear(16, 16), nn.Linear(16, 10))
+
+    def forward(self, x):
+        hidden = self[1](self[0](x))
+        return self[3](self[2](self[2](hidden)))
+
+    samples = TinyCNN.samples
+
+
+class MadeInTheStep(LitManual):
+    """A fused optimizer that nobody was told of, while an older graph keeps a cast of the weight alive."""
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 0:
+            self.made = torch.optim.SGD(self.parameters(), lr=0.1, fused=True)
+        self.made.zero_grad()
+        self.kept = self.loss(batch)
+        self.manual_backward(self.kept, retain_graph=True)
+        self.made.step()
+
+    def configure_optimizers(self):
+        return None
+
+
+@pytest.mark.filterwarnings("ignore:.*configure_optimizers. returned .None")
+def test_optimizers_that_are_made_in_a_step_are_noticed(make_trainer):
+    plain = BackwardWithoutAutocast("bf16-mixed", "cpu")
+    fitted = [fit(build(Twice, MadeInTheStep), make_trainer(plugins=[p])) for p in (plain, LeanMixedPrecision("bf16"))]
+    assert_equal_weights(*fitted)
+
+
+def test_a_frozen_backbone_trains_with_all_settings(make_trainer):
+    model = build(TinyGPT)
+    model.net.blocks[0].requires_grad_(False)
+    options = {"recast_in_backward": True, "parameters": "bf16+split", "low_precision_norms": True}
+    before = [p.clone() for p in model.net.blocks[0].parameters()]
+    fit(model, make_trainer(plugins=[LeanMixedPrecision("bf16", **options)], max_epochs=5))
+    assert all(map(torch.equal, model.net.blocks[0].parameters(), before))
+
+
+class BrokenEnd(pl.Callback):
+    def on_train_batch_end(self, *args):
+        raise ZeroDivisionError
+
+    def on_exception(self, *args):
+        raise KeyError("the end is broken, too")
+
+
+def test_a_fit_whose_end_fails_as_well_can_be_followed_by_another(make_trainer):
+    model = build(TinyGPT)
+    before = describe_module(model)
+    broken = make_trainer(plugins=[LeanMixedPrecision("bf16", **ALL)], callbacks=[BrokenEnd()])
+    with pytest.raises(KeyError):
+        broken.fit(model)
+    fit(model, make_trainer(plugins=[LeanMixedPrecision("bf16", **ALL)]))
+    assert describe_module(model) == before
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
 class Pickles(pl.Callback):
     def on_train_batch_end(self, trainer, *args):
         assert pickle.dumps(trainer)
@@ -394,7 +470,9 @@ def test_wrong_values_are_refused(arguments, message):
         LeanMixedPrecision(**arguments)
 
 
-@pytest.mark.parametrize("arguments", [{"precision": 16}, {"fp32_modules": [1]}, {"scaler": 65536.0}])
+@pytest.mark.parametrize(
+    "arguments", [{"precision": 16}, {"fp32_modules": [1]}, {"fp32_modules": None}, {"scaler": 65536.0}]
+)
 def test_wrong_types_are_refused(arguments):
     with pytest.raises(TypeError, match=r"LeanMixedPrecision\(\w+\) must be"):
         LeanMixedPrecision(**arguments)
@@ -403,9 +481,7 @@ def test_wrong_types_are_refused(arguments):
 def test_patterns_that_match_nothing_are_refused(make_trainer):
     model = build(TinyGPT)
     before = describe_module(model)
-    with pytest.raises(
-        ValueError, match=r"^LeanMixedPrecision\(fp32_modules\).*'net.haed' matches no module.*net.head"
-    ):
+    with pytest.raises(ValueError, match=r"^LeanMixedPrecision: fp32_modules='net.haed' matches no module.*net.head"):
         make_trainer(plugins=[LeanMixedPrecision("bf16", fp32_modules=["net.blocks.0", "net.haed"])]).fit(model)
     assert describe_module(model) == before
 
@@ -442,7 +518,7 @@ class HalfLoaded(LitTiny):
 
 
 def test_plain_bf16_weights_are_refused(make_trainer):
-    with pytest.raises(ValueError, match=r"AdamW.*bfloat16.*LeanMixedPrecision\(parameters=\"bf16\+split\"\)"):
+    with pytest.raises(ValueError, match=r"AdamW.*bfloat16.*\(\"bf16\", parameters=\"bf16\+split\"\)"):
         make_trainer(plugins=[LeanMixedPrecision("bf16")]).fit(build(TinyCNN, HalfLoaded))
 
 

@@ -328,6 +328,63 @@ def test_gradients_that_were_unscaled_by_hand_are_not_unscaled_again(make_traine
     torch.testing.assert_close(model.weights[0], torch.full((4,), -1.5))
 
 
+class Asks(ManualScripted):
+    """The usual way to tell a step that was skipped."""
+
+    def training_step(self, batch, batch_idx):
+        optimizer, scaler, plugin = self.optimizers(), self.trainer.scaler, self.trainer.precision_plugin
+        optimizer.zero_grad()
+        self.manual_backward((batch * self.weights[0]).sum())
+        scale, num_skipped = scaler.get_scale(), plugin.overflow_steps
+        optimizer.step()
+        self.told = [*getattr(self, "told", []), (scaler.get_scale() < scale, plugin.overflow_steps - num_skipped)]
+
+
+def test_the_user_can_tell_a_step_that_was_skipped(make_trainer):
+    model = Asks([1.0, INF, 1.0])
+    trainer = train(model, make_trainer)
+    assert model.told == [(False, 0), (True, 1), (False, 0)]
+    assert trainer.scaler.get_scale() == 512
+
+
+class ByHand(ManualScripted):
+    """With the scaler alone, as in plain PyTorch."""
+
+    clips = True
+
+    def training_step(self, batch, batch_idx):
+        optimizer, scaler = self.optimizers(use_pl_optimizer=False), self.trainer.scaler
+        optimizer.zero_grad()
+        scaler.scale((batch * self.weights[0]).sum()).backward()
+        if self.clips:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(self.weights, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+
+class ByHandUnclipped(ByHand):
+    clips = False
+
+
+@pytest.mark.parametrize(("module", "expected"), [(ByHand, -1.0), (ByHandUnclipped, -7.0)])
+def test_steps_by_the_scaler_alone(module, expected, make_trainer):
+    model = module([3.0, INF, 4.0])
+    trainer = train(model, make_trainer)
+    torch.testing.assert_close(model.weights[0], torch.full((4,), expected))
+    assert trainer.precision_plugin.overflow_steps == 1
+    assert trainer.scaler.get_scale() == 512
+
+
+class SetsTheScale(ByHandUnclipped):
+    def on_train_batch_end(self, *args):
+        self.trainer.scaler.update(8.0)
+
+
+def test_the_scale_can_be_set(make_trainer):
+    assert train(SetsTheScale([1.0]), make_trainer).scaler.get_scale() == 8
+
+
 class LastIsNone(Scripted):
     def training_step(self, batch, batch_idx):
         return None if batch_idx == 1 else super().training_step(batch, batch_idx)
@@ -361,6 +418,17 @@ def test_a_run_that_went_on_in_another_format_is_evaluated_in_it(make_trainer, t
     state = torch.load(tmp_path / "after.ckpt")["LeanMixedPrecision"]
     assert state["has_fallen_back"]
     assert state["held"] == [0]
+
+
+def test_a_checkpoint_of_a_run_that_went_on_elsewhere_begins_a_new_count(make_trainer, tmp_path):
+    options = {"max_consecutive_overflows": 2}
+    plugin = LeanMixedPrecision("fp16", scaler=scaler(), on_overflow_limit="bf16", **options)
+    with pytest.warns(UserWarning, match="goes on in bf16"):
+        trainer = train(Scripted([INF, INF, 1.0]), make_trainer, plugin)
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    trainer = make_trainer(plugins=[LeanMixedPrecision("fp16", **options)], max_epochs=2, limit_val_batches=0)
+    trainer.fit(Scripted([INF, 1.0, 1.0]), ckpt_path=tmp_path / "last.ckpt")
+    assert trainer.precision == "16-mixed"
 
 
 def test_each_fit_counts_its_own_overflows_in_a_row(make_trainer):

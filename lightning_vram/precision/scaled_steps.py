@@ -1,0 +1,102 @@
+"""Optimizer steps under a loss scale, whoever makes them: the plugin, or the user's code with the scaler itself."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_vram.techniques.loss_scaling import LossScaling
+from lightning_vram.techniques.shadow import Shadow
+
+
+class ScaledSteps:
+    """Lets the scale move once after all optimizer steps that follow one backward.
+
+    From :meth:`begin` to :meth:`remove` it stands in for methods of the scaler.
+
+    Args:
+        scaler: Has the scale.
+        over_ranks: How ranks agree on an overflow; ``None``: this one is alone.
+        on_end: Called when the scale has moved, with the number of steps before it that were skipped.
+    """
+
+    def __init__(
+        self,
+        scaler: torch.amp.GradScaler,
+        over_ranks: Callable[[Tensor], Tensor] | None,
+        on_end: Callable[[int], None],
+    ) -> None:
+        self.scaling = LossScaling(scaler)
+        self.is_deferring = False  # more steps may follow the same backward
+        self.num_overflowed = 0  # since the scale moved
+        self._has_stepped = False
+        self._over_ranks = over_ranks
+        self._on_end = on_end
+        self._shadows: list[Shadow] = []
+
+    def begin(self, optimizers: Sequence[Optimizer]) -> None:
+        """Keep the gradients of these optimizers right from now on."""
+        scaler = self.scaling.scaler
+        self.scaling.watch(optimizers)
+        if not self._shadows and scaler.is_enabled():
+            own: dict[str, Callable[..., Any]] = {
+                "scale": self.scale,
+                "unscale_": self.unscale,
+                "step": self.step,
+                "update": self._update,
+                "get_scale": self._get_scale,
+            }
+            self._shadows = [Shadow(scaler, name, _return_other(call)) for name, call in own.items()]
+
+    def remove(self) -> None:
+        """Give the scaler its methods back. Calling it again does nothing."""
+        while self._shadows:
+            self._shadows.pop().remove()
+
+    def scale(self, loss: Any) -> Any:
+        """Scale what backward is called on next; the scale moves first where there were steps."""
+        self.end()
+        return self.scaling.scale(loss)
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Unscale the gradients of ``optimizer``, which may be wrapped, if they are scaled."""
+        self.scaling.unscale(_without_wrapper(optimizer))
+
+    def step(self, optimizer: Optimizer, **kwargs: Any) -> Any:
+        """Step, or skip the step. Returns what ``optimizer.step`` does, ``None`` if it was skipped."""
+        result = self.scaling.step(_without_wrapper(optimizer), self._over_ranks, **kwargs)
+        self._has_stepped = True
+        self.num_overflowed += result.overflowed
+        if not self.is_deferring:
+            self.end()
+        return result.output
+
+    def end(self) -> None:
+        """Let the scale move, if there were steps since it did."""
+        if self._has_stepped:
+            num_overflowed, self.num_overflowed, self._has_stepped = self.num_overflowed, 0, False
+            self.scaling.update()
+            self._on_end(num_overflowed)
+
+    def _update(self, new_scale: float | Tensor | None = None) -> None:
+        self.end()
+        if new_scale is not None:
+            scaler = self.scaling.scaler
+            type(scaler).update(scaler, new_scale)
+
+    def _get_scale(self) -> float:
+        """The scale, as it will be where it has still to move: many ask it whether a step was skipped."""
+        scaler = self.scaling.scaler
+        return type(scaler).get_scale(scaler) * (scaler.get_backoff_factor() if self.num_overflowed else 1.0)
+
+
+def _without_wrapper(optimizer: Optimizer) -> Optimizer:
+    """The optimizer itself, of what ``self.optimizers()`` of a LightningModule returns."""
+    return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+
+
+def _return_other(call: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    return lambda inner: call
