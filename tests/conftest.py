@@ -1,6 +1,8 @@
 """Fixtures and marks. A test asks for what it needs; a machine that lacks it skips the test and says why."""
 
+import os
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +12,16 @@ import torch
 from helpers import CASES, LitTiny, TinyCNN, TinyGPT
 
 torch.set_num_threads(1)  # the models are tiny; more threads only fight with pytest-xdist
+
+
+def _renew_thread_pool() -> None:
+    """Replace the pool of a process that was forked, which torch does at the first use; two threads at once fail."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says that the old pool leaks
+        torch.set_num_threads(1)
+
+
+os.register_at_fork(after_in_child=_renew_thread_pool)
 
 REQUIREMENTS = {
     "gpu": (torch.cuda.is_available, "needs a CUDA device"),

@@ -89,13 +89,14 @@ def test_blocks_may_die_in_any_thread(arena) -> None:
     def work(seed: int) -> None:
         generator = random.Random(seed)
         for _ in range(200):
+            in_step.wait()  # one that lags behind would hold on to an old chunk while the others fill the next
             block = arena.take(generator.randrange(1, 10000))
             block.pieces[0].fill_(seed)
             held.append(block)
             if len(held) > 5:
                 held.pop(0)
 
-    held = []
+    held, in_step = [], threading.Barrier(4, timeout=60)
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
     for thread in threads:
         thread.start()
