@@ -3,13 +3,14 @@
 import os
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from helpers import CASES, LitTiny, TinyCNN, TinyGPT
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 torch.set_num_threads(1)  # the models are tiny; more threads only fight with pytest-xdist
 
@@ -35,6 +36,20 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     for mark, (is_met, reason) in REQUIREMENTS.items():
         if item.get_closest_marker(mark) and not is_met():
             pytest.skip(reason)
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def mesh(one_rank: None) -> DeviceMesh:
+    """For FSDP2 on one rank."""
+    return init_device_mesh("cpu", (1,))
 
 
 @pytest.fixture(params=[TinyCNN, TinyGPT], ids=["cnn", "gpt"])

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
@@ -210,6 +211,22 @@ def describe_module(module: nn.Module) -> list[tuple[str, type, frozenset[str], 
         )
         for name, part in module.named_modules()
     ]
+
+
+class PlantedError(RuntimeError):
+    """Raised by tests, and by nothing else."""
+
+
+def fail_in(model: pl.LightningModule, hook: str, trainer: pl.Trainer) -> None:
+    """Fit ``model`` with a hook that raises; it is what it was afterwards."""
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise PlantedError
+
+    setattr(model, hook, fail)
+    with pytest.raises(PlantedError):
+        trainer.fit(model)
+    delattr(model, hook)
 
 
 def assert_equal_weights(one: nn.Module, other: nn.Module) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_vram.optimizers.weight_chunks import WeightChunk
+from lightning_vram.techniques.versions import storage_address
 
 
 @torch.no_grad()
@@ -62,4 +63,4 @@ def _is_copy(value: Tensor, parameter: nn.Parameter) -> bool:
 
 
 def _memory(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.device, tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape
+    return tensor.device, storage_address(tensor), tensor.storage_offset(), tensor.shape

@@ -11,6 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lightning_vram.techniques.versions import storage_address
+
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -55,7 +57,7 @@ def check_memory(parameters: Iterable[nn.Parameter]) -> None:
     for parameter in parameters:
         if _is_dense(parameter):
             start, end = int(parameter.storage_offset()), int(parameter.storage_offset()) + parameter.numel()
-            spans[parameter.device, parameter.untyped_storage()._cdata].append((start, end, parameter.shape))
+            spans[parameter.device, storage_address(parameter)].append((start, end, parameter.shape))
     for alike in spans.values():
         alike.sort(key=lambda span: span[:2])
         for (_, end, one), (start, _, other) in pairwise(alike):

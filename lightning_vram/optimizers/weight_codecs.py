@@ -5,7 +5,7 @@ loaded) is kept: zeros and NaNs as they are. A rest that is not the weight's own
 place of bf16 at most: so weights clamped to a number may lie beyond it by that.
 """
 
-from typing import Protocol
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
@@ -13,29 +13,26 @@ from torch import Tensor
 from lightning_vram.optimizers.bit_patterns import add_compensation_, compensate_, join_, round_randomly_, split_
 
 
-class WeightCodec(Protocol):
+class WeightCodec(ABC):
     """Keeps ``rest``: a flat tensor of as many elements as there are weights, or ``None``."""
 
-    rest: Tensor | None
+    rest: Tensor | None = None
 
+    @abstractmethod
     def read(self, weights: Tensor) -> Tensor:
         """Make exact weights of ``weights``: flat, fp32, what the bf16 weights hold now. May work in place."""
-        ...
 
+    @abstractmethod
     def write(self, exact: Tensor, generator: torch.Generator | None) -> Tensor:
         """Keep the rest of ``exact``: flat, fp32. Without a generator nothing is random. May work in place.
 
         Returns:
             What to copy to the bf16 weights: flat.
         """
-        ...
 
 
-class MasterCodec:
+class MasterCodec(WeightCodec):
     """An fp32 copy: 4 bytes per weight, exact."""
-
-    def __init__(self) -> None:
-        self.rest: Tensor | None = None
 
     def read(self, weights: Tensor) -> Tensor:
         """Where a weight is no longer the copy rounded, the weight is right: somebody wrote to it."""
@@ -48,11 +45,8 @@ class MasterCodec:
         return exact
 
 
-class SplitCodec:
+class SplitCodec(WeightCodec):
     """The lower half of the fp32 pattern: 2 bytes per weight, exact."""
-
-    def __init__(self) -> None:
-        self.rest: Tensor | None = None
 
     def read(self, weights: Tensor) -> Tensor:
         """Join both halves."""
@@ -68,11 +62,8 @@ class SplitCodec:
         return exact
 
 
-class KahanCodec:
+class KahanCodec(WeightCodec):
     """What rounding took, rounded itself: 2 bytes per weight, 16 significant bits together."""
-
-    def __init__(self) -> None:
-        self.rest: Tensor | None = None
 
     def read(self, weights: Tensor) -> Tensor:
         """Add both."""
@@ -87,11 +78,8 @@ class KahanCodec:
         return compensate_(exact, self.rest)
 
 
-class StochasticCodec:
+class StochasticCodec(WeightCodec):
     """Nothing: the weights are rounded at random."""
-
-    def __init__(self) -> None:
-        self.rest: Tensor | None = None
 
     def read(self, weights: Tensor) -> Tensor:
         """There is no more to know."""

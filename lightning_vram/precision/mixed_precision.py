@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_vram.memory.checks import check_bool
+from lightning_vram.precision.foreign_states import find_state, is_scaler_state, write_scale
 from lightning_vram.precision.module_changes import ModuleChanges, Settings
 from lightning_vram.precision.overflow_watch import OnLimit, OverflowWatch
-from lightning_vram.precision.plain_states import find_state, is_scaler_state, write_scale
 from lightning_vram.precision.precision_arguments import (
     check_arguments,
     check_combination,
@@ -81,8 +82,9 @@ class LeanMixedPrecision(MixedPrecision):
         ValueError: If a value is unknown or arguments contradict each other; when a run is set up, if patterns match
             nothing, weights are in 16 bit already and the optimizer would lose most updates, or it cannot step lean
             parameters.
-        MisconfigurationException: When a run is set up, if the device has no such autocast, with DeepSpeed, and with
-            LBFGS in float16.
+        MisconfigurationException: When a run is set up, if the device has no such autocast, with DeepSpeed, with LBFGS
+            in float16, with Lightning's averages of weights and lean parameters, and inside of a run of another
+            trainer that has this plugin.
         FloatingPointError: After too many overflows in a row.
 
     Attributes:
@@ -111,6 +113,9 @@ class LeanMixedPrecision(MixedPrecision):
     ) -> None:
         self._choice = check_choice(precision)
         check_arguments(fp32_modules, parameters, max_consecutive_overflows, on_overflow_limit, scaler)
+        check_bool("LeanMixedPrecision(low_precision_norms)", low_precision_norms)
+        check_bool("LeanMixedPrecision(recast_in_backward)", recast_in_backward)
+        check_bool("LeanMixedPrecision(hold_lr_on_overflow)", hold_lr_on_overflow)
         check_combination(self._choice, parameters, scaler)
         patterns = (fp32_modules,) if isinstance(fp32_modules, str | type) else tuple(fp32_modules)
         self._settings = Settings(patterns, low_precision_norms, recast_in_backward, parameters)

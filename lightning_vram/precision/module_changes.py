@@ -9,7 +9,7 @@ from weakref import ref
 
 import lightning.pytorch as pl
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -131,14 +131,14 @@ class ModuleChanges:
         """Take over weights of a checkpoint in full: what loads them into the module while they are lean rounds them.
 
         Args:
-            state_dict: As of the module, with any keys.
+            state_dict: As of the module, with any keys. Weights that the user's code has made something else of stay.
         """
         if self.lean is None:
             return
         named = self._named_parameters()
         lean = {name: parameter for name, parameter in named.items() if parameter.dtype is torch.bfloat16}
         found = {parameter: state_dict[name] for name, parameter in lean.items() if name in state_dict}
-        self.lean.take({parameter: value for parameter, value in found.items() if value.shape == parameter.shape})
+        self.lean.take({parameter: value for parameter, value in found.items() if _is_rounded(value, parameter)})
 
     def remove(self) -> None:
         """Undo all. Calling it again does nothing."""
@@ -163,6 +163,15 @@ class ModuleChanges:
             return self.lean.full_state(inner())
 
         return state_dict
+
+
+def _is_rounded(value: Tensor, parameter: Tensor) -> bool:
+    """Whether ``parameter`` holds ``value``, but for the rounding to bfloat16."""
+    if value.shape != parameter.shape:
+        return False
+    present = parameter.detach().float()
+    exact = value.to(present)
+    return torch.allclose(present, exact, rtol=torch.finfo(torch.bfloat16).eps, atol=0.0, equal_nan=True)
 
 
 def _tell_of_step(casts: "ref[WeightCasts]", optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -4,30 +4,15 @@ Their fast path reads the weights of those, past any ``forward``. PyTorch leaves
 no other device.
 """
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 import torch
 
-_lock = threading.Lock()
-_num_users = 0  # threads share the setting
-_was_enabled = True
+from lightning_vram.techniques.held_setting import HeldSetting
+
+_fast_path = HeldSetting(torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled, value=False)
 
 
-@contextmanager
-def without_fast_path() -> Iterator[None]:
+def without_fast_path() -> AbstractContextManager[None]:
     """Keep it off inside the block."""
-    global _num_users, _was_enabled
-    with _lock:
-        if _num_users == 0:
-            _was_enabled = torch.backends.mha.get_fastpath_enabled()
-            torch.backends.mha.set_fastpath_enabled(value=False)
-        _num_users += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _num_users -= 1
-            if _num_users == 0:
-                torch.backends.mha.set_fastpath_enabled(value=_was_enabled)
+    return _fast_path.hold()

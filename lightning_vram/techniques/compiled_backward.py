@@ -1,26 +1,21 @@
 """Compile backwards as they run uncompiled: without autocast."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 from torch._functorch import config
 
-_SETTING = "backward_pass_autocast"  # AOTAutograd's, not in all versions
+from lightning_vram.techniques.held_setting import HeldSetting
+
+_NAME = "backward_pass_autocast"  # AOTAutograd's, not in all versions
+
+_autocast = HeldSetting(partial(getattr, config, _NAME, None), partial(setattr, config, _NAME), value="off")
 
 
-@contextmanager
-def compiled_backward_without_autocast() -> Iterator[None]:
+def compiled_backward_without_autocast() -> AbstractContextManager[None]:
     """Let what is compiled inside the block have a backward that does not autocast.
 
     By default PyTorch traces it under the autocast of the forward, so that float32 parts of a model have gradients in
     16 bit once they are compiled. What was compiled before stays as it is.
     """
-    if not hasattr(config, _SETTING):
-        yield
-        return
-    before = getattr(config, _SETTING)
-    setattr(config, _SETTING, "off")
-    try:
-        yield
-    finally:
-        setattr(config, _SETTING, before)
+    return _autocast.hold() if hasattr(config, _NAME) else nullcontext()

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from lightning_vram.techniques.kept_outputs import KeptOutputs
+from lightning_vram.techniques.versions import storage_address
 
 _SELECTIVE_CHECKPOINTS = (torch.utils.checkpoint.__name__, KeptOutputs.__module__)
 """Where their dispatch modes are; those of others derive from these."""
@@ -37,7 +38,7 @@ class _SharedCast:
     def __init__(self, weight: Tensor, cast: Tensor) -> None:
         self._weight = weakref.ref(weight)  # its identity may be another's after its death
         self._version = weight._version
-        self._address = weight.untyped_storage()._cdata  # ``weight.data = other`` counts no version
+        self._address = storage_address(weight)  # ``weight.data = other`` counts no version
         self._strides = cast.stride()
         self.note(cast)
 
@@ -48,7 +49,7 @@ class _SharedCast:
     def is_of(self, weight: Tensor) -> bool:
         """Whether ``weight`` still is what the cast was made of."""
         is_same = self._version == weight._version and self._weight() is weight
-        return is_same and self._address == weight.untyped_storage()._cdata
+        return is_same and self._address == storage_address(weight)
 
     def find(self) -> torch.UntypedStorage | None:
         """Return the memory, if autograd keeps it."""

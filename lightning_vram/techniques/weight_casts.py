@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from lightning_vram.techniques.cast_sharing import Sharing
-from lightning_vram.techniques.cast_weights import Place, find_places, parameter_at, read_weights, with_weights
+from lightning_vram.techniques.autocast_weights import Place, find_places, parameter_at, read_weights, with_weights
 from lightning_vram.techniques.class_swap import plain_class_forward, restore_class, swap_class
 from lightning_vram.techniques.recast_saves import RecastSaves
 from lightning_vram.techniques.shared_casts import SharedCasts, is_in_selective_checkpoint
+from lightning_vram.techniques.sharing_decision import Sharing
 
 _KEY = "_weight_casts"
 _LOW_PRECISION = (torch.float16, torch.bfloat16)

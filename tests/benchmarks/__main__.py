@@ -32,11 +32,15 @@ def main() -> None:
             rows += [measure_memory(workload, variant, device) for variant in VARIANTS]
         else:
             rows += measure_speed(workload, device, arguments.repeats, arguments.steps, arguments.variants)
+    report(arguments.suite, rows, arguments.output)
+
+
+def report(suite: str, rows: list[Row], output: Path | None) -> None:
+    """Print the table, and write the figures with device and versions to ``output``."""
     Console(width=160).print(make_table(rows))
-    if arguments.output is not None:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        result = {"suite": arguments.suite, "machine": describe_machine(), "rows": rows}
-        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps({"suite": suite, "machine": describe_machine(), "rows": rows}, indent=1) + "\n")
 
 
 def make_table(rows: list[Row]) -> Table:

@@ -4,7 +4,6 @@ Bytes are tracked and exact; times are medians of steps, repeats interleaved, as
 """
 
 import argparse
-import json
 import statistics
 import time
 from pathlib import Path
@@ -13,16 +12,15 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
-from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_vram import ActivationCheckpointing, MicroBatching
 from lightning_vram.memory.timeline import Category
 from lightning_vram.memory.tracker import MemoryTracker, track_memory
-from tests.benchmarks.__main__ import make_table
+from tests.benchmarks.__main__ import report
 from tests.benchmarks.cases import WORKLOADS, Workload
-from tests.benchmarks.measure import Row, describe_machine
+from tests.benchmarks.measure import Row
 
 NUM_STEPS = 12
 NUM_WARM_UP = 3
@@ -102,7 +100,7 @@ def make_variants(batch_size: int) -> dict[str, list[Callback]]:
     }
 
 
-def fit(workload: Workload, callbacks: list[Callback], max_steps: int) -> None:
+def fit(workload: Workload, callbacks: list[Callback], max_steps: int, **options: Any) -> None:
     pl.seed_everything(0, verbose=False)
     trainer = pl.Trainer(
         max_steps=max_steps,
@@ -111,6 +109,7 @@ def fit(workload: Workload, callbacks: list[Callback], max_steps: int) -> None:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        **options,
     )
     trainer.fit(LitWorkload(workload))
 
@@ -151,10 +150,7 @@ def main() -> None:
     arguments = parser.parse_args()
     has_gpu = torch.cuda.is_available()
     rows = [row for one in WORKLOADS if one.needs_gpu == has_gpu for row in measure(one, arguments.repeats)]
-    Console(width=160).print(make_table(rows))
-    if arguments.output is not None:
-        result = {"suite": "micro_batching", "machine": describe_machine(), "rows": rows}
-        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+    report("micro_batching", rows, arguments.output)
 
 
 if __name__ == "__main__":

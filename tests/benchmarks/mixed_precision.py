@@ -6,17 +6,14 @@ one step in bf16 without dropout, so that attention keeps no probabilities, as o
 """
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
-from rich.console import Console
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
@@ -26,10 +23,10 @@ from lightning_vram.memory.timeline import Category
 from lightning_vram.optimizers.lean_parameters import SCHEMES, LeanParameters
 from lightning_vram.techniques.low_precision_norms import keep_norms_low
 from lightning_vram.techniques.weight_casts import WeightCasts
-from tests.benchmarks.__main__ import make_table
+from tests.benchmarks.__main__ import report
 from tests.benchmarks.cases import WORKLOADS, Workload
-from tests.benchmarks.measure import Row, describe_machine
-from tests.benchmarks.micro_batching import NUM_STEPS, NUM_WARM_UP, Bytes, LitWorkload, Seconds
+from tests.benchmarks.measure import Row
+from tests.benchmarks.micro_batching import NUM_STEPS, NUM_WARM_UP, Bytes, Seconds, fit
 
 Make = Callable[[], Any]
 RECAST = {"recast_in_backward": True}
@@ -57,27 +54,13 @@ def make_variants(workload: Workload, device: str) -> dict[str, tuple[str, Make]
     return variants
 
 
-def fit(workload: Workload, plugin: Any, callback: pl.Callback, max_steps: int) -> None:
-    pl.seed_everything(0, verbose=False)
-    trainer = pl.Trainer(
-        max_steps=max_steps,
-        plugins=[plugin],
-        callbacks=[callback],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(LitWorkload(workload))
-
-
 def measure(workload: Workload, repeats: int) -> list[Row]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     variants = make_variants(workload, device)
     rows: list[Row] = []
     for name, (_, make) in variants.items():
         tracked = Bytes()
-        fit(workload, make(), tracked, 2)
+        fit(workload, [tracked], 2, plugins=[make()])
         timeline = tracked.tracker.timeline
         rows.append(
             {
@@ -95,7 +78,7 @@ def measure(workload: Workload, repeats: int) -> list[Row]:
             if device == "cuda":
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
-            fit(workload, make(), clock, NUM_STEPS)
+            fit(workload, [clock], NUM_STEPS, plugins=[make()])
             seconds[name].append(statistics.median(clock.seconds[NUM_WARM_UP:]))
             if device == "cuda":
                 peaks[name] = torch.cuda.max_memory_allocated()
@@ -163,10 +146,7 @@ def main() -> None:
     else:
         has_gpu = torch.cuda.is_available()
         rows = [row for one in WORKLOADS if one.needs_gpu == has_gpu for row in measure(one, arguments.repeats)]
-    Console(width=160).print(make_table(rows))
-    if arguments.output is not None:
-        result = {"suite": "mixed_precision", "machine": describe_machine(), "rows": rows}
-        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+    report("mixed_precision", rows, arguments.output)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from helpers import LateTiny, LitManual, LitTiny, TinyCNN, TinyGPT, assert_equal_weights, describe_module
+from helpers import LateTiny, LitManual, LitTiny, TinyCNN, TinyGPT, assert_equal_weights, describe_module, fail_in
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from parts import AUTOMATIC_ONLY, CALLBACKS, KEEPS_RESULT, ROOT, from_config, snake_case
 
@@ -114,24 +114,13 @@ def test_the_other_copy_of_lightning_is_told_in_one_message(name, tmp_path):
         trainer.fit(BoringModel())
 
 
-class PlantedError(RuntimeError):
-    pass
-
-
 @pytest.mark.parametrize("name", CALLBACKS)
 @pytest.mark.parametrize("place", ["setup", "configure_optimizers", "training_step", "on_validation_end", "teardown"])
 def test_a_fit_that_fails_leaves_the_module_as_it_was(name, place, make_trainer):
     callback, model = from_config(name), LitTiny(TinyCNN())
     before = describe_module(model)
-
-    def fail(*args, **kwargs):
-        raise PlantedError
-
-    setattr(model, place, fail)
     trainer = make_trainer(callbacks=[callback])
-    with pytest.raises(PlantedError):
-        trainer.fit(model)
-    delattr(model, place)
+    fail_in(model, place, trainer)
     assert describe_module(model) == before
     assert "setup" not in vars(trainer.strategy)
     make_trainer(callbacks=[callback]).fit(model)

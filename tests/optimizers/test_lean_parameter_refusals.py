@@ -4,11 +4,9 @@ import re
 
 import pytest
 import torch
-import torch.distributed as dist
 from optimizers.lean_nets import make_net
 from torch import nn, optim
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import init_device_mesh
 
 from lightning_vram.optimizers.lean_parameters import LeanParameters
 from lightning_vram.optimizers.lost_updates import refuse_lost_updates
@@ -57,18 +55,14 @@ def test_a_parameter_without_values_is_refused(make):
         LeanParameters([parameter], "bf16+split")
 
 
-def test_a_sharded_parameter_is_refused_with_the_way_out():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        layer = fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,)))
-        message = (
-            "Sharded parameters (FSDP2) cannot be lean: the shards are the fp32 master weights already. Give "
-            "fully_shard(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)) to compute in 16 bits."
-        )
-        with refusal(message):
-            LeanParameters(layer.parameters(), "bf16+split")
-    finally:
-        dist.destroy_process_group()
+def test_a_sharded_parameter_is_refused_with_the_way_out(mesh):
+    layer = fully_shard(nn.Linear(2, 2), mesh=mesh)
+    message = (
+        "Sharded parameters (FSDP2) cannot be lean: the shards are the fp32 master weights already. Give "
+        "fully_shard(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)) to compute in 16 bits."
+    )
+    with refusal(message):
+        LeanParameters(layer.parameters(), "bf16+split")
 
 
 def test_parameters_that_are_not_floating_are_passed_over():

@@ -6,7 +6,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
-from helpers import LateTiny, LitManual, LitTiny, TinyCNN, TinyGPT, assert_equal_weights, describe_module
+from helpers import LateTiny, LitManual, LitTiny, TinyCNN, TinyGPT, assert_equal_weights, describe_module, fail_in
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.plugins.precision import MixedPrecision
@@ -232,15 +232,8 @@ def test_a_fit_that_fails_leaves_the_module_as_it_was(place, make_trainer):
     model = build(TinyGPT)
     before, dtypes = describe_module(model), {p.dtype for p in model.parameters()}
     plugin = LeanMixedPrecision("bf16", **ALL)
-
-    def fail(*args, **kwargs):
-        raise ZeroDivisionError
-
-    setattr(model, place, fail)
     trainer = make_trainer(plugins=[plugin])
-    with pytest.raises(ZeroDivisionError):
-        trainer.fit(model)
-    delattr(model, place)
+    fail_in(model, place, trainer)
     assert "lightning_module_state_dict" not in vars(trainer.strategy)
     assert (describe_module(model), {p.dtype for p in model.parameters()}) == (before, dtypes)
     fit(model, make_trainer(plugins=[plugin]))
@@ -471,7 +464,16 @@ def test_wrong_values_are_refused(arguments, message):
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"precision": 16}, {"fp32_modules": [1]}, {"fp32_modules": None}, {"scaler": 65536.0}]
+    "arguments",
+    [
+        {"precision": 16},
+        {"fp32_modules": [1]},
+        {"fp32_modules": None},
+        {"scaler": 65536.0},
+        {"low_precision_norms": "no"},
+        {"recast_in_backward": None},
+        {"hold_lr_on_overflow": 1},
+    ],
 )
 def test_wrong_types_are_refused(arguments):
     with pytest.raises(TypeError, match=r"LeanMixedPrecision\(\w+\) must be"):

@@ -107,6 +107,23 @@ def test_a_module_in_bf16_is_resumed_with_what_it_lacks(name, make_trainer, tmp_
     assert_equal_weights(resumed, straight)
 
 
+class WithAFreshHead(LitTiny):
+    """Loads all but one layer, which it zeroes."""
+
+    def load_state_dict(self, *args, **kwargs):
+        loaded = super().load_state_dict(*args, **kwargs)
+        torch.nn.init.zeros_(self.net.head.weight)
+        return loaded
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_what_the_user_makes_of_loaded_weights_stays(name, make_trainer, tmp_path):
+    _, trainer = run(make_trainer, make_plugin(name), 2)
+    trainer.save_checkpoint(tmp_path / "half.ckpt")
+    resumed, _ = run(make_trainer, make_plugin(name), 2, tmp_path / "half.ckpt", module=WithAFreshHead)
+    assert not resumed.net.head.weight.any()
+
+
 @pytest.mark.parametrize("name", SCHEMES)
 def test_a_search_for_the_learning_rate_changes_no_weight(name, make_trainer):
     fitted = []

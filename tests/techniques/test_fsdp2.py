@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from lightning_vram.techniques.activation_compression import CompressionStage
@@ -28,13 +28,6 @@ class Block(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden + self.down(torch.tanh(self.up(hidden)))
-
-
-@pytest.fixture(scope="module")
-def mesh():
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    torch.distributed.destroy_process_group()
 
 
 def shard(model: nn.Sequential, mesh: DeviceMesh, *, reshard: bool, parts: bool) -> None:

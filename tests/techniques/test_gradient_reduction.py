@@ -38,13 +38,6 @@ def on_ranks(path: Path, check: Callable[..., None], *args: object, world_size: 
     mp.start_processes(run_rank, (str(path), world_size, check, args), nprocs=world_size, start_method="fork")
 
 
-@pytest.fixture
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 class Net(nn.Module):
     """Two types, a layer only rank 1 uses, one nobody uses, a frozen one, a tied weight, a layout of its own."""
 

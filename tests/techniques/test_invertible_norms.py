@@ -14,7 +14,6 @@ import torch.multiprocessing as mp
 from helpers import assert_equal_weights, describe_module, saved_bytes
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
@@ -482,13 +481,6 @@ def test_two_processes_train_as_one_on_the_joint_batch(tmp_path):
         torch.testing.assert_close(state[name], expected, rtol=1e-10, atol=1e-12)
     for one, other, parameter in zip(gradients, other_gradients, plain.parameters(), strict=True):
         torch.testing.assert_close(one + other, parameter.grad, rtol=1e-9, atol=1e-9)
-
-
-@pytest.fixture
-def mesh():
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.distributed

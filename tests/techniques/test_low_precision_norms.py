@@ -8,7 +8,6 @@ import pytest
 import torch
 from helpers import saved_bytes
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.func import grad, jacrev, vmap
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaModel, T5Config, T5EncoderModel
@@ -400,13 +399,6 @@ def test_a_forward_on_the_instance_is_called_and_put_back():
         assert torch.equal(norm(make_input()), (make_input() * 2).bfloat16())
     handle.remove()
     assert vars(norm)["forward"] is own
-
-
-@pytest.fixture(scope="module")
-def mesh():
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.distributed

@@ -164,13 +164,6 @@ def test_the_next_gradients_are_those_without_a_failure(tmp_path, world_size, ho
     on_ranks(tmp_path, world_size, recover, HOWS[how], where)
 
 
-@pytest.fixture
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @needs_recovery
 def test_pytorch_alone_leaves_gradients_behind(one_rank):
     """Why we do more than PyTorch: when this fails, it needs less."""

@@ -15,7 +15,7 @@ from helpers import describe_module
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.func import functional_call
 from torch.nn.utils import parametrizations, prune
@@ -506,13 +506,6 @@ def test_folded_batch_norms_go_on_working(recast: bool) -> None:
             WeightCasts(model, "cpu", recast_in_backward=recast)
         results.append(train(model))
     assert_same(*results)
-
-
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    torch.distributed.destroy_process_group()
 
 
 @MODES

@@ -40,7 +40,7 @@ class Sharing:
         if self._has_shared or num_calls < (2 if self.is_idle else 1):
             return
         has_tried = num_calls > 1 and not self.is_idle  # one call in a step finds nothing, but the next may have more
-        self._num_steps_left -= self._num_steps_left if has_tried else 1
+        self._num_steps_left = 0 if has_tried else self._num_steps_left - 1
         if self._num_steps_left:
             return
         self.is_idle = not self.is_idle
