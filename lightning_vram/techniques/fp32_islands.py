@@ -96,6 +96,11 @@ def run_in_fp32(modules: Iterable[nn.Module], device_type: str) -> Float32Island
     return Float32Islands(PrecisionSwaps(chosen, device_type), islands)
 
 
+def list_islands(module: nn.Module) -> set[nn.Module]:
+    """Return the modules in ``module`` that run in float32 now, and all inside of them."""
+    return {inner for part in module.modules() if _KEY in vars(part) for inner in part.modules()}
+
+
 def _run(module: nn.Module, state: PrecisionState, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Stands in for ``module.forward``, which is ``plain``."""
     if torch.compiler.is_compiling():

@@ -1,0 +1,458 @@
+"""Train any LightningModule sharded (FSDP2), its parameters and its optimizers on the host."""
+
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.distributed import _sync_ddp_if_available
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_vram.memory.rank_cores import cores_of_rank
+from lightning_vram.optimizers.host_optimizers import HostOptimizers
+from lightning_vram.strategies.checkpoint_store import CheckpointStore
+from lightning_vram.strategies.early_steps import may_clip_late, may_step_early
+from lightning_vram.strategies.full_states import gather_module_state, gather_optimizer_state
+from lightning_vram.strategies.lost_peers import LostPeerNaming, naming_lost_peers
+from lightning_vram.strategies.offload_arguments import (
+    Offload,
+    OffloadArguments,
+    Shard,
+    StateDictType,
+    Wrap,
+    check_arguments,
+)
+from lightning_vram.strategies.process_group import connect, default_backend
+from lightning_vram.strategies.sharded_clips import ShardedClips
+from lightning_vram.strategies.sharded_states import sharded_module_state, sharded_optimizer_state
+from lightning_vram.strategies.strategy_checks import check_module, check_run, fitting_precision
+from lightning_vram.techniques.attention_fast_path import without_fast_path
+from lightning_vram.techniques.fp32_islands import list_islands
+from lightning_vram.techniques.full_sharding import FullSharding, ShardingOptions
+from lightning_vram.techniques.narrow_weights import find_narrow_weights
+from lightning_vram.techniques.same_modules import check_same_modules, spread_values
+from lightning_vram.techniques.sharding_groups import plan_sharding_groups
+
+_LOOPS = ("validate_loop", "test_loop", "predict_loop")
+_NARROW = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+
+
+class FSDPOffloadStrategy(ParallelStrategy):
+    """Shards any LightningModule over all devices and keeps what is not computed with on the host."""
+
+    def __init__(  # noqa: PLR0913 - set by name in configuration files
+        self,
+        *,
+        offload: Offload = "params",
+        shard: Shard = "full",
+        wrap: Wrap = "auto",
+        min_params: int = 1_000_000,
+        data_parallel_replicate_size: int | None = None,
+        reshard_after_forward: bool | None = None,
+        pin_memory: bool | None = None,
+        nvme_path: str | Path | None = None,
+        cpu_threads: int | None = None,
+        narrow_transfers: bool = True,
+        state_dict_type: StateDictType = "full",
+        async_save: bool = False,
+        init_on_meta: bool = False,
+        timeout: timedelta | float = timedelta(minutes=10),
+        process_group_backend: str | None = None,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        self.arguments: OffloadArguments = check_arguments(
+            offload=offload,
+            shard=shard,
+            wrap=wrap,
+            min_params=min_params,
+            data_parallel_replicate_size=data_parallel_replicate_size,
+            reshard_after_forward=reshard_after_forward,
+            pin_memory=pin_memory,
+            nvme_path=nvme_path,
+            cpu_threads=cpu_threads,
+            narrow_transfers=narrow_transfers,
+            state_dict_type=state_dict_type,
+            async_save=async_save,
+            init_on_meta=init_on_meta,
+            timeout=timeout,
+        )
+        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+        self.num_nodes = 1
+        self._backend = process_group_backend
+        self._mesh: DeviceMesh | None = None
+        self._sharding: FullSharding | None = None
+        self._host_optimizers: HostOptimizers | None = None
+        self._clips: ShardedClips | None = None
+        self._store: CheckpointStore | None = None
+        self._peers: LostPeerNaming | None = None
+        self._phase = "setup"
+        self._has_failed = False
+        self._inference_modes: dict[Any, bool] = {}
+
+    # --- what Lightning asks of a strategy ---
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether data is split over ranks; with one, the order of the data stays the user's."""
+        return self.num_nodes * self.num_processes > 1
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def process_group_backend(self) -> str | None:
+        """Of the process group."""
+        return self._backend
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """Of all ranks: ``shard``, or ``replicate`` and ``shard``."""
+        if self._mesh is None:
+            raise RuntimeError("FSDPOffloadStrategy.device_mesh is there once the processes have connected.")
+        return self._mesh
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return self._precision_plugin if self._precision_plugin is not None else Precision()
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        self._precision_plugin = (
+            None if precision_plugin is None else fitting_precision(precision_plugin, type(self).__name__)
+        )
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if not self.cluster_environment.creates_processes_externally:
+            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    # --- processes ---
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        assert self.cluster_environment is not None
+        reset_seed()
+        self.set_world_ranks()
+        self._backend = self._backend or default_backend(self.root_device)
+        self._peers = naming_lost_peers(self.global_rank, self.world_size, self._describe, self.arguments.timeout)
+        with self._peers:
+            connect(self.cluster_environment, self._backend, timeout=self.arguments.timeout, device=self.root_device)
+            self._mesh = self._make_mesh()
+
+    def set_world_ranks(self) -> None:
+        """Tell the environment and loggers which rank this is."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    def _make_mesh(self) -> DeviceMesh:
+        kind, size = self.root_device.type, self.world_size
+        if self.arguments.shard != "hybrid":
+            return init_device_mesh(kind, (size,), mesh_dim_names=("shard",))
+        replicas = self.arguments.data_parallel_replicate_size or self.num_nodes
+        if size % replicas:
+            raise ValueError(
+                f"FSDPOffloadStrategy(data_parallel_replicate_size={replicas}) must divide the number of processes, "
+                f"{size}."
+            )
+        return init_device_mesh(kind, (replicas, size // replicas), mesh_dim_names=("replicate", "shard"))
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if dist.is_available() and dist.is_initialized():
+            with self._named("barrier"):
+                dist.barrier(device_ids=None if self.root_device.type == "cpu" else [self.root_device.index])
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if not (dist.is_available() and dist.is_initialized()):
+            return obj
+        objects = [obj]
+        with self._named("broadcast"):
+            dist.broadcast_object_list(objects, src)
+        return objects[0]
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if not isinstance(tensor, Tensor):
+            return tensor
+        with self._named("reduce"):
+            return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+
+    # --- setup and teardown ---
+
+    @contextmanager
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        on_meta = self.arguments.init_on_meta if empty_init is None else empty_init
+        with torch.device("meta") if on_meta else nullcontext(), self.precision_plugin.tensor_init_context():
+            yield
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        self._has_failed = False
+        self.accelerator.setup(trainer)
+        check_run(trainer, type(self).__name__)
+        module = self.lightning_module
+        check_module(module, type(self).__name__)
+        with self._named("setup"):
+            if self._layer_sync is not None:
+                module = self._layer_sync.apply(module)
+            self.model = self.precision_plugin.convert_module(module)
+            self._shard(trainer, module)
+            self.barrier()
+            if trainer.state.fn == TrainerFn.FITTING:
+                self._reset_optimizers_and_schedulers()
+                self.setup_optimizers(trainer)
+                self._attach(trainer)
+            self.setup_precision_plugin()
+        self._turn_off_inference_mode(trainer)
+        if self._store is None:
+            arguments = self.arguments
+            self._store = CheckpointStore(
+                sharded=arguments.state_dict_type == "sharded",
+                asynchronous=arguments.async_save,
+                is_main=self.is_global_zero,
+            )
+
+    def _shard(self, trainer: pl.Trainer, module: nn.Module) -> None:
+        arguments = self.arguments
+        check_same_modules(module)
+        spread_values(module)
+        narrow_dtype = None
+        if arguments.narrow_transfers and isinstance(self.precision_plugin, MixedPrecision):
+            narrow_dtype = _NARROW.get(self.precision_plugin.precision)
+        narrow = find_narrow_weights(module, list_islands(module)) if narrow_dtype is not None else set()
+        seed = torch.tensor(torch.initial_seed() % 2**31)
+        self._sharding = FullSharding(
+            module,
+            self.device_mesh,
+            plan_sharding_groups(module, arguments.wrap, min_params=arguments.min_params),
+            ShardingOptions(
+                on_host=arguments.offload != "none",
+                is_resident=arguments.offload == "optimizer",
+                reshard_after_forward=arguments.reshard_after_forward,
+                pin_memory=self._pins_memory,
+                narrow_dtype=narrow_dtype,
+                narrow={name for name, parameter in module.named_parameters() if parameter in narrow},
+                uninitialized_ok=bool(trainer.ckpt_path),
+                seed=int(self.broadcast(seed)),
+                num_threads=self._num_threads,
+            ),
+        )
+
+    def _attach(self, trainer: pl.Trainer) -> None:
+        assert self._sharding is not None
+        self._host_optimizers = HostOptimizers(self._sharding, num_threads=self._num_threads)
+        self._host_optimizers.attach(self.optimizers)
+        self._host_optimizers.may_step_early = lambda optimizer: may_step_early(trainer)
+        self._clips = ShardedClips(self.precision_plugin, self._host_optimizers, lambda: may_clip_late(trainer))
+
+    @override
+    def model_to_device(self) -> None:
+        """Nothing: parameters stay where they are sharded, and buffers went to the device with them."""
+
+    @property
+    def _pins_memory(self) -> bool:
+        pins = self.arguments.pin_memory
+        return self.root_device.type != "cpu" and self.arguments.offload != "none" if pins is None else pins
+
+    @property
+    def _num_threads(self) -> int:
+        return self.arguments.cpu_threads or cores_of_rank(self.num_processes)
+
+    def _turn_off_inference_mode(self, trainer: pl.Trainer) -> None:
+        """FSDP2 keeps tensors from one step to the next, which those of inference mode may not be."""
+        loops = [getattr(trainer, name) for name in _LOOPS] + [trainer.fit_loop.epoch_loop.val_loop]
+        self._inference_modes = {loop: loop.inference_mode for loop in loops}
+        for loop in loops:
+            loop.inference_mode = False
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._has_failed = True
+
+    @override
+    def teardown(self) -> None:
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        for loop, inference_mode in self._inference_modes.items():
+            loop.inference_mode = inference_mode
+        self._inference_modes = {}
+        try:
+            if self._store is not None and not self._has_failed:
+                self._store.wait()
+            self._unshard()
+        finally:
+            self.precision_plugin.teardown()
+            self.cluster_environment.teardown()
+            self.accelerator.teardown()
+            self.checkpoint_io.teardown()
+
+    def _unshard(self) -> None:
+        sharding, self._sharding = self._sharding, None
+        optimizers, self._host_optimizers = self._host_optimizers, None
+        clips, self._clips = self._clips, None
+        if clips is not None:
+            clips.remove()
+        if sharding is None:
+            return
+        if optimizers is not None and not self._has_failed:
+            optimizers.finish()
+        is_clean = not self._has_failed or self.world_size == 1
+        replaced = sharding.remove(make_whole=is_clean)
+        if optimizers is not None:
+            optimizers.let_go(replaced)
+
+    # --- steps ---
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run_step("training_step", self.precision_plugin.train_step_context, *args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run_step("validation_step", self.precision_plugin.val_step_context, *args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run_step("test_step", self.precision_plugin.test_step_context, *args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run_step("predict_step", self.precision_plugin.predict_step_context, *args, **kwargs)
+
+    def _run_step(self, name: str, context: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a step within the forward of the root, where FSDP2 gathers what no layer gathers for itself."""
+        assert self._sharding is not None
+        assert self.lightning_module is not None
+        fast_path = nullcontext() if self.root_device.type == "cuda" else without_fast_path()
+        with self._named(name), context(), fast_path, self._sharding.inside_step():
+            return self._forward_redirection(self.model, self.lightning_module, name, *args, **kwargs)
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        with self._named("backward"):
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        with self._named("optimizer step"):
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    @contextmanager
+    def _named(self, phase: str) -> Generator[None, None, None]:
+        """Say, of a rank that is lost, where this one was."""
+        outer, self._phase = self._phase, phase
+        with self._peers or nullcontext():
+            yield
+        self._phase = outer
+
+    def _describe(self) -> str:
+        module = self._lightning_module
+        trainer = module._trainer if module is not None else None
+        step = trainer.global_step if trainer is not None else 0
+        return f"step {step}, {self._phase}"
+
+    # --- checkpoints ---
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        self._finish_steps()
+        with self._named("gathering a checkpoint"):
+            if self.arguments.state_dict_type == "sharded":
+                return sharded_module_state(self.lightning_module)
+            return gather_module_state(self.lightning_module)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        self._finish_steps()
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer._optimizer
+        with self._named("gathering a checkpoint"):
+            if self.arguments.state_dict_type == "sharded":
+                return sharded_optimizer_state(self.lightning_module, optimizer)
+            return gather_optimizer_state(optimizer)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if storage_options is not None:
+            raise TypeError("FSDPOffloadStrategy.save_checkpoint(storage_options=...) is not supported: leave it out.")
+        assert self._store is not None
+        with self._named("saving a checkpoint"):
+            self._store.save(checkpoint, filepath)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        assert self._store is not None
+        with self._named("loading a checkpoint"):
+            return self._store.open(checkpoint_path, weights_only=weights_only)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self._store is not None
+        assert self.lightning_module is not None
+        self._finish_steps()
+        with self._named("loading a checkpoint"):
+            self._store.load_module(checkpoint, self.lightning_module, strict=strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        assert self._store is not None
+        assert self.lightning_module is not None
+        self._finish_steps()
+        with self._named("loading a checkpoint"):
+            self._store.load_optimizers(checkpoint, self.lightning_module, self.optimizers)
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        assert self._store is not None
+        self._store.remove(filepath)
+
+    def _finish_steps(self) -> None:
+        if self._host_optimizers is not None:
+            self._host_optimizers.finish()

@@ -1,0 +1,54 @@
+"""What ``FSDPOffloadStrategy`` refuses, on every rank alike and before training."""
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_vram.precision.mixed_precision import LeanMixedPrecision
+
+
+def check_run(trainer: pl.Trainer, name: str) -> None:
+    """Refuse what cannot work with sharded parameters.
+
+    Raises:
+        MisconfigurationException: If the trainer has such a thing.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+            raise MisconfigurationException(
+                f"{type(callback).__name__} does not work with {name}: it copies the module, and a sharded one cannot "
+                "be copied. Average checkpoints afterwards, or train with 'ddp' or a single device."
+            )
+
+
+def check_module(module: pl.LightningModule, name: str) -> None:
+    """Refuse a module that there is nothing to shard of.
+
+    Raises:
+        ValueError: If it has no parameters.
+    """
+    if next(module.parameters(), None) is None:
+        raise ValueError(
+            f"{name}: {type(module).__name__} has no parameters to shard. Make its layers in __init__ or "
+            "configure_model, or use a single device."
+        )
+
+
+def fitting_precision(plugin: Precision, name: str) -> Precision:
+    """Return the plugin to use in place of ``plugin``: Lightning's mixed precision clips and scales wrongly on shards.
+
+    Raises:
+        TypeError: If it is one that cannot work on shards.
+    """
+    if isinstance(plugin, LeanMixedPrecision):
+        return plugin
+    if type(plugin) is MixedPrecision:
+        precision = "fp16" if plugin.precision == "16-mixed" else "bf16"
+        return LeanMixedPrecision(precision, scaler=plugin.scaler)  # type: ignore[arg-type]
+    if type(plugin) in (Precision, HalfPrecision, DoublePrecision):
+        return plugin
+    raise TypeError(
+        f"{name} does not work with the precision plugin {type(plugin).__name__}: use precision='32-true', "
+        "'bf16-mixed', '16-mixed', 'bf16-true', '16-true' or '64-true', or LeanMixedPrecision."
+    )

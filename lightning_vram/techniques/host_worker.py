@@ -1,0 +1,116 @@
+"""One thread for work on host memory that goes on beside the training: jobs in the order they were given."""
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+
+import torch
+
+_PATIENCE_SECONDS = 1.0  # between two looks whether the thread is still there
+
+
+class Ticket:
+    """For one job: to wait for it."""
+
+    def __init__(self, worker: "HostWorker") -> None:
+        self._worker = worker
+        self._is_done = threading.Event()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the job has ended."""
+        return self._is_done.is_set()
+
+    def wait(self) -> None:
+        """Return when the job has ended.
+
+        Raises:
+            BaseException: What the job, or one before it, has raised.
+            RuntimeError: If the thread is no longer there.
+        """
+        while not self._is_done.wait(_PATIENCE_SECONDS):
+            self._worker.check_alive()
+        self._worker.check()
+
+    def end(self) -> None:
+        """Tell those who wait."""
+        self._is_done.set()
+
+
+class HostWorker:
+    """After an error the jobs that follow are dropped, and whoever asks next gets the error, every time.
+
+    Args:
+        name: Of the thread.
+        num_threads: That an operator of PyTorch uses in a job. Those of the other threads stay as they are.
+    """
+
+    def __init__(self, name: str, num_threads: int) -> None:
+        self._errors: list[BaseException] = []
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Ticket] | None] = queue.SimpleQueue()
+        started, num_before = threading.Event(), torch.get_num_threads()
+        args = (self._jobs, self._errors, started, num_threads)
+        self._thread = threading.Thread(target=_work, args=args, name=name, daemon=True)
+        self._thread.start()
+        started.wait()
+        torch.set_num_threads(num_before)  # what the thread set counts for all that are made later
+        self._end = weakref.finalize(self, self._jobs.put, None)
+
+    def submit(self, job: Callable[[], None]) -> Ticket:
+        """Have ``job`` done after those before.
+
+        Raises:
+            BaseException: What a job before has raised.
+        """
+        self.check()
+        ticket = Ticket(self)
+        self._jobs.put((job, ticket))
+        return ticket
+
+    def check(self) -> None:
+        """Raise what a job has raised."""
+        if self._errors:
+            raise self._errors[0]
+
+    def check_alive(self) -> None:
+        """Raise if nobody does the jobs, as in a forked process."""
+        if not self._thread.is_alive():
+            raise RuntimeError(f"The thread {self._thread.name!r} has ended with jobs to do: was the process forked?")
+
+    def drain(self) -> None:
+        """Return when all jobs have ended, or were dropped. Raises nothing."""
+        ticket = Ticket(self)
+        self._jobs.put((_nothing, ticket))
+        while self._thread.is_alive() and not ticket.is_done:
+            ticket._is_done.wait(_PATIENCE_SECONDS)
+
+    def stop(self) -> None:
+        """End the thread after what it has to do."""
+        if self._end.detach():
+            self._jobs.put(None)
+            self._thread.join()
+
+
+def _nothing() -> None:
+    """What is there to be done when one only wants to know that it is one's turn."""
+
+
+def _work(
+    jobs: "queue.SimpleQueue[tuple[Callable[[], None], Ticket] | None]",
+    errors: list[BaseException],
+    started: threading.Event,
+    num_threads: int,
+) -> None:
+    torch.set_num_threads(num_threads)
+    started.set()
+    while (item := jobs.get()) is not None:
+        job, ticket = item
+        try:
+            if not errors:
+                job()
+        except BaseException as error:  # handed on, whatever it is
+            errors.append(error)
+        finally:
+            ticket.end()
+        del item, job, ticket  # else they would live until the next comes

@@ -1,0 +1,147 @@
+"""Shards that are alike, one after the other in memory: one copy brings all of them to where they are computed with."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_vram.techniques.pinned_memory import make_host_tensor
+
+
+class ShardLane:
+    """The shards of some parameters of one FSDP2 group, with one dtype at rest and one on the way.
+
+    What is written to the shards has to be followed by :meth:`refresh`, where it goes past the version counters of
+    tensors, as fused optimizers do.
+
+    Args:
+        parameters: FSDP2's own objects, of one dtype. Their memory moves into that of the lane.
+        dtype: What autocast would cast them to; theirs if it would not.
+        home: Where they are at rest.
+        device: Where they are computed with.
+        pin_memory: Whether to pin what is copied from there and to there.
+        is_resident: Whether a copy of the shards stays on the device.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Any],
+        dtype: torch.dtype,
+        home: torch.device,
+        device: torch.device,
+        *,
+        pin_memory: bool,
+        is_resident: bool,
+    ) -> None:
+        self.parameters = list(parameters)
+        self.dtype = dtype
+        self.is_wide = False
+        self._device = device
+        self._sizes = [parameter._sharded_param_data.numel() for parameter in parameters]
+        self.shards = _gather(parameters, self._sizes, home, pin_memory=pin_memory)
+        is_narrow = dtype != self.shards.dtype and home != device
+        self._narrow = make_host_tensor(self.shards.numel(), dtype, pin_memory=pin_memory) if is_narrow else None
+        self._resident = torch.empty(self.shards.numel(), dtype=dtype, device=device) if is_resident else None
+        self._seen = -1  # version of the shards that the copies are of
+        self._fetched: torch.Event | None = None
+        self._arrived: torch.Event | None = None
+
+    @property
+    def transfer_dtype(self) -> torch.dtype:
+        """Of what is copied to the device now, and back."""
+        return self.shards.dtype if self.is_wide else self.dtype
+
+    @property
+    def _has_copies(self) -> bool:
+        return self._narrow is not None or self._resident is not None
+
+    @property
+    def host_bytes(self) -> int:
+        """Memory of the shards, and of their copy that is on the way."""
+        return sum(tensor.nbytes for tensor in (self.shards, self._narrow) if tensor is not None)
+
+    def widen(self, is_wide: bool) -> None:  # noqa: FBT001 - a state, not an option
+        """Choose whether the next fetch is of the shards as they are.
+
+        What was gathered in the other dtype must no longer be in use.
+        """
+        if is_wide == self.is_wide:
+            return
+        self.is_wide = is_wide
+        if self.dtype != self.shards.dtype:
+            for parameter in self.parameters:  # FSDP2 makes them again
+                parameter.all_gather_outputs = []
+                vars(parameter).pop("_unsharded_param", None)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Take over into the copies what was written to the shards. Called by one thread at a time."""
+        if self._fetched is not None:
+            self._fetched.synchronize()
+        source = self.shards
+        if self._narrow is not None:
+            source = self._narrow.copy_(self.shards)
+        if self._resident is not None:
+            with _side_stream(self._device):
+                self._resident.copy_(source, non_blocking=True)
+                self._arrived = _record(self._device)
+        self._seen = self.shards._version
+
+    @torch.no_grad()
+    def fetch(self) -> Iterator[Tensor]:
+        """Copy all to the device, on its current stream.
+
+        Returns:
+            For each parameter its shard there, flat, to be read only.
+        """
+        if self._has_copies and self._seen != self.shards._version:
+            self.refresh()
+        if self.is_wide or (self._narrow is None and self._resident is None):
+            flat = self.shards.to(self._device, self.transfer_dtype, non_blocking=True)
+        elif self._resident is not None:
+            flat = self._resident
+            if self._arrived is not None:
+                torch.accelerator.current_stream().wait_event(self._arrived)
+        else:
+            assert self._narrow is not None
+            flat = self._narrow.to(self._device, non_blocking=True)
+        self._fetched = _record(self._device)
+        return iter(flat.split(self._sizes))
+
+
+def _gather(parameters: Iterable[Any], sizes: Sequence[int], home: torch.device, *, pin_memory: bool) -> Tensor:
+    """Move shards into memory of their own, one after the other."""
+    dtypes = {parameter._sharded_param_data.dtype for parameter in parameters}
+    assert len(dtypes) == 1, dtypes
+    dtype, numel = dtypes.pop(), sum(sizes)
+    on_host = home.type == "cpu"
+    shards = (
+        make_host_tensor(numel, dtype, pin_memory=pin_memory)
+        if on_host
+        else torch.empty(numel, dtype=dtype, device=home)
+    )
+    for parameter, place in zip(parameters, shards.split(list(sizes)), strict=True):
+        place.copy_(parameter._sharded_param_data)
+        old = parameter.sharded_param._local_tensor
+        length = old.shape[0] if old.numel() else 0
+        parameter._sharded_param_data = place
+        local = place.view(parameter.padded_sharded_param_size).narrow(0, 0, length)
+        parameter.sharded_param._local_tensor = local.view(old.shape)
+    return shards
+
+
+def _record(device: torch.device) -> torch.Event | None:
+    return None if device.type == "cpu" else torch.accelerator.current_stream().record_event()
+
+
+_streams: dict[torch.device, Any] = {}
+
+
+def _side_stream(device: torch.device) -> Any:
+    """A stream of its own for copies that another thread issues."""
+    if device.type == "cpu":
+        return torch.no_grad()
+    if device not in _streams:
+        _streams[device] = torch.Stream(device)
+    return _streams[device]

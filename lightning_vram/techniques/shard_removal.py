@@ -1,0 +1,108 @@
+"""Take FSDP2 off a module again: PyTorch has nothing for it."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_vram.techniques.sharded_group import ShardedGroup
+
+_MARKS = ("_fsdp", "_is_fsdp", "__composable_api")  # attributes that fully_shard leaves on modules
+
+
+class WholeParameters:
+    """The parameters that a module had before it was sharded, to have them again.
+
+    Args:
+        module: Not sharded yet.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        parts = list(module.modules())
+        self.can_restore = not any(p.is_meta for p in module.parameters())
+        self._marks = [(part, set(vars(part))) for part in parts]
+        self._places = [(part, key, p) for part in parts for key, p in part._parameters.items() if p is not None]
+        self._originals = {(id(part), key): p for part, key, p in self._places}
+        self._device = {id(p): p.device for _, _, p in self._places}
+        self._buffers = [(part, key, b.device) for part in parts for key, b in part._buffers.items() if b is not None]
+
+    def release(self, modules: Iterable[nn.Module]) -> None:
+        """Free the memory of those in ``modules``, which have been sharded; the objects stay."""
+        if not self.can_restore:
+            return
+        for module in modules:
+            for part in module.modules():
+                for key, now in part._parameters.items():
+                    original = self._originals.get((id(part), key))
+                    if original is not None and now is not original and original.numel():
+                        original.data = original.data.new_empty(0)
+
+    @torch.no_grad()
+    def restore(self, group: ShardedGroup) -> dict[nn.Parameter, nn.Parameter]:
+        """Put those of ``group`` back, with the values that its shards have. A collective.
+
+        Returns:
+            For each shard its parameter.
+        """
+        restored: dict[nn.Parameter, nn.Parameter] = {}
+        for parameter in group.fsdp_params:
+            place, shard = parameter._module_info, parameter.sharded_param
+            original = self._originals[id(place.module), place.param_name]
+            original.grad = None
+            original.data = _gather(shard).to(self._device[id(original)])
+            original.requires_grad_(shard.requires_grad)
+            if group.mesh_info.mesh.size() == 1 and shard.grad is not None:
+                original.grad = shard.grad._local_tensor.to(original.device)
+            parameter._setattr_on_modules(original)
+            restored[shard] = original
+        return restored
+
+    @torch.no_grad()
+    def restore_rest(self) -> None:
+        """Move what was not sharded, scalars and buffers, to where it was."""
+        for part, key, device in self._buffers:
+            buffer = part._buffers.get(key)
+            if buffer is not None and buffer.device != device:
+                part._buffers[key] = buffer.to(device)
+        for _, _, parameter in self._places:
+            device = self._device[id(parameter)]
+            if parameter.device != device:
+                gradient, parameter.grad = parameter.grad, None
+                parameter.data = parameter.data.to(device)
+                parameter.grad = None if gradient is None else gradient.to(device)
+        self._remove_marks()
+
+    def _remove_marks(self) -> None:
+        for part, before in self._marks:
+            for mark in set(vars(part)) - before:
+                if mark.startswith(_MARKS):
+                    delattr(part, mark)
+
+
+def detach_fsdp(module: nn.Module) -> None:
+    """Take hooks, state and class of FSDP2 off ``module``, one for which ``fully_shard`` was called."""
+    state: Any = module._get_fsdp_state()  # type: ignore[operator]
+    for handle in (state._pre_forward_hook_handle, state._post_forward_hook_handle):
+        handle.remove()
+    for group in state._fsdp_param_groups:
+        hooks = (group._module_to_pre_save_state_dict_hook_handle, group._module_to_pre_load_state_dict_hook_handle)
+        for handle in (handle for handles in hooks for handle in handles.values()):
+            handle.remove()
+        for parameter in group.fsdp_params:
+            parameter._post_load_hook_handle.remove()
+    _module_state_mapping.pop(module, None)
+    kind: Any = type(module)
+    if kind.__mro__[1] is FSDPModule:
+        module.__class__ = kind.__mro__[2]
+
+
+def _gather(shard: Any) -> Tensor:
+    """The whole values, in memory of their own."""
+    if shard.device_mesh.size() == 1:
+        local: Tensor = shard._local_tensor
+        return local.detach().clone()
+    whole: Tensor = shard.full_tensor()
+    return whole.detach()

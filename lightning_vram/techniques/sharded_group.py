@@ -1,0 +1,283 @@
+"""A group of parameters whose shards are on the host, as FSDP2 sees it."""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import groupby
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from lightning_vram.techniques.host_worker import HostWorker, Ticket
+from lightning_vram.techniques.shard_lanes import ShardLane
+from lightning_vram.techniques.sharded_parameter import ShardedParameter
+from lightning_vram.techniques.watched_shards import unwatch, watch
+
+Arrival = tuple[ShardedParameter, Tensor]
+
+
+class GroupOwner(Protocol):
+    """Who hears of what happens to a group."""
+
+    home: torch.device  # of the shards
+    landing: HostWorker | None  # where gradients come from another device
+    pin_memory: bool
+
+    def landed(self, group: "ShardedGroup") -> None:
+        """Gradients of ``group`` have come, in the thread that received them."""
+
+    def finalized(self, group: "ShardedGroup") -> None:
+        """The backward is over for ``group``: all that came has landed."""
+
+
+class ShardedGroup(FSDPParamGroup):
+    """Takes the place of the class of FSDP2's object, by :func:`take_over`.
+
+    * Shards come to the device in one copy for each dtype. With one rank, too, on a stream of its own, so that it goes
+      on beside the computation of the layer before: FSDP2 would begin it when the layer is needed.
+    * Gradients go to the host without anybody waiting for them, and are added to what is there by another thread.
+    * A parameter without a gradient on this rank gives zeros to those ranks that have one, rather than have FSDP2
+      reduce the gradient of another one with theirs.
+    * Whoever gathers the parameters first waits for a step that is writing their shards.
+    """
+
+    lanes: list[ShardLane]
+    owner: GroupOwner
+    present: set[ShardedParameter]  # that had a gradient here, in this backward
+    doubtful: list[Arrival]  # of those that had none
+
+    # --- before a layer is computed ---
+
+    def unshard(self, async_op: bool = False) -> None:  # noqa: FBT001, FBT002 - FSDP2's
+        """Fetch the shards, and gather them."""
+        is_skipped = not self.unshard_in_backward and self._training_state == TrainingState.PRE_BACKWARD
+        if self.is_sharded and self._all_gather_result is None and not is_skipped:
+            self.finish_step()
+            self._choose_width()
+            self._fetch(async_op)
+        super().unshard(async_op)
+
+    def wait_for_unshard(self) -> None:
+        """With one rank FSDP2 reads now what was fetched."""
+        if self._all_gather_result is not None and self._fetched is not None:
+            torch.accelerator.current_stream().wait_event(self._fetched)
+        self._fetched = None
+        super().wait_for_unshard()
+
+    def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Count the calls whose gradients will come."""
+        is_new = torch.is_grad_enabled() and self._training_state != TrainingState.FORWARD
+        result = super().pre_forward(module, args, kwargs)
+        self._num_calls += is_new
+        return result
+
+    def _choose_width(self) -> None:
+        # Autocast is off in the backward, and where a user turned it off or calls the module by himself.
+        if self._training_state != TrainingState.PRE_BACKWARD and not self._num_calls:
+            is_wide = not torch.is_autocast_enabled(self.device.type)
+            for lane in self.lanes:
+                lane.widen(is_wide)
+
+    def _fetch(self, async_op: bool) -> None:  # noqa: FBT001 - FSDP2's
+        is_alone = self._all_gather_process_group.size() == 1
+        if self.device.type == "cpu" or not hasattr(self.comm_ctx, "all_gather_copy_in_stream"):
+            self._fetch_lanes()
+            return
+        streams = self.comm_ctx.get_all_gather_streams(async_op, self._training_state)
+        stream = self.comm_ctx.all_gather_copy_in_stream if is_alone else streams[0]
+        with self.device_handle.stream(stream):
+            self._fetch_lanes()
+            self._fetched = stream.record_event() if is_alone else None
+
+    def _fetch_lanes(self) -> None:
+        for lane in self.lanes:
+            for parameter, shard in zip(lane.parameters, lane.fetch(), strict=True):
+                parameter.fetched = shard
+
+    # --- when its gradients are there ---
+
+    def post_backward(self, *unused: Any) -> None:
+        """Reduce the gradients, and send them to the host."""
+        if not self.reduce_grads:
+            super().post_backward(*unused)
+            return
+        self.finish_landing()
+        absent = self._fill_in()
+        arrivals = self._reduce()
+        self._num_returns += 1
+        if not arrivals:
+            return
+        self.doubtful += [arrival for arrival in arrivals if arrival[0] in absent]
+        certain = [arrival for arrival in arrivals if arrival[0] not in absent]
+        self.present.update(parameter for parameter, _ in certain)
+        if self.owner.landing is None:
+            with self.device_handle.stream(self._post_reduce_stream):
+                self._land(certain, None)
+        else:
+            event = None if self.device.type == "cpu" else self._post_reduce_event
+            self._landing = self.owner.landing.submit(partial(self._land, certain, event))
+
+    def finalize_backward(self) -> None:
+        """Wait until the gradients are on the host."""
+        super().finalize_backward()
+        self.finish_landing()
+        self._num_calls = self._num_returns = 0
+        self.owner.finalized(self)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no more gradients will come in this backward."""
+        return self._num_returns >= self._num_calls
+
+    def settle(self, is_present: Callable[[ShardedParameter], bool]) -> None:
+        """Decide on parameters without a gradient on this rank: those that have one on another get theirs."""
+        doubtful, self.doubtful = self.doubtful, []
+        for parameter, gradient in doubtful:
+            if is_present(parameter):
+                parameter.land(gradient)
+        self.present = set()
+
+    def finish_landing(self) -> None:
+        """Wait until what was sent has come."""
+        landing, self._landing = self._landing, None
+        if landing is not None:
+            landing.wait()
+
+    def _fill_in(self) -> set[ShardedParameter]:
+        """Give zeros to parameters that have no gradient here but may have on another rank."""
+        if self.mesh_info.mesh.size() == 1:
+            return set()
+        absent = set()
+        for parameter in self.fsdp_params:
+            whole = getattr(parameter, "_unsharded_param", None)
+            if whole is not None and whole.requires_grad and whole.grad is None:
+                whole.grad = torch.zeros_like(whole)
+                absent.add(parameter)
+        return absent
+
+    def _reduce(self) -> list[Arrival]:
+        """Lane by lane: FSDP2 reduces gradients of one dtype only."""
+        parameters, sharded, training = self.fsdp_params, self._sharded_state, self._training_state
+        for parameter, buffer in self._buffers():
+            parameter.begin_reduction(buffer)
+        try:
+            for lane in self.lanes:
+                self.fsdp_params = lane.parameters
+                self._sharded_state, self._training_state = sharded, training
+                self._reduce_dtype = torch.float32 if lane.transfer_dtype.itemsize < 4 and self._has_peers else None
+                super().post_backward()
+        finally:
+            self.fsdp_params = parameters
+            sent = [(parameter, parameter.end_reduction()) for parameter in parameters]
+        return [(parameter, gradient) for parameter, gradient in sent if gradient is not None]
+
+    @property
+    def _post_reduce_stream(self) -> Any:
+        context = self.comm_ctx
+        return context.all_reduce_stream if self._is_hsdp else context.reduce_scatter_stream
+
+    @property
+    def _has_peers(self) -> bool:
+        return bool(self.mesh_info.mesh.size() > 1)
+
+    def _buffers(self) -> Iterable[tuple[ShardedParameter, Tensor | None]]:
+        """Where on the host gradients go, side by side."""
+        for lane in self.lanes:
+            sizes = [parameter.sharded_param._local_tensor.numel() for parameter in lane.parameters]
+            if self.device == self.owner.home:
+                yield from ((parameter, None) for parameter in lane.parameters)
+            else:
+                flat = torch.empty(sum(sizes), dtype=lane.transfer_dtype, pin_memory=self.owner.pin_memory)
+                yield from zip(lane.parameters, flat.split(sizes), strict=True)
+
+    def _land(self, arrivals: Sequence[Arrival], event: torch.Event | None) -> None:
+        if event is not None:
+            event.synchronize()
+        for parameter, gradient in arrivals:
+            parameter.land(gradient)
+        self.owner.landed(self)
+
+    # --- steps ---
+
+    def begin_step(self, ticket: Ticket, watched: Iterable[Tensor]) -> None:
+        """Note that the shards are written until ``ticket`` is done.
+
+        Args:
+            ticket: Of the step.
+            watched: Tensors that are not to be read until then.
+        """
+        watched = list(watched)
+        self._pending, self._watched = ticket, self._watched + watched  # steps are done in their order
+        watch(watched, self.finish_step)
+
+    def finish_step(self) -> None:
+        """Wait until the shards are written."""
+        pending, self._pending = self._pending, None
+        watched, self._watched = self._watched, []
+        if pending is not None:
+            pending.wait()
+        unwatch(watched)
+
+    def forget_whole(self) -> None:
+        """Drop gathered parameters that a step has made old."""
+        if not self.is_sharded:
+            self._to_sharded()
+
+    # --- as FSDP2 wants it ---
+
+    def _init_mp_dtypes(self) -> None:
+        """Dtypes are those of the lanes."""
+        for parameter in self.fsdp_params:
+            parameter.init_dtype_attrs(self.mp_policy)
+        self._orig_dtype = None  # a gradient is cast where it is sent
+        self._reduce_dtype = None
+
+    def _reset_iter_state(self) -> None:
+        """After an exception: nothing that was sent is to land."""
+        if self.owner.landing is not None:
+            self.owner.landing.drain()
+        self._landing, self._fetched = None, None
+        self._num_calls = self._num_returns = 0
+        self.present, self.doubtful = set(), []
+        super()._reset_iter_state()
+
+
+def take_over(
+    group: FSDPParamGroup,
+    owner: GroupOwner,
+    dtype_of: Callable[[Any], torch.dtype | None],
+    *,
+    is_resident: bool,
+) -> ShardedGroup:
+    """Make a :class:`ShardedGroup` of FSDP2's object.
+
+    Args:
+        group: Whose shards are on the host.
+        owner: Hears of it.
+        dtype_of: What autocast casts a parameter (FSDP2's object) to; ``None``: it does not.
+        is_resident: Whether copies of the shards stay on the device.
+    """
+    host: Any = group
+    host.__class__ = ShardedGroup
+    host.owner, host.present, host.doubtful = owner, set(), []
+    host._fetched = host._landing = host._pending = None
+    host._watched, host._num_calls, host._num_returns = [], 0, 0
+
+    def key(parameter: Any) -> tuple[str, str]:
+        own = parameter.sharded_param.dtype
+        return str(own), str(dtype_of(parameter) or own)
+
+    host.lanes = []
+    for _, alike in groupby(sorted(host.fsdp_params, key=key), key):
+        parameters = list(alike)
+        dtype = dtype_of(parameters[0]) or parameters[0].sharded_param.dtype
+        lane = ShardLane(
+            parameters, dtype, owner.home, host.device, pin_memory=owner.pin_memory, is_resident=is_resident
+        )
+        host.lanes.append(lane)
+        for parameter in parameters:
+            parameter.__class__ = ShardedParameter
+            parameter.begin(lane)
+    return host  # type: ignore[no-any-return]

@@ -1,0 +1,105 @@
+"""A parameter whose shard is on the host, as FSDP2 sees it: what goes to the device and what comes back."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
+
+from lightning_vram.techniques.shard_lanes import ShardLane
+
+
+class ShardedParameter(FSDPParam):
+    """Takes the place of the class of FSDP2's object, by :func:`~lightning_vram.techniques.sharded_group.take_over`.
+
+    FSDP2 by itself casts on the device, so that a shard and its gradient cross the bus in full width, and waits for a
+    gradient where one is there already.
+    """
+
+    lane: ShardLane
+    fetched: Tensor | None
+    is_reducing: bool
+    _sent: Tensor | None  # a gradient on its way
+    _held: Any
+    _buffer: Tensor | None
+    _stand_in: Any
+    _has_landed: bool
+
+    def begin(self, lane: ShardLane) -> None:
+        """What a constructor would do."""
+        self.lane = lane
+        self.fetched = self._sent = self._held = self._buffer = self._stand_in = None
+        self.is_reducing = self._has_landed = False
+
+    @property
+    def all_gather_inputs(self) -> list[Tensor]:
+        """The shard on the device, which the group has fetched."""
+        if self.sharded_state != ShardedState.SHARDED or self.fetched is None:
+            inputs: list[Tensor] = FSDPParam.all_gather_inputs.fget(self)  # type: ignore[attr-defined]
+            return inputs
+        fetched, self.fetched = self.fetched, None
+        return [fetched]
+
+    @property
+    def offload_to_cpu(self) -> bool:
+        """Whether FSDP2 is to move a gradient: this is done here, see :meth:`to_sharded_dtensor`."""
+        return not self.is_reducing
+
+    @offload_to_cpu.setter
+    def offload_to_cpu(self, value: bool) -> None:
+        """Is what it is."""
+
+    def begin_reduction(self, host_buffer: Tensor | None) -> None:
+        """Set the gradient of the shard aside: FSDP2 would wait for the new one to add it.
+
+        Args:
+            host_buffer: Where the new one goes, flat; ``None`` where it is on the host already.
+        """
+        self._held, self.sharded_param.grad = self.sharded_param.grad, None
+        self._buffer = host_buffer
+        self.is_reducing, self._has_landed = True, False
+
+    def end_reduction(self) -> Tensor | None:
+        """Put it back.
+
+        Returns:
+            What is on its way and has to :meth:`land`.
+        """
+        sent, self._sent, self._buffer = self._sent, None, None
+        self.is_reducing = False
+        if not self._has_landed:
+            self.sharded_param.grad = self._held
+        self._held = None
+        return sent
+
+    def to_sharded_dtensor(self, tensor: Tensor) -> Any:
+        """Take the reduced gradient out of FSDP2's hands, on the stream it was reduced on."""
+        if not self.is_reducing:
+            return super().to_sharded_dtensor(tensor)
+        self._sent = self._send(tensor)
+        if getattr(self.sharded_param, "_post_accumulate_grad_hooks", None):  # they look at the gradient at once
+            if tensor.device.type != "cpu":
+                torch.accelerator.current_stream().synchronize()
+            self.sharded_param.grad = self._held
+            self.land(self._sent)
+            self._sent, self._has_landed = None, True
+            return self.sharded_param.grad
+        if self._stand_in is None:
+            empty = self.sharded_param._local_tensor.new_empty(())
+            self._stand_in = super().to_sharded_dtensor(empty.expand(self.sharded_size))
+        return self._stand_in  # FSDP2 wants to set some gradient
+
+    @torch.no_grad()
+    def land(self, gradient: Tensor) -> None:
+        """Add to the gradient of the shard what has come from the device."""
+        shard = self.sharded_param
+        if shard.grad is None:
+            shard.grad = super().to_sharded_dtensor(gradient.to(shard.dtype))
+        else:
+            shard.grad._local_tensor.add_(gradient)
+
+    def _send(self, gradient: Tensor) -> Tensor:
+        gradient = gradient.to(self.lane.transfer_dtype)
+        if self._buffer is None:
+            return gradient
+        return self._buffer[: gradient.numel()].view(gradient.shape).copy_(gradient, non_blocking=True)

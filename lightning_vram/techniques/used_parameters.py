@@ -1,0 +1,67 @@
+"""Agree, after a backward, which parameters had a gradient on some rank.
+
+FSDP2 reduces the gradients that are there: where ranks take different branches it adds those of different parameters,
+without a word. Zeros in place of what is missing make that right, but an optimizer steps a parameter with a gradient
+of zero, by its weight decay and its momentum, and leaves alone one that has none.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_vram.techniques.sharded_group import ShardedGroup
+
+
+class UsedParameters:
+    """Of one sharded module.
+
+    Args:
+        groups: Of its sharded parameters.
+        replicated: Parameters that each rank has whole: their gradients are averaged here.
+        mesh: Of all ranks.
+    """
+
+    def __init__(self, groups: Iterable[ShardedGroup], replicated: Sequence[nn.Parameter], mesh: DeviceMesh) -> None:
+        self._groups = list(groups)
+        self._sharded = [parameter for group in self._groups for parameter in group.fsdp_params]
+        self._replicated = replicated
+        self._num_ranks = mesh.size()
+
+    def settle(self) -> None:
+        """Give every parameter the gradient it would have on one rank. A collective, but for a single rank."""
+        if self._num_ranks == 1:
+            for group in self._groups:
+                group.present = set()
+            return
+        present = {parameter for group in self._groups for parameter in group.present}
+        flags = [parameter in present for parameter in self._sharded]
+        flags += [parameter.grad is not None for parameter in self._replicated]
+        used = torch.tensor(flags, dtype=torch.uint8, device=_device_for_flags())
+        dist.all_reduce(used, op=dist.ReduceOp.MAX)
+        is_used = used.tolist()
+        somewhere = {parameter for parameter, flag in zip(self._sharded, is_used, strict=False) if flag}
+        for group in self._groups:
+            group.settle(somewhere.__contains__)
+        self._average(p for p, flag in zip(self._replicated, is_used[len(self._sharded) :], strict=True) if flag)
+
+    @torch.no_grad()
+    def _average(self, parameters: Iterable[nn.Parameter]) -> None:
+        gradients = []
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradients.append(parameter.grad)
+        if not gradients:
+            return
+        flat = torch.stack([gradient.double() for gradient in gradients])
+        dist.all_reduce(flat)
+        for gradient, mean in zip(gradients, flat / self._num_ranks, strict=True):
+            gradient.copy_(mean)
+
+
+def _device_for_flags() -> torch.device | None:
+    has_host = any("cpu" in part or part == "gloo" for part in dist.get_backend_config().split(","))
+    return torch.device("cpu") if has_host else torch.device("cuda", torch.cuda.current_device())

@@ -1,0 +1,67 @@
+"""Sharded tensors that another thread is writing: whoever reads one waits until they are written."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
+
+_waits = WeakTensorKeyDictionary()
+
+
+class WatchedShard(DTensor):
+    """What the class of a ``DTensor`` is while it is watched; nothing else changes.
+
+    The writer works on the local tensor, which is not watched.
+    """
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Wait for all that is read, and go on as for any ``DTensor``."""
+        for leaf in tree_leaves((args, kwargs)):
+            finish_writes(leaf)
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def _local_tensor(self) -> Tensor:  # what full_tensor() and others read past any dispatch
+        finish_writes(self)
+        return self._local_tensor
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As that of ``DTensor``, when it is written."""
+        finish_writes(self)
+        return self.__reduce_ex__(protocol)
+
+    def __repr__(self, *args: Any, **kwargs: Any) -> str:
+        """As that of ``DTensor``, when it is written."""
+        finish_writes(self)
+        return repr(self)
+
+
+def watch(tensors: Iterable[Tensor], wait: Callable[[], None]) -> None:
+    """Let ``wait`` be called before one of ``tensors`` is read. Those that are no ``DTensor`` are passed over."""
+    for tensor in tensors:
+        if isinstance(tensor, DTensor):
+            tensor.__class__ = WatchedShard
+            _waits[tensor] = wait
+
+
+def unwatch(tensors: Iterable[Tensor]) -> None:
+    """Take that back."""
+    for tensor in tensors:
+        if type(tensor) is WatchedShard:
+            tensor.__class__ = DTensor
+            _waits.pop(tensor, None)
+
+
+def finish_writes(value: Any) -> None:
+    """Wait until ``value``, should it be a tensor that is watched, is written."""
+    if type(value) is WatchedShard:
+        wait = _waits.get(value)
+        unwatch([value])
+        if wait is not None:
+            wait()
