@@ -1,6 +1,7 @@
 """Models small enough for any laptop, one per shape of network the package cares about, and what tests measure."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_vram.demos import ByteGPT, DigitsResNet
+from lightning_vram.strategies.fsdp_offload import FSDPOffloadStrategy
 
 NUM_CLASSES = 10
 VOCAB_SIZE = 17
@@ -175,6 +177,17 @@ class Forking(ModelParallelStrategy):
 
     def _configure_launcher(self) -> None:
         self._launcher = _MultiProcessingLauncher(self, start_method="fork")
+
+
+class ForkingOffload(FSDPOffloadStrategy):
+    """``fsdp_offload`` on as many forked ranks as there are devices; every layer counts as large enough to shard."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**{"min_params": 100, **arguments})
+
+    def _configure_launcher(self) -> None:
+        if self.num_processes > 1:
+            self._launcher = _MultiProcessingLauncher(self, start_method="fork")
 
 
 def saved_bytes(module: nn.Module, compute_loss: Callable[[], Tensor]) -> int:

@@ -5,6 +5,7 @@ forward waits for one layer after the other, everything else for the tensors it 
 backward that a step will follow, and that nothing will change the gradients, it begins layer by layer in the backward.
 """
 
+import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -21,6 +22,7 @@ from lightning_vram.optimizers.shard_checks import can_step_locally, refuse_opti
 from lightning_vram.optimizers.step_round import Member, StepRound, local_part
 from lightning_vram.optimizers.steppable import iterate_parameters
 from lightning_vram.optimizers.stray_steps import Step, redirect_steps
+from lightning_vram.optimizers.streamed_states import StreamedStates
 from lightning_vram.techniques.full_sharding import FullSharding
 from lightning_vram.techniques.host_worker import HostWorker
 from lightning_vram.techniques.sharded_clipping import clip_factor, scale_gradients, sharded_norm
@@ -35,13 +37,16 @@ class HostOptimizers:
     Args:
         sharding: Of the module.
         num_threads: That a step uses.
+        nvme_path: Folder for the states of optimizers, on a fast local disk; ``None``: they are in host memory.
 
     Attributes:
         may_step_early: Asked before a step that is given a closure: whether nothing but the step will look at the
             gradients of this optimizer after the backward in there, or change them.
     """
 
-    def __init__(self, sharding: FullSharding, *, num_threads: int) -> None:
+    def __init__(
+        self, sharding: FullSharding, *, num_threads: int, nvme_path: str | os.PathLike[str] | None = None
+    ) -> None:
         self.may_step_early: Callable[[Optimizer], bool] = lambda optimizer: False
         self._sharding = sharding
         self._is_on_host = sharding.home.type == "cpu"
@@ -53,6 +58,8 @@ class HostOptimizers:
         self._handles: list[RemovableHandle] = [redirect_steps(self, HostOptimizers._take_in)]
         self._stepping: Optimizer | None = None
         self._early: StepRound | None = None
+        self._nvme_path = nvme_path
+        self._streamed: dict[int, StreamedStates] = {}  # by id of the optimizer
         self._factors: dict[int, Tensor] = {}  # by which gradients are yet to be scaled; by id of the optimizer
         sharding.on_landed = self._landed
 
@@ -65,10 +72,12 @@ class HostOptimizers:
 
         Raises:
             ValueError: If one cannot step on shards; then none is attached.
+            OffloadError: If there is no room for its states at ``nvme_path``; then none is attached.
         """
         fresh = [one for one in optimizers if self._has_shards(one) and not self._is_attached(one)]
         for optimizer in fresh:
             refuse_optimizer(optimizer, is_split=self._sharding.mesh.size() > 1)
+        streamed = self._stream(fresh)
         for optimizer in fresh:
             self._attached.append(optimizer)
             self._handles += [
@@ -77,6 +86,9 @@ class HostOptimizers:
             ]
             if can_step_locally(optimizer):
                 self._local.append(optimizer)
+                if id(optimizer) in streamed:
+                    self._streamed[id(optimizer)] = streamed[id(optimizer)]
+                    self._handles.append(optimizer.register_load_state_dict_post_hook(self._load_streamed))
                 # Hooks run once, around all portions, and see the optimizer as it is.
                 step = partial(self._stand_in_step, Optimizer.profile_hook_step(self._step), optimizer)
                 self._stand_ins.append(OptimizerShadow(optimizer, "step", partial(_return_other, step)))
@@ -149,6 +161,7 @@ class HostOptimizers:
         for group in self._sharding.groups:
             self._submit(step_round, group, [parameter.sharded_param for parameter in group.fsdp_params])
         step_round.run(step_round.take_rest())
+        self._sharding.gather_root()
         return loss
 
     def _landed(self, group: ShardedGroup) -> None:
@@ -162,10 +175,12 @@ class HostOptimizers:
         if not members:
             return
         group.forget_whole()
+        streamed = self._streamed.get(id(step_round.optimizer))
+        job = partial(_run, step_round.run if streamed is None else partial(streamed.run, step_round), group, members)
         if self._worker is None:
-            _run(step_round, group, members)
+            job()
             return
-        ticket = self._worker.submit(partial(_run, step_round, group, members))
+        ticket = self._worker.submit(job)
         group.begin_step(ticket, _list_tensors(members))
 
     def _compute(self, compute: Callable[[], Result]) -> Result:
@@ -195,6 +210,15 @@ class HostOptimizers:
             group.forget_whole()
             for lane in group.lanes:
                 lane.refresh()
+        self._sharding.gather_root()
+
+    def _stream(self, optimizers: Iterable[Optimizer]) -> dict[int, StreamedStates]:
+        if self._nvme_path is None:
+            return {}
+        return {id(optimizer): StreamedStates(optimizer, self._groups, self._nvme_path) for optimizer in optimizers}
+
+    def _load_streamed(self, optimizer: Optimizer) -> None:
+        self._streamed[id(optimizer)].load()
 
     def _finish_before(self, optimizer: Optimizer, *unused: Any) -> None:
         self.finish()
@@ -206,8 +230,8 @@ class HostOptimizers:
         return any(parameter in self._groups for parameter in iterate_parameters(optimizer))
 
 
-def _run(step_round: StepRound, group: ShardedGroup, members: Sequence[Member]) -> None:
-    step_round.run(members)
+def _run(run: Callable[[Sequence[Member]], None], group: ShardedGroup, members: Sequence[Member]) -> None:
+    run(members)
     for lane in group.lanes:
         lane.refresh()
 

@@ -50,7 +50,7 @@ class StepRound:
     """
 
     def __init__(self, optimizer: Optimizer, *, is_on_host: bool, factor: Tensor | None = None) -> None:
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._factor = factor
         self._attributes = dict(vars(optimizer))
         self._groups = [_freeze(group, is_on_host=is_on_host) for group in optimizer.param_groups]
@@ -64,7 +64,7 @@ class StepRound:
             if parameter.grad is None or parameter not in self._left:
                 continue
             index = self._left.pop(parameter)
-            state = self._optimizer.state[parameter]
+            state = self.optimizer.state[parameter]
             local_state = {key: local_part(value) for key, value in state.items()}
             shard, gradient = local_part(parameter), local_part(parameter.grad)
             members.append(Member(index, parameter, shard, gradient, state, local_state))
@@ -77,14 +77,19 @@ class StepRound:
     @torch.no_grad()
     def run(self, members: Sequence[Member]) -> None:
         """Step ``members``, and keep what becomes of their states in the optimizer."""
-        if self._factor is not None:
-            scale_gradients([member.gradient for member in members], self._factor)
+        self.scale(members)
         stand_ins = [_make_stand_in(member.shard, member.gradient) for member in members]
         before = [dict(member.local_state) for member in members]
         self.step_stand_ins([member.group for member in members], stand_ins, [member.local_state for member in members])
         for member, old in zip(members, before, strict=True):
             publish_state(member, {key: now for key, now in member.local_state.items() if now is not old.get(key)})
 
+    def scale(self, members: Sequence[Member]) -> None:
+        """Multiply gradients by the factor, if there is one."""
+        if self._factor is not None:
+            scale_gradients([member.gradient for member in members], self._factor)
+
+    @torch.no_grad()
     def step_stand_ins(self, groups: Sequence[int], stand_ins: Sequence[nn.Parameter], states: Sequence[State]) -> None:
         """Let the optimizer step plain parameters that have gradients.
 
@@ -98,9 +103,9 @@ class StepRound:
         for index, stand_in, state in zip(groups, stand_ins, states, strict=True):
             seen.setdefault(index, {**self._groups[index], "params": []})["params"].append(stand_in)
             all_states[stand_in] = state
-        stepper: Any = object.__new__(type(self._optimizer))
+        stepper: Any = object.__new__(type(self.optimizer))
         vars(stepper).update(self._attributes, param_groups=list(seen.values()), state=all_states)
-        plain_step(type(self._optimizer))(stepper)
+        plain_step(type(self.optimizer))(stepper)
 
 
 def local_part(value: Any) -> Any:

@@ -104,6 +104,7 @@ class FSDPOffloadStrategy(ParallelStrategy):
         self._store: CheckpointStore | None = None
         self._peers: LostPeerNaming | None = None
         self._phase = "setup"
+        self._to_load: tuple[Mapping[str, Any], bool] | None = None
         self._has_failed = False
         self._inference_modes: dict[Any, bool] = {}
 
@@ -144,11 +145,6 @@ class FSDPOffloadStrategy(ParallelStrategy):
 
     @property
     @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True
-
-    @property
-    @override
     def precision_plugin(self) -> Precision:
         return self._precision_plugin if self._precision_plugin is not None else Precision()
 
@@ -170,13 +166,16 @@ class FSDPOffloadStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         assert self.cluster_environment is not None
-        reset_seed()
         self.set_world_ranks()
+        if self.world_size > 1:  # a run on one rank draws what a plain one draws
+            reset_seed()
         self._backend = self._backend or default_backend(self.root_device)
         self._peers = naming_lost_peers(self.global_rank, self.world_size, self._describe, self.arguments.timeout)
         with self._peers:
             connect(self.cluster_environment, self._backend, timeout=self.arguments.timeout, device=self.root_device)
             self._mesh = self._make_mesh()
+            if self._store is None:
+                self._store = self._make_store()
 
     def set_world_ranks(self) -> None:
         """Tell the environment and loggers which rank this is."""
@@ -184,6 +183,14 @@ class FSDPOffloadStrategy(ParallelStrategy):
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
         rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    def _make_store(self) -> CheckpointStore:
+        arguments = self.arguments
+        return CheckpointStore(
+            sharded=arguments.state_dict_type == "sharded",
+            asynchronous=arguments.async_save,
+            is_main=self.is_global_zero,
+        )
 
     def _make_mesh(self) -> DeviceMesh:
         kind, size = self.root_device.type, self.world_size
@@ -238,10 +245,10 @@ class FSDPOffloadStrategy(ParallelStrategy):
         module = self.lightning_module
         check_module(module, type(self).__name__)
         with self._named("setup"):
-            if self._layer_sync is not None:
-                module = self._layer_sync.apply(module)
-            self.model = self.precision_plugin.convert_module(module)
-            self._shard(trainer, module)
+            model: nn.Module = module if self._layer_sync is None else self._layer_sync.apply(module)
+            self.model = self.precision_plugin.convert_module(model)
+            self._shard(module)
+            self._load_module(module)
             self.barrier()
             if trainer.state.fn == TrainerFn.FITTING:
                 self._reset_optimizers_and_schedulers()
@@ -249,15 +256,8 @@ class FSDPOffloadStrategy(ParallelStrategy):
                 self._attach(trainer)
             self.setup_precision_plugin()
         self._turn_off_inference_mode(trainer)
-        if self._store is None:
-            arguments = self.arguments
-            self._store = CheckpointStore(
-                sharded=arguments.state_dict_type == "sharded",
-                asynchronous=arguments.async_save,
-                is_main=self.is_global_zero,
-            )
 
-    def _shard(self, trainer: pl.Trainer, module: nn.Module) -> None:
+    def _shard(self, module: nn.Module) -> None:
         arguments = self.arguments
         check_same_modules(module)
         spread_values(module)
@@ -277,7 +277,7 @@ class FSDPOffloadStrategy(ParallelStrategy):
                 pin_memory=self._pins_memory,
                 narrow_dtype=narrow_dtype,
                 narrow={name for name, parameter in module.named_parameters() if parameter in narrow},
-                uninitialized_ok=bool(trainer.ckpt_path),
+                uninitialized_ok=self._to_load is not None,
                 seed=int(self.broadcast(seed)),
                 num_threads=self._num_threads,
             ),
@@ -285,7 +285,9 @@ class FSDPOffloadStrategy(ParallelStrategy):
 
     def _attach(self, trainer: pl.Trainer) -> None:
         assert self._sharding is not None
-        self._host_optimizers = HostOptimizers(self._sharding, num_threads=self._num_threads)
+        self._host_optimizers = HostOptimizers(
+            self._sharding, num_threads=self._num_threads, nvme_path=self.arguments.nvme_path
+        )
         self._host_optimizers.attach(self.optimizers)
         self._host_optimizers.may_step_early = lambda optimizer: may_step_early(trainer)
         self._clips = ShardedClips(self.precision_plugin, self._host_optimizers, lambda: may_clip_late(trainer))
@@ -312,7 +314,7 @@ class FSDPOffloadStrategy(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        self._has_failed = True
+        self._has_failed, self._to_load = True, None
 
     @override
     def teardown(self) -> None:
@@ -367,6 +369,7 @@ class FSDPOffloadStrategy(ParallelStrategy):
     def _run_step(self, name: str, context: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         """Run a step within the forward of the root, where FSDP2 gathers what no layer gathers for itself."""
         assert self._sharding is not None
+        assert self.model is not None
         assert self.lightning_module is not None
         fast_path = nullcontext() if self.root_device.type == "cuda" else without_fast_path()
         with self._named(name), context(), fast_path, self._sharding.inside_step():
@@ -434,11 +437,18 @@ class FSDPOffloadStrategy(ParallelStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        assert self._store is not None
-        assert self.lightning_module is not None
-        self._finish_steps()
-        with self._named("loading a checkpoint"):
-            self._store.load_module(checkpoint, self.lightning_module, strict=strict)
+        # Lightning asks before the setup, as for a single device. Later it would forget the user's weights_only.
+        self._to_load = checkpoint, strict
+        if self._sharding is not None:
+            self._load_module(self._sharding.module)
+
+    def _load_module(self, module: nn.Module) -> None:
+        to_load, self._to_load = self._to_load, None
+        if to_load is not None:
+            assert self._store is not None
+            self._finish_steps()
+            with self._named("loading a checkpoint"):
+                self._store.load_module(to_load[0], module, strict=to_load[1])
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

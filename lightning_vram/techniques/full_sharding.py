@@ -77,8 +77,8 @@ class FullSharding:
         self._sharded: list[nn.Module] = []
         replicated = self._replicate(plan)
         try:
-            for index, names in enumerate((*plan.groups, ("",))):
-                self._shard([module.get_submodule(name) for name in names], index, replicated)
+            for names in (*plan.groups, ("",)):
+                self._shard([module.get_submodule(name) for name in names], replicated)
             self._take_over()
         except BaseException:
             self.remove()
@@ -110,7 +110,7 @@ class FullSharding:
     def gather_root(self) -> None:
         """Gather what no layer gathers for itself, if it is needed at once: in the midst of the root's forward."""
         if self._is_inside:
-            for group in self.module._get_fsdp_state()._fsdp_param_groups:  # type: ignore[operator, union-attr]
+            for group in _groups_of(self.module):
                 group.unshard()
                 group.wait_for_unshard()
 
@@ -157,20 +157,20 @@ class FullSharding:
     # --- how it is done ---
 
     def _replicate(self, plan: ShardingPlan) -> list[nn.Parameter]:
-        """FSDP2 cannot shard scalars: they stay whole, on the device."""
+        """FSDP2 cannot shard scalars, nor what is empty: they stay whole, on the device."""
         parameters = {id(p): p for p in (self.module.get_parameter(name) for name in plan.replicated)}
         for parameter in parameters.values():
             if not parameter.is_meta:
                 parameter.data = parameter.data.to(self.device)
         return list(parameters.values())
 
-    def _shard(self, modules: list[nn.Module], index: int, replicated: list[nn.Parameter]) -> None:
+    def _shard(self, modules: list[nn.Module], replicated: list[nn.Parameter]) -> None:
         options = self._options
         if all(isinstance(module, FSDPModule) for module in modules):
             return
         for module in modules:
             if has_meta(module):
-                materialize(module, seed=options.seed + index, uninitialized_ok=options.uninitialized_ok)
+                materialize(module, seed=options.seed, model=self.module, uninitialized_ok=options.uninitialized_ok)
         is_root = modules == [self.module]
         policy: OffloadPolicy = CPUOffloadPolicy(pin_memory=False) if options.on_host else OffloadPolicy()
         fully_shard(
@@ -200,7 +200,7 @@ class FullSharding:
         for part in self.module.modules():
             if id(part) not in ours:
                 continue
-            for group in part._get_fsdp_state()._fsdp_param_groups:  # type: ignore[attr-defined]
+            for group in _groups_of(part):
                 if not isinstance(group, ShardedGroup):
                     self.groups.append(take_over(group, self, dtype_of, is_resident=options.is_resident))
 
@@ -209,3 +209,7 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+
+
+def _groups_of(module: Any) -> Any:
+    return module._get_fsdp_state()._fsdp_param_groups

@@ -26,7 +26,7 @@ def make_host_tensor(numel: int, dtype: torch.dtype, *, pin_memory: bool) -> Ten
 
 
 def _register(tensor: Tensor) -> bool:
-    runtime = torch.cuda.cudart()
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     address = tensor.data_ptr()
     if int(runtime.cudaHostRegister(address, tensor.nbytes, 0)) != 0:
         return False

@@ -107,7 +107,7 @@ class ShardLane:
             assert self._narrow is not None
             flat = self._narrow.to(self._device, non_blocking=True)
         self._fetched = _record(self._device)
-        return iter(flat.split(self._sizes))
+        return iter(torch.split(flat, self._sizes))
 
 
 def _gather(parameters: Iterable[Any], sizes: Sequence[int], home: torch.device, *, pin_memory: bool) -> Tensor:
@@ -121,7 +121,7 @@ def _gather(parameters: Iterable[Any], sizes: Sequence[int], home: torch.device,
         if on_host
         else torch.empty(numel, dtype=dtype, device=home)
     )
-    for parameter, place in zip(parameters, shards.split(list(sizes)), strict=True):
+    for parameter, place in zip(parameters, torch.split(shards, list(sizes)), strict=True):
         place.copy_(parameter._sharded_param_data)
         old = parameter.sharded_param._local_tensor
         length = old.shape[0] if old.numel() else 0

@@ -47,6 +47,13 @@ class ShardedGroup(FSDPParamGroup):
     owner: GroupOwner
     present: set[ShardedParameter]  # that had a gradient here, in this backward
     doubtful: list[Arrival]  # of those that had none
+    fsdp_params: Any
+    _fetched: torch.Event | None
+    _landing: Ticket | None
+    _pending: Ticket | None
+    _watched: list[Tensor]
+    _num_calls: int
+    _num_returns: int
 
     # --- before a layer is computed ---
 
@@ -121,7 +128,7 @@ class ShardedGroup(FSDPParamGroup):
 
     def finalize_backward(self) -> None:
         """Wait until the gradients are on the host."""
-        super().finalize_backward()
+        super().finalize_backward()  # type: ignore[no-untyped-call]
         self.finish_landing()
         self._num_calls = self._num_returns = 0
         self.owner.finalized(self)
@@ -190,7 +197,7 @@ class ShardedGroup(FSDPParamGroup):
                 yield from ((parameter, None) for parameter in lane.parameters)
             else:
                 flat = torch.empty(sum(sizes), dtype=lane.transfer_dtype, pin_memory=self.owner.pin_memory)
-                yield from zip(lane.parameters, flat.split(sizes), strict=True)
+                yield from zip(lane.parameters, torch.split(flat, sizes), strict=True)
 
     def _land(self, arrivals: Sequence[Arrival], event: torch.Event | None) -> None:
         if event is not None:
@@ -223,7 +230,7 @@ class ShardedGroup(FSDPParamGroup):
     def forget_whole(self) -> None:
         """Drop gathered parameters that a step has made old."""
         if not self.is_sharded:
-            self._to_sharded()
+            self._to_sharded()  # type: ignore[no-untyped-call]
 
     # --- as FSDP2 wants it ---
 

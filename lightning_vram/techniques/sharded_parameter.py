@@ -85,14 +85,15 @@ class ShardedParameter(FSDPParam):
             self._sent, self._has_landed = None, True
             return self.sharded_param.grad
         if self._stand_in is None:
-            empty = self.sharded_param._local_tensor.new_empty(())
+            local: Any = self.sharded_param
+            empty = local._local_tensor.new_empty(())
             self._stand_in = super().to_sharded_dtensor(empty.expand(self.sharded_size))
         return self._stand_in  # FSDP2 wants to set some gradient
 
     @torch.no_grad()
     def land(self, gradient: Tensor) -> None:
         """Add to the gradient of the shard what has come from the device."""
-        shard = self.sharded_param
+        shard: Any = self.sharded_param
         if shard.grad is None:
             shard.grad = super().to_sharded_dtensor(gradient.to(shard.dtype))
         else:

@@ -56,10 +56,11 @@ class UsedParameters:
             gradients.append(parameter.grad)
         if not gradients:
             return
-        flat = torch.stack([gradient.double() for gradient in gradients])
+        flat = torch.cat([gradient.flatten().double() for gradient in gradients])
         dist.all_reduce(flat)
-        for gradient, mean in zip(gradients, flat / self._num_ranks, strict=True):
-            gradient.copy_(mean)
+        means = torch.split(flat / self._num_ranks, [gradient.numel() for gradient in gradients])
+        for gradient, mean in zip(gradients, means, strict=True):
+            gradient.copy_(mean.view_as(gradient))
 
 
 def _device_for_flags() -> torch.device | None:

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
-_waits = WeakTensorKeyDictionary()
+_waits: Any = WeakTensorKeyDictionary()
 
 
 class WatchedShard(DTensor):
@@ -18,7 +18,7 @@ class WatchedShard(DTensor):
     """
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Wait for all that is read, and go on as for any ``DTensor``."""
@@ -26,8 +26,9 @@ class WatchedShard(DTensor):
             finish_writes(leaf)
         return func(*args, **(kwargs or {}))
 
+    # What full_tensor() and others read past any dispatch.
     @property
-    def _local_tensor(self) -> Tensor:  # what full_tensor() and others read past any dispatch
+    def _local_tensor(self) -> Tensor:  # type: ignore[override]
         finish_writes(self)
         return self._local_tensor
 
@@ -36,7 +37,7 @@ class WatchedShard(DTensor):
         finish_writes(self)
         return self.__reduce_ex__(protocol)
 
-    def __repr__(self, *args: Any, **kwargs: Any) -> str:
+    def __repr__(self, *args: Any, **kwargs: Any) -> str:  # type: ignore[override]
         """As that of ``DTensor``, when it is written."""
         finish_writes(self)
         return repr(self)
@@ -54,7 +55,7 @@ def unwatch(tensors: Iterable[Tensor]) -> None:
     """Take that back."""
     for tensor in tensors:
         if type(tensor) is WatchedShard:
-            tensor.__class__ = DTensor
+            tensor.__class__ = DTensor  # type: ignore[assignment]
             _waits.pop(tensor, None)
 
 
