@@ -13,6 +13,8 @@ from lightning_vram.callbacks.micro_batching import MicroBatching
 from lightning_vram.callbacks.vram_monitor import VRAMMonitor
 from lightning_vram.memory.tracker import track_memory
 from lightning_vram.precision.mixed_precision import LeanMixedPrecision
+from lightning_vram.strategies.fsdp_offload import FSDPOffloadStrategy
+from lightning_vram.strategies.registration import register_strategies
 from lightning_vram.techniques.save_policy import SavePolicy
 from lightning_vram.version import __version__ as __version__
 
@@ -22,6 +24,7 @@ __all__ = [
     "ActivationCompression",
     "ActivationOffload",
     "EmptyCache",
+    "FSDPOffloadStrategy",
     "InPlaceFusion",
     "LeanMixedPrecision",
     "MicroBatching",
@@ -29,3 +32,6 @@ __all__ = [
     "VRAMMonitor",
     "track_memory",
 ]
+
+register_strategies()
+del register_strategies

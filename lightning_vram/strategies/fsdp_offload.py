@@ -40,6 +40,7 @@ from lightning_vram.strategies.process_group import connect, default_backend
 from lightning_vram.strategies.sharded_clips import ShardedClips
 from lightning_vram.strategies.sharded_states import sharded_module_state, sharded_optimizer_state
 from lightning_vram.strategies.strategy_checks import check_module, check_run, fitting_precision
+from lightning_vram.strategies.toggled_optimizers import ToggledOptimizers
 from lightning_vram.techniques.attention_fast_path import without_fast_path
 from lightning_vram.techniques.fp32_islands import list_islands
 from lightning_vram.techniques.full_sharding import FullSharding, ShardingOptions
@@ -101,6 +102,7 @@ class FSDPOffloadStrategy(ParallelStrategy):
         self._sharding: FullSharding | None = None
         self._host_optimizers: HostOptimizers | None = None
         self._clips: ShardedClips | None = None
+        self._toggles: ToggledOptimizers | None = None
         self._store: CheckpointStore | None = None
         self._peers: LostPeerNaming | None = None
         self._phase = "setup"
@@ -291,6 +293,7 @@ class FSDPOffloadStrategy(ParallelStrategy):
         self._host_optimizers.attach(self.optimizers)
         self._host_optimizers.may_step_early = lambda optimizer: may_step_early(trainer)
         self._clips = ShardedClips(self.precision_plugin, self._host_optimizers, lambda: may_clip_late(trainer))
+        self._toggles = ToggledOptimizers(trainer.lightning_module, self._sharding)
 
     @override
     def model_to_device(self) -> None:
@@ -337,8 +340,10 @@ class FSDPOffloadStrategy(ParallelStrategy):
         sharding, self._sharding = self._sharding, None
         optimizers, self._host_optimizers = self._host_optimizers, None
         clips, self._clips = self._clips, None
-        if clips is not None:
-            clips.remove()
+        toggles, self._toggles = self._toggles, None
+        for stand_in in (clips, toggles):
+            if stand_in is not None:
+                stand_in.remove()
         if sharding is None:
             return
         if optimizers is not None and not self._has_failed:

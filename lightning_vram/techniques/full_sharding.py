@@ -113,8 +113,22 @@ class FullSharding:
             for group in _groups_of(self.module):
                 group.unshard()
                 group.wait_for_unshard()
+                self._announce(group)
+
+    def _announce(self, group: Any) -> None:
+        """Have FSDP2 notice a backward in the midst of the root's forward: it waits for what the forward returns."""
+        state: Any = self.module._get_fsdp_state()  # type: ignore[operator]
+        if isinstance(group, ShardedGroup):
+            for parameter in group.fsdp_params:
+                parameter.announce_gradient(state._register_root_post_backward_final_callback)
 
     # --- what others ask ---
+
+    def agree_on_gradients(self) -> None:
+        """Take over which shards require a gradient into what is gathered, where it already is."""
+        for group in self.groups:
+            for parameter in group.fsdp_params:
+                parameter.agree_on_gradient()
 
     def group_of(self) -> Mapping[nn.Parameter, ShardedGroup]:
         """Return the group of each sharded parameter."""

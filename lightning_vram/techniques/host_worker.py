@@ -102,6 +102,7 @@ def _work(
     started: threading.Event,
     num_threads: int,
 ) -> None:
+    torch.get_num_threads()  # else the first operator would set what all threads have
     torch.set_num_threads(num_threads)
     started.set()
     while (item := jobs.get()) is not None:

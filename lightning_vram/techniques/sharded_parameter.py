@@ -1,5 +1,6 @@
 """A parameter whose shard is on the host, as FSDP2 sees it: what goes to the device and what comes back."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,12 +25,44 @@ class ShardedParameter(FSDPParam):
     _buffer: Tensor | None
     _stand_in: Any
     _has_landed: bool
+    _wants_gradient: bool
+    _announcing: Tensor | None
 
     def begin(self, lane: ShardLane) -> None:
         """What a constructor would do."""
         self.lane = lane
-        self.fetched = self._sent = self._held = self._buffer = self._stand_in = None
+        self.fetched = self._sent = self._held = self._buffer = self._stand_in = self._announcing = None
         self.is_reducing = self._has_landed = False
+        self._wants_gradient = self.sharded_param.requires_grad
+
+    def agree_on_gradient(self) -> None:
+        """Let the gathered parameter require a gradient if the shard does now, and the other way round.
+
+        Optimizers have the shard, and code within a training step has what is gathered: either may be frozen.
+        """
+        whole = getattr(self, "_unsharded_param", None)
+        both = [self.sharded_param] if whole is None else [self.sharded_param, whole]
+        if any(one.requires_grad != self._wants_gradient for one in both):
+            self._wants_gradient = not self._wants_gradient
+            for one in both:
+                one.requires_grad_(self._wants_gradient)
+
+    def announce_gradient(self, announce: Callable[[], None]) -> None:
+        """Call ``announce`` in every backward that comes to the gathered parameter there is now."""
+        whole = self._unsharded_param
+        if whole.requires_grad and whole is not self._announcing:
+            whole.register_post_accumulate_grad_hook(lambda _: announce())
+            self._announcing = whole
+
+    def to_sharded(self) -> None:
+        """As FSDP2 does it, when both agree."""
+        self.agree_on_gradient()
+        super().to_sharded()
+
+    def to_unsharded(self) -> None:
+        """As FSDP2 does it, when both agree."""
+        self.agree_on_gradient()
+        super().to_unsharded()
 
     @property
     def all_gather_inputs(self) -> list[Tensor]:
