@@ -33,6 +33,7 @@ from lightning_vram.precision.mixed_precision import LeanMixedPrecision
 from lightning_vram.report.comparison import FitResult, comparison_table
 from lightning_vram.report.one_line import condense_error
 from lightning_vram.report.tables import memory_table
+from lightning_vram.strategies.registration import STRATEGY_NAMES
 
 PROGRAM = "lightning-vram"
 DEBUG_VARIABLE = "LIGHTNING_VRAM_DEBUG"
@@ -95,10 +96,10 @@ class VRAMCLI(LightningCLI):
                 raise MisconfigurationException(
                     "compare_with_plain=true needs a lightning_vram.VRAMMonitor among trainer.callbacks, got none."
                 )
-            if not self._own_parts():
+            if not self._own_parts() and not self._has_own_strategy():
                 raise MisconfigurationException(
-                    "compare_with_plain=true needs parts of lightning_vram to leave out of trainer.callbacks or "
-                    "trainer.plugins, got none."
+                    "compare_with_plain=true needs parts of lightning_vram to leave out of trainer.callbacks, "
+                    "trainer.plugins or trainer.strategy, got none."
                 )
         self.is_running = True
 
@@ -112,11 +113,14 @@ class VRAMCLI(LightningCLI):
             trainer[argument] = [part for part in self._parts(argument) if part not in parts]
         if any(part.class_path.rpartition(".")[2] == LeanMixedPrecision.__name__ for part in parts):
             trainer.precision = self.trainer.precision  # Lightning's own, so that both compute alike
+        names = [part.class_path.rpartition(".")[2] for part in parts]
+        if self._has_own_strategy():
+            names.append("fsdp_offload")
+            trainer.strategy = "ddp" if self.trainer.world_size > 1 else "auto"
         plain = self._fit_again()
         if _is_rank_zero():
             console = _console()
             console.print()
-            names = [part.class_path.rpartition(".")[2] for part in parts]
             console.print(comparison_table(plain, packed, " and ".join(names)))
 
     def _parts(self, argument: str) -> list[Any]:
@@ -127,6 +131,12 @@ class VRAMCLI(LightningCLI):
         """The memory-saving callbacks and plugins of this package in the configuration."""
         parts = [part for argument in _PART_ARGUMENTS for part in self._parts(argument)]
         return [part for part in parts if isinstance(part, Namespace) and _is_memory_saver(part.class_path)]
+
+    def _has_own_strategy(self) -> bool:
+        strategy = self._get(self.config, "trainer").strategy
+        if isinstance(strategy, str):
+            return strategy.lower() in STRATEGY_NAMES
+        return isinstance(strategy, Namespace) and strategy.class_path.split(".")[0] == _OWN_PACKAGE
 
     def _fit_again(self) -> FitResult:
         device = self.trainer.strategy.root_device

@@ -53,7 +53,73 @@ _NARROW = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
 class FSDPOffloadStrategy(ParallelStrategy):
-    """Shards any LightningModule over all devices and keeps what is not computed with on the host."""
+    """Trains any LightningModule sharded over its devices (FSDP2), and keeps on the host what is not computed with.
+
+    Registered as ``"fsdp_offload"``, and with ``offload="optimizer"`` as ``"fsdp_offload_optimizer"``, on any number of
+    devices and nodes. Nothing in the module has to change: layers are grouped automatically, a ``configure_model`` is
+    honoured, also one that shards layers itself. With one device the weights are to the bit those of a plain run whose
+    optimizer uses the same kernel (``fused=True``), in float32 and with ``precision="bf16-mixed"``; with several they
+    are so up to the order in which gradients are summed.
+
+    Optimizers step on the host, on the shards of each rank, in a thread of their own: in the backward, layer by layer,
+    where nothing looks at gradients afterwards; otherwise beside the next forward. Reading a parameter, a gradient or a
+    state waits for the step that writes it. Those of ``torch.optim`` that step each element by itself use the fused
+    kernel where you left it open; others step on sharded tensors, while everything waits.
+
+    Mixed precision is :class:`~lightning_vram.LeanMixedPrecision`'s, whether given as ``precision="bf16-mixed"`` or as
+    a plugin. Weights that autocast casts at every use, of linear layers, convolutions and attention, are then sent to
+    the device in 16 bit, and their gradients back: 6 bytes per weight and step, where FSDP2 sends 12. Master weights,
+    states and checkpoints are float32.
+
+    After ``fit`` the module is what it was, whole on every rank, unless it was on the meta device or the run failed on
+    several ranks. Not for weight averaging callbacks, which copy the module.
+
+    Args:
+        offload: What is on the host. ``"params"``: parameters, gradients and states of optimizers, least memory of the
+            device. ``"optimizer"``: the same, but a copy of the shards stays on the device, in 16 bit where they are
+            sent so: fastest. ``"none"``: nothing, FSDP2 alone.
+        shard: ``"full"``: layers are gathered when they are computed. ``"grad_op"``: they stay whole between forward
+            and backward. ``"hybrid"``: sharded within groups of ranks, the same in each group.
+        wrap: Which layers are gathered together. ``"auto"``: the blocks a model repeats or declares, small ones put
+            together. Or classes or names of classes. Or a function of a module's name and the module.
+        min_params: Parameters that ``"auto"`` wants in a group.
+        data_parallel_replicate_size: Number of groups for ``shard="hybrid"``; as many as nodes by default.
+        reshard_after_forward: Whether layers are given up between forward and backward. Follows ``shard`` by default.
+        pin_memory: Whether the host memory is pinned, so that copies go on beside the computation. By default it is,
+            with a GPU.
+        nvme_path: Folder on a fast local disk, where states of optimizers are kept instead of in host memory; they are
+            streamed through a few buffers in each step.
+        cpu_threads: Threads of a step. By default the cores of this rank, however ``OMP_NUM_THREADS`` is set.
+        narrow_transfers: Whether mixed precision sends 16 bit where it can.
+        state_dict_type: ``"full"``: checkpoints are single files, those of a plain run. ``"sharded"``: folders to which
+            each rank writes its part. Both are loaded, whatever this is, on any number of ranks.
+        async_save: Whether checkpoints are written beside the training, from a copy on the host.
+        init_on_meta: Whether ``configure_model`` makes layers without memory, which get their values group by group, by
+            their ``reset_parameters`` or transformers' ``_init_weights``, or from the checkpoint.
+        timeout: How long ranks wait for each other: seconds, or a ``timedelta``. Then the error says who waited where.
+        process_group_backend: As for ``torch.distributed``; by default gloo on the host and NCCL between GPUs.
+        accelerator: Set by the Trainer, and so are those that follow.
+        parallel_devices: See ``accelerator``.
+        cluster_environment: See ``accelerator``.
+        checkpoint_io: Not used: this strategy writes its checkpoints itself.
+        precision_plugin: See ``accelerator``.
+
+    Raises:
+        TypeError: If an argument has a wrong type, or the precision plugin cannot work on shards.
+        ValueError: If arguments are out of range or contradict each other. Before training: if the module has no
+            parameters, or others on another rank, ``wrap`` matches nothing, an optimizer cannot step on shards, the
+            ranks cannot be divided as ``shard="hybrid"`` wants it, or a checkpoint does not fit.
+        MisconfigurationException: Before training, if the trainer averages weights.
+        OffloadError: Before training, if there is no room at ``nvme_path``.
+        LostPeerError: In training, if another rank died or hangs.
+
+    Example:
+        >>> import lightning.pytorch as pl
+        >>> from lightning_vram import FSDPOffloadStrategy
+        >>> trainer = pl.Trainer(strategy="fsdp_offload", accelerator="cpu", devices=1, logger=False)
+        >>> strategy = FSDPOffloadStrategy(offload="optimizer", state_dict_type="sharded")
+        >>> trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=1, logger=False)
+    """
 
     def __init__(  # noqa: PLR0913 - set by name in configuration files
         self,

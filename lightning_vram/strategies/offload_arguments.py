@@ -1,5 +1,6 @@
 """What ``FSDPOffloadStrategy`` takes, checked before anything has begun."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -109,8 +110,8 @@ def _check_path(path: Any, offload: str) -> Path | None:
 
 
 def _read_timeout(timeout: Any) -> timedelta:
-    if isinstance(timeout, int | float) and not isinstance(timeout, bool):
-        timeout = timedelta(seconds=timeout)
-    if not isinstance(timeout, timedelta) or timeout <= timedelta():
+    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool) and math.isfinite(timeout)
+    period = timedelta(seconds=timeout) if is_number else timeout
+    if not isinstance(period, timedelta) or period <= timedelta():
         raise ValueError(f"{NAME}(timeout) must be a positive number of seconds or a timedelta, got {timeout!r}.")
-    return timeout
+    return period

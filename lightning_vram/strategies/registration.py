@@ -5,12 +5,12 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_vram.strategies.fsdp_offload import FSDPOffloadStrategy
 from lightning_vram.strategies.offload_arguments import Offload
 
-_NAMES: dict[str, Offload] = {"fsdp_offload": "params", "fsdp_offload_optimizer": "optimizer"}
+STRATEGY_NAMES: dict[str, Offload] = {"fsdp_offload": "params", "fsdp_offload_optimizer": "optimizer"}
 
 
 def register_strategies() -> None:
     """Register the names with Lightning. Called again, it does nothing."""
-    for name, offload in _NAMES.items():
+    for name, offload in STRATEGY_NAMES.items():
         if name not in StrategyRegistry:
             description = f"FSDP2 on any module, on the host: {offload}"
             StrategyRegistry.register(name, FSDPOffloadStrategy, description, offload=offload)
