@@ -1,13 +1,15 @@
 """The frame of the benchmarks works: a small run writes what is promised."""
 
+import gc
 import json
 import sys
 
 import pytest
 import torch
 
+from lightning_vram.strategies.process_group import disconnect
 from tests.benchmarks import __main__ as benchmarks
-from tests.benchmarks import compression_errors, mixed_precision
+from tests.benchmarks import compression_errors, fsdp_offload, host_adamw, mixed_precision, offload_overlap
 from tests.benchmarks.cases import WORKLOADS
 from tests.benchmarks.measure import Run
 from tests.benchmarks.recomputation import Chain, measure_overhead, measure_shares
@@ -83,3 +85,65 @@ def test_the_precision_plugin_is_measured_in_a_trainer():
     assert rows[0]["seconds_of_lightning"] == 1
     assert rows[1]["peak_bytes"] == rows[0]["peak_bytes"]
     assert rows[2]["peak_bytes"] < rows[0]["peak_bytes"]
+
+
+@pytest.fixture
+def alone():
+    """No process group is left for those that come later."""
+    yield
+    disconnect()
+    gc.collect()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("optimizer", list(offload_overlap.OPTIMIZERS))
+def test_the_time_that_a_step_hides_is_measured(optimizer, alone):
+    shape = offload_overlap.Shape(num_blocks=2, width=8, num_threads=1, num_steps=2, optimizer=optimizer)
+    row = offload_overlap.measure_case(shape, offload_overlap.Case("both", 1.5, accumulate=2, clip=1.0), repeats=2)
+    bound = max(row["compute_seconds"], row["step_seconds"])
+    assert row["beside_of_bound"] == row["beside_seconds"] / bound > 0
+    assert all(len(row[f"all_{name}_seconds"]) == 2 for name in ("step", "compute", "waiting", "beside"))
+
+
+@pytest.mark.distributed
+def test_the_rate_of_a_step_on_the_host_is_measured(alone):
+    with host_adamw.process_group():
+        rows = list(host_adamw.measure("two blocks", lambda: host_adamw.make_blocks(2, width=8), 1, repeats=1))
+    by_name = {row["variant"]: row for row in rows}
+    assert by_name["add_"]["rate_of_add"] == 1
+    num_parameters = 2 * (12 * 8 * 8 + 13 * 8)
+    ours = by_name["OffloadedAdamW"]
+    assert ours["gb_per_second"] * ours["seconds"] * 1e9 == pytest.approx(28 * num_parameters)
+
+
+@pytest.mark.distributed
+def test_memory_and_speed_of_the_strategy_are_measured(alone):
+    names = [name for name, variant in fsdp_offload.VARIANTS.items() if not variant.needs_gpu]
+    rows = {row["variant"]: row for row in fsdp_offload.measure_tiny(names, 1, is_profiled=True)}
+    assert list(rows) == names
+    assert {row["fits"] for row in rows.values()} == {"yes"}
+    ours, plain = rows["fsdp_offload, params"], rows["plain"]
+    assert ours["speed_of_plain"] == ours["tokens_per_second"] / plain["tokens_per_second"]
+    assert ours["exposed_seconds"] == ours["seconds_per_step"] - plain["computing_seconds"]
+
+
+def test_what_runs_beside_what_is_summed_up():
+    events = [
+        ("gemm", (0, 10)),
+        ("gemm", (5, 20)),
+        ("Memcpy HtoD (Pinned -> Device)", (15, 30)),
+        ("Memcpy DtoH (Device -> Pinned)", (28, 32)),
+        ("Memcpy DtoD (Device -> Device)", (40, 50)),
+    ]
+    sums = fsdp_offload.sum_up(events)
+    assert sums == {"computing_seconds": 20e-9, "copying_seconds": 17e-9, "copying_beside_seconds": 5e-9}
+
+
+def test_a_run_that_does_not_fit_is_a_row(monkeypatch):
+    class Hungry(fsdp_offload.LitGPT):
+        def training_step(self, batch):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(fsdp_offload, "LitGPT", Hungry)
+    rows = fsdp_offload.measure_tiny(["plain"], 1)
+    assert rows == [{"shape": "tiny", "variant": "plain", "fits": "out of memory"}]

@@ -24,7 +24,7 @@ from lightning_vram.optimizers.steppable import iterate_parameters
 from lightning_vram.optimizers.stray_steps import Step, redirect_steps
 from lightning_vram.optimizers.streamed_states import StreamedStates
 from lightning_vram.techniques.full_sharding import FullSharding
-from lightning_vram.techniques.host_worker import HostWorker
+from lightning_vram.techniques.host_worker import HostWorker, Ticket
 from lightning_vram.techniques.sharded_clipping import clip_factor, scale_gradients, sharded_norm
 from lightning_vram.techniques.sharded_group import ShardedGroup
 
@@ -58,6 +58,7 @@ class HostOptimizers:
         self._handles: list[RemovableHandle] = [redirect_steps(self, HostOptimizers._take_in)]
         self._stepping: Optimizer | None = None
         self._early: StepRound | None = None
+        self._submitted: list[tuple[ShardedGroup, Ticket]] = []  # jobs of the step that is being begun
         self._nvme_path = nvme_path
         self._streamed: dict[int, StreamedStates] = {}  # by id of the optimizer
         self._factors: dict[int, Tensor] = {}  # by which gradients are yet to be scaled; by id of the optimizer
@@ -148,6 +149,7 @@ class HostOptimizers:
     def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         vars(optimizer)["_opt_called"] = True  # what learning-rate schedulers look for
         step_round, loss = None, None
+        self._submitted = []
         if closure is not None:
             if self.may_step_early(optimizer) and not optimizer._optimizer_step_pre_hooks:
                 step_round = self._early = StepRound(optimizer, is_on_host=self._is_on_host)
@@ -161,14 +163,23 @@ class HostOptimizers:
         for group in self._sharding.groups:
             self._submit(step_round, group, [parameter.sharded_param for parameter in group.fsdp_params])
         step_round.run(step_round.take_rest())
+        self._arrange_by_forward()
         self._sharding.gather_root()
         return loss
+
+    def _arrange_by_forward(self) -> None:
+        """The backward comes to the last layers first; the next forward wants what is left to do from the first."""
+        if self._worker is not None:
+            places = {group: place for place, group in enumerate(self._sharding.groups)}
+            submitted = sorted(self._submitted, key=lambda item: places[item[0]])  # jobs of one group in their order
+            self._worker.arrange([ticket for _, ticket in submitted])
 
     def _landed(self, group: ShardedGroup) -> None:
         """Step a group in the backward, as soon as its gradients are there."""
         if self._early is not None and group.is_complete:
             doubtful = {parameter for parameter, _ in group.doubtful}
             self._submit(self._early, group, [p.sharded_param for p in group.fsdp_params if p not in doubtful])
+            self._arrange_by_forward()
 
     def _submit(self, step_round: StepRound, group: ShardedGroup, parameters: Iterable[nn.Parameter]) -> None:
         members = step_round.take(parameters)
@@ -181,6 +192,7 @@ class HostOptimizers:
             job()
             return
         ticket = self._worker.submit(job)
+        self._submitted.append((group, ticket))
         group.begin_step(ticket, _list_tensors(members))
 
     def _compute(self, compute: Callable[[], Result]) -> Result:

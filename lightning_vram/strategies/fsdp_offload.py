@@ -412,12 +412,16 @@ class FSDPOffloadStrategy(ParallelStrategy):
                 stand_in.remove()
         if sharding is None:
             return
-        if optimizers is not None and not self._has_failed:
-            optimizers.finish()
-        is_clean = not self._has_failed or self.world_size == 1
-        replaced = sharding.remove(make_whole=is_clean)
-        if optimizers is not None:
-            optimizers.let_go(replaced)
+        try:
+            if optimizers is not None and not self._has_failed:
+                optimizers.finish()
+        except BaseException:
+            self._has_failed = True
+            raise
+        finally:
+            replaced = sharding.remove(make_whole=not self._has_failed or self.world_size == 1)
+            if optimizers is not None:
+                optimizers.let_go(replaced)
 
     # --- steps ---
 

@@ -40,8 +40,14 @@ def fitting_precision(plugin: Precision, name: str) -> Precision:
 
     Raises:
         TypeError: If it is one that cannot work on shards.
+        ValueError: If it keeps parameters in its own way.
     """
     if isinstance(plugin, LeanMixedPrecision):
+        if plugin._settings.is_lean:
+            raise ValueError(
+                f"LeanMixedPrecision(parameters={plugin._settings.parameters!r}) does not work with {name}, which "
+                "keeps float32 weights where they are sharded and sends 16 bit by itself: leave parameters out."
+            )
         return plugin
     if type(plugin) is MixedPrecision:
         precision = "fp16" if plugin.precision == "16-mixed" else "bf16"

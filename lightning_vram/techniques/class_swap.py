@@ -106,12 +106,29 @@ def swap_class(
 def restore_class(module: nn.Module, key: str) -> None:
     """Undo :func:`swap_class`; one that another class was put over (FSDP2) stays and is idle. Twice does nothing."""
     vars(module).pop(key, None)
-    # What is idle on top goes, whoever left it there; below a technique still at work it has to wait for that one.
-    while (top := _key_of(type(module))) is not None and top not in vars(module):
-        module.__class__ = type(module).__bases__[-1]
+    _drop_idle(module)
     is_ours = any(_key_of(kind) in vars(module) for kind in type(module).__mro__)
     if _FORWARD in vars(module) and "forward" not in vars(module) and not is_ours:  # else what wraps ours calls it
         vars(module)["forward"] = vars(module).pop(_FORWARD)
+
+
+def remove_mixin(module: nn.Module, mixin: type) -> None:
+    """Take the class out that somebody mixed ``mixin`` into (FSDP2), from below what has been swapped since, too."""
+    module.__class__ = _without(type(module), mixin)
+    _drop_idle(module)
+
+
+def _without(kind: type[nn.Module], mixin: type) -> type[nn.Module]:
+    technique = _technique_of(kind)
+    if technique is not None:
+        return _swapped_class(_without(kind.__bases__[-1], mixin), technique)
+    return kind.__bases__[-1] if kind.__bases__[0] is mixin else kind
+
+
+def _drop_idle(module: nn.Module) -> None:
+    # What is idle on top goes, whoever left it there; below a technique still at work it has to wait for that one.
+    while (top := _key_of(type(module))) is not None and top not in vars(module):
+        module.__class__ = type(module).__bases__[-1]
 
 
 def _swapped_class(original: type[nn.Module], technique: _Technique, *, is_lowest: bool = False) -> type[nn.Module]:

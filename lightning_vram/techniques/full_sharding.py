@@ -1,7 +1,7 @@
 """Shard a module over ranks with FSDP2, its shards on the host or on the device, and undo it."""
 
 from collections.abc import Callable, Collection, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from lightning_vram.techniques.shard_removal import WholeParameters, detach_fsdp
 from lightning_vram.techniques.sharded_group import ShardedGroup, take_over
 from lightning_vram.techniques.sharding_groups import ShardingPlan
 from lightning_vram.techniques.used_parameters import UsedParameters
+from lightning_vram.techniques.view_outputs import ViewProofState
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,14 @@ class FullSharding:
 
     # --- what groups tell ---
 
+    def called(self, group: ShardedGroup) -> None:
+        """``group`` was gathered for a forward."""
+        self._used.note(group)
+
+    def lost(self) -> None:
+        """The iteration is given up."""
+        self._used.forget()
+
     def landed(self, group: ShardedGroup) -> None:
         """Gradients of ``group`` have come."""
         if self.on_landed is not None:
@@ -113,14 +122,12 @@ class FullSharding:
             for group in _groups_of(self.module):
                 group.unshard()
                 group.wait_for_unshard()
-                self._announce(group)
 
-    def _announce(self, group: Any) -> None:
-        """Have FSDP2 notice a backward in the midst of the root's forward: it waits for what the forward returns."""
-        state: Any = self.module._get_fsdp_state()  # type: ignore[operator]
-        if isinstance(group, ShardedGroup):
-            for parameter in group.fsdp_params:
-                parameter.announce_gradient(state._register_root_post_backward_final_callback)
+    def _notice_backward(self) -> None:
+        """Of a backward in the midst of the root's forward FSDP2 hears nothing, if no layer of its own takes part."""
+        if self._is_inside:
+            state: Any = self.module._get_fsdp_state()  # type: ignore[operator]
+            state._register_root_post_backward_final_callback()
 
     # --- what others ask ---
 
@@ -156,10 +163,15 @@ class FullSharding:
         """
         if self.landing is not None:
             self.landing.drain()
+        for group in self.groups:
+            with suppress(Exception):  # of a step that failed, which has been told, or will be by who finishes steps
+                group.finish_step()
         replaced: dict[nn.Parameter, nn.Parameter] = {}
         if make_whole and self._whole.can_restore:
-            for group in self.groups:
-                group.forget_whole()
+            # Those of FSDP2 itself, where an error came before they were taken over.
+            for group in {group: None for module in self._sharded for group in _groups_of(module)}:
+                if isinstance(group, ShardedGroup):
+                    group.forget_whole()
                 replaced |= self._whole.restore(group)
             for module in self._sharded:
                 detach_fsdp(module)
@@ -214,9 +226,12 @@ class FullSharding:
         for part in self.module.modules():
             if id(part) not in ours:
                 continue
+            part._get_fsdp_state().__class__ = ViewProofState  # type: ignore[operator]
             for group in _groups_of(part):
                 if not isinstance(group, ShardedGroup):
                     self.groups.append(take_over(group, self, dtype_of, is_resident=options.is_resident))
+                    for parameter in group.fsdp_params if part is self.module else ():
+                        parameter.on_gradient = self._notice_backward
 
 
 def _device_of(mesh: DeviceMesh) -> torch.device:

@@ -3,7 +3,8 @@
 import queue
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 
@@ -67,6 +68,22 @@ class HostWorker:
         ticket = Ticket(self)
         self._jobs.put((job, ticket))
         return ticket
+
+    def arrange(self, tickets: Sequence[Ticket]) -> None:
+        """Do jobs that have not begun in another order.
+
+        Args:
+            tickets: Of those jobs, in that order. All others stay in their turn.
+        """
+        waiting = []
+        with suppress(queue.Empty):
+            while True:
+                waiting.append(self._jobs.get_nowait())
+        places = {ticket: place for place, ticket in enumerate(tickets)}
+        chosen = [item for item in waiting if item is not None and item[1] in places]
+        arranged = iter(sorted(chosen, key=lambda item: places[item[1]]))
+        for item in waiting:
+            self._jobs.put(next(arranged) if item is not None and item[1] in places else item)
 
     def check(self) -> None:
         """Raise what a job has raised."""

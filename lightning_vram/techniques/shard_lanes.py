@@ -12,8 +12,8 @@ from lightning_vram.techniques.pinned_memory import make_host_tensor
 class ShardLane:
     """The shards of some parameters of one FSDP2 group, with one dtype at rest and one on the way.
 
-    What is written to the shards has to be followed by :meth:`refresh`, where it goes past the version counters of
-    tensors, as fused optimizers do.
+    What is written to the shards has to be followed by :meth:`refresh` or :meth:`touch`, where it goes past the version
+    counters of tensors: as fused optimizers do, and every operator on a ``DTensor``.
 
     Args:
         parameters: FSDP2's own objects, of one dtype. Their memory moves into that of the lane.
@@ -53,7 +53,14 @@ class ShardLane:
         return self.shards.dtype if self.is_wide else self.dtype
 
     @property
-    def _has_copies(self) -> bool:
+    def _version(self) -> int:
+        """Grows with every write that is counted."""
+        counters = (parameter._sharded_param_data for parameter in self.parameters)
+        return int(self.shards._version + sum(counter._version for counter in counters))
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether what is written to the shards has to be taken over somewhere."""
         return self._narrow is not None or self._resident is not None
 
     @property
@@ -86,7 +93,11 @@ class ShardLane:
             with _side_stream(self._device):
                 self._resident.copy_(source, non_blocking=True)
                 self._arrived = _record(self._device)
-        self._seen = self.shards._version
+        self._seen = self._version
+
+    def touch(self) -> None:
+        """Have the next fetch take over what is in the shards then."""
+        self._seen = -1
 
     @torch.no_grad()
     def fetch(self) -> Iterator[Tensor]:
@@ -95,7 +106,7 @@ class ShardLane:
         Returns:
             For each parameter its shard there, flat, to be read only.
         """
-        if self._has_copies and self._seen != self.shards._version:
+        if self.has_copies and self._seen != self._version:
             self.refresh()
         if self.is_wide or (self._narrow is None and self._resident is None):
             flat = self.shards.to(self._device, self.transfer_dtype, non_blocking=True)
@@ -121,7 +132,7 @@ def _gather(parameters: Iterable[Any], sizes: Sequence[int], home: torch.device,
         if on_host
         else torch.empty(numel, dtype=dtype, device=home)
     )
-    for parameter, place in zip(parameters, torch.split(shards, list(sizes)), strict=True):
+    for parameter, place in zip(parameters, _split(shards, sizes), strict=True):
         place.copy_(parameter._sharded_param_data)
         old = parameter.sharded_param._local_tensor
         length = old.shape[0] if old.numel() else 0
@@ -129,6 +140,18 @@ def _gather(parameters: Iterable[Any], sizes: Sequence[int], home: torch.device,
         local = place.view(parameter.padded_sharded_param_size).narrow(0, 0, length)
         parameter.sharded_param._local_tensor = local.view(old.shape)
     return shards
+
+
+def _split(shards: Tensor, sizes: Sequence[int]) -> Iterator[Tensor]:
+    """Cut ``shards``. On the host each part begins a storage: a ``DTensor`` over an offset cannot be deepcopied."""
+    if shards.device.type != "cpu":
+        yield from torch.split(shards, list(sizes))
+        return
+    memory, start = shards.view(torch.uint8).numpy(), 0
+    for size in sizes:
+        stop = start + size * shards.itemsize
+        yield torch.from_numpy(memory[start:stop]).view(shards.dtype)
+        start = stop
 
 
 def _record(device: torch.device) -> torch.Event | None:

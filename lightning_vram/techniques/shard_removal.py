@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_vram.techniques.class_swap import remove_mixin
 from lightning_vram.techniques.sharded_group import ShardedGroup
 
 _MARKS = ("_fsdp", "_is_fsdp", "__composable_api")  # attributes that fully_shard leaves on modules
@@ -79,7 +80,7 @@ class WholeParameters:
         for part, before in self._marks:
             for mark in set(vars(part)) - before:
                 if mark.startswith(_MARKS):
-                    delattr(part, mark)
+                    del vars(part)[mark]  # past a compiled module, which would look for it in what it compiled
 
 
 def detach_fsdp(module: nn.Module) -> None:
@@ -94,9 +95,7 @@ def detach_fsdp(module: nn.Module) -> None:
         for parameter in group.fsdp_params:
             parameter._post_load_hook_handle.remove()
     _module_state_mapping.pop(module, None)
-    kind: Any = type(module)
-    if kind.__mro__[1] is FSDPModule:
-        module.__class__ = kind.__mro__[2]
+    remove_mixin(module, FSDPModule)
 
 
 def _gather(shard: Any) -> Tensor:

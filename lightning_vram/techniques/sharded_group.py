@@ -25,6 +25,12 @@ class GroupOwner(Protocol):
     landing: HostWorker | None  # where gradients come from another device
     pin_memory: bool
 
+    def called(self, group: "ShardedGroup") -> None:
+        """``group`` was gathered for a forward that a backward may follow."""
+
+    def lost(self) -> None:
+        """The iteration is given up."""
+
     def landed(self, group: "ShardedGroup") -> None:
         """Gradients of ``group`` have come, in the thread that received them."""
 
@@ -78,6 +84,8 @@ class ShardedGroup(FSDPParamGroup):
         is_new = torch.is_grad_enabled() and self._training_state != TrainingState.FORWARD
         result = super().pre_forward(module, args, kwargs)
         self._num_calls += is_new
+        if is_new:
+            self.owner.called(self)
         return result
 
     def _choose_width(self) -> None:
@@ -102,6 +110,7 @@ class ShardedGroup(FSDPParamGroup):
         for lane in self.lanes:
             for parameter, shard in zip(lane.parameters, lane.fetch(), strict=True):
                 parameter.fetched = shard
+        self._guard()
 
     # --- when its gradients are there ---
 
@@ -174,7 +183,11 @@ class ShardedGroup(FSDPParamGroup):
                 self.fsdp_params = lane.parameters
                 self._sharded_state, self._training_state = sharded, training
                 self._reduce_dtype = torch.float32 if lane.transfer_dtype.itemsize < 4 and self._has_peers else None
+                event: Any = self._post_reduce_event
+                self._post_reduce_event = None  # else the computation waits for it
                 super().post_backward()
+                if self._post_reduce_event is None:
+                    self._post_reduce_event = event
         finally:
             self.fsdp_params = parameters
             sent = [(parameter, parameter.end_reduction()) for parameter in parameters]
@@ -192,7 +205,7 @@ class ShardedGroup(FSDPParamGroup):
     def _buffers(self) -> Iterable[tuple[ShardedParameter, Tensor | None]]:
         """Where on the host gradients go, side by side."""
         for lane in self.lanes:
-            sizes = [parameter.sharded_param._local_tensor.numel() for parameter in lane.parameters]
+            sizes = [parameter.sharded_size.numel() for parameter in lane.parameters]
             if self.device == self.owner.home:
                 yield from ((parameter, None) for parameter in lane.parameters)
             else:
@@ -224,8 +237,21 @@ class ShardedGroup(FSDPParamGroup):
         pending, self._pending = self._pending, None
         watched, self._watched = self._watched, []
         if pending is not None:
-            pending.wait()
-        unwatch(watched)
+            try:
+                pending.wait()
+            finally:
+                unwatch(watched)
+                self._guard()
+
+    def _guard(self) -> None:
+        """Let copies of shards be made again once somebody has got hold of one, who may write to it."""
+        for lane in self.lanes:
+            if lane.has_copies:
+                watch((parameter.sharded_param for parameter in lane.parameters), partial(self._touch, lane))
+
+    def _touch(self, lane: ShardLane) -> None:
+        self.finish_step()
+        lane.touch()
 
     def forget_whole(self) -> None:
         """Drop gathered parameters that a step has made old."""
@@ -243,6 +269,7 @@ class ShardedGroup(FSDPParamGroup):
 
     def _reset_iter_state(self) -> None:
         """After an exception: nothing that was sent is to land."""
+        self.owner.lost()
         if self.owner.landing is not None:
             self.owner.landing.drain()
         self._landing, self._fetched = None, None
@@ -287,4 +314,5 @@ def take_over(
         for parameter in parameters:
             parameter.__class__ = ShardedParameter
             parameter.begin(lane)
+    host.lanes.sort(key=lambda lane: lane.shards.numel())  # the computation waits for all but the last to be reduced
     return host  # type: ignore[no-any-return]

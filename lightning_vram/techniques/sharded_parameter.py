@@ -26,12 +26,14 @@ class ShardedParameter(FSDPParam):
     _stand_in: Any
     _has_landed: bool
     _wants_gradient: bool
-    _announcing: Tensor | None
+    on_gradient: Callable[[], None] | None  # called in a backward that comes to what is gathered; may be set
+    _told: Tensor | None  # what that was set on
 
     def begin(self, lane: ShardLane) -> None:
         """What a constructor would do."""
         self.lane = lane
-        self.fetched = self._sent = self._held = self._buffer = self._stand_in = self._announcing = None
+        self.fetched = self._sent = self._held = self._buffer = self._stand_in = None
+        self.on_gradient = self._told = None
         self.is_reducing = self._has_landed = False
         self._wants_gradient = self.sharded_param.requires_grad
 
@@ -47,13 +49,6 @@ class ShardedParameter(FSDPParam):
             for one in both:
                 one.requires_grad_(self._wants_gradient)
 
-    def announce_gradient(self, announce: Callable[[], None]) -> None:
-        """Call ``announce`` in every backward that comes to the gathered parameter there is now."""
-        whole = self._unsharded_param
-        if whole.requires_grad and whole is not self._announcing:
-            whole.register_post_accumulate_grad_hook(lambda _: announce())
-            self._announcing = whole
-
     def to_sharded(self) -> None:
         """As FSDP2 does it, when both agree."""
         self.agree_on_gradient()
@@ -63,6 +58,10 @@ class ShardedParameter(FSDPParam):
         """As FSDP2 does it, when both agree."""
         self.agree_on_gradient()
         super().to_unsharded()
+        whole, tell = self._unsharded_param, self.on_gradient
+        if tell is not None and whole is not self._told and whole.requires_grad:
+            whole.register_post_accumulate_grad_hook(lambda _: tell())  # type: ignore[no-untyped-call]
+            self._told = whole
 
     @property
     def all_gather_inputs(self) -> list[Tensor]:
@@ -72,6 +71,11 @@ class ShardedParameter(FSDPParam):
             return inputs
         fetched, self.fetched = self.fetched, None
         return [fetched]
+
+    @property
+    def _sharded_local_tensor(self) -> Tensor:
+        """What FSDP2 looks for extensions on: nobody has to wait for that, or to suppose a write."""
+        return self._sharded_param_data
 
     @property
     def offload_to_cpu(self) -> bool:
@@ -118,8 +122,7 @@ class ShardedParameter(FSDPParam):
             self._sent, self._has_landed = None, True
             return self.sharded_param.grad
         if self._stand_in is None:
-            local: Any = self.sharded_param
-            empty = local._local_tensor.new_empty(())
+            empty = self._sharded_param_data.new_empty(())
             self._stand_in = super().to_sharded_dtensor(empty.expand(self.sharded_size))
         return self._stand_in  # FSDP2 wants to set some gradient
 

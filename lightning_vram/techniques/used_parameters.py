@@ -14,6 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_vram.techniques.sharded_group import ShardedGroup
 
+_OTHER_ORDER = (
+    "Another rank has called other sharded layers than this one, or in another order: FSDP2 gathers a layer on all "
+    "ranks at once, and has mixed them up. Let every rank call the same layers (LayerDrop: from the same seed), or let "
+    "`wrap` name the class of what holds the layers that ranks choose from."
+)
+
 
 class UsedParameters:
     """Of one sharded module.
@@ -29,9 +35,24 @@ class UsedParameters:
         self._sharded = [parameter for group in self._groups for parameter in group.fsdp_params]
         self._replicated = replicated
         self._num_ranks = mesh.size()
+        self._place = {group: place for place, group in enumerate(self._groups)}
+        self._order = 0  # a digest of which groups were gathered, one after the other
+
+    def note(self, group: ShardedGroup) -> None:
+        """Remember that a group was gathered for a forward."""
+        self._order = (self._order * 1_000_003 + self._place[group] + 1) % 2**61
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self._order = 0
 
     def settle(self) -> None:
-        """Give every parameter the gradient it would have on one rank. A collective, but for a single rank."""
+        """Give every parameter the gradient it would have on one rank. A collective, but for a single rank.
+
+        Raises:
+            RuntimeError: If ranks have gathered other groups, or in another order; on all of them.
+        """
+        order, self._order = self._order, 0
         if self._num_ranks == 1:
             for group in self._groups:
                 group.present = set()
@@ -39,9 +60,11 @@ class UsedParameters:
         present = {parameter for group in self._groups for parameter in group.present}
         flags = [parameter in present for parameter in self._sharded]
         flags += [parameter.grad is not None for parameter in self._replicated]
-        used = torch.tensor(flags, dtype=torch.uint8, device=_device_for_flags())
+        used = torch.tensor([order, -order, *flags], dtype=torch.int64, device=_device_for_flags())
         dist.all_reduce(used, op=dist.ReduceOp.MAX)
-        is_used = used.tolist()
+        largest, smallest, *is_used = used.tolist()
+        if largest != -smallest:
+            raise RuntimeError(_OTHER_ORDER)
         somewhere = {parameter for parameter, flag in zip(self._sharded, is_used, strict=False) if flag}
         for group in self._groups:
             group.settle(somewhere.__contains__)

@@ -6,9 +6,8 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakTensorKeyDictionary
 
-_waits: Any = WeakTensorKeyDictionary()
+_WAIT = "_wait_until_written"  # an attribute: what it refers to may refer to the tensor
 
 
 class WatchedShard(DTensor):
@@ -48,7 +47,7 @@ def watch(tensors: Iterable[Tensor], wait: Callable[[], None]) -> None:
     for tensor in tensors:
         if isinstance(tensor, DTensor):
             tensor.__class__ = WatchedShard
-            _waits[tensor] = wait
+            vars(tensor)[_WAIT] = wait
 
 
 def unwatch(tensors: Iterable[Tensor]) -> None:
@@ -56,13 +55,13 @@ def unwatch(tensors: Iterable[Tensor]) -> None:
     for tensor in tensors:
         if type(tensor) is WatchedShard:
             tensor.__class__ = DTensor  # type: ignore[assignment]
-            _waits.pop(tensor, None)
+            vars(tensor).pop(_WAIT, None)
 
 
 def finish_writes(value: Any) -> None:
     """Wait until ``value``, should it be a tensor that is watched, is written."""
     if type(value) is WatchedShard:
-        wait = _waits.get(value)
+        wait = vars(value).get(_WAIT)
         unwatch([value])
         if wait is not None:
             wait()
