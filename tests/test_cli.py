@@ -94,6 +94,13 @@ def test_a_subclass_of_the_plugin_is_the_users_own_in_a_comparison(capsys):
     assert "ActivationCheckpointing and EmptyCache" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("strategy", ["fsdp_offload", {"class_path": "lightning_vram.FSDPOffloadStrategy"}])
+def test_the_strategy_is_left_out_of_the_plain_fit(strategy, capsys):
+    config = {"trainer": {"strategy": strategy, "callbacks": [{"class_path": "lightning_vram.VRAMMonitor"}]}}
+    main(["fit", QUICKSTART, write(Path("strategy.yaml"), config), *SMALL])
+    assert "plain against fsdp_offload" in " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
 def test_the_command_each_config_begins_with(path, monkeypatch, capsys):
     command = path.read_text().splitlines()[0].removeprefix("# lightning-vram ").split()

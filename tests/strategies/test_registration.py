@@ -1,0 +1,33 @@
+"""The names by which a Trainer finds the strategy."""
+
+import subprocess
+import sys
+
+import lightning.pytorch as pl
+import pytest
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_vram import FSDPOffloadStrategy
+from lightning_vram.strategies.registration import STRATEGY_NAMES, register_strategies
+
+
+@pytest.mark.parametrize("name", STRATEGY_NAMES)
+def test_a_trainer_finds_the_strategy_by_name(name):
+    strategy = pl.Trainer(strategy=name, accelerator="cpu", devices=1, logger=False).strategy
+    assert isinstance(strategy, FSDPOffloadStrategy)
+    assert strategy.arguments.offload == STRATEGY_NAMES[name]
+
+
+def test_registering_again_does_nothing():
+    before = dict(StrategyRegistry)
+    register_strategies()
+    assert dict(StrategyRegistry) == before
+
+
+def test_lightnings_own_names_stay_its_own():
+    code = (
+        "from lightning.pytorch.strategies import StrategyRegistry as r; before = set(r);"
+        "import lightning_vram; assert set(r) - before == {'fsdp_offload', 'fsdp_offload_optimizer'};"
+        "assert 'fsdp' in r"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
