@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
@@ -174,9 +174,9 @@ class ActivationCompression(FitTechnique):
 
 def _refuse_counted_backwards(trainer: pl.Trainer) -> None:
     name, strategy = "ActivationCompression(gradient_cosine_every_n_batches)", trainer.strategy
-    if isinstance(strategy, ModelParallelStrategy):
+    if hasattr(type(strategy), "device_mesh"):  # ModelParallelStrategy, fsdp_offload
         raise MisconfigurationException(
-            f"{name} does not work with ModelParallelStrategy: "
+            f"{name} does not work with {type(strategy).__name__}: "
             "the hooks of FSDP2 move parameters in every backward. Measure on a single device or with 'ddp'."
         )
     if isinstance(strategy, DDPStrategy) and strategy._ddp_kwargs.get("static_graph"):
