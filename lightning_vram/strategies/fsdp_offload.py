@@ -8,37 +8,25 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
-from lightning.fabric.utilities.distributed import _sync_ddp_if_available
-from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_vram.memory.rank_cores import cores_of_rank
 from lightning_vram.optimizers.host_optimizers import HostOptimizers
-from lightning_vram.strategies.checkpoint_store import CheckpointStore
+from lightning_vram.strategies.checkpointed_strategy import CheckpointedStrategy
 from lightning_vram.strategies.early_steps import may_clip_late, may_step_early
-from lightning_vram.strategies.full_states import gather_module_state, gather_optimizer_state
-from lightning_vram.strategies.lost_peers import LostPeerNaming, naming_lost_peers
 from lightning_vram.strategies.offload_arguments import (
     Offload,
-    OffloadArguments,
     Shard,
     StateDictType,
     Wrap,
     check_arguments,
 )
-from lightning_vram.strategies.process_group import connect, default_backend
+from lightning_vram.strategies.rank_errors import on_all_ranks
 from lightning_vram.strategies.sharded_clips import ShardedClips
-from lightning_vram.strategies.sharded_states import sharded_module_state, sharded_optimizer_state
 from lightning_vram.strategies.strategy_checks import check_module, check_run, fitting_precision
 from lightning_vram.strategies.toggled_optimizers import ToggledOptimizers
 from lightning_vram.techniques.attention_fast_path import without_fast_path
@@ -52,7 +40,7 @@ _LOOPS = ("validate_loop", "test_loop", "predict_loop")
 _NARROW = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
-class FSDPOffloadStrategy(ParallelStrategy):
+class FSDPOffloadStrategy(CheckpointedStrategy):
     """Trains any LightningModule sharded over its devices (FSDP2), and keeps on the host what is not computed with.
 
     Registered as ``"fsdp_offload"``, and with ``offload="optimizer"`` as ``"fsdp_offload_optimizer"``, on any number of
@@ -145,7 +133,7 @@ class FSDPOffloadStrategy(ParallelStrategy):
         checkpoint_io: Any = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        self.arguments: OffloadArguments = check_arguments(
+        arguments = check_arguments(
             offload=offload,
             shard=shard,
             wrap=wrap,
@@ -161,55 +149,14 @@ class FSDPOffloadStrategy(ParallelStrategy):
             init_on_meta=init_on_meta,
             timeout=timeout,
         )
-        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
-        self.num_nodes = 1
-        self._backend = process_group_backend
-        self._mesh: DeviceMesh | None = None
+        given = (accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+        super().__init__(arguments, process_group_backend, *given)
         self._sharding: FullSharding | None = None
         self._host_optimizers: HostOptimizers | None = None
         self._clips: ShardedClips | None = None
         self._toggles: ToggledOptimizers | None = None
-        self._store: CheckpointStore | None = None
-        self._peers: LostPeerNaming | None = None
-        self._phase = "setup"
-        self._to_load: tuple[Mapping[str, Any], bool] | None = None
         self._has_failed = False
         self._inference_modes: dict[Any, bool] = {}
-
-    # --- what Lightning asks of a strategy ---
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether data is split over ranks; with one, the order of the data stays the user's."""
-        return self.num_nodes * self.num_processes > 1
-
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_processes(self) -> int:
-        """Processes on this node."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    @property
-    def process_group_backend(self) -> str | None:
-        """Of the process group."""
-        return self._backend
-
-    @property
-    def device_mesh(self) -> DeviceMesh:
-        """Of all ranks: ``shard``, or ``replicate`` and ``shard``."""
-        if self._mesh is None:
-            raise RuntimeError("FSDPOffloadStrategy.device_mesh is there once the processes have connected.")
-        return self._mesh
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     @property
     @override
@@ -221,78 +168,6 @@ class FSDPOffloadStrategy(ParallelStrategy):
         self._precision_plugin = (
             None if precision_plugin is None else fitting_precision(precision_plugin, type(self).__name__)
         )
-
-    @override
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        if not self.cluster_environment.creates_processes_externally:
-            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
-
-    # --- processes ---
-
-    @override
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        assert self.cluster_environment is not None
-        self.set_world_ranks()
-        if self.world_size > 1:  # a run on one rank draws what a plain one draws
-            reset_seed()
-        self._backend = self._backend or default_backend(self.root_device)
-        self._peers = naming_lost_peers(self.global_rank, self.world_size, self._describe, self.arguments.timeout)
-        with self._peers:
-            connect(self.cluster_environment, self._backend, timeout=self.arguments.timeout, device=self.root_device)
-            self._mesh = self._make_mesh()
-            if self._store is None:
-                self._store = self._make_store()
-
-    def set_world_ranks(self) -> None:
-        """Tell the environment and loggers which rank this is."""
-        if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
-
-    def _make_store(self) -> CheckpointStore:
-        arguments = self.arguments
-        return CheckpointStore(
-            sharded=arguments.state_dict_type == "sharded",
-            asynchronous=arguments.async_save,
-            is_main=self.is_global_zero,
-        )
-
-    def _make_mesh(self) -> DeviceMesh:
-        kind, size = self.root_device.type, self.world_size
-        if self.arguments.shard != "hybrid":
-            return init_device_mesh(kind, (size,), mesh_dim_names=("shard",))
-        replicas = self.arguments.data_parallel_replicate_size or self.num_nodes
-        if size % replicas:
-            raise ValueError(
-                f"FSDPOffloadStrategy(data_parallel_replicate_size={replicas}) must divide the number of processes, "
-                f"{size}."
-            )
-        return init_device_mesh(kind, (replicas, size // replicas), mesh_dim_names=("replicate", "shard"))
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        if dist.is_available() and dist.is_initialized():
-            with self._named("barrier"):
-                dist.barrier(device_ids=None if self.root_device.type == "cpu" else [self.root_device.index])
-
-    @override
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if not (dist.is_available() and dist.is_initialized()):
-            return obj
-        objects = [obj]
-        with self._named("broadcast"):
-            dist.broadcast_object_list(objects, src)
-        return objects[0]
-
-    @override
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        if not isinstance(tensor, Tensor):
-            return tensor
-        with self._named("reduce"):
-            return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
 
     # --- setup and teardown ---
 
@@ -321,7 +196,7 @@ class FSDPOffloadStrategy(ParallelStrategy):
             if trainer.state.fn == TrainerFn.FITTING:
                 self._reset_optimizers_and_schedulers()
                 self.setup_optimizers(trainer)
-                self._attach(trainer)
+                on_all_ranks(lambda: self._attach(trainer), "The optimizers could not be set up")
             self.setup_precision_plugin()
         self._turn_off_inference_mode(trainer)
 
@@ -460,84 +335,13 @@ class FSDPOffloadStrategy(ParallelStrategy):
         with self._named("optimizer step"):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
-    @contextmanager
-    def _named(self, phase: str) -> Generator[None, None, None]:
-        """Say, of a rank that is lost, where this one was."""
-        outer, self._phase = self._phase, phase
-        with self._peers or nullcontext():
-            yield
-        self._phase = outer
-
-    def _describe(self) -> str:
-        module = self._lightning_module
-        trainer = module._trainer if module is not None else None
-        step = trainer.global_step if trainer is not None else 0
-        return f"step {step}, {self._phase}"
-
-    # --- checkpoints ---
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        assert self.lightning_module is not None
-        self._finish_steps()
-        with self._named("gathering a checkpoint"):
-            if self.arguments.state_dict_type == "sharded":
-                return sharded_module_state(self.lightning_module)
-            return gather_module_state(self.lightning_module)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        assert self.lightning_module is not None
-        self._finish_steps()
-        if isinstance(optimizer, LightningOptimizer):
-            optimizer = optimizer._optimizer
-        with self._named("gathering a checkpoint"):
-            if self.arguments.state_dict_type == "sharded":
-                return sharded_optimizer_state(self.lightning_module, optimizer)
-            return gather_optimizer_state(optimizer)
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if storage_options is not None:
-            raise TypeError("FSDPOffloadStrategy.save_checkpoint(storage_options=...) is not supported: leave it out.")
-        assert self._store is not None
-        with self._named("saving a checkpoint"):
-            self._store.save(checkpoint, filepath)
-
-    @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        assert self._store is not None
-        with self._named("loading a checkpoint"):
-            return self._store.open(checkpoint_path, weights_only=weights_only)
-
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        # Lightning asks before the setup, as for a single device. Later it would forget the user's weights_only.
-        self._to_load = checkpoint, strict
-        if self._sharding is not None:
+        super().load_model_state_dict(checkpoint, strict)
+        if self._sharding is not None:  # a tuner goes back to where it began
             self._load_module(self._sharding.module)
 
-    def _load_module(self, module: nn.Module) -> None:
-        to_load, self._to_load = self._to_load, None
-        if to_load is not None:
-            assert self._store is not None
-            self._finish_steps()
-            with self._named("loading a checkpoint"):
-                self._store.load_module(to_load[0], module, strict=to_load[1])
-
     @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        assert self._store is not None
-        assert self.lightning_module is not None
-        self._finish_steps()
-        with self._named("loading a checkpoint"):
-            self._store.load_optimizers(checkpoint, self.lightning_module, self.optimizers)
-
-    @override
-    def remove_checkpoint(self, filepath: Any) -> None:
-        assert self._store is not None
-        self._store.remove(filepath)
-
     def _finish_steps(self) -> None:
         if self._host_optimizers is not None:
             self._host_optimizers.finish()

@@ -7,9 +7,11 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from lightning_vram.techniques.offload_error import OffloadError
+
 Result = TypeVar("Result")
 _KINDS: dict[str, type[Exception]] = {
-    kind.__name__: kind for kind in (FileNotFoundError, IsADirectoryError, ValueError)
+    kind.__name__: kind for kind in (FileNotFoundError, IsADirectoryError, OffloadError, ValueError)
 }
 
 

@@ -1,0 +1,107 @@
+"""How a run saves its checkpoints, and goes on from one."""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch import nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_vram.strategies.checkpoint_store import CheckpointStore
+from lightning_vram.strategies.connected_strategy import ConnectedStrategy
+from lightning_vram.strategies.full_states import gather_module_state, gather_optimizer_state
+from lightning_vram.strategies.sharded_states import sharded_module_state, sharded_optimizer_state
+
+
+class CheckpointedStrategy(ConnectedStrategy):
+    """A strategy whose module and optimizers are sharded in training and may be whole in checkpoints.
+
+    Args:
+        given: See :class:`ConnectedStrategy`.
+    """
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._store: CheckpointStore | None = None
+        self._to_load: tuple[Mapping[str, Any], bool] | None = None
+
+    @abstractmethod
+    def _finish_steps(self) -> None:
+        """Wait until nothing writes to parameters and states."""
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if self._store is None:
+            with self._named("setup"):
+                self._store = self._make_store()
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        self._finish_steps()
+        with self._named("gathering a checkpoint"):
+            if self.arguments.state_dict_type == "sharded":
+                return sharded_module_state(self.lightning_module)
+            return gather_module_state(self.lightning_module)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        self._finish_steps()
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer._optimizer
+        with self._named("gathering a checkpoint"):
+            if self.arguments.state_dict_type == "sharded":
+                return sharded_optimizer_state(self.lightning_module, optimizer)
+            return gather_optimizer_state(optimizer)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if storage_options is not None:
+            raise TypeError("FSDPOffloadStrategy.save_checkpoint(storage_options=...) is not supported: leave it out.")
+        assert self._store is not None
+        with self._named("saving a checkpoint"):
+            self._store.save(checkpoint, filepath)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        assert self._store is not None
+        with self._named("loading a checkpoint"):
+            return self._store.open(checkpoint_path, weights_only=weights_only)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        # Lightning asks before the setup, as for a single device. Later it would forget the user's weights_only.
+        self._to_load = checkpoint, strict
+
+    def _load_module(self, module: nn.Module) -> None:
+        to_load, self._to_load = self._to_load, None
+        if to_load is not None:
+            assert self._store is not None
+            self._finish_steps()
+            with self._named("loading a checkpoint"):
+                self._store.load_module(to_load[0], module, strict=to_load[1])
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        assert self._store is not None
+        assert self.lightning_module is not None
+        self._finish_steps()
+        with self._named("loading a checkpoint"):
+            self._store.load_optimizers(checkpoint, self.lightning_module, self.optimizers)
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        assert self._store is not None
+        self._store.remove(filepath)
+
+    def _make_store(self) -> CheckpointStore:
+        arguments = self.arguments
+        return CheckpointStore(
+            sharded=arguments.state_dict_type == "sharded",
+            asynchronous=arguments.async_save,
+            is_main=self.is_global_zero,
+        )

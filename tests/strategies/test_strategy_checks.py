@@ -1,0 +1,167 @@
+"""What cannot work on shards is refused before training, in one sentence."""
+
+import pytest
+import torch
+from helpers import ForkingOffload, LitTiny, TinyCNN, TinyGPT
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from strategies.offload_nets import Fused, leave_group
+from torch import nn, optim
+
+from lightning_vram import LeanMixedPrecision
+from lightning_vram.strategies.fsdp_offload import FSDPOffloadStrategy
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _alone():
+    yield
+    leave_group()
+
+
+@pytest.mark.parametrize("callback", [lambda: StochasticWeightAveraging(1e-2), WeightAveraging], ids=["SWA", "EMA"])
+def test_callbacks_that_copy_the_module_are_refused(callback, make_trainer):
+    callback = callback()
+    with pytest.raises(
+        MisconfigurationException,
+        match=rf"^{type(callback).__name__} does not work with ForkingOffload: it copies the module, and a sharded one "
+        r"cannot be copied\. Average checkpoints afterwards, or train with 'ddp' or a single device\.$",
+    ):
+        make_trainer(strategy=ForkingOffload(), callbacks=[callback]).fit(Fused())
+
+
+class Empty(Fused):
+    def __init__(self):
+        super().__init__()
+        self.samples = self.net.samples
+        self.net = nn.Identity()
+        self.net.samples = self.samples
+
+
+def test_a_module_without_parameters_is_refused(make_trainer):
+    with pytest.raises(
+        ValueError,
+        match=r"^ForkingOffload: Empty has no parameters to shard\. Make its layers in __init__ or configure_model, or "
+        r"use a single device\.$",
+    ):
+        make_trainer(strategy=ForkingOffload()).fit(Empty())
+
+
+class OtherPrecision(Precision):
+    pass
+
+
+@pytest.mark.parametrize("plugin", [OtherPrecision, type("OtherMixed", (MixedPrecision,), {})])
+def test_other_precision_plugins_are_refused(plugin):
+    given = plugin("bf16-mixed", "cpu") if issubclass(plugin, MixedPrecision) else plugin()
+    with pytest.raises(
+        TypeError,
+        match=rf"^FSDPOffloadStrategy does not work with the precision plugin {plugin.__name__}: use precision='32-true"
+        r"', 'bf16-mixed', '16-mixed', 'bf16-true', '16-true' or '64-true', or LeanMixedPrecision\.$",
+    ):
+        FSDPOffloadStrategy().precision_plugin = given
+
+
+@pytest.mark.parametrize("plugin", [Precision(), HalfPrecision("bf16-true"), DoublePrecision(), LeanMixedPrecision()])
+def test_precision_plugins_that_work_are_taken(plugin):
+    strategy = FSDPOffloadStrategy()
+    strategy.precision_plugin = plugin
+    assert strategy.precision_plugin is plugin
+
+
+def test_lightnings_mixed_precision_becomes_ours():
+    strategy, scaler = FSDPOffloadStrategy(), torch.amp.GradScaler("cpu", init_scale=8.0)
+    strategy.precision_plugin = MixedPrecision("16-mixed", "cpu", scaler)
+    assert isinstance(strategy.precision_plugin, LeanMixedPrecision)
+    assert strategy.precision_plugin.precision == "16-mixed"
+    assert strategy.precision_plugin.scaler is scaler
+    strategy.precision_plugin = MixedPrecision("bf16-mixed", "cpu")
+    assert strategy.precision_plugin.precision == "bf16-mixed"
+
+
+def test_lean_parameters_are_refused(make_trainer):
+    plugin = LeanMixedPrecision("bf16", parameters="bf16+master")
+    with pytest.raises(
+        ValueError,
+        match=r"^LeanMixedPrecision\(parameters='bf16\+master'\) does not work with ForkingOffload, which keeps "
+        r"float32 weights where they are sharded and sends 16 bit by itself: leave parameters out\.$",
+    ):
+        make_trainer(strategy=ForkingOffload(), plugins=[plugin])
+
+
+class With(LitTiny):
+    """Has the optimizer that it is told to."""
+
+    def __init__(self, make):
+        super().__init__(TinyGPT())
+        self.make = make
+
+    def configure_optimizers(self):
+        return self.make(self.parameters())
+
+
+@pytest.mark.parametrize("make", [optim.LBFGS, lambda p: optim.SparseAdam(list(p))], ids=["LBFGS", "SparseAdam"])
+def test_optimizers_that_cannot_step_on_shards_are_refused(make, make_trainer):
+    with pytest.raises(ValueError, match=r"^\w+ cannot step on shards: .*\. Use another optimizer, such as AdamW\.$"):
+        make_trainer(strategy=ForkingOffload()).fit(With(make))
+
+
+def _fail(trainer, model, tmp_path):
+    """Fit on ranks that each write what they raise."""
+
+    class Telling(type(trainer.strategy)):
+        def tell(self, call, *arguments):
+            try:
+                call(*arguments)
+            except Exception as error:
+                (tmp_path / f"rank{self.global_rank}").write_text(f"{type(error).__name__}: {error}")
+                raise
+
+        def setup_environment(self):
+            self.tell(super().setup_environment)
+
+        def setup(self, trainer):
+            self.tell(super().setup, trainer)
+
+    trainer.strategy.__class__ = Telling
+    with pytest.raises(Exception, match=r"terminated with the following error|exited"):
+        trainer.fit(model)
+    return [file.read_text() for file in sorted(tmp_path.glob("rank*"))]
+
+
+def test_replicas_must_divide_the_ranks(make_trainer, tmp_path):
+    strategy = ForkingOffload(shard="hybrid", data_parallel_replicate_size=3)
+    told = _fail(make_trainer(strategy=strategy, devices=2), Fused(), tmp_path)
+    message = "FSDPOffloadStrategy(data_parallel_replicate_size=3) must divide the number of processes, 2."
+    assert told == [f"ValueError: {message}"] * 2
+
+
+def test_muon_is_refused_where_matrices_are_spread(make_trainer, tmp_path):
+    if not hasattr(optim, "Muon"):
+        pytest.skip("needs torch.optim.Muon")
+    model = With(lambda parameters: optim.Muon([p for p in parameters if p.ndim == 2]))
+    told = _fail(make_trainer(strategy=ForkingOffload(), devices=2), model, tmp_path)
+    assert len(told) == 2
+    assert all(text.startswith("ValueError: Muon cannot step on shards: it looks at the rows") for text in told)
+
+
+class Different(Fused):
+    def configure_model(self):
+        if self.trainer.global_rank:
+            self.net.head = nn.Linear(16, 18)
+
+
+def test_different_modules_on_two_ranks_are_refused_on_both(make_trainer, tmp_path):
+    told = _fail(make_trainer(strategy=ForkingOffload(timeout=20), devices=2), Different(TinyGPT()), tmp_path)
+    assert len(told) == 2
+    assert told[0] == told[1]
+    assert "net.head" in told[0]
+
+
+def test_cnn_is_not_refused(make_trainer):
+    make_trainer(strategy=ForkingOffload(), fast_dev_run=True).fit(Fused(TinyCNN()))
