@@ -101,7 +101,7 @@ class ConnectedStrategy(ParallelStrategy):
         kind, size = self.root_device.type, self.world_size
         if dist.get_world_size() != size:
             raise RuntimeError(
-                f"This process is connected to {dist.get_world_size()} ranks from before, and is to train on {size} now. "
+                f"This process is connected to {dist.get_world_size()} ranks from before, and is to train on {size}. "
                 "Train in a process of its own, or call torch.distributed.destroy_process_group() between."
             )
         if self.arguments.shard != "hybrid":

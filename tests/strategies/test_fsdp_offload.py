@@ -275,6 +275,17 @@ def test_two_ranks_train_as_one_does(make, run, make_trainer):
         assert torch.allclose(parameter, plain.get_parameter(name), rtol=0, atol=1e-6), name
 
 
+def test_replicas_of_shards_train_as_one_rank_does(run, make_trainer):
+    plain = run(Split, limit_val_batches=0)
+    pl.seed_everything(0, verbose=False)
+    ours = Split()
+    strategy = ForkingOffload(shard="hybrid", data_parallel_replicate_size=2)
+    arguments = {"max_epochs": 1, "limit_val_batches": 0, "use_distributed_sampler": False}
+    make_trainer(strategy=strategy, devices=4, **arguments).fit(ours)
+    for name, parameter in ours.named_parameters():
+        assert torch.allclose(parameter, plain.get_parameter(name), rtol=0, atol=1e-6), name
+
+
 @pytest.mark.parametrize("hook", ["configure_optimizers", "on_train_start", "training_step", "on_train_batch_end"])
 def test_a_fit_that_fails_leaves_a_plain_module(hook, make_trainer):
     model = FusedCNN()
