@@ -75,6 +75,8 @@ class HostOptimizers:
             ValueError: If one cannot step on shards; then none is attached.
             OffloadError: If there is no room for its states at ``nvme_path``; then none is attached.
         """
+        for optimizer in optimizers:  # one may have been made before the module was sharded
+            _replace_parameters(optimizer, self._sharding.shards)
         fresh = [one for one in optimizers if self._has_shards(one) and not self._is_attached(one)]
         for optimizer in fresh:
             refuse_optimizer(optimizer, is_split=self._sharding.mesh.size() > 1)
@@ -243,6 +245,8 @@ class HostOptimizers:
 
 
 def _run(run: Callable[[Sequence[Member]], None], group: ShardedGroup, members: Sequence[Member]) -> None:
+    for lane in group.lanes:
+        lane.finish_reads()  # of a forward without gradients, after the backward
     run(members)
     for lane in group.lanes:
         lane.refresh()

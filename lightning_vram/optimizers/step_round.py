@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim import Optimizer
 
 from lightning_vram.optimizers.steppable import plain_step
@@ -118,14 +119,10 @@ def publish_state(member: Member, local: State) -> None:
     parameter = member.parameter
     for key, value in local.items():
         if isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.shape == member.shard.shape:
-            member.state[key] = DTensor.from_local(
-                value,
-                parameter.device_mesh,
-                parameter.placements,
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            )
+            # DTensor.from_local would move it to the device of the mesh, away from its shard on the host.
+            like = TensorMeta(parameter.shape, parameter.stride(), value.dtype)
+            spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=like)
+            member.state[key] = DTensor(value, spec, requires_grad=False)  # type: ignore[no-untyped-call]
         else:
             member.state[key] = value
 

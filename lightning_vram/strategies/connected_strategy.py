@@ -85,10 +85,18 @@ class ConnectedStrategy(ParallelStrategy):
         if self.world_size > 1:  # a run on one rank draws what a plain one draws
             reset_seed()
         self._backend = self._backend or default_backend(self.root_device)
+        self._check_backend(self._backend)
         self._peers = naming_lost_peers(self.global_rank, self.world_size, self._describe, self.arguments.timeout)
         with self._peers:
             connect(self.cluster_environment, self._backend, timeout=self.arguments.timeout, device=self.root_device)
             self._mesh = self._make_mesh()
+
+    def _check_backend(self, backend: str) -> None:
+        if self.arguments.offload != "none" and "gloo" not in backend:
+            raise ValueError(
+                f"FSDPOffloadStrategy(process_group_backend={backend!r}) has nothing for what is on the host: use "
+                "'cpu:gloo,cuda:nccl', or leave it out."
+            )
 
     def set_world_ranks(self) -> None:
         """Tell the environment and loggers which rank this is."""

@@ -27,7 +27,7 @@ from lightning_vram.strategies.offload_arguments import (
 )
 from lightning_vram.strategies.rank_errors import on_all_ranks
 from lightning_vram.strategies.sharded_clips import ShardedClips
-from lightning_vram.strategies.strategy_checks import check_module, check_run, fitting_precision
+from lightning_vram.strategies.strategy_checks import check_loss, check_module, check_run, fitting_precision
 from lightning_vram.strategies.toggled_optimizers import ToggledOptimizers
 from lightning_vram.techniques.attention_fast_path import without_fast_path
 from lightning_vram.techniques.fp32_islands import list_islands
@@ -96,7 +96,8 @@ class FSDPOffloadStrategy(CheckpointedStrategy):
         TypeError: If an argument has a wrong type, or the precision plugin cannot work on shards.
         ValueError: If arguments are out of range or contradict each other. Before training: if the module has no
             parameters, or others on another rank, ``wrap`` matches nothing, an optimizer cannot step on shards, the
-            ranks cannot be divided as ``shard="hybrid"`` wants it, or a checkpoint does not fit.
+            ranks cannot be divided as ``shard="hybrid"`` wants it, ``nvme_path`` is no folder, the backend has nothing
+            for the host, or a checkpoint does not fit.
         MisconfigurationException: Before training, if the trainer averages weights.
         OffloadError: Before training, if there is no room at ``nvme_path``.
         LostPeerError: In training, if another rank died or hangs.
@@ -327,6 +328,7 @@ class FSDPOffloadStrategy(CheckpointedStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        check_loss(closure_loss, type(self).__name__)
         with self._named("backward"):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 

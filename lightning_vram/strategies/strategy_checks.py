@@ -4,6 +4,8 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_vram.precision.mixed_precision import LeanMixedPrecision
 
@@ -32,6 +34,20 @@ def check_module(module: pl.LightningModule, name: str) -> None:
         raise ValueError(
             f"{name}: {type(module).__name__} has no parameters to shard. Make its layers in __init__ or "
             "configure_model, or use a single device."
+        )
+
+
+def check_loss(loss: Tensor, name: str) -> None:
+    """Refuse a loss that holds a parameter as its shard.
+
+    Raises:
+        RuntimeError: If it does.
+    """
+    if isinstance(loss, DTensor):
+        raise RuntimeError(
+            f"{name}: the loss was computed with parameters of a layer outside of its forward, where they are sharded. "
+            "Compute that within the layer, such as a penalty of its weights, or let `wrap` name other layers only: "
+            "those that it leaves out are whole in the whole step."
         )
 
 

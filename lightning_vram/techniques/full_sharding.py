@@ -12,7 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 
 from lightning_vram.techniques.host_worker import HostWorker
 from lightning_vram.techniques.meta_materialization import has_meta, materialize
-from lightning_vram.techniques.shard_removal import WholeParameters, detach_fsdp
+from lightning_vram.techniques.shard_removal import WholeParameters, detach_fsdp, list_groups
 from lightning_vram.techniques.sharded_group import ShardedGroup, take_over
 from lightning_vram.techniques.sharding_groups import ShardingPlan
 from lightning_vram.techniques.used_parameters import UsedParameters
@@ -119,7 +119,9 @@ class FullSharding:
     def gather_root(self) -> None:
         """Gather what no layer gathers for itself, if it is needed at once: in the midst of the root's forward."""
         if self._is_inside:
-            for group in _groups_of(self.module):
+            if self.home.type != "cpu" and self.groups:
+                self.groups[0].show_writes()
+            for group in list_groups(self.module):
                 group.unshard()
                 group.wait_for_unshard()
 
@@ -140,6 +142,11 @@ class FullSharding:
     def group_of(self) -> Mapping[nn.Parameter, ShardedGroup]:
         """Return the group of each sharded parameter."""
         return {p.sharded_param: group for group in self.groups for p in group.fsdp_params}
+
+    @property
+    def shards(self) -> Mapping[nn.Parameter, nn.Parameter]:
+        """Of the parameters that the module had before."""
+        return self._whole.shards
 
     def finish_steps(self) -> None:
         """Wait until no shard is being written."""
@@ -169,7 +176,7 @@ class FullSharding:
         replaced: dict[nn.Parameter, nn.Parameter] = {}
         if make_whole and self._whole.can_restore:
             # Those of FSDP2 itself, where an error came before they were taken over.
-            for group in {group: None for module in self._sharded for group in _groups_of(module)}:
+            for group in {group: None for module in self._sharded for group in list_groups(module)}:
                 if isinstance(group, ShardedGroup):
                     group.forget_whole()
                 replaced |= self._whole.restore(group)
@@ -227,7 +234,7 @@ class FullSharding:
             if id(part) not in ours:
                 continue
             part._get_fsdp_state().__class__ = ViewProofState  # type: ignore[operator]
-            for group in _groups_of(part):
+            for group in list_groups(part):
                 if not isinstance(group, ShardedGroup):
                     self.groups.append(take_over(group, self, dtype_of, is_resident=options.is_resident))
                     for parameter in group.fsdp_params if part is self.module else ():
@@ -238,7 +245,3 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
-
-
-def _groups_of(module: Any) -> Any:
-    return module._get_fsdp_state()._fsdp_param_groups

@@ -1,6 +1,7 @@
 """Memory of the host that a GPU can copy from and to by itself."""
 
 import weakref
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -29,6 +30,8 @@ def _register(tensor: Tensor) -> bool:
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     address = tensor.data_ptr()
     if int(runtime.cudaHostRegister(address, tensor.nbytes, 0)) != 0:
+        with suppress(RuntimeError):  # CUDA keeps the error for the next kernel, which would be blamed for it
+            torch.ones(1, device="cuda")
         return False
     weakref.finalize(tensor.untyped_storage(), runtime.cudaHostUnregister, address)
     return True

@@ -84,8 +84,7 @@ class ShardLane:
     @torch.no_grad()
     def refresh(self) -> None:
         """Take over into the copies what was written to the shards. Called by one thread at a time."""
-        if self._fetched is not None:
-            self._fetched.synchronize()
+        self.finish_reads()
         source = self.shards
         if self._narrow is not None:
             source = self._narrow.copy_(self.shards)
@@ -94,6 +93,15 @@ class ShardLane:
                 self._resident.copy_(source, non_blocking=True)
                 self._arrived = _record(self._device)
         self._seen = self._version
+
+    def note_read(self) -> None:
+        """Note that the current stream, when it gets there, has read what was fetched."""
+        self._fetched = _record(self._device)
+
+    def finish_reads(self) -> None:
+        """Wait until the device has read what another thread is to write: shards on the host, copies anywhere."""
+        if self._fetched is not None and (self.shards.device != self._device or self.has_copies):
+            self._fetched.synchronize()
 
     def touch(self) -> None:
         """Have the next fetch take over what is in the shards then."""

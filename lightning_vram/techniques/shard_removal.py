@@ -14,6 +14,18 @@ from lightning_vram.techniques.sharded_group import ShardedGroup
 _MARKS = ("_fsdp", "_is_fsdp", "__composable_api")  # attributes that fully_shard leaves on modules
 
 
+class ReleasedParameter(nn.Parameter):
+    """What the class of a parameter is while its shard takes its place: it has no values that one could mean."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse: an empty tensor would go through most computations without a word."""
+        raise RuntimeError(
+            "A parameter is used that was taken from the module before it was sharded, and is empty while it is. Take "
+            "it from the module where you need it, such as self.layer.weight, rather than from a list made earlier."
+        )
+
+
 class WholeParameters:
     """The parameters that a module had before it was sharded, to have them again.
 
@@ -27,19 +39,24 @@ class WholeParameters:
         self._marks = [(part, set(vars(part))) for part in parts]
         self._places = [(part, key, p) for part in parts for key, p in part._parameters.items() if p is not None]
         self._originals = {(id(part), key): p for part, key, p in self._places}
+        self.shards: dict[nn.Parameter, nn.Parameter] = {}
+        self._classes: dict[int, type] = {}
         self._device = {id(p): p.device for _, _, p in self._places}
         self._buffers = [(part, key, b.device) for part in parts for key, b in part._buffers.items() if b is not None]
 
     def release(self, modules: Iterable[nn.Module]) -> None:
         """Free the memory of those in ``modules``, which have been sharded; the objects stay."""
-        if not self.can_restore:
-            return
-        for module in modules:
-            for part in module.modules():
-                for key, now in part._parameters.items():
-                    original = self._originals.get((id(part), key))
-                    if original is not None and now is not original and original.numel():
-                        original.data = original.data.new_empty(0)
+        for part in (part for module in modules for part in module.modules()):
+            for key, now in part._parameters.items():
+                original = self._originals.get((id(part), key))
+                if original is None or now is None or now is original or original in self.shards:
+                    continue
+                _hand_over(original, now)
+                self.shards[original] = now
+                if self.can_restore:
+                    original.data = original.data.new_empty(0)
+                    self._classes[id(original)] = type(original)
+                    original.__class__ = ReleasedParameter
 
     @torch.no_grad()
     def restore(self, group: ShardedGroup) -> dict[nn.Parameter, nn.Parameter]:
@@ -52,6 +69,7 @@ class WholeParameters:
         for parameter in group.fsdp_params:
             place, shard = parameter._module_info, parameter.sharded_param
             original = self._originals[id(place.module), place.param_name]
+            original.__class__ = self._classes.pop(id(original), type(original))
             original.grad = None
             original.data = _gather(shard).to(self._device[id(original)])
             original.requires_grad_(shard.requires_grad)
@@ -83,12 +101,29 @@ class WholeParameters:
                     del vars(part)[mark]  # past a compiled module, which would look for it in what it compiled
 
 
+def list_groups(module: Any) -> list[Any]:
+    """Return FSDP2's groups of parameters of ``module``, one for which ``fully_shard`` was called."""
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []  # before PyTorch 2.13
+
+
+def _hand_over(original: nn.Parameter, shard: nn.Parameter) -> None:
+    """Let attributes that users have set, and hooks, count for the shard; handles of the hooks go on to work."""
+    for name, value in vars(original).items():
+        vars(shard).setdefault(name, value)
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if getattr(original, hooks, None):
+            setattr(shard, hooks, getattr(original, hooks))
+
+
 def detach_fsdp(module: nn.Module) -> None:
     """Take hooks, state and class of FSDP2 off ``module``, one for which ``fully_shard`` was called."""
     state: Any = module._get_fsdp_state()  # type: ignore[operator]
     for handle in (state._pre_forward_hook_handle, state._post_forward_hook_handle):
         handle.remove()
-    for group in state._fsdp_param_groups:
+    for group in list_groups(module):
         hooks = (group._module_to_pre_save_state_dict_hook_handle, group._module_to_pre_load_state_dict_hook_handle)
         for handle in (handle for handles in hooks for handle in handles.values()):
             handle.remove()

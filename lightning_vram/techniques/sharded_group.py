@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
@@ -60,6 +61,7 @@ class ShardedGroup(FSDPParamGroup):
     _watched: list[Tensor]
     _num_calls: int
     _num_returns: int
+    _may_return: bool  # was called without a graph, which a reentrant checkpoint makes in the backward
 
     # --- before a layer is computed ---
 
@@ -74,16 +76,22 @@ class ShardedGroup(FSDPParamGroup):
 
     def wait_for_unshard(self) -> None:
         """With one rank FSDP2 reads now what was fetched."""
-        if self._all_gather_result is not None and self._fetched is not None:
-            torch.accelerator.current_stream().wait_event(self._fetched)
+        is_waiting = self._all_gather_result is not None
+        if is_waiting and self._fetched is not None:
+            # Not the stream of torch.accelerator: to that one an event of torch.cuda is none, and it does not wait.
+            self.device_handle.current_stream().wait_event(self._fetched)
         self._fetched = None
         super().wait_for_unshard()
+        if is_waiting:
+            for lane in self.lanes:
+                lane.note_read()
 
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Count the calls whose gradients will come."""
         is_new = torch.is_grad_enabled() and self._training_state != TrainingState.FORWARD
         result = super().pre_forward(module, args, kwargs)
         self._num_calls += is_new
+        self._may_return |= not torch.is_grad_enabled()
         if is_new:
             self.owner.called(self)
         return result
@@ -116,6 +124,7 @@ class ShardedGroup(FSDPParamGroup):
 
     def post_backward(self, *unused: Any) -> None:
         """Reduce the gradients, and send them to the host."""
+        self._leave_backward()
         if not self.reduce_grads:
             super().post_backward(*unused)
             return
@@ -129,23 +138,34 @@ class ShardedGroup(FSDPParamGroup):
         certain = [arrival for arrival in arrivals if arrival[0] not in absent]
         self.present.update(parameter for parameter, _ in certain)
         if self.owner.landing is None:
-            with self.device_handle.stream(self._post_reduce_stream):
+            stream = self._post_reduce_stream
+            with self.device_handle.stream(stream):
                 self._land(certain, None)
+                self._note_post_reduce(stream)
         else:
             event = None if self.device.type == "cpu" else self._post_reduce_event
             self._landing = self.owner.landing.submit(partial(self._land, certain, event))
+
+    def _leave_backward(self) -> None:
+        # Else FSDP2 takes what a reentrant checkpoint computes next for a part of the call whose backward is over, and
+        # loses the gradients of all calls of a layer but one.
+        for module in self.modules:
+            if isinstance(module, FSDPModule):  # FSDP2 goes on to call groups that were taken off their modules
+                state: Any = module._get_fsdp_state()
+                state._training_state = TrainingState.IDLE
 
     def finalize_backward(self) -> None:
         """Wait until the gradients are on the host."""
         super().finalize_backward()  # type: ignore[no-untyped-call]
         self.finish_landing()
         self._num_calls = self._num_returns = 0
+        self._may_return = False
         self.owner.finalized(self)
 
     @property
     def is_complete(self) -> bool:
         """Whether no more gradients will come in this backward."""
-        return self._num_returns >= self._num_calls
+        return self._num_returns >= self._num_calls and not self._may_return
 
     def settle(self, is_present: Callable[[ShardedParameter], bool]) -> None:
         """Decide on parameters without a gradient on this rank: those that have one on another get theirs."""
@@ -197,6 +217,15 @@ class ShardedGroup(FSDPParamGroup):
     def _post_reduce_stream(self) -> Any:
         context = self.comm_ctx
         return context.all_reduce_stream if self._is_hsdp else context.reduce_scatter_stream
+
+    def _note_post_reduce(self, stream: Any) -> None:
+        """Have the end of the backward wait for what was added on ``stream``, after FSDP2 had recorded its event."""
+        if self.device.type == "cpu":
+            return
+        self._post_reduce_event = stream.record_event()
+        events = getattr(self.comm_ctx, "_last_post_reduce_events", None)  # from PyTorch 2.13 on
+        if events is not None:
+            events[stream] = self._post_reduce_event
 
     @property
     def _has_peers(self) -> bool:
@@ -253,6 +282,12 @@ class ShardedGroup(FSDPParamGroup):
         self.finish_step()
         lane.touch()
 
+    def show_writes(self) -> None:
+        """Let streams that gather, of all groups, wait for a step on the device: FSDP2 does in the root's forward."""
+        stream = getattr(self.comm_ctx, "all_gather_copy_in_stream", None)
+        if stream is not None and self.device.type != "cpu":
+            stream.wait_stream(self.device_handle.current_stream())
+
     def forget_whole(self) -> None:
         """Drop gathered parameters that a step has made old."""
         if not self.is_sharded:
@@ -274,6 +309,7 @@ class ShardedGroup(FSDPParamGroup):
             self.owner.landing.drain()
         self._landing, self._fetched = None, None
         self._num_calls = self._num_returns = 0
+        self._may_return = False
         self.present, self.doubtful = set(), []
         super()._reset_iter_state()
 
@@ -297,7 +333,7 @@ def take_over(
     host.__class__ = ShardedGroup
     host.owner, host.present, host.doubtful = owner, set(), []
     host._fetched = host._landing = host._pending = None
-    host._watched, host._num_calls, host._num_returns = [], 0, 0
+    host._watched, host._num_calls, host._num_returns, host._may_return = [], 0, 0, False
 
     def key(parameter: Any) -> tuple[str, str]:
         own = parameter.sharded_param.dtype

@@ -25,6 +25,7 @@ class ShardedParameter(FSDPParam):
     _buffer: Tensor | None
     _stand_in: Any
     _has_landed: bool
+    _version: int  # of what is gathered, when it was
     _wants_gradient: bool
     on_gradient: Callable[[], None] | None  # called in a backward that comes to what is gathered; may be set
     _told: Tensor | None  # what that was set on
@@ -52,12 +53,15 @@ class ShardedParameter(FSDPParam):
     def to_sharded(self) -> None:
         """As FSDP2 does it, when both agree."""
         self.agree_on_gradient()
+        self._check_writes()
         super().to_sharded()
 
     def to_unsharded(self) -> None:
         """As FSDP2 does it, when both agree."""
         self.agree_on_gradient()
+        self._check_place()
         super().to_unsharded()
+        self._version = self._unsharded_param._version
         whole, tell = self._unsharded_param, self.on_gradient
         if tell is not None and whole is not self._told and whole.requires_grad:
             whole.register_post_accumulate_grad_hook(lambda _: tell())  # type: ignore[no-untyped-call]
@@ -114,6 +118,8 @@ class ShardedParameter(FSDPParam):
         if not self.is_reducing:
             return super().to_sharded_dtensor(tensor)
         self._sent = self._send(tensor)
+        if getattr(self.sharded_param, "_backward_hooks", None):
+            self._sent = self._call_hooks(self._sent)
         if getattr(self.sharded_param, "_post_accumulate_grad_hooks", None):  # they look at the gradient at once
             if tensor.device.type != "cpu":
                 torch.accelerator.current_stream().synchronize()
@@ -135,7 +141,41 @@ class ShardedParameter(FSDPParam):
         else:
             shard.grad._local_tensor.add_(gradient)
 
+    def _call_hooks(self, gradient: Tensor) -> Tensor:
+        """Those of ``Tensor.register_hook``, which autograd calls for what is gathered only."""
+        if self.lane.shards.device.type != self.lane._device.type:
+            torch.accelerator.current_stream().synchronize()
+        sharded: Any = super().to_sharded_dtensor(gradient.to(self.sharded_param.dtype))
+        for hook in list((self.sharded_param._backward_hooks or {}).values()):
+            changed = hook(sharded)
+            sharded = sharded if changed is None else changed
+        return sharded._local_tensor  # type: ignore[no-any-return]
+
+    def _check_writes(self) -> None:
+        """Refuse a write to what is gathered, which nobody would see again."""
+        whole = getattr(self, "_unsharded_param", None)
+        if self.sharded_state == ShardedState.UNSHARDED and whole is not None and whole._version != self._version:
+            self._version = whole._version
+            raise RuntimeError(
+                f"Parameter {self._param_fqn!r} was written in place while it was gathered, within a step, and the "
+                "write would be lost. Write to it in a hook such as on_train_batch_end, and leave out an embedding's "
+                "max_norm."
+            )
+
+    def _check_place(self) -> None:
+        """Refuse a parameter that was put in place of the shard, which FSDP2 would drop."""
+        place = self._module_info
+        now = getattr(place.module, place.param_name)
+        if self.sharded_state == ShardedState.SHARDED and now is not self.sharded_param:
+            raise RuntimeError(
+                f"Parameter {self._param_fqn!r} was replaced by another one while it is sharded, which would not "
+                "be used. Copy values into it under torch.no_grad() instead; not with functional_call or assign=True."
+            )
+
     def _send(self, gradient: Tensor) -> Tensor:
+        if gradient.device.type != "cpu":
+            # Replicas are reduced on a stream of their own: the memory is not to be used again before it gets here.
+            gradient.record_stream(torch.accelerator.current_stream())
         gradient = gradient.to(self.lane.transfer_dtype)
         if self._buffer is None:
             return gradient

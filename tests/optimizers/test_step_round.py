@@ -153,3 +153,14 @@ def test_local_part_is_that_of_a_sharded_tensor_and_anything_else_itself(mesh):
     tensor = distribute_tensor(torch.ones(2), mesh, [Shard(0)])
     assert local_part(tensor) is tensor._local_tensor
     assert local_part(3) == 3
+
+
+def test_states_stay_on_the_host_beside_their_shards_where_the_mesh_is_of_another_device(mesh, monkeypatch):
+    parameter = nn.Parameter(distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)]))
+    parameter.grad = distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)])
+    monkeypatch.setattr(parameter.device_mesh, "_device_type", "meta")  # may be an equal one of an earlier test
+    assert parameter.device_mesh.device_type == "meta"
+    optimizer = optim.AdamW([parameter])
+    step_round = StepRound(optimizer, is_on_host=True)
+    step_round.run(step_round.take_rest())
+    assert local_part(optimizer.state[parameter]["exp_avg"]).device.type == "cpu"

@@ -6,7 +6,9 @@ import torch
 import torch.nn.functional as F
 from helpers import ForkingOffload, PlantedError, assert_equal_weights, describe_module, fail_in
 from strategies.offload_nets import GAN, MODES, Fused, FusedCNN, Odd, Split, adamw, leave_group
+from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 pytestmark = [
     pytest.mark.distributed,
@@ -315,3 +317,83 @@ def test_planted_errors_are_not_swallowed(make_trainer):
     model.backward = lambda loss: (_ for _ in ()).throw(PlantedError)
     with pytest.raises(PlantedError):
         make_trainer(strategy=ForkingOffload()).fit(model)
+
+
+class Reentrant(Fused):
+    """Calls one layer three times, each in a reentrant checkpoint, which computes it again in the backward."""
+
+    def loss(self, batch):
+        hidden = self.net.embed(batch[0])
+        for _ in range(3):
+            hidden = checkpoint(self.net.blocks[0], hidden, use_reentrant=True)
+        return F.cross_entropy(self.net.head(hidden).flatten(0, -2), batch[1].flatten())
+
+
+class Marked(Fused):
+    """Chooses groups by attributes of parameters, whose gradients go through hooks made with the module."""
+
+    def __init__(self):
+        super().__init__()
+        for parameter in self.parameters():
+            parameter.is_vector = parameter.ndim == 1
+            parameter.register_hook(lambda gradient: gradient * 0.5)
+
+    def configure_optimizers(self):
+        vectors = [p for p in self.parameters() if getattr(p, "is_vector", False)]
+        others = [p for p in self.parameters() if not getattr(p, "is_vector", False)]
+        return adamw([{"params": vectors, "weight_decay": 0.0}, {"params": others, "weight_decay": 0.5}])
+
+
+class MadeBefore(Fused):
+    """Makes its optimizer with its layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = adamw(self.parameters())
+
+    def configure_optimizers(self):
+        return self.made
+
+
+@pytest.mark.parametrize("make", [Reentrant, Marked, MadeBefore])
+def test_what_was_made_before_sharding_counts(make, check):
+    check(make, modes=("params", "none"), limit_val_batches=0)
+
+
+class Listed(Fused):
+    def __init__(self):
+        super().__init__()
+        self.kept = list(self.parameters())
+
+    def loss(self, batch):
+        return super().loss(batch) + sum(p.square().sum() for p in self.kept)
+
+
+class Penalized(Fused):
+    def loss(self, batch):
+        return super().loss(batch) + self.net.blocks[0].linear1.weight.square().sum()
+
+
+class Replaced(Fused):
+    def on_train_batch_end(self, *unused):
+        self.net.head.weight = nn.Parameter(self.net.head.weight.detach() * 0.9)
+
+
+class Renormed(Fused):
+    def __init__(self):
+        super().__init__()
+        self.net.embed.max_norm = 0.1
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (Listed, "was taken from the module before it was sharded"),
+        (Penalized, "outside of its forward"),
+        (Replaced, "replaced by another one"),
+        (Renormed, "written in place"),
+    ],
+)
+def test_what_would_be_lost_without_a_word_is_refused(make, message, make_trainer):
+    with pytest.raises(RuntimeError, match=message):
+        make_trainer(strategy=ForkingOffload(), limit_val_batches=0).fit(make())

@@ -60,8 +60,9 @@ def test_cuda_is_told_of_exactly_this_memory_until_it_is_freed(runtime, pinned):
     assert runtime.freed == [address]
 
 
-def test_what_cuda_does_not_take_pytorch_pins(runtime, pinned):
+def test_what_cuda_does_not_take_pytorch_pins(runtime, pinned, monkeypatch):
     runtime.code = 1
+    monkeypatch.setattr(torch, "ones", lambda *shape, device: None)
     tensor = make_host_tensor(8, torch.float32, pin_memory=True)
     assert len(pinned) == 1
     assert tensor is not pinned[0]
@@ -82,3 +83,16 @@ def test_nothing_needs_no_pinning(runtime, pinned):
     assert make_host_tensor(0, torch.float32, pin_memory=True).numel() == 0
     assert not runtime.registered
     assert not pinned
+
+
+def test_no_kernel_is_blamed_for_what_cuda_does_not_take(runtime, pinned, monkeypatch):
+    runtime.code = 1
+    kernels = []
+
+    def launch(*shape: int, device: str) -> None:
+        kernels.append(device)
+        raise RuntimeError("CUDA error: out of memory")  # of the call before
+
+    monkeypatch.setattr(torch, "ones", launch)
+    make_host_tensor(8, torch.float32, pin_memory=True)
+    assert kernels == ["cuda"]

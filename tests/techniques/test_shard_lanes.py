@@ -195,3 +195,25 @@ def test_what_stays_on_the_host_is_pinned(net, options, monkeypatch):
     monkeypatch.setattr(shard_lanes, "make_host_tensor", make_tensor)
     make_lane(net, pin_memory=True, **options)
     assert asked == [(NUMEL, dtype, True) for dtype in (torch.float32, *([torch.bfloat16] if options else []))]
+
+
+class _Read:
+    """An event that notes who waits for it."""
+
+    def __init__(self) -> None:
+        self.num_waits = 0
+
+    def synchronize(self) -> None:
+        self.num_waits += 1
+
+
+@pytest.mark.parametrize(("device", "num_waits"), [(APART, 1), (CPU, 0)])
+def test_who_writes_to_shards_elsewhere_waits_for_the_last_reader(net, monkeypatch, device, num_waits):
+    events = []
+    monkeypatch.setattr(shard_lanes, "_record", lambda device: events.append(_Read()) or events[-1])
+    lane = make_lane(net, device=device)
+    lane.finish_reads()  # nobody has read
+    fetched(lane)
+    lane.note_read()
+    lane.finish_reads()
+    assert [event.num_waits for event in events] == [0, num_waits]
