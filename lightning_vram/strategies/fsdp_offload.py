@@ -27,7 +27,13 @@ from lightning_vram.strategies.offload_arguments import (
 )
 from lightning_vram.strategies.rank_errors import on_all_ranks
 from lightning_vram.strategies.sharded_clips import ShardedClips
-from lightning_vram.strategies.strategy_checks import check_loss, check_module, check_run, fitting_precision
+from lightning_vram.strategies.strategy_checks import (
+    check_gradients,
+    check_loss,
+    check_module,
+    check_run,
+    fitting_precision,
+)
 from lightning_vram.strategies.toggled_optimizers import ToggledOptimizers
 from lightning_vram.techniques.attention_fast_path import without_fast_path
 from lightning_vram.techniques.fp32_islands import list_islands
@@ -188,6 +194,7 @@ class FSDPOffloadStrategy(CheckpointedStrategy):
         check_run(trainer, type(self).__name__)
         module = self.lightning_module
         check_module(module, type(self).__name__)
+        check_gradients(module, type(self).__name__)
         with self._named("setup"):
             model: nn.Module = module if self._layer_sync is None else self._layer_sync.apply(module)
             self.model = self.precision_plugin.convert_module(model)

@@ -4,7 +4,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_vram.precision.mixed_precision import LeanMixedPrecision
@@ -35,6 +35,20 @@ def check_module(module: pl.LightningModule, name: str) -> None:
             f"{name}: {type(module).__name__} has no parameters to shard. Make its layers in __init__ or "
             "configure_model, or use a single device."
         )
+
+
+def check_gradients(module: nn.Module, name: str) -> None:
+    """Refuse layers whose gradients cannot be reduced.
+
+    Raises:
+        ValueError: If the gradients of one are sparse.
+    """
+    for path, part in module.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
+            raise ValueError(
+                f"{name}: {path} is {type(part).__name__}(sparse=True), whose gradients FSDP2 does not reduce. Leave "
+                "sparse out."
+            )
 
 
 def check_loss(loss: Tensor, name: str) -> None:

@@ -151,6 +151,11 @@ class ShardedParameter(FSDPParam):
             sharded = sharded if changed is None else changed
         return sharded._local_tensor  # type: ignore[no-any-return]
 
+    def reset_sharded_param(self) -> None:
+        """As FSDP2 does it after a ``load_state_dict``, which must have loaded in place: shards lie in their lane."""
+        self._check_place()
+        super().reset_sharded_param()  # type: ignore[no-untyped-call]
+
     def _check_writes(self) -> None:
         """Refuse a write to what is gathered, which nobody would see again."""
         whole = getattr(self, "_unsharded_param", None)
@@ -168,8 +173,9 @@ class ShardedParameter(FSDPParam):
         now = getattr(place.module, place.param_name)
         if self.sharded_state == ShardedState.SHARDED and now is not self.sharded_param:
             raise RuntimeError(
-                f"Parameter {self._param_fqn!r} was replaced by another one while it is sharded, which would not "
-                "be used. Copy values into it under torch.no_grad() instead; not with functional_call or assign=True."
+                f"Parameter {self._param_fqn or place.param_name!r} was replaced by another one while it is sharded, "
+                "which would not be used. Copy values into it under torch.no_grad() instead; not with functional_call "
+                "or assign=True."
             )
 
     def _send(self, gradient: Tensor) -> Tensor:

@@ -165,3 +165,12 @@ def test_different_modules_on_two_ranks_are_refused_on_both(make_trainer, tmp_pa
 
 def test_cnn_is_not_refused(make_trainer):
     make_trainer(strategy=ForkingOffload(), fast_dev_run=True).fit(Fused(TinyCNN()))
+
+
+def test_sparse_gradients_are_refused(make_trainer):
+    model = With(optim.SGD)
+    model.net.embed = torch.nn.Embedding(17, 16, sparse=True)
+    with pytest.raises(
+        ValueError, match=r"net\.embed is Embedding\(sparse=True\), whose gradients FSDP2 does not reduce"
+    ):
+        make_trainer(strategy=ForkingOffload()).fit(model)

@@ -721,3 +721,11 @@ def test_a_step_waits_for_readers_of_the_shards_before_it_writes(mesh, monkeypat
         host.let_go(sharding.remove())
     assert order[0]
     assert not torch.equal(weight, before)
+
+
+def test_a_state_dict_that_is_assigned_is_refused(mesh):
+    net = make()
+    with sharded(net):
+        state = {name: value.clone() for name, value in net.state_dict().items()}
+        with pytest.raises(RuntimeError, match="was replaced by another one while it is sharded"):
+            net.load_state_dict(state, assign=True)
