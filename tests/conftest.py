@@ -12,6 +12,8 @@ import torch
 from helpers import CASES, LitTiny, TinyCNN, TinyGPT
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from lightning_vram.strategies.process_group import disconnect
+
 torch.set_num_threads(1)  # the models are tiny; more threads only fight with pytest-xdist
 
 
@@ -36,6 +38,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     for mark, (is_met, reason) in REQUIREMENTS.items():
         if item.get_closest_marker(mark) and not is_met():
             pytest.skip(reason)
+
+
+@pytest.fixture(autouse=True)
+def leave_process_as_it_was() -> Iterator[None]:
+    """End what a strategy leaves connected, as it may for the next fit, and threads that a benchmark has asked for."""
+    yield
+    torch.set_num_threads(1)
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        disconnect()
+        os.environ.pop("MASTER_PORT", None)
 
 
 @pytest.fixture
