@@ -1,6 +1,7 @@
 """Models small enough for any laptop, one per shape of network the package cares about, and what tests measure."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -240,6 +241,15 @@ def fail_in(model: pl.LightningModule, hook: str, trainer: pl.Trainer) -> None:
     with pytest.raises(PlantedError):
         trainer.fit(model)
     delattr(model, hook)
+
+
+def write_files(root: Path, files: dict[str, str]) -> Path:
+    """Write files under ``root``, by their paths there."""
+    for name, text in files.items():
+        file = root / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return root
 
 
 def assert_equal_weights(one: nn.Module, other: nn.Module) -> None:

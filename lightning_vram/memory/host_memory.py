@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightning_vram.memory.control_groups import control_groups, read_text
 from lightning_vram.memory.units import KIB
 
 
@@ -45,7 +46,7 @@ def available_host_bytes(root: Path = Path("/")) -> int | None:
 
 
 def _meminfo_bytes(root: Path, name: str) -> int | None:
-    for line in _lines(root / "proc/meminfo"):
+    for line in read_text(root / "proc/meminfo").splitlines():
         key, _, value = line.partition(":")
         if key == name and value.split()[0].isdigit():
             return int(value.split()[0]) * KIB
@@ -60,23 +61,8 @@ def _sysconf_bytes(name: str) -> int | None:
 
 
 def _control_group_rooms(root: Path) -> Iterator[int | None]:
-    """Yield what each group this process is in, and each group around it, leaves."""
-    for line in _lines(root / "proc/self/cgroup"):
-        number, controllers, path = [*line.split(":", 2), "", ""][:3]
-        if number == "0" and not controllers:
-            yield from _rooms_upwards(root / "sys/fs/cgroup", path, _V2)
-        elif "memory" in controllers.split(","):
-            for mount in {"memory", controllers}:  # several controllers may share one
-                yield from _rooms_upwards(root / "sys/fs/cgroup" / mount, path, _V1)
-
-
-def _rooms_upwards(mount: Path, path: str, files: _Files) -> Iterator[int | None]:
-    group = mount / path.strip("/")  # in a container it may be missing: the mount itself is the group then
-    while True:
-        yield _room(group, files)
-        if group == mount or mount not in group.parents:
-            return
-        group = group.parent
+    for group, version in control_groups("memory", root):
+        yield _room(group, _V2 if version == 2 else _V1)
 
 
 def _room(group: Path, files: _Files) -> int | None:
@@ -85,7 +71,7 @@ def _room(group: Path, files: _Files) -> int | None:
     if not limits or usage is None:
         return None  # "max": no limit
     cache = 0
-    for line in _lines(group / "memory.stat"):
+    for line in read_text(group / "memory.stat").splitlines():
         key, _, value = line.partition(" ")
         if key in (files.inactive, files.active) and value.strip().isdigit():
             cache += int(value) if key == files.inactive else int(value) // 2
@@ -93,12 +79,5 @@ def _room(group: Path, files: _Files) -> int | None:
 
 
 def _number(file: Path) -> int | None:
-    text = "".join(_lines(file)).strip()
+    text = read_text(file)
     return int(text) if text.isdigit() else None
-
-
-def _lines(file: Path) -> list[str]:
-    try:
-        return file.read_text().splitlines()
-    except (OSError, UnicodeDecodeError):
-        return []

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lightning_vram.memory.checks import check_positive_int
+from lightning_vram.memory.control_groups import control_groups, read_text
 
 
 def cores_of_rank(local_world_size: int, root: Path = Path("/")) -> int:
@@ -46,7 +47,8 @@ def cores_of_rank(local_world_size: int, root: Path = Path("/")) -> int:
     else:
         cores = bound // local_world_size
     # A group may hold one task or the whole job: the job is the safe guess.
-    quotas = [int(quota / local_world_size) for quota in _quotas(root)]
+    groups = (group for group, _ in control_groups("cpu", root))
+    quotas = [int(quota / local_world_size) for group in groups for quota in _quota(group)]
     return max(1, min([cores, *quotas]))
 
 
@@ -69,37 +71,14 @@ def _is_bound_by_slurm() -> bool:
     return os.environ.get("SLURM_CPU_BIND_TYPE", "none").rstrip(":") not in ("", "none")
 
 
-def _quotas(root: Path) -> Iterator[float]:
-    """Yield the cores' worth of time that each group this process is in, and each group around it, may use."""
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        number, controllers, path = [*line.split(":", 2), "", ""][:3]
-        if number == "0" and not controllers:
-            mounts = ["sys/fs/cgroup"]
-        elif "cpu" in controllers.split(","):
-            mounts = ["sys/fs/cgroup/cpu", f"sys/fs/cgroup/{controllers}"]  # several controllers may share one
-        else:
-            continue
-        for mount in mounts:
-            top = root / mount
-            group = top / path.strip("/")  # in a container it may be missing: the mount itself is the group then
-            for folder in (group, *(outer for outer in group.parents if outer == top or top in outer.parents)):
-                yield from _quota(folder)
-
-
 def _quota(group: Path) -> Iterator[float]:
-    limit, _, period = _read(group / "cpu.max").partition(" ")
+    """Yield the cores' worth of time that a group may use, if it says so."""
+    limit, _, period = read_text(group / "cpu.max").partition(" ")
     if not limit:  # the first version has two files; -1 is no limit
-        limit, period = _read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us")
+        limit, period = read_text(group / "cpu.cfs_quota_us"), read_text(group / "cpu.cfs_period_us")
     if _positive(limit) and _positive(period):
         yield int(limit) / int(period)
 
 
 def _positive(text: str) -> int:
     return int(text) if text.strip().isdigit() else 0
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text().strip()
-    except (OSError, UnicodeDecodeError):
-        return ""

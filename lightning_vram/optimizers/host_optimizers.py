@@ -25,6 +25,7 @@ from lightning_vram.optimizers.stray_steps import Step, redirect_steps
 from lightning_vram.optimizers.streamed_states import StreamedStates
 from lightning_vram.techniques.full_sharding import FullSharding
 from lightning_vram.techniques.host_worker import HostWorker, Ticket
+from lightning_vram.techniques.shadow import instead
 from lightning_vram.techniques.sharded_clipping import clip_factor, scale_gradients, sharded_norm
 from lightning_vram.techniques.sharded_group import ShardedGroup
 
@@ -94,7 +95,7 @@ class HostOptimizers:
                     self._handles.append(optimizer.register_load_state_dict_post_hook(self._load_streamed))
                 # Hooks run once, around all portions, and see the optimizer as it is.
                 step = partial(self._stand_in_step, Optimizer.profile_hook_step(self._step), optimizer)
-                self._stand_ins.append(OptimizerShadow(optimizer, "step", partial(_return_other, step)))
+                self._stand_ins.append(OptimizerShadow(optimizer, "step", instead(step)))
             else:
                 warnings.warn(
                     f"{type(optimizer).__name__} is none of torch.optim's optimizers that step each element by itself: "
@@ -270,7 +271,3 @@ def _replace_parameters(optimizer: Optimizer, replaced: Mapping[nn.Parameter, nn
             state = optimizer.state.pop(parameter)
             is_alone = isinstance(parameter, DTensor) and parameter.device_mesh.size() == 1
             optimizer.state[other] = {key: local_part(value) if is_alone else value for key, value in state.items()}
-
-
-def _return_other(call: Callable[..., Any], inner: Callable[..., Any]) -> Callable[..., Any]:
-    return call

@@ -18,6 +18,7 @@ from lightning_vram.optimizers.state_loading import load_wide
 from lightning_vram.optimizers.steppable import iterate_parameters, why_not_steppable
 from lightning_vram.optimizers.stray_steps import Step, redirect_steps
 from lightning_vram.optimizers.weight_chunks import WeightChunk, list_rests
+from lightning_vram.techniques.shadow import instead
 
 _WITH_NARROW_STATES = ("bf16+kahan", "bf16+stochastic")
 
@@ -63,7 +64,7 @@ class LeanOptimizers:
             # Hooks run once, around all chunks, and see the optimizer as it is.
             step = partial(self._stand_in_step, Optimizer.profile_hook_step(self._step), optimizer)
             self._stand_ins += [
-                OptimizerShadow(optimizer, "step", partial(_return_other, step)),
+                OptimizerShadow(optimizer, "step", instead(step)),
                 OptimizerShadow(optimizer, "load_state_dict", partial(partial, self._load, optimizer)),
             ]
             self._optimizers.append(optimizer)
@@ -141,7 +142,3 @@ class LeanOptimizers:
     def _convert_states(self, optimizer: Optimizer) -> None:
         full_dtype = torch.bfloat16 if self._has_narrow_states else torch.float32
         convert_states(optimizer, self._places, torch.float32, full_dtype)
-
-
-def _return_other(call: Callable[..., Any], inner: Callable[..., Any]) -> Callable[..., Any]:
-    return call

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_vram.techniques.loss_scaling import LossScaling
-from lightning_vram.techniques.shadow import Shadow
+from lightning_vram.techniques.shadow import Shadow, instead
 
 
 class ScaledSteps:
@@ -49,7 +49,7 @@ class ScaledSteps:
                 "update": self._update,
                 "get_scale": self._get_scale,
             }
-            self._shadows = [Shadow(scaler, name, _return_other(call)) for name, call in own.items()]
+            self._shadows = [Shadow(scaler, name, instead(call)) for name, call in own.items()]
 
     def remove(self) -> None:
         """Give the scaler its methods back. Calling it again does nothing."""
@@ -96,7 +96,3 @@ class ScaledSteps:
 def _without_wrapper(optimizer: Optimizer) -> Optimizer:
     """The optimizer itself, of what ``self.optimizers()`` of a LightningModule returns."""
     return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-
-
-def _return_other(call: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    return lambda inner: call

@@ -148,9 +148,11 @@ class ConnectedStrategy(ParallelStrategy):
     def _named(self, phase: str) -> Generator[None, None, None]:
         """Say, of a rank that is lost, where this one was."""
         outer, self._phase = self._phase, phase
-        with self._peers or nullcontext():
-            yield
-        self._phase = outer
+        try:
+            with self._peers or nullcontext():
+                yield
+        finally:
+            self._phase = outer
 
     def _describe(self) -> str:
         module = self._lightning_module

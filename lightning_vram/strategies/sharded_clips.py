@@ -1,15 +1,13 @@
 """Clipping, by whatever plugin clips, on the local parts of gradients."""
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any
 
 from lightning.pytorch.plugins.precision import Precision
 from torch.optim import Optimizer
 
 from lightning_vram.optimizers.host_optimizers import HostOptimizers
 from lightning_vram.optimizers.steppable import iterate_parameters
-from lightning_vram.techniques.shadow import Shadow
+from lightning_vram.techniques.shadow import Shadow, instead
 from lightning_vram.techniques.sharded_clipping import clip_sharded_values
 
 
@@ -28,8 +26,8 @@ class ShardedClips:
         self._optimizers = optimizers
         self._may_wait = may_wait
         self._shadows = [
-            Shadow(precision, "clip_grad_by_norm", partial(_in_place_of, self._clip_norm)),
-            Shadow(precision, "clip_grad_by_value", partial(_in_place_of, self._clip_value)),
+            Shadow(precision, "clip_grad_by_norm", instead(self._clip_norm)),
+            Shadow(precision, "clip_grad_by_value", instead(self._clip_value)),
         ]
 
     def remove(self) -> None:
@@ -42,7 +40,3 @@ class ShardedClips:
 
     def _clip_value(self, optimizer: Optimizer, clip_val: float) -> None:
         clip_sharded_values(iterate_parameters(optimizer), clip_val)
-
-
-def _in_place_of(call: Callable[..., Any], inner: Callable[..., Any]) -> Callable[..., Any]:
-    return call

@@ -1,6 +1,7 @@
 """Let another callable stand in for a method of one object, for a time."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 
@@ -39,6 +40,15 @@ class Shadow:
             attributes[self._name] = self._inner
         else:
             del attributes[self._name]
+
+
+def instead(call: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """For ``make``: ``call`` is called, and what was there is not."""
+    return partial(_return_first, call)
+
+
+def _return_first(call: Callable[..., Any], inner: Callable[..., Any]) -> Callable[..., Any]:
+    return call
 
 
 def pass_on(inner: Callable[..., Any]) -> Callable[..., Any]:

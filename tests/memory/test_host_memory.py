@@ -3,19 +3,11 @@
 from pathlib import Path
 
 import pytest
+from helpers import write_files
 
 from lightning_vram.memory import host_memory
 from lightning_vram.memory.host_memory import available_host_bytes
 from lightning_vram.memory.units import KIB, MIB
-
-
-def write(root: Path, files: dict[str, str]) -> Path:
-    for name, text in files.items():
-        file = root / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-    return root
-
 
 MEMINFO = {"proc/meminfo": "MemTotal:  4000 kB\nMemFree:  1 kB\nMemAvailable:    3000 kB\nHugePages_Total: 0\n"}
 
@@ -27,7 +19,7 @@ def test_this_machine_has_some() -> None:
 
 
 def test_without_limits_it_is_the_kernels_estimate(tmp_path: Path) -> None:
-    root = write(tmp_path, MEMINFO | {"proc/self/cgroup": "0::/user\n", "sys/fs/cgroup/user/memory.max": "max\n"})
+    root = write_files(tmp_path, MEMINFO | {"proc/self/cgroup": "0::/user\n", "sys/fs/cgroup/user/memory.max": "max\n"})
     assert available_host_bytes(root) == 3000 * KIB
 
 
@@ -39,10 +31,10 @@ def test_a_limit_of_a_group_or_of_one_around_it_counts_without_what_is_cache(tmp
         f"{group}/memory.current": f"{500 * KIB}\n",
         f"{group}/memory.stat": f"anon 5\ninactive_file {100 * KIB}\n",
     }
-    root = write(tmp_path, MEMINFO | files)
+    root = write_files(tmp_path, MEMINFO | files)
     assert available_host_bytes(root) == 500 * KIB
     outer = {"sys/fs/cgroup/job/memory.max": "1000", "sys/fs/cgroup/job/memory.current": "1500"}
-    assert available_host_bytes(write(root, outer)) == 0
+    assert available_host_bytes(write_files(root, outer)) == 0
 
 
 def test_groups_of_the_first_version(tmp_path: Path) -> None:
@@ -55,7 +47,7 @@ def test_groups_of_the_first_version(tmp_path: Path) -> None:
         f"{mount}/slurm/job_1/memory.usage_in_bytes": "2000\n",
         f"{mount}/slurm/job_1/memory.stat": "total_inactive_file 300\n",
     }
-    assert available_host_bytes(write(tmp_path, MEMINFO | files)) == 3300
+    assert available_host_bytes(write_files(tmp_path, MEMINFO | files)) == 3300
 
 
 def test_a_group_that_the_container_does_not_show_is_the_mount_itself(tmp_path: Path) -> None:
@@ -64,7 +56,7 @@ def test_a_group_that_the_container_does_not_show_is_the_mount_itself(tmp_path: 
         "sys/fs/cgroup/memory.max": "700",
         "sys/fs/cgroup/memory.current": "600",
     }
-    assert available_host_bytes(write(tmp_path, MEMINFO | files)) == 100
+    assert available_host_bytes(write_files(tmp_path, MEMINFO | files)) == 100
 
 
 def test_without_proc_the_c_library_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +74,7 @@ def test_half_of_the_cache_that_was_used_again_counts_as_available(tmp_path: Pat
         "sys/fs/cgroup/memory.current": "63000",
         "sys/fs/cgroup/memory.stat": "inactive_file 2000\nactive_file 48000\n",
     }
-    assert available_host_bytes(write(tmp_path, MEMINFO | files)) == 1000 + 2000 + 24000
+    assert available_host_bytes(write_files(tmp_path, MEMINFO | files)) == 1000 + 2000 + 24000
 
 
 def test_a_group_is_not_used_beyond_where_it_is_slowed_down(tmp_path: Path) -> None:
@@ -92,9 +84,9 @@ def test_a_group_is_not_used_beyond_where_it_is_slowed_down(tmp_path: Path) -> N
         "sys/fs/cgroup/memory.high": "3200",
         "sys/fs/cgroup/memory.current": "3100",
     }
-    root = write(tmp_path, MEMINFO | files)
+    root = write_files(tmp_path, MEMINFO | files)
     assert available_host_bytes(root) == 100
-    assert available_host_bytes(write(root, {"sys/fs/cgroup/memory.max": "3150"})) == 50
+    assert available_host_bytes(write_files(root, {"sys/fs/cgroup/memory.max": "3150"})) == 50
 
 
 def test_a_group_of_the_first_version_may_share_its_mount(tmp_path: Path) -> None:
@@ -104,4 +96,4 @@ def test_a_group_of_the_first_version_may_share_its_mount(tmp_path: Path) -> Non
         "sys/fs/cgroup/cpu,memory/x/memory.usage_in_bytes": "3000",
         "sys/fs/cgroup/cpu,memory/x/memory.stat": "total_active_file 200",
     }
-    assert available_host_bytes(write(tmp_path, MEMINFO | files)) == 1100
+    assert available_host_bytes(write_files(tmp_path, MEMINFO | files)) == 1100

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from helpers import write_files
 
 from lightning_vram.memory import rank_cores
 from lightning_vram.memory.rank_cores import cores_of_rank
@@ -26,14 +27,6 @@ def bind(monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
 def slurm(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-
-
-def write(root: Path, files: dict[str, str]) -> Path:
-    for name, text in files.items():
-        file = root / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-    return root
 
 
 @pytest.mark.parametrize(("ranks", "cores"), [(1, 16), (2, 8), (3, 5), (16, 1), (20, 1)])
@@ -90,7 +83,7 @@ def test_a_count_of_slurms_that_is_none_is_ignored(tmp_path: Path, monkeypatch: 
 )
 def test_the_quota_of_a_container_counts(tmp_path: Path, limit: str, cores: int):
     files = {"proc/self/cgroup": "0::/docker/abc\n", "sys/fs/cgroup/cpu.max": limit}
-    assert cores_of_rank(2, write(tmp_path, files)) == cores
+    assert cores_of_rank(2, write_files(tmp_path, files)) == cores
 
 
 def test_the_smallest_quota_upwards_counts(tmp_path: Path):
@@ -100,7 +93,7 @@ def test_the_smallest_quota_upwards_counts(tmp_path: Path):
         "sys/fs/cgroup/job/step/cpu.max": "1200000 100000",
         "sys/cpu.max": "100000 100000",  # above the mount: not a group
     }
-    assert cores_of_rank(1, write(tmp_path, files)) == 6
+    assert cores_of_rank(1, write_files(tmp_path, files)) == 6
 
 
 @pytest.mark.parametrize(("controllers", "mount"), [("cpu", "cpu"), ("cpu,cpuacct", "cpu,cpuacct"), ("cpu,x", "cpu")])
@@ -112,7 +105,7 @@ def test_quotas_of_the_first_version(tmp_path: Path, controllers: str, mount: st
         f"{group}/cpu.cfs_quota_us": quota,
         f"{group}/cpu.cfs_period_us": "100000\n",
     }
-    assert cores_of_rank(1, write(tmp_path, files)) == cores
+    assert cores_of_rank(1, write_files(tmp_path, files)) == cores
 
 
 def test_a_count_that_is_none_is_refused():
