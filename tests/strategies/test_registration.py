@@ -31,3 +31,14 @@ def test_lightnings_own_names_stay_its_own():
         "assert 'fsdp' in r"
     )
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
+
+
+def test_one_process_needs_no_launcher_which_would_set_its_threads():
+    trainers = {
+        devices: pl.Trainer(strategy="fsdp_offload", accelerator="cpu", devices=devices, logger=False)
+        for devices in (1, 2)
+    }
+    assert trainers[1].strategy.launcher is None
+    assert trainers[2].strategy.launcher is not None
+    nodes = pl.Trainer(strategy="fsdp_offload", accelerator="cpu", devices=1, num_nodes=2, logger=False)
+    assert nodes.strategy.launcher is not None
