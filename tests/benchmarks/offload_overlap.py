@@ -14,6 +14,7 @@ accumulation it hides behind one micro-batch.
 
 import argparse
 import ctypes
+import gc
 import itertools
 import logging
 import statistics
@@ -235,6 +236,8 @@ def fit(shape: Shape, case: Case, forward_seconds: float, *callbacks: Callback, 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Idle is none of|The '.*_dataloader' does not have many workers")
         trainer.fit(module)
+    del trainer, module
+    gc.collect()  # a trainer and its module refer to each other: the states of all fits would fill the memory
     return clock.seconds
 
 
@@ -290,7 +293,9 @@ def main() -> None:
     rows = []
     for optimizer in arguments.optimizer or OPTIMIZERS:
         shape = Shape(arguments.blocks, arguments.width, arguments.threads, arguments.steps, optimizer)
-        rows += [measure_case(shape, case, arguments.repeats) for case in CASES if arguments.only in case.name]
+        for case in (case for case in CASES if arguments.only in case.name):
+            rows.append(measure_case(shape, case, arguments.repeats))
+            print({name: value for name, value in rows[-1].items() if not name.startswith("all")}, flush=True)
     report("offload_overlap", rows, arguments.output)
 
 
