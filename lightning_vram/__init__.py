@@ -3,6 +3,9 @@
 Everything a user needs is imported from here; the modules below this one may move between releases.
 """
 
+import lightning_vram.early_signals as early_signals  # noqa: F401 - before the slow imports
+
+# isort: split
 from lightning_vram.callbacks.accumulation_scheduler import AccumulationScheduler
 from lightning_vram.callbacks.activation_checkpointing import ActivationCheckpointing
 from lightning_vram.callbacks.activation_compression import ActivationCompression
@@ -10,6 +13,7 @@ from lightning_vram.callbacks.activation_offload import ActivationOffload
 from lightning_vram.callbacks.empty_cache import EmptyCache
 from lightning_vram.callbacks.in_place_fusion import InPlaceFusion
 from lightning_vram.callbacks.micro_batching import MicroBatching
+from lightning_vram.callbacks.slurm_requeue import SlurmRequeue
 from lightning_vram.callbacks.vram_monitor import VRAMMonitor
 from lightning_vram.memory.tracker import track_memory
 from lightning_vram.precision.mixed_precision import LeanMixedPrecision
@@ -29,6 +33,7 @@ __all__ = [
     "LeanMixedPrecision",
     "MicroBatching",
     "SavePolicy",
+    "SlurmRequeue",
     "VRAMMonitor",
     "track_memory",
 ]

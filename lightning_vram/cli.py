@@ -25,7 +25,10 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from typing_extensions import override
 
+from lightning_vram.callbacks.slurm_job import SlurmJob, check_job
+from lightning_vram.callbacks.slurm_requeue import SlurmRequeue
 from lightning_vram.callbacks.vram_monitor import VRAMMonitor
+from lightning_vram.early_signals import let_through
 from lightning_vram.memory.allocator import empty_cache
 from lightning_vram.memory.measurement import read_measurements
 from lightning_vram.memory.out_of_memory import is_out_of_memory
@@ -41,6 +44,7 @@ EXIT_USAGE = 2
 _SUBCOMMANDS = ("fit", "validate", "test", "predict")
 _OWN_PACKAGE = "lightning_vram"
 _PART_ARGUMENTS = ("callbacks", "plugins")  # of the Trainer
+_SAVES_NO_MEMORY = (VRAMMonitor.__name__, SlurmRequeue.__name__)
 _MIN_TABLE_WIDTH = 100
 
 
@@ -59,6 +63,7 @@ class VRAMCLI(LightningCLI):
         # Without it, ${model.width} in a file is looked up from the root, where it is fit.model.width.
         set_parsing_settings(omegaconf_absolute_to_relative_paths=True)
         self.is_running = False
+        check_job(SlurmJob.from_environment())
         super().__init__(
             parser_class=_Parser,
             parser_kwargs={
@@ -101,6 +106,8 @@ class VRAMCLI(LightningCLI):
                     "compare_with_plain=true needs parts of lightning_vram to leave out of trainer.callbacks, "
                     "trainer.plugins or trainer.strategy, got none."
                 )
+        if not any(isinstance(callback, SlurmRequeue) for callback in self.trainer.callbacks):  # type: ignore[attr-defined]
+            let_through()
         self.is_running = True
 
     def after_fit(self) -> None:
@@ -222,7 +229,7 @@ def _is_rank_zero() -> bool:
 
 def _is_memory_saver(class_path: str) -> bool:
     package, _, name = class_path.rpartition(".")
-    return package.split(".")[0] == _OWN_PACKAGE and name != VRAMMonitor.__name__
+    return package.split(".")[0] == _OWN_PACKAGE and name not in _SAVES_NO_MEMORY
 
 
 def _find_monitor(cli: LightningCLI) -> VRAMMonitor | None:

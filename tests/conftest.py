@@ -12,7 +12,7 @@ import torch
 from helpers import CASES, LitTiny, TinyCNN, TinyGPT
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_vram.strategies.process_group import disconnect
+from lightning_vram.techniques.clean_exit import leave_group
 
 torch.set_num_threads(1)  # the models are tiny; more threads only fight with pytest-xdist
 
@@ -46,7 +46,7 @@ def leave_process_as_it_was() -> Iterator[None]:
     yield
     torch.set_num_threads(1)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        disconnect()
+        leave_group()
         os.environ.pop("MASTER_PORT", None)
 
 

@@ -15,6 +15,8 @@ CALLBACKS = [part.__name__ for part in PUBLIC if isinstance(part, type) and issu
 CHANGES_TRAINING = {"AccumulationScheduler"}  # callbacks whose purpose is to change the result
 KEEPS_RESULT = [name for name in CALLBACKS if name not in CHANGES_TRAINING]
 AUTOMATIC_ONLY = {"MicroBatching"}  # refuse manual optimization
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+PRESETS = [path for path in CONFIGS if "quickstart.yaml" not in path.read_text().splitlines()[0]]  # need no other file
 
 
 def snake_case(name: str) -> str:

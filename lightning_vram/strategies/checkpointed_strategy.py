@@ -93,6 +93,11 @@ class CheckpointedStrategy(ConnectedStrategy):
         with self._named("loading a checkpoint"):
             self._store.load_optimizers(checkpoint, self.lightning_module, self.optimizers)
 
+    def wait_for_checkpoints(self) -> None:
+        """Return when all that was saved is on disk (``async_save``)."""
+        assert self._store is not None
+        self._store.wait()
+
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
         assert self._store is not None

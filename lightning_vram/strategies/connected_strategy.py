@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from typing_extensions import override
 
-from lightning_vram.strategies.lost_peers import LostPeerNaming, naming_lost_peers
+from lightning_vram.callbacks.slurm_job import SlurmJob, check_job, check_tasks
 from lightning_vram.strategies.offload_arguments import OffloadArguments
 from lightning_vram.strategies.process_group import connect, default_backend
+from lightning_vram.techniques.lost_peers import LostPeerNaming, naming_lost_peers
 
 
 class ConnectedStrategy(ParallelStrategy):
@@ -80,6 +81,8 @@ class ConnectedStrategy(ParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
+        check_job(SlurmJob.from_environment())
+        check_tasks(self.cluster_environment, self.num_processes, self.num_nodes)
         super().setup_environment()
         assert self.cluster_environment is not None
         self.set_world_ranks()

@@ -28,6 +28,7 @@ from lightning_vram.strategies.offload_arguments import (
 from lightning_vram.strategies.rank_errors import on_all_ranks
 from lightning_vram.strategies.sharded_clips import ShardedClips
 from lightning_vram.strategies.strategy_checks import (
+    check_cores,
     check_gradients,
     check_loss,
     check_module,
@@ -192,6 +193,9 @@ class FSDPOffloadStrategy(CheckpointedStrategy):
         self._has_failed = False
         self.accelerator.setup(trainer)
         check_run(trainer, type(self).__name__)
+        is_stepping_here = self.arguments.offload != "none" and trainer.state.fn == TrainerFn.FITTING
+        if is_stepping_here and self.arguments.cpu_threads is None:
+            check_cores(self._num_threads, type(self).__name__)
         module = self.lightning_module
         check_module(module, type(self).__name__)
         check_gradients(module, type(self).__name__)

@@ -1,16 +1,11 @@
 """Make the process group of all ranks, and take it down before Python ends.
 
 As Lightning does it, but for two faults. The group meets in a store of this attempt alone, so that a restart by
-``torchrun`` does not connect to the processes of the attempt that died. And it is destroyed at exit whatever its
-backend, where Lightning does so for ``"nccl"`` by that very name; then gloo's threads get a moment to come to rest.
-Without both, a process that has done all its work may abort as Python ends ("terminate called without an active
-exception"), which ``torchrun`` takes for a failure.
+``torchrun`` does not connect to the processes of the attempt that died. And it is destroyed at exit.
 """
 
-import atexit
 import logging
 import os
-import time
 from datetime import timedelta
 
 import torch
@@ -19,13 +14,9 @@ from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from torch.distributed.rendezvous import rendezvous
 
-from lightning_vram.strategies.lost_peers import naming_lost_peers
 from lightning_vram.strategies.restart_store import attempt_store
-
-# Destroying a group does not join gloo's threads while anybody (a wrapper, a mesh) still refers to it. One that drops
-# a tensor and asks for the interpreter's lock when Python is already ending would abort the process; torch has no call
-# that waits for them, and a barrier at exit would wait for peers that are gone.
-_SETTLE_SECONDS = 0.1
+from lightning_vram.techniques.clean_exit import leave_group_at_exit
+from lightning_vram.techniques.lost_peers import naming_lost_peers
 
 _log = logging.getLogger(__name__)
 
@@ -91,20 +82,7 @@ def connect(cluster_environment: ClusterEnvironment, backend: str, *, timeout: t
             timeout=timeout,
             device_id=None if device.type == "cpu" else device,
         )
-    atexit.register(_leave)
+    leave_group_at_exit()
     rank_zero_info(
         f"{'-' * 100}\ndistributed_backend={backend}\nAll {world_size} processes are connected.\n{'-' * 100}"
     )
-
-
-def disconnect() -> None:
-    """Destroy the process group and all groups made from it. Does nothing if there is none; no collective."""
-    atexit.unregister(_leave)
-    if dist.is_available() and dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def _leave() -> None:
-    if dist.is_initialized():
-        disconnect()
-        time.sleep(_SETTLE_SECONDS)

@@ -17,7 +17,7 @@ from datetime import timedelta
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from lightning_vram.strategies.lost_peers import LostPeerError
+from lightning_vram.techniques.lost_peers import LostPeerError
 
 _POLL_SECONDS = 0.01
 _MEETING = "lightning_vram/attempt"

@@ -1,9 +1,12 @@
 """What ``FSDPOffloadStrategy`` refuses, on every rank alike and before training."""
 
+import os
+
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -49,6 +52,15 @@ def check_gradients(module: nn.Module, name: str) -> None:
                 f"{name}: {path} is {type(part).__name__}(sparse=True), whose gradients FSDP2 does not reduce. Leave "
                 "sparse out."
             )
+
+
+def check_cores(num_threads: int, name: str) -> None:
+    """Warn of a SLURM job that gives its tasks one core, as it does unless asked for more."""
+    if num_threads == 1 and "SLURM_JOB_ID" in os.environ:
+        rank_zero_warn(
+            f"{name} steps optimizers on the host, and SLURM gave this task one core. Ask for more, "
+            "'#SBATCH --cpus-per-task=8', and hand them on to srun: 'export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK'."
+        )
 
 
 def check_loss(loss: Tensor, name: str) -> None:

@@ -5,10 +5,14 @@ its own: it waits for no device, mixes with no collective of the training, and w
 error after a timeout rather than in a hang. A vote between two processes of one machine takes some 0.1 ms.
 """
 
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 
 class RankAgreementError(RuntimeError):
@@ -76,6 +80,43 @@ class RankAgreement:
         """
         return self._reduce(values, dist.ReduceOp.MIN, timeout) if not self.is_alone else values
 
+    def begin_largest(self, *values: int) -> Callable[[], tuple[int, ...]]:
+        """Begin to find the largest of each value; ranks go on meanwhile. All begin and end decisions in one order.
+
+        Args:
+            values: As for :meth:`largest`.
+
+        Returns:
+            What waits for the other ranks, if it has to, and returns what :meth:`largest` does.
+
+        Raises:
+            RankAgreementError: As :meth:`largest`; from what is returned as well.
+        """
+        return self._begin(values, dist.ReduceOp.MAX, None) if not self.is_alone else lambda: values
+
+    def gather(self, value: Any) -> list[Any]:
+        """Collect one value of each rank, on all ranks.
+
+        Args:
+            value: Anything that can be pickled, small.
+
+        Returns:
+            In the order of ranks.
+
+        Raises:
+            RankAgreementError: As :meth:`largest`.
+        """
+        if self.is_alone:
+            return [value]
+        if self._failure is not None or self._group is None:
+            raise RankAgreementError(self._failure)
+        values: list[Any] = [None] * dist.get_world_size(self._group)
+        try:
+            dist.all_gather_object(values, value, group=self._group)
+        except RuntimeError as error:
+            raise self._failed(self._timeout) from error
+        return values
+
     def close(self) -> None:
         """Give the group up; no collective. Calling it again does nothing."""
         group, self._group = self._group, None
@@ -88,18 +129,30 @@ class RankAgreement:
     def _reduce(
         self, values: tuple[int, ...], operation: "dist.ReduceOp.RedOpType", timeout: timedelta | None
     ) -> tuple[int, ...]:
+        return self._begin(values, operation, timeout)()
+
+    def _begin(
+        self, values: tuple[int, ...], operation: "dist.ReduceOp.RedOpType", timeout: timedelta | None
+    ) -> Callable[[], tuple[int, ...]]:
         if self._failure is not None or self._group is None:
             raise RankAgreementError(self._failure)
         if not values:
-            return ()
+            return lambda: ()
         tensor = torch.tensor(values, dtype=torch.int64, device="cpu")
         options = dist.AllreduceOptions()
         options.reduceOp = operation  # type: ignore[assignment]  # the stub knows the class only, not its values
         options.timeout = timeout or self._timeout  # dist.all_reduce knows no timeout of its own
         try:
-            self._group.allreduce([tensor], options).wait()
+            work = self._group.allreduce([tensor], options)
         except RuntimeError as error:
             raise self._failed(options.timeout) from error
+        return partial(self._end, work, tensor, options.timeout)
+
+    def _end(self, work: "dist.Work", tensor: Tensor, timeout: timedelta) -> tuple[int, ...]:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._failed(timeout) from error
         return tuple(tensor.tolist())
 
     def _failed(self, timeout: timedelta) -> RankAgreementError:

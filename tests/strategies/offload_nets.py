@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_vram.strategies.process_group import disconnect
+from lightning_vram.techniques import clean_exit
 
 # in a forked process, groups of the parent that are garbage would wait for threads that are not there
 os.register_at_fork(after_in_child=gc.freeze)
@@ -28,7 +28,7 @@ MODES = {
 
 def leave_group() -> None:
     """Forget the process group of a run on one rank: runs on forked ranks would take it, or its port, for theirs."""
-    disconnect()
+    clean_exit.leave_group()
     os.environ.pop("MASTER_PORT", None)
     gc.collect()
 

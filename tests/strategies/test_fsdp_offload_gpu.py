@@ -16,7 +16,7 @@ from lightning_vram import LeanMixedPrecision, MicroBatching
 from lightning_vram.demos import ByteGPT
 from lightning_vram.memory.units import MIB
 from lightning_vram.strategies.fsdp_offload import FSDPOffloadStrategy
-from lightning_vram.strategies.process_group import disconnect
+from lightning_vram.techniques.clean_exit import leave_group
 from lightning_vram.techniques.pinned_memory import make_host_tensor
 
 pytestmark = [
@@ -31,7 +31,7 @@ NUM_LAYERS, WIDTH, LENGTH = 8, 512, 16
 @pytest.fixture(autouse=True)
 def _alone() -> Iterator[None]:
     yield
-    disconnect()
+    leave_group()
     gc.collect()
 
 

@@ -14,7 +14,7 @@ import torch
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
 
 from lightning_vram.strategies.fsdp_offload import FSDPOffloadStrategy
-from lightning_vram.strategies.lost_peers import LostPeerError
+from lightning_vram.techniques.lost_peers import LostPeerError
 from tests.strategies.restarting_run import NUM_STEPS, Regression
 
 SCRIPT = Path(__file__).with_name("restarting_run.py")

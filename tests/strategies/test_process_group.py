@@ -15,9 +15,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from lightning.fabric.plugins.environments import LightningEnvironment
 
-from lightning_vram.strategies import process_group
-from lightning_vram.strategies.lost_peers import LostPeerError
-from lightning_vram.strategies.process_group import connect, default_backend, disconnect
+from lightning_vram.strategies.process_group import connect, default_backend
+from lightning_vram.techniques import clean_exit
+from lightning_vram.techniques.clean_exit import leave_group
+from lightning_vram.techniques.lost_peers import LostPeerError
 
 CPU = torch.device("cpu")
 SHORT = timedelta(seconds=1)
@@ -53,8 +54,8 @@ def port(monkeypatch: pytest.MonkeyPatch) -> int:
 def at_exit(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
     """What would run when Python ends."""
     waiting: list[Callable[[], None]] = []
-    monkeypatch.setattr(process_group.atexit, "register", waiting.append)
-    monkeypatch.setattr(process_group.atexit, "unregister", lambda f: f in waiting and waiting.remove(f))
+    monkeypatch.setattr(clean_exit.atexit, "register", waiting.append)
+    monkeypatch.setattr(clean_exit.atexit, "unregister", lambda f: f in waiting and waiting.remove(f))
     return waiting
 
 
@@ -88,8 +89,8 @@ def test_the_group_is_made_once_and_destroyed_at_exit(port: int, at_exit: list[C
 def test_one_may_disconnect_earlier_and_connect_again(port: int, at_exit: list[Callable[[], None]]):
     for _ in range(2):
         connect(Environment(0, 1, port), "gloo", timeout=LONG, device=CPU)
-        disconnect()
-        disconnect()
+        leave_group()
+        leave_group()
         assert not dist.is_initialized()
         assert at_exit == []
 
@@ -112,7 +113,7 @@ def sum_ranks(rank: int, port: int) -> None:
     total = torch.tensor([rank + 1])
     dist.all_reduce(total)
     assert total == 3
-    disconnect()
+    leave_group()
 
 
 @pytest.mark.distributed

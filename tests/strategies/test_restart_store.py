@@ -6,8 +6,8 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore, PrefixStore, Store
 
-from lightning_vram.strategies.lost_peers import LostPeerError
 from lightning_vram.strategies.restart_store import attempt_store
+from lightning_vram.techniques.lost_peers import LostPeerError
 
 LONG = timedelta(seconds=60)
 SHORT = timedelta(milliseconds=100)

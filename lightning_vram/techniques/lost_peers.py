@@ -12,6 +12,7 @@ from datetime import timedelta
 from types import TracebackType
 
 from lightning_vram.memory.out_of_memory import is_out_of_memory
+from lightning_vram.techniques.rank_agreement import RankAgreementError
 
 # Nobody answered in time: the peer may still live. Of gloo, of the store, and of NCCL's watchdog.
 _SILENT = re.compile(
@@ -64,6 +65,8 @@ class LostPeerNaming:
         if error is None or not isinstance(error, RuntimeError) or isinstance(error, LostPeerError):
             return
         text = str(error)
+        if isinstance(error, RankAgreementError):  # the backend's words are what it was raised from
+            text = f"{text} {error.__cause__}"
         if _SILENT.search(text):
             message = self._silent()
         elif _BROKEN.search(text):

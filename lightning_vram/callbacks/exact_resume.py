@@ -1,0 +1,161 @@
+"""Let a fit that goes on from a checkpoint see the samples and draw the random numbers that it would have seen.
+
+Lightning counts batches on in the middle of an epoch, but its loaders begin with the first sample again, and its
+generators with the seed. Here the place in the data and the generators of every rank are in the checkpoint.
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.pytorch.loops import _FitLoop
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_vram.techniques.random_states import read_random_states, restore_random_states
+from lightning_vram.techniques.rank_agreement import RankAgreement
+from lightning_vram.techniques.shadow import Shadow
+from lightning_vram.techniques.stateful_loading import (
+    can_be_stateful,
+    load_loader_state,
+    loader_state,
+    make_stateful,
+    remove_state,
+)
+
+_NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"
+
+
+class ExactResume:
+    """Of one fit.
+
+    Args:
+        trainer: In its ``setup`` hooks, its processes connected.
+        name: Of the callback, for messages.
+        agreement: Of all ranks.
+        blocked_signals: That worker processes of loaders do not receive.
+
+    Attributes:
+        repeats_validation: Whether what is saved now will begin with the validation that is running.
+    """
+
+    def __init__(
+        self, trainer: pl.Trainer, name: str, agreement: RankAgreement, blocked_signals: tuple[int, ...]
+    ) -> None:
+        self.repeats_validation = False
+        self._trainer = trainer
+        self._name = name
+        self._agreement = agreement
+        self._blocked_signals = blocked_signals
+        self._loaders: list[Any] = []
+        self._to_load: dict[str, Any] | None = None
+        self._after_iterators: dict[str, Any] | None = None
+        self._before_validation: dict[str, Any] | None = None
+        loop: _FitLoop = trainer.fit_loop
+        epoch_loop = loop.epoch_loop
+        self._shadows = [
+            Shadow(loop, "_load_combined_loader_states", lambda load: lambda: self._load_loaders(load)),
+            Shadow(loop, "setup_data", lambda set_up: lambda: self._set_up_data(set_up)),
+            Shadow(epoch_loop, "reset", lambda reset: lambda: _without_warning(reset, self._is_resumable)),
+            Shadow(epoch_loop.val_loop, "run", lambda run: lambda: self._validate(run)),
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Collect the place in the data, and the generators of all ranks; a collective."""
+        before = self._before_validation if self.repeats_validation else None
+        mine = before or read_random_states(self._trainer.strategy.root_device)
+        progress = self._trainer.fit_loop.epoch_loop.batch_progress
+        has_ended = progress.is_last_batch  # of the epoch, perhaps before the loaders have
+        return {
+            "num_batches": 0 if has_ended else progress.current.processed,  # type: ignore[attr-defined]
+            "has_ended": has_ended,
+            "loaders": [] if has_ended else [loader and loader_state(loader) for loader in self._loaders],
+            "random": self._agreement.gather(mine),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from ``state``. Before loaders are made."""
+        self._to_load = state
+
+    def on_train_start(self) -> None:
+        """Put generators where they were: all before this has drawn for another time."""
+        state, self._to_load = self._to_load, None
+        if state is None:
+            return
+        random = self._random_of(state)
+        if state["has_ended"] and not self._trainer.fit_loop.restarting:  # iterators of the next epoch are made already
+            random = self._after_iterators
+        if random is not None:
+            restore_random_states(random, self._trainer.strategy.root_device)
+
+    def remove(self) -> None:
+        """Leave loops and loaders as they were. Calling it again does nothing."""
+        for shadow in self._shadows:
+            shadow.remove()
+        for loader in self._loaders:
+            if loader is not None:
+                remove_state(loader)
+        self._loaders, self._to_load = [], None
+
+    # --- data ---
+
+    def _is_resumable(self) -> bool:
+        return all(loader is not None for loader in self._loaders)
+
+    def _set_up_data(self, set_up: Callable[[], None]) -> None:
+        set_up()
+        if self._to_load is not None:
+            self._after_iterators = read_random_states(self._trainer.strategy.root_device)
+
+    def _load_loaders(self, load: Callable[[], None]) -> None:
+        """Right before loaders are iterated over."""
+        combined = self._trainer.fit_loop._combined_loader
+        assert combined is not None
+        reasons = [can_be_stateful(loader) for loader in combined.flattened]
+        self._loaders = [None if why else loader for why, loader in zip(reasons, combined.flattened, strict=True)]
+        for loader in self._loaders:
+            if loader is not None:
+                make_stateful(loader, blocked_signals=self._blocked_signals)
+        load()
+        if self._to_load is not None:
+            self._go_to(self._to_load, combined.flattened)
+
+    def _go_to(self, state: dict[str, Any], loaders: list[Any]) -> None:
+        random = self._random_of(state)
+        if random is not None:
+            restore_random_states(random, self._trainer.strategy.root_device)
+        if state["has_ended"]:  # with workers the order of the next epoch is drawn now; Lightning sets it later
+            for loader in loaders:
+                _set_sampler_epoch(loader, self._trainer.fit_loop.epoch_progress.current.ready)
+            return
+        states = state["loaders"] if len(state["loaders"]) == len(loaders) else [None] * len(loaders)
+        for loader, stateful, place in zip(loaders, self._loaders, states, strict=True):
+            if stateful is not None and place is not None:
+                load_loader_state(stateful, place)
+            elif state["num_batches"] and not hasattr(loader, "load_state_dict"):  # else Lightning gives it its state
+                why = can_be_stateful(loader) or "the loaders are not those of the checkpoint"
+                rank_zero_warn(
+                    f"{self._name} cannot go to the right sample: {why}. The first {state['num_batches']} batches of "
+                    "this epoch are seen again, the last are not."
+                )
+
+    def _random_of(self, state: dict[str, Any]) -> dict[str, Any] | None:
+        """Those of this rank, if there were as many ranks."""
+        is_same = len(state["random"]) == self._trainer.world_size
+        return state["random"][self._trainer.global_rank] if is_same else None
+
+    def _validate(self, run: Callable[[], Any]) -> Any:
+        """A validation that is broken off is run again, with the numbers that it began with."""
+        self._before_validation = read_random_states(self._trainer.strategy.root_device)
+        try:
+            return run()
+        finally:
+            self._before_validation = None
+
+
+def _without_warning(reset: Callable[[], None], is_resumable: Callable[[], bool]) -> None:
+    with warnings.catch_warnings():
+        if is_resumable():
+            warnings.filterwarnings("ignore", _NOT_RESUMABLE)
+        reset()

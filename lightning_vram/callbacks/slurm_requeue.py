@@ -1,0 +1,346 @@
+"""Save, requeue and leave when SLURM is about to end the job, all ranks together and never within a signal handler.
+
+Lightning saves in the handler of SIGUSR1, on each rank wherever it is: one of them within a collective, and the job
+hangs until its time is over (Lightning #21406). Here the handler notes the signal. Between two batches the ranks tell
+each other, which costs no time since a vote goes on beside the next batch; then they save one checkpoint together, the
+first asks for the requeue, and all leave.
+"""
+
+import logging
+import signal
+import time
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch.distributed.constants import default_pg_timeout
+from typing_extensions import override
+
+from lightning_vram.callbacks.exact_resume import ExactResume
+from lightning_vram.callbacks.namespace import check_trainer
+from lightning_vram.callbacks.requeue_folder import RequeueFolder
+from lightning_vram.callbacks.slurm_job import Fate, SlurmJob, check_job, check_tasks
+from lightning_vram.callbacks.stop_signals import StopSignals
+from lightning_vram.callbacks.stop_vote import StopVote
+from lightning_vram.techniques.clean_exit import end_cleanly
+from lightning_vram.techniques.lost_peers import naming_lost_peers
+from lightning_vram.techniques.rank_agreement import RankAgreement
+from lightning_vram.techniques.shadow import Shadow, instead
+
+log = logging.getLogger(__name__)
+_fits = count(1)  # of this program: the same on all ranks
+
+
+class JobStopped(SystemExit):
+    """Ends the program, all ranks together, after the checkpoint has been saved. Its code is 0 if the job goes on."""
+
+
+class SlurmRequeue(Callback):
+    """Go on after preemptions and time limits of SLURM as if nothing had happened.
+
+    On ``requeue_signal`` (``#SBATCH --signal=USR1@120``) and on SIGTERM (preemption) all ranks save a checkpoint
+    together at the end of a batch, the job is requeued, and all processes end. The next start of the job finds the
+    checkpoint by itself, whatever ``ckpt_path`` the fit is given, and goes on with the next sample and the same random
+    numbers: the weights are those of a run without a break. A job that was cancelled saves and is not requeued.
+    Lightning's own requeueing is switched off meanwhile. Outside of SLURM only the place in the data is kept, in every
+    checkpoint.
+
+    It acts between two optimizer steps, at most two batches after the signal, and within validation, which is then
+    run again; ``validate``, ``test`` and ``predict`` begin anew. What a ``DataLoader``'s workers draw at random, and
+    metrics that were accumulated over the epoch, begin anew as well, and data of an ``IterableDataset`` are seen
+    again, with a warning.
+
+    Args:
+        dirpath: Folder for ``slurm_requeue/<job>/``, on a file system that all nodes share. ``None``: the trainer's
+            ``default_root_dir``. Removed when the fit has ended.
+        requeue_signal: Name of the signal that announces the end.
+
+    Raises:
+        TypeError: If an argument has another type than said above.
+        ValueError: If ``requeue_signal`` is no signal that a process may handle.
+        MisconfigurationException: Under SLURM, if tasks were not started by ``srun`` or the job's name keeps them from
+            connecting; before training, if ``dirpath`` is not one folder for all nodes.
+        JobStopped: In training, a ``SystemExit``: after the checkpoint was saved.
+
+    Example:
+        >>> import lightning.pytorch as pl
+        >>> from lightning_vram import SlurmRequeue
+        >>> trainer = pl.Trainer(callbacks=[SlurmRequeue()], logger=False)
+    """
+
+    def __init__(self, dirpath: str | Path | None = None, requeue_signal: str = "SIGUSR1") -> None:
+        if dirpath is not None and not isinstance(dirpath, str | Path):
+            raise TypeError(f"SlurmRequeue(dirpath) must be a path or None, got {dirpath!r}.")
+        self.dirpath = dirpath
+        self.requeue_signal = requeue_signal
+        self._signals = StopSignals((signal.SIGTERM, _parse_signal(requeue_signal)))
+        check_job(SlurmJob.from_environment())
+        self._job: SlurmJob | None = None
+        self._folder: RequeueFolder | None = None
+        self._agreement: RankAgreement | None = None
+        self._vote: StopVote | None = None
+        self._resume: ExactResume | None = None
+        self._shadows: list[Shadow] = []
+        self._environment: SLURMEnvironment | None = None
+        self._timeout = default_pg_timeout
+        self._peers: AbstractContextManager[None] = nullcontext()
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        check_trainer("SlurmRequeue", trainer)
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        if sum(isinstance(callback, SlurmRequeue) for callback in callbacks) > 1:
+            raise MisconfigurationException("SlurmRequeue is among the callbacks twice: give it once.")
+        environment = trainer._accelerator_connector.cluster_environment
+        check_tasks(environment, trainer.num_devices, trainer.num_nodes)
+        self._release()
+        arguments = getattr(trainer.strategy, "arguments", None)  # of fsdp_offload
+        self._timeout = getattr(arguments, "timeout", getattr(trainer.strategy, "_timeout", None)) or default_pg_timeout
+        self._agreement = RankAgreement(self._timeout)
+        job = SlurmJob.from_environment()
+        if stage == "fit":
+            blocked = self._signals.signals if job is not None else ()
+            self._resume = ExactResume(trainer, "SlurmRequeue", self._agreement, blocked)
+        if job is None or bool(getattr(trainer, "fast_dev_run", False)):
+            self._signals.unblock()
+            return
+        self._job = job
+        self._take_over(trainer)
+        if stage == "fit":
+            self._set_up_fit(trainer, job)
+
+    def _take_over(self, trainer: pl.Trainer) -> None:
+        """From Lightning, whose handlers wait for other ranks."""
+        assert self._agreement is not None
+        environment = trainer._accelerator_connector.cluster_environment
+        if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
+            self._environment, environment.auto_requeue = environment, False
+        connector = trainer._signal_connector
+        self._shadows.append(Shadow(connector, "_sigterm_notifier_fn", instead(self._signals.note)))
+        if not self._signals.install():
+            rank_zero_warn("SlurmRequeue has no effect outside of the main thread, which alone gets signals.")
+        self._vote = StopVote(self._agreement, self._signals)
+        self._peers = naming_lost_peers(
+            trainer.global_rank, trainer.world_size, lambda: f"step {trainer.global_step}, after a batch", self._timeout
+        )
+        end_cleanly()
+
+    def _set_up_fit(self, trainer: pl.Trainer, job: SlurmJob) -> None:
+        assert self._agreement is not None
+        root = self.dirpath if self.dirpath is not None else trainer.default_root_dir
+        if "://" in str(root):
+            raise MisconfigurationException(
+                f"SlurmRequeue needs a folder that all nodes share, got default_root_dir={str(root)!r}. "
+                "Give it one: SlurmRequeue(dirpath=...)."
+            )
+        self._folder = RequeueFolder(Path(root).absolute(), job.job_id, next(_fits))
+        self._open_folder(trainer, self._folder)
+        connector, loop = trainer._checkpoint_connector, trainer.fit_loop.epoch_loop
+        self._shadows += [
+            Shadow(connector, "resume_start", lambda start: partial(self._begin, trainer, start)),
+            Shadow(loop, "advance", lambda advance: partial(self._advance, trainer, advance)),
+        ]
+
+    def _open_folder(self, trainer: pl.Trainer, folder: RequeueFolder) -> None:
+        """Make the folder, and have every rank look for it. All ranks raise, or none."""
+        assert self._agreement is not None
+        error = folder.try_open() if trainer.is_global_zero else ""
+        error = trainer.strategy.broadcast(error)
+        if error:
+            raise MisconfigurationException(
+                f"SlurmRequeue cannot write to {str(folder.path)!r}: {error}. Give a folder that all nodes share: "
+                "SlurmRequeue(dirpath=...), or the trainer's default_root_dir."
+            )
+        (blind,) = self._agreement.largest(-1 if folder.is_open else trainer.global_rank)
+        if blind >= 0:
+            raise MisconfigurationException(
+                f"SlurmRequeue cannot use {str(folder.path)!r}: rank {blind} does not see what rank 0 has made there. "
+                "Give a folder that all nodes share: SlurmRequeue(dirpath=...), or the trainer's default_root_dir."
+            )
+
+    def _begin(self, trainer: pl.Trainer, start: Any, checkpoint_path: Any = None, **options: Any) -> None:
+        """Go on from the newest checkpoint of this job, if it has been here before."""
+        assert self._job is not None
+        assert self._folder is not None
+        newest: Path | None = None
+        if trainer.is_global_zero and self._job.restart_count > 0:
+            newest = self._folder.newest(_last_checkpoints(trainer))
+        newest = trainer.strategy.broadcast(newest)
+        if newest is None:
+            start(checkpoint_path, **options)
+            return
+        rank_zero_info(f"SlurmRequeue: restart {self._job.restart_count} of job {self._job.job_id}.")
+        if newest == self._folder.checkpoint:
+            options["weights_only"] = False  # we wrote it ourselves, with whatever classes the module keeps in it
+        start(str(newest), **options)
+
+    # --- where a fit may stop ---
+
+    def _advance(self, trainer: pl.Trainer, advance: Any, fetcher: Any) -> None:
+        loop = trainer.fit_loop.epoch_loop
+        assert self._vote is not None
+        with self._peers:
+            is_stopping = self._vote.exchange()
+        if is_stopping and not loop.restarting and self._is_between_steps(trainer, fetcher):
+            self._stop(trainer)
+        advance(fetcher)
+
+    def _is_between_steps(self, trainer: pl.Trainer, fetcher: Any) -> bool:
+        """Whether a checkpoint of this moment goes on here. Lightning's counters do not tell what follows a batch."""
+        loop = trainer.fit_loop.epoch_loop
+        return not loop._should_accumulate() and not loop._should_check_val_fx(fetcher)
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._resume is not None:
+            self._resume.on_train_start()
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._begin_evaluation(trainer, trainer.num_val_batches)
+
+    @override
+    def on_validation_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        self._evaluate(trainer)
+
+    @override
+    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._begin_evaluation(trainer, trainer.num_test_batches)
+
+    @override
+    def on_test_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        self._evaluate(trainer)
+
+    @override
+    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._begin_evaluation(trainer, trainer.num_predict_batches)
+
+    @override
+    def on_predict_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        self._evaluate(trainer)
+
+    def _begin_evaluation(self, trainer: pl.Trainer, num_batches: list[int | float]) -> None:
+        if self._vote is not None and not trainer.sanity_checking:
+            with self._peers:
+                self._vote.limit(sum(num_batches))
+
+    def _evaluate(self, trainer: pl.Trainer) -> None:
+        if self._vote is None or trainer.sanity_checking:
+            return
+        with self._peers:
+            is_stopping = self._vote.exchange_limited()
+        if not is_stopping:
+            return
+        if trainer.state.fn != "fit" or not trainer.fit_loop.epoch_loop._should_accumulate():
+            self._stop(trainer)
+
+    # --- stopping ---
+
+    def _stop(self, trainer: pl.Trainer) -> None:
+        """Save, requeue, leave. On all ranks."""
+        assert self._job is not None
+        assert self._vote is not None
+        done = "nothing to save"
+        if self._folder is not None:
+            start = time.perf_counter()
+            self._save(trainer, self._folder.checkpoint)
+            done = f"saved {self._folder.checkpoint} in {time.perf_counter() - start:.1f} s"
+        code, outcome = trainer.strategy.broadcast(self._requeue() if trainer.is_global_zero else (0, ""))
+        rank_zero_info(f"SlurmRequeue: {self._vote.name} at step {trainer.global_step}: {done}; {outcome}.")
+        raise JobStopped(code)
+
+    def _save(self, trainer: pl.Trainer, path: Path) -> None:
+        assert self._resume is not None
+        val_progress = trainer.fit_loop.epoch_loop.val_loop.batch_progress
+        kept = val_progress.state_dict()
+        self._resume.repeats_validation = trainer.validating
+        if trainer.validating:  # so that Lightning runs it again, from its first batch
+            val_progress.reset()
+            val_progress.total.ready = val_progress.total.started = 1  # type: ignore[attr-defined]
+        try:
+            trainer.save_checkpoint(path, weights_only=False)
+        finally:
+            self._resume.repeats_validation = False
+            val_progress.load_state_dict(kept)
+        finish = getattr(trainer.strategy, "wait_for_checkpoints", None)  # an asynchronous save has to be over
+        trainer.strategy.checkpoint_io.teardown() if finish is None else finish()
+        trainer.strategy.barrier("SlurmRequeue.save")
+
+    def _requeue(self) -> tuple[int, str]:
+        """On rank 0: ask SLURM. Returns the exit code, and what to say."""
+        assert self._job is not None
+        assert self._vote is not None
+        fate = self._job.fate() if self._vote.name == "SIGTERM" else Fate.OPEN
+        if fate is Fate.CANCELLED:
+            return 1, f"job {self._job.job_id} was cancelled and is not requeued"
+        if fate is Fate.REQUEUED:
+            return 0, f"job {self._job.job_id} has been requeued"
+        why = self._job.requeue()
+        if why:
+            return 1, f"job {self._job.job_id} could not be requeued ({why}): submit it again"
+        return 0, f"job {self._job.job_id} is requeued"
+
+    # --- state and end ---
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        if self._resume is None:
+            return {}
+        with self._peers:
+            return self._resume.state_dict()
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self._resume is not None:
+            self._resume.load_state_dict(state_dict)
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        if not isinstance(exception, JobStopped):  # which is followed by SLURM's SIGTERM
+            self._release()
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if self._folder is not None and trainer.is_global_zero:
+            self._folder.remove()
+        self._release()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, such as a worker process gets of the trainer, is in no run."""
+        return type(self), (self.dirpath, self.requeue_signal)
+
+    def _release(self) -> None:
+        for shadow in reversed(self._shadows):
+            shadow.remove()
+        if self._resume is not None:
+            self._resume.remove()
+        if self._environment is not None:
+            self._environment.auto_requeue = True
+        if self._agreement is not None:
+            self._agreement.close()
+        self._signals.remove()
+        self._shadows, self._resume, self._environment, self._agreement = [], None, None, None
+        self._folder, self._job, self._vote, self._peers = None, None, None, nullcontext()
+
+
+def _parse_signal(name: str) -> signal.Signals:
+    if not isinstance(name, str):
+        raise TypeError(f"SlurmRequeue(requeue_signal) must be the name of a signal, got {name!r}.")
+    full = name if name.startswith("SIG") else f"SIG{name}"
+    if full not in signal.Signals.__members__ or full in ("SIGKILL", "SIGSTOP", "SIGTERM"):
+        raise ValueError(f"SlurmRequeue(requeue_signal) must be a signal like 'SIGUSR1', got {name!r}.")
+    return signal.Signals[full]
+
+
+def _last_checkpoints(trainer: pl.Trainer) -> list[Path]:
+    """What ``ModelCheckpoint(save_last=True)`` has written."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    finders = [one._find_last_checkpoints for one in callbacks if isinstance(one, ModelCheckpoint)]
+    return [Path(path) for find in finders for path in find(trainer)]

@@ -1,0 +1,67 @@
+"""Note the signals by which a job is told to end, and do nothing in their handler.
+
+Python runs a handler between two bytecodes of the main thread, which may hold locks or be within a collective: whatever
+waits for another rank there can hang the job (Lightning #21406). So the handler notes the signal, and who can act on it
+looks.
+"""
+
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+Handler = Callable[[int, Any], Any] | int | None
+
+
+class StopSignals:
+    """What has arrived while they were installed.
+
+    Args:
+        signals: In order of importance, the least first.
+    """
+
+    def __init__(self, signals: Sequence[signal.Signals]) -> None:
+        self.signals = tuple(signals)
+        self._arrived: set[int] = set()
+        self._before: dict[signal.Signals, Handler] = {}
+
+    @property
+    def strongest(self) -> int:
+        """Of those that arrived the place in ``signals``, from 1; 0 if there was none."""
+        return max((place for place, one in enumerate(self.signals, 1) if one in self._arrived), default=0)
+
+    def install(self) -> bool:
+        """Note signals from now on, and take in those that were blocked and wait. Calling it again does nothing.
+
+        Returns:
+            Whether it could be done: only the main thread may.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return False
+        for one in self.signals:
+            if one not in self._before:
+                self._before[one] = signal.getsignal(one)
+                signal.signal(one, self.note)
+        self.unblock()
+        return True
+
+    def unblock(self) -> None:
+        """Let through what was held back in this thread."""
+        if hasattr(signal, "pthread_sigmask"):
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, self.signals)
+
+    def note(self, number: int, frame: Any = None) -> None:
+        """Be the handler."""
+        self._arrived.add(number)
+
+    def remove(self) -> None:
+        """Put back the handlers of before. What has arrived stays so. Calling it again does nothing."""
+        if threading.current_thread() is threading.main_thread():
+            for one, handler in self._before.items():
+                if signal.getsignal(one) == self.note:
+                    signal.signal(one, signal.SIG_DFL if handler is None else handler)
+            self._before = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """In a copy nothing is installed."""
+        return StopSignals, (self.signals,)

@@ -1,0 +1,48 @@
+"""Hold back the signals by which SLURM ends a job, while the ``lightning-vram`` command starts.
+
+Between the start of Python and the moment at which a run can save a checkpoint lie the imports of PyTorch and
+Lightning: seconds in which SIGUSR1 would kill the task, and SLURM would take the job for failed. The kernel keeps
+signals that are blocked; ``SlurmRequeue`` takes them in when it is set up. Imported first of all, so standard library
+only. A script of your own does the same with one line before its imports::
+
+    import signal; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGTERM})
+"""
+
+import itertools
+import os
+import signal
+import sys
+from pathlib import Path
+
+COMMAND = "lightning-vram"
+PACKAGE = "lightning_vram"
+
+
+def hold_back() -> None:
+    """Block them in this thread, and so in all that it starts."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _signals())
+
+
+def let_through() -> None:
+    """Unblock them: one that came meanwhile does now what it does."""
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _signals())
+
+
+def is_command(arguments: list[str]) -> bool:
+    """Whether Python was started as the command, or as ``python -m lightning_vram``.
+
+    Args:
+        arguments: ``sys.orig_argv``: Python's own options, too.
+    """
+    if any(Path(argument).name == COMMAND for argument in arguments[1:2]):
+        return True
+    return any(option == "-m" and name.partition(".")[0] == PACKAGE for option, name in itertools.pairwise(arguments))
+
+
+def _signals() -> set[signal.Signals]:
+    return {signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM}
+
+
+if "SLURM_PROCID" in os.environ and hasattr(signal, "pthread_sigmask") and is_command(sys.orig_argv):
+    hold_back()

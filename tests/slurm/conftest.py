@@ -1,0 +1,45 @@
+"""A cluster for every test that asks for one. All run in one process of pytest-xdist, if it is asked to group them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from slurm.cluster import Cluster, find_missing
+from slurm.node_namespaces import NamespaceCluster, lacks_namespaces
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:  # of all folders
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.slurm)
+            item.add_marker(pytest.mark.xdist_group("slurm"))
+
+
+@pytest.fixture(scope="session")
+def needs_cluster() -> None:
+    if reason := find_missing():
+        pytest.skip(f"no SLURM cluster here: {reason}")
+
+
+@pytest.fixture(scope="session")
+def cluster(needs_cluster: None) -> Iterator[Cluster]:
+    """Two nodes with four cores each."""
+    with Cluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def namespace_cluster(needs_cluster: None) -> Iterator[NamespaceCluster]:
+    """Two nodes that can be unplugged and switched off."""
+    if reason := lacks_namespaces():
+        pytest.skip(reason)
+    with NamespaceCluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture(autouse=True)
+def leave_clusters_idle(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test's jobs end with it."""
+    yield
+    for name in {"cluster", "namespace_cluster"} & set(request.fixturenames):
+        request.getfixturevalue(name).end_jobs()

@@ -1,0 +1,158 @@
+"""Trainings that SLURM interrupts end with the weights of one that it does not. Real jobs of two nodes, on the CPU."""
+
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from slurm.cluster import Cluster
+from slurm.training import Training, assert_close, python_environment
+
+STRATEGIES = ["ddp", "sharded"]
+Whole = Callable[[str], Training]
+
+
+@pytest.fixture(scope="module")
+def whole(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    """A training without a break, run once for each strategy."""
+    trainings: dict[str, Training] = {}
+
+    def run(strategy: str) -> Training:
+        if strategy not in trainings:
+            folder = tmp_path_factory.mktemp(strategy)
+            training = trainings[strategy] = Training(cluster, folder, "--strategy", strategy)
+            assert training.end() == "COMPLETED", training.output
+        return trainings[strategy]
+
+    return run
+
+
+def preempt(training: Training, times: int) -> None:
+    """Signal at random moments of as many starts."""
+    for start in range(1, times + 1):
+        training.wait_for_start(start)
+        time.sleep(random.random() * 0.3)  # the moment is what is tried
+        training.cluster.signal(training.job, "USR1")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_two_nodes_train_what_one_does(cluster: Cluster, whole: Whole, tmp_path: Path, strategy: str) -> None:
+    (first, second) = (whole(strategy).events("start", rank)[0] for rank in (0, 1))
+    assert first["environment"] == second["environment"] == "SLURMEnvironment"
+    assert (first["world_size"], first["node_rank"], first["node"]) == (2, 0, "node1")
+    assert (second["world_size"], second["node_rank"], second["node"]) == (2, 1, "node2")
+    assert first["address"] == second["address"] == f"127.0.0.1:{15000 + whole(strategy).job}"
+    options = ("--nodes=1", "--ntasks-per-node=2", "--cpus-per-task=2")
+    one = Training(cluster, tmp_path / "one", "--strategy", strategy, sbatch_options=options)
+    assert one.end() == "COMPLETED", one.output
+    assert {one.events("start", rank)[0]["node"] for rank in (0, 1)} == {one.events("start")[0]["node"]}
+    assert_close(one.weights, whole(strategy).weights)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_signal_requeues_the_job_and_nothing_is_lost(
+    cluster: Cluster, whole: Whole, tmp_path: Path, strategy: str
+) -> None:
+    training = Training(cluster, tmp_path / "run", "--strategy", strategy, "--num_workers", 1)
+    preempt(training, times=2)
+    assert training.end() == "COMPLETED", training.output
+    assert cluster.restarts(training.job) == 2
+    stops = [[event["step"] for event in training.events("stop", rank)] for rank in (0, 1)]
+    assert stops[0] == stops[1] == [event["step"] for event in training.events("start")][1:]
+    assert_close(training.weights, whole(strategy).weights, tolerance=0)
+    assert not (tmp_path / "run" / "slurm_requeue").exists()
+
+
+def test_a_job_that_is_preempted_comes_back(cluster: Cluster, whole: Whole, tmp_path: Path) -> None:
+    low = Training(cluster, tmp_path / "low", "--strategy", "sharded", sbatch_options=("--partition=low",))
+    low.wait_for_start()
+    script = tmp_path / "urgent.sh"
+    script.write_text("#!/bin/bash\nexit 0\n")
+    urgent = cluster.submit(
+        script, "--partition=high", "--nodes=2", "--exclusive", f"--output={tmp_path}/urgent", env=None
+    )
+    assert cluster.wait(urgent, "COMPLETED", "FAILED", timeout=60) == "COMPLETED"
+    assert low.end() == "COMPLETED", low.output
+    assert [event["step"] for event in low.events("start")][1:] == [event["step"] for event in low.events("stop")]
+    assert_close(low.weights, whole("sharded").weights, tolerance=0)
+
+
+def test_a_job_that_is_cancelled_stays_so(cluster: Cluster, tmp_path: Path) -> None:
+    training = Training(cluster, tmp_path / "run", "--max_steps", 100_000)
+    training.wait_for_start()
+    cluster.cancel(training.job)
+    assert training.end() == "CANCELLED"
+    assert f"job {training.job} was cancelled and is not requeued." in training.output
+    assert cluster.restarts(training.job) == 0
+
+
+def test_a_rank_that_is_killed_ends_the_job_with_our_message_and_the_next_one_goes_on(
+    cluster: Cluster, whole: Whole, tmp_path: Path
+) -> None:
+    options = ("--strategy", "sharded", "--save_every", 20)
+    killed = Training(cluster, tmp_path / "run", *options, "--die_at", 50)
+    assert killed.end() == "FAILED"
+    (death,) = killed.events("die", rank=1)
+    (error,) = killed.events("stop")
+    assert error["time"] - death["time"] < 20
+    assert error["error"].startswith("LostPeerError: Rank 0 of 2 on ")
+    assert ", step " in error["error"]
+    assert "LostPeerError" in killed.output
+    again = Training(cluster, tmp_path / "run", *options)
+    assert again.end() == "COMPLETED", again.output
+    assert again.events("start")[-1]["step"] == 40
+    assert_close(again.weights, whole("sharded").weights, tolerance=0)
+
+
+def test_a_node_and_a_controller_that_are_lost_and_come_back(cluster: Cluster, whole: Whole, tmp_path: Path) -> None:
+    training = Training(cluster, tmp_path / "run", "--save_every", 20, "--step_seconds", 0.2)
+    training.wait_for_start()
+    cluster.wait_until_saved(training.job)
+    cluster.kill_slurmctld()
+    cluster.start_slurmctld()
+    cluster.wait_until(
+        lambda: (tmp_path / "run" / "checkpoints" / "last.ckpt").exists(), training.job, 60, "saved nothing"
+    )
+    cluster.kill_slurmd("node2")
+    cluster.wait_until(lambda: cluster.restarts(training.job) == 1, training.job, 60, "was not requeued")
+    cluster.start_slurmd("node2")
+    assert training.end() == "COMPLETED", training.output
+    assert training.events("start")[-1]["step"] >= 20
+    assert_close(training.weights, whole("ddp").weights, tolerance=0)
+
+
+@pytest.mark.parametrize(
+    ("sbatch_options", "options", "message"),
+    [
+        (
+            ("--job-name=bash",),
+            (),
+            "The SLURM job is named 'bash': Lightning takes such a job for an interactive session, and its 2 tasks "
+            "would not connect. Give it another name: '#SBATCH --job-name=train'.",
+        ),
+        (
+            (),
+            ("--dirpath", "/tmp/lightning_vram_{node}"),
+            "rank 1 does not see what rank 0 has made there. Give a folder that all nodes share: "
+            "SlurmRequeue(dirpath=...), or the trainer's default_root_dir.",
+        ),
+    ],
+    ids=["job named bash", "folder of one node"],
+)
+def test_a_job_that_could_not_work_fails_at_once_and_says_what_to_change(
+    cluster: Cluster, tmp_path: Path, sbatch_options: tuple[str, ...], options: tuple[str, ...], message: str
+) -> None:
+    training = Training(cluster, tmp_path / "run", *options, sbatch_options=sbatch_options)
+    assert training.end(60) == "FAILED"
+    assert message in training.output
+    assert not training.events("start")
+
+
+def test_a_command_without_srun_is_told_to_have_one(cluster: Cluster, tmp_path: Path) -> None:
+    script = tmp_path / "without.sh"
+    script.write_text("#!/bin/bash\nlightning-vram fit --config none.yaml\n")
+    options = ("--nodes=2", "--ntasks-per-node=1", f"--output={tmp_path}/output")
+    job = cluster.submit(script, *options, env=python_environment(cluster))
+    assert cluster.wait(job, "FAILED", "COMPLETED", timeout=60) == "FAILED"
+    assert "The SLURM job has 2 tasks, and this process was not started by srun" in cluster.output(job)
