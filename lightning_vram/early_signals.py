@@ -8,7 +8,6 @@ only. A script of your own does the same with one line before its imports::
     import signal; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGTERM})
 """
 
-import itertools
 import os
 import signal
 import sys
@@ -35,13 +34,19 @@ def is_command(arguments: list[str]) -> bool:
     Args:
         arguments: ``sys.orig_argv``: Python's own options, too.
     """
-    if any(Path(argument).name == COMMAND for argument in arguments[1:2]):
-        return True
-    return any(option == "-m" and name.partition(".")[0] == PACKAGE for option, name in itertools.pairwise(arguments))
+    words = iter(arguments[1:])
+    for word in words:
+        if word in ("-X", "-W"):
+            next(words, None)
+        elif word == "-m":
+            return next(words, "").partition(".")[0] == PACKAGE
+        elif not word.startswith("-"):
+            return Path(word).name == COMMAND
+    return False
 
 
 def _signals() -> set[signal.Signals]:
-    return {signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM}
+    return {signal.SIGUSR1, signal.SIGTERM}
 
 
 if "SLURM_PROCID" in os.environ and hasattr(signal, "pthread_sigmask") and is_command(sys.orig_argv):

@@ -65,8 +65,14 @@ def small(path: Path) -> list[str]:
 
 
 def test_the_presets_are_told_from_the_parts():
-    assert {path.stem for path in PRESETS} >= {"single_gpu", "gpt_lean", "cnn_lean", "slurm_fsdp_offload"}
-    assert {path.stem for path in CONFIGS} - {path.stem for path in PRESETS} >= {"quickstart", "fsdp_offload"}
+    assert {path.stem for path in PRESETS} >= {
+        "single_gpu",
+        "fsdp_offload",
+        "gpt_lean",
+        "cnn_lean",
+        "slurm_fsdp_offload",
+    }
+    assert {path.stem for path in CONFIGS} - {path.stem for path in PRESETS} >= {"quickstart", "slurm_requeue"}
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)

@@ -84,7 +84,9 @@ class ExactResume:
         if state is None:
             return
         random = self._random_of(state)
-        if state["has_ended"] and not self._trainer.fit_loop.restarting:  # iterators of the next epoch are made already
+        loop = self._trainer.fit_loop
+        is_next_epoch = not loop.restarting or loop.epoch_loop.restarted_on_train_batch_end
+        if state["has_ended"] and is_next_epoch:  # whose iterators are made already
             random = self._after_iterators
         if random is not None:
             restore_random_states(random, self._trainer.strategy.root_device)

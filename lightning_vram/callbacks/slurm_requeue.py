@@ -304,6 +304,7 @@ class SlurmRequeue(Callback):
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         if not isinstance(exception, JobStopped):  # which is followed by SLURM's SIGTERM
+            trainer._signal_connector.teardown()  # else it would put our handlers back, which it found there
             self._release()
 
     @override

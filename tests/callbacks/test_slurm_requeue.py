@@ -121,9 +121,9 @@ def test_the_second_fit_of_a_program_goes_on_where_it_was(slurm, tmp_path):
 
 
 def wait_for(number: int) -> None:
-    """Let a signal be sent that is blocked."""
+    """Let a signal be sent that is blocked; in this thread only, for others of torch's do not block it."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {number})
-    os.kill(os.getpid(), number)
+    signal.pthread_kill(threading.get_ident(), number)
 
 
 def test_signals_that_came_before_the_fit_are_taken_in(slurm, tmp_path):
@@ -209,13 +209,22 @@ def save_last(folder: Path) -> ModelCheckpoint:
     return ModelCheckpoint(folder / "saved", every_n_train_steps=1, save_last=True, save_top_k=0)
 
 
-END_OF_EPOCH = pytest.mark.xfail(reason="a checkpoint saved after the last batch of an epoch goes on otherwise")
+SKIPPED = pytest.mark.xfail(reason="Lightning 2.6 leaves out the validation that was due")
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
-@pytest.mark.parametrize("ckpt_path", [None, "last"], ids=["in a job", "outside of one"])
-@pytest.mark.parametrize("limit_val_batches", [0, NUM_VAL_BATCHES])
-@pytest.mark.parametrize("at", [1, 2, pytest.param(3, marks=END_OF_EPOCH), 4, 5])
+@pytest.mark.parametrize(
+    ("at", "limit_val_batches", "ckpt_path"),
+    [
+        (1, 2, None),
+        (2, 2, "last"),  # outside of a job
+        pytest.param(3, 2, None, marks=SKIPPED),
+        (3, 0, "last"),
+        (4, 2, None),
+        (4, 0, "last"),
+        (5, 0, None),
+    ],
+)
 def test_a_run_that_failed_goes_on_from_the_last_checkpoint(
     at, limit_val_batches, ckpt_path, slurm, tmp_path, monkeypatch
 ):
@@ -431,14 +440,16 @@ def test_lightnings_requeueing_is_off_meanwhile(of_user, slurm, tmp_path):
     assert [each[USR1] == callback._signals.note for each in look.handlers] == [True, True]
 
 
-@pytest.mark.xfail(reason="Lightning's teardown comes after on_exception and installs them again")
 def test_a_fit_that_fails_leaves_handlers_as_they_were(slurm, tmp_path):
     environment, before = SLURMEnvironment(auto_requeue=True), handlers()
     callback = SlurmRequeue()
     trainer = make_trainer(tmp_path, Fail(1), callback, plugins=[environment])
     with pytest.raises(PlantedError):
         trainer.fit(Noting())
-    assert handlers() == before
+    after = handlers()
+    for number, handler in before.items():
+        signal.signal(number, handler)  # whatever comes of this test
+    assert after == before
     assert environment.auto_requeue
     assert "resume_start" not in vars(trainer._checkpoint_connector)
     assert "advance" not in vars(trainer.fit_loop.epoch_loop)
@@ -484,9 +495,13 @@ def test_a_trial_run_is_left_alone(slurm, tmp_path):
 
 def test_outside_of_the_main_thread_it_says_that_it_has_no_effect(slurm, tmp_path):
     runs = []
-    message = r"^SlurmRequeue has no effect outside of the main thread, which alone gets signals\.$"
-    with pytest.warns(UserWarning, match=message):
+
+    def fit_in_thread() -> None:
         thread = threading.Thread(target=lambda: runs.append(fit(Noting, tmp_path, SlurmRequeue())))
         thread.start()
         thread.join()
+
+    message = r"^SlurmRequeue has no effect outside of the main thread, which alone gets signals\.$"
+    with pytest.warns(UserWarning, match=message):
+        fit_in_thread()
     assert len(runs[0].module.seen) == 6

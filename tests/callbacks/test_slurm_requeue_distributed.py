@@ -126,8 +126,7 @@ def assert_all_went_on(expected: list[dict], stopped: list[dict], resumed: list[
     ("strategy", "signals"),
     [
         ("ddp", {1: (USR1, 0)}),
-        ("ddp", {0: (TERM, 3)}),  # in validation
-        ("ddp", {0: (USR1, 5), 1: (TERM, 6)}),
+        ("ddp", {0: (USR1, 3), 1: (TERM, 4)}),  # in validation
         ("full", {1: (TERM, 0)}),
         ("sharded", {1: (USR1, 3)}),
     ],

@@ -1,6 +1,9 @@
 """Trainings that SLURM interrupts end with the weights of one that it does not. Real jobs of two nodes, on the CPU."""
 
+import os
 import random
+import re
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -64,16 +67,17 @@ def test_a_signal_requeues_the_job_and_nothing_is_lost(
     assert not (tmp_path / "run" / "slurm_requeue").exists()
 
 
-def test_a_job_that_is_preempted_comes_back(cluster: Cluster, whole: Whole, tmp_path: Path) -> None:
-    low = Training(cluster, tmp_path / "low", "--strategy", "sharded", sbatch_options=("--partition=low",))
-    low.wait_for_start()
+def test_a_job_that_is_preempted_comes_back(whole: Whole, tmp_path: Path) -> None:
     script = tmp_path / "urgent.sh"
     script.write_text("#!/bin/bash\nexit 0\n")
-    urgent = cluster.submit(
-        script, "--partition=high", "--nodes=2", "--exclusive", f"--output={tmp_path}/urgent", env=None
-    )
-    assert cluster.wait(urgent, "COMPLETED", "FAILED", timeout=60) == "COMPLETED"
-    assert low.end() == "COMPLETED", low.output
+    with Cluster(preempt_send_user_signal=False) as cluster:  # SIGTERM, as SLURM does it where nobody has set otherwise
+        options = ("--partition=low",)
+        low = Training(cluster, tmp_path / "low", "--strategy", "sharded", sbatch_options=options)
+        low.wait_for_start()
+        urgent = cluster.submit(script, "--partition=high", "--nodes=2", "--exclusive", f"--output={tmp_path}/urgent")
+        assert cluster.wait(urgent, "COMPLETED", "FAILED", timeout=60) == "COMPLETED"
+        assert low.end() == "COMPLETED", low.output
+        assert f"SlurmRequeue: SIGTERM at step {low.events('stop')[0]['step']}: " in low.output
     assert [event["step"] for event in low.events("start")][1:] == [event["step"] for event in low.events("stop")]
     assert_close(low.weights, whole("sharded").weights, tolerance=0)
 
@@ -103,6 +107,17 @@ def test_a_rank_that_is_killed_ends_the_job_with_our_message_and_the_next_one_go
     assert again.end() == "COMPLETED", again.output
     assert again.events("start")[-1]["step"] == 40
     assert_close(again.weights, whole("sharded").weights, tolerance=0)
+
+
+def test_a_rank_that_hangs_ends_the_job_after_the_timeout(cluster: Cluster, tmp_path: Path) -> None:
+    options = ("--strategy", "sharded", "--max_steps", 100_000, "--timeout", 5)
+    training = Training(cluster, tmp_path / "run", *options)
+    training.wait_for_start()
+    (process,) = cluster.processes(training.job, rank=1)
+    os.kill(process, signal.SIGSTOP)
+    assert training.end() == "FAILED"
+    (error,) = training.events("stop")
+    assert re.match(r"LostPeerError: Rank 0 of 2 on \S+, step \d+, .* waited 5 s for another rank", error["error"])
 
 
 def test_a_node_and_a_controller_that_are_lost_and_come_back(cluster: Cluster, whole: Whole, tmp_path: Path) -> None:

@@ -105,6 +105,7 @@ def main() -> None:
     parser.add_argument("--num_workers", type=int, default=0)
     parser.add_argument("--save_every", type=int, default=0, help="steps between checkpoints; 0: none")
     parser.add_argument("--die_at", type=int, default=-1, help="step after which rank 1 is killed")
+    parser.add_argument("--timeout", type=float, default=60, help="seconds that ranks of fsdp_offload wait")
     parser.add_argument("--dirpath", default=None, help="of SlurmRequeue; {node} is the name of the node")
     arguments = parser.parse_args()
     root = arguments.root
@@ -124,7 +125,7 @@ def main() -> None:
     strategy: Any = "ddp"
     if arguments.strategy != "ddp":
         kind = "sharded" if arguments.strategy == "sharded" else "full"
-        strategy = FSDPOffloadStrategy(min_params=100, state_dict_type=kind, timeout=60)
+        strategy = FSDPOffloadStrategy(min_params=100, state_dict_type=kind, timeout=arguments.timeout)
     trainer = pl.Trainer(
         accelerator="cpu",
         num_nodes=int(os.environ.get("SLURM_NNODES", "1")),

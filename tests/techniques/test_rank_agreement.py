@@ -31,6 +31,8 @@ def test_one_rank_agrees_with_itself():
     assert agreement.is_alone
     assert agreement.largest(3, -1) == (3, -1)
     assert agreement.smallest(3) == (3,)
+    assert agreement.begin_largest(3, -1)() == (3, -1)
+    assert agreement.gather("value") == ["value"]
     agreement.close()
     agreement.close()
 
@@ -123,3 +125,65 @@ def make_alone(rank: int, path: str) -> None:
 @pytest.mark.distributed
 def test_a_group_that_a_rank_does_not_make_is_an_error(tmp_path):
     start(make_alone, tmp_path)
+
+
+def begin(rank: int, path: str) -> None:
+    join(rank, path)
+    agreement = RankAgreement()
+    if rank == 0:
+        first = agreement.begin_largest(rank, -rank)  # it does not wait for the other
+        (Path(path) / "begun").touch()
+    else:
+        while not (Path(path) / "begun").exists():
+            pass
+        first = agreement.begin_largest(rank, -rank)
+    second = agreement.begin_largest(10 * rank)
+    assert first() == (1, 0)
+    assert second() == (10,)
+    assert agreement.begin_largest()() == ()
+    agreement.close()
+    with pytest.raises(RankAgreementError, match=r"^The agreement between ranks was closed\.$"):
+        agreement.begin_largest(1)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.distributed
+def test_ranks_go_on_between_the_begin_and_the_end_of_a_decision(tmp_path):
+    start(begin, tmp_path)
+
+
+def gather(rank: int, path: str) -> None:
+    join(rank, path)
+    agreement = RankAgreement()
+    gathered = agreement.gather({"rank": rank, "tensor": torch.tensor([rank] * (rank + 1))})
+    assert [each["rank"] for each in gathered] == [0, 1]
+    assert [each["tensor"].tolist() for each in gathered] == [[0], [1, 1]]
+    agreement.close()
+    with pytest.raises(RankAgreementError, match=r"^The agreement between ranks was closed\.$"):
+        agreement.gather(1)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.distributed
+def test_values_are_gathered_in_the_order_of_ranks(tmp_path):
+    start(gather, tmp_path)
+
+
+def gather_alone(rank: int, path: str, ends_later: bool) -> None:
+    join(rank, path)
+    agreement = RankAgreement(SECOND)
+    if rank == 0:
+        with pytest.raises(RankAgreementError, match=LATE):
+            agreement.begin_largest(1)() if ends_later else agreement.gather(1)
+        with pytest.raises(RankAgreementError, match=LATE):
+            agreement.gather(1)  # at once
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("ends_later", [True, False])
+def test_a_rank_that_does_not_come_to_a_gathering_is_an_error(tmp_path, ends_later):
+    start(gather_alone, tmp_path, ends_later)

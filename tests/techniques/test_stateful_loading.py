@@ -513,7 +513,7 @@ def test_what_is_no_loader_is_refused():
             for name in ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
         ),
     ],
-    ids=str,
+    ids=["torch", "Random", "random", "numpy", "RandomState", "PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64"],
 )
 def test_a_generator_goes_on_from_its_state(generator):
     def numbers():
