@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -24,9 +24,11 @@ from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
 from lightning_vram.callbacks.exact_resume import ExactResume
+from lightning_vram.callbacks.job_stop import JobStopped, requeue, save_together
 from lightning_vram.callbacks.namespace import check_trainer
 from lightning_vram.callbacks.requeue_folder import RequeueFolder
-from lightning_vram.callbacks.slurm_job import Fate, SlurmJob, check_job, check_tasks
+from lightning_vram.callbacks.requeued_start import go_on, open_folder
+from lightning_vram.callbacks.slurm_job import SlurmJob, check_job, check_tasks
 from lightning_vram.callbacks.stop_signals import StopSignals
 from lightning_vram.callbacks.stop_vote import StopVote
 from lightning_vram.techniques.clean_exit import end_cleanly
@@ -36,10 +38,6 @@ from lightning_vram.techniques.shadow import Shadow, instead
 
 log = logging.getLogger(__name__)
 _fits = count(1)  # of this program: the same on all ranks
-
-
-class JobStopped(SystemExit):
-    """Ends the program, all ranks together, after the checkpoint has been saved. Its code is 0 if the job goes on."""
 
 
 class SlurmRequeue(Callback):
@@ -134,52 +132,12 @@ class SlurmRequeue(Callback):
 
     def _set_up_fit(self, trainer: pl.Trainer, job: SlurmJob) -> None:
         assert self._agreement is not None
-        root = self.dirpath if self.dirpath is not None else trainer.default_root_dir
-        if "://" in str(root):
-            raise MisconfigurationException(
-                f"SlurmRequeue needs a folder that all nodes share, got default_root_dir={str(root)!r}. "
-                "Give it one: SlurmRequeue(dirpath=...)."
-            )
-        self._folder = RequeueFolder(Path(root).absolute(), job.job_id, next(_fits))
-        self._open_folder(trainer, self._folder)
+        self._folder = folder = open_folder(trainer, self._agreement, self.dirpath, job.job_id, next(_fits))
         connector, loop = trainer._checkpoint_connector, trainer.fit_loop.epoch_loop
         self._shadows += [
-            Shadow(connector, "resume_start", lambda start: partial(self._begin, trainer, start)),
+            Shadow(connector, "resume_start", lambda start: partial(go_on, trainer, job, folder, start)),
             Shadow(loop, "advance", lambda advance: partial(self._advance, trainer, advance)),
         ]
-
-    def _open_folder(self, trainer: pl.Trainer, folder: RequeueFolder) -> None:
-        """Make the folder, and have every rank look for it. All ranks raise, or none."""
-        assert self._agreement is not None
-        error = folder.try_open() if trainer.is_global_zero else ""
-        error = trainer.strategy.broadcast(error)
-        if error:
-            raise MisconfigurationException(
-                f"SlurmRequeue cannot write to {str(folder.path)!r}: {error}. Give a folder that all nodes share: "
-                "SlurmRequeue(dirpath=...), or the trainer's default_root_dir."
-            )
-        (blind,) = self._agreement.largest(-1 if folder.is_open else trainer.global_rank)
-        if blind >= 0:
-            raise MisconfigurationException(
-                f"SlurmRequeue cannot use {str(folder.path)!r}: rank {blind} does not see what rank 0 has made there. "
-                "Give a folder that all nodes share: SlurmRequeue(dirpath=...), or the trainer's default_root_dir."
-            )
-
-    def _begin(self, trainer: pl.Trainer, start: Any, checkpoint_path: Any = None, **options: Any) -> None:
-        """Go on from the newest checkpoint of this job, if it has been here before."""
-        assert self._job is not None
-        assert self._folder is not None
-        newest: Path | None = None
-        if trainer.is_global_zero and self._job.restart_count > 0:
-            newest = self._folder.newest(_last_checkpoints(trainer))
-        newest = trainer.strategy.broadcast(newest)
-        if newest is None:
-            start(checkpoint_path, **options)
-            return
-        rank_zero_info(f"SlurmRequeue: restart {self._job.restart_count} of job {self._job.job_id}.")
-        if newest == self._folder.checkpoint:
-            options["weights_only"] = False  # we wrote it ourselves, with whatever classes the module keeps in it
-        start(str(newest), **options)
 
     # --- where a fit may stop ---
 
@@ -248,44 +206,14 @@ class SlurmRequeue(Callback):
         assert self._job is not None
         assert self._vote is not None
         done = "nothing to save"
-        if self._folder is not None:
+        if self._folder is not None and self._resume is not None:
             start = time.perf_counter()
-            self._save(trainer, self._folder.checkpoint)
+            save_together(trainer, self._folder.checkpoint, self._resume)
             done = f"saved {self._folder.checkpoint} in {time.perf_counter() - start:.1f} s"
-        code, outcome = trainer.strategy.broadcast(self._requeue() if trainer.is_global_zero else (0, ""))
+        asked = requeue(self._job, self._vote.name) if trainer.is_global_zero else (0, "")
+        code, outcome = trainer.strategy.broadcast(asked)
         rank_zero_info(f"SlurmRequeue: {self._vote.name} at step {trainer.global_step}: {done}; {outcome}.")
         raise JobStopped(code)
-
-    def _save(self, trainer: pl.Trainer, path: Path) -> None:
-        assert self._resume is not None
-        val_progress = trainer.fit_loop.epoch_loop.val_loop.batch_progress
-        kept = val_progress.state_dict()
-        self._resume.repeats_validation = trainer.validating
-        if trainer.validating:  # so that Lightning runs it again, from its first batch
-            val_progress.reset()
-            val_progress.total.ready = val_progress.total.started = 1  # type: ignore[attr-defined]
-        try:
-            trainer.save_checkpoint(path, weights_only=False)
-        finally:
-            self._resume.repeats_validation = False
-            val_progress.load_state_dict(kept)
-        finish = getattr(trainer.strategy, "wait_for_checkpoints", None)  # an asynchronous save has to be over
-        trainer.strategy.checkpoint_io.teardown() if finish is None else finish()
-        trainer.strategy.barrier("SlurmRequeue.save")
-
-    def _requeue(self) -> tuple[int, str]:
-        """On rank 0: ask SLURM. Returns the exit code, and what to say."""
-        assert self._job is not None
-        assert self._vote is not None
-        fate = self._job.fate() if self._vote.name == "SIGTERM" else Fate.OPEN
-        if fate is Fate.CANCELLED:
-            return 1, f"job {self._job.job_id} was cancelled and is not requeued"
-        if fate is Fate.REQUEUED:
-            return 0, f"job {self._job.job_id} has been requeued"
-        why = self._job.requeue()
-        if why:
-            return 1, f"job {self._job.job_id} could not be requeued ({why}): submit it again"
-        return 0, f"job {self._job.job_id} is requeued"
 
     # --- state and end ---
 
@@ -338,10 +266,3 @@ def _parse_signal(name: str) -> signal.Signals:
     if full not in signal.Signals.__members__ or full in ("SIGKILL", "SIGSTOP", "SIGTERM"):
         raise ValueError(f"SlurmRequeue(requeue_signal) must be a signal like 'SIGUSR1', got {name!r}.")
     return signal.Signals[full]
-
-
-def _last_checkpoints(trainer: pl.Trainer) -> list[Path]:
-    """What ``ModelCheckpoint(save_last=True)`` has written."""
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    finders = [one._find_last_checkpoints for one in callbacks if isinstance(one, ModelCheckpoint)]
-    return [Path(path) for find in finders for path in find(trainer)]

@@ -16,7 +16,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from requeue_runs import JOB_ID, NUM_VAL_BATCHES, Fail, FakeSlurm, Noting, Send, assert_went_on, fit, make_trainer
 
-from lightning_vram.callbacks import slurm_requeue
+from lightning_vram.callbacks import requeued_start, slurm_requeue
 from lightning_vram.callbacks.requeue_folder import RequeueFolder
 from lightning_vram.callbacks.slurm_requeue import JobStopped, SlurmRequeue
 
@@ -32,7 +32,8 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the callback says on rank 0."""
     lines: list[str] = []
-    monkeypatch.setattr(slurm_requeue, "rank_zero_info", lines.append)
+    for module in (slurm_requeue, requeued_start):
+        monkeypatch.setattr(module, "rank_zero_info", lines.append)
     return lines
 
 

@@ -54,16 +54,16 @@ class FakeDevice:
     """An accelerator with one number for a generator."""
 
     def __init__(self) -> None:
-        self.state, self.is_in_use = 5, True
+        self.state, self.is_in_use = torch.tensor([5]), True
 
     def is_initialized(self) -> bool:
         return self.is_in_use
 
-    def get_rng_state(self, device: torch.device) -> int:
+    def get_rng_state(self, device: torch.device) -> torch.Tensor:
         assert device == torch.device("cuda", 1)
         return self.state
 
-    def set_rng_state(self, state: int, device: torch.device) -> None:
+    def set_rng_state(self, state: torch.Tensor, device: torch.device) -> None:
         assert device == torch.device("cuda", 1)
         self.state = state
 
@@ -73,7 +73,7 @@ def test_the_device_of_this_rank_has_a_generator_too(monkeypatch):
     monkeypatch.setattr(torch, "get_device_module", lambda device: fake)
     states = read_random_states(device)
     assert states["cuda"] == 5
-    fake.state = 6
+    fake.state = torch.tensor([6])
     restore_random_states(states, CPU)
     assert fake.state == 6
     restore_random_states({name: state for name, state in states.items() if name != "cuda"}, device)

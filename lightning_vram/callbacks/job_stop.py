@@ -1,0 +1,57 @@
+"""End a job that SLURM is about to end, so that it can go on: one checkpoint of all ranks, and a request."""
+
+from pathlib import Path
+
+import lightning.pytorch as pl
+
+from lightning_vram.callbacks.exact_resume import ExactResume
+from lightning_vram.callbacks.slurm_job import Fate, SlurmJob
+
+
+class JobStopped(SystemExit):
+    """Ends the program, all ranks together, after the checkpoint has been saved. Its code is 0 if the job goes on."""
+
+
+def save_together(trainer: pl.Trainer, path: Path, resume: ExactResume) -> None:
+    """Save between two batches, or within a validation, which will then be run again; a collective.
+
+    Args:
+        trainer: That fits.
+        path: Of the checkpoint, which is complete when this returns, with asynchronous saves too.
+        resume: Of the fit.
+    """
+    val_progress = trainer.fit_loop.epoch_loop.val_loop.batch_progress
+    kept = val_progress.state_dict()
+    resume.repeats_validation = trainer.validating
+    if trainer.validating:  # so that Lightning runs it again, from its first batch
+        val_progress.reset()
+        val_progress.total.ready = val_progress.total.started = 1  # type: ignore[attr-defined]
+    try:
+        trainer.save_checkpoint(path, weights_only=False)
+    finally:
+        resume.repeats_validation = False
+        val_progress.load_state_dict(kept)
+    finish = getattr(trainer.strategy, "wait_for_checkpoints", None)
+    trainer.strategy.checkpoint_io.teardown() if finish is None else finish()
+    trainer.strategy.barrier("SlurmRequeue.save")
+
+
+def requeue(job: SlurmJob, signal_name: str) -> tuple[int, str]:
+    """Ask SLURM to start the job again, unless it was cancelled. For one rank.
+
+    Args:
+        job: That was told to end.
+        signal_name: By which.
+
+    Returns:
+        The exit code of the program, and what to say.
+    """
+    fate = job.fate() if signal_name == "SIGTERM" else Fate.OPEN
+    if fate is Fate.CANCELLED:
+        return 1, f"job {job.job_id} was cancelled and is not requeued"
+    if fate is Fate.REQUEUED:
+        return 0, f"job {job.job_id} has been requeued"
+    why = job.requeue()
+    if why:
+        return 1, f"job {job.job_id} could not be requeued ({why}): submit it again"
+    return 0, f"job {job.job_id} is requeued"

@@ -1,0 +1,91 @@
+"""Let the fit of a job that SLURM has started again go on where the job was."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_vram.callbacks.requeue_folder import RequeueFolder
+from lightning_vram.callbacks.slurm_job import SlurmJob
+from lightning_vram.techniques.rank_agreement import RankAgreement
+
+_WAY_OUT = "Give a folder that all nodes share: SlurmRequeue(dirpath=...), or the trainer's default_root_dir."
+
+
+def open_folder(
+    trainer: pl.Trainer, agreement: RankAgreement, dirpath: str | Path | None, job_id: str, fit: int
+) -> RequeueFolder:
+    """Make the folder of the job, and have every rank look for it. A collective: all ranks raise, or none.
+
+    Args:
+        trainer: In its ``setup`` hooks, its processes connected.
+        agreement: Of all ranks.
+        dirpath: Where the folder is made; ``None``: in the trainer's ``default_root_dir``.
+        job_id: Of the job.
+        fit: Which fit of the program it is, from 1.
+
+    Returns:
+        The folder.
+
+    Raises:
+        MisconfigurationException: If it is none of a file system, cannot be written, or a rank does not see it.
+    """
+    root = str(trainer.default_root_dir if dirpath is None else dirpath)
+    if "://" in root:
+        raise MisconfigurationException(
+            f"SlurmRequeue needs a folder that all nodes share, got default_root_dir={root!r}. "
+            "Give it one: SlurmRequeue(dirpath=...)."
+        )
+    folder = RequeueFolder(Path(root).absolute(), job_id, fit)
+    error = trainer.strategy.broadcast(folder.try_open() if trainer.is_global_zero else "")
+    if error:
+        raise MisconfigurationException(f"SlurmRequeue cannot write to {str(folder.path)!r}: {error}. {_WAY_OUT}")
+    (blind,) = agreement.largest(-1 if folder.is_open else trainer.global_rank)
+    if blind >= 0:
+        raise MisconfigurationException(
+            f"SlurmRequeue cannot use {str(folder.path)!r}: rank {blind} does not see what rank 0 has made there. "
+            + _WAY_OUT
+        )
+    return folder
+
+
+def go_on(
+    trainer: pl.Trainer,
+    job: SlurmJob,
+    folder: RequeueFolder,
+    start: Callable[..., None],
+    checkpoint_path: Any = None,
+    **options: Any,
+) -> None:
+    """Go on from the newest checkpoint of this job, if it has been here before.
+
+    Args:
+        trainer: That fits.
+        job: It is part of.
+        folder: Of the job.
+        start: Lightning's ``resume_start``, for which this stands in.
+        checkpoint_path: What the fit was asked to go on from: for the first start.
+        options: Further ones of ``start``.
+    """
+    newest: Path | None = None
+    if trainer.is_global_zero and job.restart_count > 0:
+        newest = folder.newest(_last_checkpoints(trainer))
+    newest = trainer.strategy.broadcast(newest)
+    if newest is None:
+        start(checkpoint_path, **options)
+        return
+    rank_zero_info(f"SlurmRequeue: restart {job.restart_count} of job {job.job_id}.")
+    if newest == folder.checkpoint:
+        options["weights_only"] = False  # we wrote it ourselves, with whatever classes the module keeps in it
+    start(str(newest), **options)
+
+
+def _last_checkpoints(trainer: pl.Trainer) -> list[Path]:
+    """What ``ModelCheckpoint(save_last=True)`` has written."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    finders = [one._find_last_checkpoints for one in callbacks if isinstance(one, ModelCheckpoint)]
+    return [Path(path) for find in finders for path in find(trainer)]
