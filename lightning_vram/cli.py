@@ -63,7 +63,6 @@ class VRAMCLI(LightningCLI):
         # Without it, ${model.width} in a file is looked up from the root, where it is fit.model.width.
         set_parsing_settings(omegaconf_absolute_to_relative_paths=True)
         self.is_running = False
-        check_job(SlurmJob.from_environment())
         super().__init__(
             parser_class=_Parser,
             parser_kwargs={
@@ -89,6 +88,10 @@ class VRAMCLI(LightningCLI):
             default=False,
             help="After fit, fit again without the parts of lightning_vram and print both side by side.",
         )
+
+    @override
+    def before_instantiate_classes(self) -> None:
+        check_job(SlurmJob.from_environment())
 
     @override
     def after_instantiate_classes(self) -> None:

@@ -1,5 +1,6 @@
 """Fits that are told to stop, in a SLURM that notes what it is asked for and answers what a test wants."""
 
+import atexit
 import os
 import signal
 from collections.abc import Callable
@@ -208,9 +209,10 @@ def fit(
     *callbacks: pl.Callback,
     ckpt_path: Any = None,
     nth_fit: int = 1,
+    is_last_fit: bool = True,
     **arguments: Any,
 ) -> Run:
-    """Fit, as the ``nth_fit`` of a process that ends afterwards.
+    """Fit, as the ``nth_fit`` of a process that ends afterwards if it is the last.
 
     A fit that resumes has another seed: all is in the checkpoint.
     """
@@ -223,9 +225,13 @@ def fit(
     run = Run(module, trainer, getattr(trainer.logger, "rows", []))
     try:
         trainer.fit(module, ckpt_path=ckpt_path)
+        if is_last_fit:
+            slurm_requeue._remove_folders()
     except JobStopped as stopped:
         run.code = stopped.code
     finally:
+        slurm_requeue._folders.clear()
+        atexit.unregister(slurm_requeue._remove_folders)
         for callback in callbacks:
             if isinstance(callback, SlurmRequeue):
                 callback._release()  # after JobStopped the process would end

@@ -158,7 +158,7 @@ def test_with_the_callback_the_command_stops_the_fit(command, monkeypatch, tmp_p
     with pytest.raises(JobStopped) as stopped:
         main([*QUICKSTART, "--trainer.callbacks=lightning_vram.SlurmRequeue"])
     assert (stopped.value.code, taken, len(released)) == (0, [], 1)
-    assert slurm.asked == ["requeue 17"]
+    assert slurm.asked == ["show job --oneliner 17", "requeue 17"]
 
 
 def test_tasks_that_srun_did_not_start_are_refused_in_one_line(command, monkeypatch, capsys):
@@ -217,4 +217,4 @@ def test_a_program_that_is_stopped_does_not_wait_for_workers(tmp_path, monkeypat
         timer.cancel()
     assert run.returncode == 0, "".join(lines)
     assert lines[-1].endswith("job 17 is requeued.\n"), "".join(lines)
-    assert seconds < 4  # a worker that is waited for takes five
+    assert seconds < 20  # one that is waited for never ends

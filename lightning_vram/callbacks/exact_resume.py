@@ -133,14 +133,26 @@ class ExactResume:
             return
         states = state["loaders"] if len(state["loaders"]) == len(loaders) else [None] * len(loaders)
         for loader, stateful, place in zip(loaders, self._loaders, states, strict=True):
-            if stateful is not None and place is not None:
-                load_loader_state(stateful, place)
-            elif state["num_batches"] and not hasattr(loader, "load_state_dict"):  # else Lightning gives it its state
-                why = can_be_stateful(loader) or "the loaders are not those of the checkpoint"
+            why = can_be_stateful(loader)
+            if not why:
+                why = self._load(stateful, place if random is not None else None)
+            elif hasattr(loader, "load_state_dict"):  # Lightning gives it its state
+                why = ""
+            if why and state["num_batches"]:
                 rank_zero_warn(
                     f"{self._name} cannot go to the right sample: {why}. The first {state['num_batches']} batches of "
                     "this epoch are seen again, the last are not."
                 )
+
+    def _load(self, loader: Any, place: dict[str, Any] | None) -> str:
+        """Return why not."""
+        if place is None:
+            return "the loaders, or the number of ranks, are not those of the checkpoint"
+        try:
+            load_loader_state(loader, place)
+        except ValueError as error:
+            return str(error).rstrip(".")
+        return ""
 
     def _random_of(self, state: dict[str, Any]) -> dict[str, Any] | None:
         """Those of this rank, if there were as many ranks."""

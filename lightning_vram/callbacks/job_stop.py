@@ -1,5 +1,6 @@
 """End a job that SLURM is about to end, so that it can go on: one checkpoint of all ranks, and a request."""
 
+import shutil
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -26,27 +27,31 @@ def save_together(trainer: pl.Trainer, path: Path, resume: ExactResume) -> None:
     if trainer.validating:  # so that Lightning runs it again, from its first batch
         val_progress.reset()
         val_progress.total.ready = val_progress.total.started = 1  # type: ignore[attr-defined]
+    part = path.with_suffix(".part")  # a strategy may write a folder, bit by bit
     try:
-        trainer.save_checkpoint(path, weights_only=False)
+        trainer.save_checkpoint(part, weights_only=False)
     finally:
         resume.repeats_validation = False
         val_progress.load_state_dict(kept)
     finish = getattr(trainer.strategy, "wait_for_checkpoints", None)
     trainer.strategy.checkpoint_io.teardown() if finish is None else finish()
     trainer.strategy.barrier("SlurmRequeue.save")
+    if trainer.is_global_zero:
+        if path.is_dir():
+            shutil.rmtree(path)
+        part.replace(path)
 
 
-def requeue(job: SlurmJob, signal_name: str) -> tuple[int, str]:
+def requeue(job: SlurmJob) -> tuple[int, str]:
     """Ask SLURM to start the job again, unless it was cancelled. For one rank.
 
     Args:
         job: That was told to end.
-        signal_name: By which.
 
     Returns:
         The exit code of the program, and what to say.
     """
-    fate = job.fate() if signal_name == "SIGTERM" else Fate.OPEN
+    fate = job.fate()
     if fate is Fate.CANCELLED:
         return 1, f"job {job.job_id} was cancelled and is not requeued"
     if fate is Fate.REQUEUED:

@@ -1,44 +1,49 @@
-"""Where a job that SLURM requeues leaves what it goes on from: ``slurm_requeue/<job>/`` in a folder of the run.
+"""Where a job that SLURM requeues leaves what it goes on from: ``slurm_requeue/<job>/step-<n>/`` in the run's folder.
 
-By job, so that another run in the same folder does not start from a checkpoint that was none of its own; removed once
-the fit has ended.
+By job and step, so that another run in the same folder does not start from a checkpoint that was none of its own.
+Removed once the program has ended.
 """
 
+import math
 import shutil
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-_STARTED = "started"
-
 
 class RequeueFolder:
-    """The folder of one job.
+    """The folder of one program of a job.
 
     Args:
         root: Of the run, on a file system that all nodes share.
         job_id: Number of the job.
+        step_id: Of the job: a batch script may start several programs.
         fit: Which fit of the program it is, from 1: a program that fits twice has two checkpoints.
     """
 
-    def __init__(self, root: Path, job_id: str, fit: int) -> None:
-        self.path = root / "slurm_requeue" / job_id
+    def __init__(self, root: Path, job_id: str, step_id: str, fit: int) -> None:
+        self.path = root / "slurm_requeue" / job_id / f"step-{step_id}"
         self.checkpoint = self.path / f"fit-{fit}.ckpt"
+        self._started = self.path / f"fit-{fit}.started"
+        self._next_started = self.path / f"fit-{fit + 1}.started"
 
     @property
     def is_open(self) -> bool:
         """Whether this process sees it."""
-        return (self.path / _STARTED).exists()
+        try:
+            return self._started.exists()
+        except OSError:  # of a network file system
+            return False
 
     def try_open(self) -> str:
-        """Make it, and note when the job first came here. For one rank.
+        """Make it, and note when the job first came to this fit. For one rank.
 
         Returns:
             Why it cannot be written; ``""`` if it can.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            (self.path / _STARTED).open("a").close()  # its time is that of the first
+            self._started.open("a").close()  # its time is that of the first
         except OSError as error:
             return str(error)
         return ""
@@ -52,18 +57,33 @@ class RequeueFolder:
         Returns:
             The newest of this job; ``None`` if there is none.
         """
-        started = self.path / _STARTED
-        since = started.stat().st_mtime if started.exists() else 0.0
-        written = {path: path.stat().st_mtime for path in (self.checkpoint, *others) if path.exists()}
-        of_job = {path: when for path, when in written.items() if when >= since}
-        return max(of_job, key=lambda path: of_job[path], default=None)
+        since = _time(self._started, 0.0)
+        until = _time(self._next_started, math.inf)  # an earlier start of the job has been further
+        written = {path: _time(path, -math.inf) for path in (self.checkpoint, *others)}
+        of_fit = {path: when for path, when in written.items() if since <= when <= until}
+        return max(of_fit, key=lambda path: of_fit[path], default=None)
 
-    def remove(self) -> None:
-        """Remove the checkpoint, and the folder if nothing else is in there. For one rank."""
+    def touch(self) -> None:
+        """Let the checkpoint be the newest. For one rank."""
+        if self.checkpoint.exists():
+            self.checkpoint.touch()
+
+    def remove_checkpoint(self) -> None:
+        """For a fit that has ended. That it was here stays known. For one rank."""
         if self.checkpoint.is_dir():
             shutil.rmtree(self.checkpoint, ignore_errors=True)
         self.checkpoint.unlink(missing_ok=True)
-        if self.path.is_dir() and all(child.name == _STARTED for child in self.path.iterdir()):
-            shutil.rmtree(self.path, ignore_errors=True)
-            with suppress(OSError):  # other jobs have theirs in there
-                self.path.parent.rmdir()
+
+    def remove(self) -> None:
+        """Remove all of this program, for one that has ended. For one rank."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        for folder in (self.path.parent, self.path.parent.parent):
+            with suppress(OSError):  # other programs and jobs have theirs in there
+                folder.rmdir()
+
+
+def _time(path: Path, missing: float) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return missing

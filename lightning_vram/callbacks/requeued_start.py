@@ -17,7 +17,7 @@ _WAY_OUT = "Give a folder that all nodes share: SlurmRequeue(dirpath=...), or th
 
 
 def open_folder(
-    trainer: pl.Trainer, agreement: RankAgreement, dirpath: str | Path | None, job_id: str, fit: int
+    trainer: pl.Trainer, agreement: RankAgreement, dirpath: str | Path | None, job: SlurmJob, fit: int
 ) -> RequeueFolder:
     """Make the folder of the job, and have every rank look for it. A collective: all ranks raise, or none.
 
@@ -25,7 +25,7 @@ def open_folder(
         trainer: In its ``setup`` hooks, its processes connected.
         agreement: Of all ranks.
         dirpath: Where the folder is made; ``None``: in the trainer's ``default_root_dir``.
-        job_id: Of the job.
+        job: That this program is part of.
         fit: Which fit of the program it is, from 1.
 
     Returns:
@@ -40,7 +40,7 @@ def open_folder(
             f"SlurmRequeue needs a folder that all nodes share, got default_root_dir={root!r}. "
             "Give it one: SlurmRequeue(dirpath=...)."
         )
-    folder = RequeueFolder(Path(root).absolute(), job_id, fit)
+    folder = RequeueFolder(Path(root).absolute(), job.job_id, job.step_id, fit)
     error = trainer.strategy.broadcast(folder.try_open() if trainer.is_global_zero else "")
     if error:
         raise MisconfigurationException(f"SlurmRequeue cannot write to {str(folder.path)!r}: {error}. {_WAY_OUT}")
@@ -73,7 +73,8 @@ def go_on(
     """
     newest: Path | None = None
     if trainer.is_global_zero and job.restart_count > 0:
-        newest = folder.newest(_last_checkpoints(trainer))
+        given = [] if checkpoint_path is None else [Path(checkpoint_path)]
+        newest = folder.newest([*_last_checkpoints(trainer), *given])
     newest = trainer.strategy.broadcast(newest)
     if newest is None:
         start(checkpoint_path, **options)

@@ -10,6 +10,8 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 _INTERACTIVE = ("bash", "interactive")  # names of jobs that Lightning takes for sessions, whose tasks do not connect
+# Who else starts processes in a job: torchrun, MPI; and a terminal, in which one tries things.
+_OTHER_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_PTY_PORT")
 _PATIENCE_SECONDS = 120.0  # a controller that is being restarted answers later
 
 
@@ -32,6 +34,7 @@ class SlurmJob:
         num_tasks: Of the step, or of the job where there is no step.
         num_nodes: As ``num_tasks``.
         is_step: Whether ``srun`` started this process.
+        step_id: Of which step it is; ``"batch"`` in the batch script.
     """
 
     job_id: str
@@ -40,6 +43,7 @@ class SlurmJob:
     num_tasks: int
     num_nodes: int
     is_step: bool
+    step_id: str = "batch"
 
     @staticmethod
     def from_environment(environment: Mapping[str, str] = os.environ) -> "SlurmJob | None":
@@ -53,9 +57,10 @@ class SlurmJob:
             job_id=job_id,
             name=environment.get("SLURM_JOB_NAME", ""),
             restart_count=int(environment.get("SLURM_RESTART_COUNT", "0")),
-            num_tasks=int(environment.get("SLURM_NTASKS", "1")),
-            num_nodes=int(environment.get("SLURM_NNODES", "1")),
+            num_tasks=int(environment.get("SLURM_STEP_NUM_TASKS", environment.get("SLURM_NTASKS", "1"))),
+            num_nodes=int(environment.get("SLURM_STEP_NUM_NODES", environment.get("SLURM_NNODES", "1"))),
             is_step="SLURM_STEP_ID" in environment,
+            step_id=environment.get("SLURM_STEP_ID", "batch"),
         )
 
     def fate(self) -> Fate:
@@ -88,7 +93,7 @@ def check_job(job: SlurmJob | None) -> None:
         MisconfigurationException: If several tasks are asked for and this process was not started by ``srun``, or the
             job has a name that Lightning takes for that of an interactive session.
     """
-    if job is None or job.num_tasks <= 1:
+    if job is None or job.num_tasks <= 1 or any(name in os.environ for name in _OTHER_LAUNCHERS):
         return
     if job.name in _INTERACTIVE and job.is_step:
         raise MisconfigurationException(

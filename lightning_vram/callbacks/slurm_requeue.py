@@ -6,9 +6,12 @@ each other, which costs no time since a vote goes on beside the next batch; then
 first asks for the requeue, and all leave.
 """
 
+import atexit
 import logging
+import shutil
 import signal
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import count
@@ -31,6 +34,8 @@ from lightning_vram.callbacks.requeued_start import go_on, open_folder
 from lightning_vram.callbacks.slurm_job import SlurmJob, check_job, check_tasks
 from lightning_vram.callbacks.stop_signals import StopSignals
 from lightning_vram.callbacks.stop_vote import StopVote
+from lightning_vram.early_signals import let_through
+from lightning_vram.techniques.blocked_signals import blocked_in_children
 from lightning_vram.techniques.clean_exit import end_cleanly
 from lightning_vram.techniques.lost_peers import naming_lost_peers
 from lightning_vram.techniques.rank_agreement import RankAgreement
@@ -38,6 +43,7 @@ from lightning_vram.techniques.shadow import Shadow, instead
 
 log = logging.getLogger(__name__)
 _fits = count(1)  # of this program: the same on all ranks
+_folders: list[RequeueFolder] = []  # of those, on rank 0
 
 
 class SlurmRequeue(Callback):
@@ -108,6 +114,7 @@ class SlurmRequeue(Callback):
             self._resume = ExactResume(trainer, "SlurmRequeue", self._agreement, blocked)
         if job is None or bool(getattr(trainer, "fast_dev_run", False)):
             self._signals.unblock()
+            let_through()
             return
         self._job = job
         self._take_over(trainer)
@@ -122,17 +129,36 @@ class SlurmRequeue(Callback):
             self._environment, environment.auto_requeue = environment, False
         connector = trainer._signal_connector
         self._shadows.append(Shadow(connector, "_sigterm_notifier_fn", instead(self._signals.note)))
+        self._shadows += [Shadow(loop, name, self._shield) for loop, name in _makers_of_workers(trainer)]
         if not self._signals.install():
             rank_zero_warn("SlurmRequeue has no effect outside of the main thread, which alone gets signals.")
+        let_through()
+        if shutil.which("scontrol") is None:
+            rank_zero_warn(
+                "SlurmRequeue finds no scontrol, by which a job asks to be requeued: "
+                "bind it, and SLURM's configuration, into the container."
+            )
         self._vote = StopVote(self._agreement, self._signals)
         self._peers = naming_lost_peers(
             trainer.global_rank, trainer.world_size, lambda: f"step {trainer.global_step}, after a batch", self._timeout
         )
         end_cleanly()
 
+    def _shield(self, make: Callable[..., Any]) -> Callable[..., Any]:
+        """Workers of loaders would die of the signals, which SLURM sends to all processes of a step."""
+
+        def make_shielded(*args: Any) -> Any:
+            with blocked_in_children(self._signals.signals):
+                return make(*args)
+
+        return make_shielded
+
     def _set_up_fit(self, trainer: pl.Trainer, job: SlurmJob) -> None:
         assert self._agreement is not None
-        self._folder = folder = open_folder(trainer, self._agreement, self.dirpath, job.job_id, next(_fits))
+        self._folder = folder = open_folder(trainer, self._agreement, self.dirpath, job, next(_fits))
+        atexit.unregister(_remove_folders)
+        if trainer.is_global_zero:
+            _folders.append(folder)
         connector, loop = trainer._checkpoint_connector, trainer.fit_loop.epoch_loop
         self._shadows += [
             Shadow(connector, "resume_start", lambda start: partial(go_on, trainer, job, folder, start)),
@@ -153,7 +179,10 @@ class SlurmRequeue(Callback):
     def _is_between_steps(self, trainer: pl.Trainer, fetcher: Any) -> bool:
         """Whether a checkpoint of this moment goes on here. Lightning's counters do not tell what follows a batch."""
         loop = trainer.fit_loop.epoch_loop
-        return not loop._should_accumulate() and not loop._should_check_val_fx(fetcher)
+        by_clock = (
+            getattr(trainer, "_val_check_time_interval", None) is not None
+        )  # which tells each rank something else
+        return not loop._should_accumulate() and (by_clock or not loop._should_check_val_fx(fetcher))
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -203,14 +232,17 @@ class SlurmRequeue(Callback):
 
     def _stop(self, trainer: pl.Trainer) -> None:
         """Save, requeue, leave. On all ranks."""
+        atexit.unregister(_remove_folders)
         assert self._job is not None
         assert self._vote is not None
         done = "nothing to save"
         if self._folder is not None and self._resume is not None:
             start = time.perf_counter()
             save_together(trainer, self._folder.checkpoint, self._resume)
+            if trainer.is_global_zero:  # there are callbacks that save after an exception
+                atexit.register(self._folder.touch)
             done = f"saved {self._folder.checkpoint} in {time.perf_counter() - start:.1f} s"
-        asked = requeue(self._job, self._vote.name) if trainer.is_global_zero else (0, "")
+        asked = requeue(self._job) if trainer.is_global_zero else (0, "")
         code, outcome = trainer.strategy.broadcast(asked)
         rank_zero_info(f"SlurmRequeue: {self._vote.name} at step {trainer.global_step}: {done}; {outcome}.")
         raise JobStopped(code)
@@ -238,7 +270,8 @@ class SlurmRequeue(Callback):
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if self._folder is not None and trainer.is_global_zero:
-            self._folder.remove()
+            self._folder.remove_checkpoint()
+            atexit.register(_remove_folders)  # unless another fit follows, or the job is stopped
         self._release()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -257,6 +290,19 @@ class SlurmRequeue(Callback):
         self._signals.remove()
         self._shadows, self._resume, self._environment, self._agreement = [], None, None, None
         self._folder, self._job, self._vote, self._peers = None, None, None, nullcontext()
+
+
+def _remove_folders() -> None:
+    """When the program has ended well."""
+    for folder in _folders:
+        folder.remove()
+
+
+def _makers_of_workers(trainer: pl.Trainer) -> list[tuple[Any, str]]:
+    """Methods in which Lightning begins to iterate over loaders."""
+    fit = trainer.fit_loop
+    evaluations = [fit.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop]
+    return [(fit, "setup_data"), (fit.epoch_loop, "on_run_start"), *((loop, "reset") for loop in evaluations)]
 
 
 def _parse_signal(name: str) -> signal.Signals:

@@ -10,7 +10,7 @@ from lightning_vram.callbacks.requeue_folder import RequeueFolder
 
 @pytest.fixture
 def folder(tmp_path: Path) -> RequeueFolder:
-    folder = RequeueFolder(tmp_path / "runs", "17", 1)
+    folder = RequeueFolder(tmp_path / "runs", "17", "0", 1)
     assert folder.try_open() == ""
     return folder
 
@@ -22,8 +22,8 @@ def write(path: Path, when: float) -> Path:
 
 
 def test_a_job_has_a_folder_and_a_fit_a_file(tmp_path):
-    folder = RequeueFolder(tmp_path, "7_2", 3)
-    assert folder.checkpoint == tmp_path / "slurm_requeue" / "7_2" / "fit-3.ckpt"
+    folder = RequeueFolder(tmp_path, "7_2", "0", 3)
+    assert folder.checkpoint == tmp_path / "slurm_requeue" / "7_2" / "step-0" / "fit-3.ckpt"
     assert not folder.is_open
     assert folder.newest([]) is None
     folder.remove()
@@ -31,19 +31,19 @@ def test_a_job_has_a_folder_and_a_fit_a_file(tmp_path):
 
 def test_opening_again_keeps_the_time_of_the_first(folder):
     assert folder.is_open
-    started = write(folder.path / "started", 100.0)
+    started = write(folder.path / "fit-1.started", 100.0)
     assert folder.try_open() == ""
     assert started.stat().st_mtime == 100.0
 
 
 def test_what_cannot_be_written_says_why(tmp_path):
     (tmp_path / "file").touch()
-    path = tmp_path / "file" / "slurm_requeue" / "17"
-    assert RequeueFolder(tmp_path / "file", "17", 1).try_open() == f"[Errno 20] Not a directory: '{path}'"
+    path = tmp_path / "file" / "slurm_requeue" / "17" / "step-0"
+    assert RequeueFolder(tmp_path / "file", "17", "0", 1).try_open() == f"[Errno 20] Not a directory: '{path}'"
 
 
 def test_the_newest_is_that_of_the_latest_time(folder, tmp_path):
-    write(folder.path / "started", 100.0)
+    write(folder.path / "fit-1.started", 100.0)
     other, missing = write(tmp_path / "last.ckpt", 102.0), tmp_path / "missing.ckpt"
     assert folder.newest([missing]) is None
     assert folder.newest([other, missing]) == other
@@ -54,7 +54,7 @@ def test_the_newest_is_that_of_the_latest_time(folder, tmp_path):
 
 
 def test_what_is_older_than_the_job_is_not_its_own(folder, tmp_path):
-    write(folder.path / "started", 100.0)
+    write(folder.path / "fit-1.started", 100.0)
     assert folder.newest([write(tmp_path / "last.ckpt", 99.0)]) is None
 
 
@@ -73,13 +73,36 @@ def test_a_checkpoint_may_be_a_folder(folder, tmp_path):
 
 
 def test_what_others_have_there_stays(folder, tmp_path):
+    of_other_step = RequeueFolder(tmp_path / "runs", "17", "1", 1)
+    of_other_job = RequeueFolder(tmp_path / "runs", "18", "0", 1)
+    assert of_other_step.try_open() == of_other_job.try_open() == ""
     folder.checkpoint.touch()
-    of_other_fit, of_other_job = RequeueFolder(tmp_path / "runs", "17", 2), RequeueFolder(tmp_path / "runs", "18", 1)
-    of_other_fit.checkpoint.touch()
-    of_other_job.try_open()
     folder.remove()
-    assert not folder.checkpoint.exists()
-    assert of_other_fit.checkpoint.exists()
-    of_other_fit.remove()
-    assert not of_other_fit.path.exists()
+    assert not folder.path.exists()
+    assert of_other_step.is_open
     assert of_other_job.is_open
+
+
+def test_a_fit_that_has_ended_leaves_only_that_it_was_here(folder):
+    folder.checkpoint.touch()
+    folder.remove_checkpoint()
+    assert not folder.checkpoint.exists()
+    assert folder.is_open
+
+
+def test_what_a_later_fit_of_the_program_has_written_is_not_of_this_one(folder, tmp_path):
+    later = RequeueFolder(tmp_path / "runs", "17", "0", 2)
+    assert later.try_open() == ""
+    write(folder.path / "fit-1.started", 100.0)
+    write(folder.path / "fit-2.started", 110.0)
+    own, others = write(tmp_path / "own.ckpt", 105.0), write(tmp_path / "last.ckpt", 115.0)
+    assert folder.newest([own, others]) == own
+    assert later.newest([own, others]) == others
+
+
+def test_the_own_checkpoint_can_be_made_the_newest(folder, tmp_path):
+    write(folder.path / "fit-1.started", 100.0)
+    write(folder.checkpoint, 101.0)
+    other = write(tmp_path / "last.ckpt", 102.0)
+    folder.touch()
+    assert folder.newest([other]) == folder.checkpoint

@@ -22,7 +22,9 @@ def job(**changes: str) -> SlurmJob:
 
 
 def test_a_job_is_read_from_variables():
-    assert job(SLURM_RESTART_COUNT="2", SLURM_NTASKS="4", SLURM_NNODES="2") == SlurmJob("17", "train", 2, 4, 2, True)
+    assert job(SLURM_RESTART_COUNT="2", SLURM_NTASKS="4", SLURM_NNODES="2") == SlurmJob(
+        "17", "train", 2, 4, 2, True, "0"
+    )
     assert SlurmJob.from_environment({"SLURM_JOB_ID": "3"}) == SlurmJob("3", "", 0, 1, 1, False)
     assert SlurmJob.from_environment({}) is None
 

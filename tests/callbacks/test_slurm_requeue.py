@@ -76,7 +76,7 @@ def test_a_run_that_is_stopped_after_any_batch_goes_on_as_if_nothing_had_been(ca
             assert slurm.asked == []
             assert_went_on(expected, stopped)
         else:
-            assert (stopped.code, slurm.asked) == (0, [f"requeue {JOB_ID}"])
+            assert (stopped.code, slurm.asked) == (0, [ASK, REQUEUE])
             most = 3 if case != MID_WINDOW else 3 + NUM_VAL_BATCHES  # the batch, and two more
             assert send.num_batches - at <= most
             slurm.start(1)
@@ -102,7 +102,7 @@ def test_a_run_is_stopped_again_after_a_restart(second, slurm, tmp_path):
     parts = [fit(Noting, tmp_path, Send(0), SlurmRequeue())]
     slurm.start(1)
     parts.append(fit(Noting, tmp_path, Send(second), SlurmRequeue()))
-    assert slurm.asked == [f"requeue {JOB_ID}"]
+    assert slurm.asked == [ASK, REQUEUE]
     slurm.start(2)
     parts.append(fit(Noting, tmp_path, SlurmRequeue()))
     assert [part.code for part in parts] == [0, 0, None]
@@ -111,11 +111,11 @@ def test_a_run_is_stopped_again_after_a_restart(second, slurm, tmp_path):
 
 def test_the_second_fit_of_a_program_goes_on_where_it_was(slurm, tmp_path):
     expected = fit(Noting, tmp_path, SlurmRequeue())
-    fit(Noting, tmp_path, SlurmRequeue())
+    fit(Noting, tmp_path, SlurmRequeue(), is_last_fit=False)
     stopped = fit(Noting, tmp_path, Send(1), SlurmRequeue(), nth_fit=2)
-    assert [file.name for file in (tmp_path / "slurm_requeue" / JOB_ID).glob("*.ckpt")] == ["fit-2.ckpt"]
+    assert [file.name for file in (tmp_path / "slurm_requeue" / JOB_ID / "step-0").glob("*.ckpt")] == ["fit-2.ckpt"]
     slurm.start(1)
-    first = fit(Noting, tmp_path, SlurmRequeue())
+    first = fit(Noting, tmp_path, SlurmRequeue(), is_last_fit=False)
     assert len(first.module.seen) == 6  # it was over, and begins anew
     assert_went_on(expected, stopped, fit(Noting, tmp_path, SlurmRequeue(), nth_fit=2))
     assert not (tmp_path / "slurm_requeue").exists()
@@ -153,7 +153,7 @@ def test_another_signal_and_another_folder(slurm, tmp_path):
     slurm.start(0)
     stopped = fit(Noting, tmp_path, Send(1, USR2), Look(), make())
     assert (stopped.code, usr1) == (0, [before])
-    assert (tmp_path / "shared" / "slurm_requeue" / JOB_ID / "fit-1.ckpt").exists()
+    assert (tmp_path / "shared" / "slurm_requeue" / JOB_ID / "step-0" / "fit-1.ckpt").exists()
     slurm.start(1)
     assert_went_on(expected, stopped, fit(Noting, tmp_path, make()))
     assert list((tmp_path / "shared").iterdir()) == []
@@ -183,7 +183,7 @@ def test_another_job_does_not_go_on_from_it(slurm, tmp_path, monkeypatch):
 
 def test_the_checkpoint_is_read_without_running_code(slurm, tmp_path):
     fit(Noting, tmp_path, Send(1), SlurmRequeue())
-    path = tmp_path / "slurm_requeue" / JOB_ID / "fit-1.ckpt"
+    path = tmp_path / "slurm_requeue" / JOB_ID / "step-0" / "fit-1.ckpt"
     state = torch.load(path, weights_only=True)["callbacks"]["SlurmRequeue"]
     assert (state["num_batches"], state["has_ended"], len(state["random"])) == (2, False, 1)
 
@@ -248,7 +248,7 @@ def test_the_newest_checkpoint_is_taken(newer, slurm, tmp_path, said):
     arguments = {"limit_val_batches": 0, "enable_checkpointing": True}
     stopped = fit(Noting, tmp_path, save_last(tmp_path), Send(1), SlurmRequeue(), **arguments)
     assert stopped.code == 0
-    own, last = tmp_path / "slurm_requeue" / JOB_ID / "fit-1.ckpt", tmp_path / "saved" / "last.ckpt"
+    own, last = tmp_path / "slurm_requeue" / JOB_ID / "step-0" / "fit-1.ckpt", tmp_path / "saved" / "last.ckpt"
     now = own.stat().st_mtime
     for path, is_newer in ((own, newer == "requeue"), (last, newer == "last")):
         os.utime(path, (now + 10 + is_newer,) * 2)
@@ -279,7 +279,7 @@ def test_a_checkpoint_older_than_the_job_is_not_taken(slurm, tmp_path, said):
 @pytest.mark.parametrize("verb", ["validate", "test", "predict"])
 @pytest.mark.parametrize(("number", "code"), [(USR1, 0), (TERM, 1)])
 def test_an_evaluation_is_requeued_and_saves_nothing(verb, number, code, slurm, tmp_path, said):
-    slurm.answer("JobState=COMPLETING")
+    slurm.answer("JobState=RUNNING" if number == USR1 else "JobState=COMPLETING")
     send, callback = Send(0, number), SlurmRequeue()
     trainer = make_trainer(tmp_path, send, callback)
     with pytest.raises(JobStopped) as stopped:
@@ -315,18 +315,37 @@ ASK, REQUEUE = f"show job --oneliner {JOB_ID}", f"requeue {JOB_ID}"
 @pytest.mark.parametrize(
     ("number", "answer", "code", "outcome", "asked"),
     [
-        (USR1, ("JobState=CANCELLED",), 0, REQUEUED, [REQUEUE]),
+        (USR1, ("JobState=RUNNING Restarts=0",), 0, REQUEUED, [ASK, REQUEUE]),
+        (USR1, ("JobState=COMPLETING Reason=None",), 1, f"job {JOB_ID} was cancelled and is not requeued", [ASK]),
         (TERM, ("JobState=RUNNING Restarts=0",), 0, REQUEUED, [ASK, REQUEUE]),
         (TERM, ("JobState=COMPLETING Reason=TimeLimit",), 0, REQUEUED, [ASK, REQUEUE]),
         (TERM, ("JobState=COMPLETING Reason=None",), 1, f"job {JOB_ID} was cancelled and is not requeued", [ASK]),
         (TERM, ("JobState=PENDING Restarts=1",), 0, f"job {JOB_ID} has been requeued", [ASK]),
-        (USR1, ("", "Requested operation is disabled", 1), 1, refused("Requested operation is disabled"), [REQUEUE]),
-        (USR1, ("", "", 3), 1, refused("scontrol ended with 3"), [REQUEUE]),
+        (
+            USR1,
+            ("", "Requested operation is disabled", 1),
+            1,
+            refused("Requested operation is disabled"),
+            [ASK, REQUEUE],
+        ),
+        (USR1, ("", "", 3), 1, refused("scontrol ended with 3"), [ASK, REQUEUE]),
         (TERM, ("", "Unable to contact", 1), 1, refused("Unable to contact"), [ASK, REQUEUE]),
         (USR1, None, 1, refused("[Errno 2] No such file or directory: 'scontrol'"), []),
     ],
-    ids=["announced", "preempted", "time limit", "cancelled", "requeued", "refused", "silent", "gone", "no scontrol"],
+    ids=[
+        "announced",
+        "cancelled after that",
+        "preempted",
+        "time limit",
+        "cancelled",
+        "requeued",
+        "refused",
+        "silent",
+        "gone",
+        "no scontrol",
+    ],
 )
+@pytest.mark.filterwarnings("ignore:SlurmRequeue finds no scontrol")
 def test_what_becomes_of_the_job_is_said(number, answer, code, outcome, asked, slurm, tmp_path, said, monkeypatch):
     monkeypatch.setattr(slurm_requeue, "time", SimpleNamespace(perf_counter=lambda: 7.0))
     if answer is None:
@@ -334,7 +353,7 @@ def test_what_becomes_of_the_job_is_said(number, answer, code, outcome, asked, s
     else:
         slurm.answer(*answer)
     stopped = fit(Noting, tmp_path, Send(1, number), SlurmRequeue())
-    path = tmp_path / "slurm_requeue" / JOB_ID / "fit-1.ckpt"
+    path = tmp_path / "slurm_requeue" / JOB_ID / "step-0" / "fit-1.ckpt"
     assert said == [f"SlurmRequeue: {number.name} at step 2: saved {path} in 0.0 s; {outcome}."]
     assert (stopped.code, slurm.asked) == (code, asked)
     assert path.exists()
@@ -394,7 +413,7 @@ WAY_OUT = "Give a folder that all nodes share: SlurmRequeue(dirpath=...), or the
 
 def test_a_folder_that_cannot_be_written_is_refused(slurm, tmp_path):
     (tmp_path / "file").touch()
-    path = tmp_path / "file" / "slurm_requeue" / JOB_ID
+    path = tmp_path / "file" / "slurm_requeue" / JOB_ID / "step-0"
     assert refuse(tmp_path, SlurmRequeue(tmp_path / "file")) == (
         f"SlurmRequeue cannot write to '{path}': [Errno 20] Not a directory: '{path}'. {WAY_OUT}"
     )
@@ -403,8 +422,8 @@ def test_a_folder_that_cannot_be_written_is_refused(slurm, tmp_path):
 def test_a_rank_that_does_not_see_the_folder_is_named(slurm, tmp_path, monkeypatch):
     monkeypatch.setattr(RequeueFolder, "is_open", False)
     assert refuse(tmp_path, SlurmRequeue()) == (
-        f"SlurmRequeue cannot use '{tmp_path / 'slurm_requeue' / JOB_ID}': rank 0 does not see what rank 0 has made "
-        f"there. {WAY_OUT}"
+        f"SlurmRequeue cannot use '{tmp_path / 'slurm_requeue' / JOB_ID / 'step-0'}': rank 0 does not see what rank 0 "
+        f"has made there. {WAY_OUT}"
     )
 
 
@@ -455,7 +474,7 @@ def test_a_fit_that_fails_leaves_handlers_as_they_were(slurm, tmp_path):
     assert "resume_start" not in vars(trainer._checkpoint_connector)
     assert "advance" not in vars(trainer.fit_loop.epoch_loop)
     assert "_sigterm_notifier_fn" not in vars(trainer._signal_connector)
-    assert (tmp_path / "slurm_requeue" / JOB_ID / "started").exists()  # the job may be started again
+    assert list((tmp_path / "slurm_requeue" / JOB_ID / "step-0").glob("fit-*.started"))  # the job may be started again
 
 
 def test_after_the_stop_signals_do_nothing_more(slurm, tmp_path):

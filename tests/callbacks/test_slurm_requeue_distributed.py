@@ -138,7 +138,7 @@ def test_all_ranks_stop_together_and_go_on(strategy, signals, slurm, start, tmp_
     assert [rank["code"] for rank in stopped] == [0, 0]
     assert len({len(rank["seen"]) for rank in stopped}) == 1
     assert slurm.asked[-1] == f"requeue {JOB_ID}"
-    assert (tmp_path / "slurm_requeue" / JOB_ID / "fit-1.ckpt").is_dir() == (strategy == "sharded")
+    assert (tmp_path / "slurm_requeue" / JOB_ID / "step-0" / "fit-1.ckpt").is_dir() == (strategy == "sharded")
     resumed = start("resumed", 1, strategy=strategy)
     assert [rank["code"] for rank in resumed] == [None, None]
     assert_all_went_on(expected, stopped, resumed)
@@ -163,7 +163,7 @@ def look_in_vain(rank: int, port: int, folder: str) -> None:
     be_task(rank, port)
     if rank == 1:
         RequeueFolder.is_open = property(lambda self: False)  # another disk
-    path = Path(folder) / "slurm_requeue" / JOB_ID
+    path = Path(folder) / "slurm_requeue" / JOB_ID / "step-0"
     with pytest.raises(MisconfigurationException) as caught:
         fit(Noting, Path(folder), SlurmRequeue(), devices=2, strategy="ddp")
     assert str(caught.value) == (

@@ -269,7 +269,7 @@ class Cluster:
     # --- what a subclass changes
 
     def _add_network(self) -> None:
-        ports = [str(port) for port in _find_free_ports(1 + len(self.nodes))]
+        ports = [str(port) for port in find_free_ports(1 + len(self.nodes))]
         address = socket.gethostbyname(socket.gethostname())
         # the daemons then listen at this address alone, which is the one that the host name has
         self._settings |= {"CommunicationParameters": "NoInAddrAny,NoCtldInAddrAny", "SlurmctldPort": ports[0]}
@@ -451,7 +451,8 @@ def _make_folder() -> Path:
     return folder
 
 
-def _find_free_ports(count: int) -> list[int]:
+def find_free_ports(count: int) -> list[int]:
+    """Ports that nobody listens at now."""
     with contextlib.ExitStack() as sockets:  # all are open at once, or the same port might come twice
         bound = [sockets.enter_context(socket.create_server(("", 0))) for _ in range(count)]
         return [each.getsockname()[1] for each in bound]

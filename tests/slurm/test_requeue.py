@@ -45,7 +45,7 @@ def test_two_nodes_train_what_one_does(cluster: Cluster, whole: Whole, tmp_path:
     assert first["environment"] == second["environment"] == "SLURMEnvironment"
     assert (first["world_size"], first["node_rank"], first["node"]) == (2, 0, "node1")
     assert (second["world_size"], second["node_rank"], second["node"]) == (2, 1, "node2")
-    assert first["address"] == second["address"] == f"127.0.0.1:{15000 + whole(strategy).job}"
+    assert first["address"] == second["address"]
     options = ("--nodes=1", "--ntasks-per-node=2", "--cpus-per-task=2")
     one = Training(cluster, tmp_path / "one", "--strategy", strategy, sbatch_options=options)
     assert one.end() == "COMPLETED", one.output

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from slurm.cluster import Cluster
+from slurm.cluster import Cluster, find_free_ports
 from torch import Tensor
 
 ROOT = Path(__file__).parents[2]
@@ -65,7 +65,9 @@ class Training:
 def python_environment(cluster: Cluster) -> dict[str, str]:
     """As of an activated virtual environment. The nodes of the cluster have names that nobody else knows."""
     path = os.pathsep.join([str(Path(sys.executable).parent), cluster.environment["PATH"]])
-    return {"PATH": path, "PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1", "PYTHONUNBUFFERED": "1"}
+    (port,) = find_free_ports(1)  # that of the job's number may be another cluster's
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return {"PATH": path, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"} | address
 
 
 def assert_close(weights: dict[str, Tensor], others: dict[str, Tensor], tolerance: float = 1e-6) -> None:
