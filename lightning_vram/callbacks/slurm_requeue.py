@@ -56,7 +56,7 @@ class SlurmRequeue(Callback):
     Lightning's own requeueing is switched off meanwhile. Outside of SLURM only the place in the data is kept, in every
     checkpoint.
 
-    It acts between two optimizer steps, at most two batches after the signal, and within validation, which is then
+    It acts between two optimizer steps, the second after the signal at the latest, and within validation, which is then
     run again; ``validate``, ``test`` and ``predict`` begin anew. What a ``DataLoader``'s workers draw at random, and
     metrics that were accumulated over the epoch, begin anew as well, and data of an ``IterableDataset`` are seen
     again, with a warning.

@@ -107,3 +107,18 @@ def test_tasks_without_srun_are_refused():
 )
 def test_other_jobs_are_fine(fine):
     check_job(fine)
+
+
+@pytest.mark.parametrize("launcher", ["TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_SIZE", "SLURM_PTY_PORT"])
+def test_who_else_starts_processes_is_left_alone(launcher, monkeypatch):
+    without_srun = SlurmJob("17", "train", 0, 8, 2, False)
+    with pytest.raises(MisconfigurationException):
+        check_job(without_srun)
+    monkeypatch.setenv(launcher, "1")
+    check_job(without_srun)
+    check_job(SlurmJob("17", "bash", 0, 8, 2, True, "0"))
+
+
+def test_a_step_has_its_own_number_of_tasks():
+    found = job(SLURM_NTASKS="8", SLURM_NNODES="2", SLURM_STEP_NUM_TASKS="1", SLURM_STEP_NUM_NODES="1")
+    assert (found.num_tasks, found.num_nodes) == (1, 1)

@@ -323,9 +323,9 @@ ASK, REQUEUE = f"show job --oneliner {JOB_ID}", f"requeue {JOB_ID}"
         (TERM, ("JobState=PENDING Restarts=1",), 0, f"job {JOB_ID} has been requeued", [ASK]),
         (
             USR1,
-            ("", "Requested operation is disabled", 1),
+            ("", "It is disabled", 1),
             1,
-            refused("Requested operation is disabled"),
+            refused("It is disabled"),
             [ASK, REQUEUE],
         ),
         (USR1, ("", "", 3), 1, refused("scontrol ended with 3"), [ASK, REQUEUE]),

@@ -49,7 +49,7 @@ class LitNet(pl.LightningModule):
         return DataLoader(make_data(400), BATCH_SIZE, shuffle=True, num_workers=self.num_workers)
 
     def val_dataloader(self) -> DataLoader:
-        return DataLoader(make_data(64), BATCH_SIZE)
+        return DataLoader(make_data(64), BATCH_SIZE, num_workers=self.num_workers)
 
 
 def make_data(num_samples: int) -> TensorDataset:
