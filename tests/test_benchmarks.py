@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from lightning_vram.strategies.process_group import disconnect
+from lightning_vram.techniques.clean_exit import leave_group
 from tests.benchmarks import __main__ as benchmarks
 from tests.benchmarks import compression_errors, fsdp_offload, host_adamw, mixed_precision, offload_overlap
 from tests.benchmarks.cases import WORKLOADS
@@ -91,7 +91,7 @@ def test_the_precision_plugin_is_measured_in_a_trainer():
 def alone():
     """No process group is left for those that come later."""
     yield
-    disconnect()
+    leave_group()
     gc.collect()
 
 

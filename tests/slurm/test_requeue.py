@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from slurm.cluster import Cluster
-from slurm.training import Training, assert_close, python_environment
+from slurm.training import ROOT, Training, assert_close, python_environment
 
 STRATEGIES = ["ddp", "sharded"]
 Whole = Callable[[str], Training]
@@ -166,7 +166,7 @@ def test_a_job_that_could_not_work_fails_at_once_and_says_what_to_change(
 
 def test_a_command_without_srun_is_told_to_have_one(cluster: Cluster, tmp_path: Path) -> None:
     script = tmp_path / "without.sh"
-    script.write_text("#!/bin/bash\nlightning-vram fit --config none.yaml\n")
+    script.write_text(f"#!/bin/bash\nlightning-vram fit --config {ROOT}/configs/quickstart.yaml\n")
     options = ("--nodes=2", "--ntasks-per-node=1", f"--output={tmp_path}/output")
     job = cluster.submit(script, *options, env=python_environment(cluster))
     assert cluster.wait(job, "FAILED", "COMPLETED", timeout=60) == "FAILED"
