@@ -1,8 +1,10 @@
 """Fits that are told to stop, in a SLURM that notes what it is asked for and answers what a test wants."""
 
 import atexit
+import multiprocessing
 import os
 import signal
+import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
@@ -84,10 +86,10 @@ class FakeSlurm:
 class Noting(pl.LightningModule):
     """Draws random numbers wherever one may, and notes all that it sees."""
 
-    def __init__(self, num_batches: int = 3, num_workers: int = 0) -> None:
+    def __init__(self, num_batches: int = 3, num_workers: int = 0, has_generator: bool = False) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 1))
-        self.num_batches, self.num_workers = num_batches, num_workers
+        self.num_batches, self.num_workers, self.has_generator = num_batches, num_workers, has_generator
         self.seen: list[object] = []
         self.val_losses: list[float] = []
 
@@ -118,7 +120,8 @@ class Noting(pl.LightningModule):
         return DataLoader(TensorDataset(samples), batch_size=BATCH_SIZE, **arguments)
 
     def train_dataloader(self) -> DataLoader:
-        return self.make_loader(self.num_batches, shuffle=True, num_workers=self.num_workers)
+        generator = torch.Generator().manual_seed(2) if self.has_generator else None
+        return self.make_loader(self.num_batches, shuffle=True, num_workers=self.num_workers, generator=generator)
 
     def val_dataloader(self) -> DataLoader:
         return self.make_loader(NUM_VAL_BATCHES)
@@ -145,14 +148,24 @@ class Rows(Logger):
 
 
 class Send(pl.Callback):
-    """Sends this process a signal when the batch with a number begins, training and validation counted together."""
+    """Sends a signal when the batch with a number begins, training and validation counted together.
 
-    def __init__(self, at: int | None, number: int = signal.SIGUSR1) -> None:
-        self.at, self.number = at, number
+    To this process, and with ``to_all`` to its children, as SLURM does.
+    """
+
+    def __init__(self, at: int | None, number: int = signal.SIGUSR1, *, to_all: bool = False) -> None:
+        self.at, self.number, self.to_all = at, number, to_all
         self.num_batches = 0
+        self.outlived: list[bool] = []
 
     def on_train_batch_start(self, *args: Any) -> None:
         if self.num_batches == self.at:
+            if self.to_all:  # by another process: workers take what their parent sends for their orderly end
+                workers = multiprocessing.active_children()
+                subprocess.run(["kill", f"-{int(self.number)}", *(str(worker.pid) for worker in workers)], check=True)
+                for worker in workers:
+                    worker.join(0.2)  # time to die
+                self.outlived = [worker.is_alive() for worker in workers]
             os.kill(os.getpid(), self.number)
         self.num_batches += 1
 

@@ -18,6 +18,7 @@ from lightning_vram.techniques.rank_agreement import RankAgreement
 from lightning_vram.techniques.shadow import Shadow
 from lightning_vram.techniques.stateful_loading import (
     can_be_stateful,
+    forget_position,
     load_loader_state,
     loader_state,
     make_stateful,
@@ -34,21 +35,18 @@ class ExactResume:
         trainer: In its ``setup`` hooks, its processes connected.
         name: Of the callback, for messages.
         agreement: Of all ranks.
-        blocked_signals: That worker processes of loaders do not receive.
 
     Attributes:
         repeats_validation: Whether what is saved now will begin with the validation that is running.
     """
 
-    def __init__(
-        self, trainer: pl.Trainer, name: str, agreement: RankAgreement, blocked_signals: tuple[int, ...]
-    ) -> None:
+    def __init__(self, trainer: pl.Trainer, name: str, agreement: RankAgreement) -> None:
         self.repeats_validation = False
         self._trainer = trainer
         self._name = name
         self._agreement = agreement
-        self._blocked_signals = blocked_signals
-        self._loaders: list[Any] = []
+        self._loaders: list[Any] = []  # None where one cannot go to its place
+        self._reasons: list[str] = []
         self._to_load: dict[str, Any] | None = None
         self._after_iterators: dict[str, Any] | None = None
         self._before_validation: dict[str, Any] | None = None
@@ -70,7 +68,7 @@ class ExactResume:
         return {
             "num_batches": 0 if has_ended else progress.current.processed,  # type: ignore[attr-defined]
             "has_ended": has_ended,
-            "loaders": [] if has_ended else [loader and loader_state(loader) for loader in self._loaders],
+            "loaders": [self._place_of(loader, has_ended=has_ended) for loader in self._loaders],
             "random": self._agreement.gather(mine),
         }
 
@@ -88,6 +86,8 @@ class ExactResume:
         is_next_epoch = not loop.restarting or loop.epoch_loop.restarted_on_train_batch_end
         if state["has_ended"] and is_next_epoch:  # whose iterators are made already
             random = self._after_iterators
+        elif state["has_ended"]:  # iterators that are made already have drawn, too, and are not those of the next epoch
+            self._load_all(state)
         if random is not None:
             restore_random_states(random, self._trainer.strategy.root_device)
 
@@ -102,6 +102,13 @@ class ExactResume:
 
     # --- data ---
 
+    def _place_of(self, loader: Any, *, has_ended: bool) -> dict[str, Any] | None:
+        if loader is None:
+            return None
+        if has_ended:
+            forget_position(loader)
+        return loader_state(loader)
+
     def _is_resumable(self) -> bool:
         return all(loader is not None for loader in self._loaders)
 
@@ -114,11 +121,11 @@ class ExactResume:
         """Right before loaders are iterated over."""
         combined = self._trainer.fit_loop._combined_loader
         assert combined is not None
-        reasons = [can_be_stateful(loader) for loader in combined.flattened]
-        self._loaders = [None if why else loader for why, loader in zip(reasons, combined.flattened, strict=True)]
+        self._reasons = [can_be_stateful(loader) for loader in combined.flattened]
+        self._loaders = [None if why else loader for why, loader in zip(self._reasons, combined.flattened, strict=True)]
         for loader in self._loaders:
             if loader is not None:
-                make_stateful(loader, blocked_signals=self._blocked_signals)
+                make_stateful(loader)
         load()
         if self._to_load is not None:
             self._go_to(self._to_load, combined.flattened)
@@ -130,22 +137,24 @@ class ExactResume:
         if state["has_ended"]:  # with workers the order of the next epoch is drawn now; Lightning sets it later
             for loader in loaders:
                 _set_sampler_epoch(loader, self._trainer.fit_loop.epoch_progress.current.ready)
-            return
-        states = state["loaders"] if len(state["loaders"]) == len(loaders) else [None] * len(loaders)
-        for loader, stateful, place in zip(loaders, self._loaders, states, strict=True):
-            why = can_be_stateful(loader)
-            if not why:
-                why = self._load(stateful, place if random is not None else None)
-            elif hasattr(loader, "load_state_dict"):  # Lightning gives it its state
-                why = ""
-            if why and state["num_batches"]:
+        for loader, why in zip(loaders, self._load_all(state), strict=True):
+            if (
+                why and state["num_batches"] and not hasattr(loader, "load_state_dict")
+            ):  # else Lightning gives it its own
                 rank_zero_warn(
                     f"{self._name} cannot go to the right sample: {why}. The first {state['num_batches']} batches of "
                     "this epoch are seen again, the last are not."
                 )
 
-    def _load(self, loader: Any, place: dict[str, Any] | None) -> str:
-        """Return why not."""
+    def _load_all(self, state: dict[str, Any]) -> list[str]:
+        """Return, for each loader, why it could not be brought to its place."""
+        is_same = len(state["loaders"]) == len(self._loaders) and self._random_of(state) is not None
+        places = state["loaders"] if is_same else [None] * len(self._loaders)
+        return [self._load(*each) for each in zip(self._loaders, self._reasons, places, strict=True)]
+
+    def _load(self, loader: Any, why: str, place: dict[str, Any] | None) -> str:
+        if loader is None:
+            return why
         if place is None:
             return "the loaders, or the number of ranks, are not those of the checkpoint"
         try:

@@ -1,11 +1,9 @@
 """End a job that SLURM is about to end, so that it can go on: one checkpoint of all ranks, and a request."""
 
-import shutil
-from pathlib import Path
-
 import lightning.pytorch as pl
 
 from lightning_vram.callbacks.exact_resume import ExactResume
+from lightning_vram.callbacks.requeue_folder import RequeueFolder
 from lightning_vram.callbacks.slurm_job import Fate, SlurmJob
 
 
@@ -13,12 +11,12 @@ class JobStopped(SystemExit):
     """Ends the program, all ranks together, after the checkpoint has been saved. Its code is 0 if the job goes on."""
 
 
-def save_together(trainer: pl.Trainer, path: Path, resume: ExactResume) -> None:
+def save_together(trainer: pl.Trainer, folder: RequeueFolder, resume: ExactResume) -> None:
     """Save between two batches, or within a validation, which will then be run again; a collective.
 
     Args:
         trainer: That fits.
-        path: Of the checkpoint, which is complete when this returns, with asynchronous saves too.
+        folder: Whose checkpoint is there, and complete, when this returns; with asynchronous saves too.
         resume: Of the fit.
     """
     val_progress = trainer.fit_loop.epoch_loop.val_loop.batch_progress
@@ -27,9 +25,8 @@ def save_together(trainer: pl.Trainer, path: Path, resume: ExactResume) -> None:
     if trainer.validating:  # so that Lightning runs it again, from its first batch
         val_progress.reset()
         val_progress.total.ready = val_progress.total.started = 1  # type: ignore[attr-defined]
-    part = path.with_suffix(".part")  # a strategy may write a folder, bit by bit
     try:
-        trainer.save_checkpoint(part, weights_only=False)
+        trainer.save_checkpoint(folder.part, weights_only=False)
     finally:
         resume.repeats_validation = False
         val_progress.load_state_dict(kept)
@@ -37,9 +34,7 @@ def save_together(trainer: pl.Trainer, path: Path, resume: ExactResume) -> None:
     trainer.strategy.checkpoint_io.teardown() if finish is None else finish()
     trainer.strategy.barrier("SlurmRequeue.save")
     if trainer.is_global_zero:
-        if path.is_dir():
-            shutil.rmtree(path)
-        part.replace(path)
+        folder.publish()
 
 
 def requeue(job: SlurmJob) -> tuple[int, str]:

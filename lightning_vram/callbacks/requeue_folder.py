@@ -24,6 +24,7 @@ class RequeueFolder:
     def __init__(self, root: Path, job_id: str, step_id: str, fit: int) -> None:
         self.path = root / "slurm_requeue" / job_id / f"step-{step_id}"
         self.checkpoint = self.path / f"fit-{fit}.ckpt"
+        self.part = self.path / f"fit-{fit}.part"  # of one that is being written
         self._started = self.path / f"fit-{fit}.started"
         self._next_started = self.path / f"fit-{fit + 1}.started"
 
@@ -44,6 +45,7 @@ class RequeueFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._started.open("a").close()  # its time is that of the first
+            _remove(self.part)
         except OSError as error:
             return str(error)
         return ""
@@ -63,6 +65,14 @@ class RequeueFolder:
         of_fit = {path: when for path, when in written.items() if since <= when <= until}
         return max(of_fit, key=lambda path: of_fit[path], default=None)
 
+    def publish(self) -> None:
+        """Let what was written take the place of the checkpoint. For one rank."""
+        old = self.checkpoint.with_suffix(".old")
+        if self.checkpoint.is_dir():  # which cannot be replaced
+            self.checkpoint.replace(old)
+        self.part.replace(self.checkpoint)
+        _remove(old)
+
     def touch(self) -> None:
         """Let the checkpoint be the newest. For one rank."""
         if self.checkpoint.exists():
@@ -70,9 +80,7 @@ class RequeueFolder:
 
     def remove_checkpoint(self) -> None:
         """For a fit that has ended. That it was here stays known. For one rank."""
-        if self.checkpoint.is_dir():
-            shutil.rmtree(self.checkpoint, ignore_errors=True)
-        self.checkpoint.unlink(missing_ok=True)
+        _remove(self.checkpoint)
 
     def remove(self) -> None:
         """Remove all of this program, for one that has ended. For one rank."""
@@ -80,6 +88,13 @@ class RequeueFolder:
         for folder in (self.path.parent, self.path.parent.parent):
             with suppress(OSError):  # other programs and jobs have theirs in there
                 folder.rmdir()
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _time(path: Path, missing: float) -> float:

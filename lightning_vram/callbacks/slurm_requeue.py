@@ -7,11 +7,9 @@ first asks for the requeue, and all leave.
 """
 
 import atexit
-import logging
 import shutil
 import signal
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import count
@@ -35,13 +33,12 @@ from lightning_vram.callbacks.slurm_job import SlurmJob, check_job, check_tasks
 from lightning_vram.callbacks.stop_signals import StopSignals
 from lightning_vram.callbacks.stop_vote import StopVote
 from lightning_vram.early_signals import let_through
-from lightning_vram.techniques.blocked_signals import blocked_in_children
-from lightning_vram.techniques.clean_exit import end_cleanly
+from lightning_vram.techniques.clean_exit import leave_group_at_exit
 from lightning_vram.techniques.lost_peers import naming_lost_peers
 from lightning_vram.techniques.rank_agreement import RankAgreement
 from lightning_vram.techniques.shadow import Shadow, instead
+from lightning_vram.techniques.shielded_daemons import DaemonShield
 
-log = logging.getLogger(__name__)
 _fits = count(1)  # of this program: the same on all ranks
 _folders: list[RequeueFolder] = []  # of those, on rank 0
 
@@ -63,7 +60,7 @@ class SlurmRequeue(Callback):
 
     Args:
         dirpath: Folder for ``slurm_requeue/<job>/``, on a file system that all nodes share. ``None``: the trainer's
-            ``default_root_dir``. Removed when the fit has ended.
+            ``default_root_dir``. Removed when the program has ended.
         requeue_signal: Name of the signal that announces the end.
 
     Raises:
@@ -85,6 +82,7 @@ class SlurmRequeue(Callback):
         self.dirpath = dirpath
         self.requeue_signal = requeue_signal
         self._signals = StopSignals((signal.SIGTERM, _parse_signal(requeue_signal)))
+        self._shield = DaemonShield(self._signals.signals)
         check_job(SlurmJob.from_environment())
         self._job: SlurmJob | None = None
         self._folder: RequeueFolder | None = None
@@ -93,7 +91,6 @@ class SlurmRequeue(Callback):
         self._resume: ExactResume | None = None
         self._shadows: list[Shadow] = []
         self._environment: SLURMEnvironment | None = None
-        self._timeout = default_pg_timeout
         self._peers: AbstractContextManager[None] = nullcontext()
 
     @override
@@ -106,17 +103,19 @@ class SlurmRequeue(Callback):
         check_tasks(environment, trainer.num_devices, trainer.num_nodes)
         self._release()
         arguments = getattr(trainer.strategy, "arguments", None)  # of fsdp_offload
-        self._timeout = getattr(arguments, "timeout", getattr(trainer.strategy, "_timeout", None)) or default_pg_timeout
-        self._agreement = RankAgreement(self._timeout)
+        timeout = getattr(arguments, "timeout", getattr(trainer.strategy, "_timeout", None)) or default_pg_timeout
+        self._agreement = RankAgreement(timeout)
         job = SlurmJob.from_environment()
         if stage == "fit":
-            blocked = self._signals.signals if job is not None else ()
-            self._resume = ExactResume(trainer, "SlurmRequeue", self._agreement, blocked)
+            self._resume = ExactResume(trainer, "SlurmRequeue", self._agreement)
         if job is None or bool(getattr(trainer, "fast_dev_run", False)):
             self._signals.unblock()
             let_through()
             return
         self._job = job
+        self._peers = naming_lost_peers(
+            trainer.global_rank, trainer.world_size, lambda: f"step {trainer.global_step}, after a batch", timeout
+        )
         self._take_over(trainer)
         if stage == "fit":
             self._set_up_fit(trainer, job)
@@ -129,7 +128,7 @@ class SlurmRequeue(Callback):
             self._environment, environment.auto_requeue = environment, False
         connector = trainer._signal_connector
         self._shadows.append(Shadow(connector, "_sigterm_notifier_fn", instead(self._signals.note)))
-        self._shadows += [Shadow(loop, name, self._shield) for loop, name in _makers_of_workers(trainer)]
+        self._shield.raise_it()
         if not self._signals.install():
             rank_zero_warn("SlurmRequeue has no effect outside of the main thread, which alone gets signals.")
         let_through()
@@ -139,19 +138,7 @@ class SlurmRequeue(Callback):
                 "bind it, and SLURM's configuration, into the container."
             )
         self._vote = StopVote(self._agreement, self._signals)
-        self._peers = naming_lost_peers(
-            trainer.global_rank, trainer.world_size, lambda: f"step {trainer.global_step}, after a batch", self._timeout
-        )
-        end_cleanly()
-
-    def _shield(self, make: Callable[..., Any]) -> Callable[..., Any]:
-        """Workers of loaders would die of the signals, which SLURM sends to all processes of a step."""
-
-        def make_shielded(*args: Any) -> Any:
-            with blocked_in_children(self._signals.signals):
-                return make(*args)
-
-        return make_shielded
+        leave_group_at_exit()
 
     def _set_up_fit(self, trainer: pl.Trainer, job: SlurmJob) -> None:
         assert self._agreement is not None
@@ -215,8 +202,10 @@ class SlurmRequeue(Callback):
 
     def _begin_evaluation(self, trainer: pl.Trainer, num_batches: list[int | float]) -> None:
         if self._vote is not None and not trainer.sanity_checking:
+            is_sequential = getattr(trainer._active_loop, "_is_sequential", True)  # that of prediction always is
+            known = sum(num_batches) if is_sequential else min(num_batches, default=0)
             with self._peers:
-                self._vote.limit(sum(num_batches))
+                self._vote.limit(known)
 
     def _evaluate(self, trainer: pl.Trainer) -> None:
         if self._vote is None or trainer.sanity_checking:
@@ -238,7 +227,7 @@ class SlurmRequeue(Callback):
         done = "nothing to save"
         if self._folder is not None and self._resume is not None:
             start = time.perf_counter()
-            save_together(trainer, self._folder.checkpoint, self._resume)
+            save_together(trainer, self._folder, self._resume)
             if trainer.is_global_zero:  # there are callbacks that save after an exception
                 atexit.register(self._folder.touch)
             done = f"saved {self._folder.checkpoint} in {time.perf_counter() - start:.1f} s"
@@ -288,6 +277,7 @@ class SlurmRequeue(Callback):
         if self._agreement is not None:
             self._agreement.close()
         self._signals.remove()
+        self._shield.lower()
         self._shadows, self._resume, self._environment, self._agreement = [], None, None, None
         self._folder, self._job, self._vote, self._peers = None, None, None, nullcontext()
 
@@ -296,13 +286,6 @@ def _remove_folders() -> None:
     """When the program has ended well."""
     for folder in _folders:
         folder.remove()
-
-
-def _makers_of_workers(trainer: pl.Trainer) -> list[tuple[Any, str]]:
-    """Methods in which Lightning begins to iterate over loaders."""
-    fit = trainer.fit_loop
-    evaluations = [fit.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop]
-    return [(fit, "setup_data"), (fit.epoch_loop, "on_run_start"), *((loop, "reset") for loop in evaluations)]
 
 
 def _parse_signal(name: str) -> signal.Signals:

@@ -5,7 +5,6 @@ Otherwise a process that has done all its work may abort ("terminate called with
 """
 
 import atexit
-import multiprocessing
 import time
 
 import torch.distributed as dist
@@ -20,22 +19,6 @@ def leave_group_at_exit() -> None:
     """Have the process group destroyed when Python ends, if there is one then. Calling it again does nothing."""
     atexit.unregister(_leave)
     atexit.register(_leave)
-
-
-def end_cleanly() -> None:
-    """Leave the group, and kill daemons first, such as workers of loaders, that may not heed SIGTERM.
-
-    Python sends it to them as it ends, and waits for them for ever; forked ones note it as this process does.
-    """
-    leave_group_at_exit()
-    atexit.unregister(_kill_daemons)
-    atexit.register(_kill_daemons)
-
-
-def _kill_daemons() -> None:
-    for child in multiprocessing.active_children():
-        if child.daemon:
-            child.kill()
 
 
 def leave_group() -> None:

@@ -1,8 +1,5 @@
 """Where a loader is: its newest iteration, the number of batches it has handed out, and a state that waits for one."""
 
-import atexit
-import weakref
-from collections.abc import Sequence
 from typing import Any
 
 from lightning_vram.techniques.generator_states import State
@@ -13,7 +10,6 @@ class Position:
     """What a loader knows about its newest iteration. It refers to no iterator, which would keep workers alive."""
 
     def __init__(self) -> None:
-        self.blocked_signals: Sequence[int] = ()
         self.makes_iterator = False
         self.loaded: State | None = None
         self.newest: Iteration | None = None
@@ -78,7 +74,6 @@ class _CountingIterator:
     """Mixed in before the class of an iterator: what it has handed out is known when it is gone, too."""
 
     _index_sampler: IndexOrder
-    _shutdown: bool
 
     def __next__(self) -> Any:
         iteration = self._index_sampler.iteration
@@ -91,23 +86,8 @@ class _CountingIterator:
         iteration.count()
         return batch
 
-    def _shutdown_workers(self) -> None:
-        was_up = not getattr(self, "_shutdown", True)
-        super()._shutdown_workers()  # type: ignore[misc]
-        if was_up and self._shutdown:
-            for worker in getattr(self, "_workers", ()):
-                if worker.is_alive():  # it was sent SIGTERM, which may be blocked: Python would wait for it at the end
-                    worker.kill()
-
 
 _classes: dict[type[Any], type[Any]] = {}
-_with_workers: "weakref.WeakSet[Any]" = weakref.WeakSet()
-
-
-def _shut_down_workers() -> None:
-    """Before Python ends: it would send SIGTERM to workers that may have it blocked, and wait for them."""
-    for iterator in list(_with_workers):
-        iterator._shutdown_workers()
 
 
 def count_batches(iterator: Any) -> Any:
@@ -124,11 +104,6 @@ def count_batches(iterator: Any) -> Any:
         attributes = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
         _classes[kind] = type(kind.__name__, (_CountingIterator, kind), attributes)
     iterator.__class__ = _classes[kind]
-    if hasattr(iterator, "_shutdown_workers") and getattr(iterator, "_workers", None):
-        if not _with_workers:
-            atexit.unregister(_shut_down_workers)
-            atexit.register(_shut_down_workers)
-        _with_workers.add(iterator)
     return iterator
 
 

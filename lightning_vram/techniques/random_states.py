@@ -17,7 +17,7 @@ def read_random_states(device: torch.device) -> State:
         For :func:`restore_random_states`.
     """
     states = read_global_states()
-    module, arguments = _device_module(device)
+    module, arguments = device_generator(device)
     if module is not None:
         states[device.type] = module.get_rng_state(*arguments)
     return states
@@ -31,12 +31,13 @@ def restore_random_states(states: State, device: torch.device) -> None:
         device: As there.
     """
     write_global_states(states)
-    module, arguments = _device_module(device)
+    module, arguments = device_generator(device)
     if module is not None and device.type in states:
         module.set_rng_state(states[device.type].cpu(), *arguments)
 
 
-def _device_module(device: torch.device) -> tuple[Any, tuple[torch.device, ...]]:
+def device_generator(device: torch.device) -> tuple[Any, tuple[torch.device, ...]]:
+    """Return who has the generator of an accelerator that is in use, and with which arguments; else ``None``."""
     if device.type in ("cpu", "meta"):
         return None, ()
     module = torch.get_device_module(device)

@@ -13,12 +13,10 @@ same generators, or by seed and epoch as ``DistributedSampler`` does.
 """
 
 import copyreg
-from collections.abc import Sequence
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_vram.techniques.blocked_signals import blocked_in_children
 from lightning_vram.techniques.generator_states import State
 from lightning_vram.techniques.loader_position import IndexOrder, Position, count_batches, stop_counting
 from lightning_vram.techniques.sampler_replay import OrderSources
@@ -52,7 +50,7 @@ def can_be_stateful(loader: object) -> str:
     return next((reason for reason, holds in reasons.items() if holds), "")
 
 
-def make_stateful(loader: DataLoader[Any], *, blocked_signals: Sequence[int] = ()) -> None:
+def make_stateful(loader: DataLoader[Any]) -> None:
     """Let :func:`loader_state` know where ``loader`` is. Copies and pickles of it are plain loaders.
 
     After :func:`load_loader_state` the next ``iter(loader)``, and only that, goes on where the state was saved, in
@@ -63,10 +61,7 @@ def make_stateful(loader: DataLoader[Any], *, blocked_signals: Sequence[int] = (
     workers it is drawn in ``iter()``, so the epoch has to be set before (Lightning 2.6 sets it after, when it resumes).
 
     Args:
-        loader: One that :func:`can_be_stateful` accepts. Again only changes ``blocked_signals``.
-        blocked_signals: Signals that worker processes do not receive, like ``signal.SIGTERM``, which SLURM sends to
-            all processes of a job. A worker that is stuck while the loader stops is killed nonetheless. Workers of a
-            fork server that is running already are not covered.
+        loader: One that :func:`can_be_stateful` accepts. Again does nothing.
 
     Raises:
         TypeError: If ``loader`` is no ``DataLoader``.
@@ -79,7 +74,6 @@ def make_stateful(loader: DataLoader[Any], *, blocked_signals: Sequence[int] = (
         raise error(f"loader {given.__name__} cannot be made stateful: {reason}.")
     if not isinstance(loader, _StatefulLoader):
         loader.__class__ = _stateful_class(type(loader))
-    _position(loader).blocked_signals = tuple(blocked_signals)
 
 
 def remove_state(loader: DataLoader[Any]) -> None:
@@ -145,9 +139,7 @@ class _StatefulLoader(DataLoader[Any]):
         position = _position(self)
         position.makes_iterator = True
         try:
-            signals = position.blocked_signals if self.num_workers > 0 else ()
-            with blocked_in_children(signals, self.multiprocessing_context):
-                iterator = super()._get_iterator()
+            iterator = super()._get_iterator()
         finally:
             position.makes_iterator = False
         return count_batches(iterator)

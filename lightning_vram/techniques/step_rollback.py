@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from lightning_vram.techniques.attribute_state import AttributeState
 from lightning_vram.techniques.buffer_copies import ALWAYS_COPIED_BYTES, BufferCopies
 from lightning_vram.techniques.module_roster import ModuleRoster, iterate_members
+from lightning_vram.techniques.random_states import device_generator
 
 __all__ = ["BufferCopies", "StepState", "iterate_members"]
 
@@ -92,8 +93,6 @@ def _read_generators(device: torch.device) -> Iterator[tuple[Callable[[Any], obj
     numpy = sys.modules.get("numpy")  # torch works without it
     if numpy is not None:
         yield numpy.random.set_state, numpy.random.get_state()
-    if device.type not in ("cpu", "meta"):
-        module = torch.get_device_module(device)
-        if getattr(module, "is_initialized", lambda: True)():
-            arguments = () if device.type == "mps" else (device,)  # has one device and takes no name for it
-            yield lambda state: module.set_rng_state(state, *arguments), module.get_rng_state(*arguments)
+    module, arguments = device_generator(device)
+    if module is not None:
+        yield lambda state: module.set_rng_state(state, *arguments), module.get_rng_state(*arguments)

@@ -106,3 +106,20 @@ def test_the_own_checkpoint_can_be_made_the_newest(folder, tmp_path):
     other = write(tmp_path / "last.ckpt", 102.0)
     folder.touch()
     assert folder.newest([other]) == folder.checkpoint
+
+
+@pytest.mark.parametrize("make", [Path.touch, Path.mkdir], ids=["file", "folder"])
+def test_what_was_written_takes_the_place_of_the_checkpoint(folder, make):
+    for _ in range(2):
+        make(folder.part)
+        folder.publish()
+        assert sorted(path.name for path in folder.path.iterdir()) == ["fit-1.ckpt", "fit-1.started"]
+    assert folder.newest([]) == folder.checkpoint
+
+
+@pytest.mark.parametrize("make", [Path.touch, Path.mkdir], ids=["file", "folder"])
+def test_what_was_not_written_to_the_end_is_not_gone_on_from(folder, make):
+    make(folder.part)
+    assert folder.newest([]) is None
+    assert folder.try_open() == ""
+    assert not folder.part.exists()

@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from requeue_runs import JOB_ID, NUM_VAL_BATCHES, Fail, FakeSlurm, Noting, Send, assert_went_on, fit, make_trainer
+from torch.utils.data import DataLoader
 
 from lightning_vram.callbacks import requeued_start, slurm_requeue
 from lightning_vram.callbacks.requeue_folder import RequeueFolder
@@ -57,6 +58,9 @@ CASES = {
     "one batch per epoch without validation": ({"num_batches": 1}, {"max_epochs": 4, "limit_val_batches": 0}, [3]),
     "max_steps": ({}, {"max_epochs": -1, "max_steps": 5}, [6]),
     "limit_train_batches": ({"num_batches": 5}, {"limit_train_batches": 3}, []),
+    "a generator of the loader's own": ({"num_batches": 3, "has_generator": True}, {"max_epochs": 3}, []),
+    "the same and limit_train_batches": ({"num_batches": 4, "has_generator": True}, {"limit_train_batches": 2}, []),
+    "the same and workers": ({"num_batches": 2, "has_generator": True, "num_workers": 1}, {}, []),
 }
 
 
@@ -107,6 +111,34 @@ def test_a_run_is_stopped_again_after_a_restart(second, slurm, tmp_path):
     parts.append(fit(Noting, tmp_path, SlurmRequeue()))
     assert [part.code for part in parts] == [0, 0, None]
     assert_went_on(expected, *parts)
+
+
+class WithWorkers(Noting):
+    """Loaders of training and of two validations have workers."""
+
+    def __init__(self) -> None:
+        super().__init__(num_workers=1)
+
+    def validation_step(self, batch: list[torch.Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+        super().validation_step(batch, batch_idx)
+
+    def on_validation_epoch_end(self) -> None:
+        pass
+
+    def val_dataloader(self) -> list[DataLoader]:
+        return [self.make_loader(NUM_VAL_BATCHES, num_workers=1) for _ in range(2)]
+
+
+@pytest.mark.parametrize("number", [USR1, TERM])
+@pytest.mark.parametrize("at", [1, 3, 3 + NUM_VAL_BATCHES], ids=["training", "validation", "the second validation"])
+def test_workers_outlive_what_slurm_sends_to_all_processes(number, at, slurm, tmp_path):
+    slurm.answer("JobState=RUNNING")
+    send = Send(at, number, to_all=True)
+    stopped = fit(WithWorkers, tmp_path, send, SlurmRequeue(), max_epochs=1)
+    assert send.outlived
+    assert all(send.outlived)
+    assert stopped.code == 0
+    assert list(tmp_path.glob("slurm_requeue/*/*/fit-1.ckpt"))
 
 
 def test_the_second_fit_of_a_program_goes_on_where_it_was(slurm, tmp_path):

@@ -1,4 +1,4 @@
-"""A cluster for every test that asks for one. All run in one process of pytest-xdist, if it is asked to group them."""
+"""A cluster for every test that asks for one; each process of pytest-xdist has its own."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +12,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:  # of all folders
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.slurm)
-            item.add_marker(pytest.mark.xdist_group("slurm"))
 
 
 @pytest.fixture(scope="session")

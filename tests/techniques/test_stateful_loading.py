@@ -1,18 +1,12 @@
 import copy
 import io
-import multiprocessing
 import pickle
 import random
-import signal
-import threading
-from concurrent.futures import ProcessPoolExecutor
 
-import lightning.pytorch as pl
 import numpy
 import pytest
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
-from torch import nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -24,7 +18,6 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lightning_vram.techniques.blocked_signals import blocked_in_children
 from lightning_vram.techniques.generator_states import read_state, write_state
 from lightning_vram.techniques.stateful_loading import (
     can_be_stateful,
@@ -327,41 +320,6 @@ def test_an_epoch_that_was_set_after_iter_is_kept():
     assert [as_list(batch) for batch in resumed] == [as_list(batch) for batch in iterator]
 
 
-class Seen(pl.LightningModule):
-    def __init__(self, checkpoint):
-        super().__init__()
-        self.layer = nn.Linear(1, 1)
-        self.batches = []
-        self.checkpoint = checkpoint
-
-    def training_step(self, batch, batch_idx):
-        self.batches.append((self.trainer.current_epoch, batch_idx, batch.tolist()))
-        return self.layer(batch[:, None].float()).sum()
-
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        if self.trainer.global_step == 8:
-            self.trainer.save_checkpoint(self.checkpoint)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 1e-6)
-
-
-def fit(num_workers, checkpoint, ckpt_path=None):
-    module = Seen(checkpoint)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        max_epochs=3,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    loader = DataLoader(Numbers(), 2, sampler=distributed(), num_workers=num_workers)
-    make_stateful(loader)
-    trainer.fit(module, loader, ckpt_path=ckpt_path)
-    return module.batches
-
-
 def test_two_iterations_at_a_time_are_counted_each_for_itself():
     loader = stateful(LOADERS["shuffled"])
     first, second = iter(loader), iter(loader)
@@ -414,47 +372,6 @@ def test_persistent_workers_outlive_the_end_of_the_state():
     assert type(loader._iterator) is type(iter(LOADERS["shuffled"](num_workers=1)))
     assert loader._iterator._index_sampler is loader.batch_sampler
     assert can_be_stateful(loader) == "its workers are running already (persistent_workers)"
-
-
-class Masks(Numbers):
-    def __getitem__(self, index):
-        return sorted(signal.pthread_sigmask(signal.SIG_BLOCK, []))
-
-
-def test_workers_do_not_receive_blocked_signals_and_the_process_itself_does():
-    loader = DataLoader(Masks(), None, num_workers=1, collate_fn=lambda value: value)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
-    make_stateful(loader, blocked_signals=(signal.SIGUSR1, signal.SIGTERM))
-    assert set(next(iter(loader))) == {*before, signal.SIGUSR1, signal.SIGTERM}
-    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
-
-
-def test_processes_that_are_spawned_do_not_receive_blocked_signals():
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, context) as pool, blocked_in_children((signal.SIGTERM,), context):
-        mask = pool.submit(signal.pthread_sigmask, signal.SIG_BLOCK, ()).result()
-    assert signal.SIGTERM in mask
-
-
-class Stuck(Numbers):
-    def __init__(self):
-        super().__init__()
-        self.is_stuck = multiprocessing.Event()
-
-    def __getitem__(self, index):
-        self.is_stuck.set()
-        threading.Event().wait()
-
-
-def test_a_stuck_worker_is_killed_although_sigterm_is_blocked(monkeypatch):
-    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.05)
-    loader = DataLoader(Stuck(), 4, num_workers=1)
-    make_stateful(loader, blocked_signals=(signal.SIGTERM,))
-    worker = (iterator := iter(loader))._workers[0]
-    loader.dataset.is_stuck.wait()
-    del iterator
-    worker.join()
-    assert worker.exitcode == -signal.SIGKILL
 
 
 class Endless(IterableDataset):
