@@ -6,6 +6,8 @@ import pytest
 from slurm.cluster import Cluster
 from slurm.training import OVER, ROOT, SCRIPT, Training, python_environment
 
+pytestmark = pytest.mark.timeout(600)  # several starts of Python and torch, on a machine that does other things, too
+
 SCRIPTS = sorted((ROOT / "examples" / "slurm").glob("*.sbatch"))
 # of a demo that would take minutes on this machine
 SMALL = [
@@ -35,7 +37,7 @@ def test_more_tasks_than_devices_are_refused_with_the_line_to_change(cluster: Cl
     script = SCRIPT.with_name("train_offload.sbatch")
     env = python_environment(cluster) | {"RUN_DIR": str(tmp_path / "run")}
     job = cluster.submit(script, *options, env=env, args=[*SMALL, "--trainer.devices=1"])
-    assert cluster.wait(job, *OVER, timeout=60) == "FAILED"
+    assert cluster.wait(job, *OVER, timeout=150) == "FAILED"
     said = (
         "SLURM started 4 tasks on 2 nodes, and the Trainer has devices=1 and num_nodes=2. Set '#SBATCH --nodes=2' and "
         "'#SBATCH --ntasks-per-node=1', or Trainer(devices=2, num_nodes=2)."

@@ -12,6 +12,8 @@ import pytest
 from slurm.cluster import Cluster
 from slurm.training import ROOT, Training, assert_close, python_environment
 
+pytestmark = pytest.mark.timeout(600)  # several starts of Python and torch, on a machine that does other things, too
+
 STRATEGIES = ["ddp", "sharded"]
 Whole = Callable[[str], Training]
 
@@ -75,7 +77,7 @@ def test_a_job_that_is_preempted_comes_back(whole: Whole, tmp_path: Path) -> Non
         low = Training(cluster, tmp_path / "low", "--strategy", "sharded", sbatch_options=options)
         low.wait_for_start()
         urgent = cluster.submit(script, "--partition=high", "--nodes=2", "--exclusive", f"--output={tmp_path}/urgent")
-        assert cluster.wait(urgent, "COMPLETED", "FAILED", timeout=60) == "COMPLETED"
+        assert cluster.wait(urgent, "COMPLETED", "FAILED", timeout=150) == "COMPLETED"
         assert low.end() == "COMPLETED", low.output
         assert f"SlurmRequeue: SIGTERM at step {low.events('stop')[0]['step']}: " in low.output
     assert [event["step"] for event in low.events("start")][1:] == [event["step"] for event in low.events("stop")]
@@ -127,10 +129,10 @@ def test_a_node_and_a_controller_that_are_lost_and_come_back(cluster: Cluster, w
     cluster.kill_slurmctld()
     cluster.start_slurmctld()
     cluster.wait_until(
-        lambda: (tmp_path / "run" / "checkpoints" / "last.ckpt").exists(), training.job, 60, "saved nothing"
+        lambda: (tmp_path / "run" / "checkpoints" / "last.ckpt").exists(), training.job, 150, "saved nothing"
     )
     cluster.kill_slurmd("node2")
-    cluster.wait_until(lambda: cluster.restarts(training.job) == 1, training.job, 60, "was not requeued")
+    cluster.wait_until(lambda: cluster.restarts(training.job) == 1, training.job, 150, "was not requeued")
     cluster.start_slurmd("node2")
     assert training.end() == "COMPLETED", training.output
     assert training.events("start")[-1]["step"] >= 20
@@ -159,7 +161,7 @@ def test_a_job_that_could_not_work_fails_at_once_and_says_what_to_change(
     cluster: Cluster, tmp_path: Path, sbatch_options: tuple[str, ...], options: tuple[str, ...], message: str
 ) -> None:
     training = Training(cluster, tmp_path / "run", *options, sbatch_options=sbatch_options)
-    assert training.end(60) == "FAILED"
+    assert training.end() == "FAILED"
     assert message in training.output
     assert not training.events("start")
 
@@ -169,5 +171,5 @@ def test_a_command_without_srun_is_told_to_have_one(cluster: Cluster, tmp_path: 
     script.write_text(f"#!/bin/bash\nlightning-vram fit --config {ROOT}/configs/quickstart.yaml\n")
     options = ("--nodes=2", "--ntasks-per-node=1", f"--output={tmp_path}/output")
     job = cluster.submit(script, *options, env=python_environment(cluster))
-    assert cluster.wait(job, "FAILED", "COMPLETED", timeout=60) == "FAILED"
+    assert cluster.wait(job, "FAILED", "COMPLETED", timeout=150) == "FAILED"
     assert "The SLURM job has 2 tasks, and this process was not started by srun" in cluster.output(job)
