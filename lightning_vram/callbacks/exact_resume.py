@@ -13,6 +13,7 @@ from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch.loops import _FitLoop
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_vram.callbacks.tuner_trials import TunerTrials
 from lightning_vram.techniques.random_states import read_random_states, restore_random_states
 from lightning_vram.techniques.rank_agreement import RankAgreement
 from lightning_vram.techniques.shadow import Shadow
@@ -38,10 +39,12 @@ class ExactResume:
 
     Attributes:
         repeats_validation: Whether what is saved now will begin with the validation that is running.
+        trials: Of Lightning's tuners, in this fit.
     """
 
     def __init__(self, trainer: pl.Trainer, name: str, agreement: RankAgreement) -> None:
         self.repeats_validation = False
+        self.trials = TunerTrials(trainer)
         self._trainer = trainer
         self._name = name
         self._agreement = agreement
@@ -70,14 +73,18 @@ class ExactResume:
             "has_ended": has_ended,
             "loaders": [self._place_of(loader, has_ended=has_ended) for loader in self._loaders],
             "random": self._agreement.gather(mine),
+            "found": self.trials.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state``. Before loaders are made."""
-        self._to_load = state
+        """Go on from ``state``, unless it is that of a tuner. Before loaders are made."""
+        if not self.trials.are_undone:
+            self._to_load = state
+            self.trials.skip(state.get("found", {}))
 
     def on_train_start(self) -> None:
         """Put generators where they were: all before this has drawn for another time."""
+        self.trials.allow()
         state, self._to_load = self._to_load, None
         if state is None:
             return
@@ -93,6 +100,7 @@ class ExactResume:
 
     def remove(self) -> None:
         """Leave loops and loaders as they were. Calling it again does nothing."""
+        self.trials.remove()
         for shadow in self._shadows:
             shadow.remove()
         for loader in self._loaders:

@@ -10,6 +10,7 @@ import atexit
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import count
@@ -56,7 +57,8 @@ class SlurmRequeue(Callback):
     It acts between two optimizer steps, the second after the signal at the latest, and within validation, which is then
     run again; ``validate``, ``test`` and ``predict`` begin anew. What a ``DataLoader``'s workers draw at random, and
     metrics that were accumulated over the epoch, begin anew as well, and data of an ``IterableDataset`` are seen
-    again, with a warning.
+    again, with a warning. Lightning's tuners (``LearningRateFinder``, ``BatchSizeFinder``) are not stopped in their
+    trials, and a fit that goes on takes what they found.
 
     Args:
         dirpath: Folder for ``slurm_requeue/<job>/``, on a file system that all nodes share. ``None``: the trainer's
@@ -148,17 +150,24 @@ class SlurmRequeue(Callback):
             _folders.append(folder)
         connector, loop = trainer._checkpoint_connector, trainer.fit_loop.epoch_loop
         self._shadows += [
-            Shadow(connector, "resume_start", lambda start: partial(go_on, trainer, job, folder, start)),
+            Shadow(connector, "resume_start", lambda start: partial(self._start, trainer, start)),
             Shadow(loop, "advance", lambda advance: partial(self._advance, trainer, advance)),
         ]
+
+    def _start(self, trainer: pl.Trainer, start: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        if self._folder is None or self._job is None or self._resume is None or self._resume.trials.are_undone:
+            start(*args, **kwargs)
+        else:
+            go_on(trainer, self._job, self._folder, start, *args, **kwargs)
 
     # --- where a fit may stop ---
 
     def _advance(self, trainer: pl.Trainer, advance: Any, fetcher: Any) -> None:
         loop = trainer.fit_loop.epoch_loop
         assert self._vote is not None
+        is_trial = self not in trainer.callbacks  # type: ignore[attr-defined]  # a tuner has taken them away
         with self._peers:
-            is_stopping = self._vote.exchange()
+            is_stopping = self._vote.exchange() and not is_trial
         if is_stopping and not loop.restarting and self._is_between_steps(trainer, fetcher):
             self._stop(trainer)
         advance(fetcher)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from slurm.cluster import Cluster
-from slurm.training import ROOT, Training, assert_close, python_environment
+from slurm.training import OVER, ROOT, Training, assert_close, python_environment
 
 pytestmark = pytest.mark.timeout(600)  # several starts of Python and torch, on a machine that does other things, too
 
@@ -67,6 +67,30 @@ def test_a_signal_requeues_the_job_and_nothing_is_lost(
     assert stops[0] == stops[1] == [event["step"] for event in training.events("start")][1:]
     assert_close(training.weights, whole(strategy).weights, tolerance=0)
     assert not (tmp_path / "run" / "slurm_requeue").exists()
+
+
+def test_a_time_limit_is_told_and_gone_on_from(cluster: Cluster, whole: Whole, tmp_path: Path) -> None:
+    limits = ("--time=1", "--signal=USR1@30")  # minutes, and the shortest notice of a SLURM that looks every 30 s
+    training = Training(cluster, tmp_path / "run", "--step_seconds", 0.25, sbatch_options=limits)
+    assert training.end(timeout=400) == "COMPLETED", training.output
+    assert cluster.restarts(training.job) == len(training.events("stop")) > 0
+    assert f"SlurmRequeue: SIGUSR1 at step {training.events('stop')[0]['step']}: " in training.output
+    assert_close(training.weights, whole("ddp").weights, tolerance=0)
+
+
+def test_an_element_of_an_array_comes_back_alone(cluster: Cluster, whole: Whole, tmp_path: Path) -> None:
+    one_by_one = ("--array=0-1%1",)  # both in one folder: neither may take the other's checkpoint for its own
+    training = Training(cluster, tmp_path / "run", "--step_seconds", 0.02, sbatch_options=one_by_one)
+    training.wait_for_start()
+    cluster.signal(f"{training.job}_0", "USR1")
+    training.wait_for_start(3)
+    ends = [cluster.wait(f"{training.job}_{element}", *OVER, timeout=200) for element in (0, 1)]
+    assert ends == ["COMPLETED", "COMPLETED"], training.output
+    assert [cluster.restarts(f"{training.job}_{element}") for element in (0, 1)] == [1, 0]
+    (stop,) = training.events("stop")
+    starts = sorted((event["restart"], event["step"]) for event in training.events("start"))
+    assert starts == [("0", 0), ("0", 0), ("1", stop["step"])]
+    assert_close(training.weights, whole("ddp").weights, tolerance=0)
 
 
 def test_a_job_that_is_preempted_comes_back(whole: Whole, tmp_path: Path) -> None:

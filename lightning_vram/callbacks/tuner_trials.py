@@ -1,0 +1,95 @@
+"""Keep the trials of Lightning's tuners apart from the fit that they are made in.
+
+A tuner tries batch sizes or learning rates within the fit, without the trainer's callbacks, and goes back to a
+checkpoint of its own. In a fit that is resumed it does so between the two halves in which Lightning loads a checkpoint:
+the fit would begin at step 0 again (Lightning 2.6). So there it does not search, and finds what it has found before.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import BatchSizeFinder, Callback, LearningRateFinder
+from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_hasattr, lightning_setattr
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_vram.techniques.shadow import Shadow, instead
+
+_LEARNING_RATES = ("lr", "learning_rate")  # where Lightning looks, in this order
+
+
+class TunerTrials:
+    """Of one fit.
+
+    Args:
+        trainer: In its ``setup`` hooks.
+
+    Attributes:
+        are_undone: Whether a tuner is loading what was before its trials.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self.are_undone = False
+        self._trainer = trainer
+        self._undo = Shadow(trainer._checkpoint_connector, "restore", self._watch)
+        self._searches: list[Shadow] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was found, by the name of the argument."""
+        module = self._trainer.lightning_module
+        names = [name for tuner in self._tuners() for name in _argument_names(tuner)]
+        return {name: lightning_getattr(module, name) for name in names if lightning_hasattr(module, name)}
+
+    def skip(self, found: dict[str, Any]) -> None:
+        """Take what was found, and let nobody search before training starts.
+
+        Args:
+            found: From :meth:`state_dict`.
+        """
+        for name, value in found.items():
+            if lightning_hasattr(self._trainer.lightning_module, name):
+                lightning_setattr(self._trainer.lightning_module, name, value)
+        if self._trainer.strategy.restore_checkpoint_after_setup:
+            return  # they have searched already, and all that the checkpoint has is loaded after it
+        values = ", ".join(f"{name}={value}" for name, value in found.items())
+        for tuner in self._tuners():
+            search = "lr_find" if isinstance(tuner, LearningRateFinder) else "scale_batch_size"
+            self._searches.append(Shadow(tuner, search, instead(_find_nothing)))
+            rank_zero_info(f"{type(tuner).__name__} does not search in a fit that is resumed: {values or 'not saved'}.")
+
+    def allow(self) -> None:
+        """Let tuners search again: some do so at later epochs."""
+        for search in reversed(self._searches):
+            search.remove()
+        self._searches = []
+
+    def remove(self) -> None:
+        """Leave trainer and tuners as they were. Calling it again does nothing."""
+        self.allow()
+        self._undo.remove()
+
+    def _tuners(self) -> Iterator[Callback]:
+        callbacks: list[Callback] = self._trainer.callbacks  # type: ignore[attr-defined]
+        return (callback for callback in callbacks if isinstance(callback, (BatchSizeFinder, LearningRateFinder)))
+
+    def _watch(self, restore: Callable[..., None]) -> Callable[..., None]:  # tuners alone call it
+        def undo(*args: Any, **kwargs: Any) -> None:
+            self.are_undone = True
+            try:
+                restore(*args, **kwargs)
+            finally:
+                self.are_undone = False
+
+        return undo
+
+
+def _argument_names(tuner: Any) -> tuple[str, ...]:
+    if isinstance(tuner, BatchSizeFinder):
+        return (tuner._batch_arg_name,)
+    if not tuner._update_attr:
+        return ()
+    return (tuner._attr_name,) if tuner._attr_name else _LEARNING_RATES
+
+
+def _find_nothing(*args: Any, **kwargs: Any) -> None:
+    """Stand in for a search."""
