@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,8 @@ def test_searches_that_are_due_later_are_made(slurm, tmp_path):
     expected = tune(kind, tmp_path, SlurmRequeue())
     stopped = tune(kind, tmp_path, SlurmRequeue(), at=2)
     assert stopped.code == 0
+    (checkpoint,) = tmp_path.glob("slurm_requeue/*/*/fit-1.ckpt")
+    os.utime(checkpoint, (time.time() + 100,) * 2)  # on a file system whose clock is ahead
     slurm.start(1)
     again = tune(kind, tmp_path, SlurmRequeue())
     assert_went_on(expected, stopped, again)
