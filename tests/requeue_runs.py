@@ -78,7 +78,9 @@ class FakeSlurm:
         return path.read_text().splitlines() if path.exists() else []
 
     def start(self, restart_count: int) -> None:
-        """Start the job, for the first time or again."""
+        """Start the job, for the first time or again, in a process that handles no signals."""
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_DFL)
         self._monkeypatch.setenv("SLURM_RESTART_COUNT", str(restart_count))
         (self._folder / "asked").unlink(missing_ok=True)
 
@@ -246,8 +248,8 @@ def fit(
         slurm_requeue._folders.clear()
         atexit.unregister(slurm_requeue._remove_folders)
         for callback in callbacks:
-            if isinstance(callback, SlurmRequeue):
-                callback._release()  # after JobStopped the process would end
+            if isinstance(callback, SlurmRequeue) and (is_last_fit or run.code is not None):
+                callback._release()  # the process would end
         trainer.fit_loop.teardown()  # Lightning forgets it if a validation fails: workers of the loader would stay
     return run
 

@@ -10,7 +10,7 @@ import atexit
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import count
@@ -53,6 +53,8 @@ class SlurmRequeue(Callback):
     numbers: the weights are those of a run without a break. A job that was cancelled saves and is not requeued.
     Lightning's own requeueing is switched off meanwhile. Outside of SLURM only the place in the data is kept, in every
     checkpoint.
+
+    Between two runs of a program, and after the last, ``requeue_signal`` ends nothing: the next run acts on it.
 
     It acts between two optimizer steps, the second after the signal at the latest, and within validation, which is then
     run again; ``validate``, ``test`` and ``predict`` begin anew. What a ``DataLoader``'s workers draw at random, and
@@ -103,7 +105,7 @@ class SlurmRequeue(Callback):
             raise MisconfigurationException("SlurmRequeue is among the callbacks twice: give it once.")
         environment = trainer._accelerator_connector.cluster_environment
         check_tasks(environment, trainer.num_devices, trainer.num_nodes)
-        self._release()
+        self._release(harmless=self._signals.signals[1:])
         arguments = getattr(trainer.strategy, "arguments", None)  # of fsdp_offload
         timeout = getattr(arguments, "timeout", getattr(trainer.strategy, "_timeout", None)) or default_pg_timeout
         self._agreement = RankAgreement(timeout)
@@ -270,13 +272,13 @@ class SlurmRequeue(Callback):
         if self._folder is not None and trainer.is_global_zero:
             self._folder.remove_checkpoint()
             atexit.register(_remove_folders)  # unless another fit follows, or the job is stopped
-        self._release()
+        self._release(harmless=self._signals.signals[1:])  # which finds nothing to save until the next run
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, such as a worker process gets of the trainer, is in no run."""
         return type(self), (self.dirpath, self.requeue_signal)
 
-    def _release(self) -> None:
+    def _release(self, harmless: Sequence[signal.Signals] = ()) -> None:
         for shadow in reversed(self._shadows):
             shadow.remove()
         if self._resume is not None:
@@ -285,7 +287,7 @@ class SlurmRequeue(Callback):
             self._environment.auto_requeue = True
         if self._agreement is not None:
             self._agreement.close()
-        self._signals.remove()
+        self._signals.remove(harmless)
         self._shield.lower()
         self._shadows, self._resume, self._environment, self._agreement = [], None, None, None
         self._folder, self._job, self._vote, self._peers = None, None, None, nullcontext()

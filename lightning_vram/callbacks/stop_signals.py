@@ -31,7 +31,9 @@ class StopSignals:
         return max((place for place, one in enumerate(self.signals, 1) if one in self._arrived), default=0)
 
     def install(self) -> bool:
-        """Note signals from now on, and take in those that were blocked and wait. Calling it again does nothing.
+        """Note signals from now on, and take in those that were blocked and wait, or that another has noted meanwhile.
+
+        Calling it again does nothing.
 
         Returns:
             Whether it could be done: only the main thread may.
@@ -40,7 +42,9 @@ class StopSignals:
             return False
         for one in self.signals:
             if one not in self._before:
-                self._before[one] = signal.getsignal(one)
+                self._before[one] = before = signal.getsignal(one)
+                other = getattr(before, "__self__", None)
+                self._arrived |= other._arrived if isinstance(other, StopSignals) else set()
                 signal.signal(one, self.note)
         self.unblock()
         return True
@@ -54,13 +58,18 @@ class StopSignals:
         """Be the handler."""
         self._arrived.add(number)
 
-    def remove(self) -> None:
-        """Put back the handlers of before. What has arrived stays so. Calling it again does nothing."""
+    def remove(self, harmless: Sequence[signal.Signals] = ()) -> None:
+        """Put back the handlers of before. What has arrived stays so. Calling it again does nothing.
+
+        Args:
+            harmless: Signals that are noted further where nobody else handles them, for they would end the process.
+        """
         if threading.current_thread() is threading.main_thread():
+            kept = [one for one, handler in self._before.items() if one in harmless and handler == signal.SIG_DFL]
             for one, handler in self._before.items():
-                if signal.getsignal(one) == self.note:
+                if one not in kept and signal.getsignal(one) == self.note:
                     signal.signal(one, signal.SIG_DFL if handler is None else handler)
-            self._before = {}
+            self._before = {one: self._before[one] for one in kept}
 
     def __reduce__(self) -> tuple[Any, ...]:
         """In a copy nothing is installed."""

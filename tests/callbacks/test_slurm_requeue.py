@@ -153,6 +153,17 @@ def test_the_second_fit_of_a_program_goes_on_where_it_was(slurm, tmp_path):
     assert not (tmp_path / "slurm_requeue").exists()
 
 
+@pytest.mark.parametrize("is_same", [True, False], ids=["one callback", "one for each fit"])
+def test_a_signal_between_two_fits_stops_the_second(is_same, slurm, tmp_path):
+    first = SlurmRequeue()
+    second = first if is_same else SlurmRequeue()
+    fit(Noting, tmp_path, first, is_last_fit=False)
+    os.kill(os.getpid(), USR1)
+    stopped = fit(Noting, tmp_path, second, nth_fit=2)
+    first._release()
+    assert (stopped.code, len(stopped.module.seen)) == (0, 1)
+
+
 def wait_for(number: int) -> None:
     """Let a signal be sent that is blocked; in this thread only, for others of torch's do not block it."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {number})

@@ -15,6 +15,8 @@ TERM, USR1, USR2 = signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2
 
 @pytest.fixture
 def signals():
+    for number in (TERM, USR1):
+        signal.signal(number, signal.SIG_DFL)
     signals = StopSignals((TERM, USR1))
     yield signals
     signals.remove()
@@ -74,6 +76,37 @@ def test_handlers_are_put_back(signals):
         assert signals.strongest == 2
     finally:
         signal.signal(USR1, before)
+
+
+def test_a_signal_that_would_end_the_process_may_stay_harmless(signals):
+    signals.install()
+    signals.remove(harmless=(USR1,))
+    assert signal.getsignal(TERM) == signal.SIG_DFL
+    send(USR1)
+    assert signals.strongest == 2
+    signals.remove()
+    assert signal.getsignal(USR1) == signal.SIG_DFL
+
+
+def test_one_that_somebody_handles_is_theirs_again(signals):
+    before = signal.signal(USR1, signal.SIG_IGN)
+    try:
+        signals.install()
+        signals.remove(harmless=(USR1,))
+        assert signal.getsignal(USR1) == signal.SIG_IGN
+    finally:
+        signal.signal(USR1, before)
+
+
+def test_what_another_has_noted_is_taken_over(signals):
+    signals.install()
+    signals.remove(harmless=(USR1,))
+    send(USR1)
+    other = StopSignals((TERM, USR1))
+    other.install()
+    assert other.strongest == 2
+    other.remove()
+    assert signal.getsignal(USR1) == signals.note
 
 
 def test_a_handler_that_came_later_stays(signals):
