@@ -245,13 +245,19 @@ def fit(
     except JobStopped as stopped:
         run.code = stopped.code
     finally:
-        slurm_requeue._folders.clear()
         atexit.unregister(slurm_requeue._remove_folders)
-        for callback in callbacks:
-            if isinstance(callback, SlurmRequeue) and (is_last_fit or run.code is not None):
-                callback._release()  # the process would end
+        if is_last_fit or run.code is not None:
+            end_process(*callbacks)
         trainer.fit_loop.teardown()  # Lightning forgets it if a validation fails: workers of the loader would stay
     return run
+
+
+def end_process(*callbacks: pl.Callback) -> None:
+    """Leave no more of SlurmRequeue than the end of a process would."""
+    slurm_requeue._folders.clear()
+    for callback in callbacks:
+        if isinstance(callback, SlurmRequeue):
+            callback._release()
 
 
 def assert_went_on(expected: Run, *parts: Run) -> None:

@@ -39,11 +39,13 @@ class ExactResume:
 
     Attributes:
         repeats_validation: Whether what is saved now will begin with the validation that is running.
+        fit_has_ended: Whether what is saved now, or was loaded, is the end of the fit.
         trials: Of Lightning's tuners, in this fit.
     """
 
     def __init__(self, trainer: pl.Trainer, name: str, agreement: RankAgreement) -> None:
         self.repeats_validation = False
+        self.fit_has_ended = False
         self.trials = TunerTrials(trainer)
         self._trainer = trainer
         self._name = name
@@ -74,6 +76,7 @@ class ExactResume:
             "loaders": [self._place_of(loader, has_ended=has_ended) for loader in self._loaders],
             "random": self._agreement.gather(mine),
             "found": self.trials.state_dict(),
+            "metrics": self._metrics() if self.fit_has_ended else None,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -81,6 +84,8 @@ class ExactResume:
         if not self.trials.are_undone:
             self._to_load = state
             self.trials.skip(state.get("found", {}))
+            self.fit_has_ended = state.get("metrics") is not None
+            self._trainer.should_stop |= self.fit_has_ended
 
     def on_train_start(self) -> None:
         """Put generators where they were: all before this has drawn for another time."""
@@ -97,6 +102,22 @@ class ExactResume:
             self._load_all(state)
         if random is not None:
             restore_random_states(random, self._trainer.strategy.root_device)
+
+    def end(self) -> None:
+        """Let the fit that was loaded at its end, and had nothing to do, be as the one that has come to it."""
+        state, self._to_load = self._to_load, None
+        if state is None:
+            return
+        self._trainer.fit_loop.restarting = False
+        connector = self._trainer._logger_connector
+        connector._callback_metrics.update(state["metrics"]["callback"])
+        connector._logged_metrics.update(state["metrics"]["logged"])
+        random = self._random_of(state)
+        if random is not None:
+            restore_random_states(random, self._trainer.strategy.root_device)
+
+    def _metrics(self) -> dict[str, dict[str, Any]]:
+        return {"callback": dict(self._trainer.callback_metrics), "logged": dict(self._trainer.logged_metrics)}
 
     def remove(self) -> None:
         """Leave loops and loaders as they were. Calling it again does nothing."""

@@ -153,6 +153,7 @@ class SlurmRequeue(Callback):
         connector, loop = trainer._checkpoint_connector, trainer.fit_loop.epoch_loop
         self._shadows += [
             Shadow(connector, "resume_start", lambda start: partial(self._start, trainer, start)),
+            Shadow(trainer.fit_loop, "run", lambda run: partial(self._run, trainer, run)),
             Shadow(loop, "advance", lambda advance: partial(self._advance, trainer, advance)),
         ]
 
@@ -162,14 +163,28 @@ class SlurmRequeue(Callback):
         else:
             go_on(trainer, self._job, self._folder, start, *args, **kwargs)
 
+    def _run(self, trainer: pl.Trainer, run: Callable[[], None]) -> None:
+        """Keep a fit that has ended, for a restart of a program that has more to do."""
+        run()
+        if self._is_trial(trainer) or self._resume is None or self._folder is None:
+            return
+        if self._resume.fit_has_ended:
+            self._resume.end()
+        else:
+            self._resume.fit_has_ended = True
+            save_together(trainer, self._folder, self._resume)
+
+    def _is_trial(self, trainer: pl.Trainer) -> bool:
+        """Whether a tuner has taken the callbacks away, and tries something."""
+        return self not in trainer.callbacks  # type: ignore[attr-defined]
+
     # --- where a fit may stop ---
 
     def _advance(self, trainer: pl.Trainer, advance: Any, fetcher: Any) -> None:
         loop = trainer.fit_loop.epoch_loop
         assert self._vote is not None
-        is_trial = self not in trainer.callbacks  # type: ignore[attr-defined]  # a tuner has taken them away
         with self._peers:
-            is_stopping = self._vote.exchange() and not is_trial
+            is_stopping = self._vote.exchange() and not self._is_trial(trainer)
         if is_stopping and not loop.restarting and self._is_between_steps(trainer, fetcher):
             self._stop(trainer)
         advance(fetcher)
@@ -263,6 +278,7 @@ class SlurmRequeue(Callback):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        atexit.unregister(_remove_folders)  # the job may be started again
         if not isinstance(exception, JobStopped):  # which is followed by SLURM's SIGTERM
             trainer._signal_connector.teardown()  # else it would put our handlers back, which it found there
             self._release()
@@ -270,7 +286,8 @@ class SlurmRequeue(Callback):
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if self._folder is not None and trainer.is_global_zero:
-            self._folder.remove_checkpoint()
+            if self._resume is not None and not self._resume.fit_has_ended:  # it was a tuner's
+                self._folder.remove_checkpoint()
             atexit.register(_remove_folders)  # unless another fit follows, or the job is stopped
         self._release(harmless=self._signals.signals[1:])  # which finds nothing to save until the next run
 

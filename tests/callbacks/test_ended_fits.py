@@ -1,0 +1,147 @@
+"""What a program has trained is not trained again when SLURM stops it later: in a test, or in another fit."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from helpers import PlantedError
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks.lr_finder import LearningRateFinder
+from requeue_runs import JOB_ID, FakeSlurm, Noting, Run, Send, end_process, fit
+from torch import Tensor
+
+from lightning_vram import FSDPOffloadStrategy
+from lightning_vram.callbacks import slurm_requeue
+from lightning_vram.callbacks.slurm_requeue import JobStopped, SlurmRequeue
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:It is recommended to use `self.log.*sync_dist"),
+    pytest.mark.filterwarnings("ignore:SWA is currently only supported every epoch"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
+]
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    return FakeSlurm(tmp_path, monkeypatch)
+
+
+class StopAt(pl.Callback):
+    """Ends the fit with the batch of a number."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        trainer.should_stop = trainer.global_step == 2
+
+
+class Program:
+    """Fits, draws a number, and tests.
+
+    Args:
+        folder: Of the run.
+        at: Batch at which a signal comes, of the fit and the test together.
+        callbacks: Further ones.
+        arguments: Of the trainer.
+    """
+
+    def __init__(self, folder: Path, *callbacks: pl.Callback, at: int | None = None, **arguments: Any) -> None:
+        self.send = Send(at)
+        self.callback = SlurmRequeue()
+        self.fit = fit(Noting, folder, *callbacks, self.send, self.callback, is_last_fit=False, **arguments)
+        trainer, module = self.fit.trainer, self.fit.module
+        self.num_fit_batches = self.send.num_batches
+        self.weights = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+        self.metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        self.logged = {name: float(value) for name, value in trainer.logged_metrics.items()}
+        self.progress = (trainer.current_epoch, trainer.global_step)
+        self.drawn = torch.rand(3).tolist()
+        self.code: object = None
+        try:
+            trainer.test(module)
+            slurm_requeue._remove_folders()
+        except JobStopped as stopped:
+            self.code = stopped.code
+        end_process(self.callback)
+
+    def assert_as(self, other: "Program") -> None:
+        """Whatever comes after the fit finds the same."""
+        assert self.progress == other.progress
+        assert self.metrics == other.metrics
+        assert self.logged == other.logged
+        assert self.drawn == other.drawn
+        assert all(torch.equal(self.weights[name], tensor) for name, tensor in other.weights.items())
+
+
+CASES: dict[str, Any] = {
+    "epochs": lambda: ([], {}),
+    "in the middle of an epoch": lambda: ([], {"max_steps": 4, "max_epochs": -1}),
+    "stopped early": lambda: ([EarlyStopping("val_loss", patience=0, min_delta=100.0)], {"max_epochs": 9}),
+    "stopped in the middle of an epoch": lambda: ([StopAt()], {}),
+    "weights that are averaged at the end": lambda: ([StochasticWeightAveraging(0.1, 0.5)], {"max_epochs": 3}),
+    "sharded": lambda: ([], {"strategy": FSDPOffloadStrategy(state_dict_type="sharded")}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_program_that_is_stopped_in_its_test_does_not_train_again(case, slurm, tmp_path):
+    def run(at: int | None = None) -> Program:
+        callbacks, arguments = CASES[case]()
+        return Program(tmp_path, *callbacks, at=at, **arguments)
+
+    expected = run()
+    assert expected.code is None
+    assert not (tmp_path / "slurm_requeue").exists()
+    stopped = run(at=expected.num_fit_batches)
+    assert stopped.code == 0
+    stopped.assert_as(expected)
+    for restart in (1, 2):
+        slurm.start(restart)
+        again = run(at=0 if restart == 1 else None)  # stopped in the test once more
+        assert again.fit.module.seen == []
+        assert again.code == (0 if restart == 1 else None)
+        again.assert_as(expected)
+    assert not (tmp_path / "slurm_requeue").exists()
+
+
+def test_the_end_goes_before_a_checkpoint_of_the_fit(slurm, tmp_path):
+    checkpoints = ModelCheckpoint(tmp_path / "checkpoints", every_n_train_steps=1, save_last=True, save_top_k=0)
+    expected = Program(tmp_path, checkpoints, enable_checkpointing=True)
+    Program(tmp_path, checkpoints, at=expected.num_fit_batches, enable_checkpointing=True)
+    slurm.start(1)
+    again = Program(tmp_path, checkpoints, enable_checkpointing=True)
+    assert again.fit.module.seen == []
+    again.assert_as(expected)
+
+
+def test_what_a_fit_of_a_tuner_alone_leaves_is_no_end(slurm, tmp_path):
+    class Finder(LearningRateFinder):
+        def __init__(self) -> None:
+            super().__init__(num_training_steps=3, update_attr=False)
+            self._early_exit = True
+
+    fit(Noting, tmp_path, Finder(), SlurmRequeue(), is_last_fit=False)
+    folder = tmp_path / "slurm_requeue" / JOB_ID / "step-0"
+    assert [path.name for path in folder.iterdir()] == ["fit-1.started"]
+
+
+class Registry:
+    """Stands in for ``atexit``."""
+
+    def __init__(self) -> None:
+        self.functions: set[Any] = set()
+        self.register, self.unregister = self.functions.add, self.functions.discard
+
+
+def test_a_program_that_fails_after_the_fit_keeps_it(slurm, tmp_path, monkeypatch):
+    class Failing(Noting):
+        def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            raise PlantedError
+
+    registry = Registry()
+    monkeypatch.setattr(slurm_requeue, "atexit", registry)
+    run: Run = fit(Failing, tmp_path, SlurmRequeue(), is_last_fit=False)
+    assert slurm_requeue._remove_folders in registry.functions
+    with pytest.raises(PlantedError):
+        run.trainer.test(run.module)
+    assert slurm_requeue._remove_folders not in registry.functions
