@@ -108,7 +108,9 @@ class ExactResume:
         state, self._to_load = self._to_load, None
         if state is None:
             return
-        self._trainer.fit_loop.restarting = False
+        loop = self._trainer.fit_loop
+        loop.restarting = False  # with its children; and what only an iteration would end
+        loop.on_iteration_done()
         connector = self._trainer._logger_connector
         connector._callback_metrics.update(state["metrics"]["callback"])
         connector._logged_metrics.update(state["metrics"]["logged"])

@@ -54,13 +54,14 @@ class SlurmRequeue(Callback):
     Lightning's own requeueing is switched off meanwhile. Outside of SLURM only the place in the data is kept, in every
     checkpoint.
 
-    Between two runs of a program, and after the last, ``requeue_signal`` ends nothing: the next run acts on it.
-
     It acts between two optimizer steps, the second after the signal at the latest, and within validation, which is then
-    run again; ``validate``, ``test`` and ``predict`` begin anew. What a ``DataLoader``'s workers draw at random, and
-    metrics that were accumulated over the epoch, begin anew as well, and data of an ``IterableDataset`` are seen
-    again, with a warning. Lightning's tuners (``LearningRateFinder``, ``BatchSizeFinder``) are not stopped in their
-    trials, and a fit that goes on takes what they found.
+    run again; ``validate``, ``test`` and ``predict`` begin anew. Fits that have ended are not repeated when a program is
+    stopped later: each saves a last checkpoint at its end. Between two runs, and after the last, ``requeue_signal`` ends
+    nothing; the next run acts on it.
+
+    What a ``DataLoader``'s workers draw at random, and metrics that were accumulated over the epoch, begin anew, and
+    data of an ``IterableDataset`` are seen again, with a warning. Lightning's tuners (``LearningRateFinder``,
+    ``BatchSizeFinder``) are not stopped in their trials, and a fit that goes on takes what they found.
 
     Args:
         dirpath: Folder for ``slurm_requeue/<job>/``, on a file system that all nodes share. ``None``: the trainer's

@@ -114,6 +114,28 @@ def test_the_end_goes_before_a_checkpoint_of_the_fit(slurm, tmp_path):
     again.assert_as(expected)
 
 
+def test_after_a_node_was_lost_the_trainer_fits_on_from_the_end(slurm, tmp_path):
+    def begin() -> Run:
+        return fit(Noting, tmp_path, SlurmRequeue(), is_last_fit=False)
+
+    def fit_on(run: Run) -> None:
+        run.trainer.fit_loop.max_epochs = 4
+        run.trainer.fit(run.module)
+        end_process(*run.trainer.callbacks)
+
+    expected = begin()
+    num_before = len(expected.module.seen)
+    fit_on(expected)
+    (tmp_path / "slurm_requeue" / JOB_ID / "step-0" / "fit-2.ckpt").unlink()  # as if it had not come that far
+    slurm.start(1)
+    again = begin()
+    assert again.module.seen == []
+    fit_on(again)
+    assert again.module.seen == expected.module.seen[num_before:]
+    weights = again.module.state_dict()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.module.state_dict().items())
+
+
 def test_what_a_fit_of_a_tuner_alone_leaves_is_no_end(slurm, tmp_path):
     class Finder(LearningRateFinder):
         def __init__(self) -> None:
