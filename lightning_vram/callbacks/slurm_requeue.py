@@ -55,9 +55,9 @@ class SlurmRequeue(Callback):
     checkpoint.
 
     It acts between two optimizer steps, the second after the signal at the latest, and within validation, which is then
-    run again; ``validate``, ``test`` and ``predict`` begin anew. Fits that have ended are not repeated when a program is
-    stopped later: each saves a last checkpoint at its end. Between two runs, and after the last, ``requeue_signal`` ends
-    nothing; the next run acts on it.
+    run again; ``validate``, ``test`` and ``predict`` begin anew. Fits that have ended are not repeated when the program
+    is stopped later: each saves a last checkpoint at its end. Between two runs, and after the last, ``requeue_signal``
+    ends nothing; the next run acts on it.
 
     What a ``DataLoader``'s workers draw at random, and metrics that were accumulated over the epoch, begin anew, and
     data of an ``IterableDataset`` are seen again, with a warning. Lightning's tuners (``LearningRateFinder``,
