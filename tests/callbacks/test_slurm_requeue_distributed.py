@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from requeue_runs import JOB_ID, FakeSlurm, Noting, Send, fit
 
 from lightning_vram.callbacks.requeue_folder import RequeueFolder
-from lightning_vram.callbacks.slurm_requeue import SlurmRequeue
+from lightning_vram.callbacks.slurm_requeue import JobStopped, SlurmRequeue
 from lightning_vram.strategies.fsdp_offload import FSDPOffloadStrategy
 from lightning_vram.techniques.clean_exit import leave_group
 
@@ -43,6 +43,8 @@ class Shared(Noting):
 
     def val_dataloader(self) -> Any:
         return self.make_loader(4)
+
+    test_dataloader = val_dataloader
 
 
 class Uneven(Shared):
@@ -72,7 +74,7 @@ def be_task(rank: int, port: int) -> None:
 def run_rank(rank: int, port: int, folder: str, name: str, plan: dict[str, Any]) -> None:
     """One task of the job, which ends."""
     be_task(rank, port)
-    plan = {"strategy": "ddp", "make": Shared, "signals": {}, "arguments": {}} | plan
+    plan = {"strategy": "ddp", "make": Shared, "signals": {}, "arguments": {}, "tests": False} | plan
     number, at = plan["signals"].get(rank, (USR1, None))
     run = fit(
         plan["make"],
@@ -82,13 +84,20 @@ def run_rank(rank: int, port: int, folder: str, name: str, plan: dict[str, Any])
         devices=2,
         strategy=make_strategy(plan["strategy"]),
         plugins=[SLURMEnvironment(auto_requeue=True)],
+        is_last_fit=not plan["tests"],
         **plan["arguments"],
     )
+    if plan["tests"]:
+        try:
+            run.trainer.test(run.module)
+        except JobStopped as stopped:
+            run.code = stopped.code
     result = {
         "code": run.code,
         "seen": run.module.seen,
         "val": run.module.val_losses,
         "weights": {} if run.code is not None else full_weights(run.module),
+        "drawn": torch.rand(3).tolist(),
     }
     torch.save(result, f"{folder}/{name}-{rank}.pt")
     leave_group()
@@ -143,6 +152,21 @@ def test_all_ranks_stop_together_and_go_on(strategy, signals, slurm, start, tmp_
     assert [rank["code"] for rank in resumed] == [None, None]
     assert_all_went_on(expected, stopped, resumed)
     assert not (tmp_path / "slurm_requeue").exists()
+
+
+@pytest.mark.filterwarnings("ignore:Using `DistributedSampler` with the dataloaders. During `trainer.test")
+@pytest.mark.parametrize("strategy", ["ddp", "sharded"])
+def test_ranks_that_are_stopped_in_their_test_do_not_train_again(strategy, slurm, start):
+    expected = start("expected", strategy=strategy, tests=True)
+    (num_batches,) = {len(rank["seen"]) + len(rank["val"]) * 2 for rank in expected}
+    stopped = start("stopped", strategy=strategy, tests=True, signals={1: (USR1, num_batches)})
+    assert [rank["code"] for rank in stopped] == [0, 0]
+    assert [rank["seen"] for rank in stopped] == [rank["seen"] for rank in expected]
+    resumed = start("resumed", 1, strategy=strategy, tests=True)
+    assert [rank["seen"] for rank in resumed] == [[], []]
+    for whole, second in zip(expected, resumed, strict=True):
+        assert second["drawn"] == whole["drawn"]
+        assert all(torch.equal(second["weights"][key], value) for key, value in whole["weights"].items())
 
 
 @pytest.mark.parametrize("at", [3, 6])  # 3: its first validation batch; 6: one that the other rank does not have
