@@ -4,6 +4,7 @@ import atexit
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -82,6 +83,8 @@ class FakeSlurm:
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, signal.SIG_DFL)
         self._monkeypatch.setenv("SLURM_RESTART_COUNT", str(restart_count))
+        with socket.create_server(("127.0.0.1", 0)) as free:  # that of the job's number may be another test's
+            self._monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
         (self._folder / "asked").unlink(missing_ok=True)
 
 
@@ -245,7 +248,7 @@ def fit(
     except JobStopped as stopped:
         run.code = stopped.code
     finally:
-        atexit.unregister(slurm_requeue._remove_folders)
+        atexit.unregister(slurm_requeue._end_program)
         if is_last_fit or run.code is not None:
             end_process(*callbacks)
         trainer.fit_loop.teardown()  # Lightning forgets it if a validation fails: workers of the loader would stay
@@ -258,6 +261,7 @@ def end_process(*callbacks: pl.Callback) -> None:
     for callback in callbacks:
         if isinstance(callback, SlurmRequeue):
             callback._release()
+            callback._signals.remove()
 
 
 def assert_went_on(expected: Run, *parts: Run) -> None:

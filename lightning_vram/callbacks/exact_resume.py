@@ -5,13 +5,15 @@ generators with the seed. Here the place in the data and the generators of every
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch.loops import _FitLoop
+from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
 
 from lightning_vram.callbacks.tuner_trials import TunerTrials
 from lightning_vram.techniques.random_states import read_random_states, restore_random_states
@@ -76,7 +78,7 @@ class ExactResume:
             "loaders": [self._place_of(loader, has_ended=has_ended) for loader in self._loaders],
             "random": self._agreement.gather(mine),
             "found": self.trials.state_dict(),
-            "metrics": self._metrics() if self.fit_has_ended else None,
+            "end": self._agreement.gather(self._end_of_rank()) if self.fit_has_ended else None,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -84,8 +86,6 @@ class ExactResume:
         if not self.trials.are_undone:
             self._to_load = state
             self.trials.skip(state.get("found", {}))
-            self.fit_has_ended = state.get("metrics") is not None
-            self._trainer.should_stop |= self.fit_has_ended
 
     def on_train_start(self) -> None:
         """Put generators where they were: all before this has drawn for another time."""
@@ -103,23 +103,40 @@ class ExactResume:
         if random is not None:
             restore_random_states(random, self._trainer.strategy.root_device)
 
-    def end(self) -> None:
-        """Let the fit that was loaded at its end, and had nothing to do, be as the one that has come to it."""
-        state, self._to_load = self._to_load, None
-        if state is None:
-            return
-        loop = self._trainer.fit_loop
-        loop.restarting = False  # with its children; and what only an iteration would end
-        loop.on_iteration_done()
-        connector = self._trainer._logger_connector
-        connector._callback_metrics.update(state["metrics"]["callback"])
-        connector._logged_metrics.update(state["metrics"]["logged"])
-        random = self._random_of(state)
-        if random is not None:
-            restore_random_states(random, self._trainer.strategy.root_device)
+    def on_train_epoch_end(self) -> None:
+        """Let schedulers that follow a metric step if it is there. Lightning takes it for lost after a restart."""
+        configs = self._trainer.lr_scheduler_configs
+        monitors = {config.monitor for config in configs if config.reduce_on_plateau}
+        if monitors and monitors <= self._trainer.callback_metrics.keys():
+            self._trainer.fit_loop._restarting = False
 
-    def _metrics(self) -> dict[str, dict[str, Any]]:
-        return {"callback": dict(self._trainer.callback_metrics), "logged": dict(self._trainer.logged_metrics)}
+    def expect_end(self) -> None:
+        """Before the end of a fit is loaded: there is nothing left to do."""
+        self.fit_has_ended = self._trainer.should_stop = True
+
+    def end(self) -> None:
+        """Let a fit that had nothing left to do be as the one that has come to its end."""
+        state, self._to_load = self._to_load, None
+        assert state is not None
+        loop, connector = self._trainer.fit_loop, self._trainer._logger_connector
+        # The setter of the fit loop itself sets it again where max_steps is given.
+        _Loop.restarting.fset(loop, restarting=False)  # type: ignore[attr-defined]
+        loop.on_iteration_done()
+        random = self._random_of(state)
+        if random is None:
+            return
+        restore_random_states(random, self._trainer.strategy.root_device)
+        end = state["end"][self._trainer.global_rank]
+        connector._callback_metrics.update(end["callback_metrics"])
+        connector._logged_metrics.update(end["logged_metrics"])
+        connector._progress_bar_metrics.update(end["progress_bar_metrics"])
+        self._trainer.should_stop = end["should_stop"]
+
+    def _end_of_rank(self) -> dict[str, Any]:
+        trainer = self._trainer
+        kinds = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
+        metrics = {kind: _on_host(getattr(trainer, kind)) for kind in kinds}
+        return metrics | {"should_stop": bool(trainer.should_stop)}
 
     def remove(self) -> None:
         """Leave loops and loaders as they were. Calling it again does nothing."""
@@ -206,6 +223,10 @@ class ExactResume:
             return run()
         finally:
             self._before_validation = None
+
+
+def _on_host(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in metrics.items()}
 
 
 def _without_warning(reset: Callable[[], None], is_resumable: Callable[[], bool]) -> None:

@@ -12,7 +12,7 @@ class JobStopped(SystemExit):
 
 
 def save_together(trainer: pl.Trainer, folder: RequeueFolder, resume: ExactResume) -> None:
-    """Save between two batches, or within a validation, which will then be run again; a collective.
+    """Save between two batches, within a validation, which will then be run again, or at the end; a collective.
 
     Args:
         trainer: That fits.
@@ -33,7 +33,9 @@ def save_together(trainer: pl.Trainer, folder: RequeueFolder, resume: ExactResum
     finish = getattr(trainer.strategy, "wait_for_checkpoints", None)
     trainer.strategy.checkpoint_io.teardown() if finish is None else finish()
     trainer.strategy.barrier("SlurmRequeue.save")
-    if trainer.is_global_zero:
+    if trainer.is_global_zero and resume.fit_has_ended:
+        folder.publish_end()
+    elif trainer.is_global_zero:
         folder.publish()
 
 

@@ -24,6 +24,7 @@ class RequeueFolder:
     def __init__(self, root: Path, job_id: str, step_id: str, fit: int) -> None:
         self.path = root / "slurm_requeue" / job_id / f"step-{step_id}"
         self.checkpoint = self.path / f"fit-{fit}.ckpt"
+        self.ended = self.path / f"fit-{fit}.ended"  # the checkpoint of its end
         self.part = self.path / f"fit-{fit}.part"  # of one that is being written
         self._started = self.path / f"fit-{fit}.started"
         self._next_started = self.path / f"fit-{fit + 1}.started"
@@ -36,14 +37,20 @@ class RequeueFolder:
         except OSError:  # of a network file system
             return False
 
-    def try_open(self) -> str:
+    def try_open(self, restart_count: int) -> str:
         """Make it, and note when the job first came to this fit. For one rank.
+
+        Args:
+            restart_count: Of the job: what is there at its first start is of another job that had this number.
 
         Returns:
             Why it cannot be written; ``""`` if it can.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            if restart_count == 0:
+                for old in (self._started, self.checkpoint, self.ended):
+                    _remove(old)
             self._started.open("a").close()  # its time is that of the first
             _remove(self.part)
         except OSError as error:
@@ -57,8 +64,10 @@ class RequeueFolder:
             others: Checkpoints that the fit may have written, too, as ``ModelCheckpoint`` does.
 
         Returns:
-            The newest of this job; ``None`` if there is none.
+            The end of the fit, or the newest of this job; ``None`` if there is none.
         """
+        if self.ended.exists():
+            return self.ended
         since = _time(self._started, 0.0)
         until = _time(self._next_started, math.inf)  # an earlier start of the job has been further
         written = {path: _time(path, -math.inf) for path in (self.checkpoint, *others)}
@@ -73,13 +82,18 @@ class RequeueFolder:
         self.part.replace(self.checkpoint)
         _remove(old)
 
+    def publish_end(self) -> None:
+        """Let what was written be the end of the fit. For one rank."""
+        self.part.replace(self.ended)
+        self.remove_checkpoint()
+
     def touch(self) -> None:
         """Let the checkpoint be the newest. For one rank."""
         if self.checkpoint.exists():
             self.checkpoint.touch()
 
     def remove_checkpoint(self) -> None:
-        """For a fit that has ended. That it was here stays known. For one rank."""
+        """For a fit that does not need it any more. That it was here stays known. For one rank."""
         _remove(self.checkpoint)
 
     def remove(self) -> None:

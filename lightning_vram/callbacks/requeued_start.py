@@ -41,7 +41,7 @@ def open_folder(
             "Give it one: SlurmRequeue(dirpath=...)."
         )
     folder = RequeueFolder(Path(root).absolute(), job.job_id, job.step_id, fit)
-    error = trainer.strategy.broadcast(folder.try_open() if trainer.is_global_zero else "")
+    error = trainer.strategy.broadcast(folder.try_open(job.restart_count) if trainer.is_global_zero else "")
     if error:
         raise MisconfigurationException(f"SlurmRequeue cannot write to {str(folder.path)!r}: {error}. {_WAY_OUT}")
     (blind,) = agreement.largest(-1 if folder.is_open else trainer.global_rank)
@@ -60,7 +60,7 @@ def go_on(
     start: Callable[..., None],
     checkpoint_path: Any = None,
     **options: Any,
-) -> None:
+) -> bool:
     """Go on from the newest checkpoint of this job, if it has been here before.
 
     Args:
@@ -70,6 +70,9 @@ def go_on(
         start: Lightning's ``resume_start``, for which this stands in.
         checkpoint_path: What the fit was asked to go on from: for the first start.
         options: Further ones of ``start``.
+
+    Returns:
+        Whether the fit had come to its end.
     """
     newest: Path | None = None
     if trainer.is_global_zero and job.restart_count > 0:
@@ -78,11 +81,14 @@ def go_on(
     newest = trainer.strategy.broadcast(newest)
     if newest is None:
         start(checkpoint_path, **options)
-        return
-    rank_zero_info(f"SlurmRequeue: restart {job.restart_count} of job {job.job_id}.")
-    if newest == folder.checkpoint:
+        return False
+    has_ended = newest == folder.ended
+    outcome = ": this fit has ended" if has_ended else ""
+    rank_zero_info(f"SlurmRequeue: restart {job.restart_count} of job {job.job_id}{outcome}.")
+    if has_ended or newest == folder.checkpoint:
         options["weights_only"] = False  # we wrote it ourselves, with whatever classes the module keeps in it
     start(str(newest), **options)
+    return has_ended
 
 
 def _last_checkpoints(trainer: pl.Trainer) -> list[Path]:

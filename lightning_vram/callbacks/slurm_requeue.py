@@ -9,8 +9,9 @@ first asks for the requeue, and all leave.
 import atexit
 import shutil
 import signal
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import count
@@ -106,7 +107,7 @@ class SlurmRequeue(Callback):
             raise MisconfigurationException("SlurmRequeue is among the callbacks twice: give it once.")
         environment = trainer._accelerator_connector.cluster_environment
         check_tasks(environment, trainer.num_devices, trainer.num_nodes)
-        self._release(harmless=self._signals.signals[1:])
+        self._release()
         arguments = getattr(trainer.strategy, "arguments", None)  # of fsdp_offload
         timeout = getattr(arguments, "timeout", getattr(trainer.strategy, "_timeout", None)) or default_pg_timeout
         self._agreement = RankAgreement(timeout)
@@ -148,7 +149,7 @@ class SlurmRequeue(Callback):
     def _set_up_fit(self, trainer: pl.Trainer, job: SlurmJob) -> None:
         assert self._agreement is not None
         self._folder = folder = open_folder(trainer, self._agreement, self.dirpath, job, next(_fits))
-        atexit.unregister(_remove_folders)
+        atexit.unregister(_end_program)
         if trainer.is_global_zero:
             _folders.append(folder)
         connector, loop = trainer._checkpoint_connector, trainer.fit_loop.epoch_loop
@@ -162,7 +163,9 @@ class SlurmRequeue(Callback):
         if self._folder is None or self._job is None or self._resume is None or self._resume.trials.are_undone:
             start(*args, **kwargs)
         else:
-            go_on(trainer, self._job, self._folder, start, *args, **kwargs)
+            has_ended = go_on(trainer, self._job, self._folder, start, *args, **kwargs)
+            if has_ended:
+                self._resume.expect_end()
 
     def _run(self, trainer: pl.Trainer, run: Callable[[], None]) -> None:
         """Keep a fit that has ended, for a restart of a program that has more to do."""
@@ -171,7 +174,7 @@ class SlurmRequeue(Callback):
             return
         if self._resume.fit_has_ended:
             self._resume.end()
-        else:
+        elif not trainer.fit_loop.is_resuming:  # else it was given an end, and there was nothing to do
             self._resume.fit_has_ended = True
             save_together(trainer, self._folder, self._resume)
 
@@ -193,15 +196,18 @@ class SlurmRequeue(Callback):
     def _is_between_steps(self, trainer: pl.Trainer, fetcher: Any) -> bool:
         """Whether a checkpoint of this moment goes on here. Lightning's counters do not tell what follows a batch."""
         loop = trainer.fit_loop.epoch_loop
-        by_clock = (
-            getattr(trainer, "_val_check_time_interval", None) is not None
-        )  # which tells each rank something else
+        by_clock = getattr(trainer, "_val_check_time_interval", None) is not None  # ranks' clocks differ
         return not loop._should_accumulate() and (by_clock or not loop._should_check_val_fx(fetcher))
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._resume is not None:
             self._resume.on_train_start()
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._resume is not None:
+            self._resume.on_train_epoch_end()
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -248,7 +254,7 @@ class SlurmRequeue(Callback):
 
     def _stop(self, trainer: pl.Trainer) -> None:
         """Save, requeue, leave. On all ranks."""
-        atexit.unregister(_remove_folders)
+        atexit.unregister(_end_program)
         assert self._job is not None
         assert self._vote is not None
         done = "nothing to save"
@@ -279,7 +285,7 @@ class SlurmRequeue(Callback):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        atexit.unregister(_remove_folders)  # the job may be started again
+        atexit.unregister(_end_program)  # the job may be started again
         if not isinstance(exception, JobStopped):  # which is followed by SLURM's SIGTERM
             trainer._signal_connector.teardown()  # else it would put our handlers back, which it found there
             self._release()
@@ -289,14 +295,14 @@ class SlurmRequeue(Callback):
         if self._folder is not None and trainer.is_global_zero:
             if self._resume is not None and not self._resume.fit_has_ended:  # it was a tuner's
                 self._folder.remove_checkpoint()
-            atexit.register(_remove_folders)  # unless another fit follows, or the job is stopped
-        self._release(harmless=self._signals.signals[1:])  # which finds nothing to save until the next run
+            atexit.register(_end_program)  # unless another fit follows, or the job is stopped
+        self._release()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, such as a worker process gets of the trainer, is in no run."""
         return type(self), (self.dirpath, self.requeue_signal)
 
-    def _release(self, harmless: Sequence[signal.Signals] = ()) -> None:
+    def _release(self) -> None:
         for shadow in reversed(self._shadows):
             shadow.remove()
         if self._resume is not None:
@@ -305,14 +311,18 @@ class SlurmRequeue(Callback):
             self._environment.auto_requeue = True
         if self._agreement is not None:
             self._agreement.close()
-        self._signals.remove(harmless)
+        self._signals.remove(harmless=self._signals.signals[1:])  # nothing is to be saved until the next run
         self._shield.lower()
         self._shadows, self._resume, self._environment, self._agreement = [], None, None, None
         self._folder, self._job, self._vote, self._peers = None, None, None, nullcontext()
 
 
+def _end_program() -> None:
+    if getattr(sys, "last_type", None) is None:  # else an error has ended it, and the job may be started again
+        _remove_folders()
+
+
 def _remove_folders() -> None:
-    """When the program has ended well."""
     for folder in _folders:
         folder.remove()
 

@@ -43,8 +43,8 @@ class StopSignals:
         for one in self.signals:
             if one not in self._before:
                 self._before[one] = before = signal.getsignal(one)
-                other = getattr(before, "__self__", None)
-                self._arrived |= other._arrived if isinstance(other, StopSignals) else set()
+                if (other := _noting(before)) is not None:
+                    self._arrived |= other._arrived
                 signal.signal(one, self.note)
         self.unblock()
         return True
@@ -59,7 +59,9 @@ class StopSignals:
         self._arrived.add(number)
 
     def remove(self, harmless: Sequence[signal.Signals] = ()) -> None:
-        """Put back the handlers of before. What has arrived stays so. Calling it again does nothing.
+        """Put back the handlers of before, who learn what has arrived if they note it, too. It stays noted here.
+
+        Calling it again does nothing.
 
         Args:
             harmless: Signals that are noted further where nobody else handles them, for they would end the process.
@@ -69,8 +71,16 @@ class StopSignals:
             for one, handler in self._before.items():
                 if one not in kept and signal.getsignal(one) == self.note:
                     signal.signal(one, signal.SIG_DFL if handler is None else handler)
+                    if (other := _noting(handler)) is not None:
+                        other._arrived |= self._arrived
             self._before = {one: self._before[one] for one in kept}
 
     def __reduce__(self) -> tuple[Any, ...]:
         """In a copy nothing is installed."""
         return StopSignals, (self.signals,)
+
+
+def _noting(handler: Handler) -> StopSignals | None:
+    """Whose handler it is, if it is one of ours."""
+    owner = getattr(handler, "__self__", None)
+    return owner if isinstance(owner, StopSignals) else None

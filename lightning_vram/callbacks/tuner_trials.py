@@ -46,16 +46,16 @@ class TunerTrials:
         Args:
             found: From :meth:`state_dict`.
         """
-        for name, value in found.items():
-            if lightning_hasattr(self._trainer.lightning_module, name):
-                lightning_setattr(self._trainer.lightning_module, name, value)
-        if self._trainer.strategy.restore_checkpoint_after_setup:
-            return  # they have searched already, and all that the checkpoint has is loaded after it
-        values = ", ".join(f"{name}={value}" for name, value in found.items())
+        module = self._trainer.lightning_module
         for tuner in self._tuners():
-            search = "lr_find" if isinstance(tuner, LearningRateFinder) else "scale_batch_size"
-            self._searches.append(Shadow(tuner, search, instead(_find_nothing)))
-            rank_zero_info(f"{type(tuner).__name__} does not search in a fit that is resumed: {values or 'not saved'}.")
+            names = [name for name in _argument_names(tuner) if name in found and lightning_hasattr(module, name)]
+            for name in names:
+                lightning_setattr(module, name, found[name])
+            values = ", ".join(f"{name}={found[name]}" for name in names)
+            rank_zero_info(f"{type(tuner).__name__}: this fit is resumed, with {values or 'what it was given'}.")
+            if not self._trainer.strategy.restore_checkpoint_after_setup:  # else it has searched, which is undone now
+                search = "lr_find" if isinstance(tuner, LearningRateFinder) else "scale_batch_size"
+                self._searches.append(Shadow(tuner, search, instead(_find_nothing)))
 
     def allow(self) -> None:
         """Let tuners search again: some do so at later epochs."""

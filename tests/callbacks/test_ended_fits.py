@@ -126,7 +126,7 @@ def test_after_a_node_was_lost_the_trainer_fits_on_from_the_end(slurm, tmp_path)
     expected = begin()
     num_before = len(expected.module.seen)
     fit_on(expected)
-    (tmp_path / "slurm_requeue" / JOB_ID / "step-0" / "fit-2.ckpt").unlink()  # as if it had not come that far
+    (tmp_path / "slurm_requeue" / JOB_ID / "step-0" / "fit-2.ended").unlink()  # as if it had not come that far
     slurm.start(1)
     again = begin()
     assert again.module.seen == []
@@ -163,7 +163,7 @@ def test_a_program_that_fails_after_the_fit_keeps_it(slurm, tmp_path, monkeypatc
     registry = Registry()
     monkeypatch.setattr(slurm_requeue, "atexit", registry)
     run: Run = fit(Failing, tmp_path, SlurmRequeue(), is_last_fit=False)
-    assert slurm_requeue._remove_folders in registry.functions
+    assert slurm_requeue._end_program in registry.functions
     with pytest.raises(PlantedError):
         run.trainer.test(run.module)
-    assert slurm_requeue._remove_folders not in registry.functions
+    assert slurm_requeue._end_program not in registry.functions

@@ -1,6 +1,7 @@
 """Where the checkpoint lies, and which one is the newest of the job."""
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from lightning_vram.callbacks.requeue_folder import RequeueFolder
 @pytest.fixture
 def folder(tmp_path: Path) -> RequeueFolder:
     folder = RequeueFolder(tmp_path / "runs", "17", "0", 1)
-    assert folder.try_open() == ""
+    assert folder.try_open(1) == ""
     return folder
 
 
@@ -32,14 +33,22 @@ def test_a_job_has_a_folder_and_a_fit_a_file(tmp_path):
 def test_opening_again_keeps_the_time_of_the_first(folder):
     assert folder.is_open
     started = write(folder.path / "fit-1.started", 100.0)
-    assert folder.try_open() == ""
+    assert folder.try_open(1) == ""
     assert started.stat().st_mtime == 100.0
+
+
+def test_at_the_first_start_nothing_is_there(folder):
+    for path in (folder.path / "fit-1.started", folder.checkpoint, folder.ended):
+        write(path, 100.0)
+    assert folder.try_open(0) == ""
+    assert [path.name for path in folder.path.iterdir()] == ["fit-1.started"]
+    assert (folder.path / "fit-1.started").stat().st_mtime > 100.0
 
 
 def test_what_cannot_be_written_says_why(tmp_path):
     (tmp_path / "file").touch()
     path = tmp_path / "file" / "slurm_requeue" / "17" / "step-0"
-    assert RequeueFolder(tmp_path / "file", "17", "0", 1).try_open() == f"[Errno 20] Not a directory: '{path}'"
+    assert RequeueFolder(tmp_path / "file", "17", "0", 1).try_open(1) == f"[Errno 20] Not a directory: '{path}'"
 
 
 def test_the_newest_is_that_of_the_latest_time(folder, tmp_path):
@@ -75,7 +84,7 @@ def test_a_checkpoint_may_be_a_folder(folder, tmp_path):
 def test_what_others_have_there_stays(folder, tmp_path):
     of_other_step = RequeueFolder(tmp_path / "runs", "17", "1", 1)
     of_other_job = RequeueFolder(tmp_path / "runs", "18", "0", 1)
-    assert of_other_step.try_open() == of_other_job.try_open() == ""
+    assert of_other_step.try_open(1) == of_other_job.try_open(1) == ""
     folder.checkpoint.touch()
     folder.remove()
     assert not folder.path.exists()
@@ -92,7 +101,7 @@ def test_a_fit_that_has_ended_leaves_only_that_it_was_here(folder):
 
 def test_what_a_later_fit_of_the_program_has_written_is_not_of_this_one(folder, tmp_path):
     later = RequeueFolder(tmp_path / "runs", "17", "0", 2)
-    assert later.try_open() == ""
+    assert later.try_open(1) == ""
     write(folder.path / "fit-1.started", 100.0)
     write(folder.path / "fit-2.started", 110.0)
     own, others = write(tmp_path / "own.ckpt", 105.0), write(tmp_path / "last.ckpt", 115.0)
@@ -109,6 +118,15 @@ def test_the_own_checkpoint_can_be_made_the_newest(folder, tmp_path):
 
 
 @pytest.mark.parametrize("make", [Path.touch, Path.mkdir], ids=["file", "folder"])
+def test_the_end_is_gone_on_from_whatever_is_newer(folder, tmp_path, make):
+    write(folder.checkpoint, 101.0)
+    make(folder.part)
+    folder.publish_end()
+    assert sorted(path.name for path in folder.path.iterdir()) == ["fit-1.ended", "fit-1.started"]
+    assert folder.newest([write(tmp_path / "last.ckpt", time.time() + 100)]) == folder.ended
+
+
+@pytest.mark.parametrize("make", [Path.touch, Path.mkdir], ids=["file", "folder"])
 def test_what_was_written_takes_the_place_of_the_checkpoint(folder, make):
     for _ in range(2):
         make(folder.part)
@@ -121,5 +139,5 @@ def test_what_was_written_takes_the_place_of_the_checkpoint(folder, make):
 def test_what_was_not_written_to_the_end_is_not_gone_on_from(folder, make):
     make(folder.part)
     assert folder.newest([]) is None
-    assert folder.try_open() == ""
+    assert folder.try_open(1) == ""
     assert not folder.part.exists()

@@ -14,7 +14,18 @@ from helpers import PlantedError
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from requeue_runs import JOB_ID, NUM_VAL_BATCHES, Fail, FakeSlurm, Noting, Send, assert_went_on, fit, make_trainer
+from requeue_runs import (
+    JOB_ID,
+    NUM_VAL_BATCHES,
+    Fail,
+    FakeSlurm,
+    Noting,
+    Send,
+    assert_went_on,
+    end_process,
+    fit,
+    make_trainer,
+)
 from torch.utils.data import DataLoader
 
 from lightning_vram.callbacks import requeued_start, slurm_requeue
@@ -161,7 +172,7 @@ def test_a_signal_between_two_fits_stops_the_second(is_same, slurm, tmp_path):
     fit(Noting, tmp_path, first, is_last_fit=False)
     os.kill(os.getpid(), USR1)
     stopped = fit(Noting, tmp_path, second, nth_fit=2)
-    first._release()
+    end_process(first)
     assert (stopped.code, len(stopped.module.seen)) == (0, 1)
 
 
@@ -328,7 +339,7 @@ def test_an_evaluation_is_requeued_and_saves_nothing(verb, number, code, slurm, 
     trainer = make_trainer(tmp_path, send, callback)
     with pytest.raises(JobStopped) as stopped:
         getattr(trainer, verb)(Noting())
-    callback._release()
+    end_process(callback)
     assert (stopped.value.code, send.num_batches) == (code, 1)
     assert not (tmp_path / "slurm_requeue").exists()
     outcome = "is requeued" if number == USR1 else "was cancelled and is not requeued"
@@ -511,9 +522,9 @@ def test_a_fit_that_fails_leaves_handlers_as_they_were(slurm, tmp_path):
     with pytest.raises(PlantedError):
         trainer.fit(Noting())
     after = handlers()
-    for number, handler in before.items():
-        signal.signal(number, handler)  # whatever comes of this test
-    assert after == before
+    end_process(callback)
+    assert after == before | {USR1: callback._signals.note}  # which would end a program that goes on
+    assert handlers() == before
     assert environment.auto_requeue
     assert "resume_start" not in vars(trainer._checkpoint_connector)
     assert "advance" not in vars(trainer.fit_loop.epoch_loop)
@@ -528,7 +539,7 @@ def test_after_the_stop_signals_do_nothing_more(slurm, tmp_path):
         trainer.fit(Noting())
     os.kill(os.getpid(), TERM)  # by SLURM, which ends the job
     os.kill(os.getpid(), USR1)
-    callback._release()
+    end_process(callback)
 
 
 def test_lightnings_handler_of_sigterm_is_not_reached(slurm, tmp_path):
