@@ -1,5 +1,6 @@
 """What a program has trained is not trained again when SLURM stops it later: in a test, or in another fit."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,8 @@ class Program:
         self.weights = {name: tensor.clone() for name, tensor in module.state_dict().items()}
         self.metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         self.logged = {name: float(value) for name, value in trainer.logged_metrics.items()}
-        self.progress = (trainer.current_epoch, trainer.global_step)
+        self.shown = {name: float(value) for name, value in trainer.progress_bar_metrics.items()}
+        self.progress = (trainer.current_epoch, trainer.global_step, trainer.should_stop)
         self.drawn = torch.rand(3).tolist()
         self.code: object = None
         try:
@@ -69,6 +71,7 @@ class Program:
         assert self.progress == other.progress
         assert self.metrics == other.metrics
         assert self.logged == other.logged
+        assert self.shown == other.shown
         assert self.drawn == other.drawn
         assert all(torch.equal(self.weights[name], tensor) for name, tensor in other.weights.items())
 
@@ -114,19 +117,25 @@ def test_the_end_goes_before_a_checkpoint_of_the_fit(slurm, tmp_path):
     again.assert_as(expected)
 
 
-def test_after_a_node_was_lost_the_trainer_fits_on_from_the_end(slurm, tmp_path):
+@pytest.mark.parametrize(
+    ("limits", "more"),
+    [({"max_epochs": 2}, {"max_epochs": 4}), ({"max_epochs": -1, "max_steps": 5}, {"max_steps": 9})],
+    ids=["epochs", "steps"],
+)
+def test_the_trainer_fits_on_from_the_end(limits, more, slurm, tmp_path):
     def begin() -> Run:
-        return fit(Noting, tmp_path, SlurmRequeue(), is_last_fit=False)
+        return fit(Noting, tmp_path, SlurmRequeue(), is_last_fit=False, **limits)
 
     def fit_on(run: Run) -> None:
-        run.trainer.fit_loop.max_epochs = 4
+        run.trainer.fit_loop.max_epochs = more.get("max_epochs", -1)
+        run.trainer.fit_loop.epoch_loop.max_steps = more.get("max_steps", -1)
         run.trainer.fit(run.module)
         end_process(*run.trainer.callbacks)
 
     expected = begin()
     num_before = len(expected.module.seen)
     fit_on(expected)
-    (tmp_path / "slurm_requeue" / JOB_ID / "step-0" / "fit-2.ended").unlink()  # as if it had not come that far
+    (tmp_path / "slurm_requeue" / JOB_ID / "step-0" / "fit-2.ended").unlink()  # as if a node had been lost before
     slurm.start(1)
     again = begin()
     assert again.module.seen == []
@@ -134,6 +143,23 @@ def test_after_a_node_was_lost_the_trainer_fits_on_from_the_end(slurm, tmp_path)
     assert again.module.seen == expected.module.seen[num_before:]
     weights = again.module.state_dict()
     assert all(torch.equal(weights[name], tensor) for name, tensor in expected.module.state_dict().items())
+
+
+def test_an_end_that_is_given_to_another_fit_is_gone_on_from(slurm, tmp_path):
+    expected = fit(Noting, tmp_path / "expected", SlurmRequeue(), max_epochs=4)
+    fit(Noting, tmp_path, SlurmRequeue(), is_last_fit=False)
+    given = (tmp_path / "slurm_requeue" / JOB_ID / "step-0" / "fit-1.ended").rename(tmp_path / "given.ckpt")
+    again = fit(Noting, tmp_path, SlurmRequeue(), ckpt_path=given, max_epochs=4)
+    assert again.module.seen == expected.module.seen[6:]
+
+
+def test_a_fit_that_had_nothing_to_do_has_no_end(slurm, tmp_path):
+    given = tmp_path / "given.ckpt"
+    fit(Noting, tmp_path, SlurmRequeue()).trainer.save_checkpoint(given)
+    again = fit(Noting, tmp_path, SlurmRequeue(), ckpt_path=given, is_last_fit=False)
+    assert again.module.seen == []
+    folder = tmp_path / "slurm_requeue" / JOB_ID / "step-0"
+    assert [path.name for path in folder.iterdir()] == ["fit-1.started"]
 
 
 def test_what_a_fit_of_a_tuner_alone_leaves_is_no_end(slurm, tmp_path):
@@ -167,3 +193,13 @@ def test_a_program_that_fails_after_the_fit_keeps_it(slurm, tmp_path, monkeypatc
     with pytest.raises(PlantedError):
         run.trainer.test(run.module)
     assert slurm_requeue._end_program not in registry.functions
+
+
+@pytest.mark.parametrize("error", [None, ValueError])
+def test_a_program_that_an_error_has_ended_keeps_it(error, slurm, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "last_type", error, raising=False)  # Python's own note of it
+    callback = SlurmRequeue()
+    fit(Noting, tmp_path, callback, is_last_fit=False)
+    slurm_requeue._end_program()
+    assert (tmp_path / "slurm_requeue").exists() == (error is not None)
+    end_process(callback)

@@ -100,6 +100,25 @@ def test_a_run_that_is_stopped_after_any_batch_goes_on_as_if_nothing_had_been(ca
     assert missed == too_late
 
 
+class Plateau(Noting):
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=10.0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+
+
+@pytest.mark.parametrize("at", range(0, 14, 2))
+def test_a_scheduler_that_follows_a_metric_misses_no_step(at, slurm, tmp_path):
+    expected = fit(Plateau, tmp_path, SlurmRequeue(), max_epochs=3)
+    assert expected.trainer.lr_scheduler_configs[0].scheduler.last_epoch == 3
+    stopped = fit(Plateau, tmp_path, Send(at), SlurmRequeue(), max_epochs=3)
+    assert stopped.code == 0
+    slurm.start(1)
+    again = fit(Plateau, tmp_path, SlurmRequeue(), max_epochs=3)
+    assert again.trainer.lr_scheduler_configs[0].scheduler.last_epoch == 3
+    assert_went_on(expected, stopped, again)
+
+
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
 @pytest.mark.parametrize("at", [1, 4])
 def test_worker_processes_go_on_with_the_right_sample(at, slurm, tmp_path):
@@ -174,6 +193,23 @@ def test_a_signal_between_two_fits_stops_the_second(is_same, slurm, tmp_path):
     stopped = fit(Noting, tmp_path, second, nth_fit=2)
     end_process(first)
     assert (stopped.code, len(stopped.module.seen)) == (0, 1)
+
+
+def test_a_signal_at_the_end_of_a_fit_stops_the_next_whoever_notes_it(slurm, tmp_path):
+    callbacks = [SlurmRequeue() for _ in range(3)]
+    fit(Noting, tmp_path, callbacks[0], is_last_fit=False)
+    late = fit(Noting, tmp_path, Send(5), callbacks[1], nth_fit=2, is_last_fit=False, limit_val_batches=0)
+    stopped = fit(Noting, tmp_path, callbacks[2], nth_fit=3)
+    end_process(*callbacks)
+    assert (late.code, stopped.code, len(stopped.module.seen)) == (None, 0, 1)
+
+
+def test_a_program_that_goes_on_after_an_error_outlives_a_signal(slurm, tmp_path):
+    callback = SlurmRequeue()
+    with pytest.raises(PlantedError):
+        make_trainer(tmp_path, Fail(1), callback).fit(Noting())
+    os.kill(os.getpid(), USR1)
+    assert fit(Noting, tmp_path, callback, nth_fit=2).code == 0
 
 
 def wait_for(number: int) -> None:

@@ -147,6 +147,14 @@ def test_a_strategy_that_loads_after_the_search_goes_on_too(slurm, tmp_path):
 
 
 @pytest.mark.parametrize("kind", TUNERS)
+def test_without_the_tuner_arguments_are_those_that_are_given(kind, slurm, tmp_path):
+    tune(kind, tmp_path, SlurmRequeue(), at=3)
+    slurm.start(1)
+    again = fit(Tuned, tmp_path, Send(None), SlurmRequeue())
+    assert (again.module.lr, again.module.batch_size) == (0.1, 1)
+
+
+@pytest.mark.parametrize("kind", TUNERS)
 def test_nothing_is_left_on_the_tuner(kind, slurm, tmp_path):
     tuner = make_tuner(kind)
     fit(Tuned, tmp_path, tuner, Send(at=3), SlurmRequeue())
