@@ -58,7 +58,7 @@ class SlurmRequeue(Callback):
     It acts between two optimizer steps, the second after the signal at the latest, and within validation, which is then
     run again; ``validate``, ``test`` and ``predict`` begin anew. Fits that have ended are not repeated when the program
     is stopped later: each saves a last checkpoint at its end. Between two runs, and after the last, ``requeue_signal``
-    ends nothing; the next run acts on it.
+    ends nothing; the next run acts on it, which has to have this callback, too.
 
     What a ``DataLoader``'s workers draw at random, and metrics that were accumulated over the epoch, begin anew, and
     data of an ``IterableDataset`` are seen again, with a warning. Lightning's tuners (``LearningRateFinder``,
@@ -66,7 +66,7 @@ class SlurmRequeue(Callback):
 
     Args:
         dirpath: Folder for ``slurm_requeue/<job>/``, on a file system that all nodes share. ``None``: the trainer's
-            ``default_root_dir``. Removed when the program has ended.
+            ``default_root_dir``. Removed when the program has ended without an error.
         requeue_signal: Name of the signal that announces the end.
 
     Raises:
