@@ -5,16 +5,15 @@ generators with the seed. Here the place in the data and the generators of every
 """
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch.loops import _FitLoop
-from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Tensor
 
+from lightning_vram.callbacks.fit_end import end_loading, read_end, restore_end
 from lightning_vram.callbacks.tuner_trials import TunerTrials
 from lightning_vram.techniques.random_states import read_random_states, restore_random_states
 from lightning_vram.techniques.rank_agreement import RankAgreement
@@ -78,7 +77,7 @@ class ExactResume:
             "loaders": [self._place_of(loader, has_ended=has_ended) for loader in self._loaders],
             "random": self._agreement.gather(mine),
             "found": self.trials.state_dict(),
-            "end": self._agreement.gather(self._end_of_rank()) if self.fit_has_ended else None,
+            "end": self._agreement.gather(read_end(self._trainer)) if self.fit_has_ended else None,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -90,6 +89,7 @@ class ExactResume:
     def on_train_start(self) -> None:
         """Put generators where they were: all before this has drawn for another time."""
         self.trials.allow()
+        self.fit_has_ended = False  # there is something left to do
         state, self._to_load = self._to_load, None
         if state is None:
             return
@@ -118,25 +118,11 @@ class ExactResume:
         """Let a fit that had nothing left to do be as the one that has come to its end."""
         state, self._to_load = self._to_load, None
         assert state is not None
-        loop, connector = self._trainer.fit_loop, self._trainer._logger_connector
-        # The setter of the fit loop itself sets it again where max_steps is given.
-        _Loop.restarting.fset(loop, restarting=False)  # type: ignore[attr-defined]
-        loop.on_iteration_done()
+        end_loading(self._trainer)
         random = self._random_of(state)
-        if random is None:
-            return
-        restore_random_states(random, self._trainer.strategy.root_device)
-        end = state["end"][self._trainer.global_rank]
-        connector._callback_metrics.update(end["callback_metrics"])
-        connector._logged_metrics.update(end["logged_metrics"])
-        connector._progress_bar_metrics.update(end["progress_bar_metrics"])
-        self._trainer.should_stop = end["should_stop"]
-
-    def _end_of_rank(self) -> dict[str, Any]:
-        trainer = self._trainer
-        kinds = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
-        metrics = {kind: _on_host(getattr(trainer, kind)) for kind in kinds}
-        return metrics | {"should_stop": bool(trainer.should_stop)}
+        if random is not None:
+            restore_random_states(random, self._trainer.strategy.root_device)
+            restore_end(self._trainer, state["end"][self._trainer.global_rank])
 
     def remove(self) -> None:
         """Leave loops and loaders as they were. Calling it again does nothing."""
@@ -223,10 +209,6 @@ class ExactResume:
             return run()
         finally:
             self._before_validation = None
-
-
-def _on_host(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in metrics.items()}
 
 
 def _without_warning(reset: Callable[[], None], is_resumable: Callable[[], bool]) -> None:

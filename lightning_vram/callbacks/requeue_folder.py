@@ -81,9 +81,11 @@ class RequeueFolder:
             self.checkpoint.replace(old)
         self.part.replace(self.checkpoint)
         _remove(old)
+        _remove(self.ended)  # it was given more to do
 
     def publish_end(self) -> None:
         """Let what was written be the end of the fit. For one rank."""
+        _remove(self.ended)
         self.part.replace(self.ended)
         self.remove_checkpoint()
 

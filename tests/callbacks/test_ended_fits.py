@@ -145,6 +145,17 @@ def test_the_trainer_fits_on_from_the_end(limits, more, slurm, tmp_path):
     assert all(torch.equal(weights[name], tensor) for name, tensor in expected.module.state_dict().items())
 
 
+def test_a_fit_that_is_given_more_to_do_goes_on_from_its_end(slurm, tmp_path):
+    expected = fit(Noting, tmp_path / "expected", SlurmRequeue(), max_epochs=4)
+    fit(Noting, tmp_path, SlurmRequeue(), is_last_fit=False)
+    slurm.start(1)
+    stopped = fit(Noting, tmp_path, Send(1), SlurmRequeue(), max_epochs=4, min_epochs=4)
+    assert (stopped.code, stopped.module.seen) == (0, expected.module.seen[6:8])
+    slurm.start(2)
+    again = fit(Noting, tmp_path, SlurmRequeue(), max_epochs=4, min_epochs=4)
+    assert again.module.seen == expected.module.seen[8:]
+
+
 def test_an_end_that_is_given_to_another_fit_is_gone_on_from(slurm, tmp_path):
     expected = fit(Noting, tmp_path / "expected", SlurmRequeue(), max_epochs=4)
     fit(Noting, tmp_path, SlurmRequeue(), is_last_fit=False)
