@@ -70,11 +70,11 @@ class ExactResume:
         before = self._before_validation if self.repeats_validation else None
         mine = before or read_random_states(self._trainer.strategy.root_device)
         progress = self._trainer.fit_loop.epoch_loop.batch_progress
-        has_ended = progress.is_last_batch  # of the epoch, perhaps before the loaders have
+        epoch_has_ended = progress.is_last_batch  # perhaps before the loaders have
         return {
-            "num_batches": 0 if has_ended else progress.current.processed,  # type: ignore[attr-defined]
-            "has_ended": has_ended,
-            "loaders": [self._place_of(loader, has_ended=has_ended) for loader in self._loaders],
+            "num_batches": 0 if epoch_has_ended else progress.current.processed,  # type: ignore[attr-defined]
+            "epoch_has_ended": epoch_has_ended,
+            "loaders": [self._place_of(loader, epoch_has_ended=epoch_has_ended) for loader in self._loaders],
             "random": self._agreement.gather(mine),
             "found": self.trials.state_dict(),
             "end": self._agreement.gather(read_end(self._trainer)) if self.fit_has_ended else None,
@@ -96,9 +96,11 @@ class ExactResume:
         random = self._random_of(state)
         loop = self._trainer.fit_loop
         is_next_epoch = not loop.restarting or loop.epoch_loop.restarted_on_train_batch_end
-        if state["has_ended"] and is_next_epoch:  # whose iterators are made already
+        if state["epoch_has_ended"] and is_next_epoch:  # whose iterators are made already
             random = self._after_iterators
-        elif state["has_ended"]:  # iterators that are made already have drawn, too, and are not those of the next epoch
+        elif state[
+            "epoch_has_ended"
+        ]:  # iterators that are made already have drawn, too, and are not those of the next epoch
             self._load_all(state)
         if random is not None:
             restore_random_states(random, self._trainer.strategy.root_device)
@@ -136,10 +138,10 @@ class ExactResume:
 
     # --- data ---
 
-    def _place_of(self, loader: Any, *, has_ended: bool) -> dict[str, Any] | None:
+    def _place_of(self, loader: Any, *, epoch_has_ended: bool) -> dict[str, Any] | None:
         if loader is None:
             return None
-        if has_ended:
+        if epoch_has_ended:
             forget_position(loader)
         return loader_state(loader)
 
@@ -168,13 +170,12 @@ class ExactResume:
         random = self._random_of(state)
         if random is not None:
             restore_random_states(random, self._trainer.strategy.root_device)
-        if state["has_ended"]:  # with workers the order of the next epoch is drawn now; Lightning sets it later
+        if state["epoch_has_ended"]:  # with workers the order of the next epoch is drawn now; Lightning sets it later
             for loader in loaders:
                 _set_sampler_epoch(loader, self._trainer.fit_loop.epoch_progress.current.ready)
         for loader, why in zip(loaders, self._load_all(state), strict=True):
-            if (
-                why and state["num_batches"] and not hasattr(loader, "load_state_dict")
-            ):  # else Lightning gives it its own
+            has_own_state = hasattr(loader, "load_state_dict")  # which Lightning gives it
+            if why and state["num_batches"] and not has_own_state:
                 rank_zero_warn(
                     f"{self._name} cannot go to the right sample: {why}. The first {state['num_batches']} batches of "
                     "this epoch are seen again, the last are not."

@@ -1,7 +1,12 @@
 """Where a job that SLURM requeues leaves what it goes on from: ``slurm_requeue/<job>/step-<n>/`` in the run's folder.
 
 By job and step, so that another run in the same folder does not start from a checkpoint that was none of its own.
-Removed once the program has ended.
+Removed once the program has ended. Of its n-th fit there are
+
+* ``fit-n.started``, empty: when the job first came to it;
+* ``fit-n.part``: a checkpoint that is being written;
+* ``fit-n.ckpt``: where it was stopped, until it goes on to its end;
+* ``fit-n.ended``: a checkpoint of its end.
 """
 
 import math

@@ -254,7 +254,6 @@ class SlurmRequeue(Callback):
 
     def _stop(self, trainer: pl.Trainer) -> None:
         """Save, requeue, leave. On all ranks."""
-        atexit.unregister(_end_program)
         assert self._job is not None
         assert self._vote is not None
         done = "nothing to save"

@@ -31,7 +31,7 @@ class TunerTrials:
     def __init__(self, trainer: pl.Trainer) -> None:
         self.are_undone = False
         self._trainer = trainer
-        self._undo = Shadow(trainer._checkpoint_connector, "restore", self._watch)
+        self._undo = Shadow(trainer._checkpoint_connector, "restore", self._watch)  # which nobody else calls
         self._searches: list[Shadow] = []
 
     def state_dict(self) -> dict[str, Any]:
@@ -72,7 +72,7 @@ class TunerTrials:
         callbacks: list[Callback] = self._trainer.callbacks  # type: ignore[attr-defined]
         return (callback for callback in callbacks if isinstance(callback, (BatchSizeFinder, LearningRateFinder)))
 
-    def _watch(self, restore: Callable[..., None]) -> Callable[..., None]:  # tuners alone call it
+    def _watch(self, restore: Callable[..., None]) -> Callable[..., None]:
         def undo(*args: Any, **kwargs: Any) -> None:
             self.are_undone = True
             try:

@@ -1,5 +1,7 @@
 """What a program has trained is not trained again when SLURM stops it later: in a test, or in another fit."""
 
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from requeue_runs import JOB_ID, FakeSlurm, Noting, Run, Send, end_process, fit
 from torch import Tensor
 
 from lightning_vram import FSDPOffloadStrategy
-from lightning_vram.callbacks import slurm_requeue
+from lightning_vram.callbacks import requeued_start, slurm_requeue
 from lightning_vram.callbacks.slurm_requeue import JobStopped, SlurmRequeue
 
 pytestmark = [
@@ -107,7 +109,9 @@ def test_a_program_that_is_stopped_in_its_test_does_not_train_again(case, slurm,
     assert not (tmp_path / "slurm_requeue").exists()
 
 
-def test_the_end_goes_before_a_checkpoint_of_the_fit(slurm, tmp_path):
+def test_the_end_goes_before_a_checkpoint_of_the_fit(slurm, tmp_path, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(requeued_start, "rank_zero_info", said.append)
     checkpoints = ModelCheckpoint(tmp_path / "checkpoints", every_n_train_steps=1, save_last=True, save_top_k=0)
     expected = Program(tmp_path, checkpoints, enable_checkpointing=True)
     Program(tmp_path, checkpoints, at=expected.num_fit_batches, enable_checkpointing=True)
@@ -115,6 +119,7 @@ def test_the_end_goes_before_a_checkpoint_of_the_fit(slurm, tmp_path):
     again = Program(tmp_path, checkpoints, enable_checkpointing=True)
     assert again.fit.module.seen == []
     again.assert_as(expected)
+    assert said == [f"SlurmRequeue: restart 1 of job {JOB_ID}: this fit has ended."]
 
 
 @pytest.mark.parametrize(
@@ -192,18 +197,22 @@ class Registry:
         self.register, self.unregister = self.functions.add, self.functions.discard
 
 
-def test_a_program_that_fails_after_the_fit_keeps_it(slurm, tmp_path, monkeypatch):
+@pytest.mark.parametrize("error", [PlantedError, JobStopped])
+def test_a_program_that_fails_or_is_stopped_after_the_fit_keeps_it(error, slurm, tmp_path, monkeypatch):
     class Failing(Noting):
         def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
-            raise PlantedError
+            if error is PlantedError:
+                raise PlantedError
+            os.kill(os.getpid(), signal.SIGUSR1)
 
     registry = Registry()
     monkeypatch.setattr(slurm_requeue, "atexit", registry)
     run: Run = fit(Failing, tmp_path, SlurmRequeue(), is_last_fit=False)
     assert slurm_requeue._end_program in registry.functions
-    with pytest.raises(PlantedError):
+    with pytest.raises(error):
         run.trainer.test(run.module)
     assert slurm_requeue._end_program not in registry.functions
+    end_process(*run.trainer.callbacks)
 
 
 @pytest.mark.parametrize("error", [None, ValueError])

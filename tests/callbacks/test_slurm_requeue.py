@@ -276,7 +276,7 @@ def test_the_checkpoint_is_read_without_running_code(slurm, tmp_path):
     fit(Noting, tmp_path, Send(1), SlurmRequeue())
     path = tmp_path / "slurm_requeue" / JOB_ID / "step-0" / "fit-1.ckpt"
     state = torch.load(path, weights_only=True)["callbacks"]["SlurmRequeue"]
-    assert (state["num_batches"], state["has_ended"], len(state["random"])) == (2, False, 1)
+    assert (state["num_batches"], state["epoch_has_ended"], len(state["random"])) == (2, False, 1)
 
 
 def test_a_module_may_keep_objects_in_the_checkpoint(slurm, tmp_path):

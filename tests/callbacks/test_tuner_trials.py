@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_vram import FSDPOffloadStrategy
+from lightning_vram.callbacks import tuner_trials
 from lightning_vram.callbacks.slurm_requeue import SlurmRequeue
 from lightning_vram.techniques.shadow import Shadow
 
@@ -95,7 +96,9 @@ def test_its_trials_do_not_change_the_fit(kind, slurm, tmp_path):
 
 @pytest.mark.parametrize("at", [0, 3, 7, 12])
 @pytest.mark.parametrize("kind", TUNERS)
-def test_a_fit_that_goes_on_does_not_search_again(kind, at, slurm, tmp_path):
+def test_a_fit_that_goes_on_does_not_search_again(kind, at, slurm, tmp_path, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(tuner_trials, "rank_zero_info", said.append)
     expected = tune(kind, tmp_path, SlurmRequeue())
     found = (expected.module.lr, expected.module.batch_size)
     assert found != (0.1, 1)
@@ -105,6 +108,8 @@ def test_a_fit_that_goes_on_does_not_search_again(kind, at, slurm, tmp_path):
     again = tune(kind, tmp_path, SlurmRequeue())
     assert (again.module.lr, again.module.batch_size) == found
     assert again.module.num_trial_steps == 0
+    value = f"lr={found[0]}" if kind == "learning rate" else f"batch_size={found[1]}"
+    assert [line.partition(": ")[2] for line in said] == [f"this fit is resumed, with {value}."]
     assert_went_on(expected, stopped, again)
 
 
