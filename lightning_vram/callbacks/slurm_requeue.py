@@ -11,7 +11,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import count
@@ -58,7 +58,8 @@ class SlurmRequeue(Callback):
     It acts between two optimizer steps, the second after the signal at the latest, and within validation, which is then
     run again; ``validate``, ``test`` and ``predict`` begin anew. Fits that have ended are not repeated when the program
     is stopped later: each saves a last checkpoint at its end. Between two runs, and after the last, ``requeue_signal``
-    ends nothing; the next run acts on it, which has to have this callback, too.
+    ends nothing; the next run acts on it, which has to have this callback, too. After an error SIGTERM does not either:
+    ``srun`` sends it to all other tasks, which have errors to report, and SIGKILL half a minute later.
 
     What a ``DataLoader``'s workers draw at random, and metrics that were accumulated over the epoch, begin anew, and
     data of an ``IterableDataset`` are seen again, with a warning. Lightning's tuners (``LearningRateFinder``,
@@ -285,9 +286,11 @@ class SlurmRequeue(Callback):
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         atexit.unregister(_end_program)  # the job may be started again
-        if not isinstance(exception, JobStopped):  # which is followed by SLURM's SIGTERM
+        if not isinstance(exception, JobStopped):  # its process is about to end, and the handlers with it
             trainer._signal_connector.teardown()  # else it would put our handlers back, which it found there
-            self._release()
+            # srun ends the other tasks of a step in which one has failed: SIGTERM would end this one while it clears
+            # up, before Python says what the error was.
+            self._release(harmless=self._signals.signals)
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -301,7 +304,7 @@ class SlurmRequeue(Callback):
         """A copy, such as a worker process gets of the trainer, is in no run."""
         return type(self), (self.dirpath, self.requeue_signal)
 
-    def _release(self) -> None:
+    def _release(self, harmless: Sequence[signal.Signals] | None = None) -> None:
         for shadow in reversed(self._shadows):
             shadow.remove()
         if self._resume is not None:
@@ -310,7 +313,8 @@ class SlurmRequeue(Callback):
             self._environment.auto_requeue = True
         if self._agreement is not None:
             self._agreement.close()
-        self._signals.remove(harmless=self._signals.signals[1:])  # nothing is to be saved until the next run
+        # Nothing is to be saved until the next run.
+        self._signals.remove(self._signals.signals[1:] if harmless is None else harmless)
         self._shield.lower()
         self._shadows, self._resume, self._environment, self._agreement = [], None, None, None
         self._folder, self._job, self._vote, self._peers = None, None, None, nullcontext()

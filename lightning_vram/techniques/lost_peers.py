@@ -2,9 +2,10 @@
 
 When a rank dies, its own log says why, and the log of every other rank ends in "Connection reset by peer". When one
 hangs, the others end in "Timed out waiting 1800000ms", half an hour later. Neither names a rank, a step or a cause.
-Here they become a :class:`LostPeerError`, which does; the error of the backend stays as its cause.
+Here they become a :class:`LostPeerError`, which does, and is logged; the error of the backend stays as its cause.
 """
 
+import logging
 import re
 import socket
 from collections.abc import Callable
@@ -41,6 +42,7 @@ _BROKEN = re.compile(
     re.IGNORECASE,
 )
 _ADDRESS = re.compile(r"\[([0-9a-f.:]+)\]:\d+|\b(\d+\.\d+\.\d+\.\d+)<\d+>", re.IGNORECASE)  # gloo; NCCL
+_log = logging.getLogger(__name__)
 _LOOK = "The log of the rank that failed first says why"
 
 
@@ -74,6 +76,7 @@ class LostPeerNaming:
         else:
             return
         if not is_out_of_memory(error):  # NCCL, too, reports memory that ran out as a failed system call
+            _log.error(message)  # at once: srun and torchrun end this process, too, maybe before Python's traceback
             raise LostPeerError(message) from error
 
     def _silent(self) -> str:

@@ -204,12 +204,23 @@ def test_a_signal_at_the_end_of_a_fit_stops_the_next_whoever_notes_it(slurm, tmp
     assert (late.code, stopped.code, len(stopped.module.seen)) == (None, 0, 1)
 
 
-def test_a_program_that_goes_on_after_an_error_outlives_a_signal(slurm, tmp_path):
+@pytest.mark.parametrize("number", [USR1, TERM])
+def test_a_program_that_goes_on_after_an_error_outlives_a_signal(number, slurm, tmp_path):
     callback = SlurmRequeue()
     with pytest.raises(PlantedError):
         make_trainer(tmp_path, Fail(1), callback).fit(Noting())
-    os.kill(os.getpid(), USR1)
+    os.kill(os.getpid(), number)
     assert fit(Noting, tmp_path, callback, nth_fit=2).code == 0
+
+
+def test_after_a_fit_without_an_error_sigterm_ends_the_program_again(slurm, tmp_path):
+    callback = SlurmRequeue()
+    with pytest.raises(PlantedError):
+        make_trainer(tmp_path, Fail(1), callback).fit(Noting())
+    fit(Noting, tmp_path, callback, nth_fit=2, is_last_fit=False)
+    after = handlers()
+    end_process(callback)
+    assert (after[TERM], after[USR1]) == (signal.SIG_DFL, callback._signals.note)
 
 
 def wait_for(number: int) -> None:
@@ -559,7 +570,8 @@ def test_a_fit_that_fails_leaves_handlers_as_they_were(slurm, tmp_path):
         trainer.fit(Noting())
     after = handlers()
     end_process(callback)
-    assert after == before | {USR1: callback._signals.note}  # which would end a program that goes on
+    # by default they would end the program: while it clears up, or where it goes on
+    assert after == before | {TERM: callback._signals.note, USR1: callback._signals.note}
     assert handlers() == before
     assert environment.auto_requeue
     assert "resume_start" not in vars(trainer._checkpoint_connector)

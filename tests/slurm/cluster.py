@@ -396,6 +396,9 @@ class Cluster:
         """It starts again after 6 s; before that, its nodes would take it for the run that has just been ended."""
         self.run("scontrol", "requeue", str(job))
 
+    def limit_time(self, job: int | str, minutes: int) -> None:
+        self.run("scontrol", "update", f"jobid={job}", f"timelimit={minutes}")
+
     def processes(self, job: int, rank: int | None = None, node: str | None = None) -> list[int]:
         """Ids of the tasks that srun has started, without the processes they have started themselves."""
         own = dict(self._own_processes())

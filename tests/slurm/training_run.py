@@ -105,6 +105,7 @@ def main() -> None:
     parser.add_argument("--num_workers", type=int, default=0)
     parser.add_argument("--save_every", type=int, default=0, help="steps between checkpoints; 0: none")
     parser.add_argument("--die_at", type=int, default=-1, help="step after which rank 1 is killed")
+    parser.add_argument("--clear_up_seconds", type=float, default=0, help="what follows a fit, even one that failed")
     parser.add_argument("--timeout", type=float, default=60, help="seconds that ranks of fsdp_offload wait")
     parser.add_argument("--dirpath", default=None, help="of SlurmRequeue; {node} is the name of the node")
     arguments = parser.parse_args()
@@ -140,7 +141,10 @@ def main() -> None:
         enable_model_summary=False,
     )
     module = LitNet(arguments.step_seconds, arguments.num_workers)
-    trainer.fit(module, ckpt_path="last" if arguments.save_every else None)
+    try:
+        trainer.fit(module, ckpt_path="last" if arguments.save_every else None)
+    finally:
+        time.sleep(arguments.clear_up_seconds)
     if trainer.is_global_zero:
         torch.save(module.state_dict(), root / "weights.pt")
 

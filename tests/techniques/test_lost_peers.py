@@ -69,10 +69,11 @@ def test_a_broken_connection_is_a_peer_that_died(text: str, peer: str | None):
         dist.DistBackendError("WorkNCCL(SeqNum=7) ran for 3001 milliseconds before timing out."),
     ],
 )
-def test_a_timeout_is_a_peer_that_did_not_answer(error: Exception):
+def test_a_timeout_is_a_peer_that_did_not_answer(error: Exception, caplog: pytest.LogCaptureFixture):
     with pytest.raises(LostPeerError) as caught:
         raise_named(error)
     assert str(caught.value) == SILENT
+    assert caplog.messages == [SILENT]
     assert caught.value.__cause__ is error
 
 
@@ -86,19 +87,21 @@ def test_a_timeout_is_a_peer_that_did_not_answer(error: Exception):
         LostPeerError("Connection refused"),  # an inner context named it
     ],
 )
-def test_any_other_error_passes_as_it_is(error: Exception):
+def test_any_other_error_passes_as_it_is(error: Exception, caplog: pytest.LogCaptureFixture):
     with pytest.raises(type(error)) as caught:
         raise_named(error)
     assert caught.value is error
+    assert caplog.messages == []
     assert error.__cause__ is None
 
 
-def test_the_innermost_context_names_the_place_and_one_may_be_entered_again():
+def test_the_innermost_context_names_the_place_and_one_may_be_entered_again(caplog: pytest.LogCaptureFixture):
     outer = naming_lost_peers(0, 2, lambda: "fit", TIMEOUT)
     inner = naming_lost_peers(0, 2, lambda: "step 3", TIMEOUT)
     for _ in range(2):
         with pytest.raises(LostPeerError, match=r"^Rank 0 of 2 on [^ ]+, step 3, "), outer, outer, inner:
             raise RuntimeError("Connection closed by peer")
+    assert len(caplog.messages) == 2
 
 
 def test_the_place_is_asked_for_after_an_error_only():
