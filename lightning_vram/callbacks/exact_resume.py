@@ -98,9 +98,8 @@ class ExactResume:
         is_next_epoch = not loop.restarting or loop.epoch_loop.restarted_on_train_batch_end
         if state["epoch_has_ended"] and is_next_epoch:  # whose iterators are made already
             random = self._after_iterators
-        elif state[
-            "epoch_has_ended"
-        ]:  # iterators that are made already have drawn, too, and are not those of the next epoch
+        elif state["epoch_has_ended"]:
+            # Iterators that are made already have drawn, too, and are not those of the next epoch.
             self._load_all(state)
         if random is not None:
             restore_random_states(random, self._trainer.strategy.root_device)

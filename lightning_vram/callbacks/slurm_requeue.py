@@ -11,7 +11,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import count
@@ -290,7 +290,7 @@ class SlurmRequeue(Callback):
             trainer._signal_connector.teardown()  # else it would put our handlers back, which it found there
             # srun ends the other tasks of a step in which one has failed: SIGTERM would end this one while it clears
             # up, before Python says what the error was.
-            self._release(harmless=self._signals.signals)
+            self._release(has_failed=True)
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -304,7 +304,7 @@ class SlurmRequeue(Callback):
         """A copy, such as a worker process gets of the trainer, is in no run."""
         return type(self), (self.dirpath, self.requeue_signal)
 
-    def _release(self, harmless: Sequence[signal.Signals] | None = None) -> None:
+    def _release(self, *, has_failed: bool = False) -> None:
         for shadow in reversed(self._shadows):
             shadow.remove()
         if self._resume is not None:
@@ -313,8 +313,9 @@ class SlurmRequeue(Callback):
             self._environment.auto_requeue = True
         if self._agreement is not None:
             self._agreement.close()
+        _sigterm, requeue_signal = self._signals.signals
         # Nothing is to be saved until the next run.
-        self._signals.remove(self._signals.signals[1:] if harmless is None else harmless)
+        self._signals.remove(harmless=self._signals.signals if has_failed else (requeue_signal,))
         self._shield.lower()
         self._shadows, self._resume, self._environment, self._agreement = [], None, None, None
         self._folder, self._job, self._vote, self._peers = None, None, None, nullcontext()

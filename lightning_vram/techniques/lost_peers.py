@@ -63,7 +63,7 @@ class LostPeerNaming:
         """Do nothing."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """Raise a :class:`LostPeerError` in place of the backend's error; let any other pass."""
+        """Log and raise a :class:`LostPeerError` in place of the backend's error; let any other pass."""
         if error is None or not isinstance(error, RuntimeError) or isinstance(error, LostPeerError):
             return
         text = str(error)
