@@ -51,6 +51,9 @@ class RankAgreement:
             self._group = dist.new_group(backend="gloo", timeout=self._timeout)
         except RuntimeError as error:
             raise self._failed(self._timeout) from error
+        # A rank whose own connections are made could use and close the group while another still connects, which then
+        # fails as if that rank had crashed (gloo's "connectFullMesh"). Nobody has a first result before all are there.
+        self.largest(0)
 
     @property
     def is_alone(self) -> bool:
