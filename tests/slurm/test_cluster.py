@@ -182,7 +182,7 @@ def test_a_requeued_job_starts_again_within_seconds(cluster, tmp_path):
     cluster.wait_for_output(job, "start 0 0")
     cluster.requeue(job)
     cluster.wait(job, "PENDING")
-    cluster.wait(job, "COMPLETED", timeout=15)
+    cluster.wait(job, "COMPLETED", timeout=40)
     assert cluster.restarts(job) == 1
     assert "start 0 1" in cluster.output(job)
 

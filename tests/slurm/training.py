@@ -45,11 +45,11 @@ class Training:
         self.cluster.wait_until(
             lambda: min(len(self.events("start", rank)) for rank in (0, 1)) >= number,
             self.job,
-            150,
+            300,
             f"did not start {number} times",
         )
 
-    def end(self, timeout: float = 200) -> str:
+    def end(self, timeout: float = 300) -> str:
         """Wait until the job is over; return its state."""
         return self.cluster.wait(self.job, *OVER, timeout=timeout)
 
