@@ -45,10 +45,11 @@ class DaemonShield:
 
 
 def _start_shielded(process: Any, start: Any, signals: tuple[int, ...]) -> None:
-    if getattr(process, "_start_method", None) != "fork":
-        resource_tracker.ensure_running()  # Python 3.11 would start it meanwhile, and unblock SIGTERM by that
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # a process begins with what its parent has blocked
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
+        if getattr(process, "_start_method", None) != "fork":
+            resource_tracker.ensure_running()  # Python 3.11 would start it meanwhile, and unblock SIGTERM by that
+        signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # a process begins with what its parent has blocked
         start(process)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -5,7 +5,8 @@ Each rank appends a line for each start and each stop to ``events.<rank>.jsonl``
 
 import signal
 
-signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGTERM})
+if __name__ == "__main__":  # and not where pytest looks for doctests
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGTERM})
 
 import argparse
 import json

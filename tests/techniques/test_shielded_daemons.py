@@ -6,6 +6,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
+from multiprocessing import resource_tracker
 
 import pytest
 from torch.utils.data import DataLoader, Dataset
@@ -44,6 +46,19 @@ def test_a_daemon_begins_with_the_signals_blocked_and_this_process_goes_on_witho
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     assert mask_of(method) == before | set(SIGNALS)
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_what_was_blocked_before_stays_blocked(shield, method, monkeypatch):
+    resource_tracker.ensure_running()
+    unblock = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, {signal.SIGTERM})
+    monkeypatch.setattr(resource_tracker, "ensure_running", unblock)  # as the first time in Python 3.11
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        assert mask_of(method) == before | set(SIGNALS)
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before | set(SIGNALS)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def test_other_children_and_daemons_after_the_end_receive_them(shield):
