@@ -1,6 +1,7 @@
 """Signals that come while the command starts wait until the run can save."""
 
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -65,6 +66,12 @@ def test_what_is_held_back_is_let_through(mask):
     early_signals.hold_back()
     assert blocked() == HELD
     early_signals.let_through()
+    assert blocked() == set()
+
+
+def test_looking_for_doctests_in_the_clusters_script_leaves_the_tests_signals_alone(mask):
+    early_signals.let_through()
+    runpy.run_path(str(ROOT / "tests" / "slurm" / "training_run.py"))
     assert blocked() == set()
 
 

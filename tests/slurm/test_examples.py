@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from slurm.cluster import Cluster
-from slurm.training import OVER, ROOT, SCRIPT, Training, python_environment
+from slurm.training import OVER, PATIENCE, ROOT, SCRIPT, Training, python_environment
 
 pytestmark = pytest.mark.timeout(600)  # several starts of Python and torch, on a machine that does other things, too
 
@@ -26,7 +26,7 @@ def test_it_trains_on_two_nodes(cluster: Cluster, tmp_path: Path, script: Path) 
     args = SMALL if "offload" in script.name else ["python", "examples/slurm/train.py", "--max_steps=6"]
     env = python_environment(cluster) | {"RUN_DIR": str(tmp_path / "run")}
     job = cluster.submit(script, f"--chdir={ROOT}", f"--output={tmp_path}/output", env=env, args=args)
-    assert cluster.wait(job, *OVER, timeout=300) == "COMPLETED", cluster.output(job)
+    assert cluster.wait(job, *OVER, timeout=PATIENCE) == "COMPLETED", cluster.output(job)
     assert "All 2 processes" in cluster.output(job) or "Starting with 2 processes" in cluster.output(job)
     assert (tmp_path / "run" / "checkpoints" / "last.ckpt").exists()
     assert not (tmp_path / "run" / "slurm_requeue").exists()
@@ -37,7 +37,7 @@ def test_more_tasks_than_devices_are_refused_with_the_line_to_change(cluster: Cl
     script = SCRIPT.with_name("train_offload.sbatch")
     env = python_environment(cluster) | {"RUN_DIR": str(tmp_path / "run")}
     job = cluster.submit(script, *options, env=env, args=[*SMALL, "--trainer.devices=1"])
-    assert cluster.wait(job, *OVER, timeout=300) == "FAILED"
+    assert cluster.wait(job, *OVER, timeout=PATIENCE) == "FAILED"
     said = (
         "SLURM started 4 tasks on 2 nodes, and the Trainer has devices=1 and num_nodes=2. Set '#SBATCH --nodes=2' and "
         "'#SBATCH --ntasks-per-node=1', or Trainer(devices=2, num_nodes=2)."

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from slurm.cluster import Cluster
-from slurm.training import OVER, ROOT, Training, assert_close, python_environment
+from slurm.training import OVER, PATIENCE, ROOT, Training, assert_close, python_environment
 
 pytestmark = pytest.mark.timeout(600)  # several starts of Python and torch, on a machine that does other things, too
 
@@ -86,7 +86,7 @@ def test_an_element_of_an_array_comes_back_alone(cluster: Cluster, whole: Whole,
     training.wait_for_start()
     cluster.signal(f"{training.job}_0", "USR1")
     training.wait_for_start(3)
-    ends = [cluster.wait(f"{training.job}_{element}", *OVER, timeout=300) for element in (0, 1)]
+    ends = [cluster.wait(f"{training.job}_{element}", *OVER, timeout=PATIENCE) for element in (0, 1)]
     assert ends == ["COMPLETED", "COMPLETED"], training.output
     assert [cluster.restarts(f"{training.job}_{element}") for element in (0, 1)] == [1, 0]
     (stop,) = training.events("stop")
@@ -103,7 +103,7 @@ def test_a_job_that_is_preempted_comes_back(whole: Whole, tmp_path: Path) -> Non
         low = Training(cluster, tmp_path / "low", "--strategy", "sharded", sbatch_options=options)
         low.wait_for_start()
         urgent = cluster.submit(script, "--partition=high", "--nodes=2", "--exclusive", f"--output={tmp_path}/urgent")
-        assert cluster.wait(urgent, "COMPLETED", "FAILED", timeout=300) == "COMPLETED"
+        assert cluster.wait(urgent, "COMPLETED", "FAILED", timeout=PATIENCE) == "COMPLETED"
         assert low.end() == "COMPLETED", low.output
         assert f"SlurmRequeue: SIGTERM at step {low.events('stop')[0]['step']}: " in low.output
     assert [event["step"] for event in low.events("start")][1:] == [event["step"] for event in low.events("stop")]
@@ -200,5 +200,5 @@ def test_a_command_without_srun_is_told_to_have_one(cluster: Cluster, tmp_path: 
     script.write_text(f"#!/bin/bash\nlightning-vram fit --config {ROOT}/configs/quickstart.yaml\n")
     options = ("--nodes=2", "--ntasks-per-node=1", f"--output={tmp_path}/output")
     job = cluster.submit(script, *options, env=python_environment(cluster))
-    assert cluster.wait(job, "FAILED", "COMPLETED", timeout=300) == "FAILED"
+    assert cluster.wait(job, "FAILED", "COMPLETED", timeout=PATIENCE) == "FAILED"
     assert "The SLURM job has 2 tasks, and this process was not started by srun" in cluster.output(job)

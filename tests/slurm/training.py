@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "slurm" / "train.sbatch"
 RUN = Path(__file__).with_name("training_run.py")
 OVER = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL")
+PATIENCE = 300  # seconds; a start took 132 on two cores with five more workers of pytest
 
 
 class Training:
@@ -45,11 +46,11 @@ class Training:
         self.cluster.wait_until(
             lambda: min(len(self.events("start", rank)) for rank in (0, 1)) >= number,
             self.job,
-            300,
+            PATIENCE,
             f"did not start {number} times",
         )
 
-    def end(self, timeout: float = 300) -> str:
+    def end(self, timeout: float = PATIENCE) -> str:
         """Wait until the job is over; return its state."""
         return self.cluster.wait(self.job, *OVER, timeout=timeout)
 
