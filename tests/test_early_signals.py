@@ -168,6 +168,7 @@ def test_with_the_callback_the_command_stops_the_fit(command, monkeypatch, tmp_p
     assert slurm.asked == ["show job --oneliner 17", "requeue 17"]
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 def test_tasks_that_srun_did_not_start_are_refused_in_one_line(command, monkeypatch, capsys):
     monkeypatch.setenv("SLURM_NTASKS", "2")
     monkeypatch.delenv("SLURM_STEP_ID")
