@@ -20,13 +20,15 @@ class SavedOutput:
 
     def __init__(self, tensor: Tensor, others: Sequence[Tensor] = ()) -> None:
         self._counters = [(_counter_of(other), version_of(other)) for other in (tensor, *others)]
-        self._node: Any = _Save.apply(torch.empty(0, requires_grad=True), tensor).grad_fn  # type: ignore[no-untyped-call]
+        # The output, not its node: up to torch 2.12 a node that no tensor holds gives up what it saved.
+        self._output: Tensor = _Save.apply(torch.empty(0, requires_grad=True), tensor)  # type: ignore[no-untyped-call]
 
     def give(self) -> Tensor | None:
         """Return the tensor, each time it is asked; ``None`` if it was overwritten since."""
         if any(version_of(counter) != version for counter, version in self._counters):
             return None
-        (tensor,) = self._node.saved_tensors
+        node: Any = self._output.grad_fn
+        (tensor,) = node.saved_tensors
         return tensor  # type: ignore[no-any-return]
 
 

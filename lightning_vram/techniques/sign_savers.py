@@ -82,6 +82,6 @@ def find_sign_condition(tensor: Tensor) -> _Condition | None:
     if saved.data is not None or saved.unpack_hook is not None:
         return None  # it has its result: somebody else saves it
     try:
-        return condition if saved.unpack() is None else None
+        return condition if node._saved_result is None else None
     except RuntimeError:  # it had its result, and a backward has freed it
         return None
