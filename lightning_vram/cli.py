@@ -33,6 +33,7 @@ from lightning_vram.memory.allocator import empty_cache
 from lightning_vram.memory.measurement import read_measurements
 from lightning_vram.memory.out_of_memory import is_out_of_memory
 from lightning_vram.precision.mixed_precision import LeanMixedPrecision
+from lightning_vram.private_names.lightning_cli import method_arguments, read_argument
 from lightning_vram.report.comparison import FitResult, comparison_table
 from lightning_vram.report.one_line import condense_error
 from lightning_vram.report.tables import memory_table
@@ -95,8 +96,8 @@ class VRAMCLI(LightningCLI):
 
     @override
     def after_instantiate_classes(self) -> None:
-        if self.subcommand == "fit" and self._get(self.config, "compare_with_plain"):
-            if self._get(self.config, "seed_everything") is False:
+        if self.subcommand == "fit" and read_argument(self, "compare_with_plain"):
+            if read_argument(self, "seed_everything") is False:
                 raise MisconfigurationException(
                     "compare_with_plain=true needs a seed for both fits, got seed_everything=false. Give a number."
                 )
@@ -115,10 +116,10 @@ class VRAMCLI(LightningCLI):
 
     def after_fit(self) -> None:
         """Compare with a plain fit if asked to. ``LightningCLI`` calls this."""
-        if not self._get(self.config, "compare_with_plain"):
+        if not read_argument(self, "compare_with_plain"):
             return
         packed, parts = _read_result(self), self._own_parts()
-        trainer: Namespace = self._get(self.config, "trainer")
+        trainer: Namespace = read_argument(self, "trainer")
         for argument in _PART_ARGUMENTS:
             trainer[argument] = [part for part in self._parts(argument) if part not in parts]
         if any(part.class_path.rpartition(".")[2] == LeanMixedPrecision.__name__ for part in parts):
@@ -134,7 +135,7 @@ class VRAMCLI(LightningCLI):
             console.print(comparison_table(plain, packed, " and ".join(names)))
 
     def _parts(self, argument: str) -> list[Any]:
-        parts = self._get(self.config, "trainer")[argument] or []
+        parts = read_argument(self, "trainer")[argument] or []
         return parts if isinstance(parts, list) else [parts]
 
     def _own_parts(self) -> list[Namespace]:
@@ -143,7 +144,7 @@ class VRAMCLI(LightningCLI):
         return [part for part in parts if isinstance(part, Namespace) and _is_memory_saver(part.class_path)]
 
     def _has_own_strategy(self) -> bool:
-        strategy = self._get(self.config, "trainer").strategy
+        strategy = read_argument(self, "trainer").strategy
         if isinstance(strategy, str):
             return strategy.lower() in STRATEGY_NAMES
         return isinstance(strategy, Namespace) and strategy.class_path.split(".")[0] == _OWN_PACKAGE
@@ -152,14 +153,14 @@ class VRAMCLI(LightningCLI):
         device = self.trainer.strategy.root_device
         del self.trainer, self.model, self.datamodule, self.config_init  # they hold what the plain fit will need
         empty_cache(device)
-        seed_everything(self._get(self.config, "seed_everything"), workers=True, verbose=False)
+        seed_everything(read_argument(self, "seed_everything"), workers=True, verbose=False)
         with tempfile.TemporaryDirectory(prefix=f"{PROGRAM}-") as folder:
-            self._get(self.config, "trainer").default_root_dir = folder  # where no folder is named
+            read_argument(self, "trainer").default_root_dir = folder  # where no folder is named
             self.instantiate_classes()
             if _is_rank_zero():
                 _console().print("Fitting again without the parts of lightning_vram, to compare ...")
             try:
-                self.trainer.fit(**self._prepare_subcommand_kwargs("fit"))
+                self.trainer.fit(**method_arguments(self, "fit"))
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise

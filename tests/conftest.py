@@ -27,10 +27,27 @@ def _renew_thread_pool() -> None:
 os.register_at_fork(after_in_child=_renew_thread_pool)
 
 REQUIREMENTS = {
-    "gpu": (torch.cuda.is_available, "needs a CUDA device"),
+    "gpu": (torch.cuda.is_available, "needs a CUDA device, and pytest -m gpu"),
     "distributed": (torch.distributed.is_available, "needs a torch build with torch.distributed"),
     "slurm": (lambda: shutil.which("srun") is not None, "needs srun"),
 }
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--one-of-each", action="store_true", help="only the first parametrisation of each test")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Many tests fork, which autograd does not survive in a process that has seen a GPU: `pytest -m gpu` sees it.
+    if "gpu" not in config.option.markexpr:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.option.one_of_each:
+        first = set({item.nodeid.partition("[")[0]: item for item in reversed(items)}.values())
+        config.hook.pytest_deselected(items=[item for item in items if item not in first])
+        items[:] = [item for item in items if item in first]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

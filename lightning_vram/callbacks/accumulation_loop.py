@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 from torch.optim import Optimizer
 
 from lightning_vram.callbacks.accumulation_window import AccumulationWindow
+from lightning_vram.private_names.lightning_loops import MAKE_ZERO_GRAD, WINDOW_ENDS, epoch_ends, skips_backward
 from lightning_vram.techniques.shadow import Shadow
 
 Method = Callable[..., Any]
@@ -46,9 +47,9 @@ class AccumulationLoop:
         self._epoch_loop = trainer.fit_loop.epoch_loop
         self._optimization = self._epoch_loop.automatic_optimization
         self._shadows = [
-            Shadow(self._epoch_loop, "_accumulated_batches_reached", self._make_reached),
+            Shadow(self._epoch_loop, WINDOW_ENDS, self._make_reached),
             Shadow(self._optimization, "run", self._make_run),
-            Shadow(self._optimization, "_make_zero_grad_fn", self._make_make_zero_grad),
+            Shadow(self._optimization, MAKE_ZERO_GRAD, self._make_make_zero_grad),
         ]
 
     @property
@@ -81,7 +82,7 @@ class AccumulationLoop:
             self._window.open(self._plan())
 
     def _close_with_epoch(self) -> None:
-        if self._epoch_loop._num_ready_batches_reached():
+        if epoch_ends(self._epoch_loop):
             self._window.close()  # Lightning steps with the last batch, which a stream does not announce
 
     def _make_reached(self, inner: Method) -> Method:
@@ -89,7 +90,7 @@ class AccumulationLoop:
             window = self._window
             # Nothing is accumulated in the epoch that StochasticWeightAveraging adds for batch norm statistics; and
             # nothing is known of the batch a checkpoint of a run without us ended with.
-            if self._optimization._skip_backward or (window.batch is None and self._epoch_loop.restarting):
+            if skips_backward(self._optimization) or (window.batch is None and self._epoch_loop.restarting):
                 return bool(inner())
             progress = self._epoch_loop.batch_progress
             if progress.total.ready == window.batch:
@@ -106,7 +107,7 @@ class AccumulationLoop:
 
     def _make_run(self, inner: Method) -> Method:
         def run(optimizer: Optimizer, batch_idx: int, kwargs: dict[str, Any]) -> Any:
-            if self._optimization._skip_backward:
+            if skips_backward(self._optimization):
                 return inner(optimizer, batch_idx, kwargs)
             self._open()
             self._window.begin(self._epoch_loop.batch_progress.total.ready)
@@ -120,7 +121,7 @@ class AccumulationLoop:
 
     def _make_make_zero_grad(self, inner: Method) -> Method:
         def make_zero_grad(batch_idx: int, optimizer: Optimizer) -> Any:
-            if self._optimization._skip_backward:
+            if skips_backward(self._optimization):
                 return inner(batch_idx, optimizer)
             if not self._window.is_first:
                 return None

@@ -18,6 +18,8 @@ from torch.optim import Optimizer
 
 from lightning_vram.callbacks.accumulation_weights import AccumulationWeights
 from lightning_vram.callbacks.accumulation_window import AccumulationWindow
+from lightning_vram.private_names.lightning_loops import MAKE_BACKWARD, OPTIMIZER_STEP, is_accumulating, skips_backward
+from lightning_vram.private_names.lightning_strategies import AFTER_CLOSURE
 from lightning_vram.techniques.gradient_scaling import scale_gradients
 from lightning_vram.techniques.shadow import Shadow
 
@@ -49,9 +51,9 @@ class AccumulationMean:
         self._loss: Tensor | None = None  # the last one of the window
         self._has_warned = False
         self._shadows = [
-            Shadow(self._optimization, "_make_backward_fn", self._make_make_backward),
-            Shadow(self._optimization, "_optimizer_step", self._make_optimizer_step),
-            Shadow(trainer.precision_plugin, "_after_closure", self._make_after_closure),
+            Shadow(self._optimization, MAKE_BACKWARD, self._make_make_backward),
+            Shadow(self._optimization, OPTIMIZER_STEP, self._make_optimizer_step),
+            Shadow(trainer.precision_plugin, AFTER_CLOSURE, self._make_after_closure),
         ]
 
     def begin(self, batch: Any) -> None:
@@ -98,7 +100,7 @@ class AccumulationMean:
         """Whether the loss counts for nothing, and no rank waits for its backward: 0 * (0 / 0) is not 0."""
         if self._weights is None or not self._weights.is_known_zero:
             return False
-        strategy, is_step = self._trainer.strategy, not self._epoch_loop._should_accumulate()
+        strategy, is_step = self._trainer.strategy, not is_accumulating(self._epoch_loop)
         if not isinstance(strategy, SingleDeviceStrategy) and (is_step or not isinstance(strategy, DDPStrategy)):
             return False
         # A window that holds nothing has gradients of 0, rather than none, for hooks that look at them.
@@ -106,7 +108,7 @@ class AccumulationMean:
 
     def _make_optimizer_step(self, inner: Method) -> Method:
         def optimizer_step(batch_idx: int, closure: Callable[[], Any]) -> Any:
-            if self._optimization._skip_backward:
+            if skips_backward(self._optimization):
                 return inner(batch_idx, closure)
             num_calls = 0
 
@@ -152,7 +154,7 @@ class AccumulationMean:
 
     def _make_after_closure(self, inner: Method) -> Method:
         def after_closure(model: pl.LightningModule, optimizer: Optimizer) -> Any:
-            if self._optimization._skip_backward:
+            if skips_backward(self._optimization):
                 return inner(model, optimizer)
             if self._factor is None:  # once per step: some optimizers call their closure several times
                 self._factor = self._read_factor()

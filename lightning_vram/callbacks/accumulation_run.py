@@ -12,6 +12,7 @@ from lightning_vram.callbacks.accumulation_mean import AccumulationMean
 from lightning_vram.callbacks.accumulation_weights import AccumulationWeights
 from lightning_vram.callbacks.accumulation_window import AccumulationWindow
 from lightning_vram.callbacks.stepping_batches import SteppingBatches
+from lightning_vram.private_names.lightning_loops import training_data
 from lightning_vram.techniques.accumulation_schedule import AccumulationSchedule
 from lightning_vram.techniques.batch_norm_momentum import NormMomentum, find_batch_norms
 from lightning_vram.techniques.shadow import Shadow
@@ -57,7 +58,7 @@ class AccumulationRun:
 
     def read_schedule(self) -> AccumulationSchedule:
         """The schedule; one that follows from the data is read again when the loader is another one."""
-        loader = self._trainer.fit_loop._combined_loader
+        loader = training_data(self._trainer.fit_loop)
         if self._schedule is None or self._loader not in (None, loader):
             self._schedule = AccumulationSchedule("epoch", (0,), (self._plan_factor(self._trainer),))
             self._loader = loader
@@ -117,7 +118,7 @@ class AccumulationRun:
     def _make_setup_data(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         def setup_data(*args: Any, **kwargs: Any) -> Any:
             result = inner(*args, **kwargs)
-            if self._trainer.fit_loop._combined_loader is not None:
+            if training_data(self._trainer.fit_loop) is not None:
                 self._set_factor()
             return result
 

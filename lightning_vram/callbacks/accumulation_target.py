@@ -6,6 +6,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_vram.memory.checks import check_positive_int
+from lightning_vram.private_names.lightning_loops import training_data
 
 Rounding = Literal["up", "down"]
 
@@ -62,7 +63,7 @@ def plan_factor(trainer: pl.Trainer, target_batch_size: int, rounding: Rounding 
 
 
 def _read_batch_size(trainer: pl.Trainer) -> int:
-    combined = trainer.fit_loop._combined_loader
+    combined = training_data(trainer.fit_loop)
     assert combined is not None  # the data is set up
     way_out = "Give by_epoch={0: number of micro-batches} instead."
     if len(combined.flattened) != 1:

@@ -19,6 +19,7 @@ from lightning_vram.callbacks.step_seam import Depth, StepSeam
 from lightning_vram.callbacks.strategy_check import refuse_moved_parameters
 from lightning_vram.memory.checks import check_bool, check_positive_int
 from lightning_vram.memory.units import parse_bytes
+from lightning_vram.private_names.lightning_strategies import ddp_arguments
 from lightning_vram.techniques.activation_compression import CompressionStage
 from lightning_vram.techniques.gradient_error import gradient_cosine
 from lightning_vram.techniques.layer_patterns import check_layers
@@ -179,7 +180,7 @@ def _refuse_counted_backwards(trainer: pl.Trainer) -> None:
             f"{name} does not work with {type(strategy).__name__}: "
             "the hooks of FSDP2 move parameters in every backward. Measure on a single device or with 'ddp'."
         )
-    if isinstance(strategy, DDPStrategy) and strategy._ddp_kwargs.get("static_graph"):
+    if isinstance(strategy, DDPStrategy) and ddp_arguments(strategy).get("static_graph"):
         raise MisconfigurationException(
             f"{name} does not work with DDPStrategy(static_graph=True): DDP learns the graph from the first backward "
             "and would no longer average gradients. Leave static_graph out, or measure in a run of its own."

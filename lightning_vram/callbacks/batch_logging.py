@@ -16,15 +16,11 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from lightning.pytorch.trainer.connectors.logger_connector.result import (
-    _get_default_dtype,
-    _Metadata,
-    _ResultCollection,
-)
 from lightning.pytorch.utilities.memory import recursive_detach
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_vram.private_names.lightning_logging import Metadata, ResultCollection, default_dtype
 from lightning_vram.techniques.shadow import Shadow
 from lightning_vram.techniques.weighted_mean import weighted_mean
 
@@ -55,7 +51,7 @@ class BatchLogging:
         results: Of the running loop, for training or for an evaluation.
     """
 
-    def __init__(self, results: _ResultCollection) -> None:
+    def __init__(self, results: ResultCollection) -> None:
         self._results = results
         self._entries: dict[tuple[str, str, int], list[_Entry]] = {}
         self._num_chunks = 0
@@ -124,7 +120,7 @@ def _combine(fx: str, name: str, calls: Sequence[_Entry]) -> tuple[Tensor, dict[
         weights = batch_sizes
         options["batch_size"] = sum(batch_sizes)
     values: list[Tensor] = [call.value for call in calls]
-    meta = _Metadata(fx, name, reduce_fx=options.get("reduce_fx", torch.mean))  # knows all ways to name a reduction
+    meta = Metadata(fx, name, reduce_fx=options.get("reduce_fx", torch.mean))  # knows all ways to name a reduction
     if meta.is_mean_reduction:
         sizes = [call.size for call in calls]
         return weighted_mean([_to_floating(value) for value in values], weights, sizes), options
@@ -135,4 +131,4 @@ def _combine(fx: str, name: str, calls: Sequence[_Entry]) -> tuple[Tensor, dict[
 
 def _to_floating(value: Tensor) -> Tensor:
     """As Lightning does: in float32 or higher."""
-    return value if value.dtype in (torch.float32, torch.float64) else value.to(_get_default_dtype())
+    return value if value.dtype in (torch.float32, torch.float64) else value.to(default_dtype())

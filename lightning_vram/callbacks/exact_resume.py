@@ -9,12 +9,16 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.fabric.utilities.data import _set_sampler_epoch
-from lightning.pytorch.loops import _FitLoop
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_vram.callbacks.fit_end import end_loading, read_end, restore_end
 from lightning_vram.callbacks.tuner_trials import TunerTrials
+from lightning_vram.private_names.lightning_loops import (
+    LOAD_LOADER_STATES,
+    set_sampler_epoch,
+    stop_restarting,
+    training_data,
+)
 from lightning_vram.techniques.random_states import read_random_states, restore_random_states
 from lightning_vram.techniques.rank_agreement import RankAgreement
 from lightning_vram.techniques.shadow import Shadow
@@ -56,10 +60,10 @@ class ExactResume:
         self._to_load: dict[str, Any] | None = None
         self._after_iterators: dict[str, Any] | None = None
         self._before_validation: dict[str, Any] | None = None
-        loop: _FitLoop = trainer.fit_loop
+        loop = trainer.fit_loop
         epoch_loop = loop.epoch_loop
         self._shadows = [
-            Shadow(loop, "_load_combined_loader_states", lambda load: lambda: self._load_loaders(load)),
+            Shadow(loop, LOAD_LOADER_STATES, lambda load: lambda: self._load_loaders(load)),
             Shadow(loop, "setup_data", lambda set_up: lambda: self._set_up_data(set_up)),
             Shadow(epoch_loop, "reset", lambda reset: lambda: _without_warning(reset, self._is_resumable)),
             Shadow(epoch_loop.val_loop, "run", lambda run: lambda: self._validate(run)),
@@ -109,7 +113,7 @@ class ExactResume:
         configs = self._trainer.lr_scheduler_configs
         monitors = {config.monitor for config in configs if config.reduce_on_plateau}
         if monitors and monitors <= self._trainer.callback_metrics.keys():
-            self._trainer.fit_loop._restarting = False
+            stop_restarting(self._trainer.fit_loop)
 
     def expect_end(self) -> None:
         """Before the end of a fit is loaded: there is nothing left to do."""
@@ -154,7 +158,7 @@ class ExactResume:
 
     def _load_loaders(self, load: Callable[[], None]) -> None:
         """Right before loaders are iterated over."""
-        combined = self._trainer.fit_loop._combined_loader
+        combined = training_data(self._trainer.fit_loop)
         assert combined is not None
         self._reasons = [can_be_stateful(loader) for loader in combined.flattened]
         self._loaders = [None if why else loader for why, loader in zip(self._reasons, combined.flattened, strict=True)]
@@ -171,7 +175,7 @@ class ExactResume:
             restore_random_states(random, self._trainer.strategy.root_device)
         if state["epoch_has_ended"]:  # with workers the order of the next epoch is drawn now; Lightning sets it later
             for loader in loaders:
-                _set_sampler_epoch(loader, self._trainer.fit_loop.epoch_progress.current.ready)
+                set_sampler_epoch(loader, self._trainer.fit_loop.epoch_progress.current.ready)
         for loader, why in zip(loaders, self._load_all(state), strict=True):
             has_own_state = hasattr(loader, "load_state_dict")  # which Lightning gives it
             if why and state["num_batches"] and not has_own_state:

@@ -3,8 +3,10 @@
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.loops.loop import _Loop
 from torch import Tensor
+
+from lightning_vram.private_names.lightning_logging import update_metrics
+from lightning_vram.private_names.lightning_loops import stop_restarting_all
 
 _METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 
@@ -27,7 +29,7 @@ def restore_end(trainer: pl.Trainer, end: dict[str, Any]) -> None:
         end: From :func:`read_end`.
     """
     for kind in _METRICS:
-        getattr(trainer._logger_connector, f"_{kind}").update(end[kind])
+        update_metrics(trainer, kind, end[kind])
     trainer.should_stop = end["should_stop"]
 
 
@@ -38,8 +40,7 @@ def end_loading(trainer: pl.Trainer) -> None:
         trainer: Whose fit had nothing to do.
     """
     loop = trainer.fit_loop
-    # The setter of the fit loop itself sets it again where max_steps is given.
-    _Loop.restarting.fset(loop, restarting=False)  # type: ignore[attr-defined]
+    stop_restarting_all(loop)
     loop.on_iteration_done()
 
 

@@ -7,6 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 
 from lightning_vram.callbacks.strategy_check import refuse_moved_parameters
+from lightning_vram.private_names.tensors import has_accumulation_hooks
 from lightning_vram.techniques.gradient_reduction import has_collectives_in_forward, why_reducer_is_needed
 from lightning_vram.techniques.sharded_recovery import can_recover, is_sharded
 
@@ -64,7 +65,7 @@ def check_gradients(trainer: pl.Trainer, *, retries: bool) -> None:
     Raises:
         MisconfigurationException: With the reason and the way out.
     """
-    stepping = [name for name, p in trainer.lightning_module.named_parameters() if p._post_accumulate_grad_hooks]
+    stepping = [name for name, p in trainer.lightning_module.named_parameters() if has_accumulation_hooks(p)]
     if stepping:
         raise MisconfigurationException(
             "MicroBatching does not work with hooks after the accumulation of a gradient, as optimizers that step in "

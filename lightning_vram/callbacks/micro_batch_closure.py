@@ -12,9 +12,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
-from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
-from lightning.pytorch.trainer import call
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from lightning.pytorch.utilities.memory import recursive_detach
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -25,6 +23,16 @@ from lightning_vram.callbacks.micro_batch_outputs import combine_extras
 from lightning_vram.callbacks.micro_batch_runner import MicroBatchRunner
 from lightning_vram.callbacks.micro_batch_try import MicroBatch
 from lightning_vram.callbacks.quiet_hooks import quiet_hooks
+from lightning_vram.private_names.lightning_loops import (
+    AutomaticOptimization,
+    blocked_sync,
+    call_hook,
+    is_accumulating,
+    make_backward,
+    make_step,
+    make_zero_grad,
+)
+from lightning_vram.private_names.modules import own_parameters
 from lightning_vram.techniques.gradient_reduction import expect_buffer_sync, reduce_gradients, sync_buffers
 from lightning_vram.techniques.step_rollback import iterate_members
 
@@ -44,20 +52,20 @@ class MicroBatchClosure(Closure):
 
     def __init__(
         self,
-        loop: _AutomaticOptimization,
+        loop: AutomaticOptimization,
         kwargs: OrderedDict[str, Any],
         optimizer: Optimizer,
         batch_idx: int,
         runner: MicroBatchRunner,
     ) -> None:
-        super().__init__(step_fn=loop._make_step_fn(kwargs))
+        super().__init__(step_fn=make_step(loop, kwargs))
         self._loop = loop
         self._trainer = loop.trainer
         self._kwargs = kwargs
         self._optimizer = optimizer
         self._runner = runner
-        self._backward = loop._make_backward_fn(optimizer)
-        self._zero_grad = loop._make_zero_grad_fn(batch_idx, optimizer)
+        self._backward = make_backward(loop, optimizer)
+        self._zero_grad = make_zero_grad(loop, batch_idx, optimizer)
         self._has_run_backward = False
 
     @override
@@ -69,9 +77,9 @@ class MicroBatchClosure(Closure):
         by_hand = self._reduced_by_hand()
         if by_hand is not None:
             sync_buffers(by_hand)  # not inside of a try, which must not wait for other ranks
-        with _block_parallel_sync_behavior(self._trainer.strategy, block=by_hand is not None):
+        with blocked_sync(self._trainer.strategy, block=by_hand is not None):
             outputs = self._runner.run(batch, self._step, self._parameters)
-        if by_hand is not None and not self._trainer.fit_loop._should_accumulate():
+        if by_hand is not None and not is_accumulating(self._trainer.fit_loop.epoch_loop):
             reduce_gradients(by_hand)
             expect_buffer_sync(by_hand)
         if self._has_run_backward:
@@ -91,7 +99,7 @@ class MicroBatchClosure(Closure):
         kwargs = OrderedDict(self._kwargs)
         kwargs[next(iter(kwargs))] = part.batch
         with self._no_sync(part):
-            result: ClosureResult = self._loop._make_step_fn(kwargs)()
+            result = make_step(self._loop, kwargs)()
             if result.closure_loss is None:
                 self.warning_cache.warn(
                     "`training_step` returned `None`. If this was on purpose, ignore this warning..."
@@ -103,7 +111,7 @@ class MicroBatchClosure(Closure):
         return _detached(result, part.factor)
 
     def _no_sync(self, part: MicroBatch) -> AbstractContextManager[None]:
-        return nullcontext() if part.is_last else _block_parallel_sync_behavior(self._trainer.strategy, block=True)
+        return nullcontext() if part.is_last else blocked_sync(self._trainer.strategy, block=True)
 
     def _run_backward(self, backward: Callable[[Tensor], None], loss: Tensor, part: MicroBatch) -> None:
         if part.factor == 0 and not self._runner.has_equal_counts:  # else others wait in their backward
@@ -116,14 +124,13 @@ class MicroBatchClosure(Closure):
     def _parameters(self) -> Iterator[Tensor]:
         """Whatever may get a gradient: also what the step itself unfreezes, and what the module does not know."""
         for member in iterate_members(self._trainer.lightning_module):  # parameters() is slow
-            yield from (parameter for parameter in member._parameters.values() if parameter is not None)
+            yield from (parameter for parameter in own_parameters(member).values() if parameter is not None)
         for group in self._optimizer.param_groups:
             yield from group["params"]
 
     def _call_after_backward(self) -> None:
         """Say once that the gradients of the batch are there, to those who have not heard it of each part."""
-        call._call_callback_hooks(self._trainer, _AFTER)
-        call._call_lightning_module_hook(self._trainer, _AFTER)
+        call_hook(self._trainer, _AFTER)
 
     def _combine(self, outputs: list[tuple[MicroBatch, ClosureResult]]) -> ClosureResult:
         if len(outputs) == 1:

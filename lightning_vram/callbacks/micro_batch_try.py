@@ -10,6 +10,7 @@ from torchmetrics import Metric
 
 from lightning_vram.callbacks.batch_logging import BatchLogging
 from lightning_vram.callbacks.metric_states import MetricStates
+from lightning_vram.private_names.lightning_logging import running_results
 from lightning_vram.techniques.batch_guard import BatchGuard
 from lightning_vram.techniques.norm_counting import NormCounting
 from lightning_vram.techniques.shadow import Shadow
@@ -66,7 +67,8 @@ class MicroBatchTry:
     ) -> None:
         self._trainer = trainer
         self._module = trainer.lightning_module
-        self._logging = BatchLogging(trainer._results) if trainer._results is not None else None
+        results = running_results(trainer)
+        self._logging = BatchLogging(results) if results is not None else None
         self._metrics = metrics
         self._guard = guard
         self._is_training = is_training
@@ -115,7 +117,7 @@ class MicroBatchTry:
         state = StepState(self._module, device, BufferCopies(), skip=lambda member: isinstance(member, Metric))
         metrics = MetricStates(self._module)
         metrics.begin(1)
-        results = self._trainer._results
+        results = running_results(self._trainer)
         muted = Shadow(results, "log", lambda _: lambda *args, **kwargs: None) if results is not None else None
         try:
             step(replace(part, batch=self._guard.lend(part.batch)))

@@ -25,6 +25,7 @@ from lightning_vram.callbacks.micro_batch_runner import MicroBatchRunner
 from lightning_vram.callbacks.seam import before_strategy_setup
 from lightning_vram.memory.checks import check_positive_int
 from lightning_vram.memory.device_room import device_room
+from lightning_vram.private_names.lightning_loops import MAKE_CLOSURE
 from lightning_vram.techniques.agreed_sizes import AgreedSizes, FixedSize
 from lightning_vram.techniques.batch_cutting import BatchCutter
 from lightning_vram.techniques.batch_weights import WeightName, make_batch_weight
@@ -218,7 +219,7 @@ class MicroBatching(FitTechnique):
         def make_closure(kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int) -> Closure:
             return MicroBatchClosure(loop, kwargs, optimizer, batch_idx, self._get_runner(trainer, "training"))
 
-        self._run.shadow = Shadow(loop, "_make_closure", lambda _: make_closure)
+        self._run.shadow = Shadow(loop, MAKE_CLOSURE, lambda _: make_closure)
         if self.eval is not None:
             self._apply_to_evaluation(trainer)
 

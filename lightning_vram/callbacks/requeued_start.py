@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_vram.callbacks.requeue_folder import RequeueFolder
 from lightning_vram.callbacks.slurm_job import SlurmJob
+from lightning_vram.private_names.lightning_callbacks import last_checkpoints
 from lightning_vram.techniques.rank_agreement import RankAgreement
 
 _WAY_OUT = "Give a folder that all nodes share: SlurmRequeue(dirpath=...), or the trainer's default_root_dir."
@@ -94,5 +95,5 @@ def go_on(
 def _last_checkpoints(trainer: pl.Trainer) -> list[Path]:
     """What ``ModelCheckpoint(save_last=True)`` has written."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    finders = [one._find_last_checkpoints for one in callbacks if isinstance(one, ModelCheckpoint)]
-    return [Path(path) for find in finders for path in find(trainer)]
+    savers = [one for one in callbacks if isinstance(one, ModelCheckpoint)]
+    return [Path(path) for saver in savers for path in last_checkpoints(saver, trainer)]

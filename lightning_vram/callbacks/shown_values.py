@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
 from torchmetrics.wrappers.abstract import WrapperMetric
 
+from lightning_vram.private_names.metrics import default_states, forget_computed, merge_states, state_reductions
+from lightning_vram.private_names.trees import tree_flatten, tree_unflatten
 from lightning_vram.techniques.attribute_state import AttributeState
 from lightning_vram.techniques.weighted_mean import weighted_mean
 
@@ -53,11 +54,11 @@ def value_of_batch(metric: Metric, shown: list[Shown]) -> Any:
 
 def _is_mergeable(metric: Metric) -> bool:
     """Whether ranks would merge its states, and so micro-batches can."""
-    if isinstance(metric, WrapperMetric) or metric.dist_sync_on_step or not metric._defaults:
+    if isinstance(metric, WrapperMetric) or metric.dist_sync_on_step or not default_states(metric):
         return False  # a value that ranks exchange: they may not have run as many micro-batches
     return all(
-        reduction in _MERGEABLE or (reduction is None and isinstance(metric._defaults[name], list))
-        for name, reduction in metric._reductions.items()
+        reduction in _MERGEABLE or (reduction is None and isinstance(default_states(metric)[name], list))
+        for name, reduction in state_reductions(metric).items()
     )
 
 
@@ -68,11 +69,10 @@ def _compute(metric: Metric, chunks: list[States]) -> Any:
     merged = chunks[0]
     for count, states in enumerate(chunks[1:], start=2):
         vars(metric).update(states)
-        metric._update_count = count
-        metric._reduce_states(merged)
+        merge_states(metric, merged, count)
         merged = read_states(metric)
-    metric._to_sync = metric._should_unsync = metric.compute_on_cpu = False
-    metric._computed = None
+    metric.compute_on_cpu = False
+    forget_computed(metric)
     value = metric.compute()
     now.restore()
     return value
@@ -80,7 +80,7 @@ def _compute(metric: Metric, chunks: list[States]) -> Any:
 
 def read_states(metric: Metric) -> States:
     """Return the states by name, as they are."""
-    return {name: getattr(metric, name) for name in metric._defaults}
+    return {name: getattr(metric, name) for name in default_states(metric)}
 
 
 def without_past(value: Any) -> Any:

@@ -35,6 +35,15 @@ from lightning_vram.callbacks.slurm_job import SlurmJob, check_job, check_tasks
 from lightning_vram.callbacks.stop_signals import StopSignals
 from lightning_vram.callbacks.stop_vote import StopVote
 from lightning_vram.early_signals import let_through
+from lightning_vram.private_names.lightning_connectors import (
+    SIGTERM_HANDLER,
+    checkpoint_connector,
+    cluster_environment,
+    signal_connector,
+    validates_by_clock,
+)
+from lightning_vram.private_names.lightning_loops import is_accumulating, is_sequential, validation_follows
+from lightning_vram.private_names.lightning_strategies import read_timeout
 from lightning_vram.techniques.clean_exit import leave_group_at_exit
 from lightning_vram.techniques.lost_peers import naming_lost_peers
 from lightning_vram.techniques.rank_agreement import RankAgreement
@@ -106,11 +115,11 @@ class SlurmRequeue(Callback):
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         if sum(isinstance(callback, SlurmRequeue) for callback in callbacks) > 1:
             raise MisconfigurationException("SlurmRequeue is among the callbacks twice: give it once.")
-        environment = trainer._accelerator_connector.cluster_environment
+        environment = cluster_environment(trainer)
         check_tasks(environment, trainer.num_devices, trainer.num_nodes)
         self._release()
         arguments = getattr(trainer.strategy, "arguments", None)  # of fsdp_offload
-        timeout = getattr(arguments, "timeout", getattr(trainer.strategy, "_timeout", None)) or default_pg_timeout
+        timeout = getattr(arguments, "timeout", read_timeout(trainer.strategy)) or default_pg_timeout
         self._agreement = RankAgreement(timeout)
         job = SlurmJob.from_environment()
         if stage == "fit":
@@ -130,11 +139,11 @@ class SlurmRequeue(Callback):
     def _take_over(self, trainer: pl.Trainer) -> None:
         """From Lightning, whose handlers wait for other ranks."""
         assert self._agreement is not None
-        environment = trainer._accelerator_connector.cluster_environment
+        environment = cluster_environment(trainer)
         if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
             self._environment, environment.auto_requeue = environment, False
-        connector = trainer._signal_connector
-        self._shadows.append(Shadow(connector, "_sigterm_notifier_fn", instead(self._signals.note)))
+        connector = signal_connector(trainer)
+        self._shadows.append(Shadow(connector, SIGTERM_HANDLER, instead(self._signals.note)))
         self._shield.raise_it()
         if not self._signals.install():
             rank_zero_warn("SlurmRequeue has no effect outside of the main thread, which alone gets signals.")
@@ -153,7 +162,7 @@ class SlurmRequeue(Callback):
         atexit.unregister(_end_program)
         if trainer.is_global_zero:
             _folders.append(folder)
-        connector, loop = trainer._checkpoint_connector, trainer.fit_loop.epoch_loop
+        connector, loop = checkpoint_connector(trainer), trainer.fit_loop.epoch_loop
         self._shadows += [
             Shadow(connector, "resume_start", lambda start: partial(self._start, trainer, start)),
             Shadow(trainer.fit_loop, "run", lambda run: partial(self._run, trainer, run)),
@@ -197,8 +206,8 @@ class SlurmRequeue(Callback):
     def _is_between_steps(self, trainer: pl.Trainer, fetcher: Any) -> bool:
         """Whether a checkpoint of this moment goes on here. Lightning's counters do not tell what follows a batch."""
         loop = trainer.fit_loop.epoch_loop
-        by_clock = getattr(trainer, "_val_check_time_interval", None) is not None  # ranks' clocks differ
-        return not loop._should_accumulate() and (by_clock or not loop._should_check_val_fx(fetcher))
+        by_clock = validates_by_clock(trainer)  # ranks' clocks differ
+        return not is_accumulating(loop) and (by_clock or not validation_follows(loop, fetcher))
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -236,8 +245,7 @@ class SlurmRequeue(Callback):
 
     def _begin_evaluation(self, trainer: pl.Trainer, num_batches: list[int | float]) -> None:
         if self._vote is not None and not trainer.sanity_checking:
-            is_sequential = getattr(trainer._active_loop, "_is_sequential", True)  # that of prediction always is
-            known = sum(num_batches) if is_sequential else min(num_batches, default=0)
+            known = sum(num_batches) if is_sequential(trainer) else min(num_batches, default=0)
             with self._peers:
                 self._vote.limit(known)
 
@@ -248,7 +256,7 @@ class SlurmRequeue(Callback):
             is_stopping = self._vote.exchange_limited()
         if not is_stopping:
             return
-        if trainer.state.fn != "fit" or not trainer.fit_loop.epoch_loop._should_accumulate():
+        if trainer.state.fn != "fit" or not is_accumulating(trainer.fit_loop.epoch_loop):
             self._stop(trainer)
 
     # --- stopping ---
@@ -287,7 +295,7 @@ class SlurmRequeue(Callback):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         atexit.unregister(_end_program)  # the job may be started again
         if not isinstance(exception, JobStopped):  # its process is about to end, and the handlers with it
-            trainer._signal_connector.teardown()  # else it would put our handlers back, which it found there
+            signal_connector(trainer).teardown()  # else it would put our handlers back, which it found there
             # srun ends the other tasks of a step in which one has failed: SIGTERM would end this one while it clears
             # up, before Python says what the error was.
             self._release(has_failed=True)

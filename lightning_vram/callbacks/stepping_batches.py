@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from lightning_vram.private_names.lightning_connectors import RUN
 from lightning_vram.techniques.accumulation_schedule import AccumulationSchedule
 
 
@@ -42,13 +43,13 @@ class SteppingBatches:
         def run(trainer: Any, *args: Any, **kwargs: Any) -> Any:
             if self._read_schedule is not None:
                 end()
-            return plain._run(trainer, *args, **kwargs)
+            return getattr(plain, RUN)(trainer, *args, **kwargs)
 
         def reduce(trainer: Any, protocol: Any) -> Any:
             return self._unswap(plain.__reduce_ex__(trainer, protocol))
 
         attributes = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
-        changed = {"estimated_stepping_batches": property(estimate), "_run": run, "__reduce_ex__": reduce}
+        changed = {"estimated_stepping_batches": property(estimate), RUN: run, "__reduce_ex__": reduce}
         self._swapped = type(plain.__name__, (plain,), attributes | changed)
         trainer.__class__ = self._swapped
 

@@ -13,6 +13,12 @@ from lightning.pytorch.callbacks import BatchSizeFinder, Callback, LearningRateF
 from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_hasattr, lightning_setattr
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lightning_vram.private_names.lightning_callbacks import (
+    batch_size_argument,
+    learning_rate_argument,
+    sets_learning_rate,
+)
+from lightning_vram.private_names.lightning_connectors import checkpoint_connector
 from lightning_vram.techniques.shadow import Shadow, instead
 
 _LEARNING_RATES = ("lr", "learning_rate")  # where Lightning looks, in this order
@@ -31,7 +37,7 @@ class TunerTrials:
     def __init__(self, trainer: pl.Trainer) -> None:
         self.are_undone = False
         self._trainer = trainer
-        self._undo = Shadow(trainer._checkpoint_connector, "restore", self._watch)  # which nobody else calls
+        self._undo = Shadow(checkpoint_connector(trainer), "restore", self._watch)  # which nobody else calls
         self._searches: list[Shadow] = []
 
     def state_dict(self) -> dict[str, Any]:
@@ -85,10 +91,11 @@ class TunerTrials:
 
 def _argument_names(tuner: Any) -> tuple[str, ...]:
     if isinstance(tuner, BatchSizeFinder):
-        return (tuner._batch_arg_name,)
-    if not tuner._update_attr:
+        return (batch_size_argument(tuner),)
+    if not sets_learning_rate(tuner):
         return ()
-    return (tuner._attr_name,) if tuner._attr_name else _LEARNING_RATES
+    name = learning_rate_argument(tuner)
+    return (name,) if name else _LEARNING_RATES
 
 
 def _find_nothing(*args: Any, **kwargs: Any) -> None:

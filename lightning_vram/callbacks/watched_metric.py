@@ -10,6 +10,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_vram.callbacks.shown_values import Shown, States, read_states, value_of_batch, without_past
+from lightning_vram.private_names.metrics import default_states, show_value, shown_value
 from lightning_vram.techniques.attribute_state import AttributeState
 from lightning_vram.techniques.shadow import Shadow
 
@@ -29,11 +30,11 @@ class WatchedMetric:
     def __init__(self, metric: Metric, num_chunks: int) -> None:
         self._metric = metric
         if _NOTES not in vars(metric):  # else somebody watches this batch already
-            metric._forward_cache = without_past(metric._forward_cache)  # the graph of the last batch would live on
+            show_value(metric, without_past(shown_value(metric)))  # the graph of the last batch would live on
         self._before = AttributeState(metric, max_items=sys.maxsize)  # forward empties lists of any length
         attributes = vars(metric)
         self._originals: dict[str, Tensor] = {
-            name: attributes[name] for name in metric._defaults if isinstance(attributes.get(name), Tensor)
+            name: attributes[name] for name in default_states(metric) if isinstance(attributes.get(name), Tensor)
         }
         self._chunk = 0
         self._share: float = 1.0
@@ -50,7 +51,7 @@ class WatchedMetric:
         is_shown = self._is_last_shown()
         value = self._let_go(self._shown[-1].value if is_shown else None)
         if is_shown:
-            self._metric._forward_cache = value
+            show_value(self._metric, value)
         self._chunk += 1
         self._share = share
 
@@ -65,10 +66,10 @@ class WatchedMetric:
         shown = list({chunk.chunk: chunk for chunk in self._shown}.values())  # of several calls in each the last
         if len(shown) < 2 or not self._is_last_shown():
             return
-        self._metric._forward_cache = value_of_batch(self._metric, shown)
+        show_value(self._metric, value_of_batch(self._metric, shown))
 
     def _is_last_shown(self) -> bool:
-        cache: Any = self._metric._forward_cache
+        cache = shown_value(self._metric)
         return bool(self._shown) and cache is not None and cache is self._shown[-1].original
 
     def _let_go(self, original: Any = None) -> Any:
@@ -98,7 +99,7 @@ class WatchedMetric:
         def forward_and_note(*args: Any, **kwargs: Any) -> Any:
             self._states = None
             value = forward(*args, **kwargs)
-            if value is not None and self._metric._forward_cache is value:
+            if value is not None and shown_value(self._metric) is value:
                 self._let_go()
                 self._shown.append(Shown(self._chunk, self._share, without_past(value), self._states, value))
             return value

@@ -1,18 +1,17 @@
 """Recognise modules that ``torch.compile`` has a hand in."""
 
 from torch import nn
-from torch._dynamo.eval_frame import OptimizedModule
+
+from lightning_vram.private_names.compiled import is_compiled_part
+from lightning_vram.private_names.lightning_compile import is_compiled_by_lightning
 
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether ``module`` or a part of it is compiled: by ``torch.compile(module)`` or ``module.compile()``.
 
-    A LightningModule that was compiled and then given to a Trainer counts: Lightning compiles its steps and leaves
-    ``_compiler_ctx`` behind. A compiled function that a step calls cannot be seen.
+    A LightningModule that was compiled and then given to a Trainer counts: Lightning compiles its steps. A
+    compiled function that a step calls cannot be seen.
     """
-    if getattr(module, "_compiler_ctx", None) is not None:
+    if is_compiled_by_lightning(module):
         return True
-    return any(
-        isinstance(part, OptimizedModule) or getattr(part, "_compiled_call_impl", None) is not None
-        for part in module.modules()
-    )
+    return any(map(is_compiled_part, module.modules()))

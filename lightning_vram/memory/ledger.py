@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_vram.memory.storages import iterate_storages
 from lightning_vram.memory.timeline import HOST, Allocation, Category, MemoryEvent, MemoryTimeline, Phase
+from lightning_vram.private_names.tensors import storage_key
 
 HELD = "held"
 
@@ -62,7 +63,7 @@ class Ledger:
     def add(self, tensor: Tensor, op: str) -> None:
         """Note what an operator returned: a new storage is born, a known one may have changed its size."""
         for storage, device in iterate_storages(tensor):
-            if storage._cdata in self._open:
+            if storage_key(storage) in self._open:
                 self.update_storage(storage)
             else:
                 self._birth(storage, device, op, self.module)
@@ -74,14 +75,14 @@ class Ledger:
 
     def update_storage(self, storage: torch.UntypedStorage) -> None:
         """Note the present size of a known storage; unknown ones are left alone."""
-        account = self._open.get(storage._cdata)
+        account = self._open.get(storage_key(storage))
         if account is not None:
             number = account[1]
             self._change(number, int(storage.nbytes()) - self._entries[number].num_bytes)
 
     def fill_storage(self, storage: torch.UntypedStorage) -> None:
         """Note that an empty storage got a size: born now, if it is unknown."""
-        if storage._cdata in self._open:
+        if storage_key(storage) in self._open:
             self.update_storage(storage)
         else:
             self._birth(storage, storage.device, "resize_", self.module)
@@ -89,9 +90,9 @@ class Ledger:
     def label(self, tensor: Tensor, category: Category, module: str) -> None:
         """Say what the storages of ``tensor`` are for; the first word counts. Unknown ones were held before."""
         for storage, device in iterate_storages(tensor):
-            if storage._cdata not in self._open:
+            if storage_key(storage) not in self._open:
                 self._birth(storage, device, HELD, module)
-            account = self._open.get(storage._cdata)
+            account = self._open.get(storage_key(storage))
             if account is not None and self._entries[account[1]].category is None:
                 entry = self._entries[account[1]]
                 entry.category, entry.module = category, module
@@ -131,7 +132,7 @@ class Ledger:
         )
 
     def _birth(self, storage: torch.UntypedStorage, device: torch.device, op: str, module: str) -> None:
-        key, number = storage._cdata, len(self._entries)  # an empty one may grow
+        key, number = storage_key(storage), len(self._entries)  # an empty one may grow
         category = Category.GRADIENTS if self.is_in_reducer else None
         self._entries.append(_Entry(op, module, self.moment, str(device), num_bytes=0, category=category))
         self._change(number, int(storage.nbytes()))

@@ -6,8 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
+
+from lightning_vram.private_names.dispatch import is_traceable_wrapper_subclass
+from lightning_vram.private_names.tensors import sparse_indices, sparse_values
+from lightning_vram.private_names.trees import tree_leaves
 
 _COMPRESSED_ROWS = (torch.sparse_csr, torch.sparse_bsr)
 _COMPRESSED_COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
@@ -45,7 +47,7 @@ def _has_storage(tensor: Tensor) -> bool:
 
 def _sparse_parts(tensor: Tensor) -> tuple[Tensor, ...]:
     if tensor.layout is torch.sparse_coo:
-        return tensor._indices(), tensor._values()
+        return sparse_indices(tensor), sparse_values(tensor)
     if tensor.layout in _COMPRESSED_ROWS:
         return tensor.crow_indices(), tensor.col_indices(), tensor.values()
     if tensor.layout in _COMPRESSED_COLUMNS:

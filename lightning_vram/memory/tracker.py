@@ -22,8 +22,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import (
@@ -31,8 +29,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
-from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_vram.memory.kept_beside import kept_beside
@@ -48,6 +44,16 @@ from lightning_vram.memory.ledger import (
 from lightning_vram.memory.module_scope import listen
 from lightning_vram.memory.storages import iterate_tensors
 from lightning_vram.memory.timeline import Category, MemoryTimeline, Phase
+from lightning_vram.private_names.autograd import current_graph_task_id
+from lightning_vram.private_names.dispatch import (
+    DispatchKey,
+    FakeTensor,
+    TorchDispatchMode,
+    detect_fake_mode,
+    is_traceable_wrapper_subclass_type,
+)
+from lightning_vram.private_names.operators import OpOverload, schema_of
+from lightning_vram.private_names.trees import tree_leaves
 
 
 def track_memory(
@@ -152,7 +158,7 @@ class MemoryTracker:
             self._label()
 
     def _now(self) -> Moment:
-        if torch._C._current_graph_task_id() != -1:
+        if current_graph_task_id() != -1:
             return RECOMPUTATION if torch.is_grad_enabled() else BACKWARD
         return OPTIMIZER_STEP if self._step_depth else FORWARD
 
@@ -254,15 +260,15 @@ class _Results(Enum):
 
 @cache
 def _results_of(func: Any) -> _Results:
-    if not isinstance(func, torch._ops.OpOverload):
+    if not isinstance(func, OpOverload):
         return _Results.NEW  # a higher-order operator
     if func.namespace == "prim":
         return _Results.VIEWS  # questions about a tensor; the dispatcher does not know them
-    keys = torch._C.DispatchKey
+    keys = DispatchKey
     has_own_kernel = func.has_kernel_for_dispatch_key(keys.CPU) or func.has_kernel_for_dispatch_key(keys.CUDA)
     if func.has_kernel_for_dispatch_key(keys.CompositeImplicitAutograd) and not has_own_kernel:
         return _Results.COMPOSED
-    schema = func._schema
+    schema = schema_of(func)
     if not any(result.alias_info for result in schema.returns):
         return _Results.NEW
     if func is torch.ops.aten.lift_fresh.default:  # the first that is seen of torch.tensor([...])

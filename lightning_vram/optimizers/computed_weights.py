@@ -7,6 +7,8 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
+from lightning_vram.private_names.modules import forward_pre_hooks
+
 
 def iterate_computing(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the modules in ``module`` that compute a weight, and the parts that do it for them.
@@ -21,5 +23,5 @@ def iterate_computing(module: nn.Module) -> Iterator[nn.Module]:
         if is_parametrized(part):
             yield part
             yield from part.get_submodule("parametrizations").modules()
-        elif any(isinstance(hook, SpectralNorm | WeightNorm) for hook in part._forward_pre_hooks.values()):
+        elif any(isinstance(hook, SpectralNorm | WeightNorm) for hook in forward_pre_hooks(part).values()):
             yield part

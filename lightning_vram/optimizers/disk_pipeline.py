@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_vram.optimizers.disk_chunks import Chunk, Extent
 from lightning_vram.optimizers.disk_file import DiskFile
+from lightning_vram.private_names.dispatch import without_dispatch
 from lightning_vram.techniques.offload_error import OffloadError
 
 
@@ -103,7 +104,7 @@ def _make_buffer(num_bytes: int) -> Tensor:
     if hasattr(mmap, "MADV_DONTFORK"):
         # What is read past the page cache while the process forks, for a data loader, could else reach the child only.
         memory.madvise(mmap.MADV_DONTFORK)
-    with torch._C._DisableTorchDispatch():
+    with without_dispatch():
         return torch.frombuffer(memory, dtype=torch.uint8)
 
 

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lightning_vram.private_names.operators import copy_each
+
 
 def empty_flat(tensors: Sequence[Tensor], device: torch.device | str | None) -> Tensor:
     """Return room for the elements of ``tensors``, in fp32: flat, not yet written."""
@@ -22,5 +24,5 @@ def widened(tensors: Sequence[Tensor], device: torch.device | str | None) -> tup
     flat = empty_flat(tensors, device)
     views = views_like(flat, tensors)
     if tensors:
-        torch._foreach_copy_(views, [tensor.detach() for tensor in tensors])
+        copy_each(views, [tensor.detach() for tensor in tensors])
     return flat, views

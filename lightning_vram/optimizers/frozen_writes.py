@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping
 
 from torch import nn
 
+from lightning_vram.private_names.tensors import num_writes
+
 _NUM_WRITES = 3
 _NUM_LOOKS = 8
 
@@ -36,7 +38,7 @@ class FrozenWrites:
         """
         self._num_looks += 1
         for parameter in parameters:
-            mark = parameter._version, parameter.data_ptr()  # the latter for ``parameter.data = ...``
+            mark = num_writes(parameter), parameter.data_ptr()  # the latter for ``parameter.data = ...``
             known = self._seen.get(parameter)
             if mark == known:
                 continue

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_vram.optimizers.weight_chunks import WeightChunk
+from lightning_vram.private_names.dispatch import is_traceable_wrapper_subclass
 from lightning_vram.techniques.versions import storage_address
 
 

@@ -23,6 +23,7 @@ from lightning_vram.optimizers.step_round import Member, StepRound, local_part
 from lightning_vram.optimizers.steppable import iterate_parameters
 from lightning_vram.optimizers.stray_steps import Step, redirect_steps
 from lightning_vram.optimizers.streamed_states import StreamedStates
+from lightning_vram.private_names.optimizers import has_step_hooks, note_step
 from lightning_vram.techniques.full_sharding import FullSharding
 from lightning_vram.techniques.host_worker import HostWorker, Ticket
 from lightning_vram.techniques.shadow import instead
@@ -150,11 +151,11 @@ class HostOptimizers:
     # --- steps ---
 
     def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        vars(optimizer)["_opt_called"] = True  # what learning-rate schedulers look for
+        note_step(optimizer)
         step_round, loss = None, None
         self._submitted = []
         if closure is not None:
-            if self.may_step_early(optimizer) and not optimizer._optimizer_step_pre_hooks:
+            if self.may_step_early(optimizer) and not has_step_hooks(optimizer):
                 step_round = self._early = StepRound(optimizer, is_on_host=self._is_on_host)
             try:
                 with torch.enable_grad():

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lightning_vram.private_names.dispatch import is_traceable_wrapper_subclass
 from lightning_vram.techniques.versions import storage_address
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)

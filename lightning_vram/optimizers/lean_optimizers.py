@@ -18,6 +18,7 @@ from lightning_vram.optimizers.state_loading import load_wide
 from lightning_vram.optimizers.steppable import iterate_parameters, why_not_steppable
 from lightning_vram.optimizers.stray_steps import Step, redirect_steps
 from lightning_vram.optimizers.weight_chunks import WeightChunk, list_rests
+from lightning_vram.private_names.optimizers import note_step
 from lightning_vram.techniques.shadow import instead
 
 _WITH_NARROW_STATES = ("bf16+kahan", "bf16+stochastic")
@@ -116,7 +117,7 @@ class LeanOptimizers:
         return any(parameter in self._places for parameter in iterate_parameters(optimizer))
 
     def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        vars(optimizer)["_opt_called"] = True  # what learning-rate schedulers look for
+        note_step(optimizer)
         loss = None
         if closure is not None:
             with torch.enable_grad():

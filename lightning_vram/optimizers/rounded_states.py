@@ -11,6 +11,7 @@ import torch
 from lightning_vram.optimizers.bit_patterns import round_randomly_
 from lightning_vram.optimizers.flat_tensors import widened
 from lightning_vram.optimizers.state_dtypes import State, full_sized
+from lightning_vram.private_names.operators import copy_each
 
 
 class WideStates:
@@ -36,7 +37,7 @@ class WideStates:
         """
         if self._wide:
             round_randomly_(self._flat, generator)
-            torch._foreach_copy_(self._narrow, self._wide)
+            copy_each(self._narrow, self._wide)
         lent = {id(wide): narrow for wide, narrow in zip(self._wide, self._narrow, strict=True)}
         for shape, state in states:
             for key in full_sized(shape, state):

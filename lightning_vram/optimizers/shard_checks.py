@@ -1,11 +1,10 @@
 """Which optimizers can step on shards."""
 
-from types import FunctionType
-
 from torch import optim
 from torch.optim import Optimizer
 
 from lightning_vram.optimizers.steppable import STEPPABLE, plain_step
+from lightning_vram.private_names.optimizers import is_wrapped_by_scheduler
 
 _WHOLE = (optim.Adafactor, optim.Muon)  # look at the rows and columns of a matrix
 _NEVER = {
@@ -17,7 +16,7 @@ _NEVER = {
 def can_step_locally(optimizer: Optimizer) -> bool:
     """Whether the step of ``optimizer`` can be run on plain tensors that stand for its parameters."""
     step = vars(optimizer).get("step")
-    is_own = step is None or (isinstance(step, FunctionType) and hasattr(step, "_wrapped_by_lr_sched"))
+    is_own = step is None or is_wrapped_by_scheduler(step)
     known = {plain_step(kind) for kind in STEPPABLE}
     return is_own and plain_step(type(optimizer)) in known and not optimizer.defaults.get("differentiable")
 

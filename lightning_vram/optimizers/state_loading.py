@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_vram.optimizers.steppable import iterate_parameters
-
-_HOOKS = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
+from lightning_vram.private_names.optimizers import LOAD_HOOKS
 
 
 def load_wide(
@@ -27,7 +26,7 @@ def load_wide(
         load: The ``load_state_dict`` of the optimizer.
         lean_parameters: Those whose states become fp32.
     """
-    hooks = {name: vars(optimizer)[name] for name in _HOOKS}
+    hooks = {name: vars(optimizer)[name] for name in LOAD_HOOKS}
     # The hooks see the optimizer as it is: before and after, without the stand-ins.
     before, after = hooks.values()
     state_dict = state_dict.copy()
@@ -39,7 +38,7 @@ def load_wide(
         p: nn.Parameter(torch.empty(0, dtype=torch.float32, device=p.device)) if p in lean_parameters else p
         for p in iterate_parameters(optimizer)
     }
-    vars(optimizer).update({name: OrderedDict() for name in _HOOKS})
+    vars(optimizer).update({name: OrderedDict() for name in LOAD_HOOKS})
     optimizer.param_groups = [{**group, "params": [stand_ins[p] for p in group["params"]]} for group in groups]
     try:
         load(state_dict)

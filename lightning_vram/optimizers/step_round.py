@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim import Optimizer
 
 from lightning_vram.optimizers.steppable import plain_step
+from lightning_vram.private_names.sharded_tensors import DTensorSpec, TensorMeta
+from lightning_vram.private_names.tensors import local_part_of
 from lightning_vram.techniques.sharded_clipping import scale_gradients
 
 State = dict[str, Any]
@@ -111,7 +112,7 @@ class StepRound:
 
 def local_part(value: Any) -> Any:
     """Return the local part of a ``DTensor``; anything else as it is."""
-    return value._local_tensor if isinstance(value, DTensor) else value
+    return local_part_of(value) if isinstance(value, DTensor) else value
 
 
 def publish_state(member: Member, local: State) -> None:

@@ -4,11 +4,12 @@ Those whose step treats each parameter by itself and looks only at its groups an
 """
 
 from collections.abc import Callable, Iterable
-from types import FunctionType
 from typing import Any
 
 from torch import nn, optim
 from torch.optim import Optimizer
+
+from lightning_vram.private_names.optimizers import is_wrapped_by_scheduler
 
 STEPPABLE: tuple[type[Optimizer], ...] = (
     optim.Adadelta,
@@ -51,7 +52,7 @@ def why_not_steppable(optimizer: Optimizer) -> str | None:
         return f"Lean parameters cannot be stepped by {name}(differentiable=True): leave that off."
     step = vars(optimizer).get("step")
     # The schedulers' wrapper only notes that the step was called. Ours notes it, too.
-    if step is not None and not (isinstance(step, FunctionType) and hasattr(step, "_wrapped_by_lr_sched")):
+    if step is not None and not is_wrapped_by_scheduler(step):
         return (
             f"Lean parameters cannot be stepped by this {name}, because its step was replaced on the instance (by "
             "torch.compile?): replace it afterwards or not at all."

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from lightning_vram.optimizers.flat_tensors import views_like, widened
 from lightning_vram.optimizers.weight_codecs import CODECS, SplitCodec, WeightCodec
+from lightning_vram.private_names.operators import copy_each
 
 CHUNK_ELEMENTS = 2**22  # 16 MiB in fp32
 
@@ -109,7 +110,7 @@ class WeightChunk:
         return widened(self.parameters, device)[0]
 
     def _scatter(self, flat: Tensor) -> None:
-        torch._foreach_copy_([parameter.detach() for parameter in self.parameters], self.views(flat))
+        copy_each([parameter.detach() for parameter in self.parameters], self.views(flat))
 
 
 def make_chunks(parameters: Iterable[nn.Parameter], scheme: str) -> list[WeightChunk]:

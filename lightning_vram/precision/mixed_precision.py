@@ -29,6 +29,7 @@ from lightning_vram.precision.precision_arguments import (
 from lightning_vram.precision.precision_choice import DTYPES, Choice, Precision16, check_choice, resolve_precision
 from lightning_vram.precision.precision_run import PrecisionRun, end_dead_runs
 from lightning_vram.precision.scaled_steps import ScaledSteps
+from lightning_vram.private_names.lightning_strategies import call_after_closure
 from lightning_vram.techniques.attention_fast_path import without_fast_path
 from lightning_vram.techniques.grad_scaler_parts import without_optimizers
 from lightning_vram.techniques.gradient_clipping import clip_gradient_norm
@@ -118,7 +119,7 @@ class LeanMixedPrecision(MixedPrecision):
         check_bool("LeanMixedPrecision(hold_lr_on_overflow)", hold_lr_on_overflow)
         check_combination(self._choice, parameters, scaler)
         patterns = (fp32_modules,) if isinstance(fp32_modules, str | type) else tuple(fp32_modules)
-        self._settings = Settings(patterns, low_precision_norms, recast_in_backward, parameters)
+        self.settings = Settings(patterns, low_precision_norms, recast_in_backward, parameters)
         self._holds_lr = hold_lr_on_overflow
         self._on_limit = on_overflow_limit
         self._overflows = OverflowWatch(max_consecutive_overflows)
@@ -158,11 +159,11 @@ class LeanMixedPrecision(MixedPrecision):
         refuse_strategy(trainer)
         self.device = trainer.strategy.root_device.type
         precision = resolve_precision(self._choice, self.device)
-        check_combination(precision, self._settings.parameters, self._given_scaler if self._choice else None)
+        check_combination(precision, self.settings.parameters, self._given_scaler if self._choice else None)
         is_training = trainer.state.fn == TrainerFn.FITTING
-        if is_training and self._settings.is_lean:
-            refuse_averaging(trainer, self._settings.parameters)
-        changes = ModuleChanges(module, self.device, self._settings, is_training=is_training)
+        if is_training and self.settings.is_lean:
+            refuse_averaging(trainer, self.settings.parameters)
+        changes = ModuleChanges(module, self.device, self.settings, is_training=is_training)
         self._run = PrecisionRun(module, trainer, changes)
         if is_training:
             self._has_fallen_back, self._ended = False, {}
@@ -198,7 +199,7 @@ class LeanMixedPrecision(MixedPrecision):
     @override
     @contextmanager
     def forward_context(self) -> Generator[None, None, None]:
-        is_skipped = self._settings.changes_layers and self.device != "cuda"
+        is_skipped = self.settings.changes_layers and self.device != "cuda"
         with self.autocast_context_manager(), without_fast_path() if is_skipped else nullcontext():
             yield
 
@@ -261,7 +262,7 @@ class LeanMixedPrecision(MixedPrecision):
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        if self._settings.is_lean:
+        if self.settings.is_lean:
             clip_gradient_norm(self.main_params(optimizer), clip_val)
         else:
             super().clip_grad_by_norm(optimizer, clip_val)
@@ -271,10 +272,10 @@ class LeanMixedPrecision(MixedPrecision):
     ) -> Any:
         result = closure()
         if run.module.automatic_optimization and result is None and not _has_gradients(optimizer):
-            self._after_closure(run.module, optimizer)
+            call_after_closure(self, run.module, optimizer)
             return None
         steps.unscale(optimizer)
-        self._after_closure(run.module, optimizer)
+        call_after_closure(self, run.module, optimizer)
         output = steps.step(optimizer, **kwargs)
         return result if result is not None else output
 

@@ -16,6 +16,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from lightning_vram.optimizers.computed_weights import iterate_computing
 from lightning_vram.optimizers.lean_parameters import LeanParameters
 from lightning_vram.optimizers.lost_updates import refuse_lost_updates
+from lightning_vram.private_names.compiled import COMPILED_PART
+from lightning_vram.private_names.modules import NormBase
 from lightning_vram.techniques.compiled_backward import compiled_backward_without_autocast
 from lightning_vram.techniques.fp32_islands import Float32Islands, run_in_fp32
 from lightning_vram.techniques.layer_selection import LayerPattern, select_layers
@@ -23,7 +25,7 @@ from lightning_vram.techniques.low_precision_norms import keep_norms_low
 from lightning_vram.techniques.shadow import Shadow
 from lightning_vram.techniques.weight_casts import WeightCasts
 
-_NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+_NORMS = (NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 
 
 @dataclass(frozen=True)
@@ -196,7 +198,7 @@ def _find_islands(module: nn.Module, patterns: Sequence[LayerPattern]) -> dict[n
 
 
 def _plain_name(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+    return ".".join(part for part in name.split(".") if part != COMPILED_PART)
 
 
 def _lean_parameters(module: nn.Module, islands: Collection[nn.Module]) -> list[nn.Parameter]:

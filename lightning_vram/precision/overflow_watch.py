@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 
+from lightning_vram.private_names.lightning_logging import logging_from, logs_are_due, running_results
 from lightning_vram.techniques.loss_scaling import LossScaling
 
 OnLimit = Literal["error", "bf16", "fp32"]
@@ -35,17 +36,14 @@ class OverflowWatch:
         """Log ``vram/overflow_steps`` and ``vram/loss_scale`` of the step that ends."""
         trainer = module.trainer
         is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-        is_due = is_last or trainer._logger_connector.should_update_logs or trainer.fast_dev_run  # type: ignore[attr-defined]
-        if trainer.barebones or trainer._results is None or not (is_due or self.num_consecutive > 0):
+        is_due = is_last or logs_are_due(trainer) or trainer.fast_dev_run  # type: ignore[attr-defined]
+        if trainer.barebones or running_results(trainer) is None or not (is_due or self.num_consecutive > 0):
             return
-        # Under manual optimization the step ends where no hook runs that Lightning lets values be logged from.
-        hook, module._current_fx_name = module._current_fx_name, "optimizer_step"
         values = {"vram/overflow_steps": float(self.num_steps), "vram/loss_scale": scaling.scale_value}
-        try:
+        # Under manual optimization the step ends where no hook runs that Lightning lets values be logged from.
+        with logging_from(module, "optimizer_step"):
             for name, value in values.items():
                 module.log(name, value, on_step=True, on_epoch=False, batch_size=1)
-        finally:
-            module._current_fx_name = hook
 
     def error(self, scale: float) -> FloatingPointError:
         """The error of too many steps in a row."""

@@ -7,6 +7,8 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_vram.private_names.autocast import can_autocast
+
 Choice = Literal["auto", "bf16", "fp16", "bf16-mixed", "16-mixed"]
 """Of a user; Lightning's own names are understood, too."""
 Precision16 = Literal["bf16-mixed", "16-mixed"]
@@ -79,7 +81,7 @@ def _why_not(device_type: str, dtype: torch.dtype) -> str | None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            is_enabled = torch.autocast(device_type, dtype=dtype)._enabled
+            is_enabled = can_autocast(device_type, dtype)
         except RuntimeError as error:
             return str(error).rstrip(".")
     if is_enabled:

@@ -6,9 +6,7 @@ from typing import Any
 from weakref import WeakSet
 
 import lightning.pytorch as pl
-from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.trainer.states import TrainerStatus
-from lightning.pytorch.tuner.lr_finder import _LRCallback
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor
@@ -18,6 +16,8 @@ from lightning_vram.precision.held_schedules import HeldSchedules
 from lightning_vram.precision.module_changes import ModuleChanges
 from lightning_vram.precision.precision_arguments import refuse_optimizers
 from lightning_vram.precision.scaled_steps import ScaledSteps
+from lightning_vram.private_names.lightning_callbacks import is_searching_rate
+from lightning_vram.private_names.lightning_strategies import MockOptimizer
 
 _alive: WeakSet["PrecisionRun"] = WeakSet()
 
@@ -54,7 +54,7 @@ class PrecisionRun:
             ValueError: If an optimizer cannot step the parameters as they are kept.
             MisconfigurationException: If one cannot work with a loss scale.
         """
-        optimizers = [optimizer for optimizer in optimizers if not isinstance(optimizer, _MockOptimizer)]
+        optimizers = [optimizer for optimizer in optimizers if not isinstance(optimizer, MockOptimizer)]
         if self.steps is not None:
             refuse_optimizers(optimizers)
         self.changes.attach(optimizers)
@@ -72,7 +72,7 @@ class PrecisionRun:
     @property
     def is_tuning(self) -> bool:
         """Whether a search for the learning rate is under way, which goes on until the training diverges."""
-        return any(isinstance(callback, _LRCallback) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
+        return is_searching_rate(self.trainer.callbacks)  # type: ignore[attr-defined]
 
     def warn_of_idle_islands(self) -> None:
         """Tell once, after a training step, what of ``fp32_modules`` did not run in it."""

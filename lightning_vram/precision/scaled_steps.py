@@ -95,4 +95,4 @@ class ScaledSteps:
 
 def _without_wrapper(optimizer: Optimizer) -> Optimizer:
     """The optimizer itself, of what ``self.optimizers()`` of a LightningModule returns."""
-    return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.cloud_io import _is_local_file_protocol, _load
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_vram.private_names.lightning_files import is_local, load_on_host
 from lightning_vram.strategies.checkpoint_files import recover
 from lightning_vram.strategies.checkpoint_writing import local_path, remove_checkpoint, write_checkpoint
 from lightning_vram.strategies.full_states import load_module_state, load_optimizer_state
@@ -64,7 +64,7 @@ class CheckpointStore:
         """
         self.wait()
         location = _shared(path)
-        if self._sharded and not _is_local_file_protocol(location):
+        if self._sharded and not is_local(location):
             raise ValueError(f"Sharded checkpoints need a local path, got {location!r}. Save full checkpoints there.")
         if self._threads is None:
             write_checkpoint(checkpoint, location, sharded=self._sharded, group=None)
@@ -124,8 +124,8 @@ class CheckpointStore:
         self._folder = None
         location = _shared(path)
         failed = f"The checkpoint {location} could not be read"
-        if not _is_local_file_protocol(location):
-            remote: dict[str, Any] = on_all_ranks(lambda: _load(location, "cpu", weights_only), failed)
+        if not is_local(location):
+            remote: dict[str, Any] = on_all_ranks(lambda: load_on_host(location, weights_only=weights_only), failed)
             return remote
         local = local_path(location)
         on_all_ranks(lambda: recover(local) if self._is_main else None, failed)

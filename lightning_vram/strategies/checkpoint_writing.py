@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.cloud_io import _atomic_save, _is_local_file_protocol, get_filesystem
+from lightning.fabric.utilities.cloud_io import get_filesystem
 
+from lightning_vram.private_names.lightning_files import is_local, save_whole
 from lightning_vram.strategies.checkpoint_files import delete, delete_leftovers, publish, remove, temporary_path
 from lightning_vram.strategies.rank_errors import current_rank, on_all_ranks
 from lightning_vram.strategies.sharded_folder import is_sharded_folder
@@ -36,8 +37,8 @@ def write_checkpoint(
     def on_main(action: Callable[[], None]) -> None:
         on_all_ranks(action if current_rank() == 0 else lambda: None, failed, group)
 
-    if not _is_local_file_protocol(location):
-        on_main(lambda: _atomic_save(dict(checkpoint), location))
+    if not is_local(location):
+        on_main(lambda: save_whole(dict(checkpoint), location))
         return
     path = local_path(location)
     temporary = temporary_path(path)
@@ -63,7 +64,7 @@ def remove_checkpoint(location: str) -> None:
         location: A path or an address.
     """
     try:
-        if _is_local_file_protocol(location):
+        if is_local(location):
             remove(local_path(location))
         elif (files := get_filesystem(location)).exists(location):
             files.rm(location, recursive=True)

@@ -52,7 +52,7 @@ class CheckpointedStrategy(ConnectedStrategy):
         assert self.lightning_module is not None
         self._finish_steps()
         if isinstance(optimizer, LightningOptimizer):
-            optimizer = optimizer._optimizer
+            optimizer = optimizer.optimizer
         with self._named("gathering a checkpoint"):
             if self.arguments.state_dict_type == "sharded":
                 return sharded_optimizer_state(self.lightning_module, optimizer)

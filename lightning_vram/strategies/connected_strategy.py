@@ -6,22 +6,26 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.distributed import _sync_ddp_if_available
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from typing_extensions import override
 
 from lightning_vram.callbacks.slurm_job import SlurmJob, check_job, check_tasks
+from lightning_vram.private_names.lightning_connectors import find_trainer
+from lightning_vram.private_names.lightning_strategies import (
+    PlainStrategy,
+    ScriptLauncher,
+    make_script_launcher,
+    reduce_over_ranks,
+)
 from lightning_vram.strategies.offload_arguments import OffloadArguments
 from lightning_vram.strategies.process_group import connect, default_backend
 from lightning_vram.techniques.lost_peers import LostPeerNaming, naming_lost_peers
 
 
-class ConnectedStrategy(ParallelStrategy):
+class ConnectedStrategy(PlainStrategy):
     """A strategy for one process on each device, all of them in one mesh.
 
     Args:
@@ -73,11 +77,12 @@ class ConnectedStrategy(ParallelStrategy):
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     @override
-    def _configure_launcher(self) -> None:
+    def make_launcher(self) -> ScriptLauncher | None:
         assert self.cluster_environment is not None
         # One process is what there is already. A launcher would set its threads, and so the order of sums.
-        if self.is_distributed and not self.cluster_environment.creates_processes_externally:
-            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        if not self.is_distributed or self.cluster_environment.creates_processes_externally:
+            return None
+        return make_script_launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     @override
     def setup_environment(self) -> None:
@@ -146,7 +151,7 @@ class ConnectedStrategy(ParallelStrategy):
         if not isinstance(tensor, Tensor):
             return tensor
         with self._named("reduce"):
-            return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+            return reduce_over_ranks(tensor, group, reduce_op)
 
     @contextmanager
     def _named(self, phase: str) -> Generator[None, None, None]:
@@ -159,7 +164,7 @@ class ConnectedStrategy(ParallelStrategy):
             self._phase = outer
 
     def _describe(self) -> str:
-        module = self._lightning_module
-        trainer = module._trainer if module is not None else None
+        module = self.lightning_module
+        trainer = find_trainer(module) if module is not None else None
         step = trainer.global_step if trainer is not None else 0
         return f"step {step}, {self._phase}"

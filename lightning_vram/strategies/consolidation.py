@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.load import _load_distributed_checkpoint
 
+from lightning_vram.private_names.lightning_files import load_sharded
 from lightning_vram.strategies.sharded_folder import is_sharded_folder
 
 
@@ -25,7 +25,7 @@ def consolidate(folder: Path, output: Path) -> None:
     """
     if not is_sharded_folder(folder):
         raise FileNotFoundError(f"{folder} is no sharded checkpoint: a folder with .metadata and meta.pt.")
-    checkpoint = _load_distributed_checkpoint(folder)
+    checkpoint = load_sharded(folder)
     roots = sorted((key for key in checkpoint if re.fullmatch(r"optimizer_\d+", key)), key=lambda key: int(key[10:]))
     optimizer_states = [_numbered(checkpoint.pop(root)) for root in roots]
     torch.save({**checkpoint, "optimizer_states": optimizer_states} if roots else checkpoint, output)

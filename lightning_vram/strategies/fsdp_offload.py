@@ -166,16 +166,9 @@ class FSDPOffloadStrategy(CheckpointedStrategy):
         self._has_failed = False
         self._inference_modes: dict[Any, bool] = {}
 
-    @property
     @override
-    def precision_plugin(self) -> Precision:
-        return self._precision_plugin if self._precision_plugin is not None else Precision()
-
-    @precision_plugin.setter
-    def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        self._precision_plugin = (
-            None if precision_plugin is None else fitting_precision(precision_plugin, type(self).__name__)
-        )
+    def choose_precision(self, plugin: Precision) -> Precision:
+        return fitting_precision(plugin, type(self).__name__)
 
     # --- setup and teardown ---
 
@@ -200,13 +193,12 @@ class FSDPOffloadStrategy(CheckpointedStrategy):
         check_module(module, type(self).__name__)
         check_gradients(module, type(self).__name__)
         with self._named("setup"):
-            model: nn.Module = module if self._layer_sync is None else self._layer_sync.apply(module)
-            self.model = self.precision_plugin.convert_module(model)
+            self.model = self.precision_plugin.convert_module(self.sync_layers(module))
             self._shard(module)
             self._load_module(module)
             self.barrier()
             if trainer.state.fn == TrainerFn.FITTING:
-                self._reset_optimizers_and_schedulers()
+                self.reset_optimizers()
                 self.setup_optimizers(trainer)
                 on_all_ranks(lambda: self._attach(trainer), "The optimizers could not be set up")
             self.setup_precision_plugin()
@@ -331,11 +323,9 @@ class FSDPOffloadStrategy(CheckpointedStrategy):
     def _run_step(self, name: str, context: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         """Run a step within the forward of the root, where FSDP2 gathers what no layer gathers for itself."""
         assert self._sharding is not None
-        assert self.model is not None
-        assert self.lightning_module is not None
         fast_path = nullcontext() if self.root_device.type == "cuda" else without_fast_path()
         with self._named(name), context(), fast_path, self._sharding.inside_step():
-            return self._forward_redirection(self.model, self.lightning_module, name, *args, **kwargs)
+            return self.run_in_forward(name, *args, **kwargs)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
+from lightning_vram.private_names.modules import IncompatibleKeys, metadata_of, set_metadata
+from lightning_vram.private_names.sharded_tensors import compute_local_shape_and_global_offset
 from lightning_vram.strategies.parameter_names import check_fit, clean_name, parameters_by_name
 from lightning_vram.strategies.rank_errors import current_rank
 from lightning_vram.strategies.state_trees import copy_to_host, map_leaves, shard_like
@@ -44,8 +44,8 @@ def gather_module_state(module: nn.Module) -> dict[str, Any]:
         if owner not in gathered:
             gathered[owner] = _whole(value, keep=is_main)
         result[name] = gathered[owner]
-    metadata = getattr(state, "_metadata", {})  # versions of modules: plain checkpoints have them
-    result._metadata = OrderedDict((clean_name(name), each) for name, each in metadata.items())  # type: ignore[attr-defined]
+    metadata = metadata_of(state) or {}  # versions of modules: plain checkpoints have them
+    set_metadata(result, OrderedDict((clean_name(name), each) for name, each in metadata.items()))
     return result if is_main else {}
 
 
@@ -64,7 +64,7 @@ def gather_optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
     return result if is_main else {}
 
 
-def load_module_state(module: nn.Module, state_dict: Mapping[str, Any], *, strict: bool) -> _IncompatibleKeys:
+def load_module_state(module: nn.Module, state_dict: Mapping[str, Any], *, strict: bool) -> IncompatibleKeys:
     """Load whole tensors into a sharded module, in place.
 
     Args:
@@ -86,9 +86,10 @@ def load_module_state(module: nn.Module, state_dict: Mapping[str, Any], *, stric
     own_form: OrderedDict[str, Any] = OrderedDict(
         (own_keys.get(name, name), _placed_like(value, own_state.get(name))) for name, value in given.items()
     )
-    if hasattr(state_dict, "_metadata"):
-        own_form._metadata = state_dict._metadata  # type: ignore[attr-defined]
-    keys: _IncompatibleKeys = module.load_state_dict(own_form, strict=strict)
+    metadata = metadata_of(state_dict)
+    if metadata is not None:
+        set_metadata(own_form, metadata)
+    keys: IncompatibleKeys = module.load_state_dict(own_form, strict=strict)
     return keys
 
 

@@ -6,7 +6,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # of torch.compile and of checkpoint_wrapper
+from lightning_vram.private_names.compiled import COMPILED_PART
+from lightning_vram.private_names.modules import CHECKPOINT_WRAPPED
+
+_WRAPPERS = (COMPILED_PART, CHECKPOINT_WRAPPED)
 _MOST_NAMES = 10  # in a message
 
 

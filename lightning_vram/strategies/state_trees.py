@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_vram.private_names.sharded_tensors import wrap_like
+
 
 def map_leaves(tree: Any, convert: Callable[[Any], Any]) -> Any:
     """Build the same tree with other leaves.
@@ -51,7 +53,7 @@ def shard_like(part: Tensor, like: DTensor) -> DTensor:
     Returns:
         A sharded tensor around ``part``.
     """
-    return DTensor(part, like._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return wrap_like(part, like)
 
 
 def copy_to_host(tensor: Tensor) -> Tensor:

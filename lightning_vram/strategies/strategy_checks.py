@@ -85,9 +85,9 @@ def fitting_precision(plugin: Precision, name: str) -> Precision:
         ValueError: If it keeps parameters in its own way.
     """
     if isinstance(plugin, LeanMixedPrecision):
-        if plugin._settings.is_lean:
+        if plugin.settings.is_lean:
             raise ValueError(
-                f"LeanMixedPrecision(parameters={plugin._settings.parameters!r}) does not work with {name}, which "
+                f"LeanMixedPrecision(parameters={plugin.settings.parameters!r}) does not work with {name}, which "
                 "keeps float32 weights where they are sharded and sends 16 bit by itself: leave parameters out."
             )
         return plugin

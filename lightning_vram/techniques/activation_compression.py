@@ -23,9 +23,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
+from lightning_vram.private_names.autocast import without_autocast
+from lightning_vram.private_names.dispatch import TorchDispatchMode
 from lightning_vram.techniques.by_memory import ByMemory
 from lightning_vram.techniques.compression_arguments import check_compression
 from lightning_vram.techniques.compression_report import CompressionReport
@@ -179,7 +180,7 @@ class CompressionStage(SavedTensorStage):
         num_writes = self._notes.num_writes(tensor)
         made = self._memo.find(tensor, ("lossy", num_writes, stream_of(tensor.device)))
         if made is not None and not made.is_given_up:
-            with torch.no_grad(), torch._C._DisableAutocast():
+            with torch.no_grad(), without_autocast():
                 self._leave(elements_of(alias(tensor)), num_writes)
 
     @hide_from_dynamo

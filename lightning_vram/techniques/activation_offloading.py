@@ -19,10 +19,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from lightning_vram.memory.checks import check_bool
+from lightning_vram.private_names.autograd import current_graph_task_id
+from lightning_vram.private_names.dispatch import TorchDispatchMode
 from lightning_vram.techniques.forward_history import ForwardHistory, Run
 from lightning_vram.techniques.memory_geometry import as_bytes, find_span, to_flat
 from lightning_vram.techniques.offload_candidates import OffloadCandidates
@@ -169,7 +170,7 @@ class ActivationOffloading(SavedTensorStage):
             OffloadError: If the disk failed.
         """
         with self._lock:
-            if torch._C._current_graph_task_id() != -1:  # a stage inside may look at what it saved in a forward, too
+            if current_graph_task_id() != -1:  # a stage inside may look at what it saved in a forward, too
                 self._history.end_forward()
             window_bytes = self._find_window(item.run)
             flat = item.find()

@@ -15,12 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_vram.private_names.modules import PARAMETERS
+
 DICTS = frozenset((dict, OrderedDict, defaultdict, Counter))
 CONTAINERS = DICTS | {list, set, deque}
 
 _REGISTRIES = list(vars(nn.Module()))  # nearly every module has them first, in this order
 _HAS_REGISTRIES_BEHIND = 2
-_ARE_REGISTRIES_KNOWN = _REGISTRIES[:_HAS_REGISTRIES_BEHIND] == ["training", "_parameters"]
+_ARE_REGISTRIES_KNOWN = _REGISTRIES[:_HAS_REGISTRIES_BEHIND] == ["training", PARAMETERS]
 
 Undo = Callable[[], object]
 
@@ -43,7 +45,7 @@ class AttributeLayout:
         self.registries = slice(_HAS_REGISTRIES_BEHIND, self._start)
         """Where the dicts of buffers, children and hooks are. There is nothing in them that needs a look inside."""
         places = list(enumerate(self._kinds, start=self._start))
-        self.containers = [place for place, kind in places if kind in CONTAINERS and names[place] != "_parameters"]
+        self.containers = [place for place, kind in places if kind in CONTAINERS and names[place] != PARAMETERS]
         """Where other containers are."""
         self.tensors = [place for place, kind in places if kind is Tensor]
         keepers = position_keepers()

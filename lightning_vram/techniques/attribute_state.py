@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_vram.private_names.modules import PARAMETERS
 from lightning_vram.techniques.attribute_layout import CONTAINERS, DICTS, AttributeLayout, Undo, position_keepers
 
 _MAX_ITEMS = 1000
@@ -44,7 +45,7 @@ class AttributeState:
         self._kind = type(module)
         self._max_items = max_items
         self._values = values
-        registered = attributes["_parameters"]
+        registered = attributes[PARAMETERS]
         self._parameters = registered.copy() if type(registered) in DICTS else None  # not of a scripted module
         self._notes: list[tuple[Any, Undo | None]] = [  # what is not empty, and how it gets its content back
             (registry, _keep_content(registry))
@@ -70,7 +71,7 @@ class AttributeState:
         now.update(before)
         for name in [name for name in now if name not in before]:
             del now[name]
-        registered = now["_parameters"]
+        registered = now[PARAMETERS]
         had_content = {id(container) for container, _ in self._notes} | {id(registered)}
         for container in self._values:
             if type(container) in CONTAINERS and id(container) not in had_content:

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
 
+from lightning_vram.private_names.dispatch import FakeTensor
+from lightning_vram.private_names.modules import PARAMETERS, class_conv_forward, own_children, own_parameters
 from lightning_vram.techniques.class_swap import has_own_forward, plain_class_forward
 
 Place = tuple[str | None, str]
@@ -19,7 +20,7 @@ Place = tuple[str | None, str]
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _FORWARDS = frozenset(kind.forward for kind in (nn.Linear, *_CONVOLUTIONS, *_TRANSPOSED, nn.MultiheadAttention))
-_CONV_FORWARDS = frozenset(kind._conv_forward for kind in _CONVOLUTIONS)
+_CONV_FORWARDS = frozenset(class_conv_forward(kind) for kind in _CONVOLUTIONS)
 _TRANSFORMERS = ("transformers.pytorch_utils", "Conv1D.forward")  # by name: it may not be installed
 _ATTENTION_WEIGHTS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 
@@ -44,8 +45,8 @@ def find_places(module: nn.Module, leave_out: Collection[nn.Module]) -> tuple[Pl
 def parameter_at(module: nn.Module, place: Place) -> Tensor | None:
     """Return the parameter at ``place``; ``None`` if there is none (any more)."""
     child, name = place
-    holder = module if child is None else module._modules.get(child)
-    return holder._parameters.get(name) if holder is not None else None
+    holder = module if child is None else own_children(module).get(child)
+    return own_parameters(holder).get(name) if holder is not None else None
 
 
 def read_weights(module: nn.Module, places: Collection[Place], device_type: str) -> dict[Place, Tensor]:
@@ -53,8 +54,8 @@ def read_weights(module: nn.Module, places: Collection[Place], device_type: str)
     weights = {}
     for place in places:
         child, name = place
-        attributes = vars(module if child is None else module._modules[child])
-        weight = attributes["_parameters"].get(name)
+        attributes = vars(module if child is None else own_children(module)[child])
+        weight = attributes[PARAMETERS].get(name)
         if _is_cast(weight, device_type) and name not in attributes:
             weights[place] = weight
     return weights
@@ -79,7 +80,7 @@ def with_weights(module: nn.Module, weights: dict[Place, Tensor]) -> nn.Module:
 def _has_stock_forward(module: nn.Module) -> bool:
     forward = plain_class_forward(module)
     if forward in _FORWARDS:
-        return not isinstance(module, _CONVOLUTIONS) or type(module)._conv_forward in _CONV_FORWARDS
+        return not isinstance(module, _CONVOLUTIONS) or class_conv_forward(type(module)) in _CONV_FORWARDS
     return (forward.__module__, getattr(forward, "__qualname__", "")) == _TRANSFORMERS
 
 

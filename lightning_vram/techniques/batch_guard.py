@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from lightning_vram.private_names.tensors import num_writes
 from lightning_vram.techniques.batch_structure import take_apart
 
 _NUM_WATCHED = 2  # batches in which a step shows whether it writes into them
@@ -31,7 +32,7 @@ class BatchGuard:
         tensors = list(_iterate_tensors(batch))
         self._is_watching = True
         self._counts = not any(tensor.is_inference() for tensor in tensors)  # as evaluation loops make them
-        self._own = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
+        self._own = [(tensor, num_writes(tensor)) for tensor in tensors if not tensor.is_inference()]
         self._lent = []
 
     def lend(self, part: Any) -> Any:
@@ -41,7 +42,7 @@ class BatchGuard:
             return part
         copied = _copy(part)
         tensors = _iterate_tensors(copied)
-        self._lent += [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
+        self._lent += [(tensor, num_writes(tensor)) for tensor in tensors if not tensor.is_inference()]
         return copied
 
     def settle(self) -> None:
@@ -57,14 +58,14 @@ class BatchGuard:
             RuntimeError: If the step wrote into it, as it had not done before.
         """
         self._learn()
-        if any(tensor._version != version for tensor, version in self._own):
+        if any(num_writes(tensor) != version for tensor, version in self._own):
             raise RuntimeError(
                 "MicroBatching cannot run this batch again: training_step wrote into it, which it had not done in its "
                 "first batches. Write into a copy, or give a fixed size."
             )
 
     def _learn(self) -> None:
-        self._is_writing |= any(tensor._version != version for tensor, version in self._lent)
+        self._is_writing |= any(num_writes(tensor) != version for tensor, version in self._lent)
         self._lent = []
 
 

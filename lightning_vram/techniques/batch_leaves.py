@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from lightning_vram.private_names.tensors import ragged_dimension, sparse_values
+
 _CONSTANTS = (numbers.Number, str, bytes, enum.Enum, os.PathLike, type, torch.dtype, torch.device, torch.Size, slice)
 _LAYOUTS = (torch.strided, torch.sparse_coo, torch.jagged)
 
@@ -56,7 +58,7 @@ def count_elements(value: object) -> int:
     if isinstance(value, Tensor):
         if value.is_nested and value.layout is torch.jagged:
             return value.values().numel()
-        return value._values().numel() if value.is_sparse else value.numel()
+        return sparse_values(value).numel() if value.is_sparse else value.numel()
     return int(value.size) if is_array(value) else 0  # type: ignore[attr-defined]
 
 
@@ -99,7 +101,7 @@ def cut_rows(value: Any, start: int, size: int) -> Any:
 def _cut_nested(value: Tensor, start: int, size: int) -> Tensor:
     if value.layout is not torch.jagged:
         return torch.nested.as_nested_tensor(list(value.unbind())[start : start + size])
-    dim = getattr(value, "_ragged_idx", 1)
+    dim = ragged_dimension(value)
     offsets = value.offsets()  # type: ignore[attr-defined]
     first, end = (int(offsets[position]) for position in (start, start + size))
     lengths = value.lengths()  # type: ignore[attr-defined]

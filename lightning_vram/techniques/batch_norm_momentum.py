@@ -7,12 +7,15 @@ and the statistics are a mean over the parts. The variance between parts is not 
 """
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+
+from lightning_vram.private_names.modules import BatchNormBase, NormBase
 
 
 def find_batch_norms(module: nn.Module) -> tuple[str, ...]:
     """Names of the layers within ``module`` that normalise by the statistics of the batch as things stand."""
-    return tuple(name for name, part in module.named_modules() if isinstance(part, _BatchNorm) and _is_of_batch(part))
+    return tuple(
+        name for name, part in module.named_modules() if isinstance(part, BatchNormBase) and _is_of_batch(part)
+    )
 
 
 class NormMomentum:
@@ -26,7 +29,7 @@ class NormMomentum:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._layers = {name: part for name, part in module.named_modules() if isinstance(part, _NormBase)}
+        self._layers = {name: part for name, part in module.named_modules() if isinstance(part, NormBase)}
         self._plain: dict[str, float] = {}
         self._written: dict[str, float] = {}
 
@@ -57,10 +60,10 @@ class NormMomentum:
         self._plain, self._written = {}, {}
 
 
-def _is_moving(layer: _NormBase) -> bool:
+def _is_moving(layer: NormBase) -> bool:
     return layer.training and layer.track_running_stats and layer.momentum is not None
 
 
-def _is_of_batch(layer: _BatchNorm) -> bool:
+def _is_of_batch(layer: BatchNormBase) -> bool:
     # Without running statistics it goes by the batch in eval mode, too.
     return layer.training or layer.running_mean is None

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_vram.memory.units import MIB
+from lightning_vram.private_names.operators import copy_each
 from lightning_vram.techniques.module_roster import ModuleRoster
 from lightning_vram.techniques.module_snapshot import differs
 from lightning_vram.techniques.versions import NO_VERSION, is_strided, storage_address, version_of
@@ -116,7 +117,7 @@ class BufferCopies:
             if small != self._small:
                 self._small, self._groups = small, _group(small)
             for values, originals in self._groups:
-                torch._foreach_copy_(values, originals)
+                copy_each(values, originals)
         return list(self._copies.values())
 
 

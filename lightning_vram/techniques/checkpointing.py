@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_vram.private_names.autograd import is_in_transform, is_tracing
+from lightning_vram.private_names.compiled import is_left_to_python
 from lightning_vram.techniques.class_swap import restore_class, swap_class
 from lightning_vram.techniques.compiled_checkpoint import compiled_checkpoint
 from lightning_vram.techniques.key_value_cache import drop_empty_caches
@@ -71,7 +73,7 @@ class CheckpointingHandle:
 
     def __init__(self, selection: LayerSelection) -> None:
         self.selection = selection
-        self._modules: list[nn.Module] = []
+        self._changed: list[nn.Module] = []
         self._disabled: list[nn.Module] = []
 
     def change(self, layer: Layer, recomputing: Recomputing | None, guard: Guard | None = None) -> None:
@@ -93,19 +95,19 @@ class CheckpointingHandle:
 
     def num_kept_results(self) -> int | None:
         """Results of operators that layers kept in their last calls; ``None`` if no call was seen yet."""
-        observations = [o for module in self._modules for o in vars(module)[_STATE].observations.values()]
+        observations = [o for module in self._changed for o in vars(module)[_STATE].observations.values()]
         numbers = [observation.num_kept for observation in observations if observation.num_kept is not None]
         return sum(numbers) if numbers else None
 
     def leave_to_compiler(self) -> None:
         """Let layers run plain in compiled code, whose partitioner decides what it recomputes."""
-        for module in self._modules:
+        for module in self._changed:
             vars(module)[_STATE].is_compilable = False
 
     def remove(self) -> None:
         """Give every layer its class back. Calling it again does nothing."""
-        while self._modules:
-            restore_class(self._modules.pop(), _STATE)
+        while self._changed:
+            restore_class(self._changed.pop(), _STATE)
         while self._disabled:
             vars(self._disabled.pop())[_TRANSFORMERS_SWITCH] = True
 
@@ -158,11 +160,11 @@ def apply_activation_checkpointing(  # noqa: PLR0913 - the words of the callback
         for module, chosen in _group_by_module(handle.selection.layers).items():
             recomputing = {layer.span: Recomputing(layer.title, save, determinism_check) for layer in chosen}
             _swap_class(module, recomputing)
-            handle._modules.append(module)
+            handle._changed.append(module)
     except BaseException:
         handle.remove()
         raise
-    modules = set(handle._modules)
+    modules = set(handle._changed)
     for module in model.modules():
         is_switched_on = vars(module).get(_TRANSFORMERS_SWITCH) is True
         if is_switched_on and not modules.isdisjoint(_family(model, module)):
@@ -237,7 +239,7 @@ def _run_in_turn(modules: Sequence[nn.Module], value: Any) -> Any:
 
 def _is_transformed() -> bool:
     """Whether ``torch.func`` or a tracer is at work: neither knows the saved-tensor hooks checkpoints are made of."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or bool(torch._C._is_tracing())
+    return is_in_transform() or is_tracing()
 
 
 def _is_compilable(module: nn.Module) -> bool:
@@ -248,7 +250,7 @@ def _is_compilable(module: nn.Module) -> bool:
     alone runs in eager mode without what the eager path does for it.
     """
     members = list(module.modules())
-    is_left_alone = any(getattr(type(member).forward, "_torchdynamo_disable", False) for member in members)
+    is_left_alone = any(is_left_to_python(type(member).forward) for member in members)
     return not is_left_alone and next(iterate_floating_buffers(module), None) is None
 
 

@@ -44,17 +44,17 @@ class CompiledRecomputationHandle:
     """Undoes :func:`apply_compiled_recomputation`."""
 
     def __init__(self) -> None:
-        self._modules: list[nn.Module] = []
+        self._changed: list[nn.Module] = []
 
     @property
     def num_modules(self) -> int:
         """Norms and activations that are recomputed where they are compiled."""
-        return len(self._modules)
+        return len(self._changed)
 
     def remove(self) -> None:
         """Give every module its class back. Calling it again does nothing."""
-        while self._modules:
-            restore_class(self._modules.pop(), _KEY)
+        while self._changed:
+            restore_class(self._changed.pop(), _KEY)
 
 
 def apply_compiled_recomputation(model: nn.Module) -> CompiledRecomputationHandle:
@@ -81,7 +81,7 @@ def apply_compiled_recomputation(model: nn.Module) -> CompiledRecomputationHandl
             swap_class(module, _KEY, None, _run)
         except ValueError:
             continue  # scripted, or taken by another technique
-        handle._modules.append(module)
+        handle._changed.append(module)
     return handle
 
 

@@ -3,11 +3,13 @@
 from collections.abc import Iterator
 
 from torch import nn
-from torch.nn.modules import activation, batchnorm, conv, dropout, instancenorm, normalization, pooling
+from torch.nn.modules import activation, dropout, normalization, pooling
+
+from lightning_vram.private_names.modules import ConvBase, InstanceNormBase, NormBase
 
 _NORMS = (
-    batchnorm._NormBase,
-    instancenorm._InstanceNorm,
+    NormBase,
+    InstanceNormBase,
     normalization.GroupNorm,
     normalization.LayerNorm,
     normalization.LocalResponseNorm,
@@ -28,7 +30,7 @@ def find_conv_stages(module: nn.Module) -> Iterator[tuple[int, int]]:
     if "forward" in vars(module):  # set on the instance: it may do anything
         return
     children = list(module)
-    starts = [index for index, child in enumerate(children) if isinstance(child, conv._ConvNd)]
+    starts = [index for index, child in enumerate(children) if isinstance(child, ConvBase)]
     for start in starts:
         stop = start + 1
         while stop < len(children) and _follows(children[stop]):

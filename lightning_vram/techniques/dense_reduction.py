@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_vram.private_names.operators import copy_each
+
 _BUCKET_BYTES = 25 * 2**20  # the reducer's of DistributedDataParallel
 
 
@@ -22,7 +24,7 @@ class _Bucket:
     def land(self) -> None:
         self.work.wait()
         if self.flat is not self.gradients[0]:
-            torch._foreach_copy_(self.gradients, _views(self.flat, self.gradients))
+            copy_each(self.gradients, _views(self.flat, self.gradients))
 
 
 def average_dense(gradients: list[Tensor], group: dist.ProcessGroup) -> None:
@@ -68,7 +70,7 @@ def _send(gradients: list[Tensor], group: dist.ProcessGroup) -> _Bucket:
         flat = first
     else:
         flat = first.new_empty(sum(gradient.numel() for gradient in gradients))
-        torch._foreach_copy_(_views(flat, gradients), gradients)
+        copy_each(_views(flat, gradients), gradients)
     flat.mul_(1 / dist.get_world_size(group))  # before the sum, as the reducer does: half types do not overflow
     return _Bucket(gradients, flat, dist.all_reduce(flat, group=group, async_op=True))
 

@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
+from lightning_vram.private_names.autograd import current_graph_task_id
+from lightning_vram.private_names.dispatch import TorchDispatchMode, without_dispatch
+from lightning_vram.private_names.operators import TO_COPY, OpOverload, schema_of
+from lightning_vram.private_names.trees import tree_leaves
 from lightning_vram.techniques.hidden_from_dynamo import hide_from_dynamo
 from lightning_vram.techniques.recomputation_error import RecomputationError
 from lightning_vram.techniques.saved_tensor_stage import PLAIN_TYPES
@@ -72,7 +74,7 @@ class OperatorTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._buffers = {storage_address(buffer) for buffer in buffers} - {0}
         self._expected = records
-        self._backward = torch._C._current_graph_task_id()
+        self._backward = current_graph_task_id()
         self._records: list[_Record] = []
 
     @classmethod
@@ -90,12 +92,12 @@ class OperatorTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         output = func(*args, **(kwargs or {}))
-        is_inner = torch._C._current_graph_task_id() != self._backward  # a backward inside of the layer
+        is_inner = current_graph_task_id() != self._backward  # a backward inside of the layer
         if is_inner or _is_passed_over(func, types, args):
             return output
         first = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
         is_compared = not (self._is_unset_or_moving(func, args) or _is_counter(func, first))
-        with torch._C._DisableTorchDispatch():  # other modes are not to see our own operators
+        with without_dispatch():  # other modes are not to see our own operators
             record = _Record(func, _describe(output), _sample(first) if is_compared else None)
             self._records.append(record)
             if self._expected is not None:
@@ -127,13 +129,13 @@ def _is_passed_over(func: Any, types: Any, args: tuple[Any, ...]) -> bool:
     """Whether an operator is the checkpoint's own, a mere question, a cast that autocast keeps, or of a subclass."""
     if not PLAIN_TYPES.issuperset(types):
         return True
-    is_cast = func is torch.ops.aten._to_copy.default and type(args[0]) is nn.Parameter
+    is_cast = func is TO_COPY and type(args[0]) is nn.Parameter
     return is_cast or getattr(func, "namespace", "") == "prim" or str(func).startswith("aten.detach")
 
 
 def _is_counter(func: Any, tensor: Tensor | None) -> bool:
     """Whether an integer is moved in place, as norms count their batches: that goes on in the second run."""
-    is_mutable = isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable
+    is_mutable = isinstance(func, OpOverload) and schema_of(func).is_mutable
     return is_mutable and tensor is not None and not tensor.is_floating_point()
 
 

@@ -14,6 +14,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
+from lightning_vram.private_names.dispatch import without_dispatch
 from lightning_vram.techniques.host_arena import make_host_bytes
 from lightning_vram.techniques.offload_error import OffloadError
 from lightning_vram.techniques.transfers import Copies
@@ -127,7 +128,7 @@ class DiskWorker:
 
 def make_staging(size: int, *, pin_memory: bool) -> Tensor:
     """Return a staging buffer, which nobody counts as memory of the device."""
-    with torch._C._DisableTorchDispatch():
+    with without_dispatch():
         return make_host_bytes(size, pin_memory=pin_memory)
 
 

@@ -5,14 +5,13 @@ generator is a few bytes on a GPU and 5 KB on the host, whatever the size of the
 time than reading bits.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_vram.private_names.autograd import outside_of_vmap
 from lightning_vram.techniques.recipes import Recipe, Value
 
 aten = torch.ops.aten
@@ -48,7 +47,7 @@ class DrawRecipe(Recipe):
 
     @override
     def run(self, args: list[Any]) -> Any:
-        with _outside_of_vmap():  # a batched backward draws what the forward drew
+        with outside_of_vmap():  # a batched backward draws what the forward drew
             return self._draw()
 
     def _draw(self) -> Any:
@@ -61,20 +60,6 @@ class DrawRecipe(Recipe):
             return self.function(like, p=self._probability, train=True)
         finally:
             self._generator.set_state(now)
-
-
-@contextmanager
-def _outside_of_vmap() -> Iterator[None]:
-    """Leave the levels of ``autograd.grad(is_grads_batched=True)``, in which nothing random may be drawn."""
-    depth = torch._C._vmapmode_increment_nesting() - 1
-    torch._C._vmapmode_decrement_nesting()
-    for _ in range(depth):
-        torch._C._vmapmode_decrement_nesting()
-    try:
-        yield
-    finally:
-        for _ in range(depth):
-            torch._C._vmapmode_increment_nesting()
 
 
 def _scale(probability: float, like: Tensor) -> float:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_vram.private_names.operators import schema_of
+from lightning_vram.private_names.tensors import base_of, is_view
 from lightning_vram.techniques.by_memory import ByMemory
 from lightning_vram.techniques.cheap_operators import written_arguments
 from lightning_vram.techniques.exact_arguments import gives_exact_result, is_constant, is_pointwise, iterate_tensors
@@ -76,7 +78,7 @@ class ExactValues:
             self._note(results[0 if is_exact else 1 :], Origin.STATISTICS)
 
     def _origin_of(self, tensor: Tensor) -> Origin | None:
-        base = tensor._base if tensor._is_view() else tensor
+        base = base_of(tensor) if is_view(tensor) else tensor
         if isinstance(base, nn.Parameter) or storage_address(tensor) in self.lasting:
             return Origin.WEIGHTS
         return self._origins.find(tensor)
@@ -89,5 +91,5 @@ class ExactValues:
 
 def has_statistics(function: Any) -> bool:
     """Whether it gives several tensors that are no views: what comes after the first is for its backward."""
-    returns = function._schema.returns
+    returns = schema_of(function).returns
     return len(returns) > 1 and all(str(r.type) == "Tensor" and r.alias_info is None for r in returns[:2])

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
-from torch.nn.modules.loss import _Loss
 
+from lightning_vram.private_names.modules import LossBase
 from lightning_vram.techniques.class_swap import has_own_forward, plain_class_forward
 from lightning_vram.techniques.precision_swaps import PrecisionState, PrecisionSwap, PrecisionSwaps
 from lightning_vram.techniques.tensor_trees import cast_where, iterate_leaves
@@ -116,7 +116,7 @@ def _run(module: nn.Module, state: PrecisionState, plain: Callable[..., Any], *a
         kwargs = {name: cast_where(_is_low, torch.float32, value) for name, value in kwargs.items()}
     with torch.autocast(device_type, enabled=False):
         output = plain(*args, **kwargs)
-    is_cast_back = given and not isinstance(module, _Loss)
+    is_cast_back = given and not isinstance(module, LossBase)
     return cast_where(_is_wide, given[0], output) if is_cast_back else output
 
 

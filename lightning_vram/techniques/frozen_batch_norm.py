@@ -19,9 +19,18 @@ from typing import Any, TypeAlias
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils.parametrize import is_parametrized
 
+from lightning_vram.private_names.autograd import current_graph_task_id, is_in_transform
+from lightning_vram.private_names.dispatch import FakeTensor
+from lightning_vram.private_names.modules import (
+    can_check_dimensions,
+    can_pad_output,
+    check_dimensions,
+    class_conv_forward,
+    convolve_with,
+)
+from lightning_vram.private_names.modules import output_padding as find_output_padding
 from lightning_vram.techniques.class_swap import plain_class_forward, restore_class, swap_class
 from lightning_vram.techniques.module_links import Link
 from lightning_vram.techniques.versions import version_of
@@ -41,7 +50,7 @@ _TRANSPOSED: dict[int, Callable[..., Tensor]] = {  # by number of dimensions
     3: F.conv_transpose3d,
 }
 _TRANSPOSED_FORWARDS = {kind.forward for kind in (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)}
-_CONV_METHODS = {(kind.forward, getattr(kind, "_conv_forward", None)) for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d)}
+_CONV_METHODS = {(kind.forward, class_conv_forward(kind)) for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d)}
 _NORM_FORWARDS = {kind.forward for kind in BATCH_NORMS}
 _PLAIN_TYPES = frozenset({Tensor, nn.Parameter, nn.Buffer, FakeTensor})
 
@@ -64,7 +73,7 @@ class _Folding:
 
     def is_other(self, input: Tensor) -> bool:
         """Whether ``input`` is certainly not what the convolution made for the norm."""
-        if self.output is None or torch._C._current_graph_task_id() != -1:
+        if self.output is None or current_graph_task_id() != -1:
             return False  # compiled code and transforms; a checkpoint, which runs the norm again on what it saved
         storage, version = self.output
         return storage() is not input.untyped_storage() or version != version_of(input)
@@ -84,7 +93,7 @@ class FoldingHandle:
 
     def __init__(self, num_folded: int) -> None:
         self.num_folded = num_folded
-        self._modules: list[nn.Module] = []
+        self._changed: list[nn.Module] = []
         self._foldings: list[_Folding] = []
 
     def end_step(self) -> bool:
@@ -93,8 +102,8 @@ class FoldingHandle:
 
     def remove(self) -> None:
         """Give every module its class back. Calling it again does nothing."""
-        while self._modules:
-            restore_class(self._modules.pop(), _STATE)
+        while self._changed:
+            restore_class(self._changed.pop(), _STATE)
 
 
 def fold_frozen_batch_norm(links: Sequence[Link]) -> FoldingHandle:
@@ -132,7 +141,7 @@ def fold_frozen_batch_norm(links: Sequence[Link]) -> FoldingHandle:
             handle._foldings.append(folding)
             for module, run in ((link.producer, _run_convolution), (link.consumer, _run_norm)):
                 swap_class(module, _STATE, folding, run)
-                handle._modules.append(module)
+                handle._changed.append(module)
     except BaseException:
         handle.remove()
         raise
@@ -160,8 +169,8 @@ def _is_stock_convolution(module: nn.Module) -> bool:
         return False
     kind, forward = type(module), plain_class_forward(module)
     if forward in _TRANSPOSED_FORWARDS:
-        return hasattr(kind, "_output_padding")
-    return hasattr(kind, "_conv_forward") and (forward, kind._conv_forward) in _CONV_METHODS
+        return can_pad_output(kind)
+    return (forward, class_conv_forward(kind)) in _CONV_METHODS
 
 
 def _is_stock_norm(module: nn.Module) -> bool:
@@ -176,7 +185,7 @@ def _run_convolution(module: nn.Module, folding: _Folding, plain: Callable[..., 
     if not folding.is_possible_now():
         return plain(*args, **kwargs)
     output = _convolve(folding.convolution, *_fold(folding.convolution, folding.norm), *args, **kwargs)
-    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is None:
+    if not torch.compiler.is_compiling() and not is_in_transform():
         folding.output = weakref.ref(output.untyped_storage()), version_of(output)
     return output
 
@@ -194,8 +203,8 @@ def _pass_through(folding: _Folding, input: Tensor) -> Tensor:
             "The model took another path than when it was observed: do not fold this pair."
         )
     folding.output = None
-    check: Callable[[Tensor], None] = getattr(folding.norm, "_check_input_dim", lambda _: None)
-    check(input)
+    if can_check_dimensions(folding.norm):
+        check_dimensions(folding.norm, input)
     return input
 
 
@@ -234,10 +243,9 @@ def _convolve(
 ) -> Tensor:
     """Do what the stock forward does, with another weight and bias."""
     if not convolution.transposed:
-        output: Tensor = convolution._conv_forward(input, weight, bias)
-        return output
+        return convolve_with(convolution, input, weight, bias)
     stride, padding, dilation = convolution.stride, convolution.padding, convolution.dilation
     sizes = (convolution.kernel_size, len(convolution.kernel_size), dilation)
-    output_padding = convolution._output_padding(input, output_size, stride, padding, *sizes)
+    output_padding = find_output_padding(convolution, input, output_size, stride, padding, *sizes)
     transposed = _TRANSPOSED[len(convolution.kernel_size)]
     return transposed(input, weight, bias, stride, padding, output_padding, convolution.groups, dilation)

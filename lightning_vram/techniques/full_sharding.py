@@ -10,9 +10,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
+from lightning_vram.private_names.fsdp2_states import announce_backward, groups_of, place_of, state_of
+from lightning_vram.private_names.modules import own_parameters
 from lightning_vram.techniques.host_worker import HostWorker
 from lightning_vram.techniques.meta_materialization import has_meta, materialize
-from lightning_vram.techniques.shard_removal import WholeParameters, detach_fsdp, list_groups
+from lightning_vram.techniques.shard_removal import WholeParameters, detach_fsdp
 from lightning_vram.techniques.sharded_group import ShardedGroup, take_over
 from lightning_vram.techniques.sharding_groups import ShardingPlan
 from lightning_vram.techniques.used_parameters import UsedParameters
@@ -121,15 +123,14 @@ class FullSharding:
         if self._is_inside:
             if self.home.type != "cpu" and self.groups:
                 self.groups[0].show_writes()
-            for group in list_groups(self.module):
+            for group in groups_of(self.module):
                 group.unshard()
                 group.wait_for_unshard()
 
     def _notice_backward(self) -> None:
         """Of a backward in the midst of the root's forward FSDP2 hears nothing, if no layer of its own takes part."""
         if self._is_inside:
-            state: Any = self.module._get_fsdp_state()  # type: ignore[operator]
-            state._register_root_post_backward_final_callback()
+            announce_backward(self.module)
 
     # --- what others ask ---
 
@@ -176,7 +177,7 @@ class FullSharding:
         replaced: dict[nn.Parameter, nn.Parameter] = {}
         if make_whole and self._whole.can_restore:
             # Those of FSDP2 itself, where an error came before they were taken over.
-            for group in {group: None for module in self._sharded for group in list_groups(module)}:
+            for group in {group: None for module in self._sharded for group in groups_of(module)}:
                 if isinstance(group, ShardedGroup):
                     group.forget_whole()
                 replaced |= self._whole.restore(group)
@@ -221,20 +222,20 @@ class FullSharding:
         names = {
             (id(part), key): f"{name}.{key}" if name else key
             for name, part in self.module.named_modules()
-            for key in part._parameters
+            for key in own_parameters(part)
         }
         options = self._options
 
         def dtype_of(parameter: Any) -> torch.dtype | None:
-            place = parameter._module_info
-            return options.narrow_dtype if names[id(place.module), place.param_name] in options.narrow else None
+            module, key = place_of(parameter)
+            return options.narrow_dtype if names[id(module), key] in options.narrow else None
 
         ours = {id(module) for module in self._sharded}
         for part in self.module.modules():
             if id(part) not in ours:
                 continue
-            part._get_fsdp_state().__class__ = ViewProofState  # type: ignore[operator]
-            for group in list_groups(part):
+            state_of(part).__class__ = ViewProofState
+            for group in groups_of(part):
                 if not isinstance(group, ShardedGroup):
                     self.groups.append(take_over(group, self, dtype_of, is_resident=options.is_resident))
                     for parameter in group.fsdp_params if part is self.module else ():

@@ -18,10 +18,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.autograd.function import FunctionCtx
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_vram.private_names.autograd import is_in_forward_ad, is_in_transform
+from lightning_vram.private_names.modules import BatchNormBase
+from lightning_vram.private_names.tensors import num_writes
 from lightning_vram.techniques.class_swap import restore_class, swap_class
 
 _KEY = "_fused_module"
@@ -47,14 +48,14 @@ FUSED_ACTIVATIONS: tuple[type[nn.Module], ...] = (
     nn.SiLU,
     nn.Softplus,
 )
-_FORWARDS = frozenset(vars(kind).get("forward") for kind in (*FUSED_NORMS, *FUSED_ACTIVATIONS, _BatchNorm)) - {None}
+_FORWARDS = frozenset(vars(kind).get("forward") for kind in (*FUSED_NORMS, *FUSED_ACTIVATIONS, BatchNormBase)) - {None}
 
 
 class FusedModulesHandle:
     """Undoes :func:`fuse_norm_activations`."""
 
     def __init__(self) -> None:
-        self._modules: list[nn.Module] = []
+        self._changed: list[nn.Module] = []
         self._outputs = _Outputs()
 
     @property
@@ -64,8 +65,8 @@ class FusedModulesHandle:
 
     def remove(self) -> None:
         """Give every module its class back. Calling it again does nothing."""
-        while self._modules:
-            restore_class(self._modules.pop(), _KEY)
+        while self._changed:
+            restore_class(self._changed.pop(), _KEY)
 
 
 def fuse_norm_activations(model: nn.Module, leave_out: Collection[nn.Module] = ()) -> FusedModulesHandle:
@@ -91,7 +92,7 @@ def fuse_norm_activations(model: nn.Module, leave_out: Collection[nn.Module] = (
             swap_class(module, _KEY, handle._outputs, run)
         except ValueError:
             continue
-        handle._modules.append(module)
+        handle._changed.append(module)
     return handle
 
 
@@ -133,18 +134,18 @@ class _Outputs:
         key = id(output)
         # What the norm read dies with its output: the entry must not keep it.
         reference = weakref.ref(output, lambda _: self._by_id.pop(key, None))
-        self._by_id[key] = _Output(reference, output._version, norm, autocast, inputs)
+        self._by_id[key] = _Output(reference, num_writes(output), norm, autocast, inputs)
 
     def take(self, input: Tensor) -> _Output | None:
         output = self._by_id.pop(id(input), None)
-        if output is None or output.tensor() is not input or output.version != input._version:
+        if output is None or output.tensor() is not input or output.version != num_writes(input):
             return None
         self.num_taken += 1
         return output
 
 
 def _is_recorded(input: Tensor) -> bool:
-    is_transformed = torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+    is_transformed = is_in_transform() or is_in_forward_ad()
     is_plain = torch.is_grad_enabled() and not torch.compiler.is_compiling() and not is_transformed
     return is_plain and type(input) is Tensor
 
@@ -155,7 +156,7 @@ def _run_norm(norm: nn.Module, outputs: _Outputs, plain: Callable[[Tensor], Tens
         return output
     if _is_recorded(input) and type(output) is Tensor and output.requires_grad and output is not input:
         module: Any = norm
-        is_frozen = isinstance(norm, _BatchNorm) and not norm.training
+        is_frozen = isinstance(norm, BatchNormBase) and not norm.training
         statistics = (module.running_mean, module.running_var) if is_frozen else (None, None)
         device_type = input.device.type
         autocast = {

@@ -1,7 +1,4 @@
-"""What ``GradScaler`` does for a whole optimizer or not at all, for some of its parameters.
-
-Of what it keeps for itself, in torch 2.11 to 2.13: ``_device`` and the states by ``id(optimizer)``.
-"""
+"""What ``GradScaler`` does for a whole optimizer or not at all, for some of its parameters."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -10,10 +7,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import GradScaler, _refresh_per_optimizer_state
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_vram.private_names.autocast import device_of, no_optimizer_states, optimizer_states, set_optimizer_states
 from lightning_vram.techniques.shadow import Shadow
 
 InfChecks = dict[int, Tensor]
@@ -35,7 +33,7 @@ def unscale_part(scaler: GradScaler, optimizer: Optimizer, parameters: list[Tens
                 "in float32, which autocast casts, or use bfloat16."
             ) from error
         finally:
-            state = scaler._per_optimizer_states.pop(id(part))
+            state = optimizer_states(scaler).pop(id(part))
         checks.update((id(check), check) for check in state["found_inf_per_device"].values())
     return checks
 
@@ -51,20 +49,22 @@ def _by_layout(parameters: list[Tensor]) -> Iterable[list[Tensor]]:
 
 def update_scale(scaler: GradScaler, *, overflowed: bool) -> None:
     """Update the scale by what all optimizers found; those with a step to come are still unscaled afterwards."""
-    found_inf = torch.full((), float(overflowed), dtype=torch.float32, device=scaler._device)
-    states, scaler._per_optimizer_states = scaler._per_optimizer_states, defaultdict(_refresh_per_optimizer_state)
-    scaler._per_optimizer_states[id(scaler)]["found_inf_per_device"] = {found_inf.device: found_inf}
+    found_inf = torch.full((), float(overflowed), dtype=torch.float32, device=device_of(scaler))
+    states, alone = optimizer_states(scaler), no_optimizer_states()
+    set_optimizer_states(scaler, alone)
+    alone[id(scaler)]["found_inf_per_device"] = {found_inf.device: found_inf}
     try:
         type(scaler).update(scaler)
     finally:
-        scaler._per_optimizer_states = states
+        set_optimizer_states(scaler, states)
 
 
 def without_optimizers(scaler: GradScaler) -> GradScaler:
     """Return one with the same scale that can be pickled: ``scaler`` itself, if that is so."""
     own = {name: value for name, value in vars(scaler).items() if not isinstance(value, Shadow)}
-    if not scaler.is_enabled() or (not scaler._per_optimizer_states and len(own) == len(vars(scaler))):
+    if not scaler.is_enabled() or (not optimizer_states(scaler) and len(own) == len(vars(scaler))):
         return scaler
     copy = object.__new__(type(scaler))
-    vars(copy).update(own, _per_optimizer_states=defaultdict(_refresh_per_optimizer_state))
+    vars(copy).update(own)
+    set_optimizer_states(copy, no_optimizer_states())
     return copy

@@ -7,13 +7,21 @@ is the overlap with the backward, so it costs the time of sending all gradients;
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_vram.private_names.distributed import (
+    can_sync_buffers,
+    delays_reductions,
+    forget_used_parameters,
+    has_optimizer_in_backward,
+    is_reduced_by_compiler,
+    logged_by,
+)
+from lightning_vram.private_names.distributed import sync_buffers as broadcast_buffers
 from lightning_vram.techniques.dense_reduction import average_dense
 from lightning_vram.techniques.sparse_reduction import average_sparse, sparse_zeros
 
@@ -42,9 +50,8 @@ def reduce_gradients(ddp: DistributedDataParallel) -> None:
         average_dense(dense, group)
     # The reducer notes which parameters were used in backwards without it, too, and would take them for used in the
     # next that it reduces. With unused parameters it builds no buckets anew, so there is nothing else to lose.
-    reset = getattr(ddp.reducer, "_reset_state", None)
-    if ddp.find_unused_parameters and reset is not None:
-        reset()
+    if ddp.find_unused_parameters:
+        forget_used_parameters(ddp)
 
 
 def why_reducer_is_needed(ddp: DistributedDataParallel) -> str | None:
@@ -55,21 +62,14 @@ def why_reducer_is_needed(ddp: DistributedDataParallel) -> str | None:
     """
     reasons = {
         "static_graph=True, which fails in a first backward under no_sync": ddp.static_graph,
-        "a communication hook": bool(_logged(ddp).get("comm_hook")),
+        "a communication hook": bool(logged_by(ddp).get("comm_hook")),
         "DistributedDataParallel(mixed_precision)": ddp.mixed_precision is not None,
-        "delayed reductions": bool(getattr(ddp, "_delay_all_reduce_params", ())),
+        "delayed reductions": delays_reductions(ddp),
         "a hook for buffers": hasattr(ddp, "buffer_hook"),
-        "the reducer of compiled autograd": getattr(ddp, "_use_python_reducer", False),
-        "an optimizer that runs in the backward": any(hasattr(p, "_in_backward_optimizers") for p in _parameters(ddp)),
+        "the reducer of compiled autograd": is_reduced_by_compiler(ddp),
+        "an optimizer that runs in the backward": has_optimizer_in_backward(_parameters(ddp)),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
-
-
-def _logged(ddp: DistributedDataParallel) -> dict[str, Any]:
-    """What DDP logs of itself: the only place that knows hooks which are built in."""
-    read = getattr(ddp, "_get_ddp_logging_data", dict)
-    logged: dict[str, Any] = read()
-    return logged
 
 
 def sync_buffers(ddp: DistributedDataParallel) -> None:
@@ -82,11 +82,10 @@ def sync_buffers(ddp: DistributedDataParallel) -> None:
     Raises:
         RuntimeError: If the backend fails.
     """
-    sync = getattr(ddp, "_sync_buffers", None)
-    if sync is None or not hasattr(ddp, "require_forward_param_sync"):
+    if not can_sync_buffers(ddp) or not hasattr(ddp, "require_forward_param_sync"):
         return
     if ddp.will_sync_module_buffers():  # type: ignore[no-untyped-call]
-        sync()
+        broadcast_buffers(ddp)
     ddp.require_forward_param_sync = False
 
 

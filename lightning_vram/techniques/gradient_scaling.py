@@ -6,6 +6,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_vram.private_names.operators import multiply_each
+from lightning_vram.private_names.tensors import sparse_values
+
 
 def scale_gradients(parameters: Iterable[Tensor], factor: float | Tensor) -> None:
     """Multiply the gradients of ``parameters`` by ``factor``, in place.
@@ -23,7 +26,7 @@ def scale_gradients(parameters: Iterable[Tensor], factor: float | Tensor) -> Non
         values = _values(gradient)
         by_device.setdefault(values.device, []).append(values)
     for device, tensors in by_device.items():
-        torch._foreach_mul_(tensors, factor.to(device) if isinstance(factor, Tensor) else factor)
+        multiply_each(tensors, factor.to(device) if isinstance(factor, Tensor) else factor)
 
 
 def _values(gradient: Tensor) -> Tensor:
@@ -32,5 +35,5 @@ def _values(gradient: Tensor) -> Tensor:
     if isinstance(values, DTensor):
         values = values.to_local()
     if values.layout is torch.sparse_coo:
-        return values._values()
+        return sparse_values(values)
     return values if values.layout is torch.strided else values.values()

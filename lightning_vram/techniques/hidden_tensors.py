@@ -4,7 +4,9 @@ from typing import Any
 
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.utils._pytree import tree_leaves
+
+from lightning_vram.private_names.tensors import storage_key
+from lightning_vram.private_names.trees import tree_leaves
 
 
 def count_hidden_bytes(outputs: Any) -> tuple[int, int]:
@@ -27,7 +29,7 @@ def count_hidden_bytes(outputs: Any) -> tuple[int, int]:
         if isinstance(node, BackwardCFunction):
             tensors = [leaf for leaf in tree_leaves(list(vars(node).values())) if isinstance(leaf, Tensor)]
             functions |= {type(node).__name__} if tensors else set()
-            storages |= {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+            storages |= {storage_key(tensor.untyped_storage()): tensor.untyped_storage().nbytes() for tensor in tensors}
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)

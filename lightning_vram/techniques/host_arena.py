@@ -10,10 +10,11 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_vram.memory.host_memory import available_host_bytes
 from lightning_vram.memory.units import GIB, format_bytes
+from lightning_vram.private_names.dispatch import FakeTensor, without_dispatch
+from lightning_vram.private_names.tensors import free_pinned_memory
 from lightning_vram.techniques.chunked_space import Block, ChunkedSpace
 from lightning_vram.techniques.offload_error import OffloadError
 
@@ -69,15 +70,14 @@ class HostArena:
     def close(self) -> None:
         """Give all memory back. What still lies here can be read until it is gone, and keeps its chunk."""
         self._space = ChunkedSpace()
-        empty_cache = getattr(torch._C, "_host_emptyCache", None)
-        if self._pin_memory and empty_cache is not None:
-            empty_cache()  # else PyTorch keeps it, pinned, for itself
+        if self._pin_memory:
+            free_pinned_memory()  # else PyTorch keeps it, pinned, for itself
 
     def _make_chunks(self, sizes: list[int]) -> list[Tensor]:
         if self._like is not None:
             return [self._like.new_empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
         check_host_bytes(sum(sizes), self.total_bytes)
-        with torch._C._DisableTorchDispatch():  # who counts memory counts that of the device
+        with without_dispatch():  # who counts memory counts that of the device
             return [make_host_bytes(size, pin_memory=self._pin_memory) for size in sizes]
 
 
@@ -109,4 +109,4 @@ def make_host_bytes(num_bytes: int, *, pin_memory: bool) -> Tensor:
 
 def unseen(tensor: Tensor) -> AbstractContextManager[object]:
     """Return a context in which no dispatch mode sees what is done to ``tensor``. Fake ones live by being seen."""
-    return nullcontext() if type(tensor) is FakeTensor else torch._C._DisableTorchDispatch()
+    return nullcontext() if type(tensor) is FakeTensor else without_dispatch()

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from lightning_vram.private_names.operators import schema_of
+
 aten = torch.ops.aten
 
 LargestIndex = Callable[[tuple[Any, ...], dict[str, Any] | None], int]
@@ -33,7 +35,7 @@ def _of_pool(num_dims: int) -> LargestIndex:
 
 
 def _of_dim(function: Any) -> LargestIndex:
-    arguments = function._schema.arguments
+    arguments = schema_of(function).arguments
     position = next(i for i, argument in enumerate(arguments) if argument.name == "dim")
 
     def largest(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> int:

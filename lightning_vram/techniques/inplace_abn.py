@@ -24,6 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_vram.private_names.operators import batch_norm_and_statistics
+
 _aten = torch.ops.aten
 
 
@@ -112,10 +114,10 @@ def normalize_and_activate(
 
     Example:
         >>> import torch
-        >>> frozen = Normalization(torch.zeros(3), torch.ones(3), is_batch=False, momentum=0.1, eps=0.0)
+        >>> frozen = Normalization(torch.zeros(3), torch.ones(3), is_batch=False, momentum=0.1, eps=1e-5)
         >>> x = torch.tensor([[-1.0, 0.0, 2.0]], requires_grad=True)
-        >>> normalize_and_activate(x, None, None, frozen, InvertibleActivation(negative_slope=0.5)).tolist()
-        [[-0.5, 0.0, 2.0]]
+        >>> normalize_and_activate(x, None, None, frozen, InvertibleActivation(negative_slope=0.5))
+        tensor([[-0.5000,  0.0000,  2.0000]], grad_fn=<_NormalizeAndActivateBackward>)
     """
     apply: Callable[..., tuple[Tensor, ...]] = _NormalizeAndActivate.apply
     return apply(input, weight, bias, normalization, activation)[0]
@@ -175,7 +177,7 @@ def _normalize_batch(
 ) -> tuple[Tensor, Tensor, None]:
     running = (how.running_mean, how.running_var)
     # What F.batch_norm is made of: it chooses cuDNN as F.batch_norm does, and returns the statistics too.
-    implementation: Callable[..., Any] | None = getattr(torch, "_batch_norm_impl_index", None)
+    implementation = batch_norm_and_statistics
     if implementation is None:
         implementation = torch.native_batch_norm
     else:

@@ -20,6 +20,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from lightning_vram.private_names.tensors import is_view
 from lightning_vram.techniques.module_links import has_global_hooks, has_tensor_hooks, is_plain, watch_hooks
 from lightning_vram.techniques.storage_watch import Memory, StorageWatch, collect_cycles
 
@@ -193,7 +194,7 @@ class InplaceObserver:
         if memory is None or (tensor.is_leaf and tensor.requires_grad):
             return "its input is the batch or a parameter"
         reasons = {
-            "its input is a view": tensor._is_view(),
+            "its input is a view": is_view(tensor),
             "a hook sees its input": memory.is_seen_by_hook or has_tensor_hooks(tensor),
             _KEPT: _is_kept(tensor),
             "its input is read by another before": memory.is_given or memory.num_reads > 0,
@@ -205,12 +206,12 @@ class InplaceHandle:
     """Undoes :func:`set_inplace`."""
 
     def __init__(self) -> None:
-        self._modules: list[Any] = []
+        self._changed: list[Any] = []
 
     def remove(self) -> None:
         """Switch the modules back. Calling it again does nothing."""
-        while self._modules:
-            self._modules.pop().inplace = False
+        while self._changed:
+            self._changed.pop().inplace = False
 
 
 def set_inplace(module: nn.Module, names: Iterable[str]) -> InplaceHandle:
@@ -236,7 +237,7 @@ def set_inplace(module: nn.Module, names: Iterable[str]) -> InplaceHandle:
         member = members[name]
         if not member.inplace:
             member.inplace = True
-            handle._modules.append(member)
+            handle._changed.append(member)
     return handle
 
 

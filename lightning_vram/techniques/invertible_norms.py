@@ -19,10 +19,10 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import forward_ad
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_vram.private_names.autograd import current_graph_task_id, is_in_forward_ad, is_in_transform, is_tracing
+from lightning_vram.private_names.dispatch import FakeTensor
+from lightning_vram.private_names.modules import BatchNormBase, check_dimensions
 from lightning_vram.techniques.class_swap import restore_class, swap_class
 from lightning_vram.techniques.handover import Handover
 from lightning_vram.techniques.inplace_abn import InvertibleActivation, Normalization, normalize_and_activate
@@ -63,7 +63,7 @@ class InPlaceABNHandle:
     """Counts what fell back, and undoes :func:`apply_inplace_abn`."""
 
     def __init__(self) -> None:
-        self._modules: list[nn.Module] = []
+        self._changed: list[nn.Module] = []
         self._states: list[_ProducerState] = []
 
     @property
@@ -83,8 +83,8 @@ class InPlaceABNHandle:
 
     def remove(self) -> None:
         """Give every module its class back. Calling it again does nothing."""
-        while self._modules:
-            restore_class(self._modules.pop(), _STATE)
+        while self._changed:
+            restore_class(self._changed.pop(), _STATE)
 
 
 def apply_inplace_abn(
@@ -128,12 +128,12 @@ def apply_inplace_abn(
             name = f"link {index}, {_describe(link.producer)} followed by {link.consumer}"
             _check_link(name, link, handle)
             _check_error(name, link, dtype, max_error)
-            if link.consumer not in handle._modules:
+            if link.consumer not in handle._changed:
                 swap_class(link.consumer, _STATE, Handover(), _run_consumer)
-                handle._modules.append(link.consumer)
+                handle._changed.append(link.consumer)
             state = _ProducerState(link.consumer, vars(link.consumer)[_STATE], max_error)
             swap_class(link.producer, _STATE, state, _run_producer)
-            handle._modules.append(link.producer)
+            handle._changed.append(link.producer)
             handle._states.append(state)
     except BaseException:
         handle.remove()
@@ -162,7 +162,7 @@ def apply_inplace_abn_where_safe(links: Iterable[Link]) -> tuple[InPlaceABNHandl
         handover = handovers.setdefault(link.consumer, handle._states[0].handover)
         handle._states[0].handover = handover
         vars(link.consumer)[_STATE] = handover
-        whole._modules += [module for module in handle._modules if module not in whole._modules]
+        whole._changed += [module for module in handle._changed if module not in whole._changed]
         whole._states += handle._states
     return whole, refused
 
@@ -172,19 +172,19 @@ def apply_inplace_abn_where_safe(links: Iterable[Link]) -> tuple[InPlaceABNHandl
 
 def _check_link(name: str, link: Link, handle: InPlaceABNHandle) -> None:
     for module in (link.producer, link.consumer):
-        is_shared_consumer = module is link.consumer and module in handle._modules
+        is_shared_consumer = module is link.consumer and module in handle._changed
         if _STATE in vars(module) and not is_shared_consumer:
             raise ValueError(f"{name}: {_describe(module)} is linked already. Link each norm once, to one activation.")
         if "forward" in vars(module):
             raise ValueError(
                 f"{name}: forward was replaced on the instance of {_describe(module)}. Leave the pair out."
             )
-    if type(link.producer).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
+    if type(link.producer).forward not in (BatchNormBase.forward, nn.SyncBatchNorm.forward):
         raise ValueError(
             f"{name}: {_describe(link.producer)} does not run as a batch norm of torch.nn. "
             "Link BatchNorm1d, BatchNorm2d, BatchNorm3d or SyncBatchNorm."
         )
-    if link.consumer not in handle._modules:
+    if link.consumer not in handle._changed:
         _check_activation(name, link.consumer)
 
 
@@ -260,7 +260,7 @@ def _run_producer(norm: Any, state: _ProducerState, plain: Callable[[Tensor], Te
     activation = _read_activation(state.consumer)
     if not _is_recorded(norm, input) or not _is_safe(norm, state, input.dtype, activation):
         return plain(input)
-    norm._check_input_dim(input)
+    check_dimensions(norm, input)
     normalization = _begin_forward(norm)
     output = normalize_and_activate(input, norm.weight, norm.bias, normalization, activation)
     state.handover.give(output)
@@ -283,7 +283,7 @@ def _run_consumer(
 
 def _is_recorded(norm: Any, input: Tensor) -> bool:
     """Whether a gradient is recorded by autograd alone, and the plain norm would not refuse the input."""
-    if not torch.is_grad_enabled() or _is_transformed() or input.dim() < 2 or forward_ad._current_level >= 0:
+    if not torch.is_grad_enabled() or _is_transformed() or input.dim() < 2 or is_in_forward_ad():
         return False
     if norm.training and _process_group(norm) is None and input.numel() <= input.shape[1]:
         return False
@@ -325,8 +325,8 @@ def _process_group(norm: Any) -> dist.ProcessGroup | None:
 
 def _is_transformed() -> bool:
     """Whether ``torch.func`` or a tracer is at work."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or bool(torch._C._is_tracing())
+    return is_in_transform() or is_tracing()
 
 
 def _is_in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+    return current_graph_task_id() != -1

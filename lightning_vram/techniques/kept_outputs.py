@@ -12,9 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
+from lightning_vram.private_names.autograd import current_graph_task_id
+from lightning_vram.private_names.dispatch import TorchDispatchMode, UnwrappedMode
+from lightning_vram.private_names.operators import UNSAFE_VIEW
+from lightning_vram.private_names.tensors import base_of, is_view
 from lightning_vram.techniques.cheap_operators import iterate_written, written_arguments
 from lightning_vram.techniques.determinism import OutputSamples
 from lightning_vram.techniques.hidden_from_dynamo import hide_from_dynamo
@@ -33,7 +36,7 @@ NUM_INPUT_SAMPLES = 64
 # Their results share memory with their argument and count versions on their own: nobody is to write to both.
 _UNSAFE_VIEWS = frozenset(
     {
-        aten._unsafe_view.default,
+        UNSAFE_VIEW,
         aten.unsafe_split.Tensor,
         aten.unsafe_split_with_sizes.default,
         aten.unsafe_chunk.default,
@@ -82,26 +85,22 @@ class KeptOutputs:
         self.num_saves += 1
 
 
-class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Mode(UnwrappedMode):  # type: ignore[no-untyped-call]
     supports_higher_order_operators = True
 
     def __init__(self, kept: KeptOutputs) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._kept = kept
-        self._backward = torch._C._current_graph_task_id()
+        self._backward = current_graph_task_id()
 
     def _concerns(self, func: Any) -> bool:
         """Whether ``func`` is counted: not in a backward inside of the layer, which may recompute the layer itself."""
-        return self._kept.choice.concerns(func) and torch._C._current_graph_task_id() == self._backward
+        return self._kept.choice.concerns(func) and current_graph_task_id() == self._backward
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Let compiled parts of the layer run compiled: they are recomputed as a whole."""
         return True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # hidden below, without a wrapper around every call
 
 
 class _Recording(_Mode):  # type: ignore[no-untyped-call]
@@ -206,5 +205,5 @@ def describe(signature: Signature) -> str:
 
 
 def _parameter_of(tensor: Tensor) -> int:
-    base = tensor._base if tensor._is_view() else tensor
+    base = base_of(tensor) if is_view(tensor) else tensor
     return id(base) if type(base) is nn.Parameter else 0

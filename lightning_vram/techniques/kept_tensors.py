@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from lightning_vram.private_names.tensors import num_writes
 from lightning_vram.techniques.mask_bits import pack_bits, unpack_bits
 from lightning_vram.techniques.saved_tensor_stage import Taken
 from lightning_vram.techniques.versions import check_version, version_counter
@@ -38,7 +39,7 @@ class Kept:
         """Return what it held when it was kept."""
         if self._copy is not None:
             return self._copy
-        if self.tensor._version != self.version:
+        if num_writes(self.tensor) != self.version:
             raise RuntimeError(
                 f"a tensor of shape {list(self.tensor.shape)} was overwritten between the training step and its "
                 "backward, and activations that were dropped to save memory are made again from it. "
@@ -66,7 +67,7 @@ class KeptElsewhere(Kept):
     __slots__ = ("_shape", "_taken")
 
     def __init__(self, tensor: Tensor, taken: Taken) -> None:
-        super().__init__(version_counter(tensor), tensor._version)
+        super().__init__(version_counter(tensor), num_writes(tensor))
         self._taken = taken
         self._shape = tensor.shape
         self.num_bytes = taken.num_bytes
@@ -93,7 +94,7 @@ class KeptMask(Kept):
     __slots__ = ("_bits", "_device", "_shape", "_strides")
 
     def __init__(self, mask: Tensor, hand_on: Callable[[Tensor], Taken | None]) -> None:
-        super().__init__(version_counter(mask), mask._version)
+        super().__init__(version_counter(mask), num_writes(mask))
         bits = pack_bits(mask)
         taken = hand_on(bits)
         self._bits = taken if taken is not None else bits

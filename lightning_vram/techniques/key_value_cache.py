@@ -8,7 +8,8 @@ checkpointing frees. transformers itself drops the cache under its own gradient 
 from typing import Any
 
 from torch import nn
-from torch.utils._pytree import tree_map
+
+from lightning_vram.private_names.trees import tree_map
 
 
 def drop_empty_caches(layer: nn.Module, arguments: Any) -> Any:

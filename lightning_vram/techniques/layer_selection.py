@@ -7,16 +7,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
-from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.parameter import UninitializedParameter
 
+from lightning_vram.private_names.compiled import COMPILED_PART, uncompiled
+from lightning_vram.private_names.modules import own_children
 from lightning_vram.techniques.conv_stages import find_conv_stages
 
 LayerPattern = str | type[nn.Module]
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _TRANSFORMERS_LAYER = "transformers.modeling_layers.GradientCheckpointingLayer"
 _METRIC = "torchmetrics.metric.Metric"  # some hold networks; nothing of theirs is trained
-_COMPILED = "_orig_mod"  # what torch.compile(module) puts between a module and its name
 _SHOWN_NAMES = 5
 _MIN_BODY = 4  # layers of a Sequential that is found by itself: heads and the like have fewer
 
@@ -149,7 +149,7 @@ def _name_layers(model: nn.Module) -> dict[str, nn.Module]:
     """All modules but the root under every name a user knows, compiled ones replaced by what they compile."""
     names: dict[str, nn.Module] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        names.setdefault(".".join(part for part in name.split(".") if part != _COMPILED), _uncompiled(module))
+        names.setdefault(".".join(part for part in name.split(".") if part != COMPILED_PART), uncompiled(module))
     return {name: module for name, module in names.items() if name}
 
 
@@ -217,14 +217,14 @@ def _iterate_repeated(module: nn.Module, name: str) -> Iterator[Layer]:
 
 def _iterate_children(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
     """Children that have a forward; lists of lists are one list."""
-    for child, inner in module._modules.items():
+    for child, inner in own_children(module).items():
         if inner is None:
             continue
         child_name = f"{name}.{child}" if name else child
         if isinstance(module, _CONTAINERS) and _has_no_forward(inner):
             yield from _iterate_children(inner, child_name)
         else:
-            yield child_name, _uncompiled(inner)
+            yield child_name, uncompiled(inner)
 
 
 def _is_block(module: nn.Module) -> bool:
@@ -286,7 +286,7 @@ def _class_names(kind: type) -> set[str]:
 def _expand(name: str, names: dict[str, nn.Module]) -> list[str]:
     if not _has_no_forward(names[name]):
         return [name]
-    return [leaf for child in names[name]._modules for leaf in _expand(f"{name}.{child}", names)]
+    return [leaf for child in own_children(names[name]) for leaf in _expand(f"{name}.{child}", names)]
 
 
 def _suggest(pattern: str, names: dict[str, nn.Module]) -> str:
@@ -310,7 +310,3 @@ def _has_ancestor(name: str, matched: set[str]) -> bool:
 def _ancestors(name: str) -> list[str]:
     parts = name.split(".")
     return [".".join(parts[:length]) for length in range(1, len(parts))]
-
-
-def _uncompiled(module: nn.Module) -> nn.Module:
-    return module._orig_mod if isinstance(module, OptimizedModule) else module

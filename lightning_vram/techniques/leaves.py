@@ -9,7 +9,8 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_is_leaf, tree_unflatten
+
+from lightning_vram.private_names.trees import tree_flatten, tree_is_leaf, tree_unflatten
 
 Rebuild = Callable[[Sequence[Any]], Any]
 

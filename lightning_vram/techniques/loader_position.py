@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from lightning_vram.private_names.data import index_sampler_of, set_index_sampler
 from lightning_vram.techniques.generator_states import State
 from lightning_vram.techniques.sampler_replay import Iteration, OrderSources
 
@@ -110,5 +111,5 @@ def count_batches(iterator: Any) -> Any:
 def stop_counting(iterator: Any) -> None:
     """Give a persistent iterator its sampler and class back; ``None`` is passed over."""
     if type(iterator) in _classes.values():
-        iterator._index_sampler = iterator._index_sampler.sources.sampler
+        set_index_sampler(iterator, index_sampler_of(iterator).sources.sampler)
         iterator.__class__ = type(iterator).__bases__[-1]

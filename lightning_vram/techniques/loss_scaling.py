@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
 
+from lightning_vram.private_names.autocast import device_of, optimizer_states, scale_of
 from lightning_vram.techniques.grad_scaler_parts import InfChecks, unscale_part, update_scale, without_optimizers
 from lightning_vram.techniques.gradient_scaling import scale_gradients
 
@@ -86,7 +87,7 @@ class LossScaling:
         self._checks = WeakKeyDictionary({optimizer: {} for optimizer in optimizers})
         self._overflows = []
         if self.scaler.is_enabled():
-            self.scaler._per_optimizer_states.clear()
+            optimizer_states(self.scaler).clear()
 
     def scale(self, loss: Tensor) -> Tensor:
         """Multiply ``loss`` by the scale. Gradients that exist and are not scaled are scaled again: more will be added.
@@ -107,7 +108,7 @@ class LossScaling:
         if self._scale is not None:
             scale_gradients(unscaled, self._scale)
         self._unscaled.clear()
-        self.scaler._per_optimizer_states.clear()
+        optimizer_states(self.scaler).clear()
         return scaled_loss
 
     def unscale(self, optimizer: Optimizer) -> None:
@@ -132,7 +133,7 @@ class LossScaling:
         for checks in several.values():  # more than one if it shares parameters
             self._checks[optimizer].update(checks)
         # To scaler.unscale_(optimizer) it is done, too: it raises rather than do it again.
-        self.scaler._per_optimizer_states[id(optimizer)]["stage"] = OptState.UNSCALED
+        optimizer_states(self.scaler)[id(optimizer)]["stage"] = OptState.UNSCALED
 
     def step(
         self, optimizer: Optimizer, found_inf_over_ranks: Callable[[Tensor], Tensor] | None = None, **kwargs: Any
@@ -167,7 +168,7 @@ class LossScaling:
         overflowed = found_inf.item() > 0
         self._overflows.append(overflowed)
         self._checks[optimizer] = {}
-        self.scaler._per_optimizer_states.pop(id(optimizer), None)
+        optimizer_states(self.scaler).pop(id(optimizer), None)
         return StepResult(overflowed, output=None if overflowed else optimizer.step(**kwargs))
 
     def update(self) -> bool:
@@ -184,7 +185,7 @@ class LossScaling:
         self._note_unscaled_elsewhere()
         if self._scale is None:  # this rank had no loss, others may have had one
             self._unscaled.update((id(parameter), {}) for parameter in self._parameters())
-            type(self.scaler).scale(self.scaler, torch.zeros((), device=self.scaler._device))
+            type(self.scaler).scale(self.scaler, torch.zeros((), device=device_of(self.scaler)))
         with self._rescaling():
             update_scale(self.scaler, overflowed=overflowed)
         return overflowed
@@ -216,7 +217,7 @@ class LossScaling:
     @property
     def _scale(self) -> Tensor | None:
         """The scale on its device; ``None`` before the first loss, and if the scaler is disabled."""
-        return getattr(self.scaler, "_scale", None)
+        return scale_of(self.scaler)
 
     def _parameters(self) -> Iterator[Tensor]:
         return (parameter for optimizer in self._checks for parameter in _parameters_of(optimizer))
@@ -230,7 +231,7 @@ class LossScaling:
     def _note_unscaled_elsewhere(self) -> None:
         """Take notice of ``scaler.unscale_``, which users call where their plugin does not."""
         for optimizer in self._checks:
-            state = self.scaler._per_optimizer_states.get(id(optimizer))
+            state = optimizer_states(self.scaler).get(id(optimizer))
             if state is not None and state["found_inf_per_device"]:  # there are none in what unscale() leaves there
                 checks = {id(check): check for check in state["found_inf_per_device"].values()}
                 for parameter in _parameters_of(optimizer):
@@ -243,7 +244,7 @@ class LossScaling:
                 checks.clear()
 
     def _found_inf(self, optimizer: Optimizer) -> Tensor:
-        device = torch.device(self.scaler._device) if self._scale is None else self._scale.device
+        device = torch.device(device_of(self.scaler)) if self._scale is None else self._scale.device
         found_inf = torch.zeros((), dtype=torch.float32, device=device)
         for check in self._checks[optimizer].values():
             found_inf += check.to(device, non_blocking=True)

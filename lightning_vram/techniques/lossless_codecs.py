@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from lightning_vram.private_names.dispatch import FakeTensor
 from lightning_vram.techniques.mask_bits import pack_bits, unpack_bits
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size

@@ -7,6 +7,7 @@ from types import FrameType
 import torch
 from torch import Tensor, nn
 
+from lightning_vram.private_names.tensors import base_of, is_view
 from lightning_vram.techniques.layer_selection import LayerSelection
 from lightning_vram.techniques.lossy_codecs import LossyFormat, encoded_itemsize
 from lightning_vram.techniques.running_layers import RunningLayers
@@ -42,7 +43,8 @@ class LossyPermission:
         """Whether ``tensor``, which is being saved, may get an error, unless its values forbid it."""
         if is_exact_only() or not self.is_inside or not tensor.requires_grad:
             return False
-        if (tensor._base if tensor._is_view() and tensor._base is not None else tensor).is_leaf:
+        base = base_of(tensor) if is_view(tensor) else None
+        if (base if base is not None else tensor).is_leaf:
             return False  # somebody else keeps its memory alive
         is_number = tensor.dtype in _DTYPES and tensor.dtype.itemsize > self._itemsize
         return is_number and tensor.nbytes >= self._min_bytes and tensor.shape[-1:] != (1,)

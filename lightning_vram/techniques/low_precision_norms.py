@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_vram.private_names.autograd import is_in_transform
 from lightning_vram.techniques.class_swap import has_own_forward, plain_class_forward
 from lightning_vram.techniques.precision_swaps import PrecisionState, PrecisionSwap, PrecisionSwaps
 from lightning_vram.techniques.tensor_trees import cast_where
@@ -145,7 +146,7 @@ def _is_castable(device_type: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # it compiles once for each stack
 def _is_transformed() -> bool:
     """Whether ``torch.func`` is at work."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return is_in_transform()
 
 
 def _is_float32(leaf: object) -> bool:

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from lightning_vram.private_names.operators import neg_view
 from lightning_vram.techniques.host_arena import unseen
 
 
@@ -27,7 +28,7 @@ def to_flat(tensor: Tensor, start: int, length: int) -> Tensor:
     """Return ``length`` elements of the memory of an alias from ``start`` on, as they lie there."""
     with unseen(tensor):
         if tensor.is_neg():
-            tensor = torch._neg_view(tensor)
+            tensor = neg_view(tensor)
         if tensor.is_conj():
             tensor = tensor.conj()
         return tensor.as_strided((length,), (1,), start)
@@ -47,4 +48,4 @@ def to_view(flat: Tensor, dtype: torch.dtype, geometry: Geometry) -> Tensor:
         view = typed.as_strided(geometry.shape, geometry.strides, typed.storage_offset() + geometry.offset)
         if geometry.is_conj:
             view = view.conj()
-        return torch._neg_view(view) if geometry.is_neg else view
+        return neg_view(view) if geometry.is_neg else view

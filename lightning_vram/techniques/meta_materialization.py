@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils import swap_tensors
 
+from lightning_vram.private_names.modules import own_buffers, own_parameters
 from lightning_vram.techniques.module_initializers import iterate_initializers, spare_others
 
 _SHOWN_CLASSES = 5
@@ -71,7 +72,7 @@ def _check(module: nn.Module, model: nn.Module) -> None:
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for named in (module._parameters, module._buffers):
+    for named in (own_parameters(module), own_buffers(module)):
         yield from ((name, tensor) for name, tensor in named.items() if tensor is not None)
 
 

@@ -13,7 +13,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-_RESETS = ("reset_parameters", "_reset_parameters")  # the latter is what nn.MultiheadAttention calls it
+from lightning_vram.private_names.modules import RESET_ATTENTION, own_buffers, own_parameters
+
+_RESETS = ("reset_parameters", RESET_ATTENTION)
 _INITIALIZER = "_init_weights"
 _KEPT = "_is_hf_initialized"  # transformers from 5.0 leaves tensors with this mark alone
 
@@ -65,7 +67,7 @@ def _keeping(part: nn.Module, initialize: Callable[[], object]) -> Callable[[], 
     """Return ``initialize``, but tensors of ``part`` itself that are marked keep their values."""
 
     def run() -> None:
-        own = [tensor for tensor in (*part._parameters.values(), *part._buffers.values()) if tensor is not None]
+        own = [tensor for tensor in (*own_parameters(part).values(), *own_buffers(part).values()) if tensor is not None]
         kept = [(tensor, tensor.clone()) for tensor in own if hasattr(tensor, _KEPT)]
         initialize()
         for tensor, values in kept:

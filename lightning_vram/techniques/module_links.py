@@ -18,14 +18,13 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as hooks_of_all_modules
 from torch.nn.utils.parametrize import is_parametrized
-from torch.utils._pytree import tree_leaves
 
+from lightning_vram.private_names.autograd import is_in_transform, is_tracing
+from lightning_vram.private_names.modules import SEE_INPUT, SEE_OUTPUT, has_hooks, have_all_modules_hooks
+from lightning_vram.private_names.tensors import has_gradient_hooks
+from lightning_vram.private_names.trees import tree_leaves
 from lightning_vram.techniques.storage_watch import Memory, StorageWatch, collect_cycles, is_in_backward, tensors_in
-
-_SEE_OUTPUT = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")  # a backward hook sees its gradient
-_SEE_INPUT = ("_forward_pre_hooks", *_SEE_OUTPUT)
 
 
 @dataclass(frozen=True)
@@ -181,8 +180,8 @@ def watch_hooks(module: nn.Module, watch: StorageWatch, stack: ExitStack) -> Non
                     memory.is_seen_by_hook = True
 
     for member in module.modules():
-        sees_output = _has_hooks(member, _SEE_OUTPUT)
-        if _has_hooks(member, _SEE_INPUT):
+        sees_output = has_hooks(member, SEE_OUTPUT)
+        if has_hooks(member, SEE_INPUT):
             before = member.register_forward_pre_hook(lambda _, args, kwargs: see((args, kwargs)), with_kwargs=True)
             stack.callback(before.remove)
         if sees_output:
@@ -191,12 +190,12 @@ def watch_hooks(module: nn.Module, watch: StorageWatch, stack: ExitStack) -> Non
 
 def has_global_hooks() -> bool:
     """Whether hooks are set on all modules there are: they see everything."""
-    return any(getattr(hooks_of_all_modules, f"_global{name}", None) for name in _SEE_INPUT)
+    return have_all_modules_hooks(SEE_INPUT)
 
 
 def has_tensor_hooks(tensor: Tensor) -> bool:
     """Whether somebody asked for the gradient of ``tensor``."""
-    return bool(tensor._backward_hooks) or tensor.retains_grad
+    return has_gradient_hooks(tensor) or tensor.retains_grad
 
 
 def is_plain(value: Any) -> bool:
@@ -207,8 +206,8 @@ def is_plain(value: Any) -> bool:
         and not value.is_inference()
         and not is_in_backward()
         and not (value.requires_grad and not torch.is_grad_enabled())  # what a reentrant checkpoint was given
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and not torch._C._is_tracing()
+        and not is_in_transform()
+        and not is_tracing()
     )
 
 

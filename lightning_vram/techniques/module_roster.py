@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_vram.private_names.modules import HOOK_KIND, PARAMETERS, own_children
 from lightning_vram.techniques.attribute_layout import AttributeLayout
 from lightning_vram.techniques.attribute_state import AttributeState, put_parameters_back
 
 _REGISTRIES = {name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set)}
 _IMMUTABLE = (bool, int, float, str, torch.dtype, torch.device, torch.Size)
-_read_registries = itemgetter(*_REGISTRIES - {"_parameters"})
+_read_registries = itemgetter(*_REGISTRIES - {PARAMETERS})
 
 Skip = Callable[[nn.Module], bool]
 
@@ -35,7 +36,7 @@ class LeafStates:
         self._leaves = leaves
         self._kinds = [*map(type, leaves)]
         self._attributes = [*map(dict.copy, attributes)]
-        self._parameters: list[dict[str, Tensor | None]] = [one["_parameters"].copy() for one in attributes]
+        self._parameters: list[dict[str, Tensor | None]] = [one[PARAMETERS].copy() for one in attributes]
 
     def restore(self) -> None:
         """Put everything back. May be called again."""
@@ -50,7 +51,7 @@ class LeafStates:
                 del now[name]
             for registry in _read_registries(now):  # all were empty
                 registry.clear()
-            put_parameters_back(now["_parameters"], parameters)
+            put_parameters_back(now[PARAMETERS], parameters)
 
 
 class ModuleRoster:
@@ -94,7 +95,7 @@ def iterate_members(module: nn.Module) -> Iterator[nn.Module]:
     while waiting:
         member = waiting.pop()
         yield member
-        children = member._modules
+        children = own_children(member)
         if children:
             for child in children.values():
                 if child is not None and id(child) not in seen:
@@ -106,7 +107,7 @@ def _is_simple_leaf(module: nn.Module) -> bool:
     attributes = vars(module)
     if not type(module).__module__.startswith("torch.nn.modules.") or not attributes.keys() >= _REGISTRIES:
         return False
-    own = [value for name, value in attributes.items() if name not in _REGISTRIES and name != "_is_full_backward_hook"]
+    own = [value for name, value in attributes.items() if name not in _REGISTRIES and name != HOOK_KIND]
     return not any(_read_registries(attributes)) and all(map(_is_immutable, own))
 
 

@@ -20,11 +20,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.eval_frame import OptimizedModule
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_vram.memory.units import MIB
+from lightning_vram.private_names.compiled import OptimizedModule
+from lightning_vram.private_names.modules import (
+    BUFFERS,
+    FORWARD_HOOKS,
+    FORWARD_PRE_HOOKS,
+    PARAMETERS,
+    NormBase,
+    forward_hooks,
+    forward_pre_hooks,
+    own_buffers,
+    own_children,
+    own_parameters,
+)
+from lightning_vram.private_names.tensors import is_view, num_writes
 from lightning_vram.techniques.statistics_reads import StatisticsReads
 from lightning_vram.techniques.versions import storage_address
 
@@ -60,25 +72,25 @@ class _LeafState:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.is_training = module.training
-        self.parameters = module._parameters.copy()
+        self.parameters = own_parameters(module).copy()
         self.requires_grad = [p is not None and p.requires_grad for p in self.parameters.values()]
 
     def rewind(self) -> Callable[[], None]:
         """Put the state from before the first run back; returns what undoes that."""
         attributes = vars(self.module)  # nn.Module's own way to set attributes is slow
-        is_training, registered = attributes["training"], attributes["_parameters"]
+        is_training, registered = attributes["training"], attributes[PARAMETERS]
         now = [(p, p.data, p.requires_grad) for p in registered.values() if p is not None and not _is_sharded(p)]
         attributes["training"] = self.is_training
-        attributes["_parameters"] = parameters = _keep_sharded(self.parameters, registered)
-        hooks = attributes["_forward_hooks"], attributes["_forward_pre_hooks"]
-        attributes["_forward_hooks"], attributes["_forward_pre_hooks"] = OrderedDict(), OrderedDict()  # as it was
+        attributes[PARAMETERS] = parameters = _keep_sharded(self.parameters, registered)
+        hooks = attributes[FORWARD_HOOKS], attributes[FORWARD_PRE_HOOKS]
+        attributes[FORWARD_HOOKS], attributes[FORWARD_PRE_HOOKS] = OrderedDict(), OrderedDict()  # as it was
         for parameter, requires_grad in zip(parameters.values(), self.requires_grad, strict=False):
             _set_requires_grad(parameter, requires_grad)
 
         def restore() -> None:
             attributes["training"] = is_training
-            attributes["_parameters"] = registered
-            attributes["_forward_hooks"], attributes["_forward_pre_hooks"] = hooks
+            attributes[PARAMETERS] = registered
+            attributes[FORWARD_HOOKS], attributes[FORWARD_PRE_HOOKS] = hooks
             for parameter, data, requires_grad in now:
                 if _place(parameter) != _place(data):
                     parameter.data = data
@@ -102,11 +114,11 @@ class _ModuleState(_LeafState):
         generators = _read_generators(now)
         restore_leaf = self.rewind()
         attributes = {name: _copy_plain(value) for name, value in self.attributes.items()}
-        attributes["_parameters"] = module._parameters
-        buffers = self.attributes["_buffers"].items()
-        attributes["_buffers"] = {name: self._stand_in(name, buffer, stand_ins) for name, buffer in buffers}
+        attributes[PARAMETERS] = own_parameters(module)
+        buffers = self.attributes[BUFFERS].items()
+        attributes[BUFFERS] = {name: self._stand_in(name, buffer, stand_ins) for name, buffer in buffers}
         # Views of other tensors stay as they are: FSDP1 sets parameters that way.
-        attributes |= {name: value for name, value in now.items() if isinstance(value, Tensor) and value._is_view()}
+        attributes |= {name: value for name, value in now.items() if isinstance(value, Tensor) and is_view(value)}
         _replace(vars(module), attributes)
         for name, position in self.generators.items():
             vars(module)[name].set_state(position)
@@ -149,7 +161,7 @@ class ModuleSnapshot:
         self._leaves = [_LeafState(member) for member in members if _is_simple_leaf(member)]
         self._states = [_ModuleState(member) for member in members if not _is_simple_leaf(member)]
         for number, state in enumerate(self._states):
-            for name, buffer in state.attributes["_buffers"].items():
+            for name, buffer in state.attributes[BUFFERS].items():
                 if buffer is not None and (self._counts_statistics or not _is_statistic(state.module, name)):
                     start = _copy(buffer) if self._may_be_written(number, name, buffer) else None
                     state.buffers[name] = _Buffer(buffer, _version(buffer), start)
@@ -178,7 +190,7 @@ class ModuleSnapshot:
             for name, buffer in state.buffers.items():
                 is_written = (
                     (number, name) in known
-                    or state.module._buffers.get(name) is not buffer.tensor
+                    or own_buffers(state.module).get(name) is not buffer.tensor
                     or _version(buffer.tensor) != buffer.version
                     or (is_first and differs(buffer.tensor, buffer.start))
                 )
@@ -210,7 +222,8 @@ class ModuleSnapshot:
 
 def _is_simple_leaf(module: nn.Module) -> bool:
     is_stock = type(module).__module__.startswith("torch.nn.modules.") and "forward" not in vars(module)
-    return is_stock and not (module._modules or module._buffers or module._forward_pre_hooks or module._forward_hooks)
+    is_leaf = not (own_children(module) or own_buffers(module))
+    return is_stock and is_leaf and not (forward_pre_hooks(module) or forward_hooks(module))
 
 
 def _read_generators(attributes: dict[str, Any]) -> dict[str, Tensor]:
@@ -252,7 +265,7 @@ def _is_sharded(parameter: Tensor | None) -> bool:
 
 def _is_statistic(module: nn.Module, name: str) -> bool:
     """Running statistics of torch's own norms: written while training, without a trace in the version, but not read."""
-    return isinstance(module, _NormBase) and type(module).forward.__module__.startswith("torch.nn.modules.")
+    return isinstance(module, NormBase) and type(module).forward.__module__.startswith("torch.nn.modules.")
 
 
 def _set_requires_grad(parameter: Tensor | None, requires_grad: bool) -> None:  # noqa: FBT001
@@ -270,7 +283,7 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+    return 0 if tensor.is_inference() else num_writes(tensor)
 
 
 def differs(tensor: Tensor, start: Tensor | None) -> bool:
@@ -284,6 +297,6 @@ def differs(tensor: Tensor, start: Tensor | None) -> bool:
 def iterate_floating_buffers(module: nn.Module) -> Iterator[Tensor]:
     """Yield the buffers of ``module`` that are neither masks nor statistics of torch's own norms."""
     for member in module.modules():
-        for name, buffer in member._buffers.items():
+        for name, buffer in own_buffers(member).items():
             if buffer is not None and buffer.dtype not in (torch.bool, torch.uint8) and not _is_statistic(member, name):
                 yield buffer

@@ -6,6 +6,7 @@ from collections.abc import Collection
 import torch
 from torch import nn
 
+from lightning_vram.private_names.modules import own_parameters
 from lightning_vram.techniques.autocast_weights import find_places
 
 _BIASES = {"weight": "bias", "in_proj_weight": "in_proj_bias"}
@@ -21,13 +22,13 @@ def find_narrow_weights(module: nn.Module, leave_out: Collection[nn.Module] = ()
         module: Any module.
         leave_out: Modules that compute in float32.
     """
-    owners = Counter(id(p) for part in module.modules() for p in part._parameters.values() if p is not None)
+    owners = Counter(id(p) for part in module.modules() for p in own_parameters(part).values() if p is not None)
     narrow: set[nn.Parameter] = set()
     for part in module.modules():
         if part in leave_out:
             continue
         for child, name in find_places(part, leave_out):
             holder = part if child is None else part.get_submodule(child)
-            found = [holder._parameters.get(name), holder._parameters.get(_BIASES.get(name, ""))]
+            found = [own_parameters(holder).get(name), own_parameters(holder).get(_BIASES.get(name, ""))]
             narrow.update(p for p in found if p is not None and p.dtype is torch.float32 and owners[id(p)] == 1)
     return narrow

@@ -2,8 +2,8 @@
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
+from lightning_vram.private_names.modules import NormBase
 from lightning_vram.techniques.batch_norm_momentum import NormMomentum
 
 
@@ -23,7 +23,7 @@ class NormCounting:
             (norm.num_batches_tracked, norm.num_batches_tracked.clone())
             for norm in module.modules()
             # A cumulative average (momentum=None) takes its factor from this count, and every part counts.
-            if isinstance(norm, _NormBase) and norm.num_batches_tracked is not None and norm.momentum is not None
+            if isinstance(norm, NormBase) and norm.num_batches_tracked is not None and norm.momentum is not None
         ]
 
     def begin_part(self, share: float) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_vram.private_names.operators import BATCH_NORM, BATCH_NORM_WITHOUT_STATISTICS
 from lightning_vram.techniques.recipes import Recipe, Value
 
 aten = torch.ops.aten
@@ -57,19 +58,19 @@ class BatchNormRecipe(Recipe):
 
 def without_running_statistics(function: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the arguments for the second run of a batch norm: in training it must not move its buffers again."""
-    if function is aten._native_batch_norm_legit.no_stats or not args[_TRAINING]:
+    if function is BATCH_NORM_WITHOUT_STATISTICS or not args[_TRAINING]:
         return args
     return (*args[:3], None, None, *args[5:])
 
 
 def second_run(function: Any) -> Any:
     """Return the operator for the second run: one that takes calls without running statistics."""
-    return aten.native_batch_norm.default if function is aten._native_batch_norm_legit.default else function
+    return aten.native_batch_norm.default if function is BATCH_NORM else function
 
 
 def is_training(function: Any, args: tuple[Any, ...]) -> bool:
     """Whether the call normalises by the statistics of its batch."""
-    return function is aten._native_batch_norm_legit.no_stats or bool(args[_TRAINING])
+    return function is BATCH_NORM_WITHOUT_STATISTICS or bool(args[_TRAINING])
 
 
 def _normalise(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, deviation: Tensor) -> Tensor:

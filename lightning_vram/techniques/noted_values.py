@@ -4,14 +4,12 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from lightning_vram.private_names.tensors import count_storage_users, num_writes, storage_identity
 from lightning_vram.techniques.kept_tensors import Kept
 from lightning_vram.techniques.recipes import Recipe, Value
 from lightning_vram.techniques.versions import NO_VERSION, storage_address, version_of
-
-_address = torch._C._storage_address  # type: ignore[attr-defined]
 
 
 class NotedValues:
@@ -37,7 +35,7 @@ class NotedValues:
         if value is None or value() is not tensor or value.version == NO_VERSION:
             return None
         # Not by way of version_of() and storage_address(): this runs for every argument of every cheap operator.
-        if value.version != tensor._version or (value.address and value.address != _address(tensor)):
+        if value.version != num_writes(tensor) or (value.address and value.address != storage_identity(tensor)):
             return None  # written to, or its ``.data`` set
         return value
 
@@ -88,7 +86,7 @@ class NotedValues:
             if kept is not None:
                 num_known += kept.holds_memory and kept.tensor is not target
                 kept.before_write()
-        if address and torch._C._storage_Use_Count(address) > num_known:
+        if address and count_storage_users(address) > num_known:
             self._sort_in()
             for value in self._by_address.pop(address, ()):
                 if value() is not target:

@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_vram.memory.storages import iterate_storages, iterate_tensors
+from lightning_vram.private_names.autograd import current_graph_task_id
+from lightning_vram.private_names.dispatch import FakeTensor
+from lightning_vram.private_names.tensors import storage_key
 from lightning_vram.techniques.versions import storage_address
 
 
@@ -43,7 +45,7 @@ class OffloadCandidates:
     def keep_storage(self, storage: torch.UntypedStorage) -> None:
         """Let ``storage`` stay as long as it lives."""
         with self._lock:
-            self._in_place[storage._cdata] = weakref.ref(storage)
+            self._in_place[storage_key(storage)] = weakref.ref(storage)
 
     def may_travel(self, tensor: Tensor) -> bool:
         """Whether ``tensor``, or a part of its memory, may be sent away."""
@@ -53,7 +55,7 @@ class OffloadCandidates:
         known = self._in_place.get(address)
         if known is not None and known() is not None:
             return False
-        if torch._C._current_graph_task_id() != -1:  # in a backward: needed again at once, or by the next backward
+        if current_graph_task_id() != -1:  # in a backward: needed again at once, or by the next backward
             return False
         return tensor.numel() > 0 and self._is_on_device(tensor) and not tensor.is_quantized
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from lightning_vram.private_names.dispatch import FakeTensor
 from lightning_vram.techniques.disk_ring import DiskRing
 from lightning_vram.techniques.host_arena import HostArena, unseen
 from lightning_vram.techniques.offload_places import DiskPlace, HostPlace, NoPlace, Place

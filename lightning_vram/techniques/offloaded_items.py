@@ -5,8 +5,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from lightning_vram.private_names.autograd import current_graph_task_id
+from lightning_vram.private_names.dispatch import FakeTensor
+from lightning_vram.private_names.tensors import num_writes
 from lightning_vram.techniques.forward_history import Run
 from lightning_vram.techniques.host_arena import unseen
 from lightning_vram.techniques.offload_places import Parcel
@@ -24,7 +26,7 @@ class _Loan(NamedTuple):
 
     @property
     def is_intact(self) -> bool:
-        return self.counter._version == self.version
+        return num_writes(self.counter) == self.version
 
 
 class OffloadedItem:
@@ -89,7 +91,7 @@ class OffloadedItem:
         """Send the bytes of ``tensor`` away."""
         self.parcel = self._route.place.put(flat, window_bytes)
         if self.parcel.departure.source is not None:
-            self._snapshot = version_counter(tensor), tensor._version
+            self._snapshot = version_counter(tensor), num_writes(tensor)
 
     def still_holds(self, tensor: Tensor, start_bytes: int) -> bool:
         """Whether what was sent is what the memory of ``tensor`` holds from ``start_bytes`` on.
@@ -133,7 +135,7 @@ class OffloadedItem:
                 self._device = flat
             self._arrival = self._route.copies.note_made(flat)
         if self._loan is None and type(flat) is not FakeTensor:
-            self._loan = _Loan(version_counter(flat), flat._version, torch._C._current_graph_task_id())
+            self._loan = _Loan(version_counter(flat), num_writes(flat), current_graph_task_id())
         return flat
 
     def note_handle(self) -> int:
@@ -198,7 +200,7 @@ class OffloadedItem:
         if self._lent is None or loan is None or not loan.is_intact:
             return None
         # After that backward it may be a gradient, to which writes are common that no version tells of.
-        return self._lent() if loan.graph_task == torch._C._current_graph_task_id() else None
+        return self._lent() if loan.graph_task == current_graph_task_id() else None
 
     def _in_flight(self) -> Tensor | None:
         """Return the very memory it was copied from, as long as a copy in flight holds it and nobody wrote to it."""
@@ -206,4 +208,4 @@ class OffloadedItem:
             return None
         source = self.parcel.departure.source
         counter, version = self._snapshot
-        return source if counter._version == version else None
+        return source if num_writes(counter) == version else None

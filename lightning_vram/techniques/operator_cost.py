@@ -17,7 +17,29 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+
+from lightning_vram.private_names.operator_names import (
+    ACTIVATED_PRODUCT,
+    ATTENTIONS,
+    CONVOLUTIONS,
+    MKL_PRODUCTS,
+    MKLDNN_CONVOLUTIONS,
+    MKLDNN_PRODUCTS,
+    OTHER_PRODUCTS,
+    PRODUCTS,
+    RECURRENT,
+    SPARSE_PRODUCTS,
+    VIEWS,
+)
+from lightning_vram.private_names.operators import (
+    HigherOrderOperator,
+    OpOverload,
+    OpOverloadPacket,
+    all_operator_names,
+    packet_name,
+    schema_of,
+)
+from lightning_vram.private_names.trees import tree_leaves
 
 BALANCE = 160.0
 """FLOPs a GPU does in the time it moves one byte.
@@ -30,51 +52,39 @@ the order of the costly ones stays.
 """
 
 
-def _names(namespace: str, names: str) -> frozenset[str]:
-    return frozenset(f"{namespace}::{name}" for name in names.split())
+def _names(namespace: str, *names: str) -> frozenset[str]:
+    return frozenset(f"{namespace}::{name}" for name in " ".join(names).split())
 
 
 _FLAT_PRODUCTS = (  # two FLOPs per element of the result and per number in the last dimension of the left matrix
-    _names("aten", "mm bmm addmm baddbmm _addmm_activation mv dot vdot linear mkldnn_linear _int_mm _scaled_mm")
-    | _names("aten", "_scaled_mm_v2 _grouped_mm _scaled_grouped_mm _scaled_grouped_mm_v2 addmv")
-    | _names("aten", "_weight_int8pack_mm _weight_int4pack_mm _weight_int4pack_mm_for_cpu _mixed_dtypes_linear")
-    | _names("mkldnn", "_linear_pointwise")
-    | _names("mkl", "_mkl_linear")
+    _names("aten", "mm bmm addmm baddbmm mv dot vdot linear mkldnn_linear addmv", PRODUCTS)
+    | _names("mkldnn", MKLDNN_PRODUCTS)
+    | _names("mkl", MKL_PRODUCTS)
 )
-_SPARSE_PRODUCTS = _names(
-    "aten", "_sparse_mm _sparse_addmm _cslt_sparse_mm _sparse_semi_structured_mm _sparse_semi_structured_addmm"
-) | _names("aten", "_sparse_semi_structured_linear sparse_sampled_addmm")
+_SPARSE_PRODUCTS = _names("aten", "sparse_sampled_addmm", SPARSE_PRODUCTS)
 _CONVOLUTIONS = (
-    _names("aten", "convolution _convolution convolution_overrideable mkldnn_convolution cudnn_convolution")
+    _names("aten", "convolution convolution_overrideable mkldnn_convolution cudnn_convolution")
     | _names("aten", "cudnn_convolution_transpose cudnn_convolution_relu cudnn_convolution_add_relu conv_tbc")
     | _names("aten", "miopen_convolution miopen_convolution_transpose miopen_depthwise_convolution")
-    | _names("aten", "miopen_convolution_relu miopen_convolution_add_relu _mps_convolution _mps_convolution_transpose")
-    | _names("aten", "_conv_depthwise2d conv_depthwise3d _slow_conv2d_forward slow_conv3d_forward thnn_conv2d")
+    | _names("aten", "miopen_convolution_relu miopen_convolution_add_relu")
+    | _names("aten", "conv_depthwise3d slow_conv3d_forward thnn_conv2d")
     | _names("aten", "slow_conv_dilated2d slow_conv_dilated3d slow_conv_transpose2d slow_conv_transpose3d")
-    | _names("aten", "_nnpack_spatial_convolution")
-    | _names("mkldnn", "_convolution_pointwise _convolution_transpose_pointwise")
+    | _names("aten", CONVOLUTIONS)
+    | _names("mkldnn", MKLDNN_CONVOLUTIONS)
 )
-_RECURRENT = _names(
-    "aten", "_cudnn_rnn miopen_rnn mkldnn_rnn_layer _lstm_mps _thnn_fused_lstm_cell _thnn_fused_gru_cell"
-)
-MATMULS = _FLAT_PRODUCTS | _SPARSE_PRODUCTS | _CONVOLUTIONS | _RECURRENT | _names("aten", "addbmm _trilinear")
+_RECURRENT = _names("aten", "miopen_rnn mkldnn_rnn_layer", RECURRENT)
+MATMULS = _FLAT_PRODUCTS | _SPARSE_PRODUCTS | _CONVOLUTIONS | _RECURRENT | _names("aten", "addbmm", OTHER_PRODUCTS)
 """Qualified names, without overload, of matrix products, convolutions and recurrent kernels."""
 
-ATTENTION = (
-    _names("aten", "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu")
-    | _names("aten", "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention")
-    | _names("aten", "_scaled_dot_product_fused_attention_overrideable _scaled_dot_product_attention_math_for_mps")
-    | _names("aten", "_flash_attention_forward _efficient_attention_forward _cudnn_attention_forward")
-    | _names("higher_order", "flex_attention")
-)
+ATTENTION = _names("aten", ATTENTIONS) | _names("higher_order", "flex_attention")
 """Qualified names, without overload, of attention kernels in the forward."""
 
 _FREE = _names(  # they give memory or numbers about tensors, and touch none
-    "aten", "empty empty_like empty_strided new_empty new_empty_strided _unsafe_view _reshape_alias lift_fresh"
+    "aten", "empty empty_like empty_strided new_empty new_empty_strided lift_fresh", VIEWS
 )
 # They read of a large table what they give. Counted by its size, a look-up would cost more than a layer.
 _LOOKUPS = _names("aten", "embedding index index_select gather take slice_copy select_copy")
-_LEFT_MATRIX_SECOND = _names("aten", "addmm baddbmm _addmm_activation addmv")
+_LEFT_MATRIX_SECOND = _names("aten", "addmm baddbmm addmv", ACTIVATED_PRODUCT)
 _SHOWN_NAMES = 5
 
 
@@ -150,15 +160,15 @@ def _resolve(name: object) -> list[Any]:
         found = getattr(torch.ops, namespace)
         for part in rest:
             found = getattr(found, part, None)
-    if isinstance(found, torch._ops.OpOverloadPacket):
+    if isinstance(found, OpOverloadPacket):
         return [getattr(found, overload) for overload in _overloads(found)]
-    if isinstance(found, torch._ops.OpOverload | torch._ops.HigherOrderOperator):
+    if isinstance(found, OpOverload | HigherOrderOperator):
         return [found]
     raise ValueError(f"operators={name!r} is no operator of torch.ops. {_suggest(name)}")
 
 
 def _suggest(name: str) -> str:
-    known = sorted({known.partition(".")[0].replace("::", ".") for known in torch._C._dispatch_get_all_op_names()})
+    known = sorted({known.partition(".")[0].replace("::", ".") for known in all_operator_names()})
     plain = name.replace("::", ".").removeprefix("torch.ops.")
     parts = plain.split(".")
     wanted = ".".join(parts[:2]) if len(parts) > 1 else f"aten.{plain}"
@@ -178,11 +188,11 @@ def _overloads(packet: Any) -> list[str]:
 @cache
 def _qualified_name(func: Any) -> str:
     """``"aten::mm"``, without the overload."""
-    if isinstance(func, torch._ops.OpOverload):
-        return str(func._schema.name)
-    if isinstance(func, torch._ops.OpOverloadPacket):
-        return str(func._qualified_op_name)
-    if isinstance(func, torch._ops.HigherOrderOperator):
+    if isinstance(func, OpOverload):
+        return str(schema_of(func).name)
+    if isinstance(func, OpOverloadPacket):
+        return packet_name(func)
+    if isinstance(func, HigherOrderOperator):
         name: Any = func.name
         return f"higher_order::{name()}"
     return ""
@@ -191,15 +201,15 @@ def _qualified_name(func: Any) -> str:
 @cache
 def _is_view(func: Any) -> bool:
     """Whether results share memory with arguments that are not written to."""
-    if not isinstance(func, torch._ops.OpOverload):
+    if not isinstance(func, OpOverload):
         return False
-    aliases = [result.alias_info for result in func._schema.returns]
+    aliases = [result.alias_info for result in schema_of(func).returns]
     return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
 
 
 @cache
 def _is_mutable(func: Any) -> bool:
-    return not isinstance(func, torch._ops.OpOverload) or bool(func._schema.is_mutable)
+    return not isinstance(func, OpOverload) or bool(schema_of(func).is_mutable)
 
 
 def _iterate_tensors(tree: Any) -> Iterator[Tensor]:

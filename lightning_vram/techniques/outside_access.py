@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from lightning_vram.private_names.modules import own_children, own_parameters
+
 if dist.is_available():
     from torch.distributed.fsdp import FSDPModule  # absent from builds without torch.distributed
 
@@ -86,7 +88,7 @@ def _iterate_chains(root: nn.Module) -> Iterator[tuple[nn.Module, Chain]]:
         if kind not in known:
             known[kind] = _read_chains(kind)
         for chain in known[kind]:
-            yield from ((module, chain[start:]) for start, name in enumerate(chain) if name in module._modules)
+            yield from ((module, chain[start:]) for start, name in enumerate(chain) if name in own_children(module))
 
 
 def _read_chains(kind: type) -> set[Chain]:
@@ -123,7 +125,7 @@ def _follow(module: nn.Module, chain: Chain) -> tuple[list[nn.Module], Chain]:
     """Return the modules along a chain, and what of it is left."""
     path: list[nn.Module] = []
     for position, name in enumerate(chain):
-        child = module._modules.get(name)
+        child = own_children(module).get(name)
         if child is None:
             return path, chain[position:]
         module = child
@@ -132,4 +134,4 @@ def _follow(module: nn.Module, chain: Chain) -> tuple[list[nn.Module], Chain]:
 
 
 def _is_parameter(module: nn.Module, name: str) -> bool:
-    return name in module._parameters or is_parametrized(module, name)
+    return name in own_parameters(module) or is_parametrized(module, name)

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_vram.private_names.tensors import num_writes
 from lightning_vram.techniques.cheap_operators import in_place_form
 from lightning_vram.techniques.kept_tensors import Kept
 from lightning_vram.techniques.recipes import Recipe, Value, WriteRecipe
@@ -35,7 +36,7 @@ class Dropped:
         self._sources = sources  # keeps them alive
         self.depth = depth  # operators to run one after the other
         self._counter = version_counter(tensor)
-        self._version = tensor._version
+        self._version = num_writes(tensor)
         self._shape = tensor.shape
         self._num_saved = 0
         self.num_waiting = 0

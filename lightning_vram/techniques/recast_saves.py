@@ -4,18 +4,17 @@ The backward casts again: the same kernel on the same values, so gradients are e
 meanwhile goes to the hooks outside: those of a checkpoint, of offloading, of the user.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from lightning_vram.private_names.autograd import innermost_hooks
+from lightning_vram.private_names.tensors import num_writes
 from lightning_vram.techniques.hidden_from_dynamo import hide_from_dynamo
 from lightning_vram.techniques.saved_tensor_stage import pack_in_place, unpack
 from lightning_vram.techniques.versions import check_version, storage_address
-
-_Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 class _Recast:
@@ -52,14 +51,12 @@ class RecastSaves:
 
     def __init__(self) -> None:
         self._weights: dict[int, tuple[Tensor, int]] = {}  # by address of the storage of the cast
-        ignore_is_tracing = False
-        outside: _Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(ignore_is_tracing)
-        self._pack_outside, self._unpack_outside = outside if outside is not None else (pack_in_place, unpack)
+        self._pack_outside, self._unpack_outside = innermost_hooks() or (pack_in_place, unpack)
 
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """Return ``weight`` in ``dtype``, differentiably. It must live to the end of the call."""
         cast = weight.to(dtype)
-        self._weights[storage_address(cast)] = weight, weight._version
+        self._weights[storage_address(cast)] = weight, num_writes(weight)
         return cast
 
     def hooks(self) -> saved_tensors_hooks:

@@ -12,11 +12,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import increment_version
-from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
+from lightning_vram.private_names.dispatch import FakeTensor, UnwrappedMode
+from lightning_vram.private_names.operators import BATCH_NORM_WITHOUT_STATISTICS, TO_COPY, is_on_lists
+from lightning_vram.private_names.tensors import num_writes
 from lightning_vram.techniques.cheap_operators import (
     Family,
     family_of,
@@ -49,7 +50,7 @@ _HoldInputs = Callable[[Value], "list[Kept | Dropped] | None"]
 _SCALINGS = frozenset({aten.mul_.Tensor, aten.div_.Tensor, aten.mul_.Scalar, aten.div_.Scalar})
 
 
-class RecipeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class RecipeRecorder(UnwrappedMode):  # type: ignore[no-untyped-call]
     """Notes a :class:`Value` for each result of a cheap operator while it is entered."""
 
     supports_higher_order_operators = True
@@ -79,10 +80,6 @@ class RecipeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def ignore_compile_internals(cls) -> bool:
         """Let compiled callables run compiled: else Dynamo silently runs them eagerly."""
         return True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # a wrapper around every call, a tenth of the cost of the mode: it is hidden below
 
     def clear(self, num_saved: int) -> bool:
         """Forget this run, in which autograd saved ``num_saved`` tensors, but for what was learned from it.
@@ -180,9 +177,9 @@ class RecipeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _copy_parameter(self, parameter: Tensor) -> Tensor:
         """Copy a parameter that will not be there when a second run asks: FSDP frees it after its layer's forward."""
         known = self._copies.get(id(parameter))
-        if known is None or known[0] is not parameter or known[1] != parameter._version:
+        if known is None or known[0] is not parameter or known[1] != num_writes(parameter):
             with self.paused(), torch.no_grad():
-                known = self._copies[id(parameter)] = (parameter, parameter._version, parameter.detach().clone())
+                known = self._copies[id(parameter)] = (parameter, num_writes(parameter), parameter.detach().clone())
         return known[2]
 
     def _note(self, tensor: Tensor, recipe: Recipe, index: int = 0) -> Value:
@@ -219,7 +216,7 @@ class RecipeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _growing(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         recipe = self._recipe(func, args, kwargs)
         result = func(*args, **kwargs) if kwargs else func(*args)
-        if not is_strided(result) or (func is aten._to_copy.default and not _is_believed_copy(args[0], result)):
+        if not is_strided(result) or (func is TO_COPY and not _is_believed_copy(args[0], result)):
             return result
         if not torch.is_grad_enabled():
             self._note(result, recipe)
@@ -279,7 +276,7 @@ class RecipeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         recipe = BatchNormRecipe(second_run(func), filled, kwargs, inputs)
         recipe.position = self._position
         results = func(*args, **kwargs) if kwargs else func(*args)
-        if in_training and func is not aten._native_batch_norm_legit.no_stats:
+        if in_training and func is not BATCH_NORM_WITHOUT_STATISTICS:
             recipe.replace_running_statistics(args[3])
         if in_training and func is aten.native_batch_norm.default:
             recipe.keep_statistics(results)
@@ -293,7 +290,7 @@ class RecipeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         draw = DrawRecipe(func, source, probability, None) if self._dropout == "replay" else None
         of_source = self.values.value_of(source)
         result, mask = func(*args, **kwargs) if kwargs else func(*args)
-        of_mask = self.values.note(mask, draw, mask._version, 1, kind=MaskValue)
+        of_mask = self.values.note(mask, draw, num_writes(mask), 1, kind=MaskValue)
         of_mask.is_scaled = False  # type: ignore[attr-defined]
         self._position += 1
         recipe = DropoutRecipe(of_source, of_mask, probability)
@@ -308,7 +305,7 @@ class RecipeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._before_write(mask)
         draw = DrawRecipe(func, mask, probability, generator) if self._dropout == "replay" else None
         result = func(*args, **kwargs) if kwargs else func(*args)
-        value = self.values.note(mask, draw, mask._version + 1, kind=MaskValue)
+        value = self.values.note(mask, draw, num_writes(mask) + 1, kind=MaskValue)
         value.is_scaled = False  # type: ignore[attr-defined]
         return result
 
@@ -326,7 +323,7 @@ class RecipeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             recipe.position = self._position
         self._before_write(target)
         result = func(*args, **kwargs) if kwargs else func(*args)
-        version = target._version + 1  # autograd counts the write after this returns
+        version = num_writes(target) + 1  # autograd counts the write after this returns
         if recipe is not None and isinstance(before, MaskValue) and before.recipe is None:
             if func in _SCALINGS and _is_scale(args[1], target.dtype):
                 before.version = version  # the zeros of the mask are still there to be read
@@ -341,7 +338,7 @@ class RecipeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for target in targets:
             self._before_write(target, is_told=False)  # fused optimizers count no version either
         result = func(*args, **kwargs) if kwargs else func(*args)
-        if func.namespace == "aten" and func.__name__.startswith("_foreach"):
+        if is_on_lists(func):
             # On the host a dispatch mode keeps these from counting their writes, by which autograd knows of them.
             increment_version([target for target in targets if not target.is_inference()])
         return result

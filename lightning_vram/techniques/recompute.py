@@ -25,9 +25,11 @@ from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from lightning_vram.private_names.autocast import without_autocast
+from lightning_vram.private_names.dispatch import FakeTensor
+from lightning_vram.private_names.tensors import base_of, is_view, num_writes
 from lightning_vram.techniques.cheap_operators import Family, family_of
 from lightning_vram.techniques.hidden_from_dynamo import hide_from_dynamo
 from lightning_vram.techniques.kept_tensors import Kept, KeptElsewhere, KeptMask
@@ -140,14 +142,14 @@ class Recomputation:
         """Decide what becomes of a tensor that autograd saves; return what stands for it."""
         kind = type(tensor)
         if kind is nn.Parameter:
-            return tensor, tensor._version  # itself: FSDP refills the memory of parameters
+            return tensor, num_writes(tensor)  # itself: FSDP refills the memory of parameters
         self.report.num_saved += 1
         if kind not in PLAIN_TYPES or not is_strided(tensor):
             return tensor.detach() if tensor.grad_fn is not None else tensor
         value = self._values.find(tensor)
         if value is None:
             if tensor.nbytes < self._min_bytes or id(tensor) in self._lasting:
-                return tensor if tensor.is_leaf else alias(tensor), tensor._version
+                return tensor if tensor.is_leaf else alias(tensor), num_writes(tensor)
             return self._keep(self._values.value_of(tensor), tensor)
         if value.is_copy and value.recipe is not None:
             is_fresh = value.recipe.position == self._recorder.position
@@ -166,7 +168,7 @@ class Recomputation:
         if type(packed) is Kept:
             return packed.restore()
         dropped: Dropped | KeptElsewhere | KeptMask = packed
-        with self._recorder.paused(), torch.no_grad(), torch._C._DisableAutocast():
+        with self._recorder.paused(), torch.no_grad(), without_autocast():
             return dropped.restore()
 
     def _decide(self, value: Value, tensor: Tensor) -> Any:
@@ -177,21 +179,21 @@ class Recomputation:
         recipe = value.recipe
         if dropped is None and recipe is not None and tensor.nbytes >= self._min_bytes:
             if recipe.depth == 0 and type(recipe.inputs[0]()) is nn.Parameter:
-                return alias(tensor), tensor._version  # a weight transposed: no memory of its own
+                return alias(tensor), num_writes(tensor)  # a weight transposed: no memory of its own
             dropped = self._drop(value, tensor)
         return dropped.save() if dropped is not None else self._keep(value, tensor)
 
     def _keep(self, value: Value, tensor: Tensor) -> Kept:
         if value.recipe is not None:
             value.recipe.held = None
-        base = tensor._base if tensor._is_view() else None
+        base = base_of(tensor) if is_view(tensor) else None
         is_lasting = self._is_lasting(tensor if base is None else base)
-        with self._recorder.paused(), torch.no_grad(), torch._C._DisableAutocast():
+        with self._recorder.paused(), torch.no_grad(), without_autocast():
             if isinstance(value, MaskValue) and (value.is_scaled or tensor.nbytes >= self._min_bytes):
                 kept: Kept = KeptMask(tensor, self._hand_on)
             else:
                 taken = self._hand_on(tensor) if not is_lasting else None
-                kept = KeptElsewhere(tensor, taken) if taken is not None else Kept(alias(tensor), tensor._version)
+                kept = KeptElsewhere(tensor, taken) if taken is not None else Kept(alias(tensor), num_writes(tensor))
         self._values.watch(value, kept)
         if not is_lasting:
             self.report.kept_bytes += kept.num_bytes
@@ -308,7 +310,7 @@ class Recomputation:
     def _compare(self, value: Value, tensor: Tensor) -> _Fate:
         if self._verify == "never" or type(tensor) is FakeTensor or tensor.is_meta:
             return _Fate.DROPPED
-        with self._recorder.paused(), torch.no_grad(), torch._C._DisableAutocast():
+        with self._recorder.paused(), torch.no_grad(), without_autocast():
             again = rebuild(value, is_trial=True)
             is_equal = again.stride() == tensor.stride() and _same_bits(again, tensor)
         self.report.num_verified += 1

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from lightning_vram.private_names.dispatch import is_traceable_wrapper_subclass
 
 _MISSING = "is missing"
 

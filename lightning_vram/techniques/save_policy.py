@@ -7,6 +7,8 @@ from typing import Any
 import torch
 
 from lightning_vram.memory.checks import check_positive_int
+from lightning_vram.private_names.dispatch import DispatchKey
+from lightning_vram.private_names.operators import OpOverload, OpOverloadPacket, schema_of
 from lightning_vram.techniques.operator_cost import ATTENTION, MATMULS, resolve_operators
 
 _FAMILIES = {"matmuls": MATMULS | ATTENTION, "attention": ATTENTION}
@@ -129,23 +131,23 @@ def _find_overloads(name: str) -> list[Any]:
     """Operators of a family that this torch has."""
     namespace, _, short = name.partition("::")
     found = getattr(getattr(torch.ops, namespace), short, None)
-    if isinstance(found, torch._ops.OpOverloadPacket):
+    if isinstance(found, OpOverloadPacket):
         return [getattr(found, overload) for overload in found.overloads()]  # type: ignore[no-untyped-call]
     return [found] if found is not None else []
 
 
 def _gives_new_memory(operator: Any) -> bool:
-    if not isinstance(operator, torch._ops.OpOverload):
+    if not isinstance(operator, OpOverload):
         return True
-    schema = operator._schema
+    schema = schema_of(operator)
     return not schema.is_mutable and not any(result.alias_info for result in schema.returns)
 
 
 def _is_composed(operator: Any) -> bool:
     """Whether autograd takes it apart before anybody sees it."""
-    if not isinstance(operator, torch._ops.OpOverload):
+    if not isinstance(operator, OpOverload):
         return False
-    keys = torch._C.DispatchKey
+    keys = DispatchKey
     has_kernel = operator.has_kernel_for_dispatch_key
     try:
         is_own = has_kernel(keys.CPU) or has_kernel(keys.CUDA) or has_kernel(keys.CompositeExplicitAutograd)

@@ -14,10 +14,12 @@ from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_vram.private_names.autocast import without_autocast
+from lightning_vram.private_names.autograd import hide_warning_of_hooks
+from lightning_vram.private_names.dispatch import FakeTensor, TorchDispatchMode
+from lightning_vram.private_names.tensors import base_of, is_view, num_writes
 from lightning_vram.techniques.hidden_from_dynamo import hide_from_dynamo
 from lightning_vram.techniques.stepping_aside import stepping_aside
 from lightning_vram.techniques.versions import alias, check_version, is_strided, storage_address, version_counter
@@ -70,6 +72,7 @@ def innermost_stage() -> Stage | None:
 @contextmanager
 def in_chain(stage: Stage) -> Iterator[None]:
     """Let ``stage`` be the innermost inside the block."""
+    hide_warning_of_hooks()
     _chain.stages.append(stage)
     try:
         yield
@@ -149,10 +152,10 @@ class SavedTensorStage(ABC):
     @hide_from_dynamo
     def _pack(self, tensor: Tensor) -> Any:
         if type(tensor) in PLAIN_TYPES and is_strided(tensor) and not self._is_lasting(tensor):
-            with torch.no_grad(), torch._C._DisableAutocast():
+            with torch.no_grad(), without_autocast():
                 taken = self.take(tensor)
             if taken is not None:
-                return version_counter(tensor), tensor._version, taken, tensor.shape
+                return version_counter(tensor), num_writes(tensor), taken, tensor.shape
         return pack_in_place(tensor)
 
     @hide_from_dynamo
@@ -161,7 +164,7 @@ class SavedTensorStage(ABC):
 
     def _is_lasting(self, tensor: Tensor) -> bool:
         """Whether its memory is that of a parameter or buffer, and stays whether it is saved or not."""
-        base = tensor._base if tensor._is_view() else tensor
+        base = base_of(tensor) if is_view(tensor) else tensor
         return type(base) is nn.Parameter or storage_address(tensor) in self._buffers
 
 
@@ -169,10 +172,10 @@ def pack_in_place(tensor: Tensor) -> Any:
     """Keep a saved tensor as autograd would; see :func:`unpack`."""
     kind = type(tensor)
     if kind is nn.Parameter:
-        return tensor, tensor._version  # itself: FSDP refills the memory of parameters
+        return tensor, num_writes(tensor)  # itself: FSDP refills the memory of parameters
     if kind not in PLAIN_TYPES or not is_strided(tensor):
         return tensor.detach() if tensor.grad_fn is not None else tensor
-    return tensor if tensor.is_leaf else alias(tensor), tensor._version
+    return tensor if tensor.is_leaf else alias(tensor), num_writes(tensor)
 
 
 def unpack(packed: Any) -> Tensor:
@@ -185,5 +188,5 @@ def unpack(packed: Any) -> Tensor:
         saved: Tensor = counter
         return saved
     taken: Taken = packed[2]
-    with torch.no_grad(), torch._C._DisableAutocast():
+    with torch.no_grad(), without_autocast():
         return taken.give()

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_vram.private_names.tensors import local_part_of, num_writes, set_local_part
 from lightning_vram.techniques.pinned_memory import make_host_tensor
 
 
@@ -37,8 +38,8 @@ class ShardLane:
         self.parameters = list(parameters)
         self.dtype = dtype
         self.is_wide = False
-        self._device = device
-        self._sizes = [parameter._sharded_param_data.numel() for parameter in parameters]
+        self.device = device
+        self._sizes = [parameter.memory.numel() for parameter in parameters]
         self.shards = _gather(parameters, self._sizes, home, pin_memory=pin_memory)
         is_narrow = dtype != self.shards.dtype and home != device
         self._narrow = make_host_tensor(self.shards.numel(), dtype, pin_memory=pin_memory) if is_narrow else None
@@ -55,8 +56,7 @@ class ShardLane:
     @property
     def _version(self) -> int:
         """Grows with every write that is counted."""
-        counters = (parameter._sharded_param_data for parameter in self.parameters)
-        return int(self.shards._version + sum(counter._version for counter in counters))
+        return num_writes(self.shards) + sum(num_writes(parameter.memory) for parameter in self.parameters)
 
     @property
     def has_copies(self) -> bool:
@@ -78,8 +78,7 @@ class ShardLane:
         self.is_wide = is_wide
         if self.dtype != self.shards.dtype:
             for parameter in self.parameters:  # FSDP2 makes them again
-                parameter.all_gather_outputs = []
-                vars(parameter).pop("_unsharded_param", None)
+                parameter.forget_whole()
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -89,18 +88,18 @@ class ShardLane:
         if self._narrow is not None:
             source = self._narrow.copy_(self.shards)
         if self._resident is not None:
-            with _side_stream(self._device):
+            with _side_stream(self.device):
                 self._resident.copy_(source, non_blocking=True)
-                self._arrived = _record(self._device)
+                self._arrived = _record(self.device)
         self._seen = self._version
 
     def note_read(self) -> None:
         """Note that the current stream, when it gets there, has read what was fetched."""
-        self._fetched = _record(self._device)
+        self._fetched = _record(self.device)
 
     def finish_reads(self) -> None:
         """Wait until the device has read what another thread is to write: shards on the host, copies anywhere."""
-        if self._fetched is not None and (self.shards.device != self._device or self.has_copies):
+        if self._fetched is not None and (self.shards.device != self.device or self.has_copies):
             self._fetched.synchronize()
 
     def touch(self) -> None:
@@ -117,21 +116,21 @@ class ShardLane:
         if self.has_copies and self._seen != self._version:
             self.refresh()
         if self.is_wide or (self._narrow is None and self._resident is None):
-            flat = self.shards.to(self._device, self.transfer_dtype, non_blocking=True)
+            flat = self.shards.to(self.device, self.transfer_dtype, non_blocking=True)
         elif self._resident is not None:
             flat = self._resident
             if self._arrived is not None:
                 torch.accelerator.current_stream().wait_event(self._arrived)
         else:
             assert self._narrow is not None
-            flat = self._narrow.to(self._device, non_blocking=True)
-        self._fetched = _record(self._device)
+            flat = self._narrow.to(self.device, non_blocking=True)
+        self._fetched = _record(self.device)
         return iter(torch.split(flat, self._sizes))
 
 
 def _gather(parameters: Iterable[Any], sizes: Sequence[int], home: torch.device, *, pin_memory: bool) -> Tensor:
     """Move shards into memory of their own, one after the other."""
-    dtypes = {parameter._sharded_param_data.dtype for parameter in parameters}
+    dtypes = {parameter.memory.dtype for parameter in parameters}
     assert len(dtypes) == 1, dtypes
     dtype, numel = dtypes.pop(), sum(sizes)
     on_host = home.type == "cpu"
@@ -141,12 +140,12 @@ def _gather(parameters: Iterable[Any], sizes: Sequence[int], home: torch.device,
         else torch.empty(numel, dtype=dtype, device=home)
     )
     for parameter, place in zip(parameters, _split(shards, sizes), strict=True):
-        place.copy_(parameter._sharded_param_data)
-        old = parameter.sharded_param._local_tensor
+        place.copy_(parameter.memory)
+        old = local_part_of(parameter.sharded_param)
         length = old.shape[0] if old.numel() else 0
-        parameter._sharded_param_data = place
+        parameter.memory = place
         local = place.view(parameter.padded_sharded_param_size).narrow(0, 0, length)
-        parameter.sharded_param._local_tensor = local.view(old.shape)
+        set_local_part(parameter.sharded_param, local.view(old.shape))
     return shards
 
 

@@ -5,13 +5,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_vram.private_names.fsdp2_states import MARKS, place_of, put_back, remove_hooks
+from lightning_vram.private_names.modules import own_buffers, own_parameters
+from lightning_vram.private_names.tensors import local_part_of
 from lightning_vram.techniques.class_swap import remove_mixin
 from lightning_vram.techniques.sharded_group import ShardedGroup
-
-_MARKS = ("_fsdp", "_is_fsdp", "__composable_api")  # attributes that fully_shard leaves on modules
 
 
 class ReleasedParameter(nn.Parameter):
@@ -37,17 +37,18 @@ class WholeParameters:
         parts = list(module.modules())
         self.can_restore = not any(p.is_meta for p in module.parameters())
         self._marks = [(part, set(vars(part))) for part in parts]
-        self._places = [(part, key, p) for part in parts for key, p in part._parameters.items() if p is not None]
+        self._places = [(part, key, p) for part in parts for key, p in own_parameters(part).items() if p is not None]
         self._originals = {(id(part), key): p for part, key, p in self._places}
         self.shards: dict[nn.Parameter, nn.Parameter] = {}
         self._classes: dict[int, type] = {}
         self._device = {id(p): p.device for _, _, p in self._places}
-        self._buffers = [(part, key, b.device) for part in parts for key, b in part._buffers.items() if b is not None]
+        buffers = [(part, key, b) for part in parts for key, b in own_buffers(part).items() if b is not None]
+        self._buffers = [(part, key, buffer.device) for part, key, buffer in buffers]
 
     def release(self, modules: Iterable[nn.Module]) -> None:
         """Free the memory of those in ``modules``, which have been sharded; the objects stay."""
         for part in (part for module in modules for part in module.modules()):
-            for key, now in part._parameters.items():
+            for key, now in own_parameters(part).items():
                 original = self._originals.get((id(part), key))
                 if original is None or now is None or now is original or original in self.shards:
                     continue
@@ -67,15 +68,15 @@ class WholeParameters:
         """
         restored: dict[nn.Parameter, nn.Parameter] = {}
         for parameter in group.fsdp_params:
-            place, shard = parameter._module_info, parameter.sharded_param
-            original = self._originals[id(place.module), place.param_name]
+            (module, key), shard = place_of(parameter), parameter.sharded_param
+            original = self._originals[id(module), key]
             original.__class__ = self._classes.pop(id(original), type(original))
             original.grad = None
             original.data = _gather(shard).to(self._device[id(original)])
             original.requires_grad_(shard.requires_grad)
             if group.mesh_info.mesh.size() == 1 and shard.grad is not None:
-                original.grad = shard.grad._local_tensor.to(original.device)
-            parameter._setattr_on_modules(original)
+                original.grad = local_part_of(shard.grad).to(original.device)
+            put_back(parameter, original)
             restored[shard] = original
         return restored
 
@@ -83,9 +84,9 @@ class WholeParameters:
     def restore_rest(self) -> None:
         """Move what was not sharded, scalars and buffers, to where it was."""
         for part, key, device in self._buffers:
-            buffer = part._buffers.get(key)
+            buffer = own_buffers(part).get(key)
             if buffer is not None and buffer.device != device:
-                part._buffers[key] = buffer.to(device)
+                own_buffers(part)[key] = buffer.to(device)
         for _, _, parameter in self._places:
             device = self._device[id(parameter)]
             if parameter.device != device:
@@ -97,16 +98,8 @@ class WholeParameters:
     def _remove_marks(self) -> None:
         for part, before in self._marks:
             for mark in set(vars(part)) - before:
-                if mark.startswith(_MARKS):
+                if mark.startswith(MARKS):
                     del vars(part)[mark]  # past a compiled module, which would look for it in what it compiled
-
-
-def list_groups(module: Any) -> list[Any]:
-    """Return FSDP2's groups of parameters of ``module``, one for which ``fully_shard`` was called."""
-    state = module._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []  # before PyTorch 2.13
 
 
 def _hand_over(original: nn.Parameter, shard: nn.Parameter) -> None:
@@ -120,23 +113,13 @@ def _hand_over(original: nn.Parameter, shard: nn.Parameter) -> None:
 
 def detach_fsdp(module: nn.Module) -> None:
     """Take hooks, state and class of FSDP2 off ``module``, one for which ``fully_shard`` was called."""
-    state: Any = module._get_fsdp_state()  # type: ignore[operator]
-    for handle in (state._pre_forward_hook_handle, state._post_forward_hook_handle):
-        handle.remove()
-    for group in list_groups(module):
-        hooks = (group._module_to_pre_save_state_dict_hook_handle, group._module_to_pre_load_state_dict_hook_handle)
-        for handle in (handle for handles in hooks for handle in handles.values()):
-            handle.remove()
-        for parameter in group.fsdp_params:
-            parameter._post_load_hook_handle.remove()
-    _module_state_mapping.pop(module, None)
+    remove_hooks(module)
     remove_mixin(module, FSDPModule)
 
 
 def _gather(shard: Any) -> Tensor:
     """The whole values, in memory of their own."""
     if shard.device_mesh.size() == 1:
-        local: Tensor = shard._local_tensor
-        return local.detach().clone()
+        return local_part_of(shard).detach().clone()
     whole: Tensor = shard.full_tensor()
     return whole.detach()

@@ -8,6 +8,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils import get_total_norm
 
+from lightning_vram.private_names.operators import multiply_each
+from lightning_vram.private_names.tensors import local_part_of
+
 
 def sharded_norm(parameters: Iterable[Tensor]) -> Tensor:
     """Return the common 2-norm of all gradients, the same on every rank. A collective, unless nothing is sharded.
@@ -42,7 +45,7 @@ def scale_gradients(gradients: Sequence[Tensor], factor: Tensor) -> None:
     if factor.device.type == "cpu" and factor == 1:
         return  # as most often; it would take a third of the time of a step
     if gradients:
-        torch._foreach_mul_(list(gradients), factor.to(gradients[0].device))
+        multiply_each(list(gradients), factor.to(gradients[0].device))
 
 
 @torch.no_grad()
@@ -54,4 +57,4 @@ def clip_sharded_values(parameters: Iterable[Tensor], limit: float) -> None:
 
 
 def _local(gradient: Tensor) -> Tensor:
-    return gradient._local_tensor if isinstance(gradient, DTensor) else gradient
+    return local_part_of(gradient) if isinstance(gradient, DTensor) else gradient

@@ -7,10 +7,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
+from lightning_vram.private_names.fsdp2 import FSDPParamGroup, GroupBase
 from lightning_vram.techniques.host_worker import HostWorker, Ticket
 from lightning_vram.techniques.shard_lanes import ShardLane
 from lightning_vram.techniques.sharded_parameter import ShardedParameter
@@ -39,7 +37,7 @@ class GroupOwner(Protocol):
         """The backward is over for ``group``: all that came has landed."""
 
 
-class ShardedGroup(FSDPParamGroup):
+class ShardedGroup(GroupBase):
     """Takes the place of the class of FSDP2's object, by :func:`take_over`.
 
     * Shards come to the device in one copy for each dtype. With one rank, too, on a stream of its own, so that it goes
@@ -54,7 +52,6 @@ class ShardedGroup(FSDPParamGroup):
     owner: GroupOwner
     present: set[ShardedParameter]  # that had a gradient here, in this backward
     doubtful: list[Arrival]  # of those that had none
-    fsdp_params: Any
     _fetched: torch.Event | None
     _landing: Ticket | None
     _pending: Ticket | None
@@ -67,8 +64,8 @@ class ShardedGroup(FSDPParamGroup):
 
     def unshard(self, async_op: bool = False) -> None:  # noqa: FBT001, FBT002 - FSDP2's
         """Fetch the shards, and gather them."""
-        is_skipped = not self.unshard_in_backward and self._training_state == TrainingState.PRE_BACKWARD
-        if self.is_sharded and self._all_gather_result is None and not is_skipped:
+        is_skipped = not self.unshard_in_backward and self.is_before_backward
+        if self.is_sharded and not self.is_gathering and not is_skipped:
             self.finish_step()
             self._choose_width()
             self._fetch(async_op)
@@ -76,7 +73,7 @@ class ShardedGroup(FSDPParamGroup):
 
     def wait_for_unshard(self) -> None:
         """With one rank FSDP2 reads now what was fetched."""
-        is_waiting = self._all_gather_result is not None
+        is_waiting = self.is_gathering
         if is_waiting and self._fetched is not None:
             # Not the stream of torch.accelerator: to that one an event of torch.cuda is none, and it does not wait.
             self.device_handle.current_stream().wait_event(self._fetched)
@@ -88,7 +85,7 @@ class ShardedGroup(FSDPParamGroup):
 
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Count the calls whose gradients will come."""
-        is_new = torch.is_grad_enabled() and self._training_state != TrainingState.FORWARD
+        is_new = torch.is_grad_enabled() and not self.is_in_forward
         result = super().pre_forward(module, args, kwargs)
         self._num_calls += is_new
         self._may_return |= not torch.is_grad_enabled()
@@ -98,21 +95,19 @@ class ShardedGroup(FSDPParamGroup):
 
     def _choose_width(self) -> None:
         # Autocast is off in the backward, and where a user turned it off or calls the module by himself.
-        if self._training_state != TrainingState.PRE_BACKWARD and not self._num_calls:
+        if not self.is_before_backward and not self._num_calls:
             is_wide = not torch.is_autocast_enabled(self.device.type)
             for lane in self.lanes:
                 lane.widen(is_wide)
 
     def _fetch(self, async_op: bool) -> None:  # noqa: FBT001 - FSDP2's
-        is_alone = self._all_gather_process_group.size() == 1
-        if self.device.type == "cpu" or not hasattr(self.comm_ctx, "all_gather_copy_in_stream"):
+        stream = self.gather_stream(async_op=async_op)
+        if stream is None:
             self._fetch_lanes()
             return
-        streams = self.comm_ctx.get_all_gather_streams(async_op, self._training_state)
-        stream = self.comm_ctx.all_gather_copy_in_stream if is_alone else streams[0]
         with self.device_handle.stream(stream):
             self._fetch_lanes()
-            self._fetched = stream.record_event() if is_alone else None
+            self._fetched = stream.record_event() if self.num_shards == 1 else None
 
     def _fetch_lanes(self) -> None:
         for lane in self.lanes:
@@ -124,7 +119,7 @@ class ShardedGroup(FSDPParamGroup):
 
     def post_backward(self, *unused: Any) -> None:
         """Reduce the gradients, and send them to the host."""
-        self._leave_backward()
+        self.leave_backward()
         if not self.reduce_grads:
             super().post_backward(*unused)
             return
@@ -138,21 +133,11 @@ class ShardedGroup(FSDPParamGroup):
         certain = [arrival for arrival in arrivals if arrival[0] not in absent]
         self.present.update(parameter for parameter, _ in certain)
         if self.owner.landing is None:
-            stream = self._post_reduce_stream
-            with self.device_handle.stream(stream):
+            with self.device_handle.stream(self.reduce_stream):
                 self._land(certain, None)
-                self._note_post_reduce(stream)
+                self.await_reduce_stream()
         else:
-            event = None if self.device.type == "cpu" else self._post_reduce_event
-            self._landing = self.owner.landing.submit(partial(self._land, certain, event))
-
-    def _leave_backward(self) -> None:
-        # Else FSDP2 takes what a reentrant checkpoint computes next for a part of the call whose backward is over, and
-        # loses the gradients of all calls of a layer but one.
-        for module in self.modules:
-            if isinstance(module, FSDPModule):  # FSDP2 goes on to call groups that were taken off their modules
-                state: Any = module._get_fsdp_state()
-                state._training_state = TrainingState.IDLE
+            self._landing = self.owner.landing.submit(partial(self._land, certain, self.reduced_event))
 
     def finalize_backward(self) -> None:
         """Wait until the gradients are on the host."""
@@ -187,49 +172,24 @@ class ShardedGroup(FSDPParamGroup):
             return set()
         absent = set()
         for parameter in self.fsdp_params:
-            whole = getattr(parameter, "_unsharded_param", None)
+            whole = parameter.whole
             if whole is not None and whole.requires_grad and whole.grad is None:
                 whole.grad = torch.zeros_like(whole)
                 absent.add(parameter)
         return absent
 
     def _reduce(self) -> list[Arrival]:
-        """Lane by lane: FSDP2 reduces gradients of one dtype only."""
-        parameters, sharded, training = self.fsdp_params, self._sharded_state, self._training_state
         for parameter, buffer in self._buffers():
             parameter.begin_reduction(buffer)
         try:
-            for lane in self.lanes:
-                self.fsdp_params = lane.parameters
-                self._sharded_state, self._training_state = sharded, training
-                self._reduce_dtype = torch.float32 if lane.transfer_dtype.itemsize < 4 and self._has_peers else None
-                event: Any = self._post_reduce_event
-                self._post_reduce_event = None  # else the computation waits for it
-                super().post_backward()
-                if self._post_reduce_event is None:
-                    self._post_reduce_event = event
+            self.reduce_parts((lane.parameters, self._choose_reduce_dtype(lane)) for lane in self.lanes)
         finally:
-            self.fsdp_params = parameters
-            sent = [(parameter, parameter.end_reduction()) for parameter in parameters]
+            sent = [(parameter, parameter.end_reduction()) for parameter in self.fsdp_params]
         return [(parameter, gradient) for parameter, gradient in sent if gradient is not None]
 
-    @property
-    def _post_reduce_stream(self) -> Any:
-        context = self.comm_ctx
-        return context.all_reduce_stream if self._is_hsdp else context.reduce_scatter_stream
-
-    def _note_post_reduce(self, stream: Any) -> None:
-        """Have the end of the backward wait for what was added on ``stream``, after FSDP2 had recorded its event."""
-        if self.device.type == "cpu":
-            return
-        self._post_reduce_event = stream.record_event()
-        events = getattr(self.comm_ctx, "_last_post_reduce_events", None)  # from PyTorch 2.13 on
-        if events is not None:
-            events[stream] = self._post_reduce_event
-
-    @property
-    def _has_peers(self) -> bool:
-        return bool(self.mesh_info.mesh.size() > 1)
+    def _choose_reduce_dtype(self, lane: ShardLane) -> torch.dtype | None:
+        has_peers = self.mesh_info.mesh.size() > 1
+        return torch.float32 if lane.transfer_dtype.itemsize < 4 and has_peers else None
 
     def _buffers(self) -> Iterable[tuple[ShardedParameter, Tensor | None]]:
         """Where on the host gradients go, side by side."""
@@ -284,26 +244,11 @@ class ShardedGroup(FSDPParamGroup):
 
     def show_writes(self) -> None:
         """Let streams that gather, of all groups, wait for a step on the device: FSDP2 does in the root's forward."""
-        stream = getattr(self.comm_ctx, "all_gather_copy_in_stream", None)
-        if stream is not None and self.device.type != "cpu":
-            stream.wait_stream(self.device_handle.current_stream())
+        if self.copy_in_stream is not None:
+            self.copy_in_stream.wait_stream(self.device_handle.current_stream())
 
-    def forget_whole(self) -> None:
-        """Drop gathered parameters that a step has made old."""
-        if not self.is_sharded:
-            self._to_sharded()  # type: ignore[no-untyped-call]
-
-    # --- as FSDP2 wants it ---
-
-    def _init_mp_dtypes(self) -> None:
-        """Dtypes are those of the lanes."""
-        for parameter in self.fsdp_params:
-            parameter.init_dtype_attrs(self.mp_policy)
-        self._orig_dtype = None  # a gradient is cast where it is sent
-        self._reduce_dtype = None
-
-    def _reset_iter_state(self) -> None:
-        """After an exception: nothing that was sent is to land."""
+    def given_up(self) -> None:
+        """After an error: nothing that was sent is to land."""
         self.owner.lost()
         if self.owner.landing is not None:
             self.owner.landing.drain()
@@ -311,7 +256,6 @@ class ShardedGroup(FSDPParamGroup):
         self._num_calls = self._num_returns = 0
         self._may_return = False
         self.present, self.doubtful = set(), []
-        super()._reset_iter_state()
 
 
 def take_over(
@@ -340,6 +284,8 @@ def take_over(
         return str(own), str(dtype_of(parameter) or own)
 
     host.lanes = []
+    for parameter in host.fsdp_params:
+        parameter.__class__ = ShardedParameter
     for _, alike in groupby(sorted(host.fsdp_params, key=key), key):
         parameters = list(alike)
         dtype = dtype_of(parameters[0]) or parameters[0].sharded_param.dtype
@@ -348,7 +294,6 @@ def take_over(
         )
         host.lanes.append(lane)
         for parameter in parameters:
-            parameter.__class__ = ShardedParameter
             parameter.begin(lane)
     host.lanes.sort(key=lambda lane: lane.shards.numel())  # the computation waits for all but the last to be reduced
     return host  # type: ignore[no-any-return]

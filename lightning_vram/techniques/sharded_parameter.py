@@ -5,12 +5,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 
+from lightning_vram.private_names.fsdp2 import ParameterBase
+from lightning_vram.private_names.tensors import gradient_hooks, has_accumulation_hooks, local_part_of, num_writes
 from lightning_vram.techniques.shard_lanes import ShardLane
 
 
-class ShardedParameter(FSDPParam):
+class ShardedParameter(ParameterBase):
     """Takes the place of the class of FSDP2's object, by :func:`~lightning_vram.techniques.sharded_group.take_over`.
 
     FSDP2 by itself casts on the device, so that a shard and its gradient cross the bus in full width, and waits for a
@@ -43,7 +44,7 @@ class ShardedParameter(FSDPParam):
 
         Optimizers have the shard, and code within a training step has what is gathered: either may be frozen.
         """
-        whole = getattr(self, "_unsharded_param", None)
+        whole = self.whole
         both = [self.sharded_param] if whole is None else [self.sharded_param, whole]
         if any(one.requires_grad != self._wants_gradient for one in both):
             self._wants_gradient = not self._wants_gradient
@@ -61,8 +62,9 @@ class ShardedParameter(FSDPParam):
         self.agree_on_gradient()
         self._check_place()
         super().to_unsharded()
-        self._version = self._unsharded_param._version
-        whole, tell = self._unsharded_param, self.on_gradient
+        whole, tell = self.whole, self.on_gradient
+        assert whole is not None
+        self._version = num_writes(whole)
         if tell is not None and whole is not self._told and whole.requires_grad:
             whole.register_post_accumulate_grad_hook(lambda _: tell())  # type: ignore[no-untyped-call]
             self._told = whole
@@ -70,16 +72,16 @@ class ShardedParameter(FSDPParam):
     @property
     def all_gather_inputs(self) -> list[Tensor]:
         """The shard on the device, which the group has fetched."""
-        if self.sharded_state != ShardedState.SHARDED or self.fetched is None:
-            inputs: list[Tensor] = FSDPParam.all_gather_inputs.fget(self)  # type: ignore[attr-defined]
+        if not self.is_shard or self.fetched is None:
+            inputs: list[Tensor] = super().all_gather_inputs
             return inputs
         fetched, self.fetched = self.fetched, None
         return [fetched]
 
     @property
-    def _sharded_local_tensor(self) -> Tensor:
-        """What FSDP2 looks for extensions on: nobody has to wait for that, or to suppose a write."""
-        return self._sharded_param_data
+    def gathered_dtype(self) -> torch.dtype:
+        """What comes to the device."""
+        return self.lane.transfer_dtype
 
     @property
     def offload_to_cpu(self) -> bool:
@@ -118,9 +120,9 @@ class ShardedParameter(FSDPParam):
         if not self.is_reducing:
             return super().to_sharded_dtensor(tensor)
         self._sent = self._send(tensor)
-        if getattr(self.sharded_param, "_backward_hooks", None):
+        if gradient_hooks(self.sharded_param):
             self._sent = self._call_hooks(self._sent)
-        if getattr(self.sharded_param, "_post_accumulate_grad_hooks", None):  # they look at the gradient at once
+        if has_accumulation_hooks(self.sharded_param):  # they look at the gradient at once
             if tensor.device.type != "cpu":
                 torch.accelerator.current_stream().synchronize()
             self.sharded_param.grad = self._held
@@ -128,7 +130,7 @@ class ShardedParameter(FSDPParam):
             self._sent, self._has_landed = None, True
             return self.sharded_param.grad
         if self._stand_in is None:
-            empty = self._sharded_param_data.new_empty(())
+            empty = self.memory.new_empty(())
             self._stand_in = super().to_sharded_dtensor(empty.expand(self.sharded_size))
         return self._stand_in  # FSDP2 wants to set some gradient
 
@@ -139,17 +141,17 @@ class ShardedParameter(FSDPParam):
         if shard.grad is None:
             shard.grad = super().to_sharded_dtensor(gradient.to(shard.dtype))
         else:
-            shard.grad._local_tensor.add_(gradient)
+            local_part_of(shard.grad).add_(gradient)
 
     def _call_hooks(self, gradient: Tensor) -> Tensor:
         """Those of ``Tensor.register_hook``, which autograd calls for what is gathered only."""
-        if self.lane.shards.device.type != self.lane._device.type:
+        if self.lane.shards.device.type != self.lane.device.type:
             torch.accelerator.current_stream().synchronize()
         sharded: Any = super().to_sharded_dtensor(gradient.to(self.sharded_param.dtype))
-        for hook in list((self.sharded_param._backward_hooks or {}).values()):
+        for hook in gradient_hooks(self.sharded_param):
             changed = hook(sharded)
             sharded = sharded if changed is None else changed
-        return sharded._local_tensor  # type: ignore[no-any-return]
+        return local_part_of(sharded)
 
     def reset_sharded_param(self) -> None:
         """As FSDP2 does it after a ``load_state_dict``, which must have loaded in place: shards lie in their lane."""
@@ -158,22 +160,20 @@ class ShardedParameter(FSDPParam):
 
     def _check_writes(self) -> None:
         """Refuse a write to what is gathered, which nobody would see again."""
-        whole = getattr(self, "_unsharded_param", None)
-        if self.sharded_state == ShardedState.UNSHARDED and whole is not None and whole._version != self._version:
-            self._version = whole._version
+        whole = self.whole
+        if self.is_whole and whole is not None and num_writes(whole) != self._version:
+            self._version = num_writes(whole)
             raise RuntimeError(
-                f"Parameter {self._param_fqn!r} was written in place while it was gathered, within a step, and the "
+                f"Parameter {self.name!r} was written in place while it was gathered, within a step, and the "
                 "write would be lost. Write to it in a hook such as on_train_batch_end, and leave out an embedding's "
                 "max_norm."
             )
 
     def _check_place(self) -> None:
         """Refuse a parameter that was put in place of the shard, which FSDP2 would drop."""
-        place = self._module_info
-        now = getattr(place.module, place.param_name)
-        if self.sharded_state == ShardedState.SHARDED and now is not self.sharded_param:
+        if self.is_shard and getattr(self.module, self.key) is not self.sharded_param:
             raise RuntimeError(
-                f"Parameter {self._param_fqn or place.param_name!r} was replaced by another one while it is sharded, "
+                f"Parameter {self.name!r} was replaced by another one while it is sharded, "
                 "which would not be used. Copy values into it under torch.no_grad() instead; not with functional_call "
                 "or assign=True."
             )

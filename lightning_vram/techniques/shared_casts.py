@@ -18,9 +18,14 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from lightning_vram.private_names.dispatch import (
+    FakeTensor,
+    TorchDispatchMode,
+    current_dispatch_modes,
+    without_dispatch,
+)
+from lightning_vram.private_names.tensors import num_writes
 from lightning_vram.techniques.kept_outputs import KeptOutputs
 from lightning_vram.techniques.versions import storage_address
 
@@ -37,7 +42,7 @@ class _SharedCast:
 
     def __init__(self, weight: Tensor, cast: Tensor) -> None:
         self._weight = weakref.ref(weight)  # its identity may be another's after its death
-        self._version = weight._version
+        self._version = num_writes(weight)
         self._address = storage_address(weight)  # ``weight.data = other`` counts no version
         self._strides = cast.stride()
         self.note(cast)
@@ -48,7 +53,7 @@ class _SharedCast:
 
     def is_of(self, weight: Tensor) -> bool:
         """Whether ``weight`` still is what the cast was made of."""
-        is_same = self._version == weight._version and self._weight() is weight
+        is_same = self._version == num_writes(weight) and self._weight() is weight
         return is_same and self._address == storage_address(weight)
 
     def find(self) -> torch.UntypedStorage | None:
@@ -59,7 +64,7 @@ class _SharedCast:
         """Return another tensor on the memory that :meth:`find` found."""
         is_fake = type(weight) is FakeTensor
         # A second run of a layer may find a cast that its first did not: modes that compare the two see neither.
-        with nullcontext() if is_fake else torch._C._DisableTorchDispatch():
+        with nullcontext() if is_fake else without_dispatch():
             offset = 0
             empty: Any = weight.new_empty(0, dtype=dtype)
             tensor: Tensor = empty.set_(storage, offset, weight.shape, self._strides)
@@ -120,7 +125,7 @@ def is_in_selective_checkpoint() -> bool:
 
     Such a result keeps a cast alive that the second run would find, where the first had made it.
     """
-    return any(map(_is_of_selective_checkpoint, _get_current_dispatch_mode_stack()))
+    return any(map(_is_of_selective_checkpoint, current_dispatch_modes()))
 
 
 def _stream_of(device: torch.device) -> int | None:

@@ -17,6 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_vram.private_names.autograd import has_own_result, innermost_hooks
+from lightning_vram.private_names.tensors import is_view
+
 # By type of the node: what its backward asks of the saved result, NaN included.
 #   relu:         threshold_backward(grad, result, 0)         -> 0 where result <= 0
 #   leaky_relu_:  leaky_relu_backward(grad, result, slope)    -> grad where result > 0
@@ -42,8 +45,7 @@ class NewActivation:
 
     def note(self, result: Tensor, pack: Callable[[Tensor], Any]) -> None:
         """Note ``result``, just made, if autograd will call ``pack`` for it."""
-        ignore_is_tracing = False
-        hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(ignore_is_tracing)
+        hooks = innermost_hooks()
         is_ours = hooks is not None and hooks[0] == pack
         self._result = weakref.ref(result.untyped_storage()) if is_ours else None
 
@@ -70,18 +72,8 @@ def find_sign_condition(tensor: Tensor) -> _Condition | None:
         A function of the values. It gives ``True`` where the backward must find a positive number, and ``False``
         where it must find zero. ``None`` if the values are needed, or may be.
     """
-    if tensor._is_view():  # an activation that overwrites a view has another node in front of its own
+    if is_view(tensor):  # an activation that overwrites a view has another node in front of its own
         return None
     node = tensor.grad_fn
     condition = _find_nodes().get(type(node))
-    if condition is None:
-        return None
-    saved = getattr(node, "_raw_saved_result", None)
-    if saved is None or not hasattr(saved, "data") or not hasattr(saved, "unpack_hook"):
-        return None
-    if saved.data is not None or saved.unpack_hook is not None:
-        return None  # it has its result: somebody else saves it
-    try:
-        return condition if node._saved_result is None else None
-    except RuntimeError:  # it had its result, and a backward has freed it
-        return None
+    return condition if condition is not None and not has_own_result(node) else None

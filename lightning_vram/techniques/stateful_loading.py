@@ -13,10 +13,19 @@ same generators, or by seed and epoch as ``DistributedSampler`` does.
 """
 
 import copyreg
+from collections.abc import Callable
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
+from typing_extensions import override
 
+from lightning_vram.private_names.data import (
+    OpenLoader,
+    can_be_opened,
+    index_sampler_of,
+    iterates_as_stock,
+    staying_iterator,
+)
 from lightning_vram.techniques.generator_states import State
 from lightning_vram.techniques.loader_position import IndexOrder, Position, count_batches, stop_counting
 from lightning_vram.techniques.sampler_replay import OrderSources
@@ -36,16 +45,11 @@ def can_be_stateful(loader: object) -> str:
             loader.dataset, IterableDataset
         ),
         "it has a state_dict of its own": hasattr(loader, "state_dict") or hasattr(loader, "load_state_dict"),
-        "this version of torch iterates over loaders in another way": not all(
-            hasattr(DataLoader, name) for name in ("_index_sampler", "_get_iterator")
-        ),
-        "its class iterates in a way of its own": any(
-            getattr(type(loader), name, None) is not getattr(DataLoader, name, None)
-            for name in ("__iter__", "_get_iterator")
-        ),
+        "this version of torch iterates over loaders in another way": not can_be_opened(),
+        "its class iterates in a way of its own": not iterates_as_stock(type(loader)),
         "its sampler has no length": not _has_length(loader),
         "in_order=False yields batches in any order": loader.num_workers > 0 and not getattr(loader, "in_order", True),
-        "its workers are running already (persistent_workers)": getattr(loader, "_iterator", None) is not None,
+        "its workers are running already (persistent_workers)": staying_iterator(loader) is not None,
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
 
@@ -80,7 +84,7 @@ def remove_state(loader: DataLoader[Any]) -> None:
     """Undo :func:`make_stateful`. Twice does nothing."""
     if type(loader) in _classes.values():
         vars(loader).pop(_POSITION, None)
-        stop_counting(loader._iterator)
+        stop_counting(staying_iterator(loader))
         loader.__class__ = type(loader).__bases__[-1]
 
 
@@ -123,23 +127,24 @@ def forget_position(loader: DataLoader[Any]) -> None:
         _position(loader).forget()
 
 
-class _StatefulLoader(DataLoader[Any]):
+class _StatefulLoader(OpenLoader):
     """Mixed in before the class of a loader."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Keep registries and checks that the user's classes hang here from seeing ours."""
 
-    @property
-    def _index_sampler(self) -> Any:
+    @override
+    def lightning_vram_index_sampler(self, stock: Any) -> Any:
         # Ours only for the iterator: others see the sampler they know.
-        position, sampler = _position(self), super()._index_sampler
-        return IndexOrder(_sources(self, sampler), position) if position.makes_iterator else sampler
+        position = _position(self)
+        return IndexOrder(_sources(self, stock), position) if position.makes_iterator else stock
 
-    def _get_iterator(self) -> Any:
+    @override
+    def lightning_vram_iterator(self, make: Callable[[], Any]) -> Any:
         position = _position(self)
         position.makes_iterator = True
         try:
-            iterator = super()._get_iterator()
+            iterator = make()
         finally:
             position.makes_iterator = False
         return count_batches(iterator)
@@ -177,7 +182,7 @@ def _position(loader: DataLoader[Any]) -> Position:
 
 
 def _sources(loader: DataLoader[Any], sampler: Any = None) -> OrderSources:
-    return OrderSources(loader._index_sampler if sampler is None else sampler, loader.generator)
+    return OrderSources(index_sampler_of(loader) if sampler is None else sampler, loader.generator)
 
 
 def _has_length(loader: DataLoader[Any]) -> bool:

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
+from lightning_vram.private_names.dispatch import TorchDispatchMode
+from lightning_vram.private_names.modules import NormBase
+from lightning_vram.private_names.trees import tree_leaves
 from lightning_vram.techniques.hidden_from_dynamo import hide_from_dynamo
 from lightning_vram.techniques.versions import storage_address
 
@@ -25,7 +25,7 @@ class StatisticsReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        members = (member for module in modules for member in module.modules() if isinstance(member, _NormBase))
+        members = (member for module in modules for member in module.modules() if isinstance(member, NormBase))
         self._addresses = {storage_address(buffer) for member in members for buffer in member.buffers(recurse=False)}
         self._addresses -= {0}
         self.has_read = False

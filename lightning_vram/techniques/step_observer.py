@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_vram.memory.storages import iterate_storages, iterate_tensors
+from lightning_vram.private_names.dispatch import TorchDispatchMode
+from lightning_vram.private_names.tensors import base_of, is_view, storage_key
+from lightning_vram.private_names.trees import tree_leaves
 from lightning_vram.techniques.checkpoint_plan import CallProfile, LayerProfile, OperatorProfile, StepProfile
 from lightning_vram.techniques.hidden_from_dynamo import hide_from_dynamo
 from lightning_vram.techniques.kept_outputs import NUM_INPUT_SAMPLES
@@ -136,7 +137,7 @@ class StepObserver:
         self._rounds[-1].is_over = True
 
     def _on_save(self, tensor: Tensor) -> None:
-        base = tensor._base if type(tensor) is Tensor and tensor._is_view() else tensor
+        base = base_of(tensor) if type(tensor) is Tensor and is_view(tensor) else tensor
         if type(base) is nn.Parameter:
             return
         if self._call is None:
@@ -230,7 +231,7 @@ class _StorageNumbers:
         """Return number and bytes of each storage of ``tensor``; unknown ones were made at ``birth``."""
         found = []
         for storage, _ in iterate_storages(tensor):
-            known = self._numbers.get(storage._cdata)
+            known = self._numbers.get(storage_key(storage))
             if known is None:
                 known = self._add(storage, birth)
             found.append((known[1], int(storage.nbytes())))
@@ -243,7 +244,7 @@ class _StorageNumbers:
     def _add(
         self, storage: torch.UntypedStorage, birth: tuple[int | None, int]
     ) -> tuple[weakref.ref[torch.UntypedStorage], int]:
-        key, number = storage._cdata, len(self._births)
+        key, number = storage_key(storage), len(self._births)
         self._births.append(birth)
 
         def forget(reference: weakref.ref[torch.UntypedStorage]) -> None:

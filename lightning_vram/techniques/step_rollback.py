@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_vram.private_names.modules import own_buffers, own_parameters
 from lightning_vram.techniques.attribute_state import AttributeState
 from lightning_vram.techniques.buffer_copies import ALWAYS_COPIED_BYTES, BufferCopies
 from lightning_vram.techniques.module_roster import ModuleRoster, iterate_members
@@ -54,7 +55,7 @@ class StepState:
         self._requires_grad = [
             (parameter, parameter.requires_grad)
             for member in members
-            for parameter in member._parameters.values()
+            for parameter in own_parameters(member).values()
             if parameter is not None
         ]
         self._buffers = copies.take([*_iterate_buffers(members), *_iterate_plain_tensors(self._attributes)])
@@ -75,7 +76,7 @@ class StepState:
 
 
 def _iterate_buffers(members: list[nn.Module]) -> Iterator[Tensor]:
-    return (buffer for member in members for buffer in member._buffers.values() if buffer is not None)
+    return (buffer for member in members for buffer in own_buffers(member).values() if buffer is not None)
 
 
 def _iterate_plain_tensors(states: list[AttributeState]) -> Iterator[Tensor]:

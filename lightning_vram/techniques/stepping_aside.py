@@ -11,12 +11,18 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 from torch.autograd import graph
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-_RUN_BACKWARD = "_engine_run_backward"  # where torch.autograd.backward and grad meet
+from lightning_vram.private_names.autograd import (
+    RunBackward,
+    engine_run_backward,
+    innermost_hooks,
+    pop_hooks,
+    push_hooks,
+    replace_run_backward,
+)
+from lightning_vram.private_names.dispatch import TorchDispatchMode, current_dispatch_mode
 
 
 class Hooks(Protocol):
@@ -33,14 +39,15 @@ class InnermostHooks:
     """The hooks that are set when it is made: those of a checkpoint, which keeps them to itself."""
 
     def __init__(self) -> None:
-        ignore_is_tracing = False
-        self.pack_hook, self._unpack_hook = torch._C._autograd._top_saved_tensors_default_hooks(ignore_is_tracing)
+        hooks = innermost_hooks()
+        assert hooks is not None
+        self.pack_hook, self._unpack_hook = hooks
 
     def __enter__(self) -> None:
-        torch._C._autograd._push_saved_tensors_default_hooks(self.pack_hook, self._unpack_hook)
+        push_hooks((self.pack_hook, self._unpack_hook))
 
     def __exit__(self, *args: object) -> None:
-        torch._C._autograd._pop_saved_tensors_default_hooks()
+        pop_hooks()
 
 
 class _Active(threading.local):
@@ -55,7 +62,7 @@ _lock = threading.Lock()
 _num_users = 0
 # Bound for good: whoever imports one of ours by name inside a step keeps it.
 _disable: Callable[[str], AbstractContextManager[None]] = graph.disable_saved_tensors_hooks
-_backward: Callable[..., Any] | None = getattr(torch.autograd, _RUN_BACKWARD, None)
+_backward: RunBackward | None = engine_run_backward()
 
 
 @contextmanager
@@ -81,7 +88,7 @@ def _install() -> None:
             return
         graph.disable_saved_tensors_hooks = _disable_without_ours  # type: ignore[assignment]
         if _backward is not None:  # without it a backward inside may round differently in few operators
-            setattr(torch.autograd, _RUN_BACKWARD, _run_backward)
+            replace_run_backward(_run_backward)
 
 
 def _uninstall() -> None:
@@ -92,7 +99,7 @@ def _uninstall() -> None:
             return
         graph.disable_saved_tensors_hooks = _disable  # type: ignore[assignment]
         if _backward is not None:
-            setattr(torch.autograd, _RUN_BACKWARD, _backward)
+            replace_run_backward(_backward)
 
 
 @contextmanager
@@ -109,8 +116,7 @@ def _disable_without_ours(message: str) -> Iterator[None]:
 
 
 def _is_innermost(hooks: Hooks) -> bool:
-    ignore_is_tracing = False
-    top: Any = torch._C._autograd._top_saved_tensors_default_hooks(ignore_is_tracing)
+    top = innermost_hooks()
     return top is not None and top[0] == hooks.pack_hook
 
 
@@ -120,7 +126,7 @@ def _run_backward(*args: Any, **kwargs: Any) -> Any:
         for _, mode in reversed(_active.entered):
             if mode is None:
                 continue
-            if _get_current_dispatch_mode() is not mode:
+            if current_dispatch_mode() is not mode:
                 break
             mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             stack.callback(mode.__enter__)

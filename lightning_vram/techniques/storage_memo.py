@@ -7,6 +7,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from lightning_vram.private_names.tensors import storage_key
 from lightning_vram.techniques.versions import version_of
 
 Made = TypeVar("Made")
@@ -23,14 +24,14 @@ class StorageMemo(Generic[Made]):
 
     def find(self, tensor: Tensor, key: Hashable = None) -> Made | None:
         """Return what was noted for the storage of ``tensor``, its present version and ``key``."""
-        entry = self._made.get(tensor.untyped_storage()._cdata)
+        entry = self._made.get(storage_key(tensor.untyped_storage()))
         reference = entry[1].get((version_of(tensor), key)) if entry is not None else None
         return reference() if reference is not None else None
 
     def note(self, tensor: Tensor, made: Made, key: Hashable = None) -> None:
         """Remember ``made`` for the storage of ``tensor``, its present version and ``key``, without keeping either."""
         storage = tensor.untyped_storage()
-        address = storage._cdata
+        address = storage_key(storage)
         if address not in self._made:
             self._made[address] = (weakref.ref(storage, lambda reference: self._forget(address, reference)), {})
         self._made[address][1][version_of(tensor), key] = weakref.ref(made)

@@ -18,10 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
+from lightning_vram.private_names.autograd import current_graph_task_id
+from lightning_vram.private_names.dispatch import TorchDispatchMode
+from lightning_vram.private_names.tensors import storage_key
+from lightning_vram.private_names.trees import tree_leaves
 from lightning_vram.techniques.cheap_operators import iterate_written
 from lightning_vram.techniques.recompute import Recomputation
 
@@ -99,7 +101,7 @@ class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def find(self, tensor: Tensor) -> Memory | None:
         """Return what was seen of the memory of ``tensor``; ``None`` if it was not made while this was entered."""
         storage = _storage_of(tensor)
-        memory = self._memories.get(storage._cdata) if storage is not None else None
+        memory = self._memories.get(storage_key(storage)) if storage is not None else None
         return memory if memory is not None and memory.storage() is storage else None
 
     def hand_over(self, tensor: Tensor, memory: Memory) -> Tensor:
@@ -128,9 +130,9 @@ class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         for tensor in tensors_in(result):
             storage = _storage_of(tensor)
-            if storage is not None and storage._cdata not in read:
+            if storage is not None and storage_key(storage) not in read:
                 self.num_made += 1
-                self._memories[storage._cdata] = Memory(storage, self.num_made)
+                self._memories[storage_key(storage)] = Memory(storage, self.num_made)
         return result
 
     def _touch(self, memories: dict[int | None, Memory], written: set[int | None]) -> None:
@@ -182,7 +184,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 def is_in_backward() -> bool:
     """Whether autograd runs a backward in this thread."""
-    return torch._C._current_graph_task_id() != -1
+    return current_graph_task_id() != -1
 
 
 def _is_recomputing() -> bool:
@@ -204,4 +206,4 @@ def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
 
 def _address_of(tensor: Tensor) -> int | None:
     storage = _storage_of(tensor)
-    return storage._cdata if storage is not None else None
+    return storage_key(storage) if storage is not None else None

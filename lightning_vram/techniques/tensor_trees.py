@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_is_leaf, tree_leaves, tree_map
+
+from lightning_vram.private_names.trees import tree_is_leaf, tree_leaves, tree_map
 
 
 def iterate_leaves(tree: Any, _open: frozenset[int] = frozenset()) -> Iterator[Any]:

@@ -19,9 +19,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
+from lightning_vram.private_names.dispatch import UnwrappedMode
+from lightning_vram.private_names.operators import OpOverload, is_on_lists, schema_of
 from lightning_vram.techniques.by_memory import ByMemory
 from lightning_vram.techniques.cheap_operators import iterate_written, written_arguments
 from lightning_vram.techniques.exact_arguments import exact_arguments, iterate_tensors
@@ -62,7 +63,7 @@ class Listener(Protocol):
         """An activation that saves its own result has made it, and saves it next."""
 
 
-class ValueNotes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class ValueNotes(UnwrappedMode):  # type: ignore[no-untyped-call]
     """Notes what is known about results while it is entered.
 
     Args:
@@ -86,10 +87,6 @@ class ValueNotes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def ignore_compile_internals(cls) -> bool:
         """Let compiled callables run compiled: else Dynamo silently runs them eagerly."""
         return True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # a wrapper around every call: it is hidden below
 
     @contextmanager
     def heard_by(self, listener: Listener) -> Iterator[None]:
@@ -160,7 +157,7 @@ class ValueNotes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # Handlers. Each runs the operator and returns what it returns.
 
-    def _indices(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    def _indexed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         results = func(*args, **kwargs) if kwargs else func(*args)
         indices = results if isinstance(results, Tensor) else results[-1]
         self._note(indices, Kind.INDICES, version_of(indices), LARGEST_INDEX[func](args, kwargs))
@@ -193,7 +190,7 @@ class ValueNotes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         targets = list(iterate_written(func, args, kwargs))
         self._note_write(targets)
         results = func(*args, **kwargs) if kwargs else func(*args)
-        if func.namespace == "aten" and func.__name__.startswith("_foreach"):
+        if is_on_lists(func):
             # On the host a dispatch mode keeps these from counting their writes, by which autograd knows of them.
             increment_version([target for target in targets if not target.is_inference()])
         return results
@@ -242,7 +239,7 @@ _LOSSLESS: dict[Any, _Handler | None] = {}  # None: nothing to note
 _HANDLERS: dict[bool, dict[Any, _Handler | None]] = {False: _LOSSLESS, True: {}}
 _IN_PLACE = [getattr(aten, name) for name in ("add_", "sub_", "mul_", "div_")]
 _HANDLER_OF: dict[Any, _Handler] = {
-    **dict.fromkeys(LARGEST_INDEX, ValueNotes._indices),
+    **dict.fromkeys(LARGEST_INDEX, ValueNotes._indexed),
     **dict.fromkeys([aten.bernoulli.default, aten.bernoulli.p], ValueNotes._mask),
     **dict.fromkeys([aten.bernoulli_.float, aten.bernoulli_.Tensor], ValueNotes._mask_in_place),
     **dict.fromkeys([aten.relu.default, aten.relu_.default, aten.leaky_relu_.default], ValueNotes._activation),
@@ -253,7 +250,7 @@ _HANDLER_OF: dict[Any, _Handler] = {
 
 
 def _choose_handler(func: Any, *, notes_exact: bool) -> _Handler | None:
-    if not isinstance(func, torch._ops.OpOverload):
+    if not isinstance(func, OpOverload):
         return None  # a higher-order operator
     handler = _LOSSLESS[func] = _choose_lossless(func)
     is_followed = notes_exact and handler is not ValueNotes._foreign and not _is_view(func)
@@ -270,5 +267,5 @@ def _choose_lossless(func: Any) -> _Handler | None:
 
 def _is_view(func: Any) -> bool:
     """Whether it returns a view: of the same memory, for which the same is noted."""
-    returns = func._schema.returns
+    returns = schema_of(func).returns
     return not written_arguments(func) and any(r.alias_info is not None for r in returns)

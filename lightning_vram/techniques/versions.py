@@ -9,13 +9,16 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from lightning_vram.private_names.dispatch import DispatchKey, is_key_excluded, set_key_excluded, without_dispatch
+from lightning_vram.private_names.tensors import num_writes, storage_identity
+
 NO_VERSION = -1
 
 
 def version_of(tensor: Tensor) -> int:
     """Return how often ``tensor`` was written to; :data:`NO_VERSION` if it is an inference tensor, which has none."""
     try:
-        return tensor._version
+        return num_writes(tensor)
     except RuntimeError:
         return NO_VERSION
 
@@ -23,7 +26,7 @@ def version_of(tensor: Tensor) -> int:
 def storage_address(tensor: Tensor) -> int:
     """Return what all views of one memory have in common; 0 for tensors without one piece of memory (sparse)."""
     try:
-        return torch._C._storage_address(tensor)  # type: ignore[attr-defined, no-any-return]
+        return storage_identity(tensor)
     except (NotImplementedError, RuntimeError):
         return 0
 
@@ -47,26 +50,26 @@ def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def alias(tensor: Tensor) -> Tensor:
     """Return another tensor on the same memory and version counter, without a past and deaf to ``.data =``."""
-    key = torch._C.DispatchKey.ADInplaceOrView
-    if torch._C._dispatch_tls_is_dispatch_key_excluded(key):  # below autograd an alias would count versions on its own
+    key = DispatchKey.ADInplaceOrView
+    if is_key_excluded(key):  # below autograd an alias would count versions on its own
         is_excluded = False
-        with torch._C._SetExcludeDispatchKeyGuard(key, is_excluded):
+        with set_key_excluded(key, is_excluded):
             return _detach(tensor)
     return _detach(tensor)
 
 
 def _detach(tensor: Tensor) -> Tensor:
     if type(tensor) is Tensor or type(tensor) is torch.nn.Parameter:
-        with torch._C._DisableTorchDispatch():  # nobody needs to see it
+        with without_dispatch():  # nobody needs to see it
             return tensor.detach()
     return tensor.detach()
 
 
 def check_version(counter: Tensor, expected: int, shape: Sequence[int]) -> None:
     """Raise autograd's error if a saved tensor was overwritten: its own check is off while hooks are set."""
-    if counter._version != expected:
+    if num_writes(counter) != expected:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{counter.type()} {list(shape)}] is at version {counter._version}; expected version {expected} "
+            f"[{counter.type()} {list(shape)}] is at version {num_writes(counter)}; expected version {expected} "
             "instead."
         )

@@ -2,13 +2,14 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
-from torch.utils._pytree import tree_map_only
+
+from lightning_vram.private_names.fsdp2 import StateBase
+from lightning_vram.private_names.tensors import base_of
+from lightning_vram.private_names.trees import tree_map_only
 
 
-class ViewProofState(FSDPState):
+class ViewProofState(StateBase):
     """Takes the place of the class of FSDP2's object.
 
     FSDP2 gathers a layer's parameters for the backward in a hook on its output. Where that is a view, as that of a
@@ -16,16 +17,13 @@ class ViewProofState(FSDPState):
     is viewed keeps its own.
     """
 
-    def _register_pre_backward_hook(self, output: Any) -> Any:
-        is_transformed = getattr(torch._C, "_are_functorch_transforms_active", bool)
-        if not torch.is_grad_enabled() or is_transformed():
-            return super()._register_pre_backward_hook(output)
-        super()._register_pre_backward_hook(tree_map_only(Tensor, _hold, output))
-        return output
+    def find_hooked(self, output: Any) -> Any:
+        """Return ``output`` with what is viewed in place of the views."""
+        return tree_map_only(Tensor, _hold, output)
 
 
 def _hold(tensor: Tensor) -> Tensor:
-    base = tensor._base
+    base = base_of(tensor)
     if base is None or not base.requires_grad or base.is_leaf:  # a parameter would collect hooks
         return tensor
     return base

@@ -3,14 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from lightning_vram.private_names.autograd import hide_warning_of_hooks, innermost_hooks
 from lightning_vram.techniques.hidden_from_dynamo import hide_from_dynamo
 from lightning_vram.techniques.saved_tensor_stage import pack_in_place, unpack
-
-_Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 class SaveWatch:
@@ -26,7 +24,8 @@ class SaveWatch:
         on_save: Callable[[Tensor], None],
         on_error: Callable[[RuntimeError], RuntimeError] | None = None,
     ) -> None:
-        self._pack, self._unpack = _innermost_hooks()
+        hide_warning_of_hooks()
+        self._pack, self._unpack = innermost_hooks() or (pack_in_place, unpack)
         self._on_save = on_save
         self._on_error = on_error
 
@@ -52,9 +51,3 @@ class SaveWatch:
             if other is error:
                 raise
             raise other from error
-
-
-def _innermost_hooks() -> _Hooks:
-    ignore_is_tracing = False
-    top: _Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(ignore_is_tracing)
-    return top if top is not None else (pack_in_place, unpack)

@@ -5,12 +5,16 @@ from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
+from typing_extensions import override
+
+from lightning_vram.private_names.sharded_tensors import AskedDTensor
+from lightning_vram.private_names.tensors import local_part_of
+from lightning_vram.private_names.trees import tree_leaves
 
 _WAIT = "_wait_until_written"  # an attribute: what it refers to may refer to the tensor
 
 
-class WatchedShard(DTensor):
+class WatchedShard(AskedDTensor):
     """What the class of a ``DTensor`` is while it is watched; nothing else changes.
 
     The writer works on the local tensor, which is not watched.
@@ -26,10 +30,10 @@ class WatchedShard(DTensor):
         return func(*args, **(kwargs or {}))
 
     # What full_tensor() and others read past any dispatch.
-    @property
-    def _local_tensor(self) -> Tensor:  # type: ignore[override]
+    @override
+    def give_local(self) -> Tensor:
         finish_writes(self)
-        return self._local_tensor
+        return local_part_of(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """As that of ``DTensor``, when it is written."""

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
+from lightning_vram.private_names.autograd import hide_warning_of_hooks, is_in_transform, is_tracing, may_set_hooks
 from lightning_vram.techniques.autocast_weights import Place, find_places, parameter_at, read_weights, with_weights
 from lightning_vram.techniques.class_swap import plain_class_forward, restore_class, swap_class
 from lightning_vram.techniques.recast_saves import RecastSaves
@@ -61,6 +62,8 @@ class WeightCasts:
                 "model is in another running fit, or WeightCasts, with some of its modules, and a module can be in one "
                 "at a time: end that fit, or call remove(), first."
             )
+        if recast_in_backward:
+            hide_warning_of_hooks()
         self._recast_in_backward = recast_in_backward
         self._casts = SharedCasts()
         self._modules: list[nn.Module] = []
@@ -144,7 +147,7 @@ def _run(module: nn.Module, state: _State, plain: Callable[..., Any], *args: Any
     if sharing is not None:
         casts = {place: sharing.cast(weight, dtype) for place, weight in weights.items()}
         return state.forward(with_weights(module, casts), *args, **kwargs)
-    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+    if not may_set_hooks():
         return plain(*args, **kwargs)
     saves = RecastSaves()
     casts = {place: saves.cast(weight, dtype) for place, weight in weights.items()}
@@ -170,4 +173,4 @@ def _has_autocast(device_type: str) -> bool:
 
 def _is_transformed() -> bool:
     """Whether ``torch.func`` or a tracer is at work."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or bool(torch._C._is_tracing())
+    return is_in_transform() or is_tracing()

@@ -44,6 +44,7 @@ MAGNIFY: dict[str, Callable[[Tensor], Tensor]] = {
     "product": lambda x: x.prod(),
     "solve": lambda x: torch.linalg.solve(x + 3 * torch.eye(SIDE), torch.ones(SIDE, 1)),
 }
+DIFFERENTIABLE = [name for name in MAGNIFY if name != "aminmax" or torch.__version__ >= (2, 12)]
 
 
 def activation() -> tuple[Tensor, Tensor]:
@@ -53,7 +54,7 @@ def activation() -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:index_reduce")
-@pytest.mark.parametrize("name", MAGNIFY)
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
 @pytest.mark.parametrize("lossy", ["bf16", "int8"])
 def test_what_would_be_magnified_is_exact(name: str, lossy: str) -> None:
     gradients = []

@@ -354,7 +354,7 @@ def test_every_shard_is_in_the_one_block_of_its_lane(mesh):
         for group in sharding.groups:
             for lane in group.lanes:
                 for ours in lane.parameters:
-                    for tensor in (ours.sharded_param.to_local(), ours._sharded_param_data):
+                    for tensor in (ours.sharded_param.to_local(), ours.memory):
                         assert 0 <= tensor.data_ptr() - lane.shards.data_ptr() < lane.shards.nbytes
         total = sum(lane.shards.numel() for group in sharding.groups for lane in group.lanes)
         assert total == sum(parameter.numel() for parameter in net.parameters())

@@ -88,10 +88,12 @@ def test_gradients_are_those_of_the_plain_layers(activation, shape, is_batch, af
 
 @pytest.mark.parametrize(
     ("dtype", "parameters", "allowance"),
-    [  # measured beyond the plain layers' own error: 1.4e-7, 1.7e-3, 1.9e-3, 1.7e-4
+    # Measured beyond the plain layers' own error: 1.4e-7, 1.7e-3, 1.9e-3 (torch 2.11: 3.1e-3), 1.7e-4. The inverse is
+    # of an output that is rounded to 2**-8 = 3.9e-3.
+    [
         (torch.float32, torch.float32, 2e-7),
         (torch.bfloat16, torch.bfloat16, 3e-3),
-        (torch.bfloat16, torch.float32, 3e-3),
+        (torch.bfloat16, torch.float32, 2**-8),
         (torch.float16, torch.float16, 3e-4),
     ],
     ids=str,
@@ -146,7 +148,7 @@ def test_an_elu_that_has_saturated_gives_a_finite_gradient():
     x = torch.full((8, 1), -30.0)
     x[::2] = 5.0
     x.requires_grad_()
-    how = Normalization(torch.zeros(1), torch.ones(1), is_batch=False, momentum=0.1, eps=0.0)
+    how = Normalization(torch.zeros(1), torch.ones(1), is_batch=False, momentum=0.1, eps=1e-30)
     weight = torch.ones(1, requires_grad=True)
     output = normalize_and_activate(x, weight, None, how, InvertibleActivation(alpha=1.0))
     assert (output == -1).sum() == 4

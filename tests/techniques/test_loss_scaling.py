@@ -195,7 +195,8 @@ def test_fused_optimizers_step_as_others_and_stay_as_they_are_when_skipped(optim
     def train(fused, scaling, gradients):
         parameter = weights(1.0, -2.0)
         optimizer = optimizer_class([parameter], lr=0.1, fused=fused)
-        assert hasattr(optimizer, "_step_supports_amp_scaling") is fused
+        knows_scales = fused and (optimizer_class is not torch.optim.Adagrad or torch.__version__ >= (2, 12))
+        assert hasattr(optimizer, "_step_supports_amp_scaling") is knows_scales
         for gradient in gradients:
             optimizer.zero_grad()
             backward(scaling, parameter, gradient)

@@ -8,6 +8,8 @@ from sharded_nets import WIDTH, Block, make
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
+from lightning_vram.private_names.fsdp2 import ParameterBase
+from lightning_vram.private_names.fsdp2_states import groups_of
 from lightning_vram.techniques import shard_lanes
 from lightning_vram.techniques.shard_lanes import ShardLane
 
@@ -24,12 +26,16 @@ KINDS = {
 
 
 def parameters_of(module: Any) -> list[Any]:
-    return module._get_fsdp_state()._fsdp_param_groups[0].fsdp_params
+    (group,) = groups_of(module)
+    return group.fsdp_params
 
 
 @pytest.fixture
 def net(mesh) -> nn.Module:
-    return fully_shard(make(Block), mesh=mesh)
+    net = fully_shard(make(Block), mesh=mesh)
+    for parameter in parameters_of(net):
+        parameter.__class__ = ParameterBase
+    return net
 
 
 def make_lane(net: nn.Module, **options: Any) -> ShardLane:
@@ -65,7 +71,7 @@ def test_shards_move_into_one_block_of_memory_with_their_values(net):
         local = parameter.to_local()
         assert local.data_ptr() == lane.shards.data_ptr() + 4 * offset
         assert local.storage_offset() == 0
-        assert ours._sharded_param_data.data_ptr() == local.data_ptr()
+        assert ours.memory.data_ptr() == local.data_ptr()
         assert torch.equal(parameter.full_tensor(), value)
         offset += local.numel()
     assert lane.shards.numel() == offset
@@ -132,7 +138,7 @@ def test_a_lane_can_be_widened_for_a_while(net, options):
         assert lane.transfer_dtype == dtype
         assert_fetches(lane, net, dtype)
         assert all(parameter.all_gather_outputs == [] for parameter in lane.parameters)
-        assert not any(hasattr(parameter, "_unsharded_param") for parameter in lane.parameters)
+        assert all(parameter.whole is None for parameter in lane.parameters)
 
 
 @pytest.mark.parametrize(("dtype", "is_wide"), [(torch.float32, True), (torch.bfloat16, False)])

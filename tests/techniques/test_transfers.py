@@ -66,6 +66,9 @@ class Machine:
         self.free: list[Tensor] = []
         self.memory: dict[int, Tensor] = {}
 
+    def is_available(self) -> bool:
+        return True
+
     def Stream(self, device: torch.device) -> Stream:  # noqa: N802
         return Stream(self)
 

@@ -744,7 +744,7 @@ def test_attention_that_keeps_nothing_takes_its_fast_path(requires_grad: bool) -
     WeightCasts(ours, "cpu", recast_in_backward=True)
     with bf16(), torch.set_grad_enabled(not requires_grad):
         assert torch.equal(plain(x, x, x)[0], ours(x, x, x)[0])
-        with torch.profiler.profile() as profile:
+        with torch.profiler.profile(acc_events=True) as profile:
             ours(x, x, x)
     assert any("_native_multi_head_attention" in event.key for event in profile.key_averages())
 

@@ -1,0 +1,56 @@
+"""Autocast, and what ``GradScaler`` keeps for itself.
+
+* ``torch._C._DisableAutocast``: run without autocast, as a backward does | 2.11 - | recomputation and compression fail
+* ``torch.autocast._enabled``: whether a device can autocast to a format | 2.11 - | precision cannot be chosen
+* ``torch.amp.grad_scaler.GradScaler._scale``: the scale on its device | 2.11 - | gradients are taken for not scaled
+* ``torch.amp.grad_scaler.GradScaler._device``: where the scale is | 2.11 - | loss scaling fails
+* ``torch.amp.grad_scaler.GradScaler._per_optimizer_states``: what was found in gradients | 2.11 - | loss scaling fails
+* ``torch.amp.grad_scaler._refresh_per_optimizer_state``: what there is before | 2.11 - | loss scaling fails
+"""
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler, _refresh_per_optimizer_state
+
+OptimizerStates = dict[int, dict[str, Any]]
+"""What a scaler knows of each optimizer, by id."""
+
+without_autocast: Any = torch._C._DisableAutocast
+"""Make a context without autocast for any device."""
+
+
+def can_autocast(device_type: str, dtype: torch.dtype) -> bool:
+    """Whether there is autocast to ``dtype``; torch warns if not.
+
+    Raises:
+        RuntimeError: If the device knows nothing of autocast.
+    """
+    return bool(torch.autocast(device_type, dtype=dtype)._enabled)
+
+
+def scale_of(scaler: GradScaler) -> Tensor | None:
+    """Return the scale; ``None`` before the first loss, and if ``scaler`` is disabled."""
+    return getattr(scaler, "_scale", None)
+
+
+def device_of(scaler: GradScaler) -> str:
+    """Return the device type for the scale."""
+    return scaler._device
+
+
+def optimizer_states(scaler: GradScaler) -> OptimizerStates:
+    """Return what ``scaler`` knows of each optimizer: the very dictionary."""
+    return scaler._per_optimizer_states
+
+
+def set_optimizer_states(scaler: GradScaler, states: OptimizerStates) -> None:
+    """Let ``scaler`` know this of the optimizers."""
+    scaler._per_optimizer_states = states
+
+
+def no_optimizer_states() -> OptimizerStates:
+    """Return what a new scaler knows."""
+    return defaultdict(_refresh_per_optimizer_state)

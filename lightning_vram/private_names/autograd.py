@@ -1,0 +1,125 @@
+"""What autograd is at: which backward runs, what a node saves, which hooks are set; transforms and tracers beside it.
+
+* ``torch._C._current_graph_task_id``: which backward runs in this thread | 2.11 - | nothing works
+* ``torch.autograd._engine_run_backward``: through which all backwards pass | 2.11 - | a backward inside of a step may
+  round differently in few operators
+* ``grad_fn._saved_result``: whether a node has its result yet | 2.11 - | ReLU's results are kept with their values
+* ``grad_fn._raw_saved_result``: the same, with the hooks that packed it | 2.11 - | as without ``_saved_result``
+* ``torch._C._autograd._top_saved_tensors_default_hooks``: the innermost saved-tensor hooks | 2.11 - | techniques on
+  saved tensors fail
+* ``torch._C._autograd._push_saved_tensors_default_hooks``: put hooks back | 2.11 - | transforms in checkpoints fail
+* ``torch._C._autograd._pop_saved_tensors_default_hooks``: take hooks off | 2.11 - | transforms in checkpoints fail
+* ``torch._C._autograd._saved_tensors_hooks_is_enabled``: whether hooks may be set | 2.11 - | casts in the backward fail
+* ``torch._C._functorch.peek_interpreter_stack``: whether ``torch.func`` transforms | 2.11 - | nothing works
+* ``torch._C._is_tracing``: whether ``torch.jit.trace`` runs | 2.11 - | checkpoints, casts and fusions fail
+* ``torch._C._vmapmode_increment_nesting``: go into a level of ``vmap`` | 2.11 - | dropout is not recomputed
+* ``torch._C._vmapmode_decrement_nesting``: leave one | 2.11 - | dropout is not recomputed
+* ``torch.autograd.forward_ad._current_level``: whether forward-mode derivatives are made | 2.11 - | fusions fail
+"""
+
+import inspect
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
+
+current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+"""Return which backward runs in this thread; -1 for none."""
+
+RunBackward = Callable[..., Any]
+SavedTensorHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+"""What packs and what unpacks."""
+
+_RUN_BACKWARD = "_engine_run_backward"  # where torch.autograd.backward and grad meet
+
+
+def engine_run_backward() -> RunBackward | None:
+    """Return what ``torch.autograd.backward`` and ``grad`` call; ``None`` if there is no such thing."""
+    return getattr(torch.autograd, _RUN_BACKWARD, None)
+
+
+def replace_run_backward(run: RunBackward) -> None:
+    """Let ``torch.autograd.backward`` and ``grad`` call ``run``."""
+    setattr(torch.autograd, _RUN_BACKWARD, run)
+
+
+def has_own_result(node: Any) -> bool:
+    """Whether a node of the graph has its result, or cannot tell; not while it is saving it."""
+    saved = getattr(node, "_raw_saved_result", None)
+    if saved is None or not hasattr(saved, "data") or not hasattr(saved, "unpack_hook"):
+        return True
+    if saved.data is not None or saved.unpack_hook is not None:
+        return True  # somebody else saves it
+    try:
+        return node._saved_result is not None
+    except RuntimeError:  # it had its result, and a backward has freed it
+        return True
+
+
+def innermost_hooks() -> SavedTensorHooks | None:
+    """Return the saved-tensor hooks that autograd would call now."""
+    ignore_is_tracing = False
+    top: SavedTensorHooks | None = torch._C._autograd._top_saved_tensors_default_hooks(ignore_is_tracing)
+    return top
+
+
+def push_hooks(hooks: SavedTensorHooks) -> None:
+    """Set saved-tensor hooks, inside of all others."""
+    torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+
+
+def pop_hooks() -> None:
+    """Take the innermost saved-tensor hooks off."""
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+# From 2.15 on a selective checkpoint of a user's, within saved-tensor hooks of ours, warns that a later version will
+# hand them what it keeps. That is for us to follow: the user has set no hooks.
+_WARNING = ("ignore", re.compile("A saved_tensors_hooks context", re.IGNORECASE), FutureWarning, None, 0)
+_MAY_WARN = "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters
+
+
+def hide_warning_of_hooks() -> None:
+    """Let nobody be warned of hooks that we set; to be called before."""
+    if _MAY_WARN and _WARNING not in warnings.filters:  # each new filter lets all other warnings be shown once more
+        warnings.filterwarnings("ignore", "A saved_tensors_hooks context", FutureWarning)
+
+
+def may_set_hooks() -> bool:
+    """Whether saved-tensor hooks are allowed here."""
+    return torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined, no-any-return]
+
+
+def is_in_transform() -> bool:
+    """Whether a transform of ``torch.func`` is at work."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_tracing() -> bool:
+    """Whether ``torch.jit.trace`` is at work."""
+    return bool(torch._C._is_tracing())
+
+
+def is_in_forward_ad() -> bool:
+    """Whether derivatives are made in forward mode."""
+    return forward_ad._current_level >= 0
+
+
+@contextmanager
+def outside_of_vmap() -> Iterator[None]:
+    """Leave the levels of ``autograd.grad(is_grads_batched=True)``, in which nothing random may be drawn."""
+    depth = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    for _ in range(depth):
+        torch._C._vmapmode_decrement_nesting()
+    try:
+        yield
+    finally:
+        for _ in range(depth):
+            torch._C._vmapmode_increment_nesting()

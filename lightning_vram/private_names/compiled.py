@@ -1,0 +1,64 @@
+"""What ``torch.compile`` leaves behind, and what keeps it away.
+
+* ``torch._dynamo.eval_frame.OptimizedModule``: what ``torch.compile(module)`` returns | 2.11 - | nothing works
+* ``torch._dynamo.eval_frame.OptimizedModule._orig_mod``: the module in it | 2.11 - | layers of compiled models are not
+  found; names of parameters keep that part
+* ``torch.nn.Module._compiled_call_impl``: what ``module.compile()`` sets | 2.11 - | such modules count as not compiled
+* ``function._torchdynamo_disable``: the mark of ``torch.compiler.disable`` | 2.11 - | layers with such parts are
+  checkpointed in compiled code, with gradients that are off
+* ``torch._C._dynamo.eval_frame.set_code_exec_strategy``: tell Dynamo what to do with a function | 2.11 - | a wrapper
+  does it, a tenth of what a dispatch mode costs
+* ``torch._C._dynamo.eval_frame._FrameExecStrategy``: what to do | 2.11 - | as without ``set_code_exec_strategy``
+* ``torch._C._dynamo.eval_frame._FrameAction``: with it and what it calls | 2.11 - | as without
+  ``set_code_exec_strategy``
+* ``torch._functorch.config.backward_pass_autocast``: whether a compiled backward autocasts | 2.11 - | float32 parts of
+  compiled models have gradients in 16 bit
+"""
+
+from collections.abc import Callable
+from functools import partial
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
+from torch._functorch import config
+
+__all__ = ["OptimizedModule"]
+
+COMPILED_PART = "_orig_mod"
+"""What ``torch.compile(module)`` puts between a module and its name."""
+
+_AUTOCAST = "backward_pass_autocast"  # AOTAutograd's, not in all versions
+has_backward_autocast = hasattr(config, _AUTOCAST)
+read_backward_autocast = partial(getattr, config, _AUTOCAST, None)
+set_backward_autocast = partial(setattr, config, _AUTOCAST)
+"""``"off"``: what is compiled from now on has a backward that does not autocast."""
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """Return the module that ``torch.compile(module)`` was given; any other as it is."""
+    return module._orig_mod if isinstance(module, OptimizedModule) else module
+
+
+def is_compiled_part(module: nn.Module) -> bool:
+    """Whether ``module`` itself is compiled, in either of the two ways."""
+    return isinstance(module, OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def is_left_to_python(function: Any) -> bool:
+    """Whether ``torch.compiler.disable`` was called on ``function``."""
+    return bool(getattr(function, "_torchdynamo_disable", False))
+
+
+def skip_code(function: Callable[..., object]) -> bool:
+    """Let Dynamo run ``function`` as it is, and all that it calls; ``False`` if this torch cannot be told."""
+    frames = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
+    names = ("set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction")
+    if frames is None or not all(hasattr(frames, name) for name in names):
+        return False
+    code: CodeType = function.__code__
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
+    return True

@@ -1,0 +1,108 @@
+"""Private names of FSDP2: what a module is sharded by, to reset it after an error and to take it off again.
+
+For any module that FSDP2 has sharded, ours or not.
+
+Of ``torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState``:
+
+* ``_fsdp_param_group``: the one group of a module | - 2.11 | from 2.12 on: ``_fsdp_param_groups``
+* ``_fsdp_param_groups``: its groups | 2.12 - | up to 2.11: ``_fsdp_param_group``
+* ``_is_root``: who can be reset | 2.11 - | MicroBatching cannot go on after out of memory
+* ``_register_root_post_backward_final_callback``: backwards within a step | 2.11 -
+  | manual optimization loses gradients of what no layer holds
+* ``_pre_forward_hook_handle``, ``_post_forward_hook_handle``: undo | 2.11 - | a module stays sharded
+
+Of ``torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup``:
+
+* ``_module_to_pre_save_state_dict_hook_handle``, ``_module_to_pre_load_state_dict_hook_handle``: undo | 2.11 -
+  | a module stays sharded
+
+Of ``torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam``:
+
+* ``unsharded_accumulated_grad``, ``_unsharded_param``, ``grad_offload_event``, ``free_unsharded_param``: what a step
+  that failed leaves behind | 2.11 - | MicroBatching cannot go on after out of memory
+* ``_module_info``, ``_setattr_on_modules``, ``_post_load_hook_handle``: undo | 2.11 - | a module stays sharded
+
+Others:
+
+* ``torch.distributed.fsdp.FSDPModule._get_fsdp_state``: from a module to its state | 2.11 - | no fsdp_offload
+* ``torch.distributed.fsdp.FSDPModule.reset_iter_state``: after an error | 2.13 -
+  | MicroBatching cannot go on after out of memory
+* ``torch.distributed._composable_state._module_state_mapping``: where states are kept | 2.11 - | a module stays sharded
+"""
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+if dist.is_available():
+    from torch.distributed._composable_state import _module_state_mapping
+    from torch.distributed.fsdp import FSDPModule
+
+MARKS = ("_fsdp", "_is_fsdp", "__composable_api")  # how attributes begin that fully_shard leaves on modules
+
+
+def state_of(module: Any) -> Any:
+    """Return the state of a module that ``fully_shard`` was called for."""
+    return module._get_fsdp_state()
+
+
+def groups_of(module: Any) -> list[Any]:
+    """Return the groups of parameters of such a module."""
+    state = state_of(module)
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+
+
+def is_root(module: Any) -> bool | None:
+    """Whether such a module is the outermost; ``None`` before the first forward."""
+    is_outermost: bool | None = state_of(module)._is_root
+    return is_outermost
+
+
+def announce_backward(module: Any) -> None:
+    """Have the end of this backward, whose layers are not sharded, be that of the root ``module``."""
+    state_of(module)._register_root_post_backward_final_callback()
+
+
+def can_reset() -> bool:
+    """Whether a step that failed can be given up: from 2.13 on."""
+    return dist.is_available() and hasattr(FSDPModule, "reset_iter_state")
+
+
+def discard_step(parameter: Any) -> None:
+    """Drop the unreduced gradients of a parameter of a group, and buffers it was to be gathered in."""
+    whole = getattr(parameter, "_unsharded_param", None)  # made by its first gathering
+    if whole is not None:
+        whole.grad = None
+    if "unsharded_accumulated_grad" in vars(parameter):  # from 2.15 on they are in `whole`
+        parameter.unsharded_accumulated_grad = None
+    if parameter.grad_offload_event is not None:  # the copy to the host must not write over what the caller restores
+        parameter.grad_offload_event.synchronize()
+        parameter.grad_offload_event = None
+    parameter.free_unsharded_param()
+
+
+def place_of(parameter: Any) -> tuple[nn.Module, str]:
+    """Return the first module that has a parameter of a group, and its name there."""
+    return parameter._module_info.module, parameter._module_info.param_name
+
+
+def put_back(parameter: Any, value: Tensor) -> None:
+    """Set ``value`` wherever modules have a parameter of a group."""
+    parameter._setattr_on_modules(value)
+
+
+def remove_hooks(module: nn.Module) -> None:
+    """Take hooks and state off a module that ``fully_shard`` was called for."""
+    state = state_of(module)
+    for handle in (state._pre_forward_hook_handle, state._post_forward_hook_handle):
+        handle.remove()
+    for group in groups_of(module):
+        hooks = (group._module_to_pre_save_state_dict_hook_handle, group._module_to_pre_load_state_dict_hook_handle)
+        for handle in (handle for handles in hooks for handle in handles.values()):
+            handle.remove()
+        for parameter in group.fsdp_params:
+            parameter._post_load_hook_handle.remove()
+    _module_state_mapping.pop(module, None)

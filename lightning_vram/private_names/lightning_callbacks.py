@@ -1,0 +1,44 @@
+"""Private names of Lightning's own callbacks: its tuners and ``ModelCheckpoint``.
+
+* ``lightning.pytorch.callbacks.BatchSizeFinder._batch_arg_name``: which argument it sets | 2.6 -
+  | SlurmRequeue cannot save where there is a BatchSizeFinder
+* ``lightning.pytorch.callbacks.LearningRateFinder._update_attr``: whether it sets one | 2.6 -
+  | SlurmRequeue cannot save where there is a LearningRateFinder
+* ``lightning.pytorch.callbacks.LearningRateFinder._attr_name``: which one | 2.6 -
+  | SlurmRequeue cannot save where there is a LearningRateFinder
+* ``lightning.pytorch.tuner.lr_finder._LRCallback``: there while a learning rate is searched for | 2.6 -
+  | the package cannot be imported
+* ``lightning.pytorch.callbacks.ModelCheckpoint._find_last_checkpoints``: what ``save_last=True`` has written | 2.6 -
+  | SlurmRequeue fails at a restart where there is a ModelCheckpoint
+"""
+
+from collections.abc import Iterable
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import BatchSizeFinder, Callback, LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.tuner.lr_finder import _LRCallback
+
+
+def batch_size_argument(tuner: BatchSizeFinder) -> str:
+    """Return the name of the argument that is searched for."""
+    return tuner._batch_arg_name
+
+
+def sets_learning_rate(tuner: LearningRateFinder) -> bool:
+    """Whether what is found is set."""
+    return tuner._update_attr
+
+
+def learning_rate_argument(tuner: LearningRateFinder) -> str:
+    """Return the name of the argument that is searched for; empty: Lightning looks for it."""
+    return tuner._attr_name
+
+
+def is_searching_rate(callbacks: Iterable[Callback]) -> bool:
+    """Whether a search for the learning rate is under way."""
+    return any(isinstance(callback, _LRCallback) for callback in callbacks)
+
+
+def last_checkpoints(callback: ModelCheckpoint, trainer: pl.Trainer) -> set[str]:
+    """Return the paths of what ``save_last=True`` has written."""
+    return callback._find_last_checkpoints(trainer)

@@ -1,0 +1,21 @@
+"""Private names of Lightning's command line.
+
+* ``lightning.pytorch.cli.LightningCLI._get``: an argument of the subcommand | 2.6 -
+  | the command ``lightning-vram fit`` fails
+* ``lightning.pytorch.cli.LightningCLI._prepare_subcommand_kwargs``: arguments of ``trainer.fit`` | 2.6 -
+  | ``compare_with_plain`` fails
+"""
+
+from typing import Any
+
+from lightning.pytorch.cli import LightningCLI
+
+
+def read_argument(cli: LightningCLI, name: str) -> Any:
+    """Return an argument of the subcommand, as it was configured."""
+    return cli._get(cli.config, name)
+
+
+def method_arguments(cli: LightningCLI, subcommand: str) -> dict[str, Any]:
+    """Return what the trainer's method of this name is called with."""
+    return cli._prepare_subcommand_kwargs(subcommand)

@@ -1,0 +1,12 @@
+"""What Lightning leaves behind where it compiles a module. Imports no Lightning: memory asks, too.
+
+* ``lightning.pytorch.LightningModule._compiler_ctx``: what its steps were compiled with | 2.6 - | a module that was
+  compiled and then given to a Trainer counts as not compiled
+"""
+
+from torch import nn
+
+
+def is_compiled_by_lightning(module: nn.Module) -> bool:
+    """Whether the steps of ``module`` are compiled: it was compiled before a Trainer got it."""
+    return getattr(module, "_compiler_ctx", None) is not None

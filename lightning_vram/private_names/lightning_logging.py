@@ -1,0 +1,78 @@
+"""Private names of Lightning's logging: what ``self.log`` collects, and what a trainer shows of it.
+
+* ``lightning.pytorch.Trainer._results``: what the running loop has logged | 2.6 -
+  | MicroBatching and LeanMixedPrecision in float16 fail in the first batch
+* ``lightning.pytorch.Trainer._logger_connector``: holds metrics, and knows when they are due | 2.6 -
+  | SlurmRequeue cannot load the end of a fit; LeanMixedPrecision in float16 fails in the first batch
+* ``lightning.pytorch.trainer.connectors.logger_connector.logger_connector._LoggerConnector._callback_metrics``: what
+  is behind the trainer's metrics | 2.6 - | SlurmRequeue cannot load the end of a fit
+* ``lightning.pytorch.trainer.connectors.logger_connector.logger_connector._LoggerConnector._logged_metrics``: what
+  is behind the trainer's metrics | 2.6 - | SlurmRequeue cannot load the end of a fit
+* ``lightning.pytorch.trainer.connectors.logger_connector.logger_connector._LoggerConnector._progress_bar_metrics``:
+  what is behind the trainer's metrics | 2.6 - | SlurmRequeue cannot load the end of a fit
+* ``lightning.pytorch.LightningModule._current_fx_name``: the hook that values are logged from | 2.6 -
+  | LeanMixedPrecision in float16 fails in the first step whose values are logged
+* ``lightning.pytorch.trainer.connectors.logger_connector.result._ResultCollection``: what ``self.log`` of a loop
+  collects | 2.6 - | the package cannot be imported
+* ``lightning.pytorch.trainer.connectors.logger_connector.result._Metadata``: knows all ways to name a reduction
+  | 2.6 - | the package cannot be imported
+* ``lightning.pytorch.trainer.connectors.logger_connector.result._get_default_dtype``: in which values are logged
+  | 2.6 - | the package cannot be imported
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.trainer.connectors.logger_connector.result import (
+    _get_default_dtype,
+    _Metadata,
+    _ResultCollection,
+)
+
+ResultCollection = _ResultCollection
+Metadata = _Metadata
+
+
+def default_dtype() -> torch.dtype:
+    """Return the dtype that values are logged in."""
+    return _get_default_dtype()
+
+
+def running_results(trainer: pl.Trainer) -> ResultCollection | None:
+    """Return what the running loop has logged; ``None`` if none runs that logs."""
+    return trainer._results
+
+
+def logs_are_due(trainer: pl.Trainer) -> bool:
+    """Whether loggers get the values of this step."""
+    return bool(trainer._logger_connector.should_update_logs)
+
+
+@contextmanager
+def logging_from(module: pl.LightningModule, hook: str) -> Iterator[None]:
+    """Let ``module.log`` take itself to be called in ``hook``."""
+    before, module._current_fx_name = module._current_fx_name, hook
+    try:
+        yield
+    finally:
+        module._current_fx_name = before
+
+
+def update_metrics(trainer: pl.Trainer, kind: str, values: Mapping[str, Any]) -> None:
+    """Add to what a trainer shows.
+
+    Args:
+        trainer: Of any state.
+        kind: ``"callback_metrics"``, ``"logged_metrics"`` or ``"progress_bar_metrics"``.
+        values: By name.
+    """
+    connector = trainer._logger_connector
+    metrics: dict[str, dict[str, Any]] = {
+        "callback_metrics": connector._callback_metrics,
+        "logged_metrics": connector._logged_metrics,
+        "progress_bar_metrics": connector._progress_bar_metrics,
+    }
+    metrics[kind].update(values)

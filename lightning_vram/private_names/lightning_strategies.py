@@ -1,0 +1,113 @@
+"""Private names of Lightning's strategies, and of what they hold: launchers, precision, optimizers.
+
+* ``lightning.pytorch.strategies.Strategy._configure_launcher``: where a launcher is made | 2.6 -
+  | fsdp_offload runs in one process only, unless others were started outside
+* ``lightning.pytorch.strategies.Strategy._launcher``: the launcher | 2.6 -
+  | fsdp_offload runs in one process only, unless others were started outside
+* ``lightning.pytorch.strategies.Strategy._precision_plugin``: the plugin, as it was given | 2.6 -
+  | fsdp_offload ignores the Trainer's precision
+* ``lightning.pytorch.strategies.ParallelStrategy._layer_sync``: batch norms that are to see all ranks | 2.6 -
+  | fsdp_offload fails at the start of a run
+* ``lightning.pytorch.strategies.Strategy._reset_optimizers_and_schedulers``: forgets those of a run before
+  | 2.6 - | fsdp_offload fails at the start of a fit
+* ``lightning.pytorch.strategies.Strategy._forward_redirection``: runs a step within the forward of the model
+  | 2.6 - | fsdp_offload fails in the first batch
+* ``lightning.pytorch.strategies.launchers.subprocess_script._SubprocessScriptLauncher``: starts the script once more
+  for each device | 2.6 - | fsdp_offload cannot be imported
+* ``lightning.fabric.utilities.distributed._sync_ddp_if_available``: reduces a value that is logged | 2.6 -
+  | fsdp_offload cannot be imported
+* ``lightning.pytorch.strategies.DDPStrategy._ddp_kwargs``: what DDP will be made with | 2.6 -
+  | ActivationCompression that measures fails at the start of a fit under DDP
+* ``lightning.pytorch.strategies.DDPStrategy._timeout``: how long ranks wait; of FSDP's and others, too | 2.6 -
+  | SlurmRequeue and LostPeerError wait as long as PyTorch does by default
+* ``lightning.pytorch.plugins.precision.Precision._after_closure``: hooks and clipping between backward and step
+  | 2.6 - | AccumulationScheduler fails at the start of a fit, LeanMixedPrecision in float16 in the first batch
+* ``lightning.pytorch.core.optimizer._MockOptimizer``: stands for optimizers where there are none | 2.6 -
+  | the package cannot be imported
+"""
+
+from datetime import timedelta
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.distributed import _sync_ddp_if_available
+from lightning.pytorch.core.optimizer import _MockOptimizer
+from lightning.pytorch.plugins.environments import ClusterEnvironment
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, Strategy
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+AFTER_CLOSURE = "_after_closure"  # of a precision plugin
+
+ScriptLauncher = _SubprocessScriptLauncher
+MockOptimizer = _MockOptimizer
+
+
+class PlainStrategy(ParallelStrategy):
+    """Lightning's strategy of several processes, with plain names for what is private there."""
+
+    def make_launcher(self) -> ScriptLauncher | None:
+        """Return what starts the other processes; ``None`` where they are there already."""
+        return None
+
+    def choose_precision(self, plugin: Precision) -> Precision:
+        """Return the precision plugin to use where ``plugin`` is given."""
+        return plugin
+
+    def sync_layers(self, model: nn.Module) -> nn.Module:
+        """Replace the layers that are to see all ranks (``sync_batchnorm``)."""
+        return model if self._layer_sync is None else self._layer_sync.apply(model)
+
+    def reset_optimizers(self) -> None:
+        """Forget the optimizers and schedulers of a run before."""
+        self._reset_optimizers_and_schedulers()
+
+    def run_in_forward(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Run a step of the module, by its name, within the forward of the model."""
+        assert self.model is not None
+        assert self.lightning_module is not None
+        return self._forward_redirection(self.model, self.lightning_module, name, *args, **kwargs)
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        self._precision_plugin = None if precision_plugin is None else self.choose_precision(precision_plugin)
+
+    @override
+    def _configure_launcher(self) -> None:
+        launcher = self.make_launcher()
+        if launcher is not None:
+            self._launcher = launcher
+
+
+def make_script_launcher(environment: ClusterEnvironment, num_processes: int, num_nodes: int) -> ScriptLauncher:
+    """Make what starts the script once more for each other device of this node."""
+    return _SubprocessScriptLauncher(environment, num_processes, num_nodes)
+
+
+def reduce_over_ranks(tensor: Tensor, group: Any, reduce_op: Any) -> Tensor:
+    """Reduce a tensor over the ranks that are connected; as it is if none are."""
+    return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+
+
+def ddp_arguments(strategy: DDPStrategy) -> dict[str, Any]:
+    """Return what DDP is made with, besides the module."""
+    return strategy._ddp_kwargs
+
+
+def read_timeout(strategy: Strategy) -> timedelta | None:
+    """Return how long ranks wait for each other; ``None`` if the strategy does not say."""
+    timeout: timedelta | None = getattr(strategy, "_timeout", None)
+    return timeout
+
+
+def call_after_closure(plugin: Precision, module: pl.LightningModule, optimizer: Optimizer) -> None:
+    """Call hooks, and clip, as between backward and step."""
+    plugin._after_closure(module, optimizer)

@@ -1,0 +1,62 @@
+"""Private names of torchmetrics: the states of a metric, and what it has shown last.
+
+* ``torchmetrics.Metric._defaults``: the states by name, as they begin | 1.9 -
+  | MicroBatching fails where the module has metrics
+* ``torchmetrics.Metric._reductions``: how ranks merge states | 1.9 -
+  | MicroBatching fails where a metric is logged by the step
+* ``torchmetrics.Metric._reduce_states``: merges states | 1.9 -
+  | MicroBatching fails where a metric is logged by the step
+* ``torchmetrics.Metric._update_count``: of how many updates the states are, by which means are merged | 1.9 -
+  | means of micro-batches that are logged by the step are wrong
+* ``torchmetrics.Metric._to_sync``: whether ``compute`` asks other ranks | 1.9 -
+  | MicroBatching may wait for ever for ranks that run fewer parts
+* ``torchmetrics.Metric._should_unsync``: whether ``compute`` takes back what it asked for | 1.9 -
+  | nothing: set as torchmetrics sets it
+* ``torchmetrics.Metric._computed``: what ``compute`` has returned, and returns again | 1.9 -
+  | what is logged by the step is the value of the last micro-batch
+* ``torchmetrics.Metric._forward_cache``: the value of the last batch, which is logged | 1.9 -
+  | MicroBatching fails where the module has metrics
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torchmetrics import Metric
+
+
+def default_states(metric: Metric) -> Mapping[str, Any]:
+    """Return the states by name, as they begin."""
+    return metric._defaults
+
+
+def state_reductions(metric: Metric) -> Mapping[str, Any]:
+    """Return by name how ranks merge states; ``None``: they do not."""
+    return metric._reductions
+
+
+def merge_states(metric: Metric, states: dict[str, Any], num_updates: int) -> None:
+    """Merge other states into those of a metric.
+
+    Args:
+        metric: With the states of its latest update.
+        states: Of all updates before.
+        num_updates: Of both together.
+    """
+    metric._update_count = num_updates
+    metric._reduce_states(states)
+
+
+def forget_computed(metric: Metric) -> None:
+    """Let the next ``compute`` compute, and ask no other rank."""
+    metric._to_sync = metric._should_unsync = False
+    metric._computed = None
+
+
+def shown_value(metric: Metric) -> Any:
+    """Return what the metric shows of the last batch."""
+    return metric._forward_cache
+
+
+def show_value(metric: Metric, value: Any) -> None:
+    """Let the metric show ``value`` for the last batch."""
+    metric._forward_cache = value

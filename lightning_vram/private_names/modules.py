@@ -1,0 +1,139 @@
+"""What torch keeps in a module: its own parameters, buffers, children and hooks; and the base classes of its layers.
+
+* ``torch.nn.Module._parameters``: the own parameters | 2.11 - | nothing works
+* ``torch.nn.Module._buffers``: the own buffers | 2.11 - | checkpoints and micro-batches fail
+* ``torch.nn.Module._modules``: the children | 2.11 - | checkpoints and micro-batches fail
+* ``torch.nn.Module._forward_hooks``: who sees the output | 2.11 - | checkpoints fail; fusions take a layer for unseen
+* ``torch.nn.Module._forward_pre_hooks``: who sees the input | 2.11 - | as without ``_forward_hooks``
+* ``torch.nn.Module._backward_hooks``: who sees the gradient | 2.11 - | fusions take a layer for unseen
+* ``torch.nn.Module._backward_pre_hooks``: who sees the gradient first | 2.11 - | fusions take a layer for unseen
+* ``torch.nn.modules.module._global_forward_hooks``: who sees all outputs | 2.11 - | fusions take all for unseen
+* ``torch.nn.modules.module._global_forward_pre_hooks``: who sees all inputs | 2.11 - | fusions take all for unseen
+* ``torch.nn.modules.module._global_backward_hooks``: who sees all gradients | 2.11 - | fusions take all for unseen
+* ``torch.nn.modules.module._global_backward_pre_hooks``: who sees them first | 2.11 - | fusions take all for unseen
+* ``torch.nn.Module._is_full_backward_hook``: an attribute of every module, of no meaning without hooks | 2.11 - |
+  nothing
+* ``torch.nn.MultiheadAttention._reset_parameters``: how it draws its weights | 2.11 - | it cannot be made on the meta
+  device
+* ``torch.nn.modules.batchnorm._NormBase``: norms with running statistics | 2.11 - | nothing works
+* ``torch.nn.modules.batchnorm._BatchNorm``: batch norms | 2.11 - | nothing works
+* ``torch.nn.modules.instancenorm._InstanceNorm``: instance norms | 2.11 - | checkpoints fail
+* ``torch.nn.modules.conv._ConvNd``: convolutions | 2.11 - | checkpoints fail
+* ``torch.nn.modules.loss._Loss``: losses | 2.11 - | 32-bit islands fail
+* ``torch.nn.Conv2d._conv_forward``: a convolution with another weight | 2.11 - | it keeps a cast of its weight, and is
+  not folded with a norm
+* ``torch.nn.ConvTranspose2d._output_padding``: the padding that gives a wanted size | 2.11 - | a transposed
+  convolution is not folded with a norm
+* ``torch.nn.BatchNorm2d._check_input_dim``: refuse an input of other dimensions | 2.11 - | a folded norm takes any
+  input; an invertible one fails
+* ``torch.nn.modules.module._IncompatibleKeys``: what ``load_state_dict`` returns, for types | 2.11 - | strategies fail
+* ``state_dict._metadata``: versions of modules in a state dict | 2.11 - | old checkpoints are loaded as new ones
+* ``torch.distributed.algorithms._checkpoint.checkpoint_wrapper.CheckpointWrapper._checkpoint_wrapped_module``: what the
+  wrapper puts into names | 2.11 - | names keep that part
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch.nn.modules.module as hooks_of_all_modules
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
+from torch.nn.modules.batchnorm import _NormBase as NormBase
+from torch.nn.modules.conv import _ConvNd as ConvBase
+from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNormBase
+from torch.nn.modules.loss import _Loss as LossBase
+from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
+
+__all__ = ["BatchNormBase", "ConvBase", "IncompatibleKeys", "InstanceNormBase", "LossBase", "NormBase"]
+
+PARAMETERS, BUFFERS = "_parameters", "_buffers"
+"""Names of dictionaries in ``vars`` of a module."""
+FORWARD_HOOKS, FORWARD_PRE_HOOKS = "_forward_hooks", "_forward_pre_hooks"
+SEE_OUTPUT = (FORWARD_HOOKS, "_backward_hooks", "_backward_pre_hooks")
+"""Names of hooks that see the output, or its gradient."""
+SEE_INPUT = (FORWARD_PRE_HOOKS, *SEE_OUTPUT)
+"""Names of hooks that see the input or the output, or a gradient."""
+HOOK_KIND = "_is_full_backward_hook"
+RESET_ATTENTION = "_reset_parameters"
+CHECKPOINT_WRAPPED = "_checkpoint_wrapped_module"
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return the parameters of ``module`` itself: the very dictionary."""
+    return module._parameters
+
+
+def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return the buffers of ``module`` itself: the very dictionary."""
+    return module._buffers
+
+
+def own_children(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return the children of ``module``: the very dictionary."""
+    return module._modules
+
+
+def forward_hooks(module: nn.Module) -> Mapping[int, Callable[..., Any]]:
+    """Return the hooks that see the output of ``module``."""
+    return module._forward_hooks
+
+
+def forward_pre_hooks(module: nn.Module) -> Mapping[int, Callable[..., Any]]:
+    """Return the hooks that see the input of ``module``."""
+    return module._forward_pre_hooks
+
+
+def has_hooks(module: nn.Module, kinds: Collection[str]) -> bool:
+    """Whether ``module`` has hooks of one of these kinds."""
+    return any(getattr(module, kind, None) for kind in kinds)
+
+
+def have_all_modules_hooks(kinds: Collection[str]) -> bool:
+    """Whether hooks of one of these kinds are set on all modules there are."""
+    return any(getattr(hooks_of_all_modules, f"_global{kind}", None) for kind in kinds)
+
+
+def class_conv_forward(kind: type) -> Callable[..., Tensor] | None:
+    """Return the method of a class of convolutions that takes a weight and a bias; ``None`` if it has none."""
+    return getattr(kind, "_conv_forward", None)
+
+
+def convolve_with(convolution: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return what a convolution that is not transposed makes of ``input`` with another weight and bias."""
+    output: Tensor = convolution._conv_forward(input, weight, bias)
+    return output
+
+
+def can_pad_output(kind: type) -> bool:
+    """Whether :func:`output_padding` works for a class."""
+    return hasattr(kind, "_output_padding")
+
+
+def output_padding(convolution: Any, *args: Any) -> Any:
+    """Return the padding with which a transposed convolution gives the wanted size."""
+    return convolution._output_padding(*args)
+
+
+def check_dimensions(norm: Any, input: Tensor) -> None:
+    """Refuse what the norm itself refuses.
+
+    Raises:
+        ValueError: If ``input`` has other dimensions than it takes.
+    """
+    norm._check_input_dim(input)
+
+
+def can_check_dimensions(norm: nn.Module) -> bool:
+    """Whether :func:`check_dimensions` works for ``norm``."""
+    return hasattr(norm, "_check_input_dim")
+
+
+def metadata_of(state_dict: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the versions of modules in a state dict; ``None`` if it has none."""
+    return getattr(state_dict, "_metadata", None)
+
+
+def set_metadata(state_dict: OrderedDict[str, Any], metadata: Mapping[str, Any]) -> None:
+    """Put versions of modules into a state dict."""
+    state_dict._metadata = metadata  # type: ignore[attr-defined]

@@ -1,0 +1,33 @@
+"""What torch hangs on an optimizer beside its state: hooks, and marks of the learning-rate schedulers.
+
+* ``torch.optim.Optimizer._optimizer_step_pre_hooks``: hooks before a step | 2.11 - | optimizers on the host fail
+* ``torch.optim.Optimizer._optimizer_load_state_dict_pre_hooks``: hooks before loading | 2.11 - | states of lean
+  parameters cannot be loaded
+* ``torch.optim.Optimizer._optimizer_load_state_dict_post_hooks``: hooks after loading | 2.11 - | states of lean
+  parameters cannot be loaded
+* ``optimizer._opt_called``: what schedulers look for | 2.11 - | they warn that no step came before them
+* ``optimizer.step._wrapped_by_lr_sched``: the mark of a step that only notes that it was called | 2.11 - | optimizers
+  with a scheduler are refused, as if their step was replaced
+"""
+
+from types import FunctionType
+
+from torch.optim import Optimizer
+
+LOAD_HOOKS = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
+"""Names in ``vars`` of an optimizer of what runs before and after it loads a state."""
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether hooks run before the step of ``optimizer``."""
+    return bool(optimizer._optimizer_step_pre_hooks)
+
+
+def note_step(optimizer: Optimizer) -> None:
+    """Tell learning-rate schedulers that ``optimizer`` stepped."""
+    vars(optimizer)["_opt_called"] = True
+
+
+def is_wrapped_by_scheduler(step: object) -> bool:
+    """Whether ``step`` is what a scheduler puts on an optimizer: it only notes that it was called."""
+    return isinstance(step, FunctionType) and hasattr(step, "_wrapped_by_lr_sched")

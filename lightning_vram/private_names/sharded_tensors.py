@@ -1,0 +1,34 @@
+"""``DTensor``: how it lies on its ranks, and a class that is asked before its local part is read.
+
+* ``torch.distributed.tensor.DTensor._spec``: its shape, mesh and placements | 2.11 - | sharded states cannot be copied
+* ``torch.distributed.tensor._dtensor_spec.DTensorSpec``: what makes one | 2.11 - | optimizers cannot step on shards
+* ``torch.distributed.tensor._dtensor_spec.TensorMeta``: its shape and dtype | 2.11 - | as without ``DTensorSpec``
+* ``torch.distributed.tensor._utils.compute_local_shape_and_global_offset``: which part a rank has | 2.11 - | full
+  checkpoints of sharded modules cannot be loaded
+* ``torch.distributed.tensor.DTensor._local_tensor``: this rank's part, read past any dispatch | 2.11 - | a state that
+  is being written is read by ``full_tensor()``
+"""
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+__all__ = ["DTensorSpec", "TensorMeta", "compute_local_shape_and_global_offset"]
+
+
+class AskedDTensor(DTensor):
+    """A ``DTensor`` whose local part is given out by :meth:`give_local`; a tensor gets it as its class."""
+
+    def give_local(self) -> Tensor:
+        """Return the local part, once the tensor has its own class back: this one hides it."""
+        raise NotImplementedError
+
+    @property
+    def _local_tensor(self) -> Tensor:  # type: ignore[override]
+        return self.give_local()
+
+
+def wrap_like(part: Tensor, like: DTensor) -> DTensor:
+    """Return ``part`` as this rank's part of a tensor that lies as ``like`` does; nothing is sent or copied."""
+    return DTensor(part, like._spec, requires_grad=False)  # type: ignore[no-untyped-call]

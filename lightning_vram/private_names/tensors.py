@@ -1,0 +1,101 @@
+"""What torch keeps of a tensor: its writes, whose view it is, its memory, its hooks, the parts of special layouts.
+
+* ``torch.Tensor._version``: how often a tensor was written | 2.11 - | nothing works: no write is noticed
+* ``torch.Tensor._base``: whose view a tensor is | 2.11 - | activations are neither compressed, recomputed nor offloaded
+* ``torch.Tensor._is_view``: whether a tensor is a view | 2.11 - | as without ``_base``; checkpoints fail as well
+* ``torch.Tensor._backward_hooks``: whether somebody asked for its gradient | 2.11 - | invertible norms fail
+* ``torch.Tensor._post_accumulate_grad_hooks``: whether a parameter is stepped in the backward | 2.11 - |
+  micro-batches refuse to start
+* ``torch.Tensor._indices``: indices of a sparse tensor, coalesced or not | 2.11 - | sparse tensors cannot be counted
+* ``torch.Tensor._values``: values of a sparse tensor, coalesced or not | 2.11 - | sparse gradients cannot be scaled
+* ``torch.nested._internal.nested_tensor.NestedTensor._ragged_idx``: which dimension of a jagged tensor has many
+  lengths | 2.11 - | it is taken for the second
+* ``torch.distributed.tensor.DTensor._local_tensor``: the part of a sharded tensor that this rank has | 2.11 - |
+  sharded parameters cannot be clipped, stepped or released
+* ``torch.UntypedStorage._cdata``: the identity of a memory, also of one without an address | 2.11 - | no memory is
+  counted, noted or shared
+* ``torch._C._storage_address``: the same in one call | 2.11 - | recomputation and checkpoints fail
+* ``torch._C._storage_Use_Count``: how many tensors use a memory | 2.11 - | recomputation fails at the first write
+* ``C._host_emptyCache``: give unused pinned memory back, in builds with an accelerator | 2.11 - | it stays with torch
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+storage_identity: Callable[[Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
+"""Return the identity of the memory of a tensor."""
+
+count_storage_users: Callable[[int], int] = torch._C._storage_Use_Count
+"""Return how many users the memory of this identity has."""
+
+
+def num_writes(tensor: Tensor) -> int:
+    """Return how often ``tensor`` was written. Views share the number."""
+    return tensor._version
+
+
+def base_of(tensor: Tensor) -> Tensor | None:
+    """Return the tensor that ``tensor`` is a view of, to autograd."""
+    return tensor._base
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is a view, to autograd."""
+    return tensor._is_view()
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """Return the identity of ``storage``; another may have it after its death."""
+    return storage._cdata  # type: ignore[no-any-return]
+
+
+def has_gradient_hooks(tensor: Tensor) -> bool:
+    """Whether hooks wait for the gradient of ``tensor``."""
+    return bool(tensor._backward_hooks)
+
+
+def has_accumulation_hooks(parameter: Tensor) -> bool:
+    """Whether hooks wait for the gradient to be accumulated in ``parameter``."""
+    return bool(parameter._post_accumulate_grad_hooks)
+
+
+def sparse_indices(tensor: Tensor) -> Tensor:
+    """Return the indices of a COO tensor as they are stored."""
+    return tensor._indices()
+
+
+def sparse_values(tensor: Tensor) -> Tensor:
+    """Return the values of a COO tensor as they are stored."""
+    return tensor._values()
+
+
+def ragged_dimension(tensor: Tensor) -> int:
+    """Return the dimension of a jagged tensor that has many lengths."""
+    dimension: int = getattr(tensor, "_ragged_idx", 1)
+    return dimension
+
+
+def local_part_of(shard: Any) -> Tensor:
+    """Return the part of a ``DTensor`` that this rank has: the very tensor, past autograd."""
+    part: Tensor = shard._local_tensor
+    return part
+
+
+def free_pinned_memory() -> None:
+    """Give pinned memory back that torch keeps for later."""
+    free = getattr(torch._C, "_host_emptyCache", None)
+    if free is not None:
+        free()
+
+
+def set_local_part(shard: Any, part: Tensor) -> None:
+    """Let ``part`` be what this rank has of a ``DTensor``."""
+    shard._local_tensor = part
+
+
+def gradient_hooks(tensor: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
+    """Return those of ``Tensor.register_hook``."""
+    return list((tensor._backward_hooks or {}).values())

@@ -1,0 +1,221 @@
+"""Private names of torch, Lightning and torchmetrics stand in one folder, each listed there with its versions."""
+
+import ast
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import lightning
+import pytest
+import torch
+import torchmetrics
+
+PACKAGE = Path(__file__).parents[2] / "lightning_vram"
+FOLDER = PACKAGE / "private_names"
+LISTED = sorted(path for path in FOLDER.glob("*.py") if path.name != "__init__.py")
+LIBRARIES = ("torch", "lightning", "torchmetrics", "jsonargparse")
+NOT_OF_THEM = {  # private by their spelling, of other libraries or documented
+    *("_replace", "_fields", "_make", "_asdict", "_getframe"),  # documented: named tuples, frames
+    *("_reconstructor", "_popen", "_start_method"),  # Python's: pickles and processes
+    *("_no_split_modules", "_initialize_weights"),  # transformers'
+}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name not in {"_", *NOT_OF_THEM}
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
+def defined_in(path: Path) -> frozenset[str]:
+    """Private names that ``path`` gives to something itself: functions, classes, attributes, module-level values."""
+    found = set()
+    for node in ast.walk(tree_of(path)):
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                found.add(name)
+            case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name, ctx=ast.Store()):
+                found.add(name)
+            case ast.AnnAssign(target=ast.Name(id=name)) | ast.Name(id=name, ctx=ast.Store()):
+                found.add(name)
+    return frozenset(filter(is_private, found))
+
+
+@cache
+def inherited_in(path: Path) -> frozenset[str]:
+    """Private names that classes of ``path`` have from other classes of this package."""
+    bases = {base for cls in classes_of(path) for base in cls.__mro__ if base.__module__.startswith("lightning_vram.")}
+    return frozenset().union(*map(own_names, bases))
+
+
+def private_uses(path: Path) -> Iterator[tuple[int, str, bool]]:
+    """Yield each private attribute, import and ``getattr`` in ``path``: its line, and whether it is of ``self``."""
+    for node in ast.walk(tree_of(path)):
+        match node:
+            case ast.Attribute(attr=name, value=ast.Name(id="self" | "cls") | ast.Call(func=ast.Name(id="super"))):
+                yield node.lineno, name, True
+            case ast.Attribute(attr=name):
+                yield node.lineno, name, False
+            case ast.Import(names=aliases):
+                yield from ((node.lineno, part, False) for alias in aliases for part in alias.name.split("."))
+            case ast.ImportFrom(module=module, names=aliases):
+                yield from ((node.lineno, part, False) for part in (module or "").split("."))
+                yield from ((node.lineno, alias.name, False) for alias in aliases)
+            case ast.Call(func=ast.Name(id="getattr" | "hasattr" | "setattr" | "delattr"), args=[_, key, *_]):
+                if isinstance(key, ast.Constant) and isinstance(key.value, str):
+                    yield node.lineno, key.value, False
+
+
+def foreign_uses(path: Path) -> list[str]:
+    def is_ours(name: str, is_of_self: bool) -> bool:
+        if is_of_self:
+            return name in defined_in(path) | inherited_in(path)
+        return name in defined_in(path) and name not in LISTED_NAMES
+
+    uses = {(line, name) for line, name, is_of_self in private_uses(path) if not is_ours(name, is_of_self)}
+    return [f"{path.relative_to(PACKAGE.parent)}:{line}: {name}" for line, name in sorted(uses) if is_private(name)]
+
+
+def package_files() -> list[Path]:
+    return sorted(path for path in PACKAGE.rglob("*.py") if path.parent != FOLDER)
+
+
+def test_no_file_outside_of_the_folder_uses_a_private_name():
+    assert [use for path in package_files() for use in foreign_uses(path)] == []
+
+
+def classes_of(path: Path) -> Iterator[type]:
+    name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+    if name.endswith("__main__"):
+        return
+    for value in vars(importlib.import_module(name)).values():
+        if isinstance(value, type) and value.__module__ == name:
+            yield value
+
+
+def own_names(cls: type) -> set[str]:
+    """Private names of a class: its members, annotations and the attributes that its methods set."""
+    names = set(vars(cls)) | set(vars(cls).get("__annotations__", {}))
+    with suppress(OSError, TypeError):  # written in C
+        names |= set(re.findall(r"\bself\.(_\w+)\s*(?::[^=\n]+)?=[^=]", inspect.getsource(cls)))
+    return set(filter(is_private, names))
+
+
+def is_of_a_library(cls: type) -> bool:
+    return cls.__module__.split(".")[0] in LIBRARIES
+
+
+HARMLESS = {"_abc_impl", "_backward_cls"}  # made by metaclasses, for each class
+
+
+def test_no_class_overrides_a_private_name_of_a_class_it_derives_from():
+    overridden = []
+    for path in package_files():
+        for cls in classes_of(path):
+            foreign = set().union(*(own_names(base) for base in cls.__mro__ if is_of_a_library(base)))
+            names = (own_names(cls) & foreign) - HARMLESS
+            overridden += [f"{cls.__module__}.{cls.__qualname__}: {name}" for name in sorted(names)]
+    assert overridden == []
+
+
+# --- the lists ---
+
+
+@dataclass(frozen=True)
+class Entry:
+    file: str
+    name: str
+    purpose: str
+    versions: str
+    without: str
+
+    @property
+    def library(self) -> str:
+        return {"lightning": "lightning", "metrics": "torchmetrics"}.get(self.file.split("_")[0].split(".")[0], "torch")
+
+
+def entries_of(path: Path) -> list[Entry]:
+    """Read ``* ``name``, ``name``: purpose | versions | without`` in the docstring; ``Of ``path```` gives a prefix."""
+    doc = ast.get_docstring(tree_of(path)) or ""
+    prefix, entries = "", []
+    for paragraph in re.split(r"\n(?=\* |\S)", doc):
+        text = " ".join(paragraph.split())
+        if match := re.match(r"Of ``([\w.]+)``:", text):
+            prefix = match[1] + "."
+        elif not text.startswith("* ") and text.endswith(":"):
+            prefix = ""
+        elif text.startswith("* "):
+            names, _, rest = text[2:].partition("``: ")
+            parts = [part.strip() for part in rest.split(" | ")]
+            assert len(parts) == 3, f"{path.name}: '* ``name``: what for | versions | without it', got {text!r}"
+            assert all(parts), text
+            entries += [Entry(path.name, prefix + name, *parts) for name in re.findall(r"[\w.]+", names)]
+    return entries
+
+
+ENTRIES = [entry for path in LISTED for entry in entries_of(path)]
+LISTED_NAMES = {entry.name.rpartition(".")[2] for entry in ENTRIES}
+
+
+@pytest.mark.parametrize("path", LISTED, ids=lambda path: path.name)
+def test_every_private_name_that_a_file_of_the_folder_uses_is_in_its_list(path):
+    assert entries_of(path)
+    listed = {part for entry in entries_of(path) for part in entry.name.split(".")}
+    own = {name for name in defined_in(path) if name not in listed}
+    used = {name for _, name, _ in private_uses(path) if is_private(name)} - own
+    assert sorted(used - listed) == []
+
+
+def test_versions_are_ranges():
+    assert [entry for entry in ENTRIES if not re.fullmatch(r"(\d\.\d+ )?-( \d\.\d+)?", entry.versions)] == []
+
+
+def in_range(entry: Entry) -> bool:
+    version = {"torch": torch, "lightning": lightning, "torchmetrics": torchmetrics}[entry.library].__version__
+    here = tuple(map(int, version.split(".")[:2]))
+    since, until = (tuple(map(int, part.split("."))) if part.strip() else None for part in entry.versions.split("-"))
+    return (since is None or since <= here) and (until is None or here <= until)
+
+
+def exists(dotted: str) -> bool | None:
+    """Whether a dotted path leads somewhere; ``None`` if it begins with no module, as attributes of graph nodes do."""
+    parts = dotted.split(".")
+    if parts[0] not in LIBRARIES:
+        return None
+    value: Any = importlib.import_module(parts[0])
+    for place, part in enumerate(parts[1:], 2):
+        if isinstance(value, ModuleType) and not hasattr(value, part):
+            try:
+                importlib.import_module(".".join(parts[:place]))
+            except ImportError:
+                return False
+        if hasattr(value, part):
+            value = getattr(value, part)
+        else:
+            return isinstance(value, type) and any(part in _words(base) for base in value.__mro__)
+    return True
+
+
+@cache
+def _words(cls: type) -> frozenset[str]:
+    try:
+        return frozenset(re.findall(r"\w+", inspect.getsource(cls)))
+    except (OSError, TypeError):
+        return frozenset(dir(cls))
+
+
+def test_what_is_listed_for_this_version_is_there():
+    here = {entry.name: exists(entry.name) for entry in ENTRIES if in_range(entry)}
+    assert [name for name, is_there in here.items() if is_there is False] == []
+    assert sum(map(bool, here.values())) > 100  # of which the test knows more than that they have no path
