@@ -4,6 +4,7 @@ Everything a user needs is imported from here; the modules below this one may mo
 """
 
 import lightning_vram.early_signals as early_signals  # noqa: F401 - before the slow imports
+import lightning_vram.early_versions as early_versions  # noqa: F401 - before imports that they would fail in
 
 # isort: split
 from lightning_vram.callbacks.accumulation_scheduler import AccumulationScheduler
