@@ -72,9 +72,14 @@ class DiskPipeline:
                 self._await(turn)  # a disk that fails is worse than whatever stopped us
             raise
 
-    def close(self) -> None:
-        """End the threads and give the buffers back."""
-        self._threads.shutdown()
+    def close(self, *, wait: bool = True) -> None:
+        """End the threads and give the buffers back.
+
+        Args:
+            wait: Whether to return when the threads have ended. Not in a finalizer: the garbage collector calls it in
+                the midst of anything, even of what a thread does with the lock that waiting needs.
+        """
+        self._threads.shutdown(wait=wait)
         self._buffers.clear()
 
     def _submit(self, buffer: Tensor, written: Sequence[Extent], read: Sequence[Extent]) -> "Future[None]":

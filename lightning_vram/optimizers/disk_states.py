@@ -171,6 +171,7 @@ class DiskStates:
     def close(self) -> None:
         """Delete the file and give the memory back."""
         self._why_over = f"nvme_path={self._file.folder!r}: closed already, the states there are gone."
+        self._pipeline.close()
         self._finalizer()
 
     def _plan(self, work: tuple[int, ...]) -> list[Chunk]:
@@ -186,5 +187,5 @@ class DiskStates:
 
 
 def _close(pipeline: DiskPipeline, file: DiskFile) -> None:
-    pipeline.close()
+    pipeline.close(wait=False)  # nothing is under way: who has the pipeline at work has us, too
     file.close()

@@ -62,7 +62,7 @@ class DiskRing:
         self._buffers: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
         self._space: ChunkedSpace[int] = ChunkedSpace()
         self._worker = DiskWorker(str(folder), self._file)
-        weakref.finalize(self, self._worker.stop)
+        weakref.finalize(self, self._worker.stop, wait=False)
 
     @property
     def total_bytes(self) -> int:

@@ -70,18 +70,21 @@ class DiskWorker:
         if self._is_stopped or (self._thread is not None and not self._thread.is_alive()):
             raise OffloadError(f"disk_path={self._folder!r}: closed already, what was offloaded there is gone.")
 
-    def stop(self) -> None:
-        """End the thread and close the file. What is not written yet will not be."""
-        if self._is_stopped:
-            return
-        self._is_stopped = True
-        if self._thread is not None and self._thread.is_alive():
-            self._jobs.put(None)
-            if self._thread is not threading.current_thread():
-                self._thread.join()
-        self._buffer = None
-        self._copies.clear()
-        self._file.close()
+    def stop(self, *, wait: bool = True) -> None:
+        """End the thread and close the file. What is not written yet will not be.
+
+        Args:
+            wait: Whether to return when that is done. Not in a finalizer: the garbage collector calls it in the midst
+                of anything, even of what a thread does with the lock that waiting needs.
+        """
+        if not self._is_stopped:
+            self._is_stopped = True
+            if self._thread is None or not self._thread.is_alive():
+                self._clean_up()
+            else:
+                self._jobs.put(None)
+        if wait and self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
 
     def copies(self, make: Callable[[], Copies]) -> Copies:
         """Return the thread's own copies for what ``make`` stands for, a device.
@@ -117,13 +120,21 @@ class DiskWorker:
             view, position = view[num_read:], position + num_read
 
     def _serve(self) -> None:
-        with torch.no_grad():
-            while (job := self._jobs.get()) is not None:
-                try:
-                    job()
-                except BaseException as error:
-                    self.fail(error)
-                del job
+        try:
+            with torch.no_grad():
+                while (job := self._jobs.get()) is not None:
+                    try:
+                        job()
+                    except BaseException as error:
+                        self.fail(error)
+                    del job
+        finally:
+            self._clean_up()  # here: a file that is closed under a write may have become another one
+
+    def _clean_up(self) -> None:
+        self._buffer = None
+        self._copies.clear()
+        self._file.close()
 
 
 def make_staging(size: int, *, pin_memory: bool) -> Tensor:

@@ -282,14 +282,22 @@ def test_the_file_has_no_name_and_closing_ends_everything(tmp_path) -> None:
     assert not any("nvme_path" in thread.name for thread in threading.enumerate())
 
 
-def test_forgotten_it_closes_itself(tmp_path) -> None:
+def test_forgotten_it_closes_itself_and_waits_for_no_thread(tmp_path, monkeypatch) -> None:
+    """The garbage collector runs in the midst of anything, even of what holds a lock that waiting needs."""
     gc.collect()  # what other tests left
     num_files = len(os.listdir("/proc/self/fd"))
     disk = DiskStates(tmp_path, [5], [ADAM])
     with pytest.raises(ValueError, match="left exp_avg = None"):
         disk.stream([0], lambda pieces: None)
+    threads, joined = [thread for thread in threading.enumerate() if "nvme_path" in thread.name], []
+    monkeypatch.setattr(threading.Thread, "join", lambda thread, timeout=None: joined.append(thread))
     del disk
     gc.collect()  # the error's frames knew it
+    monkeypatch.undo()
+    assert joined == []
+    for thread in threads:
+        thread.join(30)
+    assert threads
     assert not any("nvme_path" in thread.name for thread in threading.enumerate())
     assert len(os.listdir("/proc/self/fd")) == num_files
 

@@ -161,13 +161,21 @@ def test_closed_it_says_so_and_its_thread_is_gone(ring, tmp_path) -> None:
     assert not any("disk_path" in thread.name for thread in threading.enumerate())
 
 
-def test_forgotten_it_closes_itself(tmp_path) -> None:
+def test_forgotten_it_closes_itself_and_waits_for_no_thread(tmp_path, monkeypatch) -> None:
+    """The garbage collector runs in the midst of anything, even of what holds a lock that waiting needs."""
     gc.disable()
     ring = DiskRing(tmp_path, pin_memory=False, staging_bytes=MIB)
     written = write(ring, 3 * MIB)
+    threads = [thread for thread in threading.enumerate() if "disk_path" in thread.name]
+    file, joined = ring._file, []
+    monkeypatch.setattr(threading.Thread, "join", lambda thread, timeout=None: joined.append(thread))
     del ring, written
     gc.enable()
-    assert not any("disk_path" in thread.name for thread in threading.enumerate())
+    monkeypatch.undo()
+    assert (len(threads), joined) == (1, [])
+    threads[0].join(30)
+    assert not threads[0].is_alive()
+    assert file.closed
 
 
 def test_a_training_step_reports_a_broken_disk(tmp_path, monkeypatch) -> None:
