@@ -131,7 +131,7 @@ class Meter(Callback):
 
     def __init__(self, num_steps: int, *, is_profiled: bool) -> None:
         self._num_steps = num_steps
-        self._profiler = torch.profiler.profile() if is_profiled else None
+        self._profiler = torch.profiler.profile(acc_events=True) if is_profiled else None
         self._start = 0.0
         self.row: Row = {}
 

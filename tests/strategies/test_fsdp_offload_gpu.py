@@ -81,7 +81,7 @@ class Copies(pl.Callback):
     """Profiles the step after the second: bytes and streams."""
 
     def __init__(self) -> None:
-        self._profiler = torch.profiler.profile()
+        self._profiler = torch.profiler.profile(acc_events=True)
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 2:
