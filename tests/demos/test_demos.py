@@ -14,8 +14,8 @@ def test_byte_gpt_learns_source_text(make_trainer):
     data = SourceText(batch_size=8, sequence_length=128)
     trainer = make_trainer(max_steps=100, max_epochs=-1, limit_val_batches=4, val_check_interval=100)
     trainer.fit(model, data)
-    # Nats per byte; 5.55 untrained. The text is that of the running Python: 2.92 with 3.12.
-    assert trainer.callback_metrics["val_loss"] < 3.0
+    # Nats per byte; 5.55 untrained. The text is that of the running Python: 2.92 with 3.12, 3.05 with 3.13.
+    assert trainer.callback_metrics["val_loss"] < 3.2
 
 
 def test_digits_resnet_learns_digits(make_trainer):

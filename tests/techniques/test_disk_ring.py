@@ -151,30 +151,33 @@ def test_short_writes_and_reads_go_on(ring, monkeypatch) -> None:
 
 
 def test_closed_it_says_so_and_its_thread_is_gone(ring, tmp_path) -> None:
+    before = threading.enumerate()  # those that other tests forgot may still be ending
     block, _ = write(ring, 1000)
+    (thread,) = (one for one in threading.enumerate() if one not in before)
     ring.close()
     ring.close()
     for call in (lambda: write(ring, 1), lambda: read(block, 1000)):
         with pytest.raises(RuntimeError) as error:
             call()
         assert str(error.value) == f"disk_path='{tmp_path}': closed already, what was offloaded there is gone."
-    assert not any("disk_path" in thread.name for thread in threading.enumerate())
+    assert not thread.is_alive()
 
 
 def test_forgotten_it_closes_itself_and_waits_for_no_thread(tmp_path, monkeypatch) -> None:
     """The garbage collector runs in the midst of anything, even of what holds a lock that waiting needs."""
     gc.disable()
+    before = threading.enumerate()
     ring = DiskRing(tmp_path, pin_memory=False, staging_bytes=MIB)
     written = write(ring, 3 * MIB)
-    threads = [thread for thread in threading.enumerate() if "disk_path" in thread.name]
+    (thread,) = (one for one in threading.enumerate() if one not in before)
     file, joined = ring._file, []
     monkeypatch.setattr(threading.Thread, "join", lambda thread, timeout=None: joined.append(thread))
     del ring, written
     gc.enable()
     monkeypatch.undo()
-    assert (len(threads), joined) == (1, [])
-    threads[0].join(30)
-    assert not threads[0].is_alive()
+    assert joined == []
+    thread.join(30)
+    assert not thread.is_alive()
     assert file.closed
 
 
