@@ -22,6 +22,6 @@ def test_each_version_was_tested_and_nothing_failed():
     assert [result for result in RESULTS if result["failed"]] == []
     assert all(result["passed"] > 1500 for result in RESULTS)
     assert minors("torch") == {"2.11", "2.12", "2.13", "2.14", "2.15"}
-    assert minors("torch", quick=False) == {"2.11", "2.13", "2.15"}
+    assert minors("torch", quick=False) >= {"2.11", "2.15"}  # `.ci/run` runs all on the pinned one, at each change
     assert minors("python") == {"3.11", "3.12", "3.13"}
     assert {result["lightning"] for result in RESULTS} >= {"2.6.4", "2.6.6"}
