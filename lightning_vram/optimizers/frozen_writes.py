@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import nn
 
-from lightning_vram.private_names.tensors import num_writes
+from lightning_vram.techniques.counted_parameter import count, count_writes, stop_counting
 
 _NUM_WRITES = 3
 _NUM_LOOKS = 8
@@ -18,8 +18,6 @@ _NUM_LOOKS = 8
 class FrozenWrites:
     """Counts in how many of the last looks a parameter had been written to.
 
-    What is written through ``parameter.data`` in place leaves no trace and is not noticed.
-
     Args:
         names: Of parameters, to name them by; others are named by their shape.
     """
@@ -27,7 +25,7 @@ class FrozenWrites:
     def __init__(self, names: Mapping[str, nn.Parameter]) -> None:
         self._names = names
         self._num_looks = 0
-        self._seen: dict[nn.Parameter, tuple[int, int]] = {}
+        self._seen: dict[nn.Parameter, int] = {}
         self._writes: dict[nn.Parameter, deque[int]] = {}
 
     def look(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -38,13 +36,19 @@ class FrozenWrites:
         """
         self._num_looks += 1
         for parameter in parameters:
-            mark = num_writes(parameter), parameter.data_ptr()  # the latter for ``parameter.data = ...``
+            count(parameter)
+            mark = count_writes(parameter)
             known = self._seen.get(parameter)
             if mark == known:
                 continue
             self._seen[parameter] = mark
             if known is not None:
                 self._note_write(parameter)
+
+    def stop(self) -> None:
+        """Let all parameters that were looked at be ordinary ones again."""
+        for parameter in self._seen:
+            stop_counting(parameter)
 
     def _note_write(self, parameter: nn.Parameter) -> None:
         writes = self._writes.setdefault(parameter, deque(maxlen=_NUM_WRITES))

@@ -74,6 +74,7 @@ class LeanOptimizers:
     def end_standing_in(self) -> None:
         """Let the optimizers step plainly again, before their parameters are restored."""
         self._handle.remove()
+        self._frozen_writes.stop()
         for stand_in in reversed(self._stand_ins):
             stand_in.remove()
 

@@ -200,7 +200,12 @@ class LeanMixedPrecision(MixedPrecision):
     @contextmanager
     def forward_context(self) -> Generator[None, None, None]:
         is_skipped = self.settings.changes_layers and self.device != "cuda"
-        with self.autocast_context_manager(), without_fast_path() if is_skipped else nullcontext():
+        calls = self._run.changes.calls if self._run is not None else None
+        with (
+            self.autocast_context_manager(),
+            without_fast_path() if is_skipped else nullcontext(),
+            calls.in_step() if calls is not None else nullcontext(),
+        ):
             yield
 
     @override

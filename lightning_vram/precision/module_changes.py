@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from lightning_vram.optimizers.computed_weights import iterate_computing
 from lightning_vram.optimizers.lean_parameters import LeanParameters
 from lightning_vram.optimizers.lost_updates import refuse_lost_updates
+from lightning_vram.precision.calls_between_steps import CallsBetweenSteps
 from lightning_vram.private_names.compiled import COMPILED_PART
 from lightning_vram.private_names.modules import NormBase
 from lightning_vram.techniques.compiled_backward import compiled_backward_without_autocast
@@ -74,6 +75,7 @@ class ModuleChanges:
     settings: Settings
     is_training: bool
     lean: LeanParameters | None = None
+    calls: CallsBetweenSteps | None = None
     _islands: Float32Islands = field(init=False)
     _island_names: dict[nn.Module, str] = field(init=False)
     _inside: set[nn.Module] = field(init=False)  # the islands, and what is in them
@@ -91,6 +93,8 @@ class ModuleChanges:
                 parameters = _lean_parameters(self.module, self._inside)
                 self.lean = LeanParameters(parameters, self.settings.parameters, self._named_parameters())
                 undo.callback(self.lean.restore)
+                self.calls = CallsBetweenSteps(self.module, self.device_type, torch.bfloat16)
+                undo.callback(self.calls.remove)
             if self.is_training:
                 undo.enter_context(compiled_backward_without_autocast())
             self._undo = undo.pop_all()

@@ -69,7 +69,13 @@ class PlainStrategy(ParallelStrategy):
         """Run a step of the module, by its name, within the forward of the model."""
         assert self.model is not None
         assert self.lightning_module is not None
-        return self._forward_redirection(self.model, self.lightning_module, name, *args, **kwargs)
+        attributes = vars(self.lightning_module)
+        before = {key: attributes[key] for key in ("forward",) if key in attributes}
+        try:
+            return self._forward_redirection(self.model, self.lightning_module, name, *args, **kwargs)
+        finally:  # Lightning leaves its redirection there if a hook before the forward fails, else the method itself
+            attributes.pop("forward", None)
+            attributes.update(before)
 
     @property
     @override

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.overrides import has_torch_function_unary
 
 from lightning_vram.private_names.dispatch import FakeTensor
 from lightning_vram.private_names.modules import PARAMETERS, class_conv_forward, own_children, own_parameters
 from lightning_vram.techniques.class_swap import has_own_forward, plain_class_forward
+from lightning_vram.techniques.parameter_classes import PARAMETER_CLASSES
 
 Place = tuple[str | None, str]
 """A child of the module, or ``None`` for itself, and the name of a parameter there."""
@@ -92,7 +94,9 @@ def _is_eligible(weight: Tensor | None) -> bool:
 
 def _is_cast(weight: Any, device_type: str) -> bool:
     """Not those that are sharded, were put there by a transform, or have no version."""
-    if type(weight) is not nn.Parameter and type(weight) is not FakeTensor:
+    if type(weight) not in PARAMETER_CLASSES and type(weight) is not FakeTensor:
+        return False
+    if has_torch_function_unary(weight):  # somebody wants to see the call that autocast casts it for
         return False
     is_dense = weight.dtype is torch.float32 and weight.layout is torch.strided
     return is_dense and weight.device.type == device_type and not weight.is_inference()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_vram.private_names.autograd import current_graph_task_id
@@ -19,6 +19,7 @@ from lightning_vram.private_names.dispatch import TorchDispatchMode, without_dis
 from lightning_vram.private_names.operators import TO_COPY, OpOverload, schema_of
 from lightning_vram.private_names.trees import tree_leaves
 from lightning_vram.techniques.hidden_from_dynamo import hide_from_dynamo
+from lightning_vram.techniques.parameter_classes import PARAMETER_CLASSES
 from lightning_vram.techniques.recomputation_error import RecomputationError
 from lightning_vram.techniques.saved_tensor_stage import PLAIN_TYPES
 from lightning_vram.techniques.versions import is_strided, storage_address
@@ -129,7 +130,7 @@ def _is_passed_over(func: Any, types: Any, args: tuple[Any, ...]) -> bool:
     """Whether an operator is the checkpoint's own, a mere question, a cast that autocast keeps, or of a subclass."""
     if not PLAIN_TYPES.issuperset(types):
         return True
-    is_cast = func is TO_COPY and type(args[0]) is nn.Parameter
+    is_cast = func is TO_COPY and type(args[0]) in PARAMETER_CLASSES
     return is_cast or getattr(func, "namespace", "") == "prim" or str(func).startswith("aten.detach")
 
 
@@ -148,7 +149,9 @@ def _describe(output: Any) -> tuple[str, ...]:
 
 
 def _sample(leaf: Any, num_samples: int = _NUM_SAMPLES) -> Tensor | None:
-    is_plain = isinstance(leaf, Tensor) and type(leaf) in (Tensor, nn.Parameter) and is_strided(leaf)
+    is_plain = (
+        isinstance(leaf, Tensor) and (type(leaf) is Tensor or type(leaf) in PARAMETER_CLASSES) and is_strided(leaf)
+    )
     if not is_plain or leaf.is_meta or leaf.numel() == 0 or leaf.dtype not in _SAMPLED:
         return None
     with torch.no_grad():

@@ -14,6 +14,7 @@ from lightning_vram.private_names.fsdp2_states import announce_backward, groups_
 from lightning_vram.private_names.modules import own_parameters
 from lightning_vram.techniques.host_worker import HostWorker
 from lightning_vram.techniques.meta_materialization import has_meta, materialize
+from lightning_vram.techniques.narrow_trial import NarrowTrial
 from lightning_vram.techniques.shard_removal import WholeParameters, detach_fsdp
 from lightning_vram.techniques.sharded_group import ShardedGroup, take_over
 from lightning_vram.techniques.sharding_groups import ShardingPlan
@@ -87,6 +88,7 @@ class FullSharding:
             self.remove()
             raise
         self._used = UsedParameters(self.groups, replicated, mesh)
+        self._trial = NarrowTrial(self.groups)
 
     @contextmanager
     def inside_step(self) -> Generator[None, None, None]:
@@ -96,6 +98,7 @@ class FullSharding:
             yield
         finally:
             self._is_inside = False
+        self._trial.end_batch()  # if there was a backward in it
 
     # --- what groups tell ---
 
@@ -106,6 +109,7 @@ class FullSharding:
     def lost(self) -> None:
         """The iteration is given up."""
         self._used.forget()
+        self._trial.forget()
 
     def landed(self, group: ShardedGroup) -> None:
         """Gradients of ``group`` have come."""
@@ -115,7 +119,9 @@ class FullSharding:
     def finalized(self, group: ShardedGroup) -> None:
         """The backward is over for ``group``."""
         if group is self.groups[-1]:
-            self._used.settle()
+            self._trial.decide(self._used.settle(self._trial.end_backward()))
+            if not self._is_inside:
+                self._trial.end_batch()
             self.gather_root()
 
     def gather_root(self) -> None:

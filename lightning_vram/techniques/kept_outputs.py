@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_vram.private_names.autograd import current_graph_task_id
@@ -24,6 +24,7 @@ from lightning_vram.techniques.hidden_from_dynamo import hide_from_dynamo
 from lightning_vram.techniques.kept_result import KeptResult
 from lightning_vram.techniques.leaves import flatten_arguments
 from lightning_vram.techniques.operator_random import differs, find_sources
+from lightning_vram.techniques.parameter_classes import PARAMETER_CLASSES
 from lightning_vram.techniques.recomputation_error import RecomputationError
 from lightning_vram.techniques.save_policy import SavePolicy
 from lightning_vram.techniques.versions import storage_address
@@ -206,4 +207,4 @@ def describe(signature: Signature) -> str:
 
 def _parameter_of(tensor: Tensor) -> int:
     base = base_of(tensor) if is_view(tensor) else tensor
-    return id(base) if type(base) is nn.Parameter else 0
+    return id(base) if type(base) in PARAMETER_CLASSES else 0

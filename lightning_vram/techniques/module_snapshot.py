@@ -37,6 +37,7 @@ from lightning_vram.private_names.modules import (
     own_parameters,
 )
 from lightning_vram.private_names.tensors import is_view, num_writes
+from lightning_vram.techniques.parameter_classes import PARAMETER_CLASSES
 from lightning_vram.techniques.statistics_reads import StatisticsReads
 from lightning_vram.techniques.versions import storage_address
 
@@ -288,7 +289,9 @@ def _version(tensor: Tensor) -> int:
 
 def differs(tensor: Tensor, start: Tensor | None) -> bool:
     """Whether a tensor was written past its version counter, through ``.data`` or by a kernel that does not tell."""
-    is_plain = type(tensor) in (Tensor, nn.Buffer, nn.Parameter) and tensor.layout is torch.strided
+    is_plain = (
+        type(tensor) in (Tensor, nn.Buffer) or type(tensor) in PARAMETER_CLASSES
+    ) and tensor.layout is torch.strided
     if start is None or not is_plain or tensor.is_meta or tensor.is_nested or torch.equal(tensor, start):
         return False
     return not bool(((tensor == start) | ((tensor != tensor) & (start != start))).all())  # NaN is not a change

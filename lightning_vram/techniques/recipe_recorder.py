@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import increment_version
 from typing_extensions import override
 
@@ -36,6 +36,7 @@ from lightning_vram.techniques.norm_recipes import (
     without_running_statistics,
 )
 from lightning_vram.techniques.noted_values import NotedValues
+from lightning_vram.techniques.parameter_classes import PARAMETER_CLASSES
 from lightning_vram.techniques.rebuilding import Dropped
 from lightning_vram.techniques.recipes import CopyValue, MaskValue, Recipe, Value, WriteRecipe
 from lightning_vram.techniques.saved_tensor_stage import PLAIN_TYPES
@@ -387,12 +388,12 @@ def _is_believed_copy(source: Tensor, copy: Tensor) -> bool:
 
     A batch is converted and then changed by NumPy or an extension, past all operators; what has a gradient is not.
     """
-    return copy.device == source.device and (source.requires_grad or type(source) is nn.Parameter)
+    return copy.device == source.device and (source.requires_grad or type(source) in PARAMETER_CLASSES)
 
 
 def _is_small_weight(arg: Tensor, args: Iterable[Any]) -> bool:
     """Whether it is a parameter beside others, such as the weight of a norm, and not what a view is made of."""
-    return type(arg) is nn.Parameter and arg.nbytes <= COPIED_BYTES and next(iter(args)) is not arg
+    return type(arg) in PARAMETER_CLASSES and arg.nbytes <= COPIED_BYTES and next(iter(args)) is not arg
 
 
 def _keeps_dtype(args: tuple[Any, ...]) -> bool:

@@ -33,6 +33,7 @@ from lightning_vram.private_names.tensors import base_of, is_view, num_writes
 from lightning_vram.techniques.cheap_operators import Family, family_of
 from lightning_vram.techniques.hidden_from_dynamo import hide_from_dynamo
 from lightning_vram.techniques.kept_tensors import Kept, KeptElsewhere, KeptMask
+from lightning_vram.techniques.parameter_classes import PARAMETER_CLASSES
 from lightning_vram.techniques.rebuilding import Dropped, find_sources, rebuild
 from lightning_vram.techniques.recipe_recorder import COPIED_BYTES, RecipeRecorder
 from lightning_vram.techniques.recipes import MaskValue, Recipe, Value
@@ -141,7 +142,7 @@ class Recomputation:
     def _pack(self, tensor: Tensor) -> Any:
         """Decide what becomes of a tensor that autograd saves; return what stands for it."""
         kind = type(tensor)
-        if kind is nn.Parameter:
+        if kind in PARAMETER_CLASSES:
             return tensor, num_writes(tensor)  # itself: FSDP refills the memory of parameters
         self.report.num_saved += 1
         if kind not in PLAIN_TYPES or not is_strided(tensor):
@@ -178,7 +179,7 @@ class Recomputation:
         dropped = value.find_dropped()
         recipe = value.recipe
         if dropped is None and recipe is not None and tensor.nbytes >= self._min_bytes:
-            if recipe.depth == 0 and type(recipe.inputs[0]()) is nn.Parameter:
+            if recipe.depth == 0 and type(recipe.inputs[0]()) in PARAMETER_CLASSES:
                 return alias(tensor), num_writes(tensor)  # a weight transposed: no memory of its own
             dropped = self._drop(value, tensor)
         return dropped.save() if dropped is not None else self._keep(value, tensor)
@@ -244,7 +245,7 @@ class Recomputation:
         origin = source()
         if origin is None or source.version == NO_VERSION or source.version != version_of(origin):
             return False
-        is_moving = self._recorder.parameters_move and type(origin) is nn.Parameter
+        is_moving = self._recorder.parameters_move and type(origin) in PARAMETER_CLASSES
         return is_strided(origin) and not is_moving
 
     def _is_worth_it(self, sources: Iterable[Value], tensor: Tensor, recipe: Recipe) -> bool:
@@ -294,7 +295,7 @@ class Recomputation:
         return self._hold_all(found[0]) if self._is_worth_it(found[0], tensor, recipe) else None
 
     def _is_lasting(self, tensor: Tensor) -> bool:
-        return type(tensor) is nn.Parameter or id(tensor) in self._lasting
+        return type(tensor) in PARAMETER_CLASSES or id(tensor) in self._lasting
 
     def _owns_memory(self, recipe: Recipe) -> bool:
         """Whether a result is more than a view of what is kept anyway or counts as dropped already."""

@@ -21,6 +21,7 @@ from lightning_vram.private_names.autograd import hide_warning_of_hooks
 from lightning_vram.private_names.dispatch import FakeTensor, TorchDispatchMode
 from lightning_vram.private_names.tensors import base_of, is_view, num_writes
 from lightning_vram.techniques.hidden_from_dynamo import hide_from_dynamo
+from lightning_vram.techniques.parameter_classes import PARAMETER_CLASSES
 from lightning_vram.techniques.stepping_aside import stepping_aside
 from lightning_vram.techniques.versions import alias, check_version, is_strided, storage_address, version_counter
 
@@ -165,13 +166,13 @@ class SavedTensorStage(ABC):
     def _is_lasting(self, tensor: Tensor) -> bool:
         """Whether its memory is that of a parameter or buffer, and stays whether it is saved or not."""
         base = base_of(tensor) if is_view(tensor) else tensor
-        return type(base) is nn.Parameter or storage_address(tensor) in self._buffers
+        return type(base) in PARAMETER_CLASSES or storage_address(tensor) in self._buffers
 
 
 def pack_in_place(tensor: Tensor) -> Any:
     """Keep a saved tensor as autograd would; see :func:`unpack`."""
     kind = type(tensor)
-    if kind is nn.Parameter:
+    if kind in PARAMETER_CLASSES:
         return tensor, num_writes(tensor)  # itself: FSDP refills the memory of parameters
     if kind not in PLAIN_TYPES or not is_strided(tensor):
         return tensor.detach() if tensor.grad_fn is not None else tensor

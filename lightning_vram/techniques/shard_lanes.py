@@ -38,6 +38,7 @@ class ShardLane:
         self.parameters = list(parameters)
         self.dtype = dtype
         self.is_wide = False
+        self.is_on_trial = self.needs_width = False
         self.device = device
         self._sizes = [parameter.memory.numel() for parameter in parameters]
         self.shards = _gather(parameters, self._sizes, home, pin_memory=pin_memory)
@@ -47,6 +48,11 @@ class ShardLane:
         self._seen = -1  # version of the shards that the copies are of
         self._fetched: torch.Event | None = None
         self._arrived: torch.Event | None = None
+
+    @property
+    def has_narrow_dtype(self) -> bool:
+        """Whether there are two dtypes."""
+        return self.dtype != self.shards.dtype
 
     @property
     def transfer_dtype(self) -> torch.dtype:
@@ -68,7 +74,7 @@ class ShardLane:
         """Memory of the shards, and of their copy that is on the way."""
         return sum(tensor.nbytes for tensor in (self.shards, self._narrow) if tensor is not None)
 
-    def widen(self, is_wide: bool) -> None:  # noqa: FBT001 - a state, not an option
+    def widen(self, *, is_wide: bool) -> None:
         """Choose whether the next fetch is of the shards as they are.
 
         What was gathered in the other dtype must no longer be in use.
@@ -79,6 +85,15 @@ class ShardLane:
         if self.dtype != self.shards.dtype:
             for parameter in self.parameters:  # FSDP2 makes them again
                 parameter.forget_whole()
+
+    def stay_wide(self) -> None:
+        """Give the narrow dtype up. What was gathered must no longer be in use, and no step be under way."""
+        if not self.has_narrow_dtype:
+            return
+        self.widen(is_wide=True)
+        self.dtype, self.is_wide, self._narrow, self._seen = self.shards.dtype, False, None, -1
+        if self._resident is not None:
+            self._resident = torch.empty(self.shards.numel(), dtype=self.dtype, device=self.device)
 
     @torch.no_grad()
     def refresh(self) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_vram.private_names.fsdp2 import FSDPParamGroup, GroupBase
 from lightning_vram.techniques.host_worker import HostWorker, Ticket
+from lightning_vram.techniques.settable_shards import make_settable
 from lightning_vram.techniques.shard_lanes import ShardLane
 from lightning_vram.techniques.sharded_parameter import ShardedParameter
 from lightning_vram.techniques.watched_shards import unwatch, watch
@@ -58,6 +59,9 @@ class ShardedGroup(GroupBase):
     _watched: list[Tensor]
     _num_calls: int
     _num_returns: int
+    _last_calls: int
+    _most_calls: int  # before one backward, in the batches that were looked at
+    has_more_calls: bool  # in the last backward
     _may_return: bool  # was called without a graph, which a reentrant checkpoint makes in the backward
 
     # --- before a layer is computed ---
@@ -96,9 +100,11 @@ class ShardedGroup(GroupBase):
     def _choose_width(self) -> None:
         # Autocast is off in the backward, and where a user turned it off or calls the module by himself.
         if not self.is_before_backward and not self._num_calls:
-            is_wide = not torch.is_autocast_enabled(self.device.type)
+            is_autocast = torch.is_autocast_enabled(self.device.type)
             for lane in self.lanes:
-                lane.widen(is_wide)
+                if lane.needs_width:
+                    lane.stay_wide()
+                lane.widen(is_wide=not is_autocast or lane.is_on_trial)
 
     def _fetch(self, async_op: bool) -> None:  # noqa: FBT001 - FSDP2's
         stream = self.gather_stream(async_op=async_op)
@@ -143,9 +149,14 @@ class ShardedGroup(GroupBase):
         """Wait until the gradients are on the host."""
         super().finalize_backward()  # type: ignore[no-untyped-call]
         self.finish_landing()
+        self._last_calls, self.has_more_calls = self._num_calls, self._num_calls > self._most_calls
         self._num_calls = self._num_returns = 0
         self._may_return = False
         self.owner.finalized(self)
+
+    def allow_calls(self) -> None:
+        """Take as many calls before a backward as there were before the last one for usual."""
+        self._most_calls = max(self._most_calls, self._last_calls)
 
     @property
     def is_complete(self) -> bool:
@@ -174,7 +185,7 @@ class ShardedGroup(GroupBase):
         for parameter in self.fsdp_params:
             whole = parameter.whole
             if whole is not None and whole.requires_grad and whole.grad is None:
-                whole.grad = torch.zeros_like(whole)
+                whole.grad = torch.zeros(whole.shape, dtype=parameter.gathered_dtype, device=whole.device)
                 absent.add(parameter)
         return absent
 
@@ -277,11 +288,13 @@ def take_over(
     host.__class__ = ShardedGroup
     host.owner, host.present, host.doubtful = owner, set(), []
     host._fetched = host._landing = host._pending = None
+    host._last_calls, host._most_calls, host.has_more_calls = 0, 1, False
     host._watched, host._num_calls, host._num_returns, host._may_return = [], 0, 0, False
 
-    def key(parameter: Any) -> tuple[str, str]:
+    def key(parameter: Any) -> tuple[str, str, bool]:
+        # Adapters are read in ways that need 32 bit; the frozen weights beside them are not.
         own = parameter.sharded_param.dtype
-        return str(own), str(dtype_of(parameter) or own)
+        return str(own), str(dtype_of(parameter) or own), parameter.sharded_param.requires_grad
 
     host.lanes = []
     for parameter in host.fsdp_params:
@@ -295,5 +308,6 @@ def take_over(
         host.lanes.append(lane)
         for parameter in parameters:
             parameter.begin(lane)
+        make_settable(parameter.sharded_param for parameter in parameters)
     host.lanes.sort(key=lambda lane: lane.shards.numel())  # the computation waits for all but the last to be reduced
     return host  # type: ignore[no-any-return]

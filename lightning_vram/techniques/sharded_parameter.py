@@ -7,8 +7,11 @@ import torch
 from torch import Tensor
 
 from lightning_vram.private_names.fsdp2 import ParameterBase
-from lightning_vram.private_names.tensors import gradient_hooks, has_accumulation_hooks, local_part_of, num_writes
+from lightning_vram.private_names.sharded_tensors import compute_local_shape_and_global_offset
+from lightning_vram.private_names.tensors import gradient_hooks, has_accumulation_hooks, local_part_of
+from lightning_vram.techniques.counted_parameter import count_writes
 from lightning_vram.techniques.shard_lanes import ShardLane
+from lightning_vram.techniques.weight_reads import WeightReads, observe
 
 
 class ShardedParameter(ParameterBase):
@@ -30,12 +33,13 @@ class ShardedParameter(ParameterBase):
     _wants_gradient: bool
     on_gradient: Callable[[], None] | None  # called in a backward that comes to what is gathered; may be set
     _told: Tensor | None  # what that was set on
+    reads: WeightReads | None  # of a weight that may be sent in 16 bit, while that is not proven
 
     def begin(self, lane: ShardLane) -> None:
         """What a constructor would do."""
         self.lane = lane
         self.fetched = self._sent = self._held = self._buffer = self._stand_in = None
-        self.on_gradient = self._told = None
+        self.on_gradient = self._told = self.reads = None
         self.is_reducing = self._has_landed = False
         self._wants_gradient = self.sharded_param.requires_grad
 
@@ -54,7 +58,7 @@ class ShardedParameter(ParameterBase):
     def to_sharded(self) -> None:
         """As FSDP2 does it, when both agree."""
         self.agree_on_gradient()
-        self._check_writes()
+        self._take_over_writes()
         super().to_sharded()
 
     def to_unsharded(self) -> None:
@@ -64,7 +68,8 @@ class ShardedParameter(ParameterBase):
         super().to_unsharded()
         whole, tell = self.whole, self.on_gradient
         assert whole is not None
-        self._version = num_writes(whole)
+        observe(whole, self.reads)
+        self._version = count_writes(whole)
         if tell is not None and whole is not self._told and whole.requires_grad:
             whole.register_post_accumulate_grad_hook(lambda _: tell())  # type: ignore[no-untyped-call]
             self._told = whole
@@ -158,16 +163,25 @@ class ShardedParameter(ParameterBase):
         self._check_place()
         super().reset_sharded_param()  # type: ignore[no-untyped-call]
 
-    def _check_writes(self) -> None:
-        """Refuse a write to what is gathered, which nobody would see again."""
+    @torch.no_grad()
+    def _take_over_writes(self) -> None:
+        """Let the shard have what was written to what is gathered."""
         whole = self.whole
-        if self.is_whole and whole is not None and num_writes(whole) != self._version:
-            self._version = num_writes(whole)
+        if not self.is_whole or whole is None or count_writes(whole) == self._version:
+            return
+        self._version = count_writes(whole)
+        shard: Any = self.sharded_param
+        if shard.device_mesh.size() > 1 and getattr(self.module, "max_norm", None) is not None:
             raise RuntimeError(
-                f"Parameter {self.name!r} was written in place while it was gathered, within a step, and the "
-                "write would be lost. Write to it in a hook such as on_train_batch_end, and leave out an embedding's "
-                "max_norm."
+                f"The embedding of parameter {self.name!r} has a max_norm, by which each rank scales the rows of its "
+                "own batch: the ranks would no longer agree. Train on one device, or leave max_norm out."
             )
+        lengths, offsets = compute_local_shape_and_global_offset(shard.shape, shard.device_mesh, shard.placements)
+        part = whole.detach()
+        for dimension, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
+            part = part.narrow(dimension, offset, length)
+        local_part_of(shard).copy_(part)  # and waits: what comes next may be a step
+        self.lane.touch()
 
     def _check_place(self) -> None:
         """Refuse a parameter that was put in place of the shard, which FSDP2 would drop."""

@@ -24,6 +24,7 @@ from lightning_vram.techniques.checkpoint_plan import CallProfile, LayerProfile,
 from lightning_vram.techniques.hidden_from_dynamo import hide_from_dynamo
 from lightning_vram.techniques.kept_outputs import NUM_INPUT_SAMPLES
 from lightning_vram.techniques.operator_cost import operator_cost
+from lightning_vram.techniques.parameter_classes import PARAMETER_CLASSES
 from lightning_vram.techniques.save_policy import SavePolicy
 from lightning_vram.techniques.stepping_aside import stepping_aside
 from lightning_vram.techniques.versions import is_strided, version_counter, version_of
@@ -138,7 +139,7 @@ class StepObserver:
 
     def _on_save(self, tensor: Tensor) -> None:
         base = base_of(tensor) if type(tensor) is Tensor and is_view(tensor) else tensor
-        if type(base) is nn.Parameter:
+        if type(base) in PARAMETER_CLASSES:
             return
         if self._call is None:
             position = len(self._rounds[-1].calls) - 0.5  # its backward comes before that of the calls so far

@@ -46,8 +46,14 @@ class UsedParameters:
         """Begin anew."""
         self._order = 0
 
-    def settle(self) -> None:
+    def settle(self, noted: Sequence[bool] = ()) -> list[bool]:
         """Give every parameter the gradient it would have on one rank. A collective, but for a single rank.
+
+        Args:
+            noted: What else ranks tell one another, equally many on all.
+
+        Returns:
+            Of each of ``noted``, whether it is so on any rank.
 
         Raises:
             RuntimeError: If ranks have gathered other groups, or in another order; on all of them.
@@ -56,19 +62,21 @@ class UsedParameters:
         if self._num_ranks == 1:
             for group in self._groups:
                 group.present = set()
-            return
+            return list(noted)
         present = {parameter for group in self._groups for parameter in group.present}
         flags = [parameter in present for parameter in self._sharded]
         flags += [parameter.grad is not None for parameter in self._replicated]
-        used = torch.tensor([order, -order, *flags], dtype=torch.int64, device=_device_for_flags())
+        used = torch.tensor([order, -order, *noted, *flags], dtype=torch.int64, device=_device_for_flags())
         dist.all_reduce(used, op=dist.ReduceOp.MAX)
-        largest, smallest, *is_used = used.tolist()
+        largest, smallest, *rest = used.tolist()
+        is_noted, is_used = rest[: len(noted)], rest[len(noted) :]
         if largest != -smallest:
             raise RuntimeError(_OTHER_ORDER)
         somewhere = {parameter for parameter, flag in zip(self._sharded, is_used, strict=False) if flag}
         for group in self._groups:
             group.settle(somewhere.__contains__)
         self._average(p for p, flag in zip(self._replicated, is_used[len(self._sharded) :], strict=True) if flag)
+        return [bool(flag) for flag in is_noted]
 
     @torch.no_grad()
     def _average(self, parameters: Iterable[nn.Parameter]) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_vram.private_names.dispatch import DispatchKey, is_key_excluded, set_key_excluded, without_dispatch
 from lightning_vram.private_names.tensors import num_writes, storage_identity
+from lightning_vram.techniques.parameter_classes import PARAMETER_CLASSES
 
 NO_VERSION = -1
 
@@ -59,7 +60,7 @@ def alias(tensor: Tensor) -> Tensor:
 
 
 def _detach(tensor: Tensor) -> Tensor:
-    if type(tensor) is Tensor or type(tensor) is torch.nn.Parameter:
+    if type(tensor) is Tensor or type(tensor) in PARAMETER_CLASSES:
         with without_dispatch():  # nobody needs to see it
             return tensor.detach()
     return tensor.detach()

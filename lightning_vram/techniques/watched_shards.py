@@ -12,10 +12,11 @@ from lightning_vram.private_names.tensors import local_part_of
 from lightning_vram.private_names.trees import tree_leaves
 
 _WAIT = "_wait_until_written"  # an attribute: what it refers to may refer to the tensor
+_CLASS = "_class_when_written"
 
 
 class WatchedShard(AskedDTensor):
-    """What the class of a ``DTensor`` is while it is watched; nothing else changes.
+    """What the class of a ``DTensor``, or of one that can be set, is while it is watched; nothing else changes.
 
     The writer works on the local tensor, which is not watched.
     """
@@ -35,6 +36,17 @@ class WatchedShard(AskedDTensor):
         finish_writes(self)
         return local_part_of(self)
 
+    @property
+    def data(self) -> Tensor:
+        """As that of its own class, when it is written."""
+        finish_writes(self)
+        return self.data
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        finish_writes(self)
+        self.data = values
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """As that of ``DTensor``, when it is written."""
         finish_writes(self)
@@ -50,7 +62,9 @@ def watch(tensors: Iterable[Tensor], wait: Callable[[], None]) -> None:
     """Let ``wait`` be called before one of ``tensors`` is read. Those that are no ``DTensor`` are passed over."""
     for tensor in tensors:
         if isinstance(tensor, DTensor):
-            tensor.__class__ = WatchedShard
+            if type(tensor) is not WatchedShard:
+                vars(tensor)[_CLASS] = type(tensor)
+                tensor.__class__ = WatchedShard
             vars(tensor)[_WAIT] = wait
 
 
@@ -58,7 +72,7 @@ def unwatch(tensors: Iterable[Tensor]) -> None:
     """Take that back."""
     for tensor in tensors:
         if type(tensor) is WatchedShard:
-            tensor.__class__ = DTensor  # type: ignore[assignment]
+            tensor.__class__ = vars(tensor).pop(_CLASS)
             vars(tensor).pop(_WAIT, None)
 
 

@@ -134,7 +134,7 @@ def test_a_lane_can_be_widened_for_a_while(net, options):
     for is_wide, dtype in ((True, torch.float32), (False, torch.bfloat16), (True, torch.float32)):
         for parameter in lane.parameters:
             parameter.all_gather_outputs, parameter._unsharded_param = [torch.ones(1)], "gathered"
-        lane.widen(is_wide)
+        lane.widen(is_wide=is_wide)
         assert lane.transfer_dtype == dtype
         assert_fetches(lane, net, dtype)
         assert all(parameter.all_gather_outputs == [] for parameter in lane.parameters)
@@ -146,7 +146,7 @@ def test_what_was_gathered_stays_where_the_dtype_does(net, dtype, is_wide):
     lane = make_lane(net, dtype=dtype)
     outputs = [torch.ones(1)]
     lane.parameters[0].all_gather_outputs = outputs
-    lane.widen(is_wide)
+    lane.widen(is_wide=is_wide)
     assert lane.parameters[0].all_gather_outputs is outputs
 
 
@@ -167,7 +167,7 @@ def test_with_a_narrow_copy_the_wide_shards_do_not_leave_the_host(net, monkeypat
     parts = list(lane.fetch())
     assert [(part.device.type, part.dtype) for part in parts] == [("meta", torch.bfloat16)] * 4
     assert torch.equal(lane._narrow, lane.shards.bfloat16())
-    lane.widen(True)
+    lane.widen(is_wide=True)
     assert {part.dtype for part in lane.fetch()} == {torch.float32}
 
 

@@ -1,0 +1,85 @@
+"""What is done with a gathered weight: whether it would do to have it in 16 bit.
+
+Autocast casts the weight of a linear layer at each use. A weight that comes in 16 bit gives the same bits, if nothing
+but autocast reads its values, and if no backward adds up the gradients of several uses: a plain run does so in 32 bit.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_vram.private_names.autograd import current_graph_task_id
+from lightning_vram.private_names.dispatch import without_torch_function
+from lightning_vram.private_names.trees import tree_leaves
+from lightning_vram.techniques.gathered_parameter import GatheredParameter
+from lightning_vram.techniques.parameter_classes import PARAMETER_CLASSES
+
+_READS = "_lightning_vram_reads"
+_CASTING = frozenset(
+    {
+        F.linear,
+        F.conv1d,
+        F.conv2d,
+        F.conv3d,
+        F.conv_transpose1d,
+        F.conv_transpose2d,
+        F.conv_transpose3d,
+        F.multi_head_attention_forward,
+        torch.addmm,  # of transformers' Conv1D
+    }
+)
+_NEEDS_WIDTH = frozenset({vars(torch._C.TensorBase)["dtype"].__get__})  # what is cast to it has other bits
+_HARMLESS = frozenset({vars(torch._C.TensorBase)["grad"].__get__, Tensor.requires_grad_})
+
+
+class WeightReads:
+    """Of one weight, counted until the end of a backward."""
+
+    def __init__(self) -> None:
+        self.is_used = False
+        self.needs_width = False
+        self._num_uses = [0, 0]  # before the backward, and in it, where checkpoints compute again
+
+    def note(self, func: Any, result: Any, *, wants_gradient: bool) -> None:
+        """Note a function of the weight and what it returned."""
+        if func in _CASTING:
+            self.is_used = True
+            self._num_uses[current_graph_task_id() != -1] += wants_gradient
+        elif func not in _HARMLESS:  # such as its shape
+            gives_values = any(isinstance(leaf, Tensor | float) for leaf in tree_leaves(result))
+            self.needs_width |= gives_values or func in _NEEDS_WIDTH
+
+    def end_backward(self) -> None:
+        """Take the uses of this backward into account."""
+        self.needs_width |= max(self._num_uses) > 1
+        self.forget_uses()
+
+    def forget_uses(self) -> None:
+        """Begin to count anew."""
+        self._num_uses = [0, 0]
+
+
+class ObservedParameter(GatheredParameter):
+    """What the class of a gathered weight is while it is on trial: the same results, some microseconds later."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compute as without it, and take a note."""
+        with without_torch_function():
+            result = func(*args, **(kwargs or {}))
+            for weight in tree_leaves((args, kwargs)):
+                if type(weight) is ObservedParameter:
+                    wants_gradient = torch.is_grad_enabled() and weight.requires_grad
+                    vars(weight)[_READS].note(func, result, wants_gradient=wants_gradient)
+        return result
+
+
+PARAMETER_CLASSES.add(ObservedParameter)
+
+
+def observe(weight: Any, reads: WeightReads | None) -> None:
+    """Let ``reads`` hear of all that is done with what is gathered; ``None``: nobody."""
+    weight.__class__ = GatheredParameter if reads is None else ObservedParameter
+    vars(weight)[_READS] = reads
