@@ -47,6 +47,10 @@ class WatchedShard(AskedDTensor):
         finish_writes(self)
         self.data = values
 
+    def __deepcopy__(self, memo: Any) -> Any:
+        finish_writes(self)
+        return self.__deepcopy__(memo)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """As that of ``DTensor``, when it is written."""
         finish_writes(self)

@@ -30,6 +30,11 @@ def assign(net):
         target.data = 0.999 * target.data + 0.001 * source.data
 
 
+def average_data(net):
+    for target, source in zip(net["teacher"].parameters(), net["student"].parameters(), strict=True):
+        target.data.mul_(0.999).add_(source.data, alpha=0.001)
+
+
 def refusal(what):
     message = (
         f"The frozen parameter {what} is written at almost every step, and bfloat16 loses small changes: name its "
@@ -38,7 +43,7 @@ def refusal(what):
     return pytest.raises(RuntimeError, match=f"^{re.escape(message)}$")
 
 
-@pytest.mark.parametrize("move", [average, assign])
+@pytest.mark.parametrize("move", [average, average_data, assign])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_averages_are_refused_at_the_fourth_step(scheme, move):
     net, lean, optimizer = student_and_teacher(scheme)
@@ -51,6 +56,7 @@ def test_averages_are_refused_at_the_fourth_step(scheme, move):
     after = lean.full_state(net.state_dict())
     assert all(torch.equal(before[name], after[name]) for name in before)
     lean.restore()  # is not held up
+    assert {type(parameter) for parameter in net.parameters()} == {nn.Parameter}
     assert {parameter.dtype for parameter in net.parameters()} == {torch.float32}
 
 

@@ -379,19 +379,12 @@ class Replaced(Fused):
         self.net.head.weight = nn.Parameter(self.net.head.weight.detach() * 0.9)
 
 
-class Renormed(Fused):
-    def __init__(self):
-        super().__init__()
-        self.net.embed.max_norm = 0.1
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (Listed, "was taken from the module before it was sharded"),
         (Penalized, "outside of its forward"),
         (Replaced, "replaced by another one"),
-        (Renormed, "written in place"),
     ],
 )
 def test_what_would_be_lost_without_a_word_is_refused(make, message, make_trainer):
