@@ -30,8 +30,9 @@ _CASTING = frozenset(
         torch.addmm,  # of transformers' Conv1D
     }
 )
-_NEEDS_WIDTH = frozenset({vars(torch._C.TensorBase)["dtype"].__get__})  # what is cast to it has other bits
-_HARMLESS = frozenset({vars(torch._C.TensorBase)["grad"].__get__, Tensor.requires_grad_})
+_PROPERTIES: Any = Tensor
+_NEEDS_WIDTH = frozenset({_PROPERTIES.dtype.__get__})  # what is cast to it has other bits
+_HARMLESS = frozenset({_PROPERTIES.grad.__get__, Tensor.requires_grad_})
 
 
 class WeightReads:
