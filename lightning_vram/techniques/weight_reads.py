@@ -43,11 +43,12 @@ class WeightReads:
         self.needs_width = False
         self._num_uses = [0, 0]  # before the backward, and in it, where checkpoints compute again
 
-    def note(self, func: Any, result: Any, *, wants_gradient: bool) -> None:
+    def note(self, weight: Tensor, func: Any, result: Any) -> None:
         """Note a function of the weight and what it returned."""
         if func in _CASTING:
             self.is_used = True
-            self._num_uses[current_graph_task_id() != -1] += wants_gradient
+            self.needs_width |= not torch.is_autocast_enabled(weight.device.type)
+            self._num_uses[current_graph_task_id() != -1] += torch.is_grad_enabled() and weight.requires_grad
         elif func not in _HARMLESS:  # such as its shape
             gives_values = any(isinstance(leaf, Tensor | float) for leaf in tree_leaves(result))
             self.needs_width |= gives_values or func in _NEEDS_WIDTH
@@ -72,8 +73,7 @@ class ObservedParameter(GatheredParameter):
             result = func(*args, **(kwargs or {}))
             for weight in tree_leaves((args, kwargs)):
                 if type(weight) is ObservedParameter:
-                    wants_gradient = torch.is_grad_enabled() and weight.requires_grad
-                    vars(weight)[_READS].note(func, result, wants_gradient=wants_gradient)
+                    vars(weight)[_READS].note(weight, func, result)
         return result
 
 

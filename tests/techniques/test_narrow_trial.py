@@ -105,9 +105,23 @@ class AsksWithin(Net):
             block.register_forward_pre_hook(lambda block, args: args[0].to(block.up.weight.dtype) / 3)
 
 
+class PartlyWide(nn.Module):
+    """Computes its second layer in float32, in one group with the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 9), nn.Linear(9, 6)
+
+    def forward(self, x):
+        h = self.up(x).relu()
+        with torch.autocast("cpu", enabled=False):
+            return self.down(h.float())
+
+
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
+        (PartlyWide, set()),
         (Siamese, set()),
         (CallsHeadTwice, stock_weights(Net) - {"head.weight", "head.bias"}),
         (Penalized, set()),
