@@ -57,7 +57,8 @@ class LeanMixedPrecision(MixedPrecision):
     With ``parameters="bf16+..."`` weights are in bfloat16 during a fit, but those of ``fp32_modules`` and of norms;
     checkpoints and the module after the fit hold what the optimizer knows of them, in the type that they had. So a
     checkpoint can be resumed with other ``parameters`` or without this plugin. Parameters that are frozen are in
-    bfloat16, too. Gradients are in bfloat16, also while they are accumulated.
+    bfloat16, too. Gradients are in bfloat16, also while they are accumulated. A hook that calls the module, or a direct
+    part of it, gets what a step computes, in float32.
 
     Args:
         precision: ``"bf16"``, ``"fp16"`` with a dynamic loss scale, or ``"auto"``: bf16 where the hardware computes in

@@ -63,8 +63,12 @@ class FSDPOffloadStrategy(CheckpointedStrategy):
 
     Mixed precision is :class:`~lightning_vram.LeanMixedPrecision`'s, whether given as ``precision="bf16-mixed"`` or as
     a plugin. Weights that autocast casts at every use, of linear layers, convolutions and attention, are then sent to
-    the device in 16 bit, and their gradients back: 6 bytes per weight and step, where FSDP2 sends 12. Master weights,
-    states and checkpoints are float32.
+    the device in 16 bit, and their gradients back: 6 bytes per weight and step, where FSDP2 sends 12. The first batches
+    prove which: weights that are used several times before a backward, or read in another way, stay in 32 bit. Master
+    weights, states and checkpoints are float32.
+
+    What code writes to weights by hand, such as averages of them, counts as in a plain run, also through
+    ``parameter.data``; on several ranks each has to write the same.
 
     After ``fit`` the module is what it was, whole on every rank, unless it was on the meta device or the run failed on
     several ranks. Not for weight averaging callbacks, which copy the module.
@@ -85,7 +89,8 @@ class FSDPOffloadStrategy(CheckpointedStrategy):
         nvme_path: Folder on a fast local disk, where states of optimizers are kept instead of in host memory; they are
             streamed through a few buffers in each step.
         cpu_threads: Threads of a step. By default the cores of this rank, however ``OMP_NUM_THREADS`` is set.
-        narrow_transfers: Whether mixed precision sends 16 bit where it can.
+        narrow_transfers: Whether mixed precision sends 16 bit where it can. What only later batches do with a weight is
+            not seen.
         state_dict_type: ``"full"``: checkpoints are single files, those of a plain run. ``"sharded"``: folders to which
             each rank writes its part. Both are loaded, whatever this is, on any number of ranks.
         async_save: Whether checkpoints are written beside the training, from a copy on the host.
