@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
+from lightning_vram.private_names.compiled import is_compiled_part
 from lightning_vram.private_names.fsdp2_states import announce_backward, groups_of, place_of, state_of
 from lightning_vram.private_names.modules import own_parameters
 from lightning_vram.techniques.host_worker import HostWorker
@@ -88,7 +89,8 @@ class FullSharding:
             self.remove()
             raise
         self._used = UsedParameters(self.groups, replicated, mesh)
-        self._trial = NarrowTrial(self.groups)
+        compiled = {p for part in module.modules() if is_compiled_part(part) for p in part.parameters()}
+        self._trial = NarrowTrial(self.groups, compiled)
 
     @contextmanager
     def inside_step(self) -> Generator[None, None, None]:

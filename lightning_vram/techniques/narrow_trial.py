@@ -5,7 +5,9 @@ that runs in later batches only is not seen, but for layers that are called more
 """
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+
+from torch import nn
 
 from lightning_vram.techniques.shard_lanes import ShardLane
 from lightning_vram.techniques.sharded_group import ShardedGroup
@@ -19,16 +21,18 @@ class NarrowTrial:
 
     Args:
         groups: Of its parameters.
+        compiled: Parameters that compiled code reads, which nobody can watch there. It casts them as eager code does;
+            calls are counted.
     """
 
-    def __init__(self, groups: Iterable[ShardedGroup]) -> None:
+    def __init__(self, groups: Iterable[ShardedGroup], compiled: Collection[nn.Parameter] = ()) -> None:
         self._lanes = [(group, lane) for group in groups for lane in group.lanes if lane.has_narrow_dtype]
         self._num_batches = 0
         self._unused: list[bool] = []  # of each lane: whether it has a weight that was not used yet
         for _, lane in self._lanes:
             lane.is_on_trial = True
             for parameter in lane.parameters:
-                parameter.reads = WeightReads()
+                parameter.reads = None if parameter.sharded_param in compiled else WeightReads()
 
     def end_backward(self) -> list[bool]:
         """Return what this rank has seen, for :meth:`decide`."""
@@ -37,7 +41,7 @@ class NarrowTrial:
         flags = []
         for group, lane in self._lanes:
             seen = [parameter.reads for parameter in lane.parameters if parameter.reads is not None]
-            has_more_calls = not lane.is_on_trial and group.has_more_calls
+            has_more_calls = group.has_more_calls and len(seen) < len(lane.parameters)  # those that are watched tell
             flags.append(has_more_calls or any(reads.needs_width for reads in seen))
             flags.append(not all(reads.is_used for reads in seen))
         return flags

@@ -180,7 +180,10 @@ class ShardedParameter(ParameterBase):
         part = whole.detach()
         for dimension, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
             part = part.narrow(dimension, offset, length)
-        local_part_of(shard).copy_(part)  # and waits: what comes next may be a step
+        local = local_part_of(shard)
+        local.copy_(part)
+        if local.device.type != "cpu":  # else the copy has waited: what comes next may be a step, or another stream
+            torch.accelerator.current_stream().synchronize()
         self.lane.touch()
 
     def _check_place(self) -> None:

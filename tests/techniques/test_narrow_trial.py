@@ -144,6 +144,24 @@ def test_a_checkpoint_is_no_second_use(mesh):
     assert narrow_names(compare(Checkpointed)) == stock_weights(Net)
 
 
+class Compiled(Net):
+    """Two blocks are compiled whole; in the second one every layer is called twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[0].compile(backend="aot_eager", fullgraph=True)
+        self.blocks[1] = torch.compile(self.blocks[1], backend="aot_eager", fullgraph=True)
+
+    def forward(self, x):
+        x = self.blocks[1](self.blocks[1](self.blocks[0](x)))
+        return self.head(self.norm(self.blocks[2](x)))
+
+
+def test_compiled_layers_are_left_whole(mesh):
+    wide = {name for name in stock_weights(Compiled) if name.startswith("blocks.1.")}
+    assert narrow_names(compare(Compiled, tolerance=1e-3)) == stock_weights(Compiled) - wide
+
+
 class Late(Net):
     """Calls all its layers twice from the third batch on."""
 
