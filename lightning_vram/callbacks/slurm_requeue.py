@@ -169,7 +169,7 @@ class SlurmRequeue(Callback):
             Shadow(loop, "advance", lambda advance: partial(self._advance, trainer, advance)),
         ]
 
-    def _start(self, trainer: pl.Trainer, start: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    def _start(self, trainer: pl.Trainer, start: Callable[..., None], /, *args: Any, **kwargs: Any) -> None:
         if self._folder is None or self._job is None or self._resume is None or self._resume.trials.are_undone:
             start(*args, **kwargs)
         else:

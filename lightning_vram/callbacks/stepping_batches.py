@@ -40,7 +40,7 @@ class SteppingBatches:
             steps = self._read_schedule().count_steps(trainer.num_training_batches, max(trainer.max_epochs, 1))
             return steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)
 
-        def run(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        def run(trainer: Any, /, *args: Any, **kwargs: Any) -> Any:
             if self._read_schedule is not None:
                 end()
             return getattr(plain, RUN)(trainer, *args, **kwargs)

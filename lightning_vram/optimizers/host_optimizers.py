@@ -207,7 +207,9 @@ class HostOptimizers:
         self._worker.submit(lambda: results.append(compute())).wait()
         return results[0]
 
-    def _stand_in_step(self, hooked_step: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def _stand_in_step(
+        self, hooked_step: Callable[..., Any], optimizer: Optimizer, /, *args: Any, **kwargs: Any
+    ) -> Any:
         outer, self._stepping = self._stepping, optimizer
         try:
             return hooked_step(optimizer, *args, **kwargs)

@@ -104,7 +104,9 @@ class LeanOptimizers:
         self.attach([optimizer])  # unless it is: a step that was bound before it was goes past what stands in
         return partial(self._step, optimizer)
 
-    def _stand_in_step(self, hooked_step: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def _stand_in_step(
+        self, hooked_step: Callable[..., Any], optimizer: Optimizer, /, *args: Any, **kwargs: Any
+    ) -> Any:
         outer, self._stepping = self._stepping, optimizer
         try:
             return hooked_step(optimizer, *args, **kwargs)

@@ -47,7 +47,7 @@ class HeldSchedules:
             self._num_missed = list(state)
 
     def _make_step(self, inner: Callable[..., Any]) -> Callable[..., None]:
-        def step(scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        def step(scheduler: Any, /, *args: Any, **kwargs: Any) -> None:
             for index, config in enumerate(self._configs):
                 if config.scheduler is scheduler and self._num_missed[index] >= self._steps_per_update(config):
                     self._num_missed[index] -= self._steps_per_update(config)

@@ -65,7 +65,7 @@ class PlainStrategy(ParallelStrategy):
         """Forget the optimizers and schedulers of a run before."""
         self._reset_optimizers_and_schedulers()
 
-    def run_in_forward(self, name: str, *args: Any, **kwargs: Any) -> Any:
+    def run_in_forward(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Run a step of the module, by its name, within the forward of the model."""
         assert self.model is not None
         assert self.lightning_module is not None

@@ -325,7 +325,7 @@ class FSDPOffloadStrategy(CheckpointedStrategy):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._run_step("predict_step", self.precision_plugin.predict_step_context, *args, **kwargs)
 
-    def _run_step(self, name: str, context: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+    def _run_step(self, name: str, context: Callable[[], Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run a step within the forward of the root, where FSDP2 gathers what no layer gathers for itself."""
         assert self._sharding is not None
         fast_path = nullcontext() if self.root_device.type == "cuda" else without_fast_path()

@@ -173,7 +173,7 @@ def apply_activation_checkpointing(  # noqa: PLR0913 - the words of the callback
     return handle
 
 
-def _run(module: nn.Module, state: _State, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _run(module: nn.Module, state: _State, plain: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Stands in for ``module.forward``, which is ``plain``."""
     if not torch.is_grad_enabled() or _is_transformed():
         return plain(*args, **kwargs)
@@ -205,7 +205,7 @@ def _run_compiled(
     return value
 
 
-def _run_spans(body: nn.Sequential, state: _State, input: Any) -> Any:
+def _run_spans(body: nn.Sequential, state: _State, /, input: Any) -> Any:
     """Run a Sequential as its own forward would, each span as one checkpointed layer."""
     value = input
     for run, span in _iterate_runs(body, state.spans):

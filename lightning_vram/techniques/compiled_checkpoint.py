@@ -15,12 +15,13 @@ _RESPECT = "respect_saved_tensors_hooks"
 _HOOKS: dict[str, Any] = {_RESPECT: False} if _RESPECT in inspect.signature(checkpoint).parameters else {}
 
 
-def compiled_checkpoint(save: SavePolicy | None, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def compiled_checkpoint(save: SavePolicy | None, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Call ``forward`` so that the compiler recomputes it, but for the operators of ``save``.
 
     The compiler takes a list of operators: ``every_n`` does not count there, all of them are kept.
     """
+    run = functools.partial(forward, **kwargs)  # past the checkpoint, which has keywords of its own
     if save is None:
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        return checkpoint(run, *args, use_reentrant=False)
     contexts = functools.partial(create_selective_checkpoint_contexts, list(save.resolved))
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **_HOOKS, **kwargs)
+    return checkpoint(run, *args, use_reentrant=False, context_fn=contexts, **_HOOKS)

@@ -101,7 +101,7 @@ def list_islands(module: nn.Module) -> set[nn.Module]:
     return {inner for part in module.modules() if _KEY in vars(part) for inner in part.modules()}
 
 
-def _run(module: nn.Module, state: PrecisionState, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _run(module: nn.Module, state: PrecisionState, plain: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Stands in for ``module.forward``, which is ``plain``."""
     if torch.compiler.is_compiling():
         _note_compiled(type(module))

@@ -178,7 +178,9 @@ def _is_stock_norm(module: nn.Module) -> bool:
     return not is_changed and plain_class_forward(module) in _NORM_FORWARDS
 
 
-def _run_convolution(module: nn.Module, folding: _Folding, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _run_convolution(
+    module: nn.Module, folding: _Folding, plain: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
     if module is not folding.convolution:  # DataParallel's copy, with weights of its own
         return plain(*args, **kwargs)
     folding.output = None
@@ -190,13 +192,13 @@ def _run_convolution(module: nn.Module, folding: _Folding, plain: Callable[..., 
     return output
 
 
-def _run_norm(module: nn.Module, folding: _Folding, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _run_norm(module: nn.Module, folding: _Folding, plain: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     if module is not folding.norm or not folding.is_possible_now():
         return plain(*args, **kwargs)
     return _pass_through(folding, *args, **kwargs)
 
 
-def _pass_through(folding: _Folding, input: Tensor) -> Tensor:
+def _pass_through(folding: _Folding, /, input: Tensor) -> Tensor:
     if not torch.compiler.is_compiling() and folding.is_other(input):
         raise RuntimeError(
             "a batch norm that is folded into its convolution was given another tensor than the convolution's output. "
@@ -239,7 +241,7 @@ def _spread(scale: Tensor, convolution: _Convolution) -> Tensor:
 
 
 def _convolve(
-    convolution: Any, weight: Tensor, bias: Tensor, input: Tensor, output_size: list[int] | None = None
+    convolution: Any, weight: Tensor, bias: Tensor, /, input: Tensor, output_size: list[int] | None = None
 ) -> Tensor:
     """Do what the stock forward does, with another weight and bias."""
     if not convolution.transposed:

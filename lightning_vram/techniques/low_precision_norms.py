@@ -75,7 +75,7 @@ def _choose(module: nn.Module) -> PrecisionSwap | None:
 
 
 def _run_low_kernel(
-    norm: nn.Module, state: PrecisionState, plain: Callable[..., Any], *args: Any, **kwargs: Any
+    norm: nn.Module, state: PrecisionState, plain: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
     """Stands in for the ``forward`` of a stock norm: calls its kernel with everything in 16 bit."""
     device_type = state.device_types[-1]
@@ -86,11 +86,12 @@ def _run_low_kernel(
         return _run_low_result(norm, state, plain, *args, **kwargs)
     dtype = torch.get_autocast_dtype(device_type)
     with torch.autocast(device_type, enabled=False):
-        return _normalize(norm, dtype, *args, **kwargs)
+        (input,) = (*args, *kwargs.values())  # each class has another name for it
+        return _normalize(norm, dtype, input)
 
 
 def _run_low_result(
-    norm: nn.Module, state: PrecisionState, plain: Callable[..., Any], *args: Any, **kwargs: Any
+    norm: nn.Module, state: PrecisionState, plain: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
     """Stands in for a ``forward`` that is not known: calls it, and casts its output.
 

@@ -128,7 +128,7 @@ class _State:
     sharing: Sharing | None
 
 
-def _run(module: nn.Module, state: _State, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _run(module: nn.Module, state: _State, plain: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Stands in for ``module.forward``, which is ``plain``."""
     is_compiling = torch.compiler.is_compiling()  # such code is not to depend on the count below
     if is_compiling or not (torch.is_grad_enabled() and torch.is_autocast_enabled(state.device_type)):

@@ -1,0 +1,96 @@
+"""A layer may call its arguments what this package calls its own."""
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lightning_vram
+from lightning_vram.techniques.checkpointing import apply_activation_checkpointing
+from lightning_vram.techniques.fp32_islands import run_in_fp32
+from lightning_vram.techniques.low_precision_norms import keep_norms_low
+from lightning_vram.techniques.save_policy import parse_save
+
+NAMES = ["module", "state", "plain", "norm", "layer", "save", "function", "debug"]
+CHANGES = {
+    "checkpointing": apply_activation_checkpointing,
+    "fp32": lambda net: run_in_fp32(list(net), "cpu"),
+    "low norms": lambda net: keep_norms_low(net, "cpu"),
+}
+PACKAGE = Path(lightning_vram.__file__).parent
+
+
+class ScaledLayerNorm(nn.Module):
+    """A cell and a norm in one, so that every technique takes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+
+    def forward(self, hidden: Tensor, **scales: Tensor) -> Tensor:
+        for scale in scales.values():
+            hidden = hidden * scale
+        return self.up(hidden)
+
+
+class Cells(nn.ModuleList):
+    def __init__(self) -> None:
+        super().__init__([ScaledLayerNorm(), ScaledLayerNorm()])
+
+    def forward(self, hidden: Tensor, scale: Tensor) -> Tensor:
+        for cell in self:
+            hidden = cell(hidden, **dict.fromkeys(NAMES, scale))
+        return hidden
+
+
+def compute_gradients(net: nn.Module, scale: Tensor) -> list[Tensor]:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = net(torch.ones(2, 4), scale).float().sum()
+    return list(torch.autograd.grad(loss, [*net.parameters(), scale]))
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_layer_gets_every_keyword_that_it_has(name):
+    net, scale = Cells(), torch.tensor(1.5, requires_grad=True)
+    expected = compute_gradients(net, scale)
+    CHANGES[name](net)
+    for gradient, plain in zip(compute_gradients(net, scale), expected, strict=True):
+        assert torch.allclose(gradient, plain, rtol=0 if name == "checkpointing" else 0.05, atol=0)  # of bf16
+
+
+@pytest.mark.parametrize("save", [None, "matmuls"])
+def test_a_checkpointed_layer_gets_them_in_compiled_code_as_well(save):
+    net, scale = Cells(), torch.tensor(1.5, requires_grad=True)
+    expected = compute_gradients(net, scale)
+    apply_activation_checkpointing(net, save=parse_save(save or "inputs", "save"))
+    torch._dynamo.reset()
+    compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
+    for gradient, plain in zip(compute_gradients(compiled, scale), expected, strict=True):
+        assert torch.equal(gradient, plain)
+
+
+@pytest.mark.parametrize("keyword", ["input", "x"])
+def test_a_low_norm_takes_its_input_by_the_name_of_its_class(keyword):
+    norm = nn.LayerNorm(4) if keyword == "input" else nn.RMSNorm(4)
+    keep_norms_low(norm, "cpu")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(norm(**{keyword: torch.ones(2, 4)}), norm(torch.ones(2, 4)))
+
+
+def find_open_names(path: Path) -> list[str]:
+    """Functions that pass on any keyword, and have a name of their own that one of them may have."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.FunctionDef) or node.args.vararg is None or node.args.kwarg is None:
+            continue
+        is_override = any(ast.unparse(decorator) == "override" for decorator in node.decorator_list)
+        names = [argument.arg for argument in [*node.args.args, *node.args.kwonlyargs] if argument.arg != "self"]
+        if names and not is_override:  # Lightning decides what an override may be called with
+            found.append(f"{path.relative_to(PACKAGE)}: {node.name}({', '.join(names)})")
+    return found
+
+
+def test_whoever_passes_on_keywords_takes_its_own_arguments_by_position():
+    assert [name for path in sorted(PACKAGE.rglob("*.py")) for name in find_open_names(path)] == []
