@@ -150,7 +150,10 @@ def _is_recorded(input: Tensor) -> bool:
     return is_plain and type(input) is Tensor
 
 
-def _run_norm(norm: nn.Module, outputs: _Outputs, plain: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
+def _run_norm(
+    norm: nn.Module, outputs: _Outputs, plain: Callable[[Tensor], Tensor], /, *args: Tensor, **kwargs: Tensor
+) -> Tensor:
+    (input,) = (*args, *kwargs.values())  # each class has another name for it
     output = plain(input)
     if getattr(plain, "__func__", None) not in _FORWARDS:  # another technique is below, and its output is not ours
         return output

@@ -249,8 +249,9 @@ def _never_compiled(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
     uncompiled: Callable[..., Tensor] = torch.compiler.disable(run)  # type: ignore[no-untyped-call]
 
     @functools.wraps(run)
-    def choose(*args: Any) -> Tensor:
-        return uncompiled(*args) if torch.compiler.is_compiling() else run(*args)
+    def choose(*args: Any, **kwargs: Any) -> Tensor:
+        chosen = uncompiled if torch.compiler.is_compiling() else run
+        return chosen(*args, **kwargs)
 
     return choose
 

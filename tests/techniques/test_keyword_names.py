@@ -10,7 +10,10 @@ from torch import Tensor, nn
 import lightning_vram
 from lightning_vram.techniques.checkpointing import apply_activation_checkpointing
 from lightning_vram.techniques.fp32_islands import run_in_fp32
+from lightning_vram.techniques.fused_modules import fuse_norm_activations
+from lightning_vram.techniques.invertible_norms import apply_inplace_abn
 from lightning_vram.techniques.low_precision_norms import keep_norms_low
+from lightning_vram.techniques.module_links import Link
 from lightning_vram.techniques.save_policy import parse_save
 
 NAMES = ["module", "state", "plain", "norm", "layer", "save", "function", "debug"]
@@ -77,6 +80,24 @@ def test_a_low_norm_takes_its_input_by_the_name_of_its_class(keyword):
     keep_norms_low(norm, "cpu")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(norm(**{keyword: torch.ones(2, 4)}), norm(torch.ones(2, 4)))
+
+
+@pytest.mark.parametrize("keyword", ["input", "x", "inverted"])
+def test_a_fused_norm_and_its_activation_take_their_input_by_keyword(keyword):
+    norm = nn.RMSNorm(4) if keyword == "x" else nn.BatchNorm1d(4)
+    activation, hidden = nn.LeakyReLU(), torch.randn(3, 4, requires_grad=True)
+
+    def compute() -> Tensor:
+        normed = norm(**{"x" if keyword == "x" else "input": hidden * 1})
+        (gradient,) = torch.autograd.grad(activation(input=normed).square().sum(), hidden)
+        return gradient
+
+    expected = compute()
+    if keyword == "inverted":
+        apply_inplace_abn([Link(norm, activation)])
+    else:
+        fuse_norm_activations(nn.Sequential(norm, activation))
+    assert torch.allclose(compute(), expected, atol=1e-5)
 
 
 def find_open_names(path: Path) -> list[str]:
