@@ -39,6 +39,9 @@ class ActivationCheckpointing(FitTechnique):
     and manual optimization. The layers change their class for the time of the fit and change back after it, also if
     it fails. Nothing is stored in checkpoints.
 
+    Forward hooks on a layer fire once, those on modules inside of it in both runs, as with torch's checkpoint: they may
+    change what the second run has to make again. Put one that counts or collects on the layer itself.
+
     Args:
         layers: ``"auto"`` finds the blocks the model repeats: the classes it names in ``_no_split_modules``, else the
             children of its outermost ``ModuleList``, ``ModuleDict`` or ``Sequential`` with two or more of one class,

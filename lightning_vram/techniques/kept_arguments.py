@@ -1,6 +1,7 @@
 """What stays of a layer's arguments until it runs again."""
 
 import copy
+from collections.abc import Sequence
 from enum import Enum
 from typing import Any
 
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 
 from lightning_vram.techniques.module_snapshot import differs
 from lightning_vram.techniques.saved_output import SavedOutput
+from lightning_vram.techniques.saved_tensor_stage import PLAIN_TYPES
 from lightning_vram.techniques.versions import version_of
 
 
@@ -33,6 +35,18 @@ def give_argument(leaf: Any, *, is_overwritten: bool | None) -> Any:
     if not isinstance(tensor, Tensor):
         return _copy_object(tensor)
     return tensor.clone() if is_overwritten else tensor
+
+
+def keep_attributes(leaves: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return what the caller has put on each argument that is a tensor, as ``tensor.name = ...`` does."""
+    return [dict(vars(leaf)) if type(leaf) in PLAIN_TYPES else {} for leaf in leaves]
+
+
+def give_attributes(leaf: Any, attributes: dict[str, Any]) -> Any:
+    """Return ``leaf``, with its attributes if it is a new object: a copy, or what saved-tensor hooks gave back."""
+    if attributes and not vars(leaf):
+        vars(leaf).update(attributes)
+    return leaf
 
 
 class _Held:

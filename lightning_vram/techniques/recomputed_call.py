@@ -22,7 +22,13 @@ from torch.utils.checkpoint import checkpoint
 from lightning_vram.memory.module_scope import module_scope
 from lightning_vram.memory.storages import iterate_storages
 from lightning_vram.techniques.host_random import DrawnNumbers, HostRandomState
-from lightning_vram.techniques.kept_arguments import FirstInput, give_argument, keep_argument
+from lightning_vram.techniques.kept_arguments import (
+    FirstInput,
+    give_argument,
+    give_attributes,
+    keep_argument,
+    keep_attributes,
+)
 from lightning_vram.techniques.layer_runs import First, LayerRuns, Recomputing
 from lightning_vram.techniques.leaves import flatten_arguments
 from lightning_vram.techniques.module_snapshot import ModuleSnapshot, WrittenBuffers
@@ -101,6 +107,7 @@ def _call(
     leaves, rebuild = flatten_arguments(arguments)
     num_leaves = len(leaves)
     kept = [keep_argument(leaf, observation.overwrites_inputs) for leaf in leaves]
+    attributes = keep_attributes(leaves)
     versions = [_version(leaf) for leaf in leaves]
     snapshot, host_random = ModuleSnapshot(modules, observation.written), HostRandomState(observation.drawn)
     runs = LayerRuns(modules, recomputing, observation.note_call(recomputing.save))
@@ -110,7 +117,7 @@ def _call(
     def run(*kept: Any) -> Any:
         if not first_call:
             again = [give_argument(leaf, is_overwritten=observation.overwrites_inputs) for leaf in kept[:num_leaves]]
-            args, kwargs = rebuild(again)
+            args, kwargs = rebuild(list(map(give_attributes, again, attributes)))
             with module_scope(modules[0]):
                 return runs.second(lambda: forward(*args, **kwargs))
         args, kwargs = first_call.pop()

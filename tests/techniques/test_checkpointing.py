@@ -4,6 +4,7 @@ import copy
 import pickle
 import random
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -13,8 +14,10 @@ import pytest
 import torch
 from helpers import LitTiny, TinyCNN, TinyGPT, assert_equal_weights, describe_module, saved_bytes
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.checkpoint import checkpoint
 
 from lightning_vram.demos import ByteGPT, DigitsResNet
 from lightning_vram.memory.tracker import track_memory
@@ -592,6 +595,20 @@ def test_hooks_of_the_layer_fire_once():
     assert fired == ["pre", "post", "backward"]
 
 
+@pytest.mark.parametrize("by", ["torch", "us"])
+def test_forward_hooks_inside_of_a_layer_fire_in_both_runs_as_with_torchs_checkpoint(by):
+    block = Net(num_blocks=1).blocks[0]
+    if by == "us":
+        apply_activation_checkpointing(nn.ModuleList([block]), layers="Block")
+    run = block if by == "us" else partial(checkpoint, block, use_reentrant=False)
+    fired = []
+    block.up.register_forward_pre_hook(lambda *_: fired.append("pre"))
+    block.up.register_forward_hook(lambda *_: fired.append("post"))
+    block.up.register_full_backward_hook(lambda *_: fired.append("backward"))
+    run(torch.randn(2, 8, requires_grad=True)).sum().backward()
+    assert fired == ["pre", "post", "pre", "post", "backward"]
+
+
 def test_a_failed_forward_can_be_tried_again():
     model = Net(CountingBlock, num_blocks=2)
     apply_activation_checkpointing(model)
@@ -834,6 +851,40 @@ def test_a_layer_that_overwrites_its_input_now_and_then_is_refused():
     model(torch.randn(2, 8) * torch.ones((), requires_grad=True))
     with pytest.raises(RuntimeError, match=r"^layer blocks\.0 \(Moody\) overwrites its input in some forwards and"):
         model(torch.randn(2, 8) * torch.ones((), requires_grad=True))
+
+
+class ScaledBlock(Block):
+    """Reads what its caller has put on the tensors that it gets."""
+
+    def forward(self, hiddens: list[Tensor]) -> Tensor:
+        (hidden,) = hiddens
+        return torch.tanh(self.up(hidden)) * hidden.scale
+
+
+class OverwritingScaledBlock(ScaledBlock):
+    def forward(self, hiddens: list[Tensor]) -> Tensor:
+        scale = hiddens[0].scale
+        hiddens[0].relu_().scale = -1.0  # not what the caller has put there
+        return torch.tanh(self.up(hiddens[0])) * scale
+
+
+@pytest.mark.parametrize("make_block", [ScaledBlock, OverwritingScaledBlock])
+@pytest.mark.parametrize("context", [nullcontext, save_on_cpu])
+def test_attributes_of_an_input_are_those_that_the_layer_found_in_each_call(make_block, context):
+    torch.manual_seed(0)
+    model = Net(make_block, num_blocks=1)
+    gradients = []
+    for is_checkpointed in (False, True):
+        if is_checkpointed:
+            apply_activation_checkpointing(model, layers=make_block)
+        for scale in (2.0, 3.0, 4.0):
+            hidden = torch.ones(2, 8) * torch.ones((), requires_grad=True)
+            hidden.scale = scale
+            with context():
+                loss = model.blocks[0]([hidden]).sum()
+            gradients.append(torch.autograd.grad(loss, model.blocks[0].up.weight)[0])
+    for plain, recomputed in zip(gradients[:3], gradients[3:], strict=True):
+        assert torch.equal(plain, recomputed)
 
 
 # --- refusals ---
