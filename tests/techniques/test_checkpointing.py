@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from lightning_vram.demos import ByteGPT, DigitsResNet
 from lightning_vram.memory.tracker import track_memory
@@ -600,7 +600,7 @@ def test_forward_hooks_inside_of_a_layer_fire_in_both_runs_as_with_torchs_checkp
     block = Net(num_blocks=1).blocks[0]
     if by == "us":
         apply_activation_checkpointing(nn.ModuleList([block]), layers="Block")
-    run = block if by == "us" else partial(checkpoint, block, use_reentrant=False)
+    run = block if by == "us" else partial(torch_checkpoint, block, use_reentrant=False)
     fired = []
     block.up.register_forward_pre_hook(lambda *_: fired.append("pre"))
     block.up.register_forward_hook(lambda *_: fired.append("post"))
