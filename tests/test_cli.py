@@ -1,6 +1,7 @@
 """The command: real fits, comparison, report, and one line for each mistake."""
 
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,14 @@ def test_the_quickstart_shows_plain_against_packed(capsys):
     out = capsys.readouterr().out
     assert len(table_cells(out, "peak allocated")) == 2
     assert "Median time per training batch" in out
+
+
+def test_the_quickstart_warns_of_nothing():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        main(["fit", QUICKSTART, *SMALL])
+    told = [str(warning.message) for warning in caught]
+    assert [text for text in told if "does not have many workers" not in text] == []  # on machines with many cores
 
 
 def test_a_precision_plugin_is_compared_with_lightnings_of_the_same_format(capsys):

@@ -11,7 +11,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from typing_extensions import override
 
@@ -28,7 +28,7 @@ class EmptyCache(Callback):
 
     All ranks release at the same batch, so that none becomes a straggler the others wait for: the moment depends on
     the batch index alone, and where fragmentation decides, the ranks vote and one that needs it is enough. Nothing is
-    stored in checkpoints.
+    stored in checkpoints. On a device without a cache, such as the host, it does nothing and says so.
 
     Args:
         every_n_batches: Release after every n-th training batch of an epoch as well. Counts batches, not optimizer
@@ -68,10 +68,8 @@ class EmptyCache(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         check_trainer("EmptyCache", trainer)
         device = trainer.strategy.root_device
-        if not has_cache(device):
-            rank_zero_warn(
-                f"EmptyCache has no effect on device '{device}': it has no caching allocator. Remove the callback."
-            )
+        if not has_cache(device):  # not a warning: a program for a GPU, tried on a host, is right as it is
+            rank_zero_info(f"EmptyCache has nothing to release on device '{device}', which keeps no cache.")
 
     @override
     def on_train_batch_end(
