@@ -232,7 +232,7 @@ class ActivationCheckpointing(FitTechnique):
                 f"{' and '.join(given)}. Leave out one or the other."
             )
         if budget_bytes == 0:
-            raise ValueError("ActivationCheckpointing(budget) must be at least 1 byte, got 0.")
+            raise ValueError(f"ActivationCheckpointing(budget) must be at least 1 byte, got {self.budget!r}.")
         return budget_bytes
 
 

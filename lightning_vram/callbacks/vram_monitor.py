@@ -92,7 +92,7 @@ class VRAMMonitor(Callback):
 
     Raises:
         TypeError: If an argument has another type than said above.
-        ValueError: If ``every_n_batches`` is smaller than 1.
+        ValueError: If ``every_n_batches`` is smaller than 1, or ``path`` names no file.
         MisconfigurationException: In ``setup``, if there are several in one trainer.
 
     Attributes:
@@ -115,6 +115,8 @@ class VRAMMonitor(Callback):
             check_bool("VRAMMonitor(track)", track)
         if path is not None and not isinstance(path, str | Path):
             raise TypeError(f"VRAMMonitor(path) must be text or a Path, got {path!r} of type {type(path).__name__}.")
+        if path is not None and not Path(path).name:  # "" and "." are folders
+            raise ValueError(f"VRAMMonitor(path) must name a file, got {str(path)!r}. path=None writes none.")
         self.every_n_batches = every_n_batches
         self.track = track
         self.path = path

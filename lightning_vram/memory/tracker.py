@@ -74,6 +74,7 @@ def track_memory(
         The tracker; its :attr:`~MemoryTracker.timeline` can be read inside the block and after it.
 
     Raises:
+        TypeError: If ``optimizers`` is one optimizer, or nothing that can be iterated over.
         RuntimeError: If the returned tracker is entered a second time.
 
     Example:
@@ -85,6 +86,9 @@ def track_memory(
         >>> tracker.timeline.peak_by_category[Category.PARAMETERS] == 256 * 256 * 4
         True
     """
+    if not isinstance(optimizers, Iterable):
+        kind = type(optimizers).__name__
+        raise TypeError(f"track_memory(optimizers) must be a list of optimizers, got {kind}. Put one in a list: [...].")
     return MemoryTracker(module, tuple(optimizers), inputs)
 
 

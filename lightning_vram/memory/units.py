@@ -61,7 +61,7 @@ def parse_bytes(size: int | str, name: str = "size") -> int:
 
     Raises:
         TypeError: If ``size`` is neither an ``int`` nor a ``str``.
-        ValueError: If ``size`` is negative or its text is not a number and a known unit.
+        ValueError: If ``size`` is negative, or its text is not a number and a known unit. A whole number may lack that.
 
     Example:
         >>> parse_bytes("24GiB") == 24 * GIB
@@ -76,7 +76,8 @@ def parse_bytes(size: int | str, name: str = "size") -> int:
             raise ValueError(f"{name} must not be negative, got {size}.")
         return size
     match = _SIZE.fullmatch(size)
-    if match is None or match["suffix"].lower() not in _SUFFIXES:
+    is_fraction_of_nothing = match is not None and "." in match["number"] and not match["suffix"]  # meant as a share?
+    if match is None or is_fraction_of_nothing or match["suffix"].lower() not in _SUFFIXES:
         raise ValueError(f"{name} must be a number and one of B, KiB, MiB, GiB, TiB, kB, MB, GB, TB, got {size!r}.")
     whole, _, fraction = match["number"].partition(".")
     # In integers: a float would round sizes above 2**53 bytes, and 0.1 + 0.2 style digits below.

@@ -148,7 +148,13 @@ def test_two_on_the_same_layers_are_refused_and_both_undone(make_trainer):
         ({"skip_last": 1}, TypeError, r"^ActivationCheckpointing\(skip_last\) must be True or False, got 1 of"),
         ({"budget": "6 apples"}, ValueError, r"^ActivationCheckpointing\(budget\) must be a number and one of B, KiB"),
         ({"budget": -1}, ValueError, r"^ActivationCheckpointing\(budget\) must not be negative, got -1"),
-        ({"budget": 0}, ValueError, r"^ActivationCheckpointing\(budget\) must be at least 1 byte, got 0"),
+        ({"budget": 0}, ValueError, r"^ActivationCheckpointing\(budget\) must be at least 1 byte, got 0\.$"),
+        ({"budget": "0.5B"}, ValueError, r"^ActivationCheckpointing\(budget\) must be at least 1 byte, got '0\.5B'\.$"),
+        (
+            {"budget": "0.5"},
+            ValueError,
+            r"^ActivationCheckpointing\(budget\) must be a number and one of B, KiB, MiB, .*, got '0\.5'\.$",
+        ),
         (
             {"budget": "6GiB", "every_n_layers": 2},
             ValueError,

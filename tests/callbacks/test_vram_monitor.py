@@ -286,6 +286,8 @@ def test_several_are_refused(make_trainer):
         ({"every_n_batches": 0}, ValueError, r"^VRAMMonitor\(every_n_batches\) must be at least 1, got 0\.$"),
         ({"track": "yes"}, TypeError, r"^VRAMMonitor\(track\) must be True or False, got 'yes' of type str\.$"),
         ({"path": 3}, TypeError, r"^VRAMMonitor\(path\) must be text or a Path, got 3 of type int\.$"),
+        ({"path": ""}, ValueError, r"^VRAMMonitor\(path\) must name a file, got ''\. path=None writes none\.$"),
+        ({"path": Path()}, ValueError, r"^VRAMMonitor\(path\) must name a file, got '\.'\. path=None writes none\.$"),
     ],
 )
 def test_refuses(arguments, error, message):

@@ -368,6 +368,15 @@ def test_a_timeline_does_not_change_after_the_block():
     assert before.live_bytes == 16
 
 
+def test_one_optimizer_has_to_be_in_a_list():
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters())
+    with pytest.raises(
+        TypeError,
+        match=r"^track_memory\(optimizers\) must be a list of optimizers, got SGD\. Put one in a list: \[\.\.\.\]\.$",
+    ):
+        track_memory(optimizers=optimizer)
+
+
 def test_can_be_entered_once():
     tracker = track_memory()
     with tracker:

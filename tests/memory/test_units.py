@@ -52,6 +52,7 @@ def test_parse_reads_what_format_writes(size):
     ("size", "error", "message"),
     [
         ("", ValueError, r"^size must be a number and one of B, KiB, MiB, GiB, TiB, kB, MB, GB, TB, got ''\.$"),
+        ("0.5", ValueError, r"^size must be a number and one of B, KiB, MiB, GiB, TiB, kB, MB, GB, TB, got '0\.5'\.$"),
         ("lots", ValueError, r"^size must be a number and one of .*, got 'lots'\.$"),
         ("-1GiB", ValueError, r"^size must be a number and one of .*, got '-1GiB'\.$"),
         ("24GiBs", ValueError, r"^size must be a number and one of .*, got '24GiBs'\.$"),
