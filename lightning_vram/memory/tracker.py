@@ -52,7 +52,7 @@ from lightning_vram.private_names.dispatch import (
     detect_fake_mode,
     is_traceable_wrapper_subclass_type,
 )
-from lightning_vram.private_names.operators import OpOverload, schema_of
+from lightning_vram.private_names.operators import OpOverload, is_made_of_others, run_others, schema_of
 from lightning_vram.private_names.trees import tree_leaves
 
 
@@ -235,7 +235,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         results = _results_of(func)
         if results is _Results.COMPOSED:
             with self:
-                return func.decompose(*args, **(kwargs or {}))
+                return run_others(func, *args, **(kwargs or {}))
         if func is not torch.ops.aten.detach.default:
             self._observe()  # but hooks on saved tensors detach without gradients, in the middle of a recomputation
         result = func(*args, **(kwargs or {}))
@@ -270,7 +270,7 @@ def _results_of(func: Any) -> _Results:
         return _Results.VIEWS  # questions about a tensor; the dispatcher does not know them
     keys = DispatchKey
     has_own_kernel = func.has_kernel_for_dispatch_key(keys.CPU) or func.has_kernel_for_dispatch_key(keys.CUDA)
-    if func.has_kernel_for_dispatch_key(keys.CompositeImplicitAutograd) and not has_own_kernel:
+    if is_made_of_others(func) and not has_own_kernel:
         return _Results.COMPOSED
     schema = schema_of(func)
     if not any(result.alias_info for result in schema.returns):

@@ -5,6 +5,8 @@
 * ``torch._ops.HigherOrderOperator``: an operator that takes functions | 2.11 - | save policies fail
 * ``torch._ops.OpOverload._schema``: what it reads, writes and returns | 2.11 - | nothing works
 * ``torch._ops.OpOverload._overloadname``: which signature | 2.11 - | recomputation and compression fail
+* ``torch._ops.OpOverload._op_dk``: runs one of its kernels | 2.11 - | tracking fails without gradients
+* ``torch._C._dispatch_has_kernel_for_dispatch_key``: whether it has one in C++ | 2.11 - | tracking fails
 * ``torch._ops.OpOverloadPacket._qualified_op_name``: its name | 2.11 - | an operator asked about cannot be named
 * ``torch._C._dispatch_get_all_op_names``: names of all operators | 2.11 - | a misspelled operator raises another error
 * ``torch._foreach_copy_``: copy many tensors at once | 2.11 - | nothing works
@@ -24,6 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+
+from lightning_vram.private_names.dispatch import DispatchKey
 
 __all__ = ["HigherOrderOperator", "OpOverload", "OpOverloadPacket"]
 
@@ -49,6 +53,16 @@ batch_norm_and_statistics: Callable[..., Any] | None = getattr(torch, "_batch_no
 def schema_of(function: Any) -> Any:
     """Return what an operator overload reads, writes and returns."""
     return function._schema
+
+
+def is_made_of_others(function: Any) -> bool:
+    """Whether an operator overload has a kernel, in C++, that calls other operators."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), DispatchKey.CompositeImplicitAutograd)
+
+
+def run_others(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run that kernel: the one that runs under autograd. ``decompose`` prefers Python's, which may round otherwise."""
+    return function._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
 def overload_name(function: Any) -> str:

@@ -410,6 +410,22 @@ def test_operators_made_of_others_are_taken_apart_without_autograd(context):
     assert half.dtype is torch.float16
 
 
+def test_without_autograd_results_are_those_of_an_untracked_run():
+    images, sequence, gru = torch.randn(2, 3, 11, 13), torch.randn(5, 2, 4), nn.GRU(4, 4, bidirectional=True)
+    computations = {
+        "bilinear": lambda: F.interpolate(images, size=(16, 16), mode="bilinear"),  # PyTorch has it in Python as well
+        "bicubic": lambda: F.interpolate(images, size=(7, 9), mode="bicubic"),
+        "gru": lambda: gru(sequence)[0],
+        "instance norm": lambda: F.instance_norm(images),
+        "attention": lambda: F.scaled_dot_product_attention(images, images, images),
+    }
+    for name, compute in computations.items():
+        with torch.inference_mode():
+            expected = compute()
+            with track_memory():
+                assert torch.equal(compute(), expected), name
+
+
 def test_storages_that_grow_from_nothing():
     older = torch.empty(1000)
     older.untyped_storage().resize_(0)
