@@ -76,7 +76,7 @@ class BatchLogging:
 
         Args:
             size: Its samples: weight of its values where all shares are 0.
-            share: Weight of its values in a mean. A call's own ``batch_size=`` comes first.
+                share: Weight of its values in a mean. A call's own ``batch_size=`` comes first, unless it is ``size``.
         """
         self._num_chunks += 1
         self._size, self._share = size, share
@@ -117,7 +117,8 @@ def _combine(fx: str, name: str, calls: Sequence[_Entry]) -> tuple[Tensor, dict[
     if set(batch_sizes) == {sum(call.size for call in calls)}:
         pass  # a constant of the module: the size of the whole batch, which it is
     elif None not in batch_sizes:
-        weights = batch_sizes
+        if batch_sizes != [call.size for call in calls]:  # else it says nothing new, and the share knows of tokens
+            weights = batch_sizes
         options["batch_size"] = sum(batch_sizes)
     values: list[Tensor] = [call.value for call in calls]
     meta = Metadata(fx, name, reduce_fx=options.get("reduce_fx", torch.mean))  # knows all ways to name a reduction

@@ -213,6 +213,11 @@ def test_the_calls_own_batch_sizes_weigh_and_add_up():
     assert replay(chunks, [0.5, 0.5]) == [("x", torch.tensor(2.0), {"batch_size": 4})]
 
 
+def test_batch_sizes_that_only_count_the_samples_leave_the_shares_as_they_are():
+    chunks = [[("x", value, {"batch_size": 1})] for value in tensors(1, 3)]
+    assert replay(chunks, [0.75, 0.25]) == [("x", torch.tensor(1.5), {"batch_size": 2})]
+
+
 @pytest.mark.parametrize(
     ("reduce_fx", "expected"), [("sum", 6), (sum, 6), (torch.max, 3), ("min", 1), (min, 1), (torch.sum, 6)]
 )

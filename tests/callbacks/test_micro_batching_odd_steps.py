@@ -106,6 +106,46 @@ def test_so_it_does_under_ddp_where_the_reducer_would_work_in_its_backward(fit) 
         assert torch.allclose(one, other, rtol=0, atol=1e-12)
 
 
+class LitSized(LitOdd):
+    """Tells ``self.log`` the number of samples, as Lightning asks for where it cannot find it."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = (self.error(batch) * batch["mask"]).sum() / batch["mask"].sum()
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True, batch_size=len(batch["x"]))
+        return loss
+
+
+@pytest.mark.parametrize("weight", [mask_weight, "tokens"], ids=["function", "tokens"])
+def test_a_loss_logged_with_the_number_of_samples_is_that_of_the_batch_in_bars_loggers_and_metrics(
+    make_trainer, weight: Any
+) -> None:
+    class Labelled(LitSized):
+        def train_dataloader(self) -> DataLoader:
+            samples = super().train_dataloader().dataset
+            return DataLoader([{**one, "labels": (one["mask"] - 1).long() * 100} for one in samples], batch_size=8)
+
+    class Recording(pl.Callback):
+        def __init__(self) -> None:
+            self.seen: list[tuple[str, float]] = []
+
+        def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+            for metrics in (trainer.progress_bar_metrics, trainer.logged_metrics, trainer.callback_metrics):
+                self.seen.extend((name, float(value)) for name, value in metrics.items())
+
+        on_train_end = on_train_batch_end
+
+    def shown(*callbacks: pl.Callback) -> list[tuple[str, float]]:
+        recording = Recording()
+        make_trainer(callbacks=[*callbacks, recording], log_every_n_steps=1).fit(Labelled())
+        return recording.seen
+
+    expected = shown()
+    assert {name for name, _ in expected} == {"loss", "loss_step", "loss_epoch"}
+    actual = shown(MicroBatching(2, weight=weight))
+    assert [name for name, _ in actual] == [name for name, _ in expected]
+    assert [value for _, value in actual] == pytest.approx([value for _, value in expected], abs=1e-12)
+
+
 class LitSum(LitOdd):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         return self.error(batch).sum()
