@@ -22,6 +22,7 @@ from lightning_vram.callbacks.micro_batch_checks import (
 from lightning_vram.callbacks.micro_batch_closure import MicroBatchClosure
 from lightning_vram.callbacks.micro_batch_evaluation import MicroBatchEvaluation
 from lightning_vram.callbacks.micro_batch_runner import MicroBatchRunner
+from lightning_vram.callbacks.rank_timeout import rank_timeout
 from lightning_vram.callbacks.seam import before_strategy_setup
 from lightning_vram.memory.checks import check_positive_int
 from lightning_vram.memory.device_room import device_room
@@ -252,7 +253,7 @@ class MicroBatching(FitTechnique):
             return
         if "auto" in (self.size, self.eval):
             check_recovery(trainer)
-        self._run.agreement = RankAgreement()
+        self._run.agreement = RankAgreement(rank_timeout(trainer))
         weight = _read_weight(self.weight)
         split = self._split or getattr(trainer.lightning_module, "split_batch", None)
         for name, chooser in self._choosers.items():

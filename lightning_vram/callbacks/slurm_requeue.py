@@ -23,12 +23,12 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
 from lightning_vram.callbacks.exact_resume import ExactResume
 from lightning_vram.callbacks.job_stop import JobStopped, requeue, save_together
 from lightning_vram.callbacks.namespace import check_trainer
+from lightning_vram.callbacks.rank_timeout import rank_timeout
 from lightning_vram.callbacks.requeue_folder import RequeueFolder
 from lightning_vram.callbacks.requeued_start import go_on, open_folder
 from lightning_vram.callbacks.slurm_job import SlurmJob, check_job, check_tasks
@@ -43,7 +43,6 @@ from lightning_vram.private_names.lightning_connectors import (
     validates_by_clock,
 )
 from lightning_vram.private_names.lightning_loops import is_accumulating, is_sequential, validation_follows
-from lightning_vram.private_names.lightning_strategies import read_timeout
 from lightning_vram.techniques.clean_exit import leave_group_at_exit
 from lightning_vram.techniques.lost_peers import naming_lost_peers
 from lightning_vram.techniques.rank_agreement import RankAgreement
@@ -118,8 +117,7 @@ class SlurmRequeue(Callback):
         environment = cluster_environment(trainer)
         check_tasks(environment, trainer.num_devices, trainer.num_nodes)
         self._release()
-        arguments = getattr(trainer.strategy, "arguments", None)  # of fsdp_offload
-        timeout = getattr(arguments, "timeout", read_timeout(trainer.strategy)) or default_pg_timeout
+        timeout = rank_timeout(trainer)
         self._agreement = RankAgreement(timeout)
         job = SlurmJob.from_environment()
         if stage == "fit":

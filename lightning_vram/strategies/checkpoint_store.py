@@ -7,6 +7,7 @@ raised on all of them.
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,12 @@ class CheckpointStore:
         asynchronous: Save in a thread, from a copy in host memory; an error shows at the next call. Takes the size of
             a checkpoint in host memory while one is written.
         is_main: Whether this is rank 0.
+        timeout: How long ranks wait for each other in that thread; ``None``: as long as ``torch.distributed`` does.
     """
 
-    def __init__(self, *, sharded: bool, asynchronous: bool, is_main: bool) -> None:
+    def __init__(
+        self, *, sharded: bool, asynchronous: bool, is_main: bool, timeout: timedelta | None = None
+    ) -> None:
         self._sharded = sharded
         self._is_main = is_main
         self._saving: tuple[str, Future[None]] | None = None
@@ -46,7 +50,7 @@ class CheckpointStore:
         self._threads = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
         # two threads on one group of gloo mix up their messages and abort the process
         is_distributed = dist.is_available() and dist.is_initialized()
-        self._group = dist.new_group(backend="gloo") if asynchronous and is_distributed else None
+        self._group = dist.new_group(backend="gloo", timeout=timeout) if asynchronous and is_distributed else None
 
     def save(self, checkpoint: Mapping[str, Any], path: PathLike) -> None:
         """Save a checkpoint, in the place of what has this name. A collective.

@@ -109,4 +109,5 @@ class CheckpointedStrategy(ConnectedStrategy):
             sharded=arguments.state_dict_type == "sharded",
             asynchronous=arguments.async_save,
             is_main=self.is_global_zero,
+            timeout=arguments.timeout,
         )

@@ -65,7 +65,7 @@ class RankAgreement:
 
         Args:
             values: Integers of at most 64 bits.
-            timeout: How long to wait for this decision; ``None`` as long as for any.
+            timeout: How long to wait for this decision; ``None`` as long as for any, and never longer.
 
         Returns:
             As many values, the same on every rank.
@@ -144,7 +144,7 @@ class RankAgreement:
         tensor = torch.tensor(values, dtype=torch.int64, device="cpu")
         options = dist.AllreduceOptions()
         options.reduceOp = operation  # type: ignore[assignment]  # the stub knows the class only, not its values
-        options.timeout = timeout or self._timeout  # dist.all_reduce knows no timeout of its own
+        options.timeout = min(timeout or self._timeout, self._timeout)  # dist.all_reduce knows no timeout of its own
         try:
             work = self._group.allreduce([tensor], options)
         except RuntimeError as error:

@@ -1,6 +1,8 @@
 """Splitting on two ranks: together, whoever runs out of memory, with the result of the split from the start."""
 
+import multiprocessing
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from helpers import Forking
+from lightning.pytorch.strategies import DDPStrategy
 from memory_limit import MemoryLimit
 from micro_batching_models import LitRegression, full
 from torch import Tensor
@@ -136,6 +139,26 @@ def test_out_of_memory_on_one_rank_under_fsdp2_is_an_error_and_no_hang(fit, monk
         fit([MicroBatching("auto")], {1: LIMIT_BYTES}, heavy="forward", is_sharded=True)
     assert "torch.OutOfMemoryError: CUDA out of memory" in str(caught.value)
     assert "other ranks wait for it in the middle of theirs (FSDP2 modules)" in str(caught.value)
+
+
+def test_a_rank_that_hangs_ends_the_others_after_the_timeout_of_the_strategy(make_trainer) -> None:
+    has_ended = multiprocessing.get_context("fork").Event()
+
+    class Hanging(LitRegression):
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+            if self.global_rank == 0 and batch_idx == 1:
+                assert has_ended.wait(30), "the other rank still waits"
+            return super().training_step(batch, batch_idx)
+
+        def on_exception(self, exception: BaseException) -> None:
+            has_ended.set()
+
+    strategy = DDPStrategy(start_method="fork", timeout=timedelta(seconds=2))
+    with pytest.raises(ProcessRaisedException, match="Process 1 terminated") as caught:
+        make_trainer(callbacks=[MicroBatching("auto")], strategy=strategy, devices=2).fit(Hanging())
+    assert (
+        "RankAgreementError: Rank 1 waited for a decision of all ranks, and one did not come within 2 s or is gone"
+    ) in str(caught.value)
 
 
 class Uneven(ShardedRegression):

@@ -4,6 +4,7 @@ import os
 import pickle
 import signal
 import threading
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from torch import nn
 from torch.multiprocessing.spawn import ProcessExitedException
 from torch.optim import Optimizer
 
-from lightning_vram.strategies import checkpoint_files, checkpoint_writing
+from lightning_vram.strategies import checkpoint_files, checkpoint_writing, checkpointed_strategy
 from lightning_vram.strategies.checkpoint_store import CheckpointStore
+from lightning_vram.strategies.fsdp_offload import FSDPOffloadStrategy
 from lightning_vram.strategies.full_states import gather_module_state, gather_optimizer_state
 from lightning_vram.strategies.rank_errors import CheckpointError
 from lightning_vram.strategies.sharded_states import sharded_module_state, sharded_optimizer_state
@@ -25,8 +27,9 @@ pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserW
 KINDS = pytest.mark.parametrize("sharded", [False, True], ids=["full", "sharded"])
 
 
-def make_store(sharded: bool, asynchronous: bool = False) -> CheckpointStore:
-    return CheckpointStore(sharded=sharded, asynchronous=asynchronous, is_main=dist.get_rank() == 0)
+def make_store(sharded: bool, asynchronous: bool = False, timeout: timedelta | None = None) -> CheckpointStore:
+    is_main = dist.get_rank() == 0
+    return CheckpointStore(sharded=sharded, asynchronous=asynchronous, is_main=is_main, timeout=timeout)
 
 
 def dump(net: nn.Module, optimizer: Optimizer, sharded: bool) -> dict[str, Any]:
@@ -174,6 +177,33 @@ def save_beside_the_training(folder: Path, sharded: bool) -> None:
 @KINDS
 def test_a_save_beside_the_training_sees_none_of_it(tmp_path: Path, sharded: bool):
     run_ranks(2, save_beside_the_training, tmp_path, sharded)
+
+
+def save_beside_a_rank_that_hangs(folder: Path, sharded: bool) -> None:
+    net, gate, patch = make_net(), threading.Event(), pytest.MonkeyPatch()
+    store = make_store(sharded, asynchronous=True, timeout=timedelta(seconds=1))
+    patch.setattr(checkpoint_writing, "_prepare", lambda *paths: gate.wait(30))  # on rank 0 alone
+    store.save(dump(net, make_adamw(net), sharded), folder / "last.ckpt")
+    if dist.get_rank() == 1:
+        with pytest.raises(RuntimeError, match="Timed out waiting 1000ms"):
+            store.wait()
+    dist.barrier()
+    gate.set()
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError):
+            store.wait()
+    patch.undo()
+
+
+def test_a_save_beside_the_training_waits_for_a_rank_as_long_as_it_was_told(tmp_path: Path):
+    run_ranks(2, save_beside_a_rank_that_hangs, tmp_path, False)
+
+
+def test_the_strategy_tells_it_its_timeout(monkeypatch: pytest.MonkeyPatch):
+    made: dict[str, Any] = {}
+    monkeypatch.setattr(checkpointed_strategy, "CheckpointStore", lambda **arguments: made.update(arguments))
+    FSDPOffloadStrategy(timeout=12, async_save=True)._make_store()
+    assert made["timeout"] == timedelta(seconds=12)
 
 
 def save_and_be_killed(folder: Path, sharded: bool, where: str) -> None:
