@@ -26,9 +26,8 @@ class Scalar(pl.LightningModule):
     def on_before_optimizer_step(self, optimizer):
         self.gradients.append(self.weight.grad.item())
 
-    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
-        self.zeroed_at.append(batch_idx)
-        super().optimizer_zero_grad(epoch, batch_idx, optimizer)
+    def on_before_zero_grad(self, optimizer):
+        self.zeroed_at.append(self.trainer.fit_loop.epoch_loop.batch_idx)
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)

@@ -4,6 +4,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.optim import LBFGS
@@ -76,6 +77,22 @@ def check_optimizers(trainer: pl.Trainer, largest_factor: int) -> None:
         raise MisconfigurationException(
             f"{_NAME} does not work with LBFGS: it evaluates the loss several times per step, of which only the last "
             "micro-batch would be a part. Use larger batches or another optimizer."
+        )
+
+
+def warn_of_own_steps(trainer: pl.Trainer, largest_factor: int) -> None:
+    """Say which hooks of the module that step or zero are no longer called with every batch.
+
+    Args:
+        trainer: That runs.
+        largest_factor: Of the schedule.
+    """
+    module = trainer.lightning_module
+    names = [name for name in ("optimizer_step", "optimizer_zero_grad") if is_overridden(name, module)]
+    if names and largest_factor > 1:
+        rank_zero_warn(
+            f"{_NAME}: {type(module).__name__} overrides the hooks {' and '.join(names)}, which are called once per "
+            "optimizer step, not with every batch. What has to happen with every batch belongs into on_train_batch_end."
         )
 
 

@@ -15,7 +15,13 @@ from typing import Any
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from lightning_vram.callbacks.accumulation_check import check_module, check_optimizers, check_run, warn_of_weights
+from lightning_vram.callbacks.accumulation_check import (
+    check_module,
+    check_optimizers,
+    check_run,
+    warn_of_own_steps,
+    warn_of_weights,
+)
 from lightning_vram.callbacks.accumulation_run import AccumulationRun
 from lightning_vram.callbacks.accumulation_target import Rounding, check_target, plan_factor
 from lightning_vram.callbacks.accumulation_weights import AccumulationWeights
@@ -149,6 +155,7 @@ class AccumulationScheduler(FitTechnique):
         self._window.load_state_dict(self._resumed or AccumulationWindow().state_dict(is_interrupted=False))
         schedule = self._run.begin_training()
         check_optimizers(trainer, schedule.largest)
+        warn_of_own_steps(trainer, schedule.largest)
         warn_of_weights(trainer, self.weight, schedule.largest)
         trainer.accumulate_grad_batches = schedule.factor(trainer.current_epoch, trainer.global_step)
         if schedule.largest > 1:

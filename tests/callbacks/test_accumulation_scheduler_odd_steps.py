@@ -28,7 +28,8 @@ def warnings_of(fit, *arguments):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fit(*arguments)
-    return [str(warning.message) for warning in caught if "AccumulationScheduler" in str(warning.message)]
+    texts = [str(warning.message) for warning in caught]
+    return [text for text in texts if "AccumulationScheduler" in text and "overrides the hooks" not in text]
 
 
 class Holes(Scalar):
@@ -185,6 +186,29 @@ def test_a_step_that_calls_the_closure_first_or_no_step_is_all_right(fit):
     assert model.gradients == [(3 * 1 + 5 * 3) / 4]
 
 
+class Zeroing(InTwo):
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("model", "hooks"),
+    [
+        (Bypassing, "Bypassing overrides the hooks optimizer_step"),
+        (Zeroing, "Zeroing overrides the hooks optimizer_step and optimizer_zero_grad"),
+    ],
+)
+def test_hooks_that_step_or_zero_are_named_where_they_come_less_often(fit, model, hooks):
+    with pytest.warns(UserWarning) as caught:
+        fit(model([3, 5, 7, 9]), AccumulationScheduler({0: 1, 1: 2}))
+    texts = [str(warning.message) for warning in caught if "LeafSpec" not in str(warning.message)]
+    assert texts == [
+        f"AccumulationScheduler: {hooks}, which are called once per optimizer step, not with every batch. What has to "
+        "happen with every batch belongs into on_train_batch_end."
+    ]
+    fit(model([3, 5, 7, 9]), AccumulationScheduler({0: 1}))  # warns of nothing
+
+
 class SharpnessAware(Scalar):
     def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
         optimizer_closure()
@@ -192,6 +216,7 @@ class SharpnessAware(Scalar):
         optimizer.step()
 
 
+@pytest.mark.filterwarnings("ignore:AccumulationScheduler. SharpnessAware overrides the hooks optimizer_step")
 def test_a_closure_that_is_called_again_is_refused_within_a_window(fit):
     with pytest.raises(MisconfigurationException) as caught:
         fit(SharpnessAware(range(4)), AccumulationScheduler({0: 2}))
