@@ -88,11 +88,12 @@ def warn_of_own_steps(trainer: pl.Trainer, largest_factor: int) -> None:
         largest_factor: Of the schedule.
     """
     module = trainer.lightning_module
-    names = [name for name in ("optimizer_step", "optimizer_zero_grad") if is_overridden(name, module)]
-    if names and largest_factor > 1:
+    hooks = [name for name in ("optimizer_step", "optimizer_zero_grad") if is_overridden(name, module)]
+    if hooks and largest_factor > 1:
+        names = " and ".join(f"{type(module).__name__}.{hook}" for hook in hooks)
         rank_zero_warn(
-            f"{_NAME}: {type(module).__name__} overrides the hooks {' and '.join(names)}, which are called once per "
-            "optimizer step, not with every batch. What has to happen with every batch belongs into on_train_batch_end."
+            f"{_NAME} accumulates, so that {names} will be called once per optimizer step, not with every batch. What "
+            "has to happen with every batch belongs into the hook on_train_batch_end."
         )
 
 

@@ -1,8 +1,9 @@
-"""The closure of automatic optimization, in micro-batches: zero the gradients, then forward and backward of each part.
+"""The closure of automatic optimization, in micro-batches: forward and backward of each part.
 
-Lightning's closure runs forward, zeroing and backward once each, in this order. Here the gradients of the last window
-are gone before the first forward, which is what makes room for it, and user hooks see one step: ``on_before_backward``
-comes before the first backward, ``on_after_backward`` after the last, when the gradients are those of the batch.
+Lightning's closure runs forward, zeroing and backward once each, in this order, and so does the first part here. Hooks
+of the user see one step: those of zeroing and ``on_before_backward`` come before the first backward,
+``on_after_backward`` after the last, when the gradients are those of the batch. A step that runs again calls the first
+again, since what they wrote into the module was taken back.
 """
 
 from collections import OrderedDict
@@ -71,8 +72,6 @@ class MicroBatchClosure(Closure):
     @override
     @torch.enable_grad()
     def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
-        if self._zero_grad is not None:
-            self._zero_grad()
         batch = next(iter(self._kwargs.values()))
         by_hand = self._reduced_by_hand()
         if by_hand is not None:
@@ -104,11 +103,18 @@ class MicroBatchClosure(Closure):
                 self.warning_cache.warn(
                     "`training_step` returned `None`. If this was on purpose, ignore this warning..."
                 )
-            elif self._backward is not None:
+            if part.is_first:
+                self._prepare_backward()
+            if result.closure_loss is not None and self._backward is not None:
                 self._run_backward(self._backward, _weighted(result.closure_loss, part.factor), part)
         if part.is_first and part.is_last:
             return result
         return _detached(result, part.factor)
+
+    def _prepare_backward(self) -> None:
+        if self._zero_grad is not None:
+            self._zero_grad()
+        self._runner.remember_gradients()
 
     def _no_sync(self, part: MicroBatch) -> AbstractContextManager[None]:
         return nullcontext() if part.is_last else blocked_sync(self._trainer.strategy, block=True)

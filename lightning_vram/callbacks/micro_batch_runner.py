@@ -11,11 +11,12 @@ from functools import partial
 from typing import Any, Literal, TypeVar
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_vram.callbacks.metric_states import MetricStates
 from lightning_vram.callbacks.micro_batch_checks import why_counts_must_be_equal
+from lightning_vram.callbacks.micro_batch_notes import add_cut_note
 from lightning_vram.callbacks.micro_batch_try import MicroBatch, MicroBatchTry, Step
 from lightning_vram.callbacks.micro_batch_undo import StepUndo
 from lightning_vram.memory.out_of_memory import is_out_of_memory, release_frames
@@ -64,7 +65,8 @@ class MicroBatchRunner:
         self._guard = BatchGuard()
         self._undo = StepUndo(trainer, self._guard)
         self._longest_seconds = 0.0
-        self.size: int | None = None  # samples per micro-batch in the last batch
+        self._has_warned = False
+        self.size: int | None = None  # samples per micro-batch in the last batch; None if it could not be cut
         self.num_retries = 0
         self.reduces_by_hand = False
 
@@ -97,14 +99,17 @@ class MicroBatchRunner:
             Micro-batches and what the step returned for them.
 
         Raises:
-            BatchSplitError: If the batch cannot be split.
+            BatchSplitError: If the batch cannot be split, and does not run whole as with ``"auto"``.
             RuntimeError: On all ranks, if one sample at a time does not fit on one of them.
         """
-        facts = self._cutter.measure(batch)
-        undo = self._undo.remember(batch, list(find_parameters())) if self.retries else None
-        if self._planning is not None and undo is not None and not self._planning.is_probed:
+        facts = self._measure(batch)
+        parameters = list(find_parameters()) if self.retries else []
+        if self._planning is not None and not self._planning.is_probed:
+            undo_probe = self._undo.remember(batch, parameters)
+            self._undo.remember_gradients()  # of an earlier fit: nothing zeroes them before
             self._probe(self._planning, batch, facts, step)
-            undo()
+            undo_probe()
+        undo = self._undo.remember(batch, parameters) if self.retries else None
         agreed = self._sizes.start(facts, self._planning.limit(facts) if self._planning is not None else None)
         num_retries = self.num_retries
         while True:
@@ -115,7 +120,7 @@ class MicroBatchRunner:
                 break
             assert undo is not None
             if agreed.size == 1:
-                raise self._give_up(error)
+                raise self._give_up(error, facts.why_whole)
             attempt.drop()
             undo()
             agreed = self._shrink(facts, agreed, error)
@@ -123,8 +128,25 @@ class MicroBatchRunner:
         if len(outputs) == 1:
             hand_back(batch, outputs[0][0].batch)
         self._sizes.settle(facts, agreed)
-        self.size = min(agreed.size, facts.num_samples)
+        self.size = min(agreed.size, facts.num_samples) if facts.why_whole is None else None
         return outputs
+
+    def remember_gradients(self) -> None:
+        """To be called by a step before its first backward, when gradients are what they are added to."""
+        if self.retries:
+            self._undo.remember_gradients()
+
+    def _measure(self, batch: Any) -> BatchFacts:
+        if not self.retries:
+            return self._cutter.measure(batch)
+        facts = self._cutter.measure_or_keep_whole(batch)
+        if facts.why_whole is not None and not self._has_warned:
+            self._has_warned = True
+            rank_zero_warn(
+                "MicroBatching('auto') runs a batch whole that it cannot cut, and cannot help where it runs out of "
+                f"memory. {facts.why_whole}"
+            )
+        return facts
 
     def _make_try(self, *, is_again: bool = False) -> MicroBatchTry:
         is_training = self._is_training
@@ -134,7 +156,7 @@ class MicroBatchRunner:
         """Run a few small micro-batches that count for nothing."""
         for size in PROBED_SIZES:
             attempt = self._make_try()
-            part, size = self._cutter.cut(batch, facts.num_samples, size)[0]
+            part, size = self._cutter.cut(batch, facts, size)[0]
             idle = MicroBatch(part, size, 1.0, 1.0, is_first=False, is_last=False, is_idle=True)
             started = time.monotonic()
             with planning.watching(facts.elements_of(size)):
@@ -166,6 +188,8 @@ class MicroBatchRunner:
             if not self.retries or not isinstance(error, Exception) or not is_out_of_memory(error):
                 if attempt.is_again:
                     error.add_note(f"MicroBatching ran {size} samples at once here, since more ran out of memory.")
+                if isinstance(error, Exception):
+                    add_cut_note(error, number=attempt.number, count=attempt.num_parts)
                 raise
             if size > 1:  # of a single sample it is what the user gets to see
                 release_frames(error)
@@ -173,7 +197,7 @@ class MicroBatchRunner:
 
     def _cut(self, batch: Any, facts: BatchFacts, agreed: Agreed) -> list[MicroBatch]:
         is_whole = agreed.size >= facts.num_samples and not self.retries
-        parts = [(batch, facts.num_samples)] if is_whole else self._cutter.cut(batch, facts.num_samples, agreed.size)
+        parts = [(batch, facts.num_samples)] if is_whole else self._cutter.cut(batch, facts, agreed.size)
         shares = self._find_shares([part for part, _ in parts], [size for _, size in parts])
         num_idle = max(0, agreed.count - len(parts)) if agreed.count is not None else 0
         last = len(parts) - 1 + num_idle
@@ -222,11 +246,14 @@ class MicroBatchRunner:
         rank_zero_info(f"MicroBatching: out of memory with {agreed.size} samples at once, now {smaller.size}.")
         return smaller
 
-    def _give_up(self, error: Exception | None) -> Exception:
+    def _give_up(self, error: Exception | None, why_whole: str | None) -> Exception:
         """What to raise when one sample at a time does not fit: on all ranks, each knows the same."""
         message = "MicroBatching: memory ran out with one sample per micro-batch, there is nothing left to split."
         if error is None:
             return RuntimeError(f"{message} It ran out on another rank; its error says more.")
+        if why_whole is not None:
+            error.add_note(f"MicroBatching: memory ran out in a batch that it cannot cut. {why_whole}")
+            return error
         way_out = "ActivationCheckpointing(), ActivationOffload()" if self._is_training else "smaller inputs"
         error.add_note(f"{message} Make a sample cheaper: {way_out}.")
         return error

@@ -74,17 +74,20 @@ class MicroBatchTry:
         self._is_training = is_training
         self._norms: NormCounting | None = None
         self.is_again = is_again
+        self.number = self.num_parts = 1  # of the part under way, and of all
 
     def run(self, micro_batches: Sequence[MicroBatch], step: Step[Output]) -> list[tuple[MicroBatch, Output]]:
         """Run ``step`` on each of them; returns what it returned, without the idle ones."""
         parts = [part for part in micro_batches if not part.is_idle]
         num_samples = sum(part.size for part in parts)
+        self.num_parts = len(parts)
         self._metrics.begin(len(parts))
         if self._is_training and len(parts) > 1:
             self._norms = NormCounting(self._module)
         outputs = []
         with self._logging or nullcontext():
-            for part in micro_batches:
+            for number, part in enumerate(micro_batches, 1):
+                self.number = min(number, len(parts))  # the idle ones are the last part again
                 if part.is_idle:
                     self._run_idle(part, step)
                     continue

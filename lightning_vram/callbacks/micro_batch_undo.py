@@ -29,9 +29,11 @@ class StepUndo:
         self._device = trainer.strategy.root_device
         self._guard = guard
         self._buffers = BufferCopies()
+        self._parameters: list[Tensor] = []
+        self._gradients: GradientState | None = None
 
     def remember(self, batch: Any, parameters: list[Tensor]) -> Callable[[], None]:
-        """Take the state now.
+        """Take the state now, but for that of gradients: see :meth:`remember_gradients`.
 
         Args:
             batch: That the step gets.
@@ -40,23 +42,32 @@ class StepUndo:
         Returns:
             What goes back to this state, as often as it is called.
         """
+        self._parameters, self._gradients = parameters, None
         try:
-            return self._take(batch, parameters)
+            return self._take(batch)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
         self._make_room()  # outside of the handler: the error holds on to the copies made so far
-        return self._take(batch, parameters)
+        return self._take(batch)
 
-    def _take(self, batch: Any, parameters: list[Tensor]) -> Callable[[], None]:
-        gradients = GradientState(parameters)
+    def remember_gradients(self) -> None:
+        """Take the state of gradients, before the first backward and after zeroing, when there are none to copy.
+
+        Calling it again in another try of the step does nothing.
+        """
+        if self._gradients is None:
+            self._gradients = GradientState(self._parameters)
+
+    def _take(self, batch: Any) -> Callable[[], None]:
         state = StepState(self._module, self._device, self._buffers, skip=lambda member: isinstance(member, Metric))
         self._guard.watch(batch)
 
         def undo() -> None:
             self._guard.check()
             discard_failed_iteration(self._module)
-            gradients.restore()
+            if self._gradients is not None:
+                self._gradients.restore()
             state.restore()
             self._make_room()
 

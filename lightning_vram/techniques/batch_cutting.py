@@ -5,7 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_vram.techniques.batch_splitting import BatchSplitError, BatchSplitter
+from lightning_vram.techniques.batch_split_error import BatchSplitError, SplitArgumentError
+from lightning_vram.techniques.batch_splitting import BatchSplitter
+from lightning_vram.techniques.batch_structure import refresh
 
 SplitFunction = Callable[[Any, int], Sequence[Any]]
 
@@ -18,11 +20,13 @@ class BatchFacts:
         num_samples: N.
         num_elements: Of everything in the batch that has one entry per sample.
         shape: Equal for batches that cost the same.
+        why_whole: What keeps the batch from being cut, if something does: it counts as one sample.
     """
 
     num_samples: int
     num_elements: int
     shape: str
+    why_whole: str | None = None
 
     def elements_of(self, size: int) -> int:
         """Elements of a micro-batch of ``size`` samples."""
@@ -53,16 +57,30 @@ class BatchCutter:
         """
         num_samples = self._splitter.batch_size(batch) if self._split is None else len(self._split(batch, 1))
         if num_samples < 1:
-            raise BatchSplitError(f"split_batch(batch, 1) returned no micro-batch for a {type(batch).__name__}.")
+            raise SplitArgumentError(f"split_batch(batch, 1) returned no micro-batch for a {type(batch).__name__}.")
         num_elements = max(num_samples, self._splitter.elements(batch))
         return BatchFacts(num_samples, num_elements, f"{num_samples} of {self._splitter.shape_key(batch)}")
 
-    def cut(self, batch: Any, num_samples: int, size: int) -> list[tuple[Any, int]]:
+    def measure_or_keep_whole(self, batch: Any) -> BatchFacts:
+        """As :meth:`measure`, for those who can run a batch that cannot be cut.
+
+        Raises:
+            SplitArgumentError: If it cannot be cut in the way the user gave.
+        """
+        try:
+            return self.measure(batch)
+        except SplitArgumentError:
+            raise
+        except BatchSplitError as error:
+            num_elements = max(1, self._splitter.elements(batch))
+            return BatchFacts(1, num_elements, f"whole {self._splitter.shape_key(batch)}", why_whole=str(error))
+
+    def cut(self, batch: Any, facts: BatchFacts, size: int) -> list[tuple[Any, int]]:
         """Cut into as few micro-batches as there have to be, as equal as they can be.
 
         Args:
             batch: Any nest of tensors.
-            num_samples: As measured.
+            facts: As measured.
             size: Most samples per micro-batch.
 
         Returns:
@@ -71,6 +89,9 @@ class BatchCutter:
         Raises:
             BatchSplitError: If it cannot be split, or the user's function returned another number of parts.
         """
+        if facts.why_whole is not None:
+            return [(refresh(batch), 1)]
+        num_samples = facts.num_samples
         count = -(-num_samples // size)
         if self._split is None:
             # A last one of a single sample would be one that batch norms refuse.

@@ -4,7 +4,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from lightning_vram.techniques.batch_kinds import is_plain
-from lightning_vram.techniques.batch_split_error import BatchSplitError
+from lightning_vram.techniques.batch_split_error import SplitArgumentError
 from lightning_vram.techniques.batch_structure import Parts, take_apart
 
 
@@ -60,7 +60,7 @@ class SharedKeys:
             batch: What the loader made.
 
         Raises:
-            BatchSplitError: If an entry is not there.
+            SplitArgumentError: If an entry is not there.
         """
         if not self.names:
             return
@@ -70,7 +70,7 @@ class SharedKeys:
         for name in self.names:
             if name not in present:
                 there = ", ".join(repr(key) for key in dict.fromkeys(keys))
-                raise BatchSplitError(f"shared_keys names {name!r}, which is not in the batch; there are: {there}.")
+                raise SplitArgumentError(f"shared_keys names {name!r}, which is not in the batch; there are: {there}.")
 
 
 def iterate(value: object, path: BatchPath, shared: SharedKeys) -> Iterator[tuple[BatchPath, object]]:

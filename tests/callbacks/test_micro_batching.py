@@ -249,6 +249,66 @@ def test_hooks_see_one_step(fit) -> None:
     assert calls == 4 * ["zero", "before", "after", "step", "end"]
 
 
+class LitOrdered(LitRegression):
+    """Says what happens when, and whether there are gradients in its forward."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.calls: list[str] = []
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        self.calls.append("step" if self.net[0].weight.grad is None else "step with gradients")
+        return super().training_step(batch, batch_idx)
+
+    def on_before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        self.calls.append("before zero")
+
+    def optimizer_zero_grad(self, *args: Any) -> None:
+        self.calls.append("zero")
+        super().optimizer_zero_grad(*args)
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.calls.append("before backward")
+
+
+BEGINNING = ["before zero", "zero", "before backward"]
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}], ids=str)
+@pytest.mark.parametrize("size", ["auto", 8])
+def test_a_batch_that_runs_whole_keeps_the_order_of_zeroing_and_hooks(make_trainer, size: Any, options: dict) -> None:
+    plain, whole = LitOrdered(), LitOrdered()
+    make_trainer(**options).fit(plain)
+    make_trainer(callbacks=[MicroBatching(size)], **options).fit(whole)
+    assert whole.calls == plain.calls
+    assert "step with gradients" in plain.calls
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_batch_in_parts_zeroes_after_the_first_forward_of_the_try_that_counts(make_trainer, where: str) -> None:
+    model = LitOrdered(heavy=where)
+    with MemoryLimit(int(4.5 * MIB)) as limit:
+        make_trainer(callbacks=[MicroBatching("auto")], max_steps=2).fit(model)
+    assert limit.num_errors == 1
+    first = ["step", *BEGINNING, "step with gradients"]
+    assert model.calls == [*first, "step with gradients", *first[1:]]
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_gradients_that_nobody_zeroes_survive_a_try_that_is_dropped(make_trainer, where: str) -> None:
+    class Keeping(LitRegression):
+        def optimizer_zero_grad(self, *args: Any) -> None:
+            pass
+
+    models = []
+    for callback, limit in ((MicroBatching(2), None), (MicroBatching(regrow_after_n_batches=None), int(2.5 * MIB))):
+        models.append(Keeping(heavy=where))
+        with MemoryLimit(limit):
+            make_trainer(callbacks=[callback], max_epochs=1).fit(models[-1])
+    for ours, theirs in zip(models[0].gradients, models[1].gradients, strict=True):
+        assert all(map(torch.equal, ours, theirs))
+
+
 def test_what_it_settled_on_is_logged_and_kept_in_checkpoints(fit, tmp_path) -> None:
     logger = RecordingLogger()
     callback = MicroBatching("auto", regrow_after_n_batches=None)

@@ -12,8 +12,8 @@ from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from memory_limit import MemoryLimit
-from micro_batching_models import BATCH, LitRegression
-from torch import Tensor
+from micro_batching_models import BATCH, HeavyLayer, LitRegression
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_vram import MicroBatching
@@ -97,7 +97,113 @@ class Weighted(LitRegression):
 
 def test_what_cannot_be_split_is_an_error_in_the_first_batch_that_names_the_ways_out(make_trainer) -> None:
     with pytest.raises(BatchSplitError, match=r'batch\["scale"\] has 3 rows.*shared_keys=\["scale"\].*split_batch'):
-        make_trainer(callbacks=[MicroBatching()]).fit(Weighted())
+        make_trainer(callbacks=[MicroBatching(8)]).fit(Weighted())
+
+
+class Counting(pl.LightningModule):
+    """Makes its samples itself: a batch is a whole number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        pl.seed_everything(0, verbose=False)
+        self.layer = nn.Linear(2, 1)
+        self.heavy = HeavyLayer("forward")
+
+    def training_step(self, batch: int, batch_idx: int) -> Tensor:
+        return self.heavy(self.layer(torch.full((4, 2), float(batch)))).sum()
+
+    def validation_step(self, batch: int, batch_idx: int) -> None:
+        self.log("val", self.layer(torch.full((4, 2), float(batch))).sum(), batch_size=4)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self) -> range:
+        return range(3)
+
+    val_dataloader = train_dataloader
+
+
+UNCUT = (
+    "Nothing in the batch tells how many samples it has: int. To cut it, define split_batch(batch, size) on the "
+    "LightningModule."
+)
+
+
+def test_a_batch_that_cannot_be_cut_runs_whole_with_one_warning_for_each_loop(make_trainer) -> None:
+    plain, model, callback = Counting(), Counting(), MicroBatching(eval="auto")
+    reference, trainer = make_trainer(), make_trainer(callbacks=[callback])
+    reference.fit(plain)
+    with pytest.warns(UserWarning, match="MicroBatching") as caught:
+        trainer.fit(model)
+    warnings = [str(one.message) for one in caught if "MicroBatching" in str(one.message)]
+    assert warnings == 2 * [
+        "MicroBatching('auto') runs a batch whole that it cannot cut, and cannot help where it runs out of memory. "
+        f"{UNCUT}"
+    ]
+    assert torch.equal(model.layer.weight, plain.layer.weight)
+    assert trainer.callback_metrics == reference.callback_metrics
+    assert callback.micro_batch_size is None
+
+
+@pytest.mark.filterwarnings("ignore:MicroBatching.'auto'. runs a batch whole")
+def test_the_error_of_a_batch_that_cannot_be_cut_says_so_when_memory_runs_out(make_trainer) -> None:
+    with MemoryLimit(int(2.5 * MIB)) as limit, pytest.raises(torch.OutOfMemoryError) as caught:
+        make_trainer(callbacks=[MicroBatching()]).fit(Counting())
+    assert limit.num_errors == 1
+    assert caught.value.__notes__ == [f"MicroBatching: memory ran out in a batch that it cannot cut. {UNCUT}"]
+
+
+class Padded(LitRegression):
+    """Its batches are padded to their longest sample, and it counts on that."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        longest = int(batch["lengths"].max())
+        mask = torch.arange(longest) < batch["lengths"][:, None]
+        return (self.net(batch["x"]).squeeze(-1) * mask).sum() / len(mask)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        pass
+
+    def train_dataloader(self) -> DataLoader:
+        x = torch.randn(4, 5, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        return DataLoader([{"x": x, "lengths": torch.tensor([5, 3, 2, 4])}], batch_size=None)
+
+
+def test_an_error_of_the_model_in_a_part_says_that_the_cut_may_be_its_cause(make_trainer) -> None:
+    def fit(*callbacks: pl.Callback) -> Padded:
+        model = Padded()
+        make_trainer(callbacks=list(callbacks), max_epochs=1).fit(model)
+        return model
+
+    def trimmed(batch: dict[str, Tensor], size: int) -> list[dict[str, Tensor]]:
+        parts = zip(batch["x"].split(size), batch["lengths"].split(size), strict=True)
+        return [{"x": x[:, : lengths.max()], "lengths": lengths} for x, lengths in parts]
+
+    with pytest.raises(RuntimeError, match="must match the size of tensor b") as caught:
+        fit(MicroBatching(2))
+    assert caught.value.__notes__ == [
+        "MicroBatching had cut the batch: this was part 2 of 2. If the whole batch runs without this error, the cut "
+        "is the cause. So it is with a batch that is padded to its longest sample, and a model that takes the length "
+        "from the longest sample it gets: trim each part in MicroBatching(split=...), or in split_batch(batch, size) "
+        "of the LightningModule. What is the same for all samples is named in shared_keys=."
+    ]
+    expected = fit(MicroBatching(4)).gradients
+    for ours, theirs in zip(fit(MicroBatching(2, split=trimmed)).gradients, expected, strict=True):
+        assert all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_an_error_of_the_model_in_a_whole_batch_or_for_want_of_memory_stays_as_it_is(make_trainer) -> None:
+    class Failing(LitRegression):
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+            raise self.error_to_raise
+
+    for size, error in ((8, KeyError("x")), (4, torch.OutOfMemoryError("CUDA out of memory"))):
+        model = Failing()
+        model.error_to_raise = error
+        with pytest.raises(type(error)) as caught:
+            make_trainer(callbacks=[MicroBatching(size)]).fit(model)
+        assert not hasattr(caught.value, "__notes__")
 
 
 def test_shared_keys_pass_through(make_trainer) -> None:

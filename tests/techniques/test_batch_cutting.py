@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from lightning_vram.techniques.batch_cutting import BatchCutter
-from lightning_vram.techniques.batch_splitting import BatchSplitError
+from lightning_vram.techniques.batch_cutting import BatchCutter, BatchFacts
+from lightning_vram.techniques.batch_split_error import BatchSplitError, SplitArgumentError
 from lightning_vram.techniques.micro_batch_shares import shares_of
 
 
@@ -27,7 +27,7 @@ def test_parts_are_as_few_and_as_equal_as_can_be(size, sizes):
     assert (facts.num_samples, facts.num_elements) == (7, 21)
     assert facts.elements_of(3) == 9
     assert facts.elements_of(99) == 21
-    parts = cutter.cut(batch, facts.num_samples, size)
+    parts = cutter.cut(batch, facts, size)
     assert [count for _, count in parts] == sizes
     assert torch.equal(torch.cat([part["x"] for part, _ in parts]), batch["x"])
 
@@ -36,7 +36,7 @@ def test_the_users_function_knows_what_no_rule_does():
     cutter, batch = BatchCutter(split=split_graph), Graph([5, 6, 7])
     facts = cutter.measure(batch)
     assert facts.num_samples == 3
-    assert [(part.nodes, count) for part, count in cutter.cut(batch, 3, 2)] == [([5, 6], 2), ([7], 1)]
+    assert [(part.nodes, count) for part, count in cutter.cut(batch, facts, 2)] == [([5, 6], 2), ([7], 1)]
 
 
 def test_the_users_function_comes_first():
@@ -45,7 +45,7 @@ def test_the_users_function_comes_first():
     batch = torch.zeros(5, 8, 2)
     facts = cutter.measure(batch)
     assert (facts.num_samples, facts.num_elements) == (8, 80)
-    assert [(tuple(part.shape), count) for part, count in cutter.cut(batch, 8, 4)] == [((5, 4, 2), 4)] * 2
+    assert [(tuple(part.shape), count) for part, count in cutter.cut(batch, facts, 4)] == [((5, 4, 2), 4)] * 2
 
 
 def test_without_it_such_a_batch_is_refused():
@@ -53,10 +53,30 @@ def test_without_it_such_a_batch_is_refused():
         BatchCutter().measure(Graph([1]))
 
 
+def test_who_can_run_it_whole_gets_it_as_one_sample_in_containers_of_its_own():
+    cutter, batch = BatchCutter(), {"graph": Graph([1]), "x": torch.zeros(4, 3), "y": torch.zeros(5)}
+    facts = cutter.measure_or_keep_whole(batch)
+    assert (facts.num_samples, facts.num_elements) == (1, 17)
+    assert facts.why_whole is not None
+    assert facts.why_whole.startswith('batch["graph"] is of a kind that cannot be cut: Graph, but')
+    ((part, size),) = cutter.cut(batch, facts, 1)
+    assert size == 1
+    assert part is not batch
+    assert all(part[key] is batch[key] for key in batch)
+    assert cutter.measure_or_keep_whole(torch.zeros(4)).why_whole is None
+
+
+def test_what_the_user_said_about_a_batch_has_to_be_right_even_so():
+    with pytest.raises(SplitArgumentError, match=r"^shared_keys names 'mask', which is not in the batch"):
+        BatchCutter(["mask"]).measure_or_keep_whole({"x": torch.zeros(4)})
+    with pytest.raises(SplitArgumentError, match=r"^split_batch\(batch, 1\) returned no micro-batch for a Graph\.$"):
+        BatchCutter(split=lambda batch, size: []).measure_or_keep_whole(Graph([1]))
+
+
 def test_a_function_that_returns_other_parts_is_refused():
     cutter = BatchCutter(split=lambda batch, size: [batch])
     with pytest.raises(BatchSplitError, match=r"returned 1 micro-batches for 3 samples, expected 2: of 2 samples each"):
-        cutter.cut(torch.zeros(3), 3, 2)
+        cutter.cut(torch.zeros(3), BatchFacts(3, 3, "3"), 2)
 
 
 def test_shares_are_of_samples_or_of_what_the_weight_counts():
