@@ -76,7 +76,7 @@ class BatchLogging:
 
         Args:
             size: Its samples: weight of its values where all shares are 0.
-                share: Weight of its values in a mean. A call's own ``batch_size=`` comes first, unless it is ``size``.
+            share: Weight of its values in a mean. A call's own ``batch_size=`` comes first, unless it is ``size``.
         """
         self._num_chunks += 1
         self._size, self._share = size, share

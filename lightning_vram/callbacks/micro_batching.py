@@ -29,6 +29,7 @@ from lightning_vram.memory.device_room import device_room
 from lightning_vram.private_names.lightning_loops import MAKE_CLOSURE
 from lightning_vram.techniques.agreed_sizes import AgreedSizes, FixedSize
 from lightning_vram.techniques.batch_cutting import BatchCutter
+from lightning_vram.techniques.batch_path import check_shared_keys
 from lightning_vram.techniques.batch_weights import WeightName, make_batch_weight
 from lightning_vram.techniques.micro_batch_shares import Weight
 from lightning_vram.techniques.micro_batch_sizes import MicroBatchSizes
@@ -78,15 +79,17 @@ class MicroBatching(FitTechnique):
     step; contrastive losses); random numbers such as dropout masks, which are drawn for each part; and what
     ``training_step`` itself counts or moves (spectral norm, EMA teachers, codebooks, ``self.n += 1``), once per part.
 
-    Inside of a step: gradients of the last step are gone before the forward, which is what makes room for it; what
-    ``self.log`` got shows in ``trainer.callback_metrics`` after the step; ``on_before_backward`` comes with the loss of
-    the first part, in each try; a loss of a part that counts for nothing has no backward. With ``"auto"`` the state
-    before the step is held meanwhile: copies of small buffers, and in an accumulation window one of the gradients.
+    Inside of a step: what ``self.log`` got shows in ``trainer.callback_metrics`` after the step; after the forward of
+    the first part come the hooks of zeroing and, with its loss, ``on_before_backward``, in each try; a loss of a part
+    that counts for nothing has no backward. With ``"auto"`` the state before the step is held meanwhile: copies of
+    small buffers, and in an accumulation window one of the gradients.
 
     What a batch is split by: see :class:`~lightning_vram.techniques.batch_splitting.BatchSplitter`. An entry that is
     the same for all samples but has as many rows as there are samples is cut, too, unless ``shared_keys`` names it. A
     ``split_batch(batch, size)`` method of the LightningModule replaces all that; it returns micro-batches of ``size``
-    samples, the last one of what is left, and for size 1 as many as there are samples. Outputs of the parts are put
+    samples, the last one of what is left, and for size 1 as many as there are samples. It can also trim what is padded
+    to the longest sample of the batch, for a model that counts on it. With ``"auto"`` a batch that cannot be cut runs
+    whole, as long as it fits, with one warning. Outputs of the parts are put
     together by :func:`~lightning_vram.techniques.output_combining.combine_outputs`, or the module's
     ``combine_outputs(outputs, sizes)``; what cannot be is refused in evaluation, and comes as a list in training.
 
@@ -99,7 +102,8 @@ class MicroBatching(FitTechnique):
         size: Most samples per micro-batch, or ``"auto"``. Micro-batches are as few and as equal as that allows.
         weight: What the loss of a step is a mean over: ``"samples"``; ``"tokens"``, labels other than -100;
             ``"shifted_tokens"``, the same without the first of each sequence, as losses of causal language models in
-            transformers do; a function of a batch; or ``"sum"``, where the loss is a sum over samples.
+            transformers do; a function of a batch; or ``"sum"``, where the loss is a sum over samples. Means that are
+            logged count by it, too, but where ``self.log(batch_size=...)`` gives others than the numbers of samples.
         shared_keys: Names of entries of the batch that are the same for all samples, at any depth.
         split: As ``split_batch``, for a module that has none.
         regrow_after_n_batches: With ``"auto"``, after how many batches of a shape the double size is tried again;
@@ -112,11 +116,11 @@ class MicroBatching(FitTechnique):
         MisconfigurationException: Before the first batch, with manual optimization, DeepSpeed, FSDP1, or a
             ``training_step`` that takes ``dataloader_iter``; with ``"auto"`` also where only the reducer of DDP can
             reduce (communication hooks, ``static_graph``), and under FSDP2 before PyTorch 2.13.
-        BatchSplitError: In the first batch, if it cannot be split.
+        BatchSplitError: In the first batch, if it cannot be split; with ``"auto"`` if it has no such ``shared_keys``.
 
     Attributes:
         micro_batch_size: Samples that ran at once in the last training batch, also logged as
-            ``vram/micro_batch_size`` where it changes.
+            ``vram/micro_batch_size`` where it changes; ``None`` if it could not be cut.
 
     Example:
         >>> import lightning.pytorch as pl
@@ -139,8 +143,7 @@ class MicroBatching(FitTechnique):
             _check_size("MicroBatching(eval)", eval)
         if regrow_after_n_batches is not None:
             check_positive_int("MicroBatching(regrow_after_n_batches)", regrow_after_n_batches)
-        if isinstance(shared_keys, str) or not all(isinstance(key, str) for key in shared_keys):
-            raise TypeError(f"MicroBatching(shared_keys) must be a list of names, got {shared_keys!r}.")
+        check_shared_keys("MicroBatching(shared_keys)", shared_keys)
         if split is not None and not callable(split):
             raise TypeError(f"MicroBatching(split) must be a function split(batch, size), got {split!r}.")
         _read_weight(weight)  # refuses what is none
@@ -159,7 +162,7 @@ class MicroBatching(FitTechnique):
 
     @property
     def micro_batch_size(self) -> int | None:
-        """Samples that ran at once in the last training batch; ``None`` before there was one."""
+        """Samples that ran at once in the last training batch; ``None`` if it could not be cut, or was none."""
         runner = self._run.runners.get("training")
         return self._last_size if runner is None else runner.size
 
@@ -275,6 +278,8 @@ def _check_size(name: str, size: object) -> None:
         if size != "auto":
             raise ValueError(f"{name} must be a number of samples or 'auto', got {size!r}.")
         return
+    if not isinstance(size, int) or isinstance(size, bool):
+        raise TypeError(f"{name} must be a number of samples or 'auto', got {size!r} of type {type(size).__name__}.")
     check_positive_int(name, size)
 
 
@@ -284,4 +289,4 @@ def _read_weight(weight: Any) -> Weight | Literal["sum"] | None:
             return None
         if weight == "sum":
             return "sum"
-    return make_batch_weight(weight, "MicroBatching(weight)")
+    return make_batch_weight(weight, "MicroBatching(weight)", "sum")

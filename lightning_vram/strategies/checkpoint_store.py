@@ -39,9 +39,7 @@ class CheckpointStore:
         timeout: How long ranks wait for each other in that thread; ``None``: as long as ``torch.distributed`` does.
     """
 
-    def __init__(
-        self, *, sharded: bool, asynchronous: bool, is_main: bool, timeout: timedelta | None = None
-    ) -> None:
+    def __init__(self, *, sharded: bool, asynchronous: bool, is_main: bool, timeout: timedelta | None = None) -> None:
         self._sharded = sharded
         self._is_main = is_main
         self._saving: tuple[str, Future[None]] | None = None

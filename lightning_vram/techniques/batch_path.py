@@ -1,6 +1,6 @@
 """Where something lies in a batch, or in what a step returns: as code reaches it, and as ``shared_keys`` name it."""
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from lightning_vram.techniques.batch_kinds import is_plain
@@ -41,12 +41,11 @@ class SharedKeys:
         names: Keys or field names at any depth, or dotted ways from the root.
 
     Raises:
-        TypeError: If ``names`` is no sequence of ``str``.
+        TypeError: If ``names`` is no list, tuple or the like of ``str``.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
-        if isinstance(names, str) or not all(isinstance(name, str) for name in names):
-            raise TypeError(f"shared_keys must be a sequence of str, got {names!r}.")
+        check_shared_keys("shared_keys", names)
         self.names = tuple(names)
 
     def cover(self, path: BatchPath) -> bool:
@@ -71,6 +70,20 @@ class SharedKeys:
             if name not in present:
                 there = ", ".join(repr(key) for key in dict.fromkeys(keys))
                 raise SplitArgumentError(f"shared_keys names {name!r}, which is not in the batch; there are: {there}.")
+
+
+def check_shared_keys(name: str, names: object) -> None:
+    """Reject what are no names of entries.
+
+    Args:
+        name: Argument as the user wrote it.
+        names: What the user passed.
+
+    Raises:
+        TypeError: If ``names`` is one text, or no list, tuple or the like of texts.
+    """
+    if isinstance(names, str) or not isinstance(names, Collection) or not all(isinstance(one, str) for one in names):
+        raise TypeError(f"{name} must be a list of names of entries, such as ['mask'] or [] for none, got {names!r}.")
 
 
 def iterate(value: object, path: BatchPath, shared: SharedKeys) -> Iterator[tuple[BatchPath, object]]:

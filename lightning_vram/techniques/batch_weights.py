@@ -25,7 +25,7 @@ _WAY_OUT = "Give a function of the batch that returns its weight."
 _LABEL_KEYS = ("labels", "label", "targets", "target")
 
 
-def make_batch_weight(weight: WeightName | BatchWeight, name: str) -> BatchWeight:
+def make_batch_weight(weight: WeightName | BatchWeight, name: str, *also: str) -> BatchWeight:
     """Make the function that weighs batches.
 
     Args:
@@ -34,6 +34,7 @@ def make_batch_weight(weight: WeightName | BatchWeight, name: str) -> BatchWeigh
             ``"shifted_tokens"`` leaves out the first label of each sequence, as losses do that shift labels by one.
             A function weighs by itself.
         name: Argument as the user wrote it, with its class.
+        also: Texts that the caller knows by itself, for the message.
 
     Returns:
         A function of the batch. It raises ``TypeError`` or ``ValueError`` for a batch it cannot weigh, or a weight
@@ -51,10 +52,11 @@ def make_batch_weight(weight: WeightName | BatchWeight, name: str) -> BatchWeigh
         return lambda batch: _count_labels(_find_labels(batch, name, weight))
     if weight == "shifted_tokens":
         return lambda batch: _count_labels(_find_labels(batch, name, weight)[..., 1:])
+    allowed = f"a function or one of {', '.join((*get_args(WeightName), *also))}"
     if isinstance(weight, str):
-        raise ValueError(f"{name} must be a function or one of {', '.join(get_args(WeightName))}, got {weight!r}.")
+        raise ValueError(f"{name} must be {allowed}, got {weight!r}.")
     if not callable(weight):
-        raise TypeError(f"{name} must be a function or text, got {weight!r} of type {type(weight).__name__}.")
+        raise TypeError(f"{name} must be {allowed}, got {weight!r} of type {type(weight).__name__}.")
     return lambda batch: check_weight(weight(batch), name)
 
 

@@ -69,7 +69,7 @@ NAME = "AccumulationScheduler"
         (
             {"by_epoch": {0: 2}, "weight": 2},
             TypeError,
-            f"{NAME}(weight) must be a function or text, got 2 of type int.",
+            f"{NAME}(weight) must be a function or one of samples, tokens, shifted_tokens, got 2 of type int.",
         ),
         (
             {"by_epoch": {0: 2}, "correct_batch_norm": 1},

@@ -141,6 +141,24 @@ def test_out_of_memory_on_one_rank_under_fsdp2_is_an_error_and_no_hang(fit, monk
     assert "other ranks wait for it in the middle of theirs (FSDP2 modules)" in str(caught.value)
 
 
+class Uncut(LitRegression):
+    """Rank 0 has batches that cannot be cut."""
+
+    def train_dataloader(self) -> DataLoader:
+        batches = list(super().train_dataloader())
+        if self.trainer.global_rank == 0:
+            batches = [{**batch, "table": torch.ones(3)} for batch in batches]
+        return DataLoader(batches, batch_size=None)
+
+
+def test_a_rank_whose_batches_cannot_be_cut_keeps_step_with_one_that_runs_out_of_memory(fit) -> None:
+    options = {"model_class": Uncut, "heavy": "forward", "use_distributed_sampler": False}
+    expected = fit([], **options)
+    actual = fit([MicroBatching("auto")], {1: LIMIT_BYTES}, **options)
+    assert [result["num_errors"] for result in actual] == [0, 2]
+    assert_close(actual, expected)
+
+
 def test_a_rank_that_hangs_ends_the_others_after_the_timeout_of_the_strategy(make_trainer) -> None:
     has_ended = multiprocessing.get_context("fork").Event()
 

@@ -26,22 +26,38 @@ pytestmark = pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"size": 0}, ValueError, r"MicroBatching\(size\)"),
-        ({"size": True}, TypeError, r"MicroBatching\(size\)"),
-        ({"size": 2.0}, TypeError, r"MicroBatching\(size\)"),
-        ({"size": "half"}, ValueError, r"MicroBatching\(size\) must be a number of samples or 'auto', got 'half'"),
-        ({"eval": -1}, ValueError, r"MicroBatching\(eval\)"),
-        ({"regrow_after_n_batches": 0}, ValueError, r"MicroBatching\(regrow_after_n_batches\)"),
-        ({"shared_keys": "mask"}, TypeError, r"MicroBatching\(shared_keys\) must be a list of names, got 'mask'"),
-        ({"shared_keys": [3]}, TypeError, r"MicroBatching\(shared_keys\)"),
-        ({"split": "halves"}, TypeError, r"MicroBatching\(split\) must be a function split\(batch, size\)"),
-        ({"weight": "words"}, ValueError, r"MicroBatching\(weight\)"),
-        ({"weight": 3}, TypeError, r"MicroBatching\(weight\)"),
+        ({"size": 0}, ValueError, "(size) must be at least 1, got 0."),
+        ({"size": True}, TypeError, "(size) must be a number of samples or 'auto', got True of type bool."),
+        ({"size": 2.0}, TypeError, "(size) must be a number of samples or 'auto', got 2.0 of type float."),
+        ({"size": None}, TypeError, "(size) must be a number of samples or 'auto', got None of type NoneType."),
+        ({"size": "half"}, ValueError, "(size) must be a number of samples or 'auto', got 'half'."),
+        ({"eval": -1}, ValueError, "(eval) must be at least 1, got -1."),
+        ({"regrow_after_n_batches": 0}, ValueError, "(regrow_after_n_batches) must be at least 1, got 0."),
+        *(
+            (
+                {"shared_keys": keys},
+                TypeError,
+                f"(shared_keys) must be a list of names of entries, such as ['mask'] or [] for none, got {keys!r}.",
+            )
+            for keys in ("mask", [3], 5, None, iter(["mask"]))
+        ),
+        ({"split": "halves"}, TypeError, "(split) must be a function split(batch, size), got 'halves'."),
+        (
+            {"weight": "words"},
+            ValueError,
+            "(weight) must be a function or one of samples, tokens, shifted_tokens, sum, got 'words'.",
+        ),
+        (
+            {"weight": 3},
+            TypeError,
+            "(weight) must be a function or one of samples, tokens, shifted_tokens, sum, got 3 of type int.",
+        ),
     ],
 )
 def test_arguments_are_checked(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
+    with pytest.raises(error) as caught:
         MicroBatching(**arguments)
+    assert str(caught.value) == f"MicroBatching{message}"
 
 
 @pytest.mark.parametrize("weight", ["samples", "tokens", "shifted_tokens"])

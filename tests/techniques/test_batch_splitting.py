@@ -404,7 +404,8 @@ def test_a_shared_key_that_is_not_there_is_refused():
 
 
 def test_shared_keys_of_the_wrong_kind_are_refused():
-    with pytest.raises(TypeError, match=r"^shared_keys must be a sequence of str, got 'weights'\.$"):
+    message = r"^shared_keys must be a list of names of entries, such as \['mask'\] or \[\] for none, got 'weights'\.$"
+    with pytest.raises(TypeError, match=message):
         BatchSplitter("weights")
 
 
