@@ -124,6 +124,7 @@ class MicroBatchRunner:
             attempt.drop()
             undo()
             agreed = self._shrink(facts, agreed, error)
+        self._undo.forget_gradients()
         attempt.keep()
         if len(outputs) == 1:
             hand_back(batch, outputs[0][0].batch)

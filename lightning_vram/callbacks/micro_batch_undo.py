@@ -59,6 +59,10 @@ class StepUndo:
         if self._gradients is None:
             self._gradients = GradientState(self._parameters)
 
+    def forget_gradients(self) -> None:
+        """Free the copies: the step counts, and the optimizer needs the room."""
+        self._gradients = None
+
     def _take(self, batch: Any) -> Callable[[], None]:
         state = StepState(self._module, self._device, self._buffers, skip=lambda member: isinstance(member, Metric))
         self._guard.watch(batch)

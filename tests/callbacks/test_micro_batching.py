@@ -294,6 +294,20 @@ def test_a_batch_in_parts_zeroes_after_the_first_forward_of_the_try_that_counts(
     assert model.calls == [*first, "step with gradients", *first[1:]]
 
 
+def test_no_copy_of_gradients_is_alive_in_the_optimizer_step(fit) -> None:
+    def live_bytes(size: Any) -> list[int]:
+        limit, seen = MemoryLimit(), []
+
+        class Reading(pl.Callback):
+            def on_before_optimizer_step(self, *args: Any) -> None:
+                seen.append(limit.live_bytes)
+
+        fit([MicroBatching(size), Reading()], limit, accumulate_grad_batches=2)
+        return seen
+
+    assert live_bytes("auto") == live_bytes(8)
+
+
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_gradients_that_nobody_zeroes_survive_a_try_that_is_dropped(make_trainer, where: str) -> None:
     class Keeping(LitRegression):
