@@ -79,12 +79,11 @@ class ShardLane:
 
         What was gathered in the other dtype must no longer be in use.
         """
-        if is_wide == self.is_wide:
+        if is_wide == self.is_wide or self.dtype == self.shards.dtype:
             return
         self.is_wide = is_wide
-        if self.dtype != self.shards.dtype:
-            for parameter in self.parameters:  # FSDP2 makes them again
-                parameter.forget_whole()
+        for parameter in self.parameters:  # FSDP2 makes them again
+            parameter.forget_whole()
 
     def stay_wide(self) -> None:
         """Give the narrow dtype up. What was gathered must no longer be in use, and no step be under way."""
@@ -114,8 +113,11 @@ class ShardLane:
 
     def finish_reads(self) -> None:
         """Wait until the device has read what another thread is to write: shards on the host, copies anywhere."""
-        if self._fetched is not None and (self.shards.device != self.device or self.has_copies):
-            self._fetched.synchronize()
+        if self.shards.device != self.device or self.has_copies:
+            # Where weights were fetched as they are, nobody has waited for what came to the resident copy.
+            for event in (self._fetched, self._arrived):
+                if event is not None:
+                    event.synchronize()
 
     def touch(self) -> None:
         """Have the next fetch take over what is in the shards then."""

@@ -150,6 +150,15 @@ def test_what_was_gathered_stays_where_the_dtype_does(net, dtype, is_wide):
     assert lane.parameters[0].all_gather_outputs is outputs
 
 
+@pytest.mark.parametrize("is_wide", [True, False])
+def test_a_resident_copy_is_what_is_fetched_under_autocast_and_without(net, is_wide):
+    lane = make_lane(net, device=APART, is_resident=True)
+    lane.widen(is_wide)
+    parts = list(lane.fetch())
+    assert parts[0].data_ptr() == lane._resident.data_ptr()
+    assert len({part.untyped_storage().data_ptr() for part in parts}) == 1
+
+
 NUMEL = 2 * WIDTH * 9 + 9 + WIDTH
 
 
@@ -223,3 +232,13 @@ def test_who_writes_to_shards_elsewhere_waits_for_the_last_reader(net, monkeypat
     lane.note_read()
     lane.finish_reads()
     assert [event.num_waits for event in events] == [0, num_waits]
+
+
+def test_who_writes_to_shards_waits_for_what_is_on_its_way_to_a_resident_copy(net, monkeypatch):
+    """Fetches of the shards as they are do not wait for it."""
+    events = []
+    monkeypatch.setattr(shard_lanes, "_record", lambda device: events.append(_Read()) or events[-1])
+    lane = make_lane(net, dtype=torch.bfloat16, device=APART, is_resident=True)
+    lane.refresh()
+    lane.finish_reads()
+    assert [event.num_waits for event in events] == [1]
