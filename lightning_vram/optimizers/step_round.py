@@ -46,8 +46,9 @@ class StepRound:
 
     Args:
         optimizer: One whose step looks at nothing but its groups and the state of each parameter.
-        is_on_host: Whether its parameters are: then the fused kernel is used where the user left it open. It is the
-            only one that reaches the bandwidth of the memory.
+        is_on_host: Whether its parameters are: then the fused kernel is used where the user named none, neither by
+            ``fused`` nor by ``foreach``. It is the only one that reaches the bandwidth of the memory, and rounds
+            otherwise than the others in the last bit.
         factor: What gradients are multiplied by first, in place; ``None`` to leave them.
     """
 
@@ -138,9 +139,7 @@ def _freeze(group: dict[str, Any], *, is_on_host: bool) -> dict[str, Any]:
     """Copy the settings of a group: schedulers go on to change it."""
     settings = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
     settings.pop("params")
-    is_open = (
-        settings.get("fused", False) is None and not settings.get("foreach") and not settings.get("differentiable")
-    )
-    if is_on_host and is_open:
+    is_unnamed = settings.get("fused", False) is None and settings.get("foreach") is None
+    if is_on_host and is_unnamed and not settings.get("differentiable"):
         settings["fused"] = True
     return settings

@@ -53,13 +53,16 @@ class FSDPOffloadStrategy(CheckpointedStrategy):
     Registered as ``"fsdp_offload"``, and with ``offload="optimizer"`` as ``"fsdp_offload_optimizer"``, on any number of
     devices and nodes. Nothing in the module has to change: layers are grouped automatically, a ``configure_model`` is
     honoured, also one that shards layers itself. With one device the weights are to the bit those of a plain run whose
-    optimizer uses the same kernel (``fused=True``), in float32 and with ``precision="bf16-mixed"``; with several they
-    are so up to the order in which gradients are summed.
+    optimizer uses the same kernel, in float32 and with ``precision="bf16-mixed"``; with several they are so up to the
+    order in which gradients are summed.
 
     Optimizers step on the host, on the shards of each rank, in a thread of their own: in the backward, layer by layer,
     where nothing looks at gradients afterwards; otherwise beside the next forward. Reading a parameter, a gradient or a
-    state waits for the step that writes it. Those of ``torch.optim`` that step each element by itself use the fused
-    kernel where you left it open; others step on sharded tensors, while everything waits.
+    state waits for the step that writes it. Those of ``torch.optim`` that step each element by itself use the kernel
+    that you name: with ``fused=True``, ``foreach=True`` or ``foreach=False`` on the CPU the weights are to the bit the
+    plain ones. Where you name none, as in ``AdamW(parameters)``, they use the fused one, which is the fastest on the
+    host, and a plain run another: both differ by roundings, as they do between the host's kernels and a GPU's. Others
+    step on sharded tensors, while everything waits.
 
     Mixed precision is :class:`~lightning_vram.LeanMixedPrecision`'s, whether given as ``precision="bf16-mixed"`` or as
     a plugin. Weights that autocast casts at every use, of linear layers, convolutions and attention, are then sent to

@@ -43,7 +43,7 @@ PATIENCE = 10  # seconds, of tests that would hang
 HOST_MODES = [mode for mode in MODES if mode != "none"]
 Make = Callable[[Any], Optimizer]
 
-# What the plain run has to name, because on the host ours takes the fused kernel where the user left it open.
+# What the plain run has to name, because on the host ours takes the fused kernel where the user named none.
 FUSED = {
     "AdamW": optim.AdamW,
     "Adam amsgrad": partial(optim.Adam, amsgrad=True, weight_decay=0.1),
@@ -54,6 +54,12 @@ FUSED = {
 LOOPED = {
     "AdamW foreach": partial(optim.AdamW, foreach=True),
     "AdamW unfused": partial(optim.AdamW, fused=False),
+    "AdamW in a loop": partial(optim.AdamW, foreach=False),
+    "Adam foreach": partial(optim.Adam, foreach=True, amsgrad=True, weight_decay=0.1),
+    "Adam in a loop": partial(optim.Adam, foreach=False, amsgrad=True, weight_decay=0.1),
+    "SGD foreach": partial(optim.SGD, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
+    "SGD in a loop": partial(optim.SGD, lr=0.1, momentum=0.9, nesterov=True, foreach=False),
+    "Adagrad in a loop": partial(optim.Adagrad, foreach=False),
     "RMSprop": partial(optim.RMSprop, momentum=0.5, centered=True),
     "NAdam": optim.NAdam,
     "RAdam": optim.RAdam,
