@@ -22,7 +22,7 @@ from lightning_vram.precision.overflow_watch import OnLimit, OverflowWatch
 from lightning_vram.precision.precision_arguments import (
     check_arguments,
     check_combination,
-    refuse_averaging,
+    refuse_callbacks,
     refuse_second_run,
     refuse_strategy,
 )
@@ -85,8 +85,8 @@ class LeanMixedPrecision(MixedPrecision):
             nothing, weights are in 16 bit already and the optimizer would lose most updates, or it cannot step lean
             parameters.
         MisconfigurationException: When a run is set up, if the device has no such autocast, with DeepSpeed, with LBFGS
-            in float16, with Lightning's averages of weights and lean parameters, and inside of a run of another
-            trainer that has this plugin.
+            in float16, with lean parameters and Lightning's averages of weights or ``ModelPruning``, and inside of a
+            run of another trainer that has this plugin.
         FloatingPointError: After too many overflows in a row.
 
     Attributes:
@@ -163,7 +163,7 @@ class LeanMixedPrecision(MixedPrecision):
         check_combination(precision, self.settings.parameters, self._given_scaler if self._choice else None)
         is_training = trainer.state.fn == TrainerFn.FITTING
         if is_training and self.settings.is_lean:
-            refuse_averaging(trainer, self.settings.parameters)
+            refuse_callbacks(trainer, self.settings.parameters)
         changes = ModuleChanges(module, self.device, self.settings, is_training=is_training)
         self._run = PrecisionRun(module, trainer, changes)
         if is_training:

@@ -5,7 +5,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -77,8 +77,8 @@ def refuse_strategy(trainer: pl.Trainer) -> None:
         )
 
 
-def refuse_averaging(trainer: pl.Trainer, parameters: str) -> None:
-    """Refuse callbacks that average weights: they pass their averages, in float32, through the weights of the module.
+def refuse_callbacks(trainer: pl.Trainer, parameters: str) -> None:
+    """Refuse callbacks that put other weights, in float32, into the module: averages, or those that pruning leaves.
 
     Raises:
         MisconfigurationException: If there is one.
@@ -88,6 +88,11 @@ def refuse_averaging(trainer: pl.Trainer, parameters: str) -> None:
             raise MisconfigurationException(
                 f"LeanMixedPrecision(parameters={parameters!r}) does not work with {type(callback).__name__}, which "
                 "puts averages into the module, where bfloat16 would round them. Use parameters='fp32'."
+            )
+        if isinstance(callback, ModelPruning):
+            raise MisconfigurationException(
+                f"LeanMixedPrecision(parameters={parameters!r}) does not work with {type(callback).__name__}, which "
+                "puts other parameters, in float32, and masks into the module. Use parameters='fp32'."
             )
 
 

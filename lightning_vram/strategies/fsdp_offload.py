@@ -74,7 +74,7 @@ class FSDPOffloadStrategy(CheckpointedStrategy):
     ``parameter.data``; on several ranks each has to write the same.
 
     After ``fit`` the module is what it was, whole on every rank, unless it was on the meta device or the run failed on
-    several ranks. Not for weight averaging callbacks, which copy the module.
+    several ranks. Not for weight averaging callbacks, which copy the module, nor for ``ModelPruning``.
 
     Args:
         offload: What is on the host. ``"params"``: parameters, gradients and states of optimizers, least memory of the
@@ -113,7 +113,7 @@ class FSDPOffloadStrategy(CheckpointedStrategy):
             parameters, or others on another rank, ``wrap`` matches nothing, an optimizer cannot step on shards, the
             ranks cannot be divided as ``shard="hybrid"`` wants it, ``nvme_path`` is no folder, the backend has nothing
             for the host, or a checkpoint does not fit.
-        MisconfigurationException: Before training, if the trainer averages weights.
+        MisconfigurationException: Before training, if the trainer averages or prunes weights.
         OffloadError: Before training, if there is no room at ``nvme_path``.
         LostPeerError: In training, if another rank died or hangs.
 

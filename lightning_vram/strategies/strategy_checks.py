@@ -3,7 +3,7 @@
 import os
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -24,6 +24,11 @@ def check_run(trainer: pl.Trainer, name: str) -> None:
             raise MisconfigurationException(
                 f"{type(callback).__name__} does not work with {name}: it copies the module, and a sharded one cannot "
                 "be copied. Average checkpoints afterwards, or train with 'ddp' or a single device."
+            )
+        if isinstance(callback, ModelPruning):
+            raise MisconfigurationException(
+                f"{type(callback).__name__} does not work with {name}: it puts other parameters and masks into the "
+                "module, which a sharded one does not take. Prune with 'ddp' or a single device."
             )
 
 

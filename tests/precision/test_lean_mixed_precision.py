@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from helpers import LateTiny, LitManual, LitTiny, TinyCNN, TinyGPT, assert_equal_weights, describe_module, fail_in
-from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -539,6 +539,20 @@ def test_averages_of_lean_parameters_are_refused(callback, make_trainer):
     plugin = LeanMixedPrecision("bf16", parameters="bf16+split")
     with pytest.raises(MisconfigurationException, match="WeightAveraging, which puts averages into the module"):
         fit(build(TinyCNN), make_trainer(plugins=[plugin], callbacks=[copy.deepcopy(callback)]))
+
+
+def test_pruning_of_lean_parameters_is_refused_and_leaves_the_module_as_it_was(make_trainer):
+    model = build(TinyCNN)
+    before = describe_module(model)
+    plugin = LeanMixedPrecision("bf16", parameters="bf16+split")
+    with pytest.raises(
+        MisconfigurationException,
+        match=r"^LeanMixedPrecision\(parameters='bf16\+split'\) does not work with ModelPruning, which puts other "
+        r"parameters, in float32, and masks into the module\. Use parameters='fp32'\.$",
+    ):
+        fit(model, make_trainer(plugins=[plugin], callbacks=[ModelPruning("l1_unstructured")]))
+    assert describe_module(model) == before
+    assert {tensor.dtype for tensor in model.state_dict().values()} == {torch.float32, torch.int64}
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # both announce what they do

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers import ForkingOffload, LitTiny, TinyCNN, TinyGPT
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from strategies.offload_nets import Fused, leave_group
@@ -33,6 +33,15 @@ def test_callbacks_that_copy_the_module_are_refused(callback, make_trainer):
         r"cannot be copied\. Average checkpoints afterwards, or train with 'ddp' or a single device\.$",
     ):
         make_trainer(strategy=ForkingOffload(), callbacks=[callback]).fit(Fused())
+
+
+def test_pruning_is_refused(make_trainer):
+    with pytest.raises(
+        MisconfigurationException,
+        match=r"^ModelPruning does not work with ForkingOffload: it puts other parameters and masks into the module, "
+        r"which a sharded one does not take\. Prune with 'ddp' or a single device\.$",
+    ):
+        make_trainer(strategy=ForkingOffload(), callbacks=[ModelPruning("l1_unstructured")]).fit(Fused())
 
 
 class Empty(Fused):
