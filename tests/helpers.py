@@ -97,6 +97,14 @@ class LitTiny(pl.LightningModule):
     predict_dataloader = val_dataloader
 
 
+class LitLinear(LitTiny):
+    """Its gradients are numbers that bf16 holds, whatever the weights are."""
+
+    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
+        ramps = (torch.linspace(-1, 1, p.numel(), device=p.device).bfloat16().view_as(p) for p in self.parameters())
+        return torch.stack([(p * r).sum().float() for p, r in zip(self.parameters(), ramps, strict=True)]).sum()
+
+
 class LitManual(LitTiny):
     """The same with manual optimization: two optimizers take turns within a batch."""
 

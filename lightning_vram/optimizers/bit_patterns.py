@@ -15,6 +15,10 @@ _UPPER = -0x10000  # the mask of the sixteen bits that bf16 has in common with f
 def split_(numbers: Tensor, lower: Tensor) -> None:
     """Round ``numbers`` to the nearest bf16, half away from zero, and keep what that took in ``lower``.
 
+    A conversion to bf16 rounds halves to the even neighbour: 65537 numbers to each even one, which is one more than the
+    lower half can tell apart. Here 65536 go to each. So both differ in a half beside an even number, one number of
+    131072.
+
     Args:
         numbers: fp32, of any shape. Is left with numbers that a conversion to bf16 does not change.
         lower: int16, of the same shape: gets the lower half of the patterns, as a signed number. See :func:`join_`.

@@ -12,7 +12,10 @@ bf16+kahan          2       2         2     4      10     weights of 16 signific
 bf16+stochastic     2       2         0     4      8      both of 8, rounded at random
 ==================  ======  ========  ====  =====  =====  ==================================================
 
-Split takes weights below 2^-134, which bf16 rounds to zero, for zero; all others are right to the bit.
+Split takes weights below 2^-134, which bf16 rounds to zero, for zero; all others are right to the bit. Forward
+and backward see the nearest bf16 number. Of a half between two, master shows the even one, as autocast does; split shows
+the one away from zero, as sixteen bits beside could not tell all numbers apart else: another one for one weight of
+131072. So both step alike on the same gradients, to the bit, while those of a whole run come to differ by roundings.
 For each parameter of the chunk that is being stepped, a step needs 8 bytes more (16 with Kahan and stochastic rounding)
 and what the optimizer itself needs. A chunk has four million parameters, or one larger one. A step costs reading and
 writing the weights once more. Forward and backward need no copies of the weights in 16 bits, as they do under autocast;

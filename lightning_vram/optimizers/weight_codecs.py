@@ -46,7 +46,11 @@ class MasterCodec(WeightCodec):
 
 
 class SplitCodec(WeightCodec):
-    """The lower half of the fp32 pattern: 2 bytes per weight, exact."""
+    """The lower half of the fp32 pattern: 2 bytes per weight, exact.
+
+    What is computed with is the conversion to bf16 but for one weight of 131072, which is a half between two: see
+    :func:`~lightning_vram.optimizers.bit_patterns.split_`.
+    """
 
     def read(self, weights: Tensor) -> Tensor:
         """Join both halves."""

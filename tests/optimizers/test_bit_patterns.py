@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -96,6 +97,19 @@ def test_zeros_infinities_nans_and_the_borders_of_exponents_stay_within_half_a_u
 def test_ties_infinities_nans_and_denormal_numbers_come_back():
     check_split(numbers_of(ODD))
     check_sum(numbers_of(ODD))
+
+
+@pytest.mark.parametrize("upper", [0, 1, 0x3F80, 0x3F81, 0x7F7E])
+def test_a_split_rounds_as_a_conversion_but_for_halves_beside_an_even_number(upper):
+    """Of all numbers that share an upper half: away from zero there, where all must come back."""
+    numbers = numbers_of([(upper << 16) + lower for lower in range(0x10000)])
+    for signed in (numbers, -numbers):
+        check_split(signed)
+        work, lower = signed.clone(), torch.empty(signed.shape, dtype=torch.int16)
+        split_(work, lower)
+        differs = (work.bfloat16() != signed.bfloat16()).nonzero().flatten().tolist()
+        assert differs == ([] if upper % 2 else [0x8000])
+        assert (work[0x8000].abs() > signed[0x8000].abs()).item()
 
 
 def test_a_sum_whose_second_number_is_rounded_up_to_half_a_unit_comes_back():
