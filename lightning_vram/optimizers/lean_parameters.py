@@ -13,7 +13,7 @@ bf16+stochastic     2       2         0     4      8      both of 8, rounded at 
 ==================  ======  ========  ====  =====  =====  ==================================================
 
 Split takes weights below 2^-134, which bf16 rounds to zero, for zero; all others are right to the bit. Forward
-and backward see the nearest bf16 number. Of a half between two, master shows the even one, as autocast does; split shows
+and backward see the nearest bf16 number. Of a half between two, master shows the even one, as autocast does, and split
 the one away from zero, as sixteen bits beside could not tell all numbers apart else: another one for one weight of
 131072. So both step alike on the same gradients, to the bit, while those of a whole run come to differ by roundings.
 For each parameter of the chunk that is being stepped, a step needs 8 bytes more (16 with Kahan and stochastic rounding)
