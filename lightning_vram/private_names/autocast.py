@@ -36,6 +36,11 @@ def scale_of(scaler: GradScaler) -> Tensor | None:
     return getattr(scaler, "_scale", None)
 
 
+def set_scale(scaler: GradScaler, scale: Tensor | None) -> None:
+    """Let ``scaler`` have this scale, on the device where it is."""
+    scaler._scale = scale
+
+
 def device_of(scaler: GradScaler) -> str:
     """Return the device type for the scale."""
     return scaler._device

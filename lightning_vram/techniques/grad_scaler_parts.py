@@ -1,7 +1,8 @@
 """What ``GradScaler`` does for a whole optimizer or not at all, for some of its parameters."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,7 +12,14 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_vram.private_names.autocast import device_of, no_optimizer_states, optimizer_states, set_optimizer_states
+from lightning_vram.private_names.autocast import (
+    device_of,
+    no_optimizer_states,
+    optimizer_states,
+    scale_of,
+    set_optimizer_states,
+    set_scale,
+)
 from lightning_vram.techniques.shadow import Shadow
 
 InfChecks = dict[int, Tensor]
@@ -24,7 +32,8 @@ def unscale_part(scaler: GradScaler, optimizer: Optimizer, parameters: list[Tens
     for alike in _by_layout(parameters):
         part = cast(Optimizer, SimpleNamespace(param_groups=[{"params": alike}]))
         try:
-            type(scaler).unscale_(scaler, part)  # past what stands in for it
+            with _scale_on(alike[0].device, scaler):
+                type(scaler).unscale_(scaler, part)  # past what stands in for it
         except ValueError as error:
             if not any(p.grad is not None and p.grad.dtype is torch.float16 for p in alike):
                 raise
@@ -38,12 +47,26 @@ def unscale_part(scaler: GradScaler, optimizer: Optimizer, parameters: list[Tens
     return checks
 
 
+@contextmanager
+def _scale_on(device: torch.device, scaler: GradScaler) -> Iterator[None]:
+    """Let ``scaler`` work where gradients are.
+
+    By itself it copies what it needs to the host without waiting, and uses at once what may not have arrived.
+    """
+    scale = scale_of(scaler)
+    set_scale(scaler, None if scale is None else scale.to(device))  # waits, where it goes to the host
+    try:
+        yield
+    finally:
+        set_scale(scaler, scale)
+
+
 def _by_layout(parameters: list[Tensor]) -> Iterable[list[Tensor]]:
-    """Part those that are sharded in different ways, or not: GradScaler takes all to be as the first one."""
+    """Part those on different devices, and those that are sharded in different ways: GradScaler goes by the first."""
     parts: dict[Any, list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         layout = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
-        parts[layout].append(parameter)
+        parts[parameter.device, layout].append(parameter)
     return parts.values()
 
 

@@ -5,9 +5,10 @@ is right for optimizers that all step once between two updates of the scale. Her
 parameters, step several times, or go on collecting gradients while the scale changes.
 
 The rule: after :meth:`LossScaling.scale` all gradients are scaled, by the scale as it is, and until the next call each
-is unscaled at most once. It costs one read of the device per step, and a pass over those gradients that were unscaled
-and not zeroed before the next backward, or that wait for their step when the scale changes. A scale that is a power
-of two, as is usual, rounds nothing. bfloat16 has the range of float32 and needs none of this.
+is unscaled at most once. It costs one read of the device per step, another if there are gradients on the host, and a
+pass over those gradients that were unscaled and not zeroed before the next backward, or that wait for their step when
+the scale changes. A scale that is a power of two, as is usual, rounds nothing. bfloat16 has the range of float32 and
+needs none of this.
 """
 
 from collections.abc import Callable, Iterable, Iterator

@@ -16,6 +16,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from lightning_vram.techniques.grad_scaler_parts import unscale_part
 from lightning_vram.techniques.loss_scaling import LossScaling, StepResult
 
 SCALE = 2.0**10
@@ -644,6 +645,43 @@ def test_gradients_on_the_host_are_unscaled_beside_those_on_the_device():
     assert here.item() == 0.5
     assert there.item() == 0
     assert scaling.scale_value == SCALE / 2
+
+
+class OnDevice(torch.Tensor):
+    """A number whose copy to the host is not there yet, unless one waits for it. Made by :func:`on_device`."""
+
+    number: float
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._to_copy.default and kwargs.get("device") == torch.device("cpu"):
+            return torch.tensor(float("nan") if kwargs.get("non_blocking") else args[0].number)
+        return on_device(func(*(torch.tensor(a.number) if isinstance(a, cls) else a for a in args), **kwargs).item())
+
+
+def on_device(number):
+    tensor = torch.Tensor._make_wrapper_subclass(OnDevice, (), dtype=torch.float32, device="meta")
+    tensor.number = number
+    return tensor
+
+
+@pytest.mark.parametrize(("gradient", "has_inf"), [(12.0, False), (INF, True)])
+def test_gradients_on_the_host_wait_for_the_scale_from_the_device(gradient, has_inf, monkeypatch):
+    monkeypatch.setattr(
+        torch,
+        "full",
+        lambda *args, device, **kwargs: on_device(args[1]) if device.type == "meta" else torch.tensor(args[1]),
+    )
+    parameter = weights(1.0)
+    parameter.grad = torch.tensor([gradient])
+    scaler = GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    scale = scaler._scale = on_device(8.0)
+    (check,) = unscale_part(scaler, sgd(parameter), [parameter]).values()
+    assert parameter.grad.item() == gradient / 8
+    assert check.item() == has_inf
+    assert scaler._scale is scale
 
 
 # state
