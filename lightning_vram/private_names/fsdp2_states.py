@@ -27,6 +27,8 @@ Others:
 * ``torch.distributed.fsdp.FSDPModule._get_fsdp_state``: from a module to its state | 2.11 - | no fsdp_offload
 * ``torch.distributed.fsdp.FSDPModule.reset_iter_state``: after an error | 2.13 -
   | MicroBatching cannot go on after out of memory
+* ``module._is_fsdp_managed_module``: what ``fully_shard`` sets on all parts, for dynamo, and transformers takes for
+  several ranks | 2.11 - | models of transformers run without LayerDrop
 * ``torch.distributed._composable_state._module_state_mapping``: where states are kept | 2.11 - | a module stays sharded
 """
 
@@ -40,6 +42,7 @@ if dist.is_available():
     from torch.distributed.fsdp import FSDPModule
 
 MARKS = ("_fsdp", "_is_fsdp", "__composable_api")  # how attributes begin that fully_shard leaves on modules
+RANKS_MARK = "_is_fsdp_managed_module"  # by which transformers sees that ranks must run the same layers
 
 
 def state_of(module: Any) -> Any:

@@ -30,6 +30,7 @@ from lightning_vram.strategies.sharded_clips import ShardedClips
 from lightning_vram.strategies.strategy_checks import (
     check_cores,
     check_gradients,
+    check_layer_drop,
     check_loss,
     check_module,
     check_run,
@@ -200,6 +201,7 @@ class FSDPOffloadStrategy(CheckpointedStrategy):
         module = self.lightning_module
         check_module(module, type(self).__name__)
         check_gradients(module, type(self).__name__)
+        check_layer_drop(module, self.world_size, type(self).__name__)
         with self._named("setup"):
             self.model = self.precision_plugin.convert_module(self.sync_layers(module))
             self._shard(module)

@@ -59,6 +59,18 @@ def check_gradients(module: nn.Module, name: str) -> None:
             )
 
 
+def check_layer_drop(module: nn.Module, num_ranks: int, name: str) -> None:
+    """Warn of layers that transformers would leave out at random, but does not where ranks wait for each other."""
+    configs = (vars(part).get("config") for part in module.modules()) if num_ranks > 1 else ()
+    for key, value in (item for config in configs for item in getattr(config, "__dict__", {}).items()):
+        if key.endswith("layerdrop") and isinstance(value, float) and value > 0:
+            rank_zero_warn(
+                f"{name}: config.{key} is {value}, but all ranks have to run the same layers, and models of "
+                "transformers then leave none out, unlike on a single device. Set it to 0."
+            )
+            return
+
+
 def check_cores(num_threads: int, name: str) -> None:
     """Warn of a SLURM job that gives its tasks one core, as it does unless asked for more."""
     if num_threads == 1 and "SLURM_JOB_ID" in os.environ:

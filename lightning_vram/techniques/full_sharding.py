@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from lightning_vram.private_names.compiled import is_compiled_part
-from lightning_vram.private_names.fsdp2_states import announce_backward, groups_of, place_of, state_of
+from lightning_vram.private_names.fsdp2_states import RANKS_MARK, announce_backward, groups_of, place_of, state_of
 from lightning_vram.private_names.modules import own_parameters
 from lightning_vram.techniques.host_worker import HostWorker
 from lightning_vram.techniques.meta_materialization import has_meta, materialize
@@ -85,6 +85,8 @@ class FullSharding:
             for names in (*plan.groups, ("",)):
                 self._shard([module.get_submodule(name) for name in names], replicated)
             self._take_over()
+            if mesh.size() == 1:
+                self._unmark()
         except BaseException:
             self.remove()
             raise
@@ -225,6 +227,14 @@ class FullSharding:
         )
         self._sharded += modules
         self._whole.release(modules)
+
+    def _unmark(self) -> None:
+        """Say to nobody that ranks have to run the same layers: one rank has nobody to wait for.
+
+        Models of transformers leave no layer out (LayerDrop) where they are told so.
+        """
+        for part in self.module.modules():
+            vars(part).pop(RANKS_MARK, None)
 
     def _take_over(self) -> None:
         names = {

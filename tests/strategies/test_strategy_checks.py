@@ -1,5 +1,7 @@
 """What cannot work on shards is refused before training, in one sentence."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from helpers import ForkingOffload, LitTiny, TinyCNN, TinyGPT
@@ -11,6 +13,9 @@ from torch import nn, optim
 
 from lightning_vram import LeanMixedPrecision
 from lightning_vram.strategies.fsdp_offload import FSDPOffloadStrategy
+from lightning_vram.strategies.strategy_checks import check_layer_drop
+from lightning_vram.techniques.full_sharding import FullSharding, ShardingOptions
+from lightning_vram.techniques.sharding_groups import plan_sharding_groups
 
 pytestmark = [
     pytest.mark.distributed,
@@ -170,6 +175,44 @@ def test_different_modules_on_two_ranks_are_refused_on_both(make_trainer, tmp_pa
     assert len(told) == 2
     assert told[0] == told[1]
     assert "net.head" in told[0]
+
+
+class Dropping(nn.Module):
+    """Leaves layers out as models of transformers do, by the same mark."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = SimpleNamespace(layerdrop=1.0, encoder_layers=2)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.num_runs = 0
+
+    def forward(self, x):
+        must_run_all = getattr(self, "_is_fsdp_managed_module", False)
+        for layer in self.layers:
+            if torch.rand([]) >= self.config.layerdrop or must_run_all:
+                x, self.num_runs = layer(x), self.num_runs + 1
+        return x
+
+
+def test_on_one_device_layers_are_left_out_as_in_a_plain_run(mesh):
+    net = Dropping()
+    sharding = FullSharding(net, mesh, plan_sharding_groups(net, min_params=1), ShardingOptions())
+    net(torch.ones(1, 4))
+    sharding.remove()
+    assert net.num_runs == 0
+
+
+def test_layers_that_are_not_left_out_on_several_ranks_are_warned_of():
+    net = nn.Sequential(Dropping(), Dropping())
+    with pytest.warns(UserWarning, match="layerdrop") as warnings:
+        check_layer_drop(net, 2, "FSDPOffloadStrategy")
+    assert [str(warning.message) for warning in warnings] == [
+        "FSDPOffloadStrategy: config.layerdrop is 1.0, but all ranks have to run the same layers, and models of "
+        "transformers then leave none out, unlike on a single device. Set it to 0."
+    ]
+    check_layer_drop(net, 1, "FSDPOffloadStrategy")  # a warning is an error
+    net[0].config.layerdrop = net[1].config.layerdrop = 0.0
+    check_layer_drop(net, 2, "FSDPOffloadStrategy")
 
 
 def test_cnn_is_not_refused(make_trainer):
