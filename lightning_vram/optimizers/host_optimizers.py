@@ -18,11 +18,17 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_vram.optimizers.optimizer_shadow import OptimizerShadow
-from lightning_vram.optimizers.shard_checks import can_step_locally, refuse_optimizer
+from lightning_vram.optimizers.shard_checks import (
+    can_step_locally,
+    can_step_wholes,
+    refuse_optimizer,
+)
+from lightning_vram.optimizers.sharded_steps import explain_failures
 from lightning_vram.optimizers.step_round import Member, StepRound, local_part
 from lightning_vram.optimizers.steppable import iterate_parameters
 from lightning_vram.optimizers.stray_steps import Step, redirect_steps
 from lightning_vram.optimizers.streamed_states import StreamedStates
+from lightning_vram.optimizers.whole_steps import WholeSteps
 from lightning_vram.private_names.optimizers import has_step_hooks, note_step
 from lightning_vram.techniques.full_sharding import FullSharding
 from lightning_vram.techniques.host_worker import HostWorker, Ticket
@@ -52,6 +58,7 @@ class HostOptimizers:
         self.may_step_early: Callable[[Optimizer], bool] = lambda optimizer: False
         self._sharding = sharding
         self._is_on_host = sharding.home.type == "cpu"
+        self._is_split = sharding.mesh.size() > 1
         self._worker = HostWorker("stepping optimizers", num_threads) if sharding.landing is not None else None
         self._groups = sharding.group_of()
         self._attached: list[Optimizer] = []
@@ -81,7 +88,7 @@ class HostOptimizers:
             _replace_parameters(optimizer, self._sharding.shards)
         fresh = [one for one in optimizers if self._has_shards(one) and not self._is_attached(one)]
         for optimizer in fresh:
-            refuse_optimizer(optimizer, is_split=self._sharding.mesh.size() > 1)
+            refuse_optimizer(optimizer, is_split=self._is_split)
         streamed = self._stream(fresh)
         for optimizer in fresh:
             self._attached.append(optimizer)
@@ -98,12 +105,24 @@ class HostOptimizers:
                 step = partial(self._stand_in_step, Optimizer.profile_hook_step(self._step), optimizer)
                 self._stand_ins.append(OptimizerShadow(optimizer, "step", instead(step)))
             else:
-                warnings.warn(
-                    f"{type(optimizer).__name__} is none of torch.optim's optimizers that step each element by itself: "
-                    "it steps on sharded tensors, while everything else waits.",
-                    stacklevel=2,
-                )
-                self._handles.append(optimizer.register_step_post_hook(self._after_foreign_step))
+                self._attach_foreign(optimizer)
+
+    def _attach_foreign(self, optimizer: Optimizer) -> None:
+        """Let one whose step nobody has read do it at once, on plain tensors where they are whole."""
+        is_whole = not self._is_split and can_step_wholes(optimizer)
+        warnings.warn(
+            f"{type(optimizer).__name__} is none of torch.optim's optimizers that step each element by itself: "
+            f"it steps on {'whole' if is_whole else 'sharded'} tensors, while everything else waits.",
+            stacklevel=3,
+        )
+        if is_whole:
+            whole = WholeSteps(optimizer, partial(self._written, optimizer))
+            hooked_step = Optimizer.profile_hook_step(lambda optimizer, closure=None: whole.step(closure))
+            make = instead(partial(self._stand_in_step, hooked_step, optimizer))
+        else:
+            make = explain_failures(optimizer, is_split=self._is_split)
+        self._handles.append(optimizer.register_step_post_hook(self._written))
+        self._stand_ins.append(OptimizerShadow(optimizer, "step", make))
 
     def clip_norm(self, optimizer: Optimizer, max_norm: float, *, may_wait: bool) -> None:
         """Clip gradients to a common 2-norm, as ``torch.nn.utils.clip_grad_norm_`` does. A collective.
@@ -223,7 +242,7 @@ class HostOptimizers:
         self.attach([optimizer])  # unless it is: a step that was bound before it was goes past what stands in
         return partial(self._step, optimizer) if any(optimizer is one for one in self._local) else None
 
-    def _after_foreign_step(self, optimizer: Optimizer, *unused: Any) -> None:
+    def _written(self, optimizer: Optimizer, *unused: Any) -> None:
         for group in {self._groups[p] for p in iterate_parameters(optimizer) if p in self._groups}:
             group.forget_whole()
             for lane in group.lanes:

@@ -15,10 +15,18 @@ _NEVER = {
 
 def can_step_locally(optimizer: Optimizer) -> bool:
     """Whether the step of ``optimizer`` can be run on plain tensors that stand for its parameters."""
-    step = vars(optimizer).get("step")
-    is_own = step is None or is_wrapped_by_scheduler(step)
     known = {plain_step(kind) for kind in STEPPABLE}
-    return is_own and plain_step(type(optimizer)) in known and not optimizer.defaults.get("differentiable")
+    is_known = plain_step(type(optimizer)) in known
+    return is_known and _has_own_step(optimizer) and not optimizer.defaults.get("differentiable")
+
+
+def can_step_wholes(optimizer: Optimizer) -> bool:
+    """Whether plain parameters may take the place of those of ``optimizer`` for a step.
+
+    Not where its step was replaced, nor where it lets another optimizer step, which has the parameters, too.
+    """
+    others = (value for key, value in vars(optimizer).items() if key != "step")
+    return _has_own_step(optimizer) and not any(isinstance(value, Optimizer) for value in others)
 
 
 def refuse_optimizer(optimizer: Optimizer, *, is_split: bool) -> None:
@@ -41,3 +49,8 @@ def refuse_optimizer(optimizer: Optimizer, *, is_split: bool) -> None:
             f"{name} cannot step on shards: it looks at the rows and columns of whole matrices. Use an optimizer that "
             "steps each element by itself, such as AdamW, or a single device."
         )
+
+
+def _has_own_step(optimizer: Optimizer) -> bool:
+    step = vars(optimizer).get("step")
+    return step is None or is_wrapped_by_scheduler(step)

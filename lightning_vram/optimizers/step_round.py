@@ -118,15 +118,18 @@ def local_part(value: Any) -> Any:
 
 def publish_state(member: Member, local: State) -> None:
     """Let the optimizer's state of ``member`` name what is in ``local``, sharded as the parameter is."""
-    parameter = member.parameter
     for key, value in local.items():
-        if isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.shape == member.shard.shape:
-            # DTensor.from_local would move it to the device of the mesh, away from its shard on the host.
-            like = TensorMeta(parameter.shape, parameter.stride(), value.dtype)
-            spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=like)
-            member.state[key] = DTensor(value, spec, requires_grad=False)  # type: ignore[no-untyped-call]
-        else:
-            member.state[key] = value
+        member.state[key] = as_sharded(value, member.parameter, member.shard.shape)
+
+
+def as_sharded(value: Any, parameter: nn.Parameter, shape: torch.Size) -> Any:
+    """Shard a plain tensor that has ``shape``, of the local part of ``parameter``, as that is; leave others alone."""
+    if not (isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.shape == shape):
+        return value
+    # DTensor.from_local would move it to the device of the mesh, away from its shard on the host.
+    like = TensorMeta(parameter.shape, parameter.stride(), value.dtype)
+    spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=like)
+    return DTensor(value, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def _make_stand_in(shard: Tensor, gradient: Tensor) -> nn.Parameter:
