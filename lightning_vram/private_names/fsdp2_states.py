@@ -25,6 +25,8 @@ Of ``torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam``:
 Others:
 
 * ``torch.distributed.fsdp.FSDPModule._get_fsdp_state``: from a module to its state | 2.11 - | no fsdp_offload
+* ``torch.distributed.fsdp._fully_shard._fully_shard.cls_to_fsdp_cls``: the class that ``fully_shard`` gives to modules
+  of a class | 2.11 - | no fsdp_offload for classes that derive from ABC or Generic first
 * ``torch.distributed.fsdp.FSDPModule.reset_iter_state``: after an error | 2.13 -
   | MicroBatching cannot go on after out of memory
 * ``module._is_fsdp_managed_module``: what ``fully_shard`` sets on all parts, for dynamo, and transformers takes for
@@ -32,7 +34,8 @@ Others:
 * ``torch.distributed._composable_state._module_state_mapping``: where states are kept | 2.11 - | a module stays sharded
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -40,6 +43,7 @@ from torch import Tensor, nn
 if dist.is_available():
     from torch.distributed._composable_state import _module_state_mapping
     from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fully_shard import cls_to_fsdp_cls
 
 MARKS = ("_fsdp", "_is_fsdp", "__composable_api")  # how attributes begin that fully_shard leaves on modules
 RANKS_MARK = "_is_fsdp_managed_module"  # by which transformers sees that ranks must run the same layers
@@ -48,6 +52,23 @@ RANKS_MARK = "_is_fsdp_managed_module"  # by which transformers sees that ranks 
 def state_of(module: Any) -> Any:
     """Return the state of a module that ``fully_shard`` was called for."""
     return module._get_fsdp_state()
+
+
+def prepare_class(kind: type[nn.Module], make_mixin: Callable[[type, type], type]) -> None:
+    """Make what ``fully_shard`` is to give to modules of ``kind``, where it would make a class that they cannot have.
+
+    Args:
+        kind: The class of a module.
+        make_mixin: Gets FSDP2's mixin and ``kind``, and returns the first base to take; FSDP2's where that will do.
+    """
+    mixin = make_mixin(FSDPModule, kind)
+    if kind not in cls_to_fsdp_cls and mixin is not FSDPModule:
+        cls_to_fsdp_cls[kind] = type(f"FSDP{kind.__name__}", (mixin, kind), {"__deepcopy__": _refuse_copy})
+
+
+def _refuse_copy(module: Any, memo: Any) -> NoReturn:
+    """As FSDP2 does."""
+    raise AssertionError("FSDP does not support deepcopy. Please use state dict for serialization.")
 
 
 def groups_of(module: Any) -> list[Any]:

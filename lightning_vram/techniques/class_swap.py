@@ -122,7 +122,13 @@ def _without(kind: type[nn.Module], mixin: type) -> type[nn.Module]:
     technique = _technique_of(kind)
     if technique is not None:
         return _swapped_class(_without(kind.__bases__[-1], mixin), technique)
-    return kind.__bases__[-1] if kind.__bases__[0] is mixin else kind
+    return kind.__bases__[-1] if _is_mixed_in(mixin, kind) else kind
+
+
+def _is_mixed_in(mixin: type, kind: type) -> bool:
+    """Whether the first base of ``kind`` is ``mixin``, or what :func:`mixin_for` has made of it."""
+    first = kind.__bases__[0]
+    return first is mixin or (mixin in first.__bases__ and first.__name__ == mixin.__name__)
 
 
 def _drop_idle(module: nn.Module) -> None:

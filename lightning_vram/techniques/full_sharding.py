@@ -11,8 +11,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from lightning_vram.private_names.compiled import is_compiled_part
-from lightning_vram.private_names.fsdp2_states import RANKS_MARK, announce_backward, groups_of, place_of, state_of
+from lightning_vram.private_names.fsdp2_states import (
+    RANKS_MARK,
+    announce_backward,
+    groups_of,
+    place_of,
+    prepare_class,
+    state_of,
+)
 from lightning_vram.private_names.modules import own_parameters
+from lightning_vram.techniques.class_layout import mixin_for
 from lightning_vram.techniques.host_worker import HostWorker
 from lightning_vram.techniques.meta_materialization import has_meta, materialize
 from lightning_vram.techniques.narrow_trial import NarrowTrial
@@ -215,6 +223,7 @@ class FullSharding:
         for module in modules:
             if has_meta(module):
                 materialize(module, seed=options.seed, model=self.module, uninitialized_ok=options.uninitialized_ok)
+            prepare_class(type(module), mixin_for)
         is_root = modules == [self.module]
         policy: OffloadPolicy = CPUOffloadPolicy(pin_memory=False) if options.on_host else OffloadPolicy()
         fully_shard(
