@@ -52,6 +52,7 @@ from lightning_vram.private_names.dispatch import (
     detect_fake_mode,
     is_traceable_wrapper_subclass_type,
 )
+from lightning_vram.private_names.operator_calls import call_operator
 from lightning_vram.private_names.operators import OpOverload, is_made_of_others, run_others, schema_of
 from lightning_vram.private_names.trees import tree_leaves
 
@@ -238,7 +239,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return run_others(func, *args, **(kwargs or {}))
         if func is not torch.ops.aten.detach.default:
             self._observe()  # but hooks on saved tensors detach without gradients, in the middle of a recomputation
-        result = func(*args, **(kwargs or {}))
+        result = call_operator(func, args, kwargs)
         self._write_down(result, results, func)
         return result
 

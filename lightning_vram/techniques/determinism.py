@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from lightning_vram.private_names.autograd import current_graph_task_id
 from lightning_vram.private_names.dispatch import TorchDispatchMode, without_dispatch
+from lightning_vram.private_names.operator_calls import call_operator
 from lightning_vram.private_names.operators import TO_COPY, OpOverload, schema_of
 from lightning_vram.private_names.trees import tree_leaves
 from lightning_vram.techniques.hidden_from_dynamo import hide_from_dynamo
@@ -92,7 +93,7 @@ class OperatorTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        output = func(*args, **(kwargs or {}))
+        output = call_operator(func, args, kwargs)
         is_inner = current_graph_task_id() != self._backward  # a backward inside of the layer
         if is_inner or _is_passed_over(func, types, args):
             return output

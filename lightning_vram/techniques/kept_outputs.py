@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from lightning_vram.private_names.autograd import current_graph_task_id
 from lightning_vram.private_names.dispatch import TorchDispatchMode, UnwrappedMode
+from lightning_vram.private_names.operator_calls import call_operator
 from lightning_vram.private_names.operators import UNSAFE_VIEW
 from lightning_vram.private_names.tensors import base_of, is_view
 from lightning_vram.techniques.cheap_operators import iterate_written, written_arguments
@@ -112,7 +113,7 @@ class _Recording(_Mode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if self._concerns(func):
             return self._keep(func, args, kwargs or {})
-        output = func(*args, **kwargs) if kwargs else func(*args)
+        output = call_operator(func, args, kwargs)
         if self._kept.by_address:
             self._follow(func, args, kwargs, output)
         return output
@@ -124,12 +125,12 @@ class _Recording(_Mode):  # type: ignore[no-untyped-call]
         result = KeptResult(func, sign(leaves), kept.num_saves)
         kept.results.append(result)
         if not kept.choice.keeps(number):
-            return func(*args, **kwargs)
+            return call_operator(func, args, kwargs)
         if kept.compares_inputs:
             result.inputs = OutputSamples(_compared(func, leaves), NUM_INPUT_SAMPLES)
         sources = find_sources(func, args, kwargs)
         before = [read() for read, _ in sources]
-        output = func(*args, **kwargs)
+        output = call_operator(func, args, kwargs)
         after = [read() for read, _ in sources]
         result.keep(
             output,
@@ -168,7 +169,7 @@ class _Replaying(_Mode):  # type: ignore[no-untyped-call]
             output = result.give() if result is not None else None
             if output is not None:
                 return output[0]
-        return func(*args, **(kwargs or {}))
+        return call_operator(func, args, kwargs)
 
     def _next(self, func: Any, leaves: list[Any]) -> KeptResult | None:
         if not self._kept.is_complete:

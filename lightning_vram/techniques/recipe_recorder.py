@@ -16,6 +16,7 @@ from torch.autograd.graph import increment_version
 from typing_extensions import override
 
 from lightning_vram.private_names.dispatch import FakeTensor, UnwrappedMode
+from lightning_vram.private_names.operator_calls import call_operator
 from lightning_vram.private_names.operators import BATCH_NORM_WITHOUT_STATISTICS, TO_COPY, is_on_lists
 from lightning_vram.private_names.tensors import num_writes
 from lightning_vram.techniques.cheap_operators import (
@@ -134,7 +135,7 @@ class RecipeRecorder(UnwrappedMode):  # type: ignore[no-untyped-call]
         ):
             if handler in _WRITERS and not self._is_paused:
                 self._before_unseen_write(func, args, kwargs)
-            return func(*args, **kwargs) if kwargs else func(*args)
+            return call_operator(func, args, kwargs)
         self._position += 1
         if self._useless.get(self._position) is func:
             return func(*args, **kwargs) if kwargs else func(*args)  # type: ignore[misc]  # mypy narrows it to None
@@ -338,7 +339,7 @@ class RecipeRecorder(UnwrappedMode):  # type: ignore[no-untyped-call]
         targets = list(iterate_written(func, args, kwargs))
         for target in targets:
             self._before_write(target, is_told=False)  # fused optimizers count no version either
-        result = func(*args, **kwargs) if kwargs else func(*args)
+        result = call_operator(func, args, kwargs)
         if is_on_lists(func):
             # On the host a dispatch mode keeps these from counting their writes, by which autograd knows of them.
             increment_version([target for target in targets if not target.is_inference()])

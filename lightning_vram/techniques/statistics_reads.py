@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from lightning_vram.private_names.dispatch import TorchDispatchMode
 from lightning_vram.private_names.modules import NormBase
+from lightning_vram.private_names.operator_calls import call_operator
 from lightning_vram.private_names.trees import tree_leaves
 from lightning_vram.techniques.hidden_from_dynamo import hide_from_dynamo
 from lightning_vram.techniques.versions import storage_address
@@ -48,4 +49,4 @@ class StatisticsReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not (self.has_read or "batch_norm" in str(func) or func is torch.ops.aten.add_.Tensor):
             leaves = tree_leaves((args, kwargs))
             self.has_read = any(isinstance(x, Tensor) and storage_address(x) in self._addresses for x in leaves)
-        return func(*args, **(kwargs or {}))
+        return call_operator(func, args, kwargs)

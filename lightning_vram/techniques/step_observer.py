@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from lightning_vram.memory.storages import iterate_storages, iterate_tensors
 from lightning_vram.private_names.dispatch import TorchDispatchMode
+from lightning_vram.private_names.operator_calls import call_operator
 from lightning_vram.private_names.tensors import base_of, is_view, storage_key
 from lightning_vram.private_names.trees import tree_leaves
 from lightning_vram.techniques.checkpoint_plan import CallProfile, LayerProfile, OperatorProfile, StepProfile
@@ -274,7 +275,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        output = func(*args, **kwargs)
+        output = call_operator(func, args, kwargs)
         self._observer.on_operator(func, args, kwargs, output)
         return output
 

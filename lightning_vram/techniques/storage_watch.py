@@ -22,6 +22,7 @@ from typing_extensions import override
 
 from lightning_vram.private_names.autograd import current_graph_task_id
 from lightning_vram.private_names.dispatch import TorchDispatchMode
+from lightning_vram.private_names.operator_calls import call_operator
 from lightning_vram.private_names.tensors import storage_key
 from lightning_vram.private_names.trees import tree_leaves
 from lightning_vram.techniques.cheap_operators import iterate_written
@@ -121,13 +122,13 @@ class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         if self._is_paused:
-            return func(*args, **kwargs)
+            return call_operator(func, args, kwargs)
         written = {_address_of(tensor) for tensor in iterate_written(func, args, kwargs)}
         read = {_address_of(tensor): tensor for tensor in tensors_in((args, kwargs))}
         known = {address: memory for address, tensor in read.items() if (memory := self.find(tensor)) is not None}
         if known and not _is_recomputing():
             self._touch(known, written)
-        result = func(*args, **kwargs)
+        result = call_operator(func, args, kwargs)
         for tensor in tensors_in(result):
             storage = _storage_of(tensor)
             if storage is not None and storage_key(storage) not in read:

@@ -22,6 +22,7 @@ from torch.autograd.graph import increment_version
 from typing_extensions import override
 
 from lightning_vram.private_names.dispatch import UnwrappedMode
+from lightning_vram.private_names.operator_calls import call_operator
 from lightning_vram.private_names.operators import OpOverload, is_on_lists, schema_of
 from lightning_vram.techniques.by_memory import ByMemory
 from lightning_vram.techniques.cheap_operators import iterate_written, written_arguments
@@ -134,7 +135,7 @@ class ValueNotes(UnwrappedMode):  # type: ignore[no-untyped-call]
         if handler is _UNKNOWN:
             handler = self._handlers[func] = _choose_handler(func, notes_exact=self._notes_exact)
         if handler is None:
-            return func(*args, **kwargs) if kwargs else func(*args)
+            return call_operator(func, args, kwargs)
         return handler(self, func, args, kwargs)
 
     def _find(self, tensor: Tensor) -> _Note | None:
@@ -207,7 +208,7 @@ class ValueNotes(UnwrappedMode):  # type: ignore[no-untyped-call]
         tensors = list(iterate_tensors((*args, *(kwargs or {}).values())))
         self._note_write(tensors, is_certain=False)
         self.exact_values.drop(tensors)
-        return func(*args, **kwargs) if kwargs else func(*args)
+        return call_operator(func, args, kwargs)
 
     def _followed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Any operator, where what is exact is noted."""
@@ -216,10 +217,7 @@ class ValueNotes(UnwrappedMode):  # type: ignore[no-untyped-call]
             self._ask_for(wanted(args, kwargs), args[0] if written_arguments(func) else None)
         origin = self.exact_values.origin_of_results(func, args, kwargs)
         handler = _LOSSLESS[func]
-        if handler is not None:
-            results = handler(self, func, args, kwargs)
-        else:
-            results = func(*args, **kwargs) if kwargs else func(*args)
+        results = handler(self, func, args, kwargs) if handler is not None else call_operator(func, args, kwargs)
         self.exact_values.note_results(func, results, origin)
         if func is aten.clone.default:
             self._last_clone = weakref.ref(results)
