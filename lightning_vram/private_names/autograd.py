@@ -10,10 +10,13 @@
 * ``torch._C._autograd._push_saved_tensors_default_hooks``: put hooks back | 2.11 - | transforms in checkpoints fail
 * ``torch._C._autograd._pop_saved_tensors_default_hooks``: take hooks off | 2.11 - | transforms in checkpoints fail
 * ``torch._C._autograd._saved_tensors_hooks_is_enabled``: whether hooks may be set | 2.11 - | casts in the backward fail
+* ``torch._C._autograd._get_sequence_nr``: counts nodes of the graph, by which operators are told apart | 2.11 - |
+  offloading and checkpoints fail
 * ``torch._C._functorch.peek_interpreter_stack``: whether ``torch.func`` transforms | 2.11 - | nothing works
 * ``torch._C._is_tracing``: whether ``torch.jit.trace`` runs | 2.11 - | checkpoints, casts and fusions fail
 * ``torch._C._vmapmode_increment_nesting``: go into a level of ``vmap`` | 2.11 - | dropout is not recomputed
 * ``torch._C._vmapmode_decrement_nesting``: leave one | 2.11 - | dropout is not recomputed
+* ``torch.utils.checkpoint._StopRecomputationError``: ends a second run | 2.11 - | nothing works
 * ``torch.autograd.forward_ad._current_level``: whether forward-mode derivatives are made | 2.11 - | fusions fail
 """
 
@@ -27,10 +30,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation
 from torch.utils.checkpoint import checkpoint
+
+__all__ = ["StopRecomputation"]
 
 current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 """Return which backward runs in this thread; -1 for none."""
+
+num_nodes: Callable[[], int] = torch._C._autograd._get_sequence_nr
+"""Return how many nodes of the graph were made in this thread: one more for each operator that has a gradient."""
 
 RunBackward = Callable[..., Any]
 SavedTensorHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]

@@ -13,6 +13,7 @@ what the checkpoint keeps), on what a ``torch.autograd.Function`` hides in attri
 
 import os
 import threading
+import weakref
 from collections.abc import Hashable
 from contextlib import ExitStack
 from typing import Any, Literal
@@ -22,9 +23,11 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_vram.memory.checks import check_bool
-from lightning_vram.private_names.autograd import current_graph_task_id
+from lightning_vram.private_names.autocast import without_autocast
+from lightning_vram.private_names.autograd import current_graph_task_id, num_nodes
 from lightning_vram.private_names.dispatch import TorchDispatchMode
 from lightning_vram.techniques.forward_history import ForwardHistory, Run
+from lightning_vram.techniques.late_handle import LateHandle
 from lightning_vram.techniques.memory_geometry import as_bytes, find_span, to_flat
 from lightning_vram.techniques.offload_candidates import OffloadCandidates
 from lightning_vram.techniques.offload_handle import OffloadHandle
@@ -34,6 +37,7 @@ from lightning_vram.techniques.offloaded_items import OffloadedItem
 from lightning_vram.techniques.prefetching import fetch_ahead, make_room
 from lightning_vram.techniques.saved_tensor_stage import SavedTensorStage, Taken, innermost_stage
 from lightning_vram.techniques.storage_memo import StorageMemo
+from lightning_vram.techniques.unfinished_saves import is_unfinished
 from lightning_vram.techniques.versions import alias
 
 _WINDOW_SHARE = 16  # "auto": this part of what a forward saves
@@ -47,7 +51,8 @@ class ActivationOffloading(SavedTensorStage):
     the plain run, to the bit, unless ``compress`` is set. What a backward saves itself (``create_graph=True``) stays.
     A backward that writes to what it saved spoils its own copy only; plain autograd may refuse others that saved it,
     too. Of writes that PyTorch does not count (by way of ``.data``, by NumPy) what stays shows each, as in the plain
-    run, and what travels shows those before it was saved; on a GPU, if it was not saved before in the same memory.
+    run, and what travels shows those before it was saved; on a GPU, if it was not saved before in the same memory. What
+    has no gradient is sent when the next operator saves something: its own may not have written it yet.
     Never travel: parameters, buffers, small tensors, tensors of another device than that of the module (indices on
     the host), and what :meth:`keep_in_place` names. On the CPU, or with fake tensors, the same is done with plain
     copies.
@@ -108,6 +113,8 @@ class ActivationOffloading(SavedTensorStage):
         self._candidates = OffloadCandidates(min_offload_bytes)
         self._history = ForwardHistory()
         self._routes = OffloadRoutes(disk_path, pin_memory=pin_memory and torch.accelerator.is_available())
+        self._late: list[weakref.ref[LateHandle]] = []  # saved by the last operator that saved any
+        self._late_operator = -1
         self._offloaded_bytes = self._kept_bytes = self._num_offloaded = 0
 
     @property
@@ -153,15 +160,33 @@ class ActivationOffloading(SavedTensorStage):
         self._history.start()
         self.settle()
         stack.callback(self.settle)
+        stack.callback(self._finish_late)
         return None
 
     @override
     def take(self, tensor: Tensor) -> Taken | None:
+        if num_nodes() != self._late_operator:
+            self._finish_late()
         if not self._candidates.may_travel(tensor):
             return self.hand_on(tensor)
+        if is_unfinished(tensor):
+            late = LateHandle(tensor, self._send)
+            self._late.append(weakref.ref(late))
+            self._late_operator = num_nodes()
+            return late
+        return self._send(tensor)
+
+    def _send(self, tensor: Tensor) -> Taken | None:
         with self._lock:
             item, offset = self._find_item(tensor)
             return OffloadHandle(self, item, tensor, offset) if item is not None else self.hand_on(tensor)
+
+    def _finish_late(self) -> None:
+        handles = [handle for reference in self._late if (handle := reference()) is not None]
+        self._late.clear()
+        with torch.no_grad(), without_autocast():
+            for handle in handles:
+                handle.finish()
 
     def bring(self, item: OffloadedItem, load: int) -> tuple[Tensor, int]:
         """Return the bytes of an item to a handle that was asked at ``load`` last, and what to say next time.

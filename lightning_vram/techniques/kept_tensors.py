@@ -80,7 +80,10 @@ class KeptElsewhere(Kept):
         return self._taken.give()
 
     def before_write(self) -> None:  # noqa: D102
-        self._taken.before_write()
+        if self.is_end or self._taken.is_snapshot:
+            self._taken.before_write()
+        else:
+            self.is_overwritten = True  # by the very operator that saves it, or by a later one
 
     def copy(self) -> None:  # noqa: D102
         return

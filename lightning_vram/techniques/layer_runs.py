@@ -14,6 +14,7 @@ from lightning_vram.techniques.kept_outputs import KeptOutputs
 from lightning_vram.techniques.recomputation_error import RecomputationError
 from lightning_vram.techniques.save_policy import SavePolicy
 from lightning_vram.techniques.stepping_aside import InnermostHooks, stepping_aside
+from lightning_vram.techniques.unfinished_saves import whole_last_operator
 from lightning_vram.techniques.watched_saves import SaveWatch
 
 DeterminismCheck = Literal["outputs", "operators", "none"]
@@ -112,6 +113,9 @@ class LayerRuns:
             self._watch.on_recomputation()
         try:
             with stepping_aside(InnermostHooks()), ExitStack() as stack:
+                hooks = whole_last_operator()
+                stack.enter_context(hooks)
+                stack.enter_context(stepping_aside(hooks))
                 if self._outputs is not None:
                     stack.enter_context(self._outputs.replaying())
                 if self._trace is not None:

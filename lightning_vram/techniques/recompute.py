@@ -39,6 +39,7 @@ from lightning_vram.techniques.recipe_recorder import COPIED_BYTES, RecipeRecord
 from lightning_vram.techniques.recipes import MaskValue, Recipe, Value
 from lightning_vram.techniques.saved_tensor_stage import PLAIN_TYPES, Stage, Taken, in_chain, innermost_stage
 from lightning_vram.techniques.stepping_aside import stepping_aside
+from lightning_vram.techniques.unfinished_saves import saving
 from lightning_vram.techniques.versions import NO_VERSION, alias, check_version, is_strided, version_of
 
 aten = torch.ops.aten
@@ -189,7 +190,7 @@ class Recomputation:
             value.recipe.held = None
         base = base_of(tensor) if is_view(tensor) else None
         is_lasting = self._is_lasting(tensor if base is None else base)
-        with self._recorder.paused(), torch.no_grad(), without_autocast():
+        with self._recorder.paused(), torch.no_grad(), without_autocast(), saving(tensor):
             if isinstance(value, MaskValue) and (value.is_scaled or tensor.nbytes >= self._min_bytes):
                 kept: Kept = KeptMask(tensor, self._hand_on)
             else:

@@ -23,6 +23,7 @@ from lightning_vram.private_names.tensors import base_of, is_view, num_writes
 from lightning_vram.techniques.hidden_from_dynamo import hide_from_dynamo
 from lightning_vram.techniques.parameter_classes import PARAMETER_CLASSES
 from lightning_vram.techniques.stepping_aside import stepping_aside
+from lightning_vram.techniques.unfinished_saves import saving
 from lightning_vram.techniques.versions import alias, check_version, is_strided, storage_address, version_counter
 
 PLAIN_TYPES = frozenset({Tensor, nn.Parameter, nn.Buffer, FakeTensor})
@@ -37,6 +38,11 @@ class Taken(ABC):
     @abstractmethod
     def num_bytes(self) -> int:
         """Bytes it keeps on the device of the tensor."""
+
+    @property
+    def is_snapshot(self) -> bool:
+        """Whether it is one yet: a tensor may be taken over a moment later, when its operator has written it."""
+        return True
 
     def before_write(self) -> None:
         """Called before the tensor is written to, on the current stream, by a stage that goes on reading this."""
@@ -153,7 +159,7 @@ class SavedTensorStage(ABC):
     @hide_from_dynamo
     def _pack(self, tensor: Tensor) -> Any:
         if type(tensor) in PLAIN_TYPES and is_strided(tensor) and not self._is_lasting(tensor):
-            with torch.no_grad(), without_autocast():
+            with torch.no_grad(), without_autocast(), saving(tensor):
                 taken = self.take(tensor)
             if taken is not None:
                 return version_counter(tensor), num_writes(tensor), taken, tensor.shape

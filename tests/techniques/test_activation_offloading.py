@@ -189,7 +189,7 @@ def test_a_tensor_comes_back_with_its_strides_bits_and_dtype(make: Callable[[], 
             assert (back.shape, back.stride(), back.dtype) == (tensor.shape, tensor.stride(), tensor.dtype)
             assert (back.is_conj(), back.is_neg()) == (tensor.is_conj(), tensor.is_neg())
             assert torch.equal(to_bytes(back), to_bytes(tensor))
-            del packed
+        del packed
     assert offloading.report.offloaded_bytes + offloading.report.kept_bytes > 0
 
 
@@ -728,6 +728,7 @@ def test_writes_without_a_version_do_not_change_what_was_sent_nor_hide_behind_it
     offloading = ActivationOffloading(min_offload_bytes=1, window_bytes=0, disk_path=disk_path)
     with offloading:
         values, products = [x.clone()], [x * weights[0]]
+        weights[0].exp()  # what has no gradient is sent when the next operator saves something
         x.data.mul_(2)
         values.append(x.clone())
         products.append(x * weights[1])
@@ -735,6 +736,7 @@ def test_writes_without_a_version_do_not_change_what_was_sent_nor_hide_behind_it
         other.mul_(2)
         values.append(other.clone())
         products.append(other * weights[2])
+        weights[0].exp()
         y.add_(1)
         values.append(y.clone())
         products.append(y * weights[3])
