@@ -12,6 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_vram.private_names.autograd import outside_of_vmap
+from lightning_vram.techniques.operator_random import Source, default_source
 from lightning_vram.techniques.recipes import Recipe, Value
 
 aten = torch.ops.aten
@@ -35,12 +36,14 @@ class DropoutRecipe(Recipe):
 class DrawRecipe(Recipe):
     """A mask, drawn again from the state its generator had."""
 
-    __slots__ = ("_device", "_dtype", "_generator", "_probability", "_shape", "_state", "_strides")
+    __slots__ = ("_device", "_dtype", "_generator", "_probability", "_shape", "_source", "_state", "_strides")
 
-    def __init__(self, function: Any, like: Tensor, probability: float, generator: torch.Generator | None) -> None:
+    def __init__(
+        self, function: Any, like: Tensor, probability: float, generator: torch.Generator | None, source: Source
+    ) -> None:
         super().__init__(function, (), None, [])
-        self._generator = generator if generator is not None else default_generator(like.device)
-        self._state = self._generator.get_state()
+        self._generator, self._source = generator, source
+        self._state = source[0]()
         self._probability = probability
         self._shape, self._strides = like.shape, like.stride()
         self._dtype, self._device = like.dtype, like.device
@@ -52,14 +55,33 @@ class DrawRecipe(Recipe):
 
     def _draw(self) -> Any:
         like = torch.empty_strided(self._shape, self._strides, dtype=self._dtype, device=self._device)
-        now = self._generator.get_state()
-        self._generator.set_state(self._state)
+        read, write = self._source
+        now = read()
+        write(self._state)
         try:
             if self.function is aten.bernoulli_.float:
                 return like.bernoulli_(self._probability, generator=self._generator)
             return self.function(like, p=self._probability, train=True)
         finally:
-            self._generator.set_state(now)
+            write(now)
+
+
+def note_draw(
+    function: Any, like: Tensor, probability: float, generator: torch.Generator | None = None
+) -> DrawRecipe | None:
+    """Note the state of a generator before a mask is drawn.
+
+    Args:
+        function: The operator that is about to draw.
+        like: A tensor as the mask will be.
+        probability: Of a one, or of a zero, as ``function`` takes it.
+        generator: ``None``: that of the device.
+
+    Returns:
+        How to draw it again; ``None`` where the device has no generator that can be set.
+    """
+    source = (generator.get_state, generator.set_state) if generator is not None else default_source(like.device)
+    return DrawRecipe(function, like, probability, generator, source) if source is not None else None
 
 
 def _scale(probability: float, like: Tensor) -> float:
@@ -71,11 +93,3 @@ def _scale(probability: float, like: Tensor) -> float:
     if like.device.type == "cpu":
         return float(torch.tensor(1 / (1 - probability), dtype=like.dtype))
     return float(1 / torch.tensor(1 - probability, dtype=torch.float32))
-
-
-def default_generator(device: torch.device) -> torch.Generator:
-    """Return the generator that random operators on ``device`` draw from."""
-    if device.type == "cuda":
-        index = device.index if device.index is not None else torch.cuda.current_device()  # type: ignore[redundant-expr]
-        return torch.cuda.default_generators[index]
-    return torch.default_generator

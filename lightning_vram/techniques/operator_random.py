@@ -3,6 +3,7 @@
 import random
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from lightning_vram.techniques.host_random import states_differ
 from lightning_vram.techniques.leaves import flatten_arguments
+from lightning_vram.techniques.random_states import device_generator
 
 Source = tuple[Callable[[], Any], Callable[[Any], Any]]
 """How to read the state of a generator, and how to set it."""
@@ -23,12 +25,9 @@ def find_sources(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
     leaves = flatten_arguments((args, kwargs))[0]
     generators = [torch.default_generator, *(leaf for leaf in leaves if isinstance(leaf, torch.Generator))]
     devices = {leaf.device if isinstance(leaf, Tensor) else leaf for leaf in leaves}
-    generators += [
-        torch.get_device_module(device.type).default_generators[_index_of(device)]
-        for device in devices
-        if isinstance(device, torch.device) and device.type not in ("cpu", "meta")
-    ]
+    accelerators = [d for d in devices if isinstance(d, torch.device) and d.type not in ("cpu", "meta")]
     sources: list[Source] = [(generator.get_state, generator.set_state) for generator in generators]
+    sources += [source for device in accelerators if (source := default_source(device)) is not None]
     if not is_of_torch:
         sources.append((random.getstate, random.setstate))
         numpy = sys.modules.get("numpy")
@@ -44,6 +43,11 @@ def differs(one: Any, other: Any) -> bool:
     return states_differ(one, other)
 
 
-def _index_of(device: torch.device) -> int:
-    index: int | None = device.index
-    return index if index is not None else int(torch.get_device_module(device.type).current_device())
+def default_source(device: torch.device) -> Source | None:
+    """Return the generator that operators on ``device`` draw from; ``None`` if the device has none that can be set."""
+    if device.type in ("cpu", "meta"):
+        return torch.default_generator.get_state, torch.default_generator.set_state
+    module, arguments = device_generator(device)
+    if not (hasattr(module, "get_rng_state") and hasattr(module, "set_rng_state")):
+        return None
+    return partial(module.get_rng_state, *arguments), lambda state: module.set_rng_state(state, *arguments)

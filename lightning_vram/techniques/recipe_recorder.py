@@ -27,7 +27,7 @@ from lightning_vram.techniques.cheap_operators import (
     shares_version,
     written_arguments,
 )
-from lightning_vram.techniques.dropout_recipes import DrawRecipe, DropoutRecipe
+from lightning_vram.techniques.dropout_recipes import DropoutRecipe, note_draw
 from lightning_vram.techniques.hidden_from_dynamo import hide_from_dynamo
 from lightning_vram.techniques.kept_tensors import Kept
 from lightning_vram.techniques.norm_recipes import (
@@ -289,7 +289,7 @@ class RecipeRecorder(UnwrappedMode):  # type: ignore[no-untyped-call]
         source, probability, train = args[0], args[1], args[2] if len(args) > 2 else True
         if train is False:
             return self._several_results(func, args, kwargs)
-        draw = DrawRecipe(func, source, probability, None) if self._dropout == "replay" else None
+        draw = note_draw(func, source, probability) if self._dropout == "replay" else None
         of_source = self.values.value_of(source)
         result, mask = func(*args, **kwargs) if kwargs else func(*args)
         of_mask = self.values.note(mask, draw, num_writes(mask), 1, kind=MaskValue)
@@ -305,7 +305,7 @@ class RecipeRecorder(UnwrappedMode):  # type: ignore[no-untyped-call]
         generator = kwargs.get("generator") if kwargs else None
         probability = args[1] if len(args) > 1 else (kwargs or {}).get("p", 0.5)
         self._before_write(mask)
-        draw = DrawRecipe(func, mask, probability, generator) if self._dropout == "replay" else None
+        draw = note_draw(func, mask, probability, generator) if self._dropout == "replay" else None
         result = func(*args, **kwargs) if kwargs else func(*args)
         value = self.values.note(mask, draw, num_writes(mask) + 1, kind=MaskValue)
         value.is_scaled = False  # type: ignore[attr-defined]
