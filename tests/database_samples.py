@@ -3,10 +3,8 @@
 import copy
 import functools
 import itertools
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -44,12 +42,10 @@ def operator_programs(part: int, num_parts: int) -> Iterator[Program]:
         torch.manual_seed(0)
         for sample in itertools.islice(op.sample_inputs("cpu", torch.float32, requires_grad=True), NUM_SAMPLES):
             make = functools.partial(tree_map, _clone, (sample.input, sample.args, sample.kwargs))
-            name = f"{op.name} {op.variant_test_name}".strip()
+            name, in_place = f"{op.name} {op.variant_test_name}".strip(), op.inplace_variant
             yield Program(name, make, functools.partial(_call, op.op), _find_leaves)
-            if op.inplace_variant is not None and not sample.broadcasts_input:
-                yield Program(
-                    f"{name} in place", make, functools.partial(_call_in_place, op.inplace_variant), _find_leaves
-                )
+            if in_place is not None and not sample.broadcasts_input:
+                yield Program(f"{name} in place", make, functools.partial(_call_in_place, in_place), _find_leaves)
 
 
 def module_programs(part: int, num_parts: int) -> Iterator[Program]:

@@ -36,7 +36,8 @@ class InPlaceFusion(FitTechnique):
             lets the compiler recompute norms and activations. ``"auto"`` does the first in eager and the second in
             compiled code.
         inplace: Let activations overwrite their input, in training steps, where one observed step has proven that
-            nobody else reads it. As the next two, only for models that take the same path in every step.
+            nobody else reads it. As the next two, only for models that take the same path in every step. In manual
+            optimization the observed step has other gradients of ``prod`` and ``cumprod``, equal up to rounding.
         abn: ``"invert"`` keeps only the output of a batch norm and the LeakyReLU or ELU behind it, and inverts them
             (InPlace-ABN, Rota Bulò et al. 2018, https://arxiv.org/abs/1712.02616). Gradients are then equal up to the
             rounding of the inverse; norms for which that is too large are left out. No double backward. ``None``: off.

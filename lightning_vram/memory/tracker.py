@@ -10,6 +10,10 @@ What it does not see: workspaces inside a kernel (cuDNN, cuBLAS), the allocator'
 memory that no PyTorch operator returns (a file read by ``torch.load``, a batch from a worker process, ``deepcopy``).
 What it costs: some 10-20 microseconds of Python per operator. A compiled
 callable runs uncompiled while a dispatch mode is on, so what compilation saves cannot be tracked.
+
+Results are those of the program without it, but for what PyTorch does under any dispatch mode: a tracked backward of
+``prod`` and ``cumprod`` takes formulas that round otherwise, and ``Custom(tensor)`` of a tensor subclass is an error
+(``tensor.as_subclass(Custom)`` is none).
 """
 
 import gc
