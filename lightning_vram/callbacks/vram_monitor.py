@@ -86,8 +86,9 @@ class VRAMMonitor(Callback):
             only).
         track: Follow tensors in the measured batches, which tells what the bytes are for and slows these batches: see
             the module's docstring for the price. Gradients of ``prod`` and ``cumprod`` are then equal up to rounding in
-            those batches: PyTorch picks other formulas under any dispatch mode. ``None`` tracks where there is no allocator to ask, which is on the
-            host; ``False`` never does. Compiled modules are not tracked: they would run uncompiled.
+            those batches: PyTorch picks other formulas under any dispatch mode. ``None`` tracks where there is no
+            allocator to ask, which is on the host; ``False`` never does. Compiled modules are not tracked: they would
+            run uncompiled.
         path: JSON Lines file to append to; a relative one lies in ``trainer.log_dir``. ``None`` writes none, and so
             does ``fast_dev_run``.
 
