@@ -26,8 +26,11 @@ PARTS = [
     *(pytest.param(operator_programs, part, 24, id=f"operators {part}") for part in range(24)),
     *(pytest.param(module_programs, part, 4, id=f"modules {part}") for part in range(4)),
 ]
-NOT_THE_SAME_TWICE = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
-"""They return memory as it is."""
+NOT_THE_SAME_TWICE = {
+    *("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"),  # memory as it is
+    "linalg.lstsq",  # some of its results are memory as it is, too
+}
+"""Plain runs of them differ, if not in each try."""
 
 WRITTEN_AFTERWARDS = {
     *("nn.functional.rrelu", "nn.functional.rrelu in place"),  # noise: its kernel draws it
