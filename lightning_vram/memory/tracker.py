@@ -79,7 +79,7 @@ def track_memory(
         The tracker; its :attr:`~MemoryTracker.timeline` can be read inside the block and after it.
 
     Raises:
-        TypeError: If ``optimizers`` is one optimizer, or nothing that can be iterated over.
+        TypeError: If ``optimizers`` is one optimizer that is not in a list.
         RuntimeError: If the returned tracker is entered a second time.
 
     Example:
@@ -91,7 +91,7 @@ def track_memory(
         >>> tracker.timeline.peak_by_category[Category.PARAMETERS] == 256 * 256 * 4
         True
     """
-    if not isinstance(optimizers, Iterable):
+    if isinstance(optimizers, Optimizer):
         kind = type(optimizers).__name__
         raise TypeError(f"track_memory(optimizers) must be a list of optimizers, got {kind}. Put one in a list: [...].")
     return MemoryTracker(module, tuple(optimizers), inputs)

@@ -60,7 +60,7 @@ def is_made_of_others(function: Any) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), DispatchKey.CompositeImplicitAutograd)
 
 
-def run_others(function: Any, *args: Any, **kwargs: Any) -> Any:
+def run_others(function: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Run that kernel: the one that runs under autograd. ``decompose`` prefers Python's, which may round otherwise."""
     return function._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
