@@ -22,7 +22,7 @@ CHANGES = {
     "fp32": lambda net: run_in_fp32(list(net), "cpu"),
     "low norms": lambda net: keep_norms_low(net, "cpu"),
 }
-PACKAGE = Path(lightning_vram.__file__).parent
+TECHNIQUES = Path(lightning_vram.__file__).parent / "techniques"
 
 
 class ScaledLayerNorm(nn.Module):
@@ -48,6 +48,11 @@ class Cells(nn.ModuleList):
         return hidden
 
 
+@pytest.fixture(autouse=True)
+def draw_the_same_weights():
+    torch.manual_seed(0)
+
+
 def compute_gradients(net: nn.Module, scale: Tensor) -> list[Tensor]:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = net(torch.ones(2, 4), scale).float().sum()
@@ -60,7 +65,8 @@ def test_a_layer_gets_every_keyword_that_it_has(name):
     expected = compute_gradients(net, scale)
     CHANGES[name](net)
     for gradient, plain in zip(compute_gradients(net, scale), expected, strict=True):
-        assert torch.allclose(gradient, plain, rtol=0 if name == "checkpointing" else 0.05, atol=0)  # of bf16
+        tolerance = 0 if name == "checkpointing" else 0.05  # the others compute in another precision
+        assert (gradient - plain).norm() <= tolerance * plain.norm()
 
 
 @pytest.mark.parametrize("save", [None, "matmuls"])
@@ -101,17 +107,16 @@ def test_a_fused_norm_and_its_activation_take_their_input_by_keyword(keyword):
 
 
 def find_open_names(path: Path) -> list[str]:
-    """Functions that pass on any keyword, and have a name of their own that one of them may have."""
+    """Functions that pass on the keywords of a layer, and have names of their own that one of them may have."""
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if not isinstance(node, ast.FunctionDef) or node.args.vararg is None or node.args.kwarg is None:
             continue
-        is_override = any(ast.unparse(decorator) == "override" for decorator in node.decorator_list)
         names = [argument.arg for argument in [*node.args.args, *node.args.kwonlyargs] if argument.arg != "self"]
-        if names and not is_override:  # Lightning decides what an override may be called with
-            found.append(f"{path.relative_to(PACKAGE)}: {node.name}({', '.join(names)})")
+        if names:
+            found.append(f"{path.relative_to(TECHNIQUES)}: {node.name}({', '.join(names)})")
     return found
 
 
 def test_whoever_passes_on_keywords_takes_its_own_arguments_by_position():
-    assert [name for path in sorted(PACKAGE.rglob("*.py")) for name in find_open_names(path)] == []
+    assert [name for path in sorted(TECHNIQUES.rglob("*.py")) for name in find_open_names(path)] == []
