@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from lightning_vram.memory.measurement_checks import check_values
 from lightning_vram.memory.timeline import Category, MemoryTimeline, Phase
 
 NUM_MODULES = 8  # the largest, in a file that has a line per reading
@@ -104,10 +105,17 @@ def read_measurements(path: str | Path) -> list[Measurement]:
         ValueError: If a line is no measurement; says which.
     """
     measurements = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no file of VRAMMonitor: {error}") from None
+    # not splitlines(), for which a line ends at characters that may stand in a name
+    for number, line in enumerate(text.removesuffix("\n").split("\n") if text else [], start=1):
         try:
-            measurements.append(Measurement(**json.loads(line)))
-        except (TypeError, ValueError) as error:  # JSONDecodeError is a ValueError
+            values = json.loads(line)
+            check_values(values)
+            measurements.append(Measurement(**values))
+        except (TypeError, ValueError, RecursionError) as error:  # JSONDecodeError is a ValueError
             raise ValueError(f"{path}, line {number} is no measurement of VRAMMonitor: {error}") from None
     if not measurements:
         raise ValueError(f"{path} holds no measurement.")

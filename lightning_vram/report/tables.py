@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+from rich.markup import escape
 from rich.table import Table
 
 from lightning_vram.memory.measurement import Measurement, largest
@@ -14,6 +15,11 @@ NOT_KNOWN = "-"
 def label(name: str) -> str:
     """A name of a category or phase as text: ``"optimizer_state"`` -> ``"optimizer state"``."""
     return name.replace("_", " ")
+
+
+def literal(text: str) -> str:
+    """Text of a file as it stands there: nothing in it is markup, and nothing speaks to the terminal."""
+    return escape("".join(character if character.isprintable() else "?" for character in text))
 
 
 def format_optional_bytes(num_bytes: int | None) -> str:
@@ -37,10 +43,10 @@ def memory_table(measurements: Sequence[Measurement]) -> Table:
     stages = list(dict.fromkeys(measurement.stage for measurement in measurements))
     peaks = [largest(m for m in measurements if m.stage == stage) for stage in stages]
     sources = ", ".join(dict.fromkeys(f"{peak.device} ({peak.source})" for peak in peaks))
-    table = Table(title=f"Peak memory on {sources}, {len(measurements)} readings", title_justify="left")
+    table = Table(title=f"Peak memory on {literal(sources)}, {len(measurements)} readings", title_justify="left")
     table.add_column("bytes")
     for peak in peaks:
-        table.add_column(f"{peak.stage}, epoch {peak.epoch}, batch {peak.batch_idx}", justify="right")
+        table.add_column(f"{literal(peak.stage)}, epoch {peak.epoch}, batch {peak.batch_idx}", justify="right")
 
     def add(name: str, read: Callable[[Measurement], int | None]) -> None:
         sizes = [read(peak) for peak in peaks]
@@ -62,7 +68,7 @@ def memory_table(measurements: Sequence[Measurement]) -> Table:
     table.add_section()
     modules = dict.fromkeys(module for peak in peaks for module in peak.peak_by_module)
     for module in modules:
-        add(module or "(no module)", lambda peak, name=module: peak.peak_by_module.get(name))  # type: ignore[misc]
+        add(literal(module) or "(no module)", lambda peak, name=module: peak.peak_by_module.get(name))  # type: ignore[misc]
     times = [m.seconds_per_batch for m in measurements if m.seconds_per_batch is not None]
     if times:
         table.caption = f"Median time per training batch: {format_seconds(times[-1])}."

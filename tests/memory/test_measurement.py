@@ -1,5 +1,8 @@
 """Readings on their way through names, files and reductions."""
 
+import json
+from dataclasses import asdict
+
 import pytest
 import torch
 from torch import nn
@@ -67,6 +70,45 @@ def test_a_broken_line_is_named(tmp_path, line):
     path.write_text(path.read_text() + line + "\n")
     with pytest.raises(ValueError, match=r"vram\.jsonl, line 2 is no measurement of VRAMMonitor: "):
         read_measurements(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"stage": ["train"]}, "stage must be a text, got ['train']"),
+        ({"epoch": "1"}, "epoch must be an int of at least 0, got '1'"),
+        ({"step": True}, "step must be an int of at least 0, got True"),
+        ({"allocated_bytes": float("nan")}, "allocated_bytes must be a number of bytes, got nan"),
+        ({"peak_allocated_bytes": None}, "peak_allocated_bytes must be a number of bytes, got None"),
+        ({"peak_allocated_bytes": 10**30}, f"peak_allocated_bytes must be a number of bytes, got {10**30}"),
+        ({"reserved_bytes": -1}, "reserved_bytes must be a number of bytes or null, got -1"),
+        ({"peak_by_phase": [1]}, "peak_by_phase must be an object of numbers of bytes, got [1]"),
+        ({"peak_by_category": {"a": "x"}}, "peak_by_category must be an object of numbers of bytes, got {'a': 'x'}"),
+        ({"seconds_per_batch": "x"}, "seconds_per_batch must be a number of seconds or null, got 'x'"),
+    ],
+)
+def test_a_value_that_none_can_compute_with_is_named(tmp_path, change, complaint):
+    path = tmp_path / "vram.jsonl"
+    path.write_text(json.dumps(asdict(READING) | change))
+    with pytest.raises(ValueError, match="line 1") as caught:
+        read_measurements(path)
+    assert str(caught.value) == f"{path}, line 1 is no measurement of VRAMMonitor: {complaint}"
+
+
+def test_what_is_nested_too_deep_or_no_text_is_named(tmp_path):
+    path = tmp_path / "vram.jsonl"
+    path.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"vram\.jsonl, line 1 is no measurement of VRAMMonitor: maximum recursion"):
+        read_measurements(path)
+    path.write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"vram\.jsonl is no file of VRAMMonitor: 'utf-8' codec can't decode byte"):
+        read_measurements(path)
+
+
+def test_a_line_separator_of_unicode_ends_no_line(tmp_path):
+    path = tmp_path / "vram.jsonl"
+    path.write_text(json.dumps(asdict(READING) | {"device": "c\u2028pu"}, ensure_ascii=False), encoding="utf-8")
+    assert read_measurements(path)[0].device == "c\u2028pu"
 
 
 def test_an_empty_file_is_named(tmp_path):

@@ -81,3 +81,8 @@ def test_a_run_is_shown_by_stage():
 
 def test_seconds():
     assert [format_seconds(s) for s in (None, 0.0123, 1.5)] == ["-", "12.3 ms", "1.50 s"]
+
+
+def test_names_in_a_file_are_neither_markup_nor_orders_to_the_terminal():
+    text = show(memory_table([reading(MIB, peak_by_module={"[/foo]\x1b[31m": 3})]))
+    assert row(text, "[/foo]?[31m") == ["3 B"]
