@@ -1,13 +1,9 @@
 """Whether values that were read from a file are those of a measurement, before anything computes with them."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
-_TEXTS = ("stage", "device", "source")
-_NUMBERS = ("epoch", "batch_idx", "step")
-_SIZES = ("allocated_bytes", "peak_allocated_bytes")
-_OPTIONAL_SIZES = ("reserved_bytes", "peak_reserved_bytes", "host_peak_bytes", "saved_for_backward_bytes")
-_TABLES = ("peak_by_phase", "peak_by_category", "peak_by_module")
 _MOST_BYTES = 2**63 - 1  # what a driver counts in
 
 
@@ -23,18 +19,17 @@ def check_values(values: Any) -> None:
     if not isinstance(values, dict):
         raise ValueError(f"it is no object with names and values, got {type(values).__name__}")
     for name, value in values.items():
-        if name in _TEXTS and not isinstance(value, str):
-            raise ValueError(f"{name} must be a text, got {value!r:.80}")
-        if name in _NUMBERS and not _is_count(value):
-            raise ValueError(f"{name} must be an int of at least 0, got {value!r:.80}")
-        if name in _SIZES and not _is_count(value):
-            raise ValueError(f"{name} must be a number of bytes, got {value!r:.80}")
-        if name in _OPTIONAL_SIZES and value is not None and not _is_count(value):
-            raise ValueError(f"{name} must be a number of bytes or null, got {value!r:.80}")
-        if name in _TABLES and not (isinstance(value, dict) and all(map(_is_count, value.values()))):
-            raise ValueError(f"{name} must be an object of numbers of bytes, got {value!r:.80}")
-        if name == "seconds_per_batch" and value is not None and not _is_duration(value):
-            raise ValueError(f"{name} must be a number of seconds or null, got {value!r:.80}")
+        what, is_right = _KINDS.get(name, ("", _is_anything))
+        if not is_right(value):
+            raise ValueError(f"{name} must be {what}, got {value!r:.80}")
+
+
+def _is_anything(value: Any) -> bool:
+    return True
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
 
 
 def _is_count(value: Any) -> bool:
@@ -43,3 +38,26 @@ def _is_count(value: Any) -> bool:
 
 def _is_duration(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_is_count, value.values()))
+
+
+def _or_null(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or is_right(value)
+
+
+_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    **dict.fromkeys(("stage", "device", "source"), ("a text", _is_text)),
+    **dict.fromkeys(("epoch", "batch_idx", "step"), ("an int of at least 0", _is_count)),
+    **dict.fromkeys(("allocated_bytes", "peak_allocated_bytes"), ("a number of bytes", _is_count)),
+    **dict.fromkeys(
+        ("reserved_bytes", "peak_reserved_bytes", "host_peak_bytes", "saved_for_backward_bytes"),
+        ("a number of bytes or null", _or_null(_is_count)),
+    ),
+    **dict.fromkeys(
+        ("peak_by_phase", "peak_by_category", "peak_by_module"), ("an object of numbers of bytes", _is_table)
+    ),
+    "seconds_per_batch": ("a number of seconds or null", _or_null(_is_duration)),
+}

@@ -6,15 +6,11 @@
   | fsdp_offload cannot be imported
 * ``lightning.fabric.utilities.cloud_io._load``: reads a checkpoint from an address | 2.6 -
   | fsdp_offload cannot be imported
-* ``lightning.fabric.utilities.load._load_distributed_checkpoint``: reads a sharded checkpoint as a whole | 2.6 -
-  | the package cannot be imported
 """
 
-from pathlib import Path
 from typing import Any
 
 from lightning.fabric.utilities.cloud_io import _atomic_save, _is_local_file_protocol, _load
-from lightning.fabric.utilities.load import _load_distributed_checkpoint
 
 
 def is_local(location: str) -> bool:
@@ -30,8 +26,3 @@ def save_whole(checkpoint: dict[str, Any], location: str) -> None:
 def load_on_host(location: str, *, weights_only: bool | None) -> Any:
     """Read a checkpoint from an address, with its tensors on the host."""
     return _load(location, "cpu", weights_only)
-
-
-def load_sharded(folder: Path) -> dict[str, Any]:
-    """Read a sharded checkpoint as a whole, by one process."""
-    return _load_distributed_checkpoint(folder)

@@ -11,17 +11,19 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_vram.private_names.lightning_files import is_local, load_on_host
+from lightning_vram.strategies.broken_files import explained, read_values
 from lightning_vram.strategies.checkpoint_files import recover
 from lightning_vram.strategies.checkpoint_writing import local_path, remove_checkpoint, write_checkpoint
-from lightning_vram.strategies.full_states import load_module_state, load_optimizer_state
-from lightning_vram.strategies.rank_errors import on_all_ranks
+from lightning_vram.strategies.checksums import check_archive
+from lightning_vram.strategies.full_states import check_groups, load_module_state, load_optimizer_state
+from lightning_vram.strategies.rank_errors import current_rank, num_ranks, on_all_ranks
 from lightning_vram.strategies.sharded_folder import REST_FILE, ShardedFolder, is_sharded_folder
+from lightning_vram.strategies.state_fit import check_form, check_states, in_order
 from lightning_vram.strategies.state_trees import snapshot
 
 PathLike = str | os.PathLike[str]
@@ -37,10 +39,20 @@ class CheckpointStore:
             a checkpoint in host memory while one is written.
         is_main: Whether this is rank 0.
         timeout: How long ranks wait for each other in that thread; ``None``: as long as ``torch.distributed`` does.
+        verify: Whether to compare what is opened with its checksums first.
     """
 
-    def __init__(self, *, sharded: bool, asynchronous: bool, is_main: bool, timeout: timedelta | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        sharded: bool,
+        asynchronous: bool,
+        is_main: bool,
+        timeout: timedelta | None = None,
+        verify: bool = True,
+    ) -> None:
         self._sharded = sharded
+        self._verify = verify
         self._is_main = is_main
         self._saving: tuple[str, Future[None]] | None = None
         self._removals: list[Future[None]] = []
@@ -112,7 +124,7 @@ class CheckpointStore:
 
         Args:
             path: A full checkpoint of any Trainer, or the folder of a sharded one; rank 0's is taken.
-            weights_only: See ``torch.load``; ``None`` is its default, and false for ``http``.
+            weights_only: See ``torch.load``; ``None`` is its default, true, for remote ones as well.
 
         Returns:
             The checkpoint; its tensors are mapped from the file. Of a folder without ``state_dict``, and with empty
@@ -120,26 +132,27 @@ class CheckpointStore:
 
         Raises:
             FileNotFoundError: If there is no checkpoint; on every rank.
-            CheckpointError: If a rank cannot read it; on every rank.
+            ValueError: If it is none of a Trainer; on every rank.
+            CheckpointError: If a rank cannot read it, or it is damaged; on every rank.
+            pickle.UnpicklingError: If it holds what ``weights_only`` does not allow; on every rank.
         """
         self.wait()
         self._folder = None
         location = _shared(path)
         failed = f"The checkpoint {location} could not be read"
         if not is_local(location):
-            remote: dict[str, Any] = on_all_ranks(lambda: load_on_host(location, weights_only=weights_only), failed)
-            return remote
+            remote = on_all_ranks(lambda: _load_remote(location, weights_only=weights_only), failed)
+            return _check_kind(remote, location)
         local = local_path(location)
         on_all_ranks(lambda: recover(local) if self._is_main else None, failed)
         on_all_ranks(lambda: _check_exists(local), failed)
         if local.is_dir():
-            self._folder = ShardedFolder(local)
-            rest = self._folder.read_rest(weights_only=weights_only)
+            self._folder = ShardedFolder(local, weights_only=weights_only, verify=self._verify)
+            rest = _check_kind(self._folder.read_rest(), location)
             return {**rest, "optimizer_states": []} if self._folder.has_optimizers else rest
-        checkpoint: dict[str, Any] = on_all_ranks(
-            lambda: torch.load(local, map_location="cpu", mmap=True, weights_only=weights_only), failed
-        )
-        return checkpoint
+        if self._verify:
+            on_all_ranks(lambda: check_archive(local, current_rank(), num_ranks()), failed)
+        return _check_kind(on_all_ranks(lambda: read_values(local, weights_only=weights_only), failed), location)
 
     def load_module(self, checkpoint: Mapping[str, Any], module: nn.Module, *, strict: bool) -> None:
         """Load a module from what :meth:`open` returned last. A collective.
@@ -155,7 +168,7 @@ class CheckpointStore:
         """
         if self._folder is not None:
             self._folder.load_module(module, strict=strict)
-        elif "state_dict" in checkpoint:
+        elif isinstance(checkpoint.get("state_dict"), Mapping):
             load_module_state(module, checkpoint["state_dict"], strict=strict)
         else:
             raise ValueError("The file is no checkpoint of a Trainer: it has no state_dict.")
@@ -177,12 +190,16 @@ class CheckpointStore:
         if self._folder is not None:
             self._folder.load_optimizers(module, optimizers)
             return
-        states = checkpoint.get("optimizer_states", [])
+        states = checkpoint.get("optimizer_states") or []
         if len(states) != len(optimizers):
             raise ValueError(
                 f"The checkpoint has the states of {len(states)} optimizers, configure_optimizers has returned "
                 f"{len(optimizers)}; save_weights_only=True saves none."
             )
+        for index, (optimizer, state) in enumerate(zip(optimizers, states, strict=True)):
+            check_form(state, index)
+            check_groups(optimizer, state)
+            check_states(module, optimizer, in_order(state), state["param_groups"], index)
         for optimizer, state in zip(optimizers, states, strict=True):
             load_optimizer_state(optimizer, state)
 
@@ -222,6 +239,18 @@ class CheckpointStore:
         }
         rest: dict[str, Any] = snapshot({key: value for key, value in checkpoint.items() if key not in own_copies})
         return own_copies | rest
+
+
+def _load_remote(location: str, *, weights_only: bool | None) -> Any:
+    # Lightning reads what comes by http with weights_only=False, unless told otherwise
+    weights_only = True if weights_only is None else weights_only
+    return explained(lambda: load_on_host(location, weights_only=weights_only), location)
+
+
+def _check_kind(checkpoint: Any, location: str) -> dict[str, Any]:
+    if not isinstance(checkpoint, dict):
+        raise ValueError(f"{location} is no checkpoint of a Trainer: it holds a {type(checkpoint).__name__}.")
+    return checkpoint
 
 
 def _check_exists(path: Path) -> None:

@@ -3,10 +3,10 @@
 import contextlib
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.cloud_io import get_filesystem
 
@@ -15,6 +15,8 @@ from lightning_vram.strategies.checkpoint_files import delete, delete_leftovers,
 from lightning_vram.strategies.rank_errors import current_rank, on_all_ranks
 from lightning_vram.strategies.sharded_folder import is_sharded_folder
 from lightning_vram.strategies.sharded_states import write_folder
+from lightning_vram.strategies.state_trees import count_bytes
+from lightning_vram.strategies.written_files import naming_full_disk, save_values
 
 
 def write_checkpoint(
@@ -44,12 +46,14 @@ def write_checkpoint(
     temporary = temporary_path(path)
     try:
         on_main(lambda: _prepare(path, temporary if sharded else None))
+        num_bytes = count_bytes(checkpoint)
         if sharded:
             states, rest = _split(checkpoint)
-            on_all_ranks(lambda: write_folder(states, rest, temporary, group), failed, group)
+            write = partial(write_folder, states, rest, temporary, group)
+            on_all_ranks(lambda: naming_full_disk(write, path.parent, num_bytes), failed, group)
         else:
-            on_main(lambda: torch.save(dict(checkpoint), temporary))
-        on_main(lambda: publish(temporary, path))
+            on_main(lambda: naming_full_disk(lambda: _write_file(checkpoint, temporary), path.parent, num_bytes))
+        on_main(lambda: naming_full_disk(lambda: publish(temporary, path), path.parent, num_bytes))
     except BaseException:
         if current_rank() == 0:
             with contextlib.suppress(OSError):
@@ -75,6 +79,11 @@ def remove_checkpoint(location: str) -> None:
 def local_path(location: str) -> Path:
     """Turn an address without a protocol, or with ``file://``, into a path."""
     return Path(location.removeprefix("file://"))
+
+
+def _write_file(checkpoint: Mapping[str, Any], path: Path) -> None:
+    with path.open("wb") as file:
+        save_values(dict(checkpoint), file)
 
 
 def _split(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -36,7 +37,7 @@ class CheckpointedStrategy(ConnectedStrategy):
         super().setup_environment()
         if self._store is None:
             with self._named("setup"):
-                self._store = self._make_store()
+                self._store = self._make_store(asynchronous=self.arguments.async_save)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -62,9 +63,14 @@ class CheckpointedStrategy(ConnectedStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if storage_options is not None:
             raise TypeError("FSDPOffloadStrategy.save_checkpoint(storage_options=...) is not supported: leave it out.")
-        assert self._store is not None
+        if self._store is None and self.world_size > 1:
+            raise MisconfigurationException(
+                f"Trainer.save_checkpoint: the {self.world_size} processes, which save together, are not connected "
+                "before the first fit, validate, test or predict. Save after one, or save module.state_dict()."
+            )
         with self._named("saving a checkpoint"):
-            self._store.save(checkpoint, filepath)
+            # before any run there is nothing to save beside
+            (self._store or self._make_store(asynchronous=False)).save(checkpoint, filepath)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -95,19 +101,20 @@ class CheckpointedStrategy(ConnectedStrategy):
 
     def wait_for_checkpoints(self) -> None:
         """Return when all that was saved is on disk (``async_save``)."""
-        assert self._store is not None
-        self._store.wait()
+        if self._store is not None:
+            self._store.wait()
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
         assert self._store is not None
         self._store.remove(filepath)
 
-    def _make_store(self) -> CheckpointStore:
+    def _make_store(self, *, asynchronous: bool) -> CheckpointStore:
         arguments = self.arguments
         return CheckpointStore(
             sharded=arguments.state_dict_type == "sharded",
-            asynchronous=arguments.async_save,
+            asynchronous=asynchronous,
             is_main=self.is_global_zero,
             timeout=arguments.timeout,
+            verify=arguments.verify,
         )

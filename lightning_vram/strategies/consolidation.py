@@ -7,28 +7,32 @@ import re
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from lightning_vram.private_names.lightning_files import load_sharded
-from lightning_vram.strategies.sharded_folder import is_sharded_folder
+from lightning_vram.strategies.checkpoint_writing import write_checkpoint
+from lightning_vram.strategies.sharded_folder import ShardedFolder, is_sharded_folder
 
 
-def consolidate(folder: Path, output: Path) -> None:
+def consolidate(folder: Path, output: Path, *, weights_only: bool | None = None, verify: bool = True) -> None:
     """Write a sharded checkpoint as a plain file. Needs host memory for all of it, and one process.
 
     Args:
         folder: As ``FSDPOffloadStrategy`` or Lightning's ``ModelParallelStrategy`` wrote it.
-        output: The file to make; what is there is replaced.
+        output: The file to make; what is there is replaced, once the new one is complete.
+        weights_only: For all that is no tensor: see ``torch.load``.
+        verify: Whether to compare the files with their checksums first, if there are any.
 
     Raises:
         FileNotFoundError: If ``folder`` is no sharded checkpoint.
+        CheckpointError: If it is damaged, or the file cannot be written.
+        pickle.UnpicklingError: If it holds what ``weights_only`` does not allow.
     """
     if not is_sharded_folder(folder):
         raise FileNotFoundError(f"{folder} is no sharded checkpoint: a folder with .metadata and meta.pt.")
-    checkpoint = load_sharded(folder)
+    source = ShardedFolder(folder, weights_only=weights_only, verify=verify)
+    checkpoint = {**source.read_states(), **source.read_rest()}
     roots = sorted((key for key in checkpoint if re.fullmatch(r"optimizer_\d+", key)), key=lambda key: int(key[10:]))
     optimizer_states = [_numbered(checkpoint.pop(root)) for root in roots]
-    torch.save({**checkpoint, "optimizer_states": optimizer_states} if roots else checkpoint, output)
+    whole = {**checkpoint, "optimizer_states": optimizer_states} if roots else checkpoint
+    write_checkpoint(whole, str(output), sharded=False, group=None)
 
 
 def _numbered(state: dict[str, Any]) -> dict[str, Any]:

@@ -98,6 +98,8 @@ class FSDPOffloadStrategy(CheckpointedStrategy):
         state_dict_type: ``"full"``: checkpoints are single files, those of a plain run. ``"sharded"``: folders to which
             each rank writes its part. Both are loaded, whatever this is, on any number of ranks.
         async_save: Whether checkpoints are written beside the training, from a copy on the host.
+        verify: Whether checkpoints are compared with their checksums before they are loaded, which reads them once
+            more; the ranks share that.
         init_on_meta: Whether ``configure_model`` makes layers without memory, which get their values group by group, by
             their ``reset_parameters`` or transformers' ``_init_weights``, or from the checkpoint.
         timeout: How long ranks wait for each other: seconds, or a ``timedelta``. Then the error says who waited where.
@@ -141,6 +143,7 @@ class FSDPOffloadStrategy(CheckpointedStrategy):
         narrow_transfers: bool = True,
         state_dict_type: StateDictType = "full",
         async_save: bool = False,
+        verify: bool = True,
         init_on_meta: bool = False,
         timeout: timedelta | float = timedelta(minutes=10),
         process_group_backend: str | None = None,
@@ -163,6 +166,7 @@ class FSDPOffloadStrategy(CheckpointedStrategy):
             narrow_transfers=narrow_transfers,
             state_dict_type=state_dict_type,
             async_save=async_save,
+            verify=verify,
             init_on_meta=init_on_meta,
             timeout=timeout,
         )

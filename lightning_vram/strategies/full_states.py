@@ -93,6 +93,25 @@ def load_module_state(module: nn.Module, state_dict: Mapping[str, Any], *, stric
     return keys
 
 
+def check_groups(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Refuse the state of another optimizer.
+
+    Args:
+        optimizer: Any.
+        state_dict: In the form of ``optimizer.state_dict()``.
+
+    Raises:
+        ValueError: If it is of another one, by the number of groups or of parameters.
+    """
+    saved_sizes = [len(group["params"]) for group in state_dict["param_groups"]]
+    own_sizes = [len(group["params"]) for group in optimizer.param_groups]
+    if saved_sizes != own_sizes:
+        raise ValueError(
+            f"The checkpoint's optimizer has {saved_sizes} parameters in its groups, {type(optimizer).__name__} of "
+            f"configure_optimizers has {own_sizes}. Return the optimizer the checkpoint was saved with."
+        )
+
+
 def load_optimizer_state(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
     """Load whole tensors into an optimizer of sharded parameters.
 
@@ -103,17 +122,10 @@ def load_optimizer_state(optimizer: Optimizer, state_dict: Mapping[str, Any]) ->
     Raises:
         ValueError: If it is of another optimizer, by the number of groups or of parameters.
     """
-    saved_groups = state_dict["param_groups"]
-    saved_sizes = [len(group["params"]) for group in saved_groups]
-    own_sizes = [len(group["params"]) for group in optimizer.param_groups]
-    if saved_sizes != own_sizes:
-        raise ValueError(
-            f"The checkpoint's optimizer has {saved_sizes} parameters in its groups, {type(optimizer).__name__} of "
-            f"configure_optimizers has {own_sizes}. Return the optimizer the checkpoint was saved with."
-        )
+    check_groups(optimizer, state_dict)
     parameters = dict(
         zip(
-            chain.from_iterable(group["params"] for group in saved_groups),
+            chain.from_iterable(group["params"] for group in state_dict["param_groups"]),
             chain.from_iterable(group["params"] for group in optimizer.param_groups),
             strict=True,
         )

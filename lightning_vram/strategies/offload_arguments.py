@@ -34,6 +34,7 @@ class OffloadArguments:
     narrow_transfers: bool
     state_dict_type: StateDictType
     async_save: bool
+    verify: bool
     init_on_meta: bool
     timeout: timedelta
 
@@ -55,7 +56,7 @@ def check_arguments(**given: Any) -> OffloadArguments:
     for key in ("cpu_threads", "data_parallel_replicate_size"):
         if given[key] is not None:
             check_positive_int(f"{NAME}({key})", given[key])
-    for key in ("narrow_transfers", "async_save", "init_on_meta"):
+    for key in ("narrow_transfers", "async_save", "verify", "init_on_meta"):
         check_bool(f"{NAME}({key})", given[key])
     for key in ("pin_memory", "reshard_after_forward"):
         if given[key] is not None:

@@ -48,14 +48,21 @@ def on_all_ranks(action: Callable[[], Result], what: str, group: dist.ProcessGro
     rank, kind, text = min(failures)
     if kind in _KINDS:
         raise _KINDS[kind](text) from cause
-    if kind == "UnpicklingError":  # of torch.load(weights_only=True): its text says what to do
+    if kind == "UnpicklingError":  # what weights_only=True does not read: the text says what to do
         raise pickle.UnpicklingError(f"{what}: {text}") from cause
+    if kind == CheckpointError.__name__:  # whose text says all
+        raise CheckpointError(f"{what}: {text}") from cause
     raise CheckpointError(f"{what}: {kind} on rank {rank}: {text}") from cause
 
 
 def current_rank() -> int:
     """Say which rank this process is; 0 without ``torch.distributed``."""
     return dist.get_rank() if dist.is_initialized() else 0
+
+
+def num_ranks() -> int:
+    """Say how many processes there are; 1 without ``torch.distributed``."""
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def _describe(error: BaseException) -> tuple[int, str, str]:

@@ -6,14 +6,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
 from torch.optim import Optimizer
 
+from lightning_vram.strategies.broken_files import read_values
+from lightning_vram.strategies.checksums import check_folder
+from lightning_vram.strategies.folder_reader import METADATA_FILE, read_entries, read_index
 from lightning_vram.strategies.full_states import is_sharded_state
 from lightning_vram.strategies.parameter_names import check_fit, clean_name, names_in_optimizer, parameters_by_name
-from lightning_vram.strategies.rank_errors import on_all_ranks
+from lightning_vram.strategies.rank_errors import current_rank, num_ranks, on_all_ranks
+from lightning_vram.strategies.state_fit import check_states
 
 REST_FILE = "meta.pt"
 Path_ = tuple[str | int, ...]  # of a value in the nested state
@@ -21,7 +23,7 @@ Path_ = tuple[str | int, ...]  # of a value in the nested state
 
 def is_sharded_folder(path: Path) -> bool:
     """Whether this is a complete sharded checkpoint."""
-    return (path / REST_FILE).is_file() and (path / ".metadata").is_file()
+    return (path / REST_FILE).is_file() and (path / METADATA_FILE).is_file()
 
 
 class ShardedFolder:
@@ -29,14 +31,19 @@ class ShardedFolder:
 
     Args:
         folder: The same for all ranks.
+        weights_only: For all that is no tensor: see ``torch.load``.
+        verify: Whether to compare its files with their checksums first, if it has them.
 
     Raises:
-        CheckpointError: If a rank cannot read the folder; on every rank.
+        CheckpointError: If a rank cannot read the folder, or it is damaged; on every rank.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, weights_only: bool | None = None, verify: bool = True) -> None:
         self._folder = folder
-        self._metadata: Metadata = self._read(lambda: FileSystemReader(folder).read_metadata())
+        self._weights_only = weights_only
+        if verify:
+            self._read(lambda: check_folder(folder, current_rank(), num_ranks()))
+        self._metadata: Metadata = self._read(lambda: read_index(folder))
         self._paths: dict[str, Path_] = dict(self._metadata.planner_data or {})
 
     @property
@@ -44,21 +51,32 @@ class ShardedFolder:
         """Whether states of optimizers were saved."""
         return any(path[0] == "optimizer_0" for path in self._paths.values())
 
-    def read_rest(self, *, weights_only: bool | None) -> dict[str, Any]:
+    def read_rest(self) -> dict[str, Any]:
         """Read everything but states of modules and optimizers.
-
-        Args:
-            weights_only: See ``torch.load``.
 
         Returns:
             What was written as ``rest``.
 
         Raises:
             CheckpointError: If a rank cannot read it; on every rank.
+            pickle.UnpicklingError: If it holds what ``weights_only`` does not allow; on every rank.
         """
-        rest_file = self._folder / REST_FILE
-        rest: dict[str, Any] = self._read(lambda: torch.load(rest_file, map_location="cpu", weights_only=weights_only))
+        rest: dict[str, Any] = self._read(
+            lambda: read_values(self._folder / REST_FILE, weights_only=self._weights_only)
+        )
         return rest
+
+    def read_states(self) -> dict[str, Any]:
+        """Read all states of modules and optimizers as whole tensors, without a module. For one process.
+
+        Returns:
+            ``state_dict``, and ``optimizer_0``, ... with names of parameters for numbers.
+
+        Raises:
+            CheckpointError: If it cannot be read.
+            pickle.UnpicklingError: If it holds what ``weights_only`` does not allow.
+        """
+        return self._load({key: self._make_target(key) for key in self._paths})
 
     def load_module(self, module: nn.Module, *, strict: bool) -> None:
         """Load a module's parameters and buffers in place.
@@ -107,6 +125,7 @@ class ShardedFolder:
         others = self._load({key: self._make_target(key) for key, path in parts.items() if path[1] != "state"})
         for index, (root, names) in enumerate(zip(roots, own_names, strict=True)):
             self._check_groups(index, others.get(root), names)
+            self._check_states(index, others[root], names, module, optimizers[index])
         aliases = parameters_by_name(module)
         states = self._load(
             {
@@ -120,7 +139,7 @@ class ShardedFolder:
             optimizer.load_state_dict(_to_integers({**others[root], "state": state}, names))
 
     def _check_groups(self, index: int, saved: dict[str, Any] | None, names: list[list[str]]) -> None:
-        if saved is None:
+        if saved is None or "param_groups" not in saved:
             raise ValueError(
                 f"The checkpoint {self._folder} has no state of optimizer {index}: it was saved with fewer, or with "
                 "save_weights_only=True. It serves validate, test and predict."
@@ -132,6 +151,18 @@ class ShardedFolder:
                 f"parameters, those of configure_optimizers have {[len(group) for group in names]}, or others. Return "
                 "the optimizer the checkpoint was saved with."
             )
+
+    def _check_states(
+        self, index: int, saved: dict[str, Any], names: list[list[str]], module: nn.Module, optimizer: Optimizer
+    ) -> None:
+        states: dict[str, dict[str, Any]] = {}
+        for key, path in self._paths.items():
+            if path[:2] == (f"optimizer_{index}", "state") and len(path) == 4:
+                entry = self._metadata.state_dict_metadata[key]
+                value = entry if isinstance(entry, TensorStorageMetadata) else None
+                states.setdefault(clean_name(str(path[2])), {})[str(path[3])] = value
+        in_order = [states.get(name, {}) for group in names for name in group]
+        check_states(module, optimizer, in_order, saved["param_groups"], index)
 
     def _shape(self, key: str) -> Sequence[int] | None:
         entry = self._metadata.state_dict_metadata[key]
@@ -155,7 +186,7 @@ class ShardedFolder:
 
     def _load(self, flat: dict[str, Any]) -> dict[str, Any]:
         """Read into the tensors of a flat state; returns it nested."""
-        self._read(lambda: load(flat, storage_reader=FileSystemReader(self._folder)))
+        self._read(lambda: read_entries(self._folder, self._metadata, flat, weights_only=self._weights_only))
         nested: dict[str, Any] = {}
         for key, value in flat.items():
             _set(nested, self._paths[key], value)

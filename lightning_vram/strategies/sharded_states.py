@@ -2,26 +2,26 @@
 
 No rank ever holds more than its part, and any number of ranks can read the folder. It is laid out as Lightning's
 ``ModelParallelStrategy`` does: ``torch.distributed.checkpoint`` with the keys ``state_dict``, ``optimizer_0``, ... and
-``meta.pt`` with all the rest, written last. What is the same on all ranks, such as buffers, is rank 0's.
+``meta.pt`` with all the rest; ``checksums.json``, written last, is ours. What is the same on all ranks, such as
+buffers, is rank 0's.
 """
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
+from lightning_vram.strategies.checksums import Checksum, write_checksums
 from lightning_vram.strategies.parameter_names import clean_name, names_in_optimizer
 from lightning_vram.strategies.rank_errors import current_rank
 from lightning_vram.strategies.sharded_folder import REST_FILE, ShardedFolder
 from lightning_vram.strategies.state_trees import map_leaves
+from lightning_vram.strategies.written_files import CheckedWriter, save_values
 
 
 def sharded_module_state(module: nn.Module) -> dict[str, Any]:
@@ -74,17 +74,18 @@ def write_folder(
         CheckpointException: If a rank cannot write its part; on every rank.
         OSError: If rank 0 cannot write the rest; on rank 0.
     """
+    writer = CheckedWriter(folder)
     save(
         map_leaves(dict(state), lambda leaf: leaf),  # dicts of its own: it may flatten them
-        storage_writer=FileSystemWriter(folder, single_file_per_rank=True, sync_files=True),
+        storage_writer=writer,
         planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
         process_group=process_group,
     )
+    written = _gather(writer.files.checksums, process_group)
     if current_rank() == 0:
-        with (folder / REST_FILE).open("wb") as file:
-            torch.save(dict(rest), file)
-            file.flush()
-            os.fsync(file.fileno())
+        with writer.files.create_stream(folder / REST_FILE, "wb") as file:
+            save_values(dict(rest), file)
+        write_checksums(folder, written | writer.files.checksums)
 
 
 def read_folder(
@@ -102,7 +103,7 @@ def read_folder(
         module: Its parameters are loaded in place.
         optimizers: Get their states; empty to leave them.
         strict: Whether module and checkpoint must have the same names.
-        weights_only: For the rest: see ``torch.load``.
+        weights_only: For all that is no tensor: see ``torch.load``.
 
     Returns:
         The rest.
@@ -111,9 +112,18 @@ def read_folder(
         ValueError: If something does not fit; on every rank, and before that thing has changed.
         CheckpointError: If a rank cannot read the folder; on every rank.
     """
-    source = ShardedFolder(folder)
-    rest = source.read_rest(weights_only=weights_only)
+    source = ShardedFolder(folder, weights_only=weights_only)
+    rest = source.read_rest()
     source.load_module(module, strict=strict)
     if optimizers:
         source.load_optimizers(module, optimizers)
     return rest
+
+
+def _gather(checksums: dict[str, Checksum], process_group: dist.ProcessGroup | None) -> dict[str, Checksum]:
+    """Return those of the files of all ranks."""
+    if not dist.is_initialized():
+        return checksums
+    of_ranks: list[Any] = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(of_ranks, checksums, group=process_group)
+    return {name: checksum for each in of_ranks for name, checksum in each.items()}

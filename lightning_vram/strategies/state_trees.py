@@ -43,6 +43,18 @@ def snapshot(tree: Any) -> Any:
     return map_leaves(tree, _copy_leaf)
 
 
+def count_bytes(tree: Any) -> int:
+    """Count the bytes of all tensors of a tree, sharded ones with the parts of all ranks, each tensor once."""
+    sizes: dict[int, int] = {}
+
+    def note(leaf: Any) -> None:
+        if isinstance(leaf, Tensor):
+            sizes[id(leaf)] = leaf.numel() * leaf.element_size()
+
+    map_leaves(tree, note)
+    return sum(sizes.values())
+
+
 def shard_like(part: Tensor, like: DTensor) -> DTensor:
     """Take this rank's part of a tensor for a sharded tensor; nothing is sent or copied.
 

@@ -1,0 +1,14 @@
+"""A pickle that leaves a mark when it is run."""
+
+import os
+from pathlib import Path
+
+
+class Evil:
+    """Makes an empty file when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (str(self._mark),)
