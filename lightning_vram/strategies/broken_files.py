@@ -16,8 +16,14 @@ Result = TypeVar("Result")
 _CLASS = re.compile(r"GLOBAL ([\w.]+)")  # in the message of torch.load(weights_only=True)
 _REASON = re.compile(r"WeightsUnpickler error:\s*(.*)")
 _MAX_REASON = 200
-# a class that is not there, and the disk: these say it themselves
-_CLEAR = (AttributeError, CheckpointError, ImportError, MemoryError, OSError)
+
+
+class ForbiddenClassError(pickle.UnpicklingError):
+    """A file holds more than ``weights_only=True`` reads."""
+
+
+# a class that is not there, and the disk, say it themselves
+_CLEAR = (AttributeError, CheckpointError, ForbiddenClassError, ImportError, MemoryError, OSError)
 
 
 def read_values(path: Path, *, weights_only: bool | None) -> Any:
@@ -31,7 +37,7 @@ def read_values(path: Path, *, weights_only: bool | None) -> Any:
         What is in it.
 
     Raises:
-        pickle.UnpicklingError: If it holds what ``weights_only`` does not allow.
+        ForbiddenClassError: If it holds what ``weights_only`` does not allow.
         CheckpointError: If it is damaged, or something else.
         OSError: If it cannot be read.
     """
@@ -51,7 +57,7 @@ def explained(read: Callable[[], Result], name: str) -> Result:
         What it returns.
 
     Raises:
-        pickle.UnpicklingError: If it holds what ``weights_only`` does not allow.
+        ForbiddenClassError: If it holds what ``weights_only`` does not allow.
         CheckpointError: If it is damaged, or something else.
         OSError: If it cannot be read.
     """
@@ -69,7 +75,7 @@ def _describe(error: BaseException, name: str) -> Exception:
     text = str(error)
     found = _CLASS.search(text)
     if isinstance(error, pickle.UnpicklingError) and found:
-        return pickle.UnpicklingError(
+        return ForbiddenClassError(
             f"{name} holds {found[1]}, and weights_only=True, the default, reads tensors and plain values only. If you "
             "trust who wrote it: trainer.fit(..., weights_only=False), or allow the class before, with "
             "torch.serialization.add_safe_globals."

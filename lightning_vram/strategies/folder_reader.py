@@ -45,7 +45,7 @@ def read_entries(folder: Path, index: Metadata, entries: dict[str, Any], *, weig
         weights_only: For what is no tensor: see ``torch.load``.
 
     Raises:
-        pickle.UnpicklingError: If one holds what ``weights_only`` does not allow; on every rank.
+        ForbiddenClassError: If one holds what ``weights_only`` does not allow; on every rank.
         CheckpointError: If one is damaged; on every rank.
         OSError: If one cannot be read; on every rank.
     """

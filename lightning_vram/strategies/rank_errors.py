@@ -69,7 +69,9 @@ def _describe(error: BaseException) -> tuple[int, str, str]:
     rank = current_rank()
     if isinstance(error, CheckpointException):  # torch.distributed.checkpoint has collected those of all ranks
         rank, (error, _) = min(error.failures.items(), key=lambda item: item[0])
-    return rank, type(error).__name__, str(error)
+    # what weights_only=True does not read, by whatever class of ours
+    kind = pickle.UnpicklingError if isinstance(error, pickle.UnpicklingError) else type(error)
+    return rank, kind.__name__, str(error)
 
 
 def _gather(failure: tuple[int, str, str] | None, group: dist.ProcessGroup | None) -> list[tuple[int, str, str] | None]:

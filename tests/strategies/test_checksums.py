@@ -1,6 +1,7 @@
 """Bytes that a disk has changed are not loaded; folders of before there were checksums are."""
 
 import json
+import zipfile
 import zlib
 from pathlib import Path
 from typing import Any
@@ -45,23 +46,23 @@ def refusal(path: Path, net: nn.Module, *, sharded: bool) -> str:
 def test_a_flipped_bit_of_a_shard_is_refused(one_rank: None, tmp_path: Path):
     net, path = make_net(), tmp_path / "a.ckpt"
     save(net, path, sharded=True)
-    before = net.embed.weight.full_tensor().clone()
+    before = net.frozen.weight.full_tensor().clone()
     flip(path / "__0_0.distcp", before.detach())
     flipped = make_net(1)
-    own = flipped.embed.weight.full_tensor().clone()
+    own = flipped.frozen.weight.full_tensor().clone()
     assert refusal(path, flipped, sharded=True) == (
         f"__0_0.distcp is damaged: its bytes are not those that were written. {WAY_OUT}"
     )
-    assert torch.equal(flipped.embed.weight.full_tensor(), own)
+    assert torch.equal(flipped.frozen.weight.full_tensor(), own)
     make_store(sharded=True, verify=False).load(path, flipped)
-    assert not torch.equal(flipped.embed.weight.full_tensor(), before)
+    assert not torch.equal(flipped.frozen.weight.full_tensor(), before)
 
 
 def test_a_flipped_bit_of_a_file_is_refused(one_rank: None, tmp_path: Path):
     net, path = make_net(1), tmp_path / "a.ckpt"
     save(net, path, sharded=False)
     flip(path, make_net(sharded=False).embed.weight.detach())
-    assert refusal(path, net, sharded=False) == f"a.ckpt is damaged (Bad CRC-32 for file 'archive/data/0'). {WAY_OUT}"
+    assert refusal(path, net, sharded=False) == f"a.ckpt is damaged (Bad CRC-32 for file 'archive/data/1'). {WAY_OUT}"
     make_store(sharded=False, verify=False).load(path, net)
 
 
@@ -117,12 +118,14 @@ def test_ranks_share_the_entries(tmp_path: Path):
     torch.save(tensors, path)
     for tensor in tensors.values():
         flip(path, tensor)
-    found = set()
-    for part in range(3):
-        with pytest.raises(CheckpointError) as caught:
-            check_archive(path, part, 3)
-        found.add(str(caught.value))
-    assert found == {f"a.pt is damaged (Bad CRC-32 for file 'a/data/{number}'). {WAY_OUT}" for number in range(3)}
+    num_parts = len(zipfile.ZipFile(path).namelist())  # one for each
+    found = []
+    for part in range(num_parts):
+        try:
+            check_archive(path, part, num_parts)
+        except CheckpointError as error:
+            found.append(str(error))
+    assert sorted(found) == [f"a.pt is damaged (Bad CRC-32 for file 'a/data/{n}'). {WAY_OUT}" for n in range(3)]
 
 
 def refuse_on_all_ranks(folder: Path) -> None:

@@ -56,7 +56,7 @@ def mark(tmp_path: Path) -> Iterator[Path]:
 def plant(folder: Path, value: object) -> None:
     """Let all entries that are no tensors be ``value``, as somebody would who knows the format."""
     (folder / CHECKSUM_FILE).unlink()
-    index = pickle.loads((folder / ".metadata").read_bytes())  # noqa: S301 - our own
+    index = pickle.loads((folder / ".metadata").read_bytes())
     data = io.BytesIO()
     torch.save(value, data)
     with (folder / "__0_0.distcp").open("ab") as file:
@@ -93,8 +93,8 @@ def test_an_index_that_would_run_something_does_not(folder: Path, mark: Path):
         with pytest.raises(CheckpointError) as caught:
             ShardedFolder(folder, weights_only=weights_only)
         assert str(caught.value) == (
-            f"The checkpoint {folder} could not be read: .metadata is damaged, or is no checkpoint (UnpicklingError: it "
-            "holds posix.mkdir)"
+            f"The checkpoint {folder} could not be read: .metadata is damaged, or is no checkpoint (UnpicklingError: "
+            "it holds posix.mkdir)"
         )
     with pytest.raises(CheckpointError, match=r"posix\.mkdir"):
         consolidate(folder, folder.parent / "whole.ckpt")
@@ -107,15 +107,16 @@ def test_an_entry_that_would_run_something_does_not(folder: Path, trained: tuple
         with pytest.raises(pickle.UnpicklingError) as caught:
             read_folder(folder, net, [optimizer], strict=True, weights_only=weights_only)
         assert str(caught.value) == (
-            f"The checkpoint {folder} could not be read: state_dict._extra_state holds posix.mkdir, and "
+            f"The checkpoint {folder} could not be read: state_dict._extra_state.seen holds posix.mkdir, and "
             "weights_only=True, the default, reads tensors and plain values only. If you trust who wrote it: "
-            "trainer.fit(..., weights_only=False), or allow the class before, with torch.serialization.add_safe_globals."
+            "trainer.fit(..., weights_only=False), or allow the class before, with "
+            "torch.serialization.add_safe_globals."
         )
         with pytest.raises(pickle.UnpicklingError, match=r"posix\.mkdir"):
             consolidate(folder, folder.parent / "whole.ckpt", weights_only=weights_only)
 
 
 def test_what_the_user_trusts_is_read(folder: Path, trained: tuple[nn.Module, Optimizer]):
-    plant(folder, {"seen": folder})  # a path is of a class
+    plant(folder, folder)  # a path is of a class
     read_folder(folder, trained[0], [], strict=True, weights_only=False)
     assert trained[0].note == {"seen": folder}
