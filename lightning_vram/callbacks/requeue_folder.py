@@ -7,13 +7,20 @@ Removed once the program has ended. Of its n-th fit there are
 * ``fit-n.part``: a checkpoint that is being written;
 * ``fit-n.ckpt``: where it was stopped, until it goes on to its end;
 * ``fit-n.ended``: a checkpoint of its end.
+
+The folder of the job is made for this user alone: what lies in there, he has written.
 """
 
 import math
+import os
 import shutil
+import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+
+_FOR_THIS_USER = 0o700
+_FOR_OTHERS = 0o077
 
 
 class RequeueFolder:
@@ -51,16 +58,45 @@ class RequeueFolder:
         Returns:
             Why it cannot be written; ``""`` if it can.
         """
+        job = self.path.parent
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            job.parent.mkdir(parents=True, exist_ok=True)
+            for folder in (job, self.path):
+                folder.mkdir(mode=_FOR_THIS_USER, exist_ok=True)
             if restart_count == 0:
                 for old in (self._started, self.checkpoint, self.ended):
                     _remove(old)
+                for folder in (job, self.path):
+                    with suppress(OSError):  # of another user, or a file system without modes
+                        folder.chmod(_FOR_THIS_USER)
             self._started.open("a").close()  # its time is that of the first
             _remove(self.part)
         except OSError as error:
             return str(error)
         return ""
+
+    def stranger(self, path: Path) -> int | None:
+        """Say whose checkpoint it is, if not of the user who writes here. For one rank.
+
+        Args:
+            path: One of this folder.
+
+        Returns:
+            His number; ``None`` if it is this user's.
+        """
+        owner = path.lstat().st_uid
+        return None if owner == self._own_number() else owner
+
+    def is_private(self) -> bool:
+        """Whether nobody else can have written here. For one rank."""
+        own = self._own_number()
+        found = [folder.stat() for folder in (self.path.parent, self.path)]
+        return all(each.st_uid == own and not each.st_mode & _FOR_OTHERS for each in found)
+
+    def _own_number(self) -> int:
+        """Of this user on this file system, which may be another than in this process."""
+        with tempfile.TemporaryFile(dir=self.path) as file:
+            return os.fstat(file.fileno()).st_uid
 
     def newest(self, others: Iterable[Path]) -> Path | None:
         """Choose what to go on from.

@@ -1,5 +1,6 @@
 """Let the fit of a job that SLURM has started again go on where the job was."""
 
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -60,9 +61,11 @@ def go_on(
     folder: RequeueFolder,
     start: Callable[..., None],
     checkpoint_path: Any = None,
+    *,
+    trusts: bool | None,
     **options: Any,
 ) -> bool:
-    """Go on from the newest checkpoint of this job, if it has been here before.
+    """Go on from the newest checkpoint of this job, if it has been here before. A collective: all ranks raise, or none.
 
     Args:
         trainer: That fits.
@@ -70,25 +73,48 @@ def go_on(
         folder: Of the job.
         start: Lightning's ``resume_start``, for which this stands in.
         checkpoint_path: What the fit was asked to go on from: for the first start.
+        trusts: Whether to run what pickles in its checkpoint say; ``None``: if nobody else can have written it.
         options: Further ones of ``start``.
 
     Returns:
         Whether the fit had come to its end.
+
+    Raises:
+        MisconfigurationException: If the checkpoint is another user's.
+        pickle.UnpicklingError: If it holds more than is trusted.
     """
     newest: Path | None = None
+    stranger: int | None = None
     if trainer.is_global_zero and job.restart_count > 0:
         given = [] if checkpoint_path is None else [Path(checkpoint_path)]
         newest = folder.newest([*_last_checkpoints(trainer), *given])
-    newest = trainer.strategy.broadcast(newest)
+        if newest in (folder.checkpoint, folder.ended):
+            stranger = folder.stranger(newest)
+            trusts = folder.is_private() if trusts is None else trusts
+    newest, stranger, trusts = trainer.strategy.broadcast((newest, stranger, trusts))
     if newest is None:
         start(checkpoint_path, **options)
         return False
+    if stranger is not None:
+        raise MisconfigurationException(
+            f"SlurmRequeue does not go on from {str(newest)!r}: it is of user {stranger}, not of this one. Remove it "
+            "to begin anew, or give a folder of your own: SlurmRequeue(dirpath=...)."
+        )
     has_ended = newest == folder.ended
     outcome = ": this fit has ended" if has_ended else ""
     rank_zero_info(f"SlurmRequeue: restart {job.restart_count} of job {job.job_id}{outcome}.")
     if has_ended or newest == folder.checkpoint:
-        options["weights_only"] = False  # we wrote it ourselves, with whatever classes the module keeps in it
-    start(str(newest), **options)
+        options["weights_only"] = not trusts
+    elif trusts:
+        options["weights_only"] = False
+    try:
+        start(str(newest), **options)
+    except pickle.UnpicklingError as error:
+        raise pickle.UnpicklingError(
+            f"SlurmRequeue does not load {str(newest)!r}: it holds more than tensors and plain values, and others may "
+            "have written it. If you trust it: SlurmRequeue(weights_only=False), or allow its classes before, with "
+            "torch.serialization.add_safe_globals."
+        ) from error
     return has_ended
 
 

@@ -35,6 +35,7 @@ from lightning_vram.callbacks.slurm_job import SlurmJob, check_job, check_tasks
 from lightning_vram.callbacks.stop_signals import StopSignals
 from lightning_vram.callbacks.stop_vote import StopVote
 from lightning_vram.early_signals import let_through
+from lightning_vram.memory.checks import check_bool
 from lightning_vram.private_names.lightning_connectors import (
     SIGTERM_HANDLER,
     checkpoint_connector,
@@ -77,12 +78,15 @@ class SlurmRequeue(Callback):
         dirpath: Folder for ``slurm_requeue/<job>/``, on a file system that all nodes share. ``None``: the trainer's
             ``default_root_dir``. Removed when the program has ended without an error.
         requeue_signal: Name of the signal that announces the end.
+        weights_only: Whether only tensors and plain values are read from the job's checkpoint. ``None``: unless it lies
+            where nobody else can have written it, as in the folder that this makes. ``False`` reads whatever is there.
 
     Raises:
         TypeError: If an argument has another type than said above.
         ValueError: If ``requeue_signal`` is no signal that a process may handle.
         MisconfigurationException: Under SLURM, if tasks were not started by ``srun`` or the job's name keeps them from
-            connecting; before training, if ``dirpath`` is not one folder for all nodes.
+            connecting; before training, if ``dirpath`` is not one folder for all nodes, or the checkpoint there is of
+            another user.
         JobStopped: In training, a ``SystemExit``: after the checkpoint was saved.
 
     Example:
@@ -91,10 +95,18 @@ class SlurmRequeue(Callback):
         >>> trainer = pl.Trainer(callbacks=[SlurmRequeue()], logger=False)
     """
 
-    def __init__(self, dirpath: str | Path | None = None, requeue_signal: str = "SIGUSR1") -> None:
+    def __init__(
+        self,
+        dirpath: str | Path | None = None,
+        requeue_signal: str = "SIGUSR1",
+        weights_only: bool | None = None,  # noqa: FBT001 - as Trainer.fit has it
+    ) -> None:
         if dirpath is not None and not isinstance(dirpath, str | Path):
             raise TypeError(f"SlurmRequeue(dirpath) must be a path or None, got {dirpath!r}.")
+        if weights_only is not None:
+            check_bool("SlurmRequeue(weights_only)", weights_only)
         self.dirpath = dirpath
+        self.weights_only = weights_only
         self.requeue_signal = requeue_signal
         self._signals = StopSignals((signal.SIGTERM, _parse_signal(requeue_signal)))
         self._shield = DaemonShield(self._signals.signals)
@@ -171,7 +183,8 @@ class SlurmRequeue(Callback):
         if self._folder is None or self._job is None or self._resume is None or self._resume.trials.are_undone:
             start(*args, **kwargs)
         else:
-            has_ended = go_on(trainer, self._job, self._folder, start, *args, **kwargs)
+            trusts = None if self.weights_only is None else not self.weights_only
+            has_ended = go_on(trainer, self._job, self._folder, start, *args, trusts=trusts, **kwargs)
             if has_ended:
                 self._resume.expect_end()
 
@@ -308,7 +321,7 @@ class SlurmRequeue(Callback):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, such as a worker process gets of the trainer, is in no run."""
-        return type(self), (self.dirpath, self.requeue_signal)
+        return type(self), (self.dirpath, self.requeue_signal, self.weights_only)
 
     def _release(self, *, has_failed: bool = False) -> None:
         for shadow in reversed(self._shadows):

@@ -105,7 +105,7 @@ def _check_file(path: Path, written: Checksum) -> None:
     size = path.stat().st_size
     if size != written.num_bytes:
         raise CheckpointError(
-            f"{path.name} has {size} bytes, {written.num_bytes} were written. Go on from another checkpoint."
+            f"{path.name} is damaged: it has {size} bytes, {written.num_bytes} were written. {_WAY_OUT}"
         )
     found = Checksum()
     with path.open("rb", buffering=0) as file:

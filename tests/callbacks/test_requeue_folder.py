@@ -45,9 +45,30 @@ def test_at_the_first_start_nothing_is_there(folder):
     assert (folder.path / "fit-1.started").stat().st_mtime > 100.0
 
 
+def test_the_folder_of_a_job_is_for_this_user_alone(folder, tmp_path):
+    assert folder.is_private()
+    assert [each.stat().st_mode & 0o777 for each in (folder.path.parent, folder.path)] == [0o700, 0o700]
+    for each in (folder.path.parent, folder.path):
+        each.chmod(0o770)
+        assert not folder.is_private()
+        assert folder.try_open(1) == ""  # a restart does not make it so: something may lie there
+        assert not folder.is_private()
+        assert folder.try_open(0) == ""
+        assert folder.is_private()
+
+
+def test_a_checkpoint_of_another_user_is_a_strangers(folder, monkeypatch):
+    folder.checkpoint.touch()
+    assert folder.stranger(folder.checkpoint) is None
+    owner = folder.checkpoint.stat().st_uid
+    monkeypatch.setattr(folder, "_own_number", lambda: owner + 1)
+    assert folder.stranger(folder.checkpoint) == owner
+    assert not folder.is_private()
+
+
 def test_what_cannot_be_written_says_why(tmp_path):
     (tmp_path / "file").touch()
-    path = tmp_path / "file" / "slurm_requeue" / "17" / "step-0"
+    path = tmp_path / "file" / "slurm_requeue"
     assert RequeueFolder(tmp_path / "file", "17", "0", 1).try_open(1) == f"[Errno 20] Not a directory: '{path}'"
 
 

@@ -1,6 +1,7 @@
 """A fit that SLURM stops and starts again ends as one that was not stopped."""
 
 import os
+import pickle
 import signal
 import threading
 from functools import partial
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 import lightning.pytorch as pl
 import pytest
 import torch
+from evil import Evil
 from helpers import PlantedError
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
@@ -305,6 +307,68 @@ def test_a_module_may_keep_objects_in_the_checkpoint(slurm, tmp_path):
     assert_went_on(expected, stopped, fit(Keeping, tmp_path, SlurmRequeue()))
 
 
+class KeepingEvil(Noting):
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["evil"] = Evil(Path(self.trainer.default_root_dir) / "was_run")
+
+
+def stop_with_evil(slurm, folder: Path) -> Path:
+    fit(KeepingEvil, folder, Send(1), SlurmRequeue())
+    slurm.start(1)
+    return folder / "slurm_requeue" / JOB_ID / "step-0"
+
+
+def test_a_checkpoint_that_others_may_have_written_runs_nothing(slurm, tmp_path):
+    folder = stop_with_evil(slurm, tmp_path)
+    folder.chmod(0o770)
+    with pytest.raises(pickle.UnpicklingError) as caught:
+        fit(Noting, tmp_path, SlurmRequeue())
+    assert str(caught.value) == (
+        f"SlurmRequeue does not load '{folder / 'fit-1.ckpt'}': it holds more than tensors and plain values, and "
+        "others may have written it. If you trust it: SlurmRequeue(weights_only=False), or allow its classes before, "
+        "with torch.serialization.add_safe_globals."
+    )
+    assert not (tmp_path / "was_run").exists()
+    fit(Noting, tmp_path, SlurmRequeue(weights_only=False))
+    assert (tmp_path / "was_run").exists()
+
+
+def test_the_user_may_want_tensors_only_wherever_they_lie(slurm, tmp_path):
+    stop_with_evil(slurm, tmp_path)
+    with pytest.raises(pickle.UnpicklingError, match="it holds more than tensors and plain values"):
+        fit(Noting, tmp_path, SlurmRequeue(weights_only=True))
+    assert not (tmp_path / "was_run").exists()
+
+
+def test_an_open_folder_does_not_keep_a_plain_program_from_going_on(slurm, tmp_path):
+    expected = fit(Noting, tmp_path, SlurmRequeue())
+    slurm.start(0)
+    stopped = fit(Noting, tmp_path, Send(1), SlurmRequeue())
+    slurm.start(1)
+    (tmp_path / "slurm_requeue" / JOB_ID).chmod(0o777)
+    assert_went_on(expected, stopped, fit(Noting, tmp_path, SlurmRequeue()))
+
+
+def test_a_checkpoint_of_another_user_is_not_taken(slurm, tmp_path, monkeypatch):
+    fit(Noting, tmp_path, Send(1), SlurmRequeue())
+    slurm.start(1)
+    monkeypatch.setattr(RequeueFolder, "_own_number", lambda folder: -1)
+    path = tmp_path / "slurm_requeue" / JOB_ID / "step-0" / "fit-1.ckpt"
+    with pytest.raises(MisconfigurationException) as caught:
+        fit(Noting, tmp_path, SlurmRequeue())
+    assert str(caught.value) == (
+        f"SlurmRequeue does not go on from '{path}': it is of user {path.stat().st_uid}, not of this one. Remove it to "
+        "begin anew, or give a folder of your own: SlurmRequeue(dirpath=...)."
+    )
+
+
+def test_weights_only_is_a_switch():
+    with pytest.raises(TypeError) as caught:
+        SlurmRequeue(weights_only="no")
+    assert str(caught.value) == "SlurmRequeue(weights_only) must be True or False, got 'no' of type str."
+    assert pickle.loads(pickle.dumps(SlurmRequeue(weights_only=False))).weights_only is False
+
+
 # --- checkpoints of ModelCheckpoint
 
 
@@ -517,7 +581,7 @@ def test_a_folder_that_cannot_be_written_is_refused(slurm, tmp_path):
     (tmp_path / "file").touch()
     path = tmp_path / "file" / "slurm_requeue" / JOB_ID / "step-0"
     assert refuse(tmp_path, SlurmRequeue(tmp_path / "file")) == (
-        f"SlurmRequeue cannot write to '{path}': [Errno 20] Not a directory: '{path}'. {WAY_OUT}"
+        f"SlurmRequeue cannot write to '{path}': [Errno 20] Not a directory: '{path.parents[1]}'. {WAY_OUT}"
     )
 
 

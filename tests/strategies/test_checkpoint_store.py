@@ -127,7 +127,8 @@ def meet_errors(folder: Path, sharded: bool) -> None:
         store.open(other_path)
     text = re.sub(r", \d+ were", ", SIZE were", str(caught.value))
     assert text == f"The checkpoint {other_path} could not be read: " + (
-        ".metadata has 13 bytes, SIZE were written. Go on from another checkpoint."
+        ".metadata is damaged: it has 13 bytes, SIZE were written. Go on from another checkpoint; verify=False loads "
+        "this one as it is."
         if sharded
         else "other.ckpt is damaged, or is no checkpoint (UnpicklingError: Unsupported operand 110)"
     )

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from evil import Evil
 from strategies.checkpoint_nets import make_adamw, make_net, train
-from strategies.evil import Evil
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
