@@ -5,7 +5,9 @@ The only place of the package that prints. Mistakes of the user end in one line 
 """
 
 import argparse
+import difflib
 import os
+import pickle
 import sys
 import tempfile
 import traceback
@@ -28,6 +30,7 @@ from typing_extensions import override
 from lightning_vram.callbacks.slurm_job import SlurmJob, check_job
 from lightning_vram.callbacks.slurm_requeue import SlurmRequeue
 from lightning_vram.callbacks.vram_monitor import VRAMMonitor
+from lightning_vram.command_checks import check_aliases, check_checkpoint_path
 from lightning_vram.early_signals import let_through
 from lightning_vram.memory.allocator import empty_cache
 from lightning_vram.memory.measurement import read_measurements
@@ -37,6 +40,7 @@ from lightning_vram.private_names.lightning_cli import method_arguments, read_ar
 from lightning_vram.report.comparison import FitResult, comparison_table
 from lightning_vram.report.one_line import condense_error
 from lightning_vram.report.tables import memory_table
+from lightning_vram.strategies.rank_errors import CheckpointError
 from lightning_vram.strategies.registration import STRATEGY_NAMES
 
 PROGRAM = "lightning-vram"
@@ -47,6 +51,8 @@ _OWN_PACKAGE = "lightning_vram"
 _PART_ARGUMENTS = ("callbacks", "plugins")  # of the Trainer
 _SAVES_NO_MEMORY = (VRAMMonitor.__name__, SlurmRequeue.__name__)
 _MIN_TABLE_WIDTH = 100
+# of ours
+_SAYS_ALL = (CheckpointError, FileNotFoundError, ModuleNotFoundError, ValueError, pickle.UnpicklingError)
 
 
 class VRAMCLI(LightningCLI):
@@ -89,6 +95,12 @@ class VRAMCLI(LightningCLI):
             default=False,
             help="After fit, fit again without the parts of lightning_vram and print both side by side.",
         )
+
+    @override
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        super().parse_arguments(parser, args)
+        if "subcommand" in self.config:
+            check_checkpoint_path(self.config[self.config.subcommand].get("ckpt_path"))  # Lightning reads it next
 
     @override
     def before_instantiate_classes(self) -> None:
@@ -172,6 +184,15 @@ class _Parser(LightningArgumentParser):
     """Says what is wrong in one line."""
 
     @override
+    def parse_string(self, content: str, *args: Any, **kwargs: Any) -> Namespace:
+        try:
+            check_aliases(content)
+        except ValueError as error:
+            self.error(str(error), error)
+        parsed: Namespace = super().parse_string(content, *args, **kwargs)
+        return parsed
+
+    @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if not self.exit_on_error or os.environ.get(DEBUG_VARIABLE):
             super().error(message, ex)
@@ -193,13 +214,26 @@ def main(args: Sequence[str] | None = None) -> None:
     if arguments[:1] == ["report"]:
         _report(arguments[1:])
         return
+    _check_command(arguments)
     cli = VRAMCLI.__new__(VRAMCLI)  # kept when its __init__, which runs the whole command, raises
     try:
         cli.__init__(args=None if args is None else arguments)  # type: ignore[misc]
     except Exception as error:
         if os.environ.get(DEBUG_VARIABLE) or not _is_mistake_of_user(error, is_running=cli.is_running):
             raise
+        if isinstance(error, RecursionError):
+            _fail(f"the configuration is nested too deeply ({DEBUG_VARIABLE}=1 shows where)")
         _fail(condense_error(str(error)) + ("" if cli.is_running else f" ({DEBUG_VARIABLE}=1 shows where)"))
+
+
+def _check_command(arguments: Sequence[str]) -> None:
+    commands = (*_SUBCOMMANDS, "report")
+    if arguments and (arguments[0].startswith("-") or arguments[0] in commands):
+        return
+    found = arguments[0] if arguments else ""
+    got = f"got {found!r}" if arguments else "got none"
+    close = difflib.get_close_matches(found, commands, n=1)
+    _fail(f"expected a command, one of {', '.join(commands)}, {got}." + (f" Did you mean {close[0]}?" if close else ""))
 
 
 def _report(args: Sequence[str]) -> None:
@@ -221,10 +255,8 @@ def _is_mistake_of_user(error: Exception, *, is_running: bool) -> bool:
     if is_running:
         is_own = raised_in.startswith(str(Path(__file__).parent))
         is_lightnings = raised_in.startswith(str(Path(lightning.__file__).parent))  # a checkpoint that is not there
-        return (is_own and isinstance(error, ValueError | ModuleNotFoundError | FileNotFoundError)) or (
-            is_lightnings and isinstance(error, FileNotFoundError)
-        )
-    return isinstance(error, ValueError | TypeError | ModuleNotFoundError | FileNotFoundError)
+        return (is_own and isinstance(error, _SAYS_ALL)) or (is_lightnings and isinstance(error, FileNotFoundError))
+    return isinstance(error, (*_SAYS_ALL, RecursionError, TypeError))
 
 
 def _is_rank_zero() -> bool:

@@ -2,11 +2,13 @@
 
 import sys
 import warnings
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from evil import Evil
 from parts import CONFIGS, PRESETS
 
 from lightning_vram import LeanMixedPrecision
@@ -232,16 +234,67 @@ def test_a_mistake_in_a_file_is_one_line(config, message, capsys):
     assert fail(["fit", write(Path("c.yaml"), base | config), "--trainer.accelerator=cpu"], capsys).startswith(message)
 
 
-def test_broken_yaml_is_one_line(capsys):
-    Path("c.yaml").write_text("trainer: [a\n")
-    assert fail(["fit", "--config=c.yaml"], capsys).startswith("Problems parsing config: while parsing a flow sequence")
+BOMB = "a: &a [x, x, x, x]\n" + "".join(f"{n}: &{n} [{f'*{m}, ' * 4}]\n" for m, n in pairwise("abcdefghijk"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("trainer: [a\n", "Problems parsing config: while parsing a flow sequence"),
+        (BOMB, "aliases (*name) make 7456547 values of this file; 100000 are allowed."),
+        ("trainer: &t\n  callbacks: [*t]\n", "an alias (*name) stands within what it stands for."),
+        ("".join(" " * depth + "a:\n" for depth in range(500)), "the configuration is nested too deeply (LIGHTNING"),
+    ],
+    ids=["broken", "bomb", "circle", "deep"],
+)
+def test_broken_yaml_is_one_line(text, message, capsys):
+    Path("c.yaml").write_text(text)
+    assert fail(["fit", "--config=c.yaml"], capsys).startswith(message)
+
+
+def test_anchors_are_allowed(capsys):
+    Path("c.yaml").write_text("trainer: {max_steps: &n 3, min_steps: *n, nope: 1}\n")
+    assert fail(["fit", "--config=c.yaml"], capsys) == "Subcommand 'fit' does not accept option 'trainer.nope'"
+
+
+def test_a_path_that_is_no_checkpoint_is_one_line(capsys):
+    Path("notes.txt").write_text("hello")
+    Path("folder").mkdir()
+    torch.save([1], "list.ckpt")
+    torch.save({"hyper_parameters": Evil(Path("was_run"))}, "evil.ckpt")
+    where = "(LIGHTNING_VRAM_DEBUG=1 shows where)"
+    assert fail(["fit", QUICKSTART, "--ckpt_path=notes.txt"], capsys) == (
+        f"notes.txt is damaged, or is no checkpoint (KeyError: 101) {where}"
+    )
+    assert fail(["fit", QUICKSTART, "--ckpt_path=folder"], capsys) == (
+        "ckpt_path='folder' is a folder without .metadata and meta.pt, which a sharded checkpoint has. Name a "
+        f"checkpoint. {where}"
+    )
+    assert fail(["fit", QUICKSTART, "--ckpt_path=list.ckpt"], capsys) == (
+        f"ckpt_path='list.ckpt' is no checkpoint: it holds a list. {where}"
+    )
+    assert fail(["fit", QUICKSTART, "--ckpt_path=evil.ckpt"], capsys).startswith("evil.ckpt holds posix.mkdir, and")
+    assert not Path("was_run").exists()
+
+
+def test_a_broken_checkpoint_is_one_line(capsys):
+    torch.save({"state_dict": {"a": torch.arange(1000)}}, "a.ckpt")
+    data = bytearray(Path("a.ckpt").read_bytes())
+    data[data.index(torch.arange(1000).numpy().tobytes())] ^= 1
+    Path("a.ckpt").write_bytes(data)
+    arguments = [QUICKSTART, *SMALL, "--trainer.strategy=fsdp_offload", "--trainer.devices=1", "--ckpt_path=a.ckpt"]
+    assert fail(["fit", *arguments], capsys) == (
+        "The checkpoint a.ckpt could not be read: a.ckpt is damaged (Bad CRC-32 for file 'a/data/0'). Go on from "
+        "another checkpoint; verify=False loads this one as it is."
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], 'expected "subcommand" to be one of {fit,validate,test,predict}'),
-        (["foo"], "argument subcommand: invalid choice: 'foo' (choose from 'fit', 'validate', 'test', 'predict')"),
+        ([], "expected a command, one of fit, validate, test, predict, report, got none."),
+        (["foo"], "expected a command, one of fit, validate, test, predict, report, got 'foo'."),
+        (["fitt"], "expected a command, one of fit, validate, test, predict, report, got 'fitt'. Did you mean fit?"),
         (["fit"], "the following arguments are required: fit.model"),
         (["report", "nope.jsonl"], "[Errno 2] No such file or directory: 'nope.jsonl'"),
     ],

@@ -14,6 +14,7 @@ _NOISE = re.compile(
 )
 _VALUE = "Given value: "
 _MAX_VALUE = 80
+_MAX_LINE = 1000
 
 
 @dataclass
@@ -56,4 +57,5 @@ def condense_error(message: str) -> str:
     text = ": ".join([*reason.keys, "; ".join(texts)])
     if reason.value and reason.value not in text:
         text = f"{text}, got {reason.value}"
-    return _TYPE.sub(r"\1", text)
+    text = _TYPE.sub(r"\1", text)
+    return text if len(text) <= _MAX_LINE else text[: _MAX_LINE - 3] + "..."

@@ -37,3 +37,8 @@ UNION = """Parser key "trainer.callbacks":
 )
 def test_condense(message, line):
     assert condense_error(message) == line
+
+
+def test_a_line_has_an_end():
+    assert condense_error("a" * 1001) == "a" * 997 + "..."
+    assert condense_error("a" * 1000) == "a" * 1000

@@ -1,0 +1,69 @@
+"""What the command refuses before it hands it to parsers and loaders, which would hang or say something else."""
+
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_vram.strategies.broken_files import read_values
+from lightning_vram.strategies.checkpoint_writing import local_path
+from lightning_vram.strategies.sharded_folder import is_sharded_folder
+
+_MOST_VALUES = 100_000
+
+
+def check_aliases(text: str) -> None:
+    """Refuse YAML whose aliases (``*name``) stand for more than a configuration holds, or for themselves.
+
+    Args:
+        text: YAML, or something that a parser will complain of.
+
+    Raises:
+        ValueError: If they do.
+    """
+    if "&" not in text or "*" not in text:
+        return
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError:
+        return
+    num_values = _count(root, {})
+    if num_values > _MOST_VALUES:
+        raise ValueError(f"aliases (*name) make {num_values} values of this file; {_MOST_VALUES} are allowed.")
+
+
+def check_checkpoint_path(path: str | None) -> None:
+    """Refuse a path that is there and is no checkpoint.
+
+    Args:
+        path: As it was given; it may also be an address, or a word such as "last".
+
+    Raises:
+        MisconfigurationException: If it is a folder or a file of something else.
+        CheckpointError: If it is damaged.
+        ForbiddenClassError: If it holds more than LightningCLI reads, which looks for hyperparameters in it.
+    """
+    local = local_path(str(path))
+    if path is None or not local.exists() or is_sharded_folder(local):
+        return
+    if local.is_dir():
+        raise MisconfigurationException(
+            f"ckpt_path={path!r} is a folder without .metadata and meta.pt, which a sharded checkpoint has. Name a "
+            "checkpoint."
+        )
+    found = read_values(local, weights_only=True)  # mapped into memory: tensors are not read
+    if not isinstance(found, dict):
+        raise MisconfigurationException(f"ckpt_path={path!r} is no checkpoint: it holds a {type(found).__name__}.")
+
+
+def _count(node: Any, known: dict[int, int]) -> int:
+    """Count the values of a tree whose parts are used several times."""
+    if id(node) in known:
+        if not known[id(node)]:
+            raise ValueError("an alias (*name) stands within what it stands for.")
+        return known[id(node)]
+    known[id(node)] = 0  # not known yet
+    inner = node.value if isinstance(node, yaml.CollectionNode) else []
+    parts = [part for pair in inner for part in pair] if isinstance(node, yaml.MappingNode) else inner
+    known[id(node)] = 1 + sum(_count(part, known) for part in parts)
+    return known[id(node)]
