@@ -7,7 +7,10 @@ import pytest
 import torch
 from helpers import ForkingOffload
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from strategies.offload_nets import Split, adamw, leave_group
+
+from lightning_vram.strategies.rank_errors import CheckpointError
 
 pytestmark = [
     pytest.mark.distributed,
@@ -165,3 +168,47 @@ def test_a_checkpoint_can_be_saved_after_the_fit(kind, make_trainer, tmp_path):
     make_trainer(strategy=make_strategy(kind)).validate(other, ckpt_path=tmp_path / "after.ckpt")
     for name, parameter in other.named_parameters():
         assert torch.equal(parameter, model.get_parameter(name)), name
+
+
+@pytest.mark.parametrize("kind", [FULL, SHARDED, LATER])
+def test_a_checkpoint_can_be_saved_before_any_run(kind, make_trainer, tmp_path):
+    trainer = make_trainer(strategy=make_strategy(kind), devices=1)
+    model = Noting(tmp_path / "losses")
+    trainer.strategy.connect(model)
+    trainer.save_checkpoint(tmp_path / "first.ckpt")
+    torch.manual_seed(1)
+    other = Noting(tmp_path / "x")
+    make_trainer(strategy=make_strategy(kind), devices=1).validate(other, ckpt_path=tmp_path / "first.ckpt")
+    for name, parameter in other.named_parameters():
+        assert torch.equal(parameter, model.get_parameter(name)), name
+
+
+def test_processes_that_have_not_met_save_nothing_together(make_trainer, tmp_path, monkeypatch):
+    trainer = make_trainer(strategy=make_strategy(FULL), devices=1)
+    trainer.strategy.connect(Split())
+    monkeypatch.setattr(type(trainer.strategy), "world_size", 2)
+    with pytest.raises(MisconfigurationException) as caught:
+        trainer.save_checkpoint(tmp_path / "first.ckpt")
+    assert str(caught.value) == (
+        "Trainer.save_checkpoint: the 2 processes, which save together, are not connected before the first fit, "
+        "validate, test or predict. Save after one, or save module.state_dict()."
+    )
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_damaged_checkpoint_is_loaded_if_that_is_wanted(verify, make_trainer, tmp_path):
+    path = tmp_path / "a.ckpt"
+    trainer = make_trainer(strategy=make_strategy(FULL), devices=1)
+    module = Noting(tmp_path / "losses")
+    trainer.strategy.connect(module)
+    trainer.save_checkpoint(path)
+    data = bytearray(path.read_bytes())
+    weight = max(module.parameters(), key=lambda parameter: parameter.numel())
+    data[data.index(weight.detach().numpy().tobytes())] ^= 1  # the last bit of the first weight
+    path.write_bytes(data)
+    trainer = make_trainer(strategy=ForkingOffload(verify=verify), devices=1)
+    if verify:
+        with pytest.raises(CheckpointError, match=r"a\.ckpt is damaged \(Bad CRC-32 for file 'a"):
+            trainer.validate(Noting(tmp_path / "x"), ckpt_path=path)
+    else:
+        trainer.validate(Noting(tmp_path / "x"), ckpt_path=path)

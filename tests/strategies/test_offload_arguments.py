@@ -63,7 +63,7 @@ WRONG = [
     ({"timeout": True}, ValueError, "(timeout) must be a positive number of seconds or a timedelta, got True."),
     ({"timeout": "10"}, ValueError, "(timeout) must be a positive number of seconds or a timedelta, got '10'."),
 ]
-FLAGS = ["narrow_transfers", "async_save", "init_on_meta", "pin_memory", "reshard_after_forward"]
+FLAGS = ["narrow_transfers", "async_save", "verify", "init_on_meta", "pin_memory", "reshard_after_forward"]
 
 
 @pytest.mark.parametrize(("arguments", "kind", "message"), WRONG, ids=[str(case[0]) for case in WRONG])

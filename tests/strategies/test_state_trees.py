@@ -4,9 +4,10 @@ from collections import OrderedDict
 
 import torch
 from strategies.checkpoint_nets import make_net
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
-from lightning_vram.strategies.state_trees import map_leaves, snapshot
+from lightning_vram.strategies.state_trees import count_bytes, map_leaves, snapshot
 
 
 def test_a_snapshot_shares_nothing_with_what_it_was_taken_of(one_rank: None):
@@ -35,3 +36,9 @@ def test_classes_and_attributes_of_dicts_stay():
     mapped = map_leaves(state, lambda leaf: leaf + 1)
     assert type(mapped) is OrderedDict
     assert (mapped, mapped._metadata) == (OrderedDict(a=2), state._metadata)
+
+
+def test_bytes_are_counted_once_and_with_the_parts_of_all_ranks(mesh: DeviceMesh):
+    tied = torch.ones(3)
+    sharded = DTensor.from_local(torch.ones(2, 5), mesh, [Shard(0)])
+    assert count_bytes({"a": tied, "b": [tied, torch.ones(4, dtype=torch.int8)], "c": "text", "d": sharded}) == 56
