@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
@@ -30,7 +29,10 @@ def read_index(folder: Path) -> Metadata:
 
     def read() -> Metadata:
         with (folder / METADATA_FILE).open("rb") as file:
-            return read_metadata(file)
+            index = read_metadata(file)
+        if set(index.planner_data or ()) - set(index.state_dict_metadata):
+            raise KeyError("an entry is not described")
+        return index
 
     return explained(read, METADATA_FILE)
 
@@ -56,7 +58,6 @@ def read_entries(folder: Path, index: Metadata, entries: dict[str, Any], *, weig
                 entries,
                 storage_reader=_Reader(folder, index),
                 planner=_Planner(weights_only=weights_only),
-                no_dist=not dist.is_initialized(),
             ),
             "one of its files",
         )

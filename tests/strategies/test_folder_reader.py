@@ -116,6 +116,19 @@ def test_an_entry_that_would_run_something_does_not(folder: Path, trained: tuple
             consolidate(folder, folder.parent / "whole.ckpt", weights_only=weights_only)
 
 
+def test_an_index_whose_names_were_changed_is_damaged(folder: Path):
+    (folder / CHECKSUM_FILE).unlink()
+    index = pickle.loads((folder / ".metadata").read_bytes())
+    index.planner_data["state_dict.scalf"] = index.planner_data.pop("state_dict.scale")
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(CheckpointError) as caught:
+        ShardedFolder(folder)
+    assert str(caught.value) == (
+        f"The checkpoint {folder} could not be read: .metadata is damaged, or is no checkpoint (KeyError: 'an entry is "
+        "not described')"
+    )
+
+
 def test_what_the_user_trusts_is_read(folder: Path, trained: tuple[nn.Module, Optimizer]):
     plant(folder, folder)  # a path is of a class
     read_folder(folder, trained[0], [], strict=True, weights_only=False)
