@@ -116,7 +116,7 @@ def is_of_a_library(cls: type) -> bool:
     return cls.__module__.split(".")[0] in LIBRARIES
 
 
-HARMLESS = {"_abc_impl", "_backward_cls"}  # made by metaclasses, for each class
+HARMLESS = {"_abc_impl", "_backward_cls", "_is_protocol"}  # made by metaclasses and Protocol, for each class
 
 
 def test_no_class_overrides_a_private_name_of_a_class_it_derives_from():
