@@ -12,7 +12,8 @@ What it costs: some 10-20 microseconds of Python per operator. A compiled
 callable runs uncompiled while a dispatch mode is on, so what compilation saves cannot be tracked.
 
 Results are those of the program without it, but for what PyTorch does under any dispatch mode: a tracked backward of
-``prod`` and ``cumprod`` takes formulas that round otherwise, and ``Custom(tensor)`` of a tensor subclass is an error
+``prod`` and ``cumprod``, and ``linalg.svdvals``, ``eigvalsh``, ``cond``, ``lstsq`` and the nuclear norm without
+gradients, take formulas that round otherwise, and ``Custom(tensor)`` of a tensor subclass is an error
 (``tensor.as_subclass(Custom)`` is none).
 """
 
