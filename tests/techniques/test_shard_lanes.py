@@ -153,7 +153,7 @@ def test_what_was_gathered_stays_where_the_dtype_does(net, dtype, is_wide):
 @pytest.mark.parametrize("is_wide", [True, False])
 def test_a_resident_copy_is_what_is_fetched_under_autocast_and_without(net, is_wide):
     lane = make_lane(net, device=APART, is_resident=True)
-    lane.widen(is_wide)
+    lane.widen(is_wide=is_wide)
     parts = list(lane.fetch())
     assert parts[0].data_ptr() == lane._resident.data_ptr()
     assert len({part.untyped_storage().data_ptr() for part in parts}) == 1
