@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_vram.private_names.tensors import num_writes
-from lightning_vram.techniques.parameter_classes import PARAMETER_CLASSES
+from lightning_vram.techniques.parameter_classes import add_parameter_class
 from lightning_vram.techniques.versions import alias
 
 _HANDED_OUT = "_lightning_vram_handed_out"
@@ -52,7 +52,7 @@ class CountedParameter(nn.Parameter):
             self.__class__ = kind
 
 
-PARAMETER_CLASSES.add(CountedParameter)
+add_parameter_class(CountedParameter)
 
 
 def count_writes(parameter: nn.Parameter) -> int:

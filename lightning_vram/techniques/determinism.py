@@ -20,9 +20,8 @@ from lightning_vram.private_names.operator_calls import call_operator
 from lightning_vram.private_names.operators import TO_COPY, OpOverload, schema_of
 from lightning_vram.private_names.trees import tree_leaves
 from lightning_vram.techniques.hidden_from_dynamo import hide_from_dynamo
-from lightning_vram.techniques.parameter_classes import PARAMETER_CLASSES
+from lightning_vram.techniques.parameter_classes import PARAMETER_CLASSES, PLAIN_TYPES
 from lightning_vram.techniques.recomputation_error import RecomputationError
-from lightning_vram.techniques.saved_tensor_stage import PLAIN_TYPES
 from lightning_vram.techniques.versions import is_strided, storage_address
 
 _NUM_SAMPLES = 1024

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from lightning_vram.techniques.counted_parameter import CountedParameter
-from lightning_vram.techniques.parameter_classes import PARAMETER_CLASSES
+from lightning_vram.techniques.parameter_classes import add_parameter_class
 from lightning_vram.techniques.settable_shards import set_values
 
 
@@ -20,4 +20,4 @@ class GatheredParameter(CountedParameter):
         set_values(self.data, values)
 
 
-PARAMETER_CLASSES.add(GatheredParameter)
+add_parameter_class(GatheredParameter)

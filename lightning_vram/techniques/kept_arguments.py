@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_vram.techniques.module_snapshot import differs
+from lightning_vram.techniques.parameter_classes import PLAIN_TYPES
 from lightning_vram.techniques.saved_output import SavedOutput
-from lightning_vram.techniques.saved_tensor_stage import PLAIN_TYPES
 from lightning_vram.techniques.versions import version_of
 
 

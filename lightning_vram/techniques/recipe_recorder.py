@@ -37,10 +37,9 @@ from lightning_vram.techniques.norm_recipes import (
     without_running_statistics,
 )
 from lightning_vram.techniques.noted_values import NotedValues
-from lightning_vram.techniques.parameter_classes import PARAMETER_CLASSES
+from lightning_vram.techniques.parameter_classes import PARAMETER_CLASSES, PLAIN_TYPES
 from lightning_vram.techniques.rebuilding import Dropped
 from lightning_vram.techniques.recipes import CopyValue, MaskValue, Recipe, Value, WriteRecipe
-from lightning_vram.techniques.saved_tensor_stage import PLAIN_TYPES
 from lightning_vram.techniques.versions import is_strided, version_of
 
 aten = torch.ops.aten

@@ -33,11 +33,11 @@ from lightning_vram.private_names.tensors import base_of, is_view, num_writes
 from lightning_vram.techniques.cheap_operators import Family, family_of
 from lightning_vram.techniques.hidden_from_dynamo import hide_from_dynamo
 from lightning_vram.techniques.kept_tensors import Kept, KeptElsewhere, KeptMask
-from lightning_vram.techniques.parameter_classes import PARAMETER_CLASSES
+from lightning_vram.techniques.parameter_classes import PARAMETER_CLASSES, PLAIN_TYPES
 from lightning_vram.techniques.rebuilding import Dropped, find_sources, rebuild
 from lightning_vram.techniques.recipe_recorder import COPIED_BYTES, RecipeRecorder
 from lightning_vram.techniques.recipes import MaskValue, Recipe, Value
-from lightning_vram.techniques.saved_tensor_stage import PLAIN_TYPES, Stage, Taken, in_chain, innermost_stage
+from lightning_vram.techniques.saved_tensor_stage import Stage, Taken, in_chain, innermost_stage
 from lightning_vram.techniques.stepping_aside import stepping_aside
 from lightning_vram.techniques.unfinished_saves import saving
 from lightning_vram.techniques.versions import NO_VERSION, alias, check_version, is_strided, version_of

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_vram.techniques.saved_tensor_stage import PLAIN_TYPES
+from lightning_vram.techniques.parameter_classes import PLAIN_TYPES
 from lightning_vram.techniques.versions import is_strided, version_counter, version_of
 
 

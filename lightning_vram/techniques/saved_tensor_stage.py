@@ -18,15 +18,13 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_vram.private_names.autocast import without_autocast
 from lightning_vram.private_names.autograd import hide_warning_of_hooks
-from lightning_vram.private_names.dispatch import FakeTensor, TorchDispatchMode
+from lightning_vram.private_names.dispatch import TorchDispatchMode
 from lightning_vram.private_names.tensors import base_of, is_view, num_writes
 from lightning_vram.techniques.hidden_from_dynamo import hide_from_dynamo
-from lightning_vram.techniques.parameter_classes import PARAMETER_CLASSES
+from lightning_vram.techniques.parameter_classes import PARAMETER_CLASSES, PLAIN_TYPES
 from lightning_vram.techniques.stepping_aside import stepping_aside
 from lightning_vram.techniques.unfinished_saves import saving
 from lightning_vram.techniques.versions import alias, check_version, is_strided, storage_address, version_counter
-
-PLAIN_TYPES = frozenset({Tensor, nn.Parameter, nn.Buffer, FakeTensor})
 
 
 class Taken(ABC):

@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_vram.private_names.autograd import StopRecomputation, innermost_hooks, num_nodes
 from lightning_vram.private_names.tensors import is_view
 from lightning_vram.techniques.hidden_from_dynamo import hide_from_dynamo
+from lightning_vram.techniques.parameter_classes import PARAMETER_CLASSES
 
 
 class _Saving(threading.local):
@@ -71,4 +72,4 @@ def whole_last_operator() -> saved_tensors_hooks:
 
 
 def _may_be_unfinished(tensor: Tensor) -> bool:
-    return not tensor.requires_grad and type(tensor) is not nn.Parameter and not is_view(tensor)
+    return not tensor.requires_grad and type(tensor) not in PARAMETER_CLASSES and not is_view(tensor)

@@ -30,7 +30,7 @@ from lightning_vram.techniques.exact_arguments import exact_arguments, iterate_t
 from lightning_vram.techniques.exact_values import ExactValues
 from lightning_vram.techniques.hidden_from_dynamo import hide_from_dynamo
 from lightning_vram.techniques.index_bounds import LARGEST_INDEX
-from lightning_vram.techniques.saved_tensor_stage import PLAIN_TYPES
+from lightning_vram.techniques.parameter_classes import PLAIN_TYPES
 from lightning_vram.techniques.versions import storage_address, version_of
 
 aten = torch.ops.aten

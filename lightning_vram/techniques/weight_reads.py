@@ -14,7 +14,7 @@ from lightning_vram.private_names.autograd import current_graph_task_id
 from lightning_vram.private_names.dispatch import without_torch_function
 from lightning_vram.private_names.trees import tree_leaves
 from lightning_vram.techniques.gathered_parameter import GatheredParameter
-from lightning_vram.techniques.parameter_classes import PARAMETER_CLASSES
+from lightning_vram.techniques.parameter_classes import add_parameter_class
 
 _READS = "_lightning_vram_reads"
 _CASTING = frozenset(
@@ -77,7 +77,7 @@ class ObservedParameter(GatheredParameter):
         return result
 
 
-PARAMETER_CLASSES.add(ObservedParameter)
+add_parameter_class(ObservedParameter)
 
 
 def observe(weight: Any, reads: WeightReads | None) -> None:

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -9,6 +10,7 @@ import pytest
 import torch
 from helpers import assert_equal_weights, saved_bytes
 from strategies.offload_nets import MODES, FusedCNN, Split, adamw
+from strategies.written_nets import WAYS, Averaged, Clipped, Normalized
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -156,6 +158,21 @@ def test_where_weights_are_kept_changes_no_bit(precision, fit):
     assert_equal_weights(fit(Split, "optimizer", **options), ours)
     assert_equal_weights(fit(Split, "params", offload={"narrow_transfers": False}, **options), ours)
     assert_equal_weights(fit(Split, "params", offload={"pin_memory": False}, **options), ours)
+
+
+@pytest.mark.parametrize("mode", ["params", "optimizer", "none"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_teacher_is_the_average_of_its_student(way, mode, fit):
+    for where in ("step", "end of the batch"):
+        make = partial(Averaged, where, WAYS[way])
+        assert_equal_weights(fit(make, mode), fit(make))
+
+
+@pytest.mark.parametrize("mode", ["params", "optimizer", "none"])
+@pytest.mark.parametrize("make", [Clipped, Normalized])
+def test_weights_that_are_changed_by_hand_are_those_of_a_plain_run(make, mode, fit):
+    assert_equal_weights(fit(make, mode), fit(make))
+    assert_equal_weights(fit(make, mode, precision="bf16-mixed"), fit(make, precision="bf16-mixed"))
 
 
 def test_states_on_a_disk_change_no_bit(fit, tmp_path):
