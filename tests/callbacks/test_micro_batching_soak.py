@@ -99,6 +99,7 @@ class Trouble(pl.Callback):
         self.live_bytes.append(self.limit.live_bytes)
 
 
+@pytest.mark.slow
 def test_five_hundred_steps_with_errors_in_one_of_ten_neither_leak_nor_drift(make_trainer) -> None:
     batches = FreshBatches()
     troubled = LitSmall(batches)

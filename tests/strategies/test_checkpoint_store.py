@@ -217,7 +217,7 @@ def test_a_save_beside_the_training_waits_for_a_rank_as_long_as_it_was_told(tmp_
 def test_the_strategy_tells_it_its_timeout(monkeypatch: pytest.MonkeyPatch):
     made: dict[str, Any] = {}
     monkeypatch.setattr(checkpointed_strategy, "CheckpointStore", lambda **arguments: made.update(arguments))
-    FSDPOffloadStrategy(timeout=12, async_save=True)._make_store()
+    FSDPOffloadStrategy(timeout=12, async_save=True)._make_store(asynchronous=True)
     assert made["timeout"] == timedelta(seconds=12)
 
 

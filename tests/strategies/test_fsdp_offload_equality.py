@@ -253,7 +253,7 @@ def check_weights(results: dict[Row, tuple[Weights, list[float]]], *, freezes_no
     assert {row: difference for row, difference in differences.items() if difference > TOLERANCE} == {}
 
 
-@pytest.mark.parametrize(("num_ranks", "min_params"), [(2, 1000), (4, 5000)])  # collectives of gloo are what takes time
+@pytest.mark.parametrize(("num_ranks", "min_params"), [(2, 1000), pytest.param(4, 5000, marks=pytest.mark.slow)])
 def test_weights_of_several_ranks_are_those_of_a_plain_run(num_ranks, min_params, tmp_path):
     cases = CASES
     if num_ranks == 4:

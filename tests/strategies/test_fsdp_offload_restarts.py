@@ -37,6 +37,7 @@ def undisturbed():
     return model.state_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "dies_in"), [("full", "step"), ("sharded", "save")])
 def test_a_run_goes_on_where_a_rank_was_killed(kind, dies_in, undisturbed, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]

@@ -147,6 +147,7 @@ pathlib.Path(sys.argv[1], attempt + rank).touch()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_torchrun_goes_on_at_the_first_restart(tmp_path: Path):
     script, done = tmp_path / "train.py", tmp_path / "done"
