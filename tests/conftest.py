@@ -1,5 +1,6 @@
 """Fixtures and marks. A test asks for what it needs; a machine that lacks it skips the test and says why."""
 
+import gc
 import os
 import shutil
 import warnings
@@ -25,6 +26,8 @@ def _renew_thread_pool() -> None:
 
 
 os.register_at_fork(after_in_child=_renew_thread_pool)
+# process groups of the parent that are garbage would wait there for threads that a fork does not take along
+os.register_at_fork(after_in_child=gc.freeze)
 
 REQUIREMENTS = {
     "gpu": (torch.cuda.is_available, "needs a CUDA device, and pytest -m gpu"),

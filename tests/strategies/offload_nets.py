@@ -14,9 +14,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_vram.techniques import clean_exit
 
-# in a forked process, groups of the parent that are garbage would wait for threads that are not there
-os.register_at_fork(after_in_child=gc.freeze)
-
 MODES = {
     "params": {},
     "optimizer": {"offload": "optimizer"},
