@@ -121,7 +121,10 @@ class HostOptimizers:
             make = instead(partial(self._stand_in_step, hooked_step, optimizer))
         else:
             make = explain_failures(optimizer, is_split=self._is_split)
-        self._handles.append(optimizer.register_step_post_hook(self._written))
+        self._handles += [
+            optimizer.register_step_pre_hook(self._give_up_wholes),
+            optimizer.register_step_post_hook(self._written),
+        ]
         self._stand_ins.append(OptimizerShadow(optimizer, "step", make))
 
     def clip_norm(self, optimizer: Optimizer, max_norm: float, *, may_wait: bool) -> None:
@@ -241,6 +244,11 @@ class HostOptimizers:
             return None
         self.attach([optimizer])  # unless it is: a step that was bound before it was goes past what stands in
         return partial(self._step, optimizer) if any(optimizer is one for one in self._local) else None
+
+    def _give_up_wholes(self, optimizer: Optimizer, *unused: Any) -> None:
+        """Let the shards have what was written to what is gathered, before they are stepped."""
+        for group in {self._groups[p] for p in iterate_parameters(optimizer) if p in self._groups}:
+            group.forget_whole()
 
     def _written(self, optimizer: Optimizer, *unused: Any) -> None:
         for group in {self._groups[p] for p in iterate_parameters(optimizer) if p in self._groups}:

@@ -10,8 +10,6 @@
 * ``torch._subclasses.fake_tensor.FakeTensor``: tensors without memory | 2.11 - | nothing works
 * ``torch._guards.detect_fake_mode``: whether some are among inputs | 2.11 - | memory cannot be tracked
 * ``torch._C._DisableTorchDispatch``: run past all modes and subclasses | 2.11 - | nothing works
-* ``torch._C.DisableTorchFunctionSubclass``: compute past what a subclass does | 2.11 - | no fsdp_offload in mixed
-  precision
 * ``torch._C.DispatchKey``: where operators go | 2.11 - | aliases of tensors, memory tracking and save policies fail
 * ``torch._C._dispatch_tls_is_dispatch_key_excluded``: whether autograd is passed by | 2.11 - | no tensor is kept
 * ``torch._C._SetExcludeDispatchKeyGuard``: pass autograd by, or not | 2.11 - | nothing is kept below autograd
@@ -43,8 +41,6 @@ __all__ = [
 DispatchKey = torch._C.DispatchKey
 without_dispatch: Any = torch._C._DisableTorchDispatch
 """Make a context in which no dispatch mode and no subclass sees what runs."""
-without_torch_function: Any = torch._C.DisableTorchFunctionSubclass
-"""Make a context in which the ``__torch_function__`` of no subclass is called."""
 is_key_excluded: Any = torch._C._dispatch_tls_is_dispatch_key_excluded
 """Whether operators pass a dispatch key by in this thread."""
 set_key_excluded: Any = torch._C._SetExcludeDispatchKeyGuard

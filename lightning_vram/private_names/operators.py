@@ -55,6 +55,11 @@ def schema_of(function: Any) -> Any:
     return function._schema
 
 
+def is_mutable(function: Any) -> bool:
+    """Whether an operator overload writes to an argument."""
+    return bool(schema_of(function).is_mutable)
+
+
 def is_made_of_others(function: Any) -> bool:
     """Whether an operator overload has a kernel, in C++, that calls other operators."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), DispatchKey.CompositeImplicitAutograd)

@@ -5,11 +5,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_vram.private_names.lightning_connectors import find_trainer
 from lightning_vram.strategies.checkpoint_store import CheckpointStore
 from lightning_vram.strategies.connected_strategy import ConnectedStrategy
 from lightning_vram.strategies.full_states import gather_module_state, gather_optimizer_state
@@ -70,7 +72,16 @@ class CheckpointedStrategy(ConnectedStrategy):
             )
         with self._named("saving a checkpoint"):
             # before any run there is nothing to save beside
-            (self._store or self._make_store(asynchronous=False)).save(checkpoint, filepath)
+            store = self._store or self._make_store(asynchronous=False)
+            store.save(checkpoint, filepath)
+            if not self._is_running:  # after a run, too: the next one may go on from it
+                store.wait()
+
+    @property
+    def _is_running(self) -> bool:
+        module = self.lightning_module
+        trainer = find_trainer(module) if module is not None else None
+        return trainer is not None and trainer.state.status == TrainerStatus.RUNNING
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:

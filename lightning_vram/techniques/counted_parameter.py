@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_vram.private_names.tensors import num_writes
-from lightning_vram.techniques.parameter_classes import add_parameter_class
+from lightning_vram.techniques.parameter_classes import OURS, add_parameter_class, while_plain
 from lightning_vram.techniques.versions import alias
 
-_HANDED_OUT = "_lightning_vram_handed_out"
-_NUM_SET = "_lightning_vram_num_set"
+_HANDED_OUT = f"{OURS}handed_out"
+_NUM_SET = f"{OURS}num_set"
 
 
 class CountedParameter(nn.Parameter):
@@ -36,20 +36,10 @@ class CountedParameter(nn.Parameter):
 
     # Copies and files are plain ones.
     def __deepcopy__(self, memo: Any) -> Any:
-        kind = type(self)
-        self.__class__ = nn.Parameter  # type: ignore[assignment]
-        try:
-            return self.__deepcopy__(memo)
-        finally:
-            self.__class__ = kind
+        return while_plain(self, nn.Parameter, lambda: self.__deepcopy__(memo))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        kind = type(self)
-        self.__class__ = nn.Parameter  # type: ignore[assignment]
-        try:
-            return self.__reduce_ex__(protocol)
-        finally:
-            self.__class__ = kind
+        return while_plain(self, nn.Parameter, lambda: self.__reduce_ex__(protocol))
 
 
 add_parameter_class(CountedParameter)

@@ -3,12 +3,16 @@
 Averages of weights are often moved so. A ``DTensor`` takes them without a word, and keeps the values it had.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+from lightning_vram.techniques.parameter_classes import OURS, while_plain
+
+_GATHERED = f"{OURS}gathered"
 
 
 class SettableShard(DTensor):
@@ -16,19 +20,33 @@ class SettableShard(DTensor):
 
     @property
     def data(self) -> Tensor:
-        """As of any tensor."""
+        """As of any tensor; while the parameter is gathered, that of what is gathered, which it will be."""
+        gathered: Tensor | None = gathered_of(self)
+        if gathered is not None:
+            return gathered.data
         return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
 
     @data.setter
     def data(self, values: Tensor) -> None:
-        set_values(self, values)
+        gathered = gathered_of(self)
+        set_values(self if gathered is None else gathered.data, values)
 
     # Copies and files are plain ones.
     def __deepcopy__(self, memo: Any) -> Any:
-        return _as_plain(self, lambda: self.__deepcopy__(memo))
+        return while_plain(self, DTensor, lambda: self.__deepcopy__(memo))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _as_plain(self, lambda: self.__reduce_ex__(protocol))
+        return while_plain(self, DTensor, lambda: self.__reduce_ex__(protocol))
+
+
+def gathered_of(shard: Tensor) -> Tensor | None:
+    """Return what was set by :func:`set_gathered`."""
+    return vars(shard).get(_GATHERED)
+
+
+def set_gathered(shard: Tensor, gathered: Tensor | None) -> None:
+    """Note what code computes with in the place of ``shard``; ``None``: nothing is gathered."""
+    vars(shard)[_GATHERED] = gathered
 
 
 def make_settable(shards: Iterable[Tensor]) -> None:
@@ -61,12 +79,3 @@ def set_values(parameter: Tensor, values: Tensor) -> None:
     elif isinstance(values, DTensor) and not isinstance(parameter, DTensor):
         values = values.full_tensor()
     parameter.copy_(values)
-
-
-def _as_plain(shard: Tensor, do: Callable[[], Any]) -> Any:
-    kind = type(shard)
-    shard.__class__ = DTensor
-    try:
-        return do()
-    finally:
-        shard.__class__ = kind

@@ -307,7 +307,7 @@ def take_over(
         )
         host.lanes.append(lane)
         for parameter in parameters:
-            parameter.begin(lane)
+            parameter.begin(lane, partial(host._touch, lane))
         make_settable(parameter.sharded_param for parameter in parameters)
     host.lanes.sort(key=lambda lane: lane.shards.numel())  # the computation waits for all but the last to be reduced
     return host  # type: ignore[no-any-return]

@@ -7,10 +7,13 @@ import torch
 from torch import Tensor
 
 from lightning_vram.private_names.fsdp2 import ParameterBase
+from lightning_vram.private_names.operators import is_mutable
 from lightning_vram.private_names.sharded_tensors import compute_local_shape_and_global_offset
 from lightning_vram.private_names.tensors import gradient_hooks, has_accumulation_hooks, local_part_of
 from lightning_vram.techniques.counted_parameter import count_writes
+from lightning_vram.techniques.settable_shards import gathered_of, set_gathered
 from lightning_vram.techniques.shard_lanes import ShardLane
+from lightning_vram.techniques.watched_shards import watch
 from lightning_vram.techniques.weight_reads import WeightReads, observe
 
 
@@ -33,11 +36,17 @@ class ShardedParameter(ParameterBase):
     _wants_gradient: bool
     on_gradient: Callable[[], None] | None  # called in a backward that comes to what is gathered; may be set
     _told: Tensor | None  # what that was set on
+    _touch: Callable[[], None]  # the shard may have been written
     reads: WeightReads | None  # of a weight that may be sent in 16 bit, while that is not proven
 
-    def begin(self, lane: ShardLane) -> None:
-        """What a constructor would do."""
-        self.lane = lane
+    def begin(self, lane: ShardLane, touch: Callable[[], None]) -> None:
+        """What a constructor would do.
+
+        Args:
+            lane: Where its shard lies.
+            touch: Called when somebody uses the shard, who may write to it.
+        """
+        self.lane, self._touch = lane, touch
         self.fetched = self._sent = self._held = self._buffer = self._stand_in = None
         self.on_gradient = self._told = self.reads = None
         self.is_reducing = self._has_landed = False
@@ -60,6 +69,9 @@ class ShardedParameter(ParameterBase):
         self.agree_on_gradient()
         self._take_over_writes()
         super().to_sharded()
+        if gathered_of(self.sharded_param) is not None:
+            set_gathered(self.sharded_param, None)
+            watch([self.sharded_param], self._touch)
 
     def to_unsharded(self) -> None:
         """As FSDP2 does it, when both agree."""
@@ -70,6 +82,9 @@ class ShardedParameter(ParameterBase):
         assert whole is not None
         observe(whole, self.reads)
         self._version = count_writes(whole)
+        if tell is not None:  # of the root: optimizers have the shard, and code in a step may write to it by them
+            set_gathered(self.sharded_param, whole)
+            self._watch_shard()
         if tell is not None and whole is not self._told and whole.requires_grad:
             whole.register_post_accumulate_grad_hook(lambda _: tell())  # type: ignore[no-untyped-call]
             self._told = whole
@@ -162,6 +177,27 @@ class ShardedParameter(ParameterBase):
         """As FSDP2 does it after a ``load_state_dict``, which must have loaded in place: shards lie in their lane."""
         self._check_place()
         super().reset_sharded_param()  # type: ignore[no-untyped-call]
+
+    def _watch_shard(self) -> None:
+        watch([self.sharded_param], self._take_over_writes, after=self._shard_was_used)
+
+    @torch.no_grad()
+    def _shard_was_used(self, function: Any) -> None:
+        """Let what is gathered have what was written to the shard beside it."""
+        whole: Any = self.whole
+        shard: Any = self.sharded_param
+        if not self.is_whole or whole is None:
+            return
+        if is_mutable(function):
+            if shard.device_mesh.size() > 1:
+                raise RuntimeError(
+                    f"Parameter {self.name!r} was written by way of an optimizer's param_groups within a step, in "
+                    "which the ranks compute with a copy of it. Write to the parameters of the module instead."
+                )
+            whole.copy_(local_part_of(shard))
+            self._version = count_writes(whole)
+            self.lane.touch()
+        self._watch_shard()
 
     @torch.no_grad()
     def _take_over_writes(self) -> None:

@@ -10,9 +10,12 @@ from typing_extensions import override
 from lightning_vram.private_names.sharded_tensors import AskedDTensor
 from lightning_vram.private_names.tensors import local_part_of
 from lightning_vram.private_names.trees import tree_leaves
+from lightning_vram.techniques.parameter_classes import OURS
+from lightning_vram.techniques.settable_shards import gathered_of
 
-_WAIT = "_wait_until_written"  # an attribute: what it refers to may refer to the tensor
-_CLASS = "_class_when_written"
+_WAIT = f"{OURS}wait_until_written"  # an attribute: what it refers to may refer to the tensor
+_CLASS = f"{OURS}class_when_written"
+_AFTER = f"{OURS}after_use"
 
 
 class WatchedShard(AskedDTensor):
@@ -26,9 +29,14 @@ class WatchedShard(AskedDTensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Wait for all that is read, and go on as for any ``DTensor``."""
-        for leaf in tree_leaves((args, kwargs)):
+        watched = [leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is WatchedShard]
+        after = [tell for leaf in watched if (tell := vars(leaf).get(_AFTER)) is not None]
+        for leaf in watched:
             finish_writes(leaf)
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        for tell in after:
+            tell(func)
+        return result
 
     # What full_tensor() and others read past any dispatch.
     @override
@@ -39,8 +47,12 @@ class WatchedShard(AskedDTensor):
     @property
     def data(self) -> Tensor:
         """As that of its own class, when it is written."""
-        finish_writes(self)
-        return self.data
+        if _AFTER not in vars(self):  # else nothing is being written
+            finish_writes(self)
+            return self.data
+        gathered = gathered_of(self)
+        assert gathered is not None
+        return gathered.data
 
     @data.setter
     def data(self, values: Tensor) -> None:
@@ -62,14 +74,23 @@ class WatchedShard(AskedDTensor):
         return repr(self)
 
 
-def watch(tensors: Iterable[Tensor], wait: Callable[[], None]) -> None:
-    """Let ``wait`` be called before one of ``tensors`` is read. Those that are no ``DTensor`` are passed over."""
+def watch(tensors: Iterable[Tensor], wait: Callable[[], None], *, after: Callable[[Any], None] | None = None) -> None:
+    """Let ``wait`` be called before one of ``tensors`` is read. Those that are no ``DTensor`` are passed over.
+
+    Args:
+        tensors: Watched until then.
+        wait: See above.
+        after: Called with the operator that has used one.
+    """
     for tensor in tensors:
         if isinstance(tensor, DTensor):
             if type(tensor) is not WatchedShard:
                 vars(tensor)[_CLASS] = type(tensor)
                 tensor.__class__ = WatchedShard
             vars(tensor)[_WAIT] = wait
+            vars(tensor).pop(_AFTER, None)
+            if after is not None:
+                vars(tensor)[_AFTER] = after
 
 
 def unwatch(tensors: Iterable[Tensor]) -> None:
@@ -78,6 +99,7 @@ def unwatch(tensors: Iterable[Tensor]) -> None:
         if type(tensor) is WatchedShard:
             tensor.__class__ = vars(tensor).pop(_CLASS)
             vars(tensor).pop(_WAIT, None)
+            vars(tensor).pop(_AFTER, None)
 
 
 def finish_writes(value: Any) -> None:

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.hooks import RemovableHandle
 
 from lightning_vram.private_names.autograd import current_graph_task_id
-from lightning_vram.private_names.dispatch import without_torch_function
 from lightning_vram.private_names.trees import tree_leaves
 from lightning_vram.techniques.gathered_parameter import GatheredParameter
-from lightning_vram.techniques.parameter_classes import add_parameter_class
+from lightning_vram.techniques.parameter_classes import OURS, add_parameter_class
 
-_READS = "_lightning_vram_reads"
+_READS = f"{OURS}reads"
 _CASTING = frozenset(
     {
         F.linear,
@@ -31,8 +31,14 @@ _CASTING = frozenset(
     }
 )
 _PROPERTIES: Any = Tensor
-_NEEDS_WIDTH = frozenset({_PROPERTIES.dtype.__get__})  # what is cast to it has other bits
-_HARMLESS = frozenset({_PROPERTIES.grad.__get__, Tensor.requires_grad_})
+_HARMLESS = frozenset(
+    {
+        *(_PROPERTIES.grad.__get__, _PROPERTIES.grad.__set__, _PROPERTIES.grad_fn.__get__),
+        *(_PROPERTIES.requires_grad.__set__, Tensor.requires_grad_),
+    }
+)
+# What is no value of the weight, such as its shape. Not its dtype: what is cast to that has other bits.
+_FACTS = (int, str, torch.device, torch.layout, RemovableHandle)
 
 
 class WeightReads:
@@ -49,9 +55,8 @@ class WeightReads:
             self.is_used = True
             self.needs_width |= not torch.is_autocast_enabled(weight.device.type)
             self._num_uses[current_graph_task_id() != -1] += torch.is_grad_enabled() and weight.requires_grad
-        elif func not in _HARMLESS:  # such as its shape
-            gives_values = any(isinstance(leaf, Tensor | float) for leaf in tree_leaves(result))
-            self.needs_width |= gives_values or func in _NEEDS_WIDTH
+        elif func not in _HARMLESS:
+            self.needs_width |= not all(isinstance(leaf, _FACTS) for leaf in tree_leaves(result))
 
     def end_backward(self) -> None:
         """Take the uses of this backward into account."""
@@ -68,12 +73,17 @@ class ObservedParameter(GatheredParameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Compute as without it, and take a note."""
-        with without_torch_function():
+        """Compute as without it, whatever other classes of tensors are there, and take a note."""
+        weights = [leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is ObservedParameter]
+        for weight in weights:
+            weight.__class__ = GatheredParameter  # type: ignore[assignment]
+        try:
             result = func(*args, **(kwargs or {}))
-            for weight in tree_leaves((args, kwargs)):
-                if type(weight) is ObservedParameter:
-                    vars(weight)[_READS].note(weight, func, result)
+        finally:
+            for weight in weights:
+                weight.__class__ = ObservedParameter
+        for weight in weights:
+            vars(weight)[_READS].note(weight, func, result)
         return result
 
 

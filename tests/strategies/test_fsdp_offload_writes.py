@@ -1,10 +1,24 @@
 """What users' code writes to weights by hand, under ``fsdp_offload``: averages, clips, scales them."""
 
+import io
+
 import lightning.pytorch as pl
 import pytest
+import torch
 from helpers import ForkingOffload, assert_equal_weights, describe_module
-from strategies.offload_nets import MODES, leave_group
-from strategies.written_nets import WAYS, Averaged, Clipped, Normalized, Renormed
+from strategies.offload_nets import MODES, Fused, FusedCNN, leave_group
+from strategies.written_nets import (
+    WAYS,
+    Averaged,
+    Clipped,
+    ClippedByOptimizer,
+    DecayedByHand,
+    Normalized,
+    Renormed,
+    Sharpness,
+)
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
 
@@ -30,6 +44,7 @@ def check(make_trainer):
             fitted.append(model)
         for ours in fitted[1:]:
             assert_equal_weights(ours, fitted[0])
+            assert getattr(ours, "losses", []) == getattr(fitted[0], "losses", [])
 
     return check
 
@@ -49,3 +64,37 @@ def test_it_is_in_mixed_precision_too(way, check):
 @pytest.mark.parametrize("make", [Clipped, Normalized, Renormed])
 def test_weights_that_are_changed_by_hand_are_those_of_a_plain_run(make, check):
     check(make, ("params", "all in the root"))
+
+
+@pytest.mark.parametrize("make", [ClippedByOptimizer, Sharpness, DecayedByHand])
+@pytest.mark.parametrize("mode", ["params", "all in the root", "optimizer", "none"])
+def test_what_is_changed_by_way_of_the_optimizer_counts_in_the_step(make, mode, check):
+    check(make, (mode,))
+
+
+def test_a_parameter_is_saved_as_it_is(make_trainer):
+    class Saving(Fused):
+        def training_step(self, batch, batch_idx):
+            file = io.BytesIO()
+            torch.save([self.net.head.weight, self.trainer.optimizers[0].param_groups[0]["params"][0]], file)
+            file.seek(0)
+            loaded = torch.load(file, weights_only=False)
+            assert [type(one) for one in loaded] == [nn.Parameter, DTensor]
+            assert not [key for one in loaded for key in vars(one) if key.startswith("_lightning_vram")]
+            return super().training_step(batch, batch_idx)
+
+    make_trainer(strategy=ForkingOffload(), precision="bf16-mixed", limit_val_batches=0).fit(Saving())
+
+
+class Tagged(torch.Tensor):
+    """A class of somebody else, which results keep."""
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_inputs_of_another_class_keep_it(precision, make_trainer):
+    class OnTagged(FusedCNN):
+        def loss(self, batch):
+            assert type(self.net[0](batch[0].as_subclass(Tagged))) is Tagged
+            return super().loss(batch)
+
+    make_trainer(strategy=ForkingOffload(), precision=precision, limit_val_batches=0).fit(OnTagged())

@@ -101,3 +101,80 @@ class Renormed(Fused):
 
     def configure_optimizers(self):
         return adamw(self.parameters())
+
+
+class Manual(Fused):
+    """Steps by itself, and notes losses."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.losses = []
+
+    def note(self, batch):
+        self.losses.append(self.loss(batch).item())
+
+
+class ClippedByOptimizer(Manual):
+    """Clips what its optimizer has, and computes with it in the same step."""
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.data.clamp_(-0.1, 0.1)
+        self.note(batch)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.data = parameter.data * 0.9
+        self.note(batch)
+
+
+class Sharpness(Manual):
+    """Goes up, and from there takes the gradient to go down with (SAM)."""
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        with torch.no_grad():
+            moves = [0.05 * p.grad for p in parameters]
+            torch._foreach_add_(parameters, moves)
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        with torch.no_grad():
+            for parameter, move in zip(parameters, moves, strict=True):
+                parameter.sub_(move)
+        optimizer.step()
+        self.note(batch)
+
+
+class OwnSGD(torch.optim.Optimizer):
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.add_(parameter.grad, alpha=-0.1)
+
+
+class DecayedByHand(Manual):
+    """Writes to its weights between the backward and the step of an optimizer that nobody has read."""
+
+    def configure_optimizers(self):
+        return OwnSGD(self.parameters())
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        for parameter in self.parameters():
+            parameter.data.mul_(0.9)
+        optimizer.step()
+        self.note(batch)
