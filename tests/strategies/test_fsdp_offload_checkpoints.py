@@ -158,12 +158,13 @@ def test_weights_only_reaches_the_file(kind, train, tmp_path):
     assert sorted(train(kind, 1, "resumed", ckpt_path=path, weights_only=False)) == [4, 5, 6]
 
 
-@pytest.mark.parametrize("kind", [FULL, SHARDED])
+@pytest.mark.parametrize("kind", [FULL, SHARDED, LATER])
 def test_a_checkpoint_can_be_saved_after_the_fit(kind, make_trainer, tmp_path):
     model = Noting(tmp_path / "losses")
     trainer = make_trainer(strategy=make_strategy(kind), max_epochs=1, limit_val_batches=0)
     trainer.fit(model)
     trainer.save_checkpoint(tmp_path / "after.ckpt")
+    assert (tmp_path / "after.ckpt").exists()
     other = Noting(tmp_path / "x")
     make_trainer(strategy=make_strategy(kind)).validate(other, ckpt_path=tmp_path / "after.ckpt")
     for name, parameter in other.named_parameters():

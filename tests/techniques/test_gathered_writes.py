@@ -125,3 +125,41 @@ def test_a_write_in_a_forward_without_gradients_stays(mesh):
         loss_of(plain, batch(2)).backward()
         assert_same(gradients(net), gradients(plain))
     assert_same(weights(net), weights(plain))
+
+
+class ByOptimizer(Net):
+    """Halves the norm's weight as its optimizer has it, in the midst of the forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.held = []  # by its optimizer
+
+    def forward(self, x):
+        with torch.no_grad():
+            (self.held or [self.norm.weight])[0].mul_(0.5)
+        return super().forward(x)
+
+
+def test_a_shard_that_is_written_beside_what_is_gathered_counts_at_once(mesh):
+    net, plain = make(ByOptimizer), make(ByOptimizer)
+    with hosted(net):
+        net.held.append(net.norm.weight)
+        for seed in range(2):
+            assert torch.equal(loss_of(net, batch(seed)), loss_of(plain, batch(seed)))
+    assert_same(weights(net), weights(plain))
+
+
+def refuse_write_by_optimizer():
+    net = make(ByOptimizer)
+    message = (
+        r"^Parameter 'norm\.weight' was written by way of an optimizer's param_groups within a step, in which the "
+        r"ranks compute with a copy of it\. Write to the parameters of the module instead\.$"
+    )
+    with hosted(net):
+        net.held.append(net.norm.weight)
+        with pytest.raises(RuntimeError, match=message):
+            net(batch(0))
+
+
+def test_a_shard_that_is_written_beside_what_is_gathered_is_refused_on_two_ranks(tmp_path):
+    on_ranks(tmp_path, refuse_write_by_optimizer)
