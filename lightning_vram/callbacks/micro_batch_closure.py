@@ -77,7 +77,7 @@ class MicroBatchClosure(Closure):
         if by_hand is not None:
             sync_buffers(by_hand)  # not inside of a try, which must not wait for other ranks
         with blocked_sync(self._trainer.strategy, block=by_hand is not None):
-            outputs = self._runner.run(batch, self._step, self._parameters)
+            outputs = self._runner.run(batch, self._step, self._parameters, zeroes=self._zero_grad is not None)
         if by_hand is not None and not is_accumulating(self._trainer.fit_loop.epoch_loop):
             reduce_gradients(by_hand)
             expect_buffer_sync(by_hand)

@@ -86,7 +86,12 @@ class MicroBatchRunner:
         return self._sizes.has_equal_counts
 
     def run(
-        self, batch: Any, step: Step[Output], find_parameters: Callable[[], Iterable[Tensor]] = tuple
+        self,
+        batch: Any,
+        step: Step[Output],
+        find_parameters: Callable[[], Iterable[Tensor]] = tuple,
+        *,
+        zeroes: bool = True,
     ) -> list[tuple[MicroBatch, Output]]:
         """Run ``step`` on every micro-batch of ``batch``.
 
@@ -94,6 +99,7 @@ class MicroBatchRunner:
             batch: On the device.
             step: Forward, and backward if there is one.
             find_parameters: Yields those whose gradients the step accumulates.
+            zeroes: Whether gradients are zeroed before the first backward.
 
         Returns:
             Micro-batches and what the step returned for them.
@@ -109,7 +115,7 @@ class MicroBatchRunner:
             self._undo.remember_gradients()  # of an earlier fit: nothing zeroes them before
             self._probe(self._planning, batch, facts, step)
             undo_probe()
-        undo = self._undo.remember(batch, parameters) if self.retries else None
+        undo = self._remember(batch, parameters, zeroes=zeroes)
         agreed = self._sizes.start(facts, self._planning.limit(facts) if self._planning is not None else None)
         num_retries = self.num_retries
         while True:
@@ -136,6 +142,14 @@ class MicroBatchRunner:
         """To be called by a step before its first backward, when gradients are what they are added to."""
         if self.retries:
             self._undo.remember_gradients()
+
+    def _remember(self, batch: Any, parameters: list[Tensor], *, zeroes: bool) -> Callable[[], None] | None:
+        if not self.retries:
+            return None
+        undo = self._undo.remember(batch, parameters)
+        if not zeroes:  # a forward that fails makes FSDP2 drop those of the batches before
+            self._undo.remember_gradients()
+        return undo
 
     def _measure(self, batch: Any) -> BatchFacts:
         if not self.retries:
