@@ -4,6 +4,7 @@ import copy
 import functools
 import itertools
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +35,8 @@ class Program:
 
 def operator_programs(part: int, num_parts: int) -> Iterator[Program]:
     """Yield each sample of each ``num_parts``-th operator from number ``part`` on, and its in-place form."""
-    from torch.testing._internal.common_methods_invocations import op_db
+    with _flags_left_open():
+        from torch.testing._internal.common_methods_invocations import op_db
 
     for op in op_db[part::num_parts]:
         if not op.supports_autograd or torch.float32 not in op.supported_backward_dtypes("cpu"):
@@ -50,7 +52,8 @@ def operator_programs(part: int, num_parts: int) -> Iterator[Program]:
 
 def module_programs(part: int, num_parts: int) -> Iterator[Program]:
     """Yield each sample of each ``num_parts``-th module from number ``part`` on, in training and evaluation."""
-    from torch.testing._internal.common_modules import module_db
+    with _flags_left_open():
+        from torch.testing._internal.common_modules import module_db
 
     for info, is_training in itertools.product(module_db[part::num_parts], (True, False)):
         torch.manual_seed(0)
@@ -95,3 +98,15 @@ def _find_leaves_of_call(call: Any) -> list[Tensor]:
 
 def _clone(x: Any) -> Any:
     return x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
+
+
+@contextmanager
+def _flags_left_open() -> Iterator[None]:
+    """Importing PyTorch's own tests keeps everybody from setting the flags of backends, which a Trainer does."""
+    name = "__allow_nonbracketed_mutation_flag"
+    flags = torch.backends.disable_global_flags.__globals__  # what stands as torch.backends is a copy
+    before = flags[name]
+    try:
+        yield
+    finally:
+        flags[name] = before

@@ -5,16 +5,23 @@
 * ``torch.distributed.tensor._dtensor_spec.TensorMeta``: its shape and dtype | 2.11 - | as without ``DTensorSpec``
 * ``torch.distributed.tensor._utils.compute_local_shape_and_global_offset``: which part a rank has | 2.11 - | full
   checkpoints of sharded modules cannot be loaded
+* ``torch.distributed.tensor.DTensor.__torch_dispatch__``: that of a class derived from it is called | 2.13 - | what is
+  written to a shard beside what is gathered of it is not seen
 * ``torch.distributed.tensor.DTensor._local_tensor``: this rank's part, read past any dispatch | 2.11 - | a state that
   is being written is read by ``full_tensor()``
 """
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 __all__ = ["DTensorSpec", "TensorMeta", "compute_local_shape_and_global_offset"]
+
+
+calls_derived_dispatch = torch.torch_version.TorchVersion("2.13") <= torch.__version__
+"""Whether operators on a class derived from ``DTensor`` pass its ``__torch_dispatch__``: else only reads are seen."""
 
 
 class AskedDTensor(DTensor):

@@ -20,6 +20,8 @@ from strategies.written_nets import (
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lightning_vram.private_names.sharded_tensors import calls_derived_dispatch
+
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
 
 
@@ -69,6 +71,8 @@ def test_weights_that_are_changed_by_hand_are_those_of_a_plain_run(make, check):
 @pytest.mark.parametrize("make", [ClippedByOptimizer, Sharpness, DecayedByHand])
 @pytest.mark.parametrize("mode", ["params", "all in the root", "optimizer", "none"])
 def test_what_is_changed_by_way_of_the_optimizer_counts_in_the_step(make, mode, check):
+    if make is Sharpness and not calls_derived_dispatch:
+        pytest.skip("writes to shards beside what is gathered are not seen before torch 2.13")
     check(make, (mode,))
 
 
