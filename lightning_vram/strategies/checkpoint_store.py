@@ -188,7 +188,7 @@ class CheckpointStore:
             CheckpointError: If a rank cannot read it; on every rank.
         """
         if self._folder is not None:
-            self._folder.load_optimizers(module, optimizers)
+            self._folder.load_optimizers(module, optimizers, check_states=check_states)
             return
         states = checkpoint.get("optimizer_states") or []
         if len(states) != len(optimizers):

@@ -1,6 +1,6 @@
 """A sharded checkpoint on disk, read piece by piece: by any number of ranks, each its own part, on the host."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,11 @@ from lightning_vram.strategies.folder_reader import METADATA_FILE, read_entries,
 from lightning_vram.strategies.full_states import is_sharded_state
 from lightning_vram.strategies.parameter_names import check_fit, clean_name, names_in_optimizer, parameters_by_name
 from lightning_vram.strategies.rank_errors import current_rank, num_ranks, on_all_ranks
-from lightning_vram.strategies.state_fit import check_states
 
 REST_FILE = "meta.pt"
 Path_ = tuple[str | int, ...]  # of a value in the nested state
+# of a module, its optimizer, what was saved for each parameter, the saved groups, which optimizer it is
+StateCheck = Callable[[nn.Module, Optimizer, Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]], int], None]
 
 
 def is_sharded_folder(path: Path) -> bool:
@@ -108,12 +109,13 @@ class ShardedFolder:
         state |= {name: value for name, value in own_state.items() if value == {}}
         module.load_state_dict({own_keys[name]: value for name, value in state.items()}, strict=strict)
 
-    def load_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    def load_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer], *, check_states: StateCheck) -> None:
         """Load the states of a module's optimizers.
 
         Args:
             module: Has their parameters.
             optimizers: In the order in which they were saved. Their states become sharded as the parameters are.
+            check_states: Raises if states are not those of an optimizer's parameters. Sees all before one is loaded.
 
         Raises:
             ValueError: If they are others; on every rank and before anything has changed.
@@ -125,7 +127,8 @@ class ShardedFolder:
         others = self._load({key: self._make_target(key) for key, path in parts.items() if path[1] != "state"})
         for index, (root, names) in enumerate(zip(roots, own_names, strict=True)):
             self._check_groups(index, others.get(root), names)
-            self._check_states(index, others[root], names, module, optimizers[index])
+            saved_states = self._find_states(index, names)
+            check_states(module, optimizers[index], saved_states, others[root]["param_groups"], index)
         aliases = parameters_by_name(module)
         states = self._load(
             {
@@ -152,17 +155,15 @@ class ShardedFolder:
                 "the optimizer the checkpoint was saved with."
             )
 
-    def _check_states(
-        self, index: int, saved: dict[str, Any], names: list[list[str]], module: nn.Module, optimizer: Optimizer
-    ) -> None:
+    def _find_states(self, index: int, names: list[list[str]]) -> list[dict[str, Any]]:
+        """Return what the folder says of the state of each parameter, in the order of ``names``."""
         states: dict[str, dict[str, Any]] = {}
         for key, path in self._paths.items():
             if path[:2] == (f"optimizer_{index}", "state") and len(path) == 4:
                 entry = self._metadata.state_dict_metadata[key]
                 value = entry if isinstance(entry, TensorStorageMetadata) else None
                 states.setdefault(clean_name(str(path[2])), {})[str(path[3])] = value
-        in_order = [states.get(name, {}) for group in names for name in group]
-        check_states(module, optimizer, in_order, saved["param_groups"], index)
+        return [states.get(name, {}) for group in names for name in group]
 
     def _shape(self, key: str) -> Sequence[int] | None:
         entry = self._metadata.state_dict_metadata[key]

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from lightning_vram.strategies.checksums import Checksum, write_checksums
 from lightning_vram.strategies.parameter_names import clean_name, names_in_optimizer
 from lightning_vram.strategies.rank_errors import current_rank
-from lightning_vram.strategies.sharded_folder import REST_FILE, ShardedFolder
+from lightning_vram.strategies.sharded_folder import REST_FILE
 from lightning_vram.strategies.state_trees import map_leaves
 from lightning_vram.strategies.written_files import CheckedWriter, save_values
 
@@ -86,38 +86,6 @@ def write_folder(
         with writer.files.create_stream(folder / REST_FILE, "wb") as file:
             save_values(dict(rest), file)
         write_checksums(folder, written | writer.files.checksums)
-
-
-def read_folder(
-    folder: Path,
-    module: nn.Module,
-    optimizers: list[Optimizer],
-    *,
-    strict: bool,
-    weights_only: bool | None = None,
-) -> dict[str, Any]:
-    """Read a checkpoint that any number of ranks wrote. A collective.
-
-    Args:
-        folder: The same for all ranks.
-        module: Its parameters are loaded in place.
-        optimizers: Get their states; empty to leave them.
-        strict: Whether module and checkpoint must have the same names.
-        weights_only: For all that is no tensor: see ``torch.load``.
-
-    Returns:
-        The rest.
-
-    Raises:
-        ValueError: If something does not fit; on every rank, and before that thing has changed.
-        CheckpointError: If a rank cannot read the folder; on every rank.
-    """
-    source = ShardedFolder(folder, weights_only=weights_only)
-    rest = source.read_rest()
-    source.load_module(module, strict=strict)
-    if optimizers:
-        source.load_optimizers(module, optimizers)
-    return rest
 
 
 def _gather(checksums: dict[str, Checksum], process_group: dist.ProcessGroup | None) -> dict[str, Checksum]:

@@ -3,7 +3,7 @@
 import gc
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.optim import SGD, AdamW, Optimizer
+
+from lightning_vram.strategies.sharded_folder import ShardedFolder
+from lightning_vram.strategies.state_fit import check_states
 
 WIDTH = 6
 
@@ -115,3 +118,20 @@ def _run(rank: int, world_size: int, store: Path, work: Callable[..., None], fol
         work(folder, *arguments)
     finally:
         dist.destroy_process_group()
+
+
+def read_folder(
+    folder: Path,
+    module: nn.Module,
+    optimizers: Sequence[Optimizer],
+    *,
+    strict: bool,
+    weights_only: bool | None = None,
+) -> dict[str, Any]:
+    """Load a sharded checkpoint, and return the rest of it."""
+    source = ShardedFolder(folder, weights_only=weights_only)
+    rest = source.read_rest()
+    source.load_module(module, strict=strict)
+    if optimizers:
+        source.load_optimizers(module, optimizers, check_states=check_states)
+    return rest

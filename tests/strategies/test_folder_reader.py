@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from evil import Evil
-from strategies.checkpoint_nets import make_adamw, make_net, train
+from strategies.checkpoint_nets import make_adamw, make_net, read_folder, train
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
@@ -19,12 +19,7 @@ from lightning_vram.strategies.checksums import CHECKSUM_FILE
 from lightning_vram.strategies.consolidation import consolidate
 from lightning_vram.strategies.rank_errors import CheckpointError
 from lightning_vram.strategies.sharded_folder import ShardedFolder
-from lightning_vram.strategies.sharded_states import (
-    read_folder,
-    sharded_module_state,
-    sharded_optimizer_state,
-    write_folder,
-)
+from lightning_vram.strategies.sharded_states import sharded_module_state, sharded_optimizer_state, write_folder
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
 

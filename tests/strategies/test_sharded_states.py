@@ -7,19 +7,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.strategies.model_parallel import _load_checkpoint
-from strategies.checkpoint_nets import make_adamw, make_net, make_sgd, run_ranks, train, whole
+from strategies.checkpoint_nets import make_adamw, make_net, make_sgd, read_folder, run_ranks, train, whole
 from torch.distributed.checkpoint import save
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD
 
 from lightning_vram.strategies.sharded_folder import ShardedFolder
-from lightning_vram.strategies.sharded_states import (
-    read_folder,
-    sharded_module_state,
-    sharded_optimizer_state,
-    write_folder,
-)
+from lightning_vram.strategies.sharded_states import sharded_module_state, sharded_optimizer_state, write_folder
+from lightning_vram.strategies.state_fit import check_states
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
 
@@ -122,14 +118,14 @@ def test_a_folder_of_another_module_or_optimizer_is_refused(one_rank: None, tmp_
     read_folder(path, net, [optimizer], strict=False)
     source = ShardedFolder(path)
     with pytest.raises(ValueError, match="groups") as caught:
-        source.load_optimizers(net, [SGD([net.scale])])
+        source.load_optimizers(net, [SGD([net.scale])], check_states=check_states)
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     assert str(caught.value) == (
         f"The groups of optimizer 0 in {path} have {sizes} parameters, those of configure_optimizers have [1], or "
         "others. Return the optimizer the checkpoint was saved with."
     )
     with pytest.raises(ValueError, match="fewer") as caught:
-        source.load_optimizers(net, [optimizer, SGD([net.scale])])
+        source.load_optimizers(net, [optimizer, SGD([net.scale])], check_states=check_states)
     assert str(caught.value) == (
         f"The checkpoint {path} has no state of optimizer 1: it was saved with fewer, or with save_weights_only=True. "
         "It serves validate, test and predict."
