@@ -5,9 +5,9 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_vram.strategies.broken_files import read_values
-from lightning_vram.strategies.checkpoint_writing import local_path
-from lightning_vram.strategies.sharded_folder import is_sharded_folder
+from lightning_vram.strategies.fsdp_offload.checkpoint_writing import local_path
+from lightning_vram.techniques.sharded_checkpoints.broken_files import read_values
+from lightning_vram.techniques.sharded_checkpoints.folder import is_sharded_folder
 
 _MOST_VALUES = 100_000
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
-from helpers import CASES, LitTiny, TinyCNN, TinyGPT
+from support.helpers import CASES, LitTiny, TinyCNN, TinyGPT
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_vram.techniques.clean_exit import leave_group
+from lightning_vram.core.processes.clean_exit import leave_group
 
 torch.set_num_threads(1)  # the models are tiny; more threads only fight with pytest-xdist
 

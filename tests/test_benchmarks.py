@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from lightning_vram.techniques.clean_exit import leave_group
+from lightning_vram.core.processes.clean_exit import leave_group
 from tests.benchmarks import __main__ as benchmarks
 from tests.benchmarks import compression_errors, fsdp_offload, host_adamw, mixed_precision, offload_overlap
 from tests.benchmarks.cases import WORKLOADS

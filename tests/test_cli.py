@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from evil import Evil
-from parts import CONFIGS, PRESETS
+from support.evil import Evil
+from support.parts import CONFIGS, PRESETS
 
 from lightning_vram import LeanMixedPrecision
 from lightning_vram.cli import main
-from lightning_vram.memory.measurement import read_measurements
+from lightning_vram.memory.device.measurement import read_measurements
 
 ROOT = Path(__file__).parents[1]
 QUICKSTART = f"--config={ROOT / 'configs' / 'quickstart.yaml'}"

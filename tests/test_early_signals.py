@@ -10,11 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
-from requeue_runs import FakeSlurm
+from support.requeue_runs import FakeSlurm
 
 from lightning_vram import early_signals
-from lightning_vram.callbacks import slurm_requeue
-from lightning_vram.callbacks.slurm_requeue import JobStopped, SlurmRequeue
+from lightning_vram.callbacks.slurm_requeue import callback as slurm_requeue
+from lightning_vram.callbacks.slurm_requeue.callback import JobStopped, SlurmRequeue
 from lightning_vram.cli import main
 
 ROOT = Path(__file__).parents[1]
@@ -189,7 +189,7 @@ import signal
 import sys
 
 import lightning.pytorch as pl
-from requeue_runs import Noting, Send, make_trainer
+from support.requeue_runs import Noting, Send, make_trainer
 
 from lightning_vram import SlurmRequeue
 

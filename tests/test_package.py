@@ -25,7 +25,9 @@ def test_changelog_has_the_current_version():
     assert f"## [{lightning_vram.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
 
 
-@pytest.mark.parametrize("package", ["lightning_vram.memory.tracker", "lightning_vram.techniques.checkpointing"])
+@pytest.mark.parametrize(
+    "package", ["lightning_vram.memory.tracking.tracker", "lightning_vram.techniques.activation_checkpointing.apply"]
+)
 def test_plain_torch_users_need_no_lightning(package):
     # the package's own __init__ brings the callbacks, so its modules are found without running it
     code = (

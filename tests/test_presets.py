@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from parts import CONFIGS, PRESETS, ROOT
+from support.parts import CONFIGS, PRESETS, ROOT
 
 from lightning_vram.cli import main
 from lightning_vram.demos import ByteGPT

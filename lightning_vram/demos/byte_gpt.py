@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import override
 
+from lightning_vram.argument_checks import check_positive_int
 from lightning_vram.demos.gpt import GPT
-from lightning_vram.memory.checks import check_positive_int
 
 NUM_BYTES = 256
 

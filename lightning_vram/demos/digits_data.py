@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
-from lightning_vram.memory.checks import check_positive_int
+from lightning_vram.argument_checks import check_positive_int
 
 NUM_VALIDATION = 297
 MAX_PIXEL = 16.0

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 from torchmetrics.classification import MulticlassAccuracy
 from typing_extensions import override
 
+from lightning_vram.argument_checks import check_positive_int
 from lightning_vram.demos.resnet import ResNet
-from lightning_vram.memory.checks import check_positive_int
 
 NUM_DIGITS = 10
 

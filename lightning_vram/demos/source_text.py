@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
-from lightning_vram.memory.checks import check_positive_int
+from lightning_vram.argument_checks import check_positive_int
 
 VALIDATION_SHARE = 20  # one byte in so many, from the end of the text
 _SKIPPED = {"site-packages", "test", "tests"}  # not every Python brings its tests; all shall read the same text

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_vram.techniques.class_swap import has_own_forward, plain_class_forward, restore_class, swap_class
-from lightning_vram.techniques.tensor_trees import cast_where
+from lightning_vram.core.surgery.class_swap import has_own_forward, plain_class_forward, restore_class, swap_class
+from lightning_vram.core.tensors.trees import cast_where
 
 _KEY = "_lightning_vram_between_steps"
 

@@ -12,7 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 
-from lightning_vram.techniques.shadow import Shadow
+from lightning_vram.core.surgery.shadow import Shadow
 
 
 class HeldSchedules:

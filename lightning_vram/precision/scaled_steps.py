@@ -8,8 +8,8 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_vram.techniques.loss_scaling import LossScaling
-from lightning_vram.techniques.shadow import Shadow, instead
+from lightning_vram.core.surgery.shadow import Shadow, instead
+from lightning_vram.techniques.mixed_precision.loss_scaling import LossScaling
 
 
 class ScaledSteps:

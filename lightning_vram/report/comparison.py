@@ -7,8 +7,8 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from lightning_vram.memory.measurement import Measurement
-from lightning_vram.memory.timeline import Category
+from lightning_vram.memory.device.measurement import Measurement
+from lightning_vram.memory.tracking.timeline import Category
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.report.tables import NOT_KNOWN, format_seconds, label
 

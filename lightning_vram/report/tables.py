@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from rich.markup import escape
 from rich.table import Table
 
-from lightning_vram.memory.measurement import Measurement, largest
-from lightning_vram.memory.timeline import Category, Phase
+from lightning_vram.memory.device.measurement import Measurement, largest
+from lightning_vram.memory.tracking.timeline import Category, Phase
 from lightning_vram.memory.units import format_bytes
 
 NOT_KNOWN = "-"

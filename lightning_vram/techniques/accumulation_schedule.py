@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_vram.memory.checks import check_positive_int
+from lightning_vram.argument_checks import check_positive_int
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,12 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from lightning_vram.techniques.inplace_abn import InvertibleActivation, Normalization, normalize_and_activate
-from lightning_vram.techniques.inversion_error import predict_inversion_error
+from lightning_vram.techniques.in_place_fusion.inplace_abn.function import (
+    InvertibleActivation,
+    Normalization,
+    normalize_and_activate,
+)
+from lightning_vram.techniques.in_place_fusion.inplace_abn.inversion_error import predict_inversion_error
 
 EPS = 1e-5
 GAMMAS = (1.0, 0.01, 0.001)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_vram.demos import ByteGPT, DigitsResNet
-from tests.networks import resnet50
+from tests.support.networks import resnet50
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_vram.core.layers.selection import select_layers
 from lightning_vram.demos import ByteGPT, DigitsResNet
-from lightning_vram.techniques.activation_compression import CompressionStage
-from lightning_vram.techniques.gradient_error import gradient_cosine
-from lightning_vram.techniques.layer_selection import select_layers
-from tests.networks import make_network
+from lightning_vram.techniques.activation_compression.gradient_error import gradient_cosine
+from lightning_vram.techniques.activation_compression.stage import CompressionStage
+from tests.support.networks import make_network
 
 NUM_STEPS = 3
 FORMATS = (None, "bf16", "fp8", "int8")

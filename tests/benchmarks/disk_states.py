@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lightning_vram.optimizers.disk_states import DiskStates
-from lightning_vram.optimizers.state_layouts import StateLayout
-from lightning_vram.optimizers.state_pieces import Piece
+from lightning_vram.optimizers.on_disk.layouts import StateLayout
+from lightning_vram.optimizers.on_disk.pieces import Piece
+from lightning_vram.optimizers.on_disk.states import DiskStates
 from tests.benchmarks.__main__ import report
 from tests.benchmarks.measure import Row
 

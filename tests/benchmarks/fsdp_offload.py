@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader
 from lightning_vram import ActivationCheckpointing
 from lightning_vram.demos import ByteGPT
 from lightning_vram.demos.gpt import Block
-from lightning_vram.strategies.fsdp_offload import FSDPOffloadStrategy
+from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
 from tests.benchmarks.__main__ import report
 from tests.benchmarks.measure import Row
 from tests.benchmarks.micro_batching import Same

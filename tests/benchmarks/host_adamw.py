@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_vram.optimizers.offloaded_adamw import OffloadedAdamW
-from lightning_vram.techniques.full_sharding import FullSharding, ShardingOptions
-from lightning_vram.techniques.sharding_groups import plan_sharding_groups
+from lightning_vram.optimizers.on_host.offloaded_adamw import OffloadedAdamW
+from lightning_vram.techniques.sharding.apply import FullSharding, ShardingOptions
+from lightning_vram.techniques.sharding.grouping.plan import plan_sharding_groups
 from tests.benchmarks.__main__ import report
 from tests.benchmarks.measure import Row
 

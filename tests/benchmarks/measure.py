@@ -11,8 +11,8 @@ import lightning
 import torch
 from torch import nn
 
-from lightning_vram.memory.timeline import Category
-from lightning_vram.memory.tracker import track_memory
+from lightning_vram.memory.tracking.timeline import Category
+from lightning_vram.memory.tracking.tracker import track_memory
 from tests.benchmarks.cases import Workload
 from tests.benchmarks.variants import COMPILED_VARIANTS, GPU_PEERS, VARIANTS
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_vram import ActivationCheckpointing, MicroBatching
-from lightning_vram.memory.timeline import Category
-from lightning_vram.memory.tracker import MemoryTracker, track_memory
+from lightning_vram.memory.tracking.timeline import Category
+from lightning_vram.memory.tracking.tracker import MemoryTracker, track_memory
 from tests.benchmarks.__main__ import report
 from tests.benchmarks.cases import WORKLOADS, Workload
 from tests.benchmarks.measure import Row

@@ -19,10 +19,10 @@ from torch.nn import functional as F
 
 from lightning_vram import LeanMixedPrecision, track_memory
 from lightning_vram.demos import ByteGPT
-from lightning_vram.memory.timeline import Category
-from lightning_vram.optimizers.lean_parameters import SCHEMES, LeanParameters
-from lightning_vram.techniques.low_precision_norms import keep_norms_low
-from lightning_vram.techniques.weight_casts import WeightCasts
+from lightning_vram.memory.tracking.timeline import Category
+from lightning_vram.optimizers.lean.parameters import SCHEMES, LeanParameters
+from lightning_vram.techniques.mixed_precision.low_precision_norms import keep_norms_low
+from lightning_vram.techniques.mixed_precision.weight_casts import WeightCasts
 from tests.benchmarks.__main__ import report
 from tests.benchmarks.cases import WORKLOADS, Workload
 from tests.benchmarks.measure import Row

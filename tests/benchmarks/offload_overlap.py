@@ -33,7 +33,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_vram.strategies.fsdp_offload import FSDPOffloadStrategy
+from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
 from tests.benchmarks.__main__ import report
 from tests.benchmarks.measure import Row
 

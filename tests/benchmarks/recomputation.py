@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_vram.memory.tracker import track_memory
-from lightning_vram.techniques.recompute import Recomputation
+from lightning_vram.memory.tracking.tracker import track_memory
+from lightning_vram.techniques.in_place_fusion.recomputation.stage import Recomputation
 from tests.benchmarks.measure import Row, describe_machine
-from tests.networks import NETWORKS, Llama, make_network, resnet50
+from tests.support.networks import NETWORKS, Llama, make_network, resnet50
 
 
 class Nothing(TorchDispatchMode):  # type: ignore[no-untyped-call]

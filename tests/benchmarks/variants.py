@@ -11,14 +11,14 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
-from lightning_vram.techniques.activation_compression import CompressionStage
-from lightning_vram.techniques.activation_offloading import ActivationOffloading
-from lightning_vram.techniques.budget_solver import BudgetError, predict_peak, solve
-from lightning_vram.techniques.budgeted_checkpointing import BudgetedCheckpointing, decisions_of
-from lightning_vram.techniques.checkpointing import apply_activation_checkpointing
-from lightning_vram.techniques.layer_selection import select_layers
-from lightning_vram.techniques.recompute import Recomputation
-from lightning_vram.techniques.save_policy import SavePolicy
+from lightning_vram.core.layers.selection import select_layers
+from lightning_vram.techniques.activation_checkpointing.apply import apply_activation_checkpointing
+from lightning_vram.techniques.activation_checkpointing.budget.apply import BudgetedCheckpointing, decisions_of
+from lightning_vram.techniques.activation_checkpointing.budget.solver import BudgetError, predict_peak, solve
+from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
+from lightning_vram.techniques.activation_compression.stage import CompressionStage
+from lightning_vram.techniques.activation_offload.stage import ActivationOffloading
+from lightning_vram.techniques.in_place_fusion.recomputation.stage import Recomputation
 
 Variant = Callable[[nn.Module], object]
 """Changes a model; a context manager that it returns is entered for every forward."""

@@ -5,9 +5,18 @@ import pickle
 
 import pytest
 import torch
-from helpers import LateTiny, LitManual, LitTiny, TinyCNN, TinyGPT, assert_equal_weights, describe_module, fail_in
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from parts import AUTOMATIC_ONLY, CALLBACKS, KEEPS_RESULT, ROOT, from_config, snake_case
+from support.helpers import (
+    LateTiny,
+    LitManual,
+    LitTiny,
+    TinyCNN,
+    TinyGPT,
+    assert_equal_weights,
+    describe_module,
+    fail_in,
+)
+from support.parts import AUTOMATIC_ONLY, CALLBACKS, KEEPS_RESULT, ROOT, from_config, snake_case
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),  # what a callback warns about is tested in its own file

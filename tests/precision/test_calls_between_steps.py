@@ -3,7 +3,7 @@
 import lightning.pytorch as pl
 import pytest
 import torch
-from helpers import LitTiny, TinyCNN, TinyGPT, describe_module
+from support.helpers import LitTiny, TinyCNN, TinyGPT, describe_module
 from torch import nn
 
 from lightning_vram import LeanMixedPrecision

@@ -3,9 +3,9 @@
 import lightning.pytorch as pl
 import pytest
 import torch
-from helpers import LitTiny, TinyCNN, assert_equal_weights
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from support.helpers import LitTiny, TinyCNN, assert_equal_weights
 from torch import nn
 from torch.utils.data import DataLoader
 

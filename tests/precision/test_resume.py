@@ -1,9 +1,9 @@
 import lightning.pytorch as pl
 import pytest
 import torch
-from helpers import LitTiny, TinyGPT, assert_equal_weights
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.plugins.precision import MixedPrecision
+from support.helpers import LitTiny, TinyGPT, assert_equal_weights
 
 from lightning_vram import LeanMixedPrecision
 

@@ -3,9 +3,9 @@
 import lightning.pytorch as pl
 import pytest
 import torch
-from helpers import Forking, LitManual, LitTiny, TinyCNN, TinyGPT, assert_equal_weights
 from lightning.pytorch.plugins.precision import MixedPrecision
-from parts import AUTOMATIC_ONLY, KEEPS_RESULT, from_config
+from support.helpers import Forking, LitManual, LitTiny, TinyCNN, TinyGPT, assert_equal_weights
+from support.parts import AUTOMATIC_ONLY, KEEPS_RESULT, from_config
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor

@@ -19,7 +19,7 @@ import torchmetrics
 
 PACKAGE = Path(__file__).parents[2] / "lightning_vram"
 FOLDER = PACKAGE / "private_names"
-LISTED = sorted(path for path in FOLDER.glob("*.py") if path.name != "__init__.py")
+LISTED = sorted(path for path in FOLDER.rglob("*.py") if path.name != "__init__.py")
 LIBRARIES = ("torch", "lightning", "torchmetrics", "jsonargparse")
 NOT_OF_THEM = {  # private by their spelling, of other libraries or documented
     *("_replace", "_fields", "_make", "_asdict", "_getframe"),  # documented: named tuples, frames
@@ -88,7 +88,7 @@ def foreign_uses(path: Path) -> list[str]:
 
 
 def package_files() -> list[Path]:
-    return sorted(path for path in PACKAGE.rglob("*.py") if path.parent != FOLDER)
+    return sorted(path for path in PACKAGE.rglob("*.py") if FOLDER not in path.parents)
 
 
 def test_no_file_outside_of_the_folder_uses_a_private_name():
@@ -142,7 +142,9 @@ class Entry:
 
     @property
     def library(self) -> str:
-        return {"lightning": "lightning", "metrics": "torchmetrics"}.get(self.file.split("_")[0].split(".")[0], "torch")
+        if self.file == "lightning/metrics.py":
+            return "torchmetrics"
+        return "lightning" if self.file.startswith("lightning/") else "torch"
 
 
 def entries_of(path: Path) -> list[Entry]:
@@ -160,7 +162,10 @@ def entries_of(path: Path) -> list[Entry]:
             parts = [part.strip() for part in rest.split(" | ")]
             assert len(parts) == 3, f"{path.name}: '* ``name``: what for | versions | without it', got {text!r}"
             assert all(parts), text
-            entries += [Entry(path.name, prefix + name, *parts) for name in re.findall(r"[\w.]+", names)]
+            entries += [
+                Entry(path.relative_to(FOLDER).as_posix(), prefix + name, *parts)
+                for name in re.findall(r"[\w.]+", names)
+            ]
     return entries
 
 
@@ -168,7 +173,7 @@ ENTRIES = [entry for path in LISTED for entry in entries_of(path)]
 LISTED_NAMES = {entry.name.rpartition(".")[2] for entry in ENTRIES}
 
 
-@pytest.mark.parametrize("path", LISTED, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", LISTED, ids=lambda path: path.relative_to(FOLDER).as_posix())
 def test_every_private_name_that_a_file_of_the_folder_uses_is_in_its_list(path):
     assert entries_of(path)
     listed = {part for entry in entries_of(path) for part in entry.name.split(".")}

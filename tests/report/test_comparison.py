@@ -5,7 +5,7 @@ import io
 import torch
 from rich.console import Console
 
-from lightning_vram.memory.measurement import Measurement
+from lightning_vram.memory.device.measurement import Measurement
 from lightning_vram.report.comparison import FitResult, comparison_table, describe_equality
 from lightning_vram.report.tables import format_seconds, memory_table
 

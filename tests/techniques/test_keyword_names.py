@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 import lightning_vram
-from lightning_vram.techniques.checkpointing import apply_activation_checkpointing
-from lightning_vram.techniques.fp32_islands import run_in_fp32
-from lightning_vram.techniques.fused_modules import fuse_norm_activations
-from lightning_vram.techniques.invertible_norms import apply_inplace_abn
-from lightning_vram.techniques.low_precision_norms import keep_norms_low
-from lightning_vram.techniques.module_links import Link
-from lightning_vram.techniques.save_policy import parse_save
+from lightning_vram.techniques.activation_checkpointing.apply import apply_activation_checkpointing
+from lightning_vram.techniques.activation_checkpointing.save_policy import parse_save
+from lightning_vram.techniques.in_place_fusion.inplace_abn.pairs import apply_inplace_abn
+from lightning_vram.techniques.in_place_fusion.links import Link
+from lightning_vram.techniques.in_place_fusion.norm_activation import fuse_norm_activations
+from lightning_vram.techniques.mixed_precision.fp32_islands import run_in_fp32
+from lightning_vram.techniques.mixed_precision.low_precision_norms import keep_norms_low
 
 NAMES = ["module", "state", "plain", "norm", "layer", "save", "function", "debug"]
 CHANGES = {
@@ -22,7 +22,7 @@ CHANGES = {
     "fp32": lambda net: run_in_fp32(list(net), "cpu"),
     "low norms": lambda net: keep_norms_low(net, "cpu"),
 }
-TECHNIQUES = Path(lightning_vram.__file__).parent / "techniques"
+PACKAGE = Path(lightning_vram.__file__).parent
 
 
 class ScaledLayerNorm(nn.Module):
@@ -114,9 +114,11 @@ def find_open_names(path: Path) -> list[str]:
             continue
         names = [argument.arg for argument in [*node.args.args, *node.args.kwonlyargs] if argument.arg != "self"]
         if names:
-            found.append(f"{path.relative_to(TECHNIQUES)}: {node.name}({', '.join(names)})")
+            found.append(f"{path.relative_to(PACKAGE)}: {node.name}({', '.join(names)})")
     return found
 
 
 def test_whoever_passes_on_keywords_takes_its_own_arguments_by_position():
-    assert [name for path in sorted(TECHNIQUES.rglob("*.py")) for name in find_open_names(path)] == []
+    paths = sorted(path for room in ("core", "techniques") for path in (PACKAGE / room).rglob("*.py"))
+    assert len(paths) > 100
+    assert [name for path in paths for name in find_open_names(path)] == []

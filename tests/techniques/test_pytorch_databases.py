@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from database_samples import Program, module_programs, operator_programs
+from support.database_samples import Program, module_programs, operator_programs
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from lightning_vram import track_memory
-from lightning_vram.techniques.activation_compression import CompressionStage
-from lightning_vram.techniques.activation_offloading import ActivationOffloading
-from lightning_vram.techniques.recompute import Recomputation
+from lightning_vram.techniques.activation_compression.stage import CompressionStage
+from lightning_vram.techniques.activation_offload.stage import ActivationOffloading
+from lightning_vram.techniques.in_place_fusion.recomputation.stage import Recomputation
 
 pytest.importorskip("expecttest", reason="PyTorch's databases import it: pip install expecttest")
 pytestmark = [

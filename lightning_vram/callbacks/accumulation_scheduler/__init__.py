@@ -1,0 +1,3 @@
+"""See :class:`AccumulationScheduler`."""
+
+from lightning_vram.callbacks.accumulation_scheduler.callback import AccumulationScheduler as AccumulationScheduler

@@ -1,0 +1,180 @@
+"""Make the gradients of a window the mean over what it holds.
+
+Lightning divides every loss by ``trainer.accumulate_grad_batches``. That is the mean while every window is full and
+every micro-batch weighs the same. What is missing is a factor that is known when the window ends.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_vram.callbacks.accumulation_scheduler.weights import AccumulationWeights
+from lightning_vram.callbacks.accumulation_scheduler.window import AccumulationWindow
+from lightning_vram.core.gradients.scaling import scale_gradients
+from lightning_vram.core.surgery.shadow import Shadow
+from lightning_vram.private_names.lightning.loops import MAKE_BACKWARD, OPTIMIZER_STEP, is_accumulating, skips_backward
+from lightning_vram.private_names.lightning.strategies import AFTER_CLOSURE
+
+Method = Callable[..., Any]
+
+
+class AccumulationMean:
+    """Stands in for the backward, the optimizer step and what comes between them, until :meth:`remove`.
+
+    Gradients are corrected after the scaler's unscaling, before ``on_before_optimizer_step`` hooks and clipping. A
+    window that is full and has no weights keeps the bits it has.
+
+    Without weights ranks must not differ in the factor, and do not talk about it: of several, a batch that is ``None``
+    counts as one without a gradient, as it does in Lightning.
+
+    Args:
+        trainer: That is being set up.
+        window: Where the run stands.
+        weights: What micro-batches weigh. ``None``: all the same.
+    """
+
+    def __init__(self, trainer: pl.Trainer, window: AccumulationWindow, weights: AccumulationWeights | None) -> None:
+        self._trainer = trainer
+        self._window = window
+        self._weights = weights
+        self._epoch_loop = trainer.fit_loop.epoch_loop
+        self._optimization = self._epoch_loop.automatic_optimization
+        self._factor: float | Tensor | None = None  # of the step under way
+        self._loss: Tensor | None = None  # the last one of the window
+        self._has_warned = False
+        self._shadows = [
+            Shadow(self._optimization, MAKE_BACKWARD, self._make_make_backward),
+            Shadow(self._optimization, OPTIMIZER_STEP, self._make_optimizer_step),
+            Shadow(trainer.precision_plugin, AFTER_CLOSURE, self._make_after_closure),
+        ]
+
+    def begin(self, batch: Any) -> None:
+        """Take note of a micro-batch that the window has begun."""
+        self._factor = None
+        if self._weights is not None:
+            if self._window.is_first:
+                self._weights.open()
+            self._weights.begin(batch)
+
+    def pass_over(self) -> None:
+        """Take note of a batch that is not there."""
+        if self._weights is not None:
+            self._weights.pass_over()
+
+    def remove(self) -> None:
+        """Put everything back. Calling it again does nothing."""
+        for shadow in reversed(self._shadows):
+            shadow.remove()
+        self._loss = None
+
+    def _make_make_backward(self, inner: Method) -> Method:
+        def make_backward(optimizer: Optimizer) -> Any:
+            backward = inner(optimizer)
+            if backward is None:
+                return None
+
+            def scale_and_backward(loss: Tensor) -> None:
+                if self._skips_backward(loss):
+                    return
+                self._loss = loss.detach()
+                is_new = self._window.hold()
+                if self._weights is not None:
+                    if is_new:
+                        self._weights.add()
+                    loss = self._weights.scale(loss)
+                backward(loss)
+
+            return scale_and_backward
+
+        return make_backward
+
+    def _skips_backward(self, loss: Tensor) -> bool:
+        """Whether the loss counts for nothing, and no rank waits for its backward: 0 * (0 / 0) is not 0."""
+        if self._weights is None or not self._weights.is_known_zero:
+            return False
+        strategy, is_step = self._trainer.strategy, not is_accumulating(self._epoch_loop)
+        if not isinstance(strategy, SingleDeviceStrategy) and (is_step or not isinstance(strategy, DDPStrategy)):
+            return False
+        # A window that holds nothing has gradients of 0, rather than none, for hooks that look at them.
+        return not (is_step and self._window.num_held == 0 and bool(torch.isfinite(loss).all()))
+
+    def _make_optimizer_step(self, inner: Method) -> Method:
+        def optimizer_step(batch_idx: int, closure: Callable[[], Any]) -> Any:
+            if skips_backward(self._optimization):
+                return inner(batch_idx, closure)
+            num_calls = 0
+
+            def run_closure() -> Any:
+                nonlocal num_calls
+                num_calls += 1
+                if num_calls > 1 and self._window.length > 1:
+                    raise _called_again()
+                loss = closure()
+                if loss is None and self._window.num_held:
+                    return self._loss  # a scaler takes None for a window without gradients
+                return loss if self._window.num_held else None
+
+            with self._watched_steps() as steps:
+                result = inner(batch_idx, run_closure)
+            if steps and num_calls and self._factor is None:
+                self._warn_of_bypass()
+            return result
+
+        return optimizer_step
+
+    @contextmanager
+    def _watched_steps(self) -> Iterator[list[Any]]:
+        steps: list[Any] = []
+        handles = [
+            optimizer.register_step_post_hook(lambda *_: steps.append(True)) for optimizer in self._trainer.optimizers
+        ]
+        try:
+            yield steps
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _warn_of_bypass(self) -> None:
+        if self._has_warned or (self._weights is None and self._read_factor() == 1):
+            return
+        self._has_warned = True
+        rank_zero_warn(
+            "AccumulationScheduler: optimizer_step of the LightningModule calls the optimizer past the strategy, so "
+            "that it took gradients that are not the mean over their window, and without hooks and clipping. Call "
+            "optimizer.step(closure=optimizer_closure) of the optimizer that it is given."
+        )
+
+    def _make_after_closure(self, inner: Method) -> Method:
+        def after_closure(model: pl.LightningModule, optimizer: Optimizer) -> Any:
+            if skips_backward(self._optimization):
+                return inner(model, optimizer)
+            if self._factor is None:  # once per step: some optimizers call their closure several times
+                self._factor = self._read_factor()
+            if isinstance(self._factor, Tensor) or self._factor != 1:
+                # Others are never zeroed either: they would be multiplied again at each step.
+                scale_gradients([p for group in optimizer.param_groups for p in group["params"]], self._factor)
+            return inner(model, optimizer)
+
+        return after_closure
+
+    def _read_factor(self) -> float | Tensor:
+        if self._weights is not None:
+            return self._weights.factor(self._window.length)
+        num_counted = self._window.num_held if self._trainer.world_size == 1 else self._window.num_places
+        return self._window.length / num_counted if num_counted else 1.0
+
+
+def _called_again() -> MisconfigurationException:
+    return MisconfigurationException(
+        "AccumulationScheduler does not work with an optimizer_step that calls its closure several times per step, as "
+        "for sharpness-aware minimisation: it runs the last micro-batch of a window alone. Use larger batches or an "
+        "optimizer that calls it once."
+    )

@@ -1,0 +1,88 @@
+"""How many micro-batches of all ranks together make a batch of a wanted size."""
+
+from typing import Literal
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_vram.argument_checks import check_positive_int
+from lightning_vram.private_names.lightning.loops import training_data
+
+Rounding = Literal["up", "down"]
+
+
+def check_target(target_batch_size: int | None, rounding: Rounding | None) -> None:
+    """Check the arguments.
+
+    Raises:
+        TypeError: If the target is no ``int``.
+        ValueError: If it is below 1, or ``rounding`` has another value or nothing to do.
+    """
+    if target_batch_size is not None:
+        check_positive_int("AccumulationScheduler(target_batch_size)", target_batch_size)
+    if rounding not in (None, "up", "down"):
+        raise ValueError(f"AccumulationScheduler(round) must be 'up', 'down' or None, got {rounding!r}.")
+    if rounding is not None and target_batch_size is None:
+        raise ValueError(f"AccumulationScheduler(round) needs target_batch_size, got round={rounding!r} without.")
+
+
+def plan_factor(trainer: pl.Trainer, target_batch_size: int, rounding: Rounding | None) -> int:
+    """Divide a batch size by that of one micro-batch on all data-parallel ranks.
+
+    Args:
+        trainer: Whose training data is set up.
+        target_batch_size: Samples per optimizer step.
+        rounding: What to do with a remainder. ``None`` refuses it.
+
+    Returns:
+        Micro-batches per optimizer step.
+
+    Raises:
+        MisconfigurationException: If the loader does not say its batch size, there are several loaders, one
+            micro-batch is larger than the target, or there is a remainder.
+    """
+    batch_size = _read_batch_size(trainer)
+    num_ranks = _count_ranks(trainer)
+    size = batch_size * num_ranks
+    factor, remainder = divmod(target_batch_size, size)
+    if remainder and rounding == "up":
+        factor += 1
+    reason = f"one micro-batch of all ranks is {batch_size} x {num_ranks} = {size} samples"
+    if factor == 0:
+        raise MisconfigurationException(
+            f"AccumulationScheduler(target_batch_size) must be at least {size}, got {target_batch_size}: {reason}. "
+            f"Choose a smaller batch size for the loader, or round='up'."
+        )
+    if remainder and rounding is None:
+        nearest = " or ".join(str(value) for value in (factor * size, (factor + 1) * size))
+        raise MisconfigurationException(
+            f"AccumulationScheduler(target_batch_size) must be a multiple of {size}, got {target_batch_size}: "
+            f"{reason}. Choose {nearest}, or round='down' or 'up'."
+        )
+    return factor
+
+
+def _read_batch_size(trainer: pl.Trainer) -> int:
+    combined = training_data(trainer.fit_loop)
+    assert combined is not None  # the data is set up
+    way_out = "Give by_epoch={0: number of micro-batches} instead."
+    if len(combined.flattened) != 1:
+        raise MisconfigurationException(
+            f"AccumulationScheduler(target_batch_size) needs one training dataloader, got {len(combined.flattened)}. "
+            f"{way_out}"
+        )
+    loader = combined.flattened[0]
+    for place in (loader, getattr(loader, "batch_sampler", None)):
+        size = getattr(place, "batch_size", None)
+        if isinstance(size, int) and size > 0:
+            return size
+    raise MisconfigurationException(
+        f"AccumulationScheduler(target_batch_size) needs a training dataloader with a batch_size, got a "
+        f"{type(loader).__name__} without. {way_out}"
+    )
+
+
+def _count_ranks(trainer: pl.Trainer) -> int:
+    # Of the data-parallel ranks alone: tensor-parallel ones share their batches. Not there on a single device.
+    kwargs = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
+    return int(kwargs.get("num_replicas") or 1)

@@ -1,0 +1,86 @@
+"""The weighted mean over the micro-batches of a window, on all ranks, without looking ahead.
+
+Wanted is ``sum(w * gradient) / sum(w)`` over all micro-batches of all ranks. Losses are multiplied by ``w`` as they
+come, gradients are divided by the sum when it is known: before the optimizer step, by one reduction of one number.
+
+Losses are in units of the first weight above 0, so that float16 stays in range. All ranks agree about it, by one more
+reduction for each batch until there is one; that is the only time the device is waited for.
+"""
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from lightning_vram.core.batches.weights import BatchWeight
+
+
+class AccumulationWeights:
+    """Weights of one window after the other. They stay on the device.
+
+    Args:
+        weigh: From a batch to its weight.
+        trainer: That runs.
+
+    Attributes:
+        is_known_zero: Whether the weight of the batch is 0, and nobody had to ask a device.
+    """
+
+    def __init__(self, weigh: BatchWeight, trainer: pl.Trainer) -> None:
+        self._weigh = weigh
+        self._device = trainer.strategy.root_device
+        self._num_ranks = trainer.world_size
+        self._dtype = torch.float32 if self._device.type == "mps" else torch.float64
+        self._reference: Tensor | None = None
+        self.is_known_zero = False
+        self._weight = self._sum = torch.zeros((), dtype=self._dtype, device=self._device)
+
+    def open(self) -> None:
+        """Begin a window."""
+        self._sum = torch.zeros_like(self._sum)
+
+    def begin(self, batch: Any) -> None:
+        """Weigh the next batch, as all ranks do, or say by :meth:`pass_over` that there is none."""
+        weight = self._weigh(batch)
+        self.is_known_zero = (not isinstance(weight, Tensor) or weight.device.type == "cpu") and bool(weight == 0)
+        if not isinstance(weight, Tensor):
+            weight = torch.full_like(self._sum, weight)  # unlike torch.tensor, it does not wait for the device
+        weight = weight.detach().to(self._device, self._dtype)
+        self._find_reference(weight)
+        self._weight = weight if self._reference is None else weight / self._reference
+
+    def pass_over(self) -> None:
+        """Take part in what other ranks agree about, without a batch."""
+        self._find_reference(torch.zeros_like(self._sum))
+
+    def add(self) -> None:
+        """Count the batch that was weighed last."""
+        self._sum = self._sum + self._weight
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Multiply a loss of the batch that was weighed last, for its backward."""
+        return loss * self._weight.to(loss.device, loss.dtype)
+
+    def factor(self, length: int) -> Tensor:
+        """What gradients are to be multiplied by, after losses were scaled and divided by ``length``.
+
+        Gradients are averaged over the ranks before. 1 where all weights are 0. To be called on all ranks at once.
+        """
+        mean = self._reduced(self._sum, "SUM") / self._num_ranks
+        return torch.where(mean > 0, length / mean, 1)
+
+    def _find_reference(self, weight: Tensor) -> None:
+        if self._reference is not None:
+            return
+        largest = self._reduced(weight, "MAX")
+        if largest > 0:
+            self._reference = largest / torch.frexp(largest).mantissa  # a power of two, which rounds nothing
+
+    def _reduced(self, value: Tensor, operation: str) -> Tensor:
+        if self._num_ranks == 1:
+            return value
+        # strategy.reduce waits at a barrier each time
+        value = value.clone()
+        torch.distributed.all_reduce(value, op=getattr(torch.distributed.ReduceOp, operation))
+        return value

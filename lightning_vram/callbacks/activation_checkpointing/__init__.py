@@ -1,0 +1,5 @@
+"""See :class:`ActivationCheckpointing`."""
+
+from lightning_vram.callbacks.activation_checkpointing.callback import (
+    ActivationCheckpointing as ActivationCheckpointing,
+)

@@ -1,0 +1,264 @@
+"""Recompute layers in the backward instead of keeping what they computed in the forward.
+
+Activations are most of the memory of most runs. A checkpointed layer keeps its inputs only and runs its forward a
+second time when the backward reaches it: about a third more compute for a small part of the activation memory. See
+:mod:`lightning_vram.techniques.activation_checkpointing.apply` for the mechanism and where it does not help.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import nn
+from typing_extensions import override
+
+from lightning_vram.argument_checks import check_bool, check_positive_int
+from lightning_vram.callbacks.hook_points.around_step import Depth, StepSeam
+from lightning_vram.callbacks.hook_points.fit_technique import FitTechnique
+from lightning_vram.core.layers.patterns import check_layers
+from lightning_vram.core.layers.selection import LayerSelection
+from lightning_vram.core.surgery.compiled import is_compiled
+from lightning_vram.memory.tracking.storages import iterate_tensors
+from lightning_vram.memory.units import format_bytes, parse_bytes
+from lightning_vram.techniques.activation_checkpointing.apply import CheckpointingHandle, apply_activation_checkpointing
+from lightning_vram.techniques.activation_checkpointing.budget.apply import BudgetedCheckpointing, Decisions
+from lightning_vram.techniques.activation_checkpointing.budget.shared import SharedPlan, share_largest
+from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy, parse_save
+
+_CHECKS = ("outputs", "operators", "none")
+
+
+class ActivationCheckpointing(FitTechnique):
+    """Checkpoint layers of any LightningModule while it is fitted; its code stays as it is.
+
+    Weights, gradients, random numbers and buffers are those of the plain run, to the bit: dropout draws the same mask,
+    BatchNorm moves its statistics once per step. Works the same on every rank, under any strategy, with accumulation
+    and manual optimization. The layers change their class for the time of the fit and change back after it, also if
+    it fails. Nothing is stored in checkpoints.
+
+    Forward hooks on a layer fire once, those on modules inside of it in both runs, as with torch's checkpoint: they may
+    change what the second run has to make again. Put one that counts or collects on the layer itself.
+
+    Args:
+        layers: ``"auto"`` finds the blocks the model repeats: the classes it names in ``_no_split_modules``, else the
+            children of its outermost ``ModuleList``, ``ModuleDict`` or ``Sequential`` with two or more of one class,
+            else the convolution-norm-activation stages of its ``Sequential``s. Otherwise class names
+            (``"TransformerEncoderLayer"``), module names, globs over module names (``"net.blocks.*"``; ``*`` stays
+            within one part of a name, ``**`` crosses dots), or classes; one or a list. Where matches are nested the
+            outermost is taken.
+        every_n_layers: Checkpoint the first chosen layer and every n-th after it: less recomputation, more memory.
+        save: What a layer keeps. ``"inputs"``: nothing else. ``"matmuls"``: also the results of matrix products,
+            convolutions and attention, so that only the cheap rest runs again; ``"attention"``: those of attention;
+            a list of names of operators as in ``torch.ops`` (``["aten.mm", "aten.addmm.default"]``); or a
+            :class:`~lightning_vram.techniques.activation_checkpointing.save_policy.SavePolicy`.
+        segments: Cut sequential bodies (``nn.Sequential``) into so many layers, or into ``"sqrt"`` of their number.
+            ``layers`` then names the bodies; ``"auto"`` takes the outermost.
+        skip_last: Leave the last layer, or the last segment, plain. The backward starts there and would recompute it
+            at once; it costs memory where a large loss head is alive at the same time.
+        budget: Bytes for activations, as ``"6GiB"``. The first step runs with all ``layers`` checkpointed and is
+            watched; then the cheapest choice that fits is made, by layer and by operator, and told in a table.
+            Excludes the arguments above but ``layers``. On a single process a step whose layers get larger inputs than
+            before runs checkpointed, and the plan is made anew; with several ranks it is made once, for the first
+            batch on the rank that needs most.
+        determinism_check: ``"outputs"`` compares what a layer returns in both runs of its first call, and shapes
+            always. ``"operators"`` compares every operator and names the one that differs: slow, to find a fault.
+            ``"none"`` looks at nothing.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If an argument has a value that is not allowed, or contradicts another.
+
+    Example:
+        >>> import lightning.pytorch as pl
+        >>> from lightning_vram import ActivationCheckpointing
+        >>> trainer = pl.Trainer(callbacks=[ActivationCheckpointing(layers="net.blocks.*")], logger=False)
+    """
+
+    def __init__(  # noqa: PLR0913 - one callback for one technique
+        self,
+        layers: str | type[nn.Module] | Sequence[str | type[nn.Module]] = "auto",
+        every_n_layers: int = 1,
+        save: str | Sequence[str] | SavePolicy = "inputs",
+        segments: int | Literal["sqrt"] | None = None,
+        skip_last: bool = False,  # noqa: FBT001, FBT002
+        budget: int | str | None = None,
+        determinism_check: Literal["outputs", "operators", "none"] = "outputs",
+    ) -> None:
+        check_layers("ActivationCheckpointing(layers)", layers)
+        check_positive_int("ActivationCheckpointing(every_n_layers)", every_n_layers)
+        _check_segments(segments)
+        check_bool("ActivationCheckpointing(skip_last)", skip_last)
+        if determinism_check not in _CHECKS:
+            raise ValueError(
+                f"ActivationCheckpointing(determinism_check) must be one of {', '.join(map(repr, _CHECKS))}, "
+                f"got {determinism_check!r}."
+            )
+        if segments is not None and every_n_layers > 1:
+            raise ValueError(
+                "ActivationCheckpointing(segments) checkpoints whole bodies and excludes every_n_layers, "
+                f"got segments={segments!r} and every_n_layers={every_n_layers}. Choose one."
+            )
+        self.layers = layers
+        self.every_n_layers = every_n_layers
+        self.save = save
+        self.segments = segments
+        self.skip_last = skip_last
+        self.budget = budget
+        self.determinism_check = determinism_check
+        self._policy = parse_save(save, "ActivationCheckpointing(save)")
+        self._budget_bytes = self._check_budget()
+        self._handle: CheckpointingHandle | None = None
+        self._is_policy_unproven = False
+        self._budgeted: BudgetedCheckpointing | None = None
+        self._seam: StepSeam | None = None
+        self._batch: Any = None  # of the step that is about to be observed
+        self._decisions: Decisions | None = None  # made in the step, and not applied yet
+        self._planned_bytes = -1  # of the largest batch a plan was made for
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: object, batch_idx: int
+    ) -> None:
+        is_planned = self._planned_bytes >= 0
+        if self._budgeted is None or (is_planned and trainer.world_size > 1):  # ranks must recompute the same layers
+            return
+        if self._budgeted.is_outgrown or _count_bytes(batch) > self._planned_bytes:
+            self._batch = batch
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
+        if self._decisions is not None and self._budgeted is not None:
+            # Not before: an outer checkpoint of the user's runs the layers again in the backward, as they were.
+            self._budgeted.apply(self._decisions, is_guarded=trainer.world_size == 1)
+            self._decisions = None
+        if self._is_policy_unproven and self._handle is not None and self._handle.num_kept_results() is not None:
+            self._is_policy_unproven = False
+            if self._handle.num_kept_results():
+                return
+            rank_zero_warn(
+                f"ActivationCheckpointing(save={self.save!r}) kept nothing: no layer ran one of these operators. "
+                "Attention with dropout runs as matrix products on the host; compiled layers show no operators."
+            )
+
+    def __getstate__(self) -> dict[str, object]:
+        # A copy of the callback has not changed any module.
+        run = ("_handle", "_budgeted", "_seam", "_batch", "_decisions")
+        return {**vars(self), **dict.fromkeys(run), "_planned_bytes": -1}
+
+    @override
+    def _apply(self, trainer: pl.Trainer) -> None:
+        pl_module = trainer.lightning_module
+        try:
+            self._handle = apply_activation_checkpointing(
+                pl_module,
+                layers=self.layers,
+                every_n_layers=self.every_n_layers,
+                segments=self.segments,
+                skip_last=self.skip_last,
+                save=self._policy,
+                determinism_check=self.determinism_check,
+            )
+        except ValueError as error:
+            raise MisconfigurationException(f"ActivationCheckpointing: {error}") from None
+        self._is_policy_unproven = self._policy is not None
+        if self._budget_bytes is None:
+            rank_zero_info(f"ActivationCheckpointing {_describe(self._handle.selection)}")
+            return
+        if is_compiled(pl_module):
+            self._handle.leave_to_compiler()
+            rank_zero_warn(
+                "ActivationCheckpointing(budget) does not see inside of compiled code and leaves the choice there to "
+                "the compiler's partitioner: torch._functorch.config.activation_memory_budget takes a share of 0 to 1."
+            )
+        self._budgeted = BudgetedCheckpointing(pl_module, self._handle, self._budget_bytes, self.determinism_check)
+        self._seam = StepSeam(
+            trainer.strategy, "training_step", Depth.OBSERVATION, lambda *_, **__: self._step(trainer)
+        )
+
+    @contextmanager
+    def _step(self, trainer: pl.Trainer) -> Iterator[None]:
+        batch, self._batch = self._batch, None
+        if batch is None or self._budgeted is None:
+            yield
+            return
+        with self._budgeted.observing(batch):
+            yield
+        is_first = self._planned_bytes < 0
+        try:
+            plan = share_largest(self._budgeted.plan)
+        except ValueError as error:
+            if is_first:
+                raise MisconfigurationException(f"ActivationCheckpointing: {error}") from None
+            rank_zero_warn(f"ActivationCheckpointing recomputes all layers from now on. A larger batch came: {error}")
+            plan = SharedPlan({}, 0, "", "")
+        if plan is None:
+            return  # no layer ran: the next step may show more
+        self._decisions = plan.decisions
+        self._planned_bytes = max(self._planned_bytes, _count_bytes(batch))
+        title = f"ActivationCheckpointing(budget={self.budget!r}) planned"
+        if is_first:
+            rank_zero_info(f"{title}:\n{plan.table}")
+        elif plan.decisions:
+            rank_zero_info(f"{title} anew, for a batch of {format_bytes(_count_bytes(batch))}: {plan.summary}")
+
+    @override
+    def _undo(self) -> None:
+        if self._seam is not None:
+            self._seam.remove()
+        if self._handle is not None:
+            self._handle.remove()
+        self._seam = self._handle = self._budgeted = self._batch = self._decisions = None
+        self._planned_bytes = -1
+
+    def _check_budget(self) -> int | None:
+        if self.budget is None:
+            return None
+        budget_bytes = parse_bytes(self.budget, "ActivationCheckpointing(budget)")
+        others = {
+            "every_n_layers": (self.every_n_layers, 1),
+            "save": (self.save, "inputs"),
+            "segments": (self.segments, None),
+            "skip_last": (self.skip_last, False),
+        }
+        given = [f"{name}={value!r}" for name, (value, default) in others.items() if value != default]
+        if given:
+            raise ValueError(
+                f"ActivationCheckpointing(budget={self.budget!r}) chooses what is recomputed by itself and excludes "
+                f"{' and '.join(given)}. Leave out one or the other."
+            )
+        if budget_bytes == 0:
+            raise ValueError(f"ActivationCheckpointing(budget) must be at least 1 byte, got {self.budget!r}.")
+        return budget_bytes
+
+
+def _check_segments(segments: object) -> None:
+    if segments is None or segments == "sqrt":
+        return
+    if not isinstance(segments, int) or isinstance(segments, bool):
+        raise TypeError(
+            f"ActivationCheckpointing(segments) must be an int, 'sqrt' or None, "
+            f"got {segments!r} of type {type(segments).__name__}."
+        )
+    if segments < 2:
+        raise ValueError(
+            f"ActivationCheckpointing(segments) must be at least 2, got {segments}: one segment recomputes the whole "
+            "body at once and saves nothing. 'sqrt' needs least memory."
+        )
+
+
+def _count_bytes(batch: object) -> int:
+    return sum(tensor.nbytes for tensor in iterate_tensors(batch))
+
+
+def _describe(selection: LayerSelection) -> str:
+    names = [layer.name for layer in selection.layers]
+    shown = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
+    text = f"recomputes {len(names)} layer{'s' if len(names) > 1 else ''} in backward: {shown}."
+    if selection.nested:
+        text += f" {len(selection.nested)} more matches lie inside them and are left out, {selection.nested[0]} first."
+    return text

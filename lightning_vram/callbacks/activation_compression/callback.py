@@ -1,0 +1,200 @@
+"""Keep activations in fewer bytes: without any loss, or with a measured one in chosen layers.
+
+See :mod:`lightning_vram.techniques.activation_compression.stage` for the mechanism and where it does not help.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_vram.argument_checks import check_bool, check_positive_int
+from lightning_vram.callbacks.hook_points.around_step import Depth, StepSeam
+from lightning_vram.callbacks.hook_points.fit_technique import FitTechnique
+from lightning_vram.callbacks.hook_points.moved_parameters import refuse_moved_parameters
+from lightning_vram.core.layers.patterns import check_layers
+from lightning_vram.core.layers.selection import select_layers
+from lightning_vram.memory.units import parse_bytes
+from lightning_vram.private_names.lightning.strategies import ddp_arguments
+from lightning_vram.techniques.activation_compression.gradient_error import gradient_cosine
+from lightning_vram.techniques.activation_compression.stage import CompressionStage
+
+_FORMATS = (None, "bf16", "fp8", "int8")
+METRIC = "vram/gradient_cosine"
+
+
+class ActivationCompression(FitTechnique):
+    """Store what training steps save for their backward in fewer bytes, for any LightningModule.
+
+    Without ``lossy`` weights, gradients, buffers and random numbers are those of the plain run, to the bit: masks of
+    ReLU and dropout are kept as bits, indices of pooling and the like in the narrowest integer, and what is saved twice
+    once. Use ``InPlaceFusion`` where it can run: it drops what this packs, and more. With ``lossy`` the activations of
+    chosen layers lose precision for the backward only; the forward stays exact.
+
+    Args:
+        lossless: Whether to do what changes no gradient.
+        lossy: How to store the other activations of ``layers``: ``"bf16"``, ``"fp8"`` (e4m3) or ``"int8"``, the last
+            two with a scale for each block. ``None``: as they are.
+        layers: Which: ``"auto"`` for the blocks the model repeats, class names, module names, globs or classes, as for
+            ``ActivationCheckpointing``. Only with ``lossy``.
+        block_size: Neighbours in memory that share a scale.
+        min_bytes: Smaller tensors are left as they are: an ``int``, or text such as ``"4KiB"``.
+        gradient_cosine_every_n_batches: Log ``vram/gradient_cosine`` every so many batches: the cosine between the
+            exact gradient of the batch and the one that is used. Costs two more backwards and, for that batch, the
+            memory of the exact activations. ``None``: never. Only with ``lossy``; not with FSDP2, nor with DDP's
+            ``static_graph=True``, which would take these backwards for the first of its own.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If an argument has a value that is not allowed, or contradicts another.
+
+    Example:
+        >>> import lightning.pytorch as pl
+        >>> from lightning_vram import ActivationCompression
+        >>> trainer = pl.Trainer(callbacks=[ActivationCompression(lossy="int8", layers="net.blocks.*")], logger=False)
+    """
+
+    def __init__(
+        self,
+        lossless: bool = True,  # noqa: FBT001, FBT002
+        lossy: Literal["bf16", "fp8", "int8"] | None = None,
+        layers: str | type[nn.Module] | Sequence[str | type[nn.Module]] = "auto",
+        block_size: int = 128,
+        min_bytes: int | str = 1024,
+        gradient_cosine_every_n_batches: int | None = None,
+    ) -> None:
+        check_bool("ActivationCompression(lossless)", lossless)
+        if lossy is not None and lossy not in _FORMATS:
+            raise ValueError(f"ActivationCompression(lossy) must be one of {_FORMATS}, got {lossy!r}.")
+        check_layers("ActivationCompression(layers)", layers)
+        check_positive_int("ActivationCompression(block_size)", block_size)
+        if gradient_cosine_every_n_batches is not None:
+            check_positive_int(
+                "ActivationCompression(gradient_cosine_every_n_batches)", gradient_cosine_every_n_batches
+            )
+        if lossy is None:
+            _refuse_without_loss(lossless, layers, gradient_cosine_every_n_batches)
+        self.lossless = lossless
+        self.lossy = lossy
+        self.layers = layers
+        self.block_size = block_size
+        self.min_bytes = parse_bytes(min_bytes, "ActivationCompression(min_bytes)")
+        self.gradient_cosine_every_n_batches = gradient_cosine_every_n_batches
+        self.gradient_cosine: float | None = None
+        """Measured last."""
+        self._stage: CompressionStage | None = None
+        self._seams: list[StepSeam] = []
+        self._is_measured = False  # the batch that runs
+        self._has_warned = False
+
+    @override
+    def _check(self, trainer: pl.Trainer) -> None:
+        refuse_moved_parameters("ActivationCompression", trainer, "saved tensors are views of")
+        if self.gradient_cosine_every_n_batches is not None:
+            _refuse_counted_backwards(trainer)
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: object, batch_idx: int
+    ) -> None:
+        every_n_batches = self.gradient_cosine_every_n_batches
+        self._is_measured = every_n_batches is not None and batch_idx % every_n_batches == 0
+        if self._is_measured and not any(parameter.requires_grad for parameter in pl_module.parameters()):
+            self._is_measured = False
+            if not self._has_warned:
+                self._has_warned = True
+                rank_zero_warn(
+                    "ActivationCompression(gradient_cosine_every_n_batches) measures nothing while no parameter "
+                    "requires a gradient."
+                )
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**vars(self), "_stage": None, "_seams": [], "_is_measured": False}  # a copy is not part of any run
+
+    @override
+    def _apply(self, trainer: pl.Trainer) -> None:
+        pl_module = trainer.lightning_module
+        try:
+            self._stage = CompressionStage(
+                pl_module,
+                lossless=self.lossless,
+                lossy=self.lossy,
+                layers=select_layers(pl_module, self.layers) if self.lossy is not None else None,
+                block_size=self.block_size,
+                min_bytes=self.min_bytes,
+            )
+        except ValueError as error:
+            raise MisconfigurationException(f"ActivationCompression: {error}") from None
+        self._seams.append(
+            StepSeam(trainer.strategy, "training_step", Depth.COMPRESSION, lambda *_, **__: self._step())
+        )
+        if self.gradient_cosine_every_n_batches is not None:
+            self._seams.append(
+                StepSeam(
+                    trainer.strategy,
+                    "backward",
+                    Depth.COMPRESSION,
+                    lambda loss, *_, **__: self._measure(trainer, loss),
+                )
+            )
+
+    @contextmanager
+    def _step(self) -> Iterator[None]:
+        assert self._stage is not None
+        with ExitStack() as stack:
+            if self._is_measured:
+                stack.enter_context(self._stage.keeping_exact_too())
+            stack.enter_context(self._stage)
+            yield
+
+    @contextmanager
+    def _measure(self, trainer: pl.Trainer, loss: Tensor) -> Iterator[None]:
+        if self._is_measured and self._stage is not None:
+            self._is_measured = False  # one backward of the batch
+            # Else gradients in float16 vanish: the loss passes here before the plugin scales it.
+            scaler = getattr(trainer.precision_plugin, "scaler", None)
+            scaled = scaler.scale(loss) if scaler is not None else loss
+            self.gradient_cosine = gradient_cosine(self._stage, scaled, trainer.lightning_module.parameters())
+            for logger in trainer.loggers:
+                logger.log_metrics({METRIC: self.gradient_cosine}, step=trainer.global_step)
+        yield
+
+    @override
+    def _undo(self) -> None:
+        while self._seams:
+            self._seams.pop().remove()
+        self._stage = None
+        self._is_measured = False
+
+
+def _refuse_counted_backwards(trainer: pl.Trainer) -> None:
+    name, strategy = "ActivationCompression(gradient_cosine_every_n_batches)", trainer.strategy
+    if hasattr(type(strategy), "device_mesh"):  # ModelParallelStrategy, fsdp_offload
+        raise MisconfigurationException(
+            f"{name} does not work with {type(strategy).__name__}: "
+            "the hooks of FSDP2 move parameters in every backward. Measure on a single device or with 'ddp'."
+        )
+    if isinstance(strategy, DDPStrategy) and ddp_arguments(strategy).get("static_graph"):
+        raise MisconfigurationException(
+            f"{name} does not work with DDPStrategy(static_graph=True): DDP learns the graph from the first backward "
+            "and would no longer average gradients. Leave static_graph out, or measure in a run of its own."
+        )
+
+
+def _refuse_without_loss(lossless: bool, layers: Any, every_n_batches: int | None) -> None:  # noqa: FBT001
+    if not lossless:
+        raise ValueError(
+            "ActivationCompression(lossless=False, lossy=None) does nothing. Leave lossless out, or choose "
+            "lossy='bf16', 'fp8' or 'int8'."
+        )
+    if every_n_batches is not None or layers != "auto":
+        name = "layers" if layers != "auto" else "gradient_cosine_every_n_batches"
+        raise ValueError(
+            f"ActivationCompression({name}) is for lossy='bf16', 'fp8' or 'int8', got lossy=None: nothing is lost."
+        )

@@ -1,0 +1,3 @@
+"""See :class:`ActivationOffload`."""
+
+from lightning_vram.callbacks.activation_offload.callback import ActivationOffload as ActivationOffload

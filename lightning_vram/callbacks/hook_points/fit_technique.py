@@ -1,0 +1,45 @@
+"""The frame of callbacks that apply a technique for the time of a fit, and undo it however the fit ends."""
+
+from abc import ABC, abstractmethod
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from typing_extensions import override
+
+from lightning_vram.callbacks.hook_points.before_strategy_setup import (
+    before_strategy_setup,
+    withdraw_from_strategy_setup,
+)
+from lightning_vram.callbacks.hook_points.lightning_copy import check_trainer
+
+
+class FitTechnique(Callback, ABC):
+    """Applies right before the strategy is set up, when the module is complete and not yet wrapped or moved."""
+
+    @abstractmethod
+    def _apply(self, trainer: pl.Trainer) -> None:
+        """Apply the technique to ``trainer.lightning_module``. If it raises, the run ends there."""
+
+    @abstractmethod
+    def _undo(self) -> None:
+        """Undo what was applied, if it was. Called more than once."""
+
+    def _check(self, trainer: pl.Trainer) -> None:
+        """Refuse what the technique cannot work with, before anything else of the fit happens."""
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        check_trainer(type(self).__name__, trainer)
+        self._undo()  # a run whose end another callback's error cut short
+        if stage == "fit":
+            self._check(trainer)
+            before_strategy_setup(trainer, lambda: self._apply(trainer))
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._undo()
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        withdraw_from_strategy_setup(trainer)
+        self._undo()

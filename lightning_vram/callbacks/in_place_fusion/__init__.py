@@ -1,0 +1,3 @@
+"""See :class:`InPlaceFusion`."""
+
+from lightning_vram.callbacks.in_place_fusion.callback import InPlaceFusion as InPlaceFusion

@@ -1,0 +1,158 @@
+"""Drop every activation that is cheap to make again; gradients stay what they are, to the last bit.
+
+Convolution-norm-activation keeps two tensors per pair, transformers keep the results of norms, GELUs, dropout and
+casts. All of them can be made again from tensors that are kept anyway, at the price of one more pass over memory. See
+:mod:`lightning_vram.techniques.in_place_fusion.recomputation.stage` for the mechanism and where it does not help.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from typing_extensions import override
+
+from lightning_vram.argument_checks import check_bool
+from lightning_vram.callbacks.hook_points.around_step import Depth, StepSeam
+from lightning_vram.callbacks.hook_points.fit_technique import FitTechnique
+from lightning_vram.callbacks.hook_points.moved_parameters import refuse_moved_parameters
+from lightning_vram.memory.units import parse_bytes
+from lightning_vram.techniques.in_place_fusion.policy import FrozenNormFolding, Fusion, FusionError, FusionPolicy
+
+
+class InPlaceFusion(FitTechnique):
+    """Drop what is cheap to make again, in every training step of any LightningModule; its code stays as it is.
+
+    With the defaults weights, gradients, buffers and random numbers are those of the plain run, to the bit. Works under
+    any code (functional calls, residual sums, custom functions), with autocast, accumulation, DDP, FSDP2, compiled
+    parts, manual optimization and gradient penalties. After the fit the module is what it was; nothing is stored in
+    checkpoints.
+
+    Args:
+        mode: ``"general"`` drops the results of all cheap operators in eager code. ``"modules"`` lets activations
+            behind a norm keep the norm's input and costs no Python per operator, but saves less; in compiled code it
+            lets the compiler recompute norms and activations. ``"auto"`` does the first in eager and the second in
+            compiled code.
+        inplace: Let activations overwrite their input, in training steps, where one observed step has proven that
+            nobody else reads it. As the next two, only for models that take the same path in every step. In manual
+            optimization the observed step has other gradients of ``prod`` and ``cumprod``, equal up to rounding.
+        abn: ``"invert"`` keeps only the output of a batch norm and the LeakyReLU or ELU behind it, and inverts them
+            (InPlace-ABN, Rota Bulò et al. 2018, https://arxiv.org/abs/1712.02616). Gradients are then equal up to the
+            rounding of the inverse; norms for which that is too large are left out. No double backward. ``None``: off.
+        fold_frozen_bn: Fold batch norms in evaluation mode into the convolution before them, in fine-tuning and in
+            ``validate``, ``test`` and ``predict`` (https://arxiv.org/abs/2305.11624). Equal up to rounding.
+        min_bytes: Smaller tensors are kept: an ``int``, or text such as ``"4KiB"``.
+        dropout: ``"mask"`` keeps masks as bits; ``"replay"`` keeps the state of the generator and draws again.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If an argument has a value that is not allowed.
+
+    Example:
+        >>> import lightning.pytorch as pl
+        >>> from lightning_vram import InPlaceFusion
+        >>> trainer = pl.Trainer(callbacks=[InPlaceFusion()], logger=False)
+    """
+
+    def __init__(
+        self,
+        mode: Literal["auto", "general", "modules"] = "auto",
+        inplace: bool = False,  # noqa: FBT001, FBT002
+        abn: Literal["invert"] | None = None,
+        fold_frozen_bn: bool = False,  # noqa: FBT001, FBT002
+        min_bytes: int | str = 1024,
+        dropout: Literal["mask", "replay"] = "mask",
+    ) -> None:
+        _check_choice("mode", mode, ("auto", "general", "modules"))
+        check_bool("InPlaceFusion(inplace)", inplace)
+        _check_choice("abn", abn, (None, "invert"))
+        check_bool("InPlaceFusion(fold_frozen_bn)", fold_frozen_bn)
+        _check_choice("dropout", dropout, ("mask", "replay"))
+        self.mode = mode
+        self.inplace = inplace
+        self.abn = abn
+        self.fold_frozen_bn = fold_frozen_bn
+        self.min_bytes = parse_bytes(min_bytes, "InPlaceFusion(min_bytes)")
+        self.dropout = dropout
+        self._seams: list[StepSeam] = []
+        self._fusion: Fusion | FrozenNormFolding | None = None
+        self._signature_without_use: int | None = None
+
+    @override
+    def _check(self, trainer: pl.Trainer) -> None:
+        refuse_moved_parameters("InPlaceFusion", trainer, "activations are made again from")
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        if stage != "fit" and self.fold_frozen_bn:
+            name = {"validate": "validation_step", "test": "test_step", "predict": "predict_step"}[stage]
+            self._fusion = folding = FrozenNormFolding(pl_module, _tell)
+            self._seams.append(StepSeam(trainer.strategy, name, Depth.RECOMPUTATION, lambda *_, **__: folding.step()))
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: object, batch_idx: int
+    ) -> None:
+        without_use = self._signature_without_use
+        if without_use is not None and without_use != _signature(pl_module):  # layers were unfrozen
+            self._apply(trainer)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**vars(self), "_seams": [], "_fusion": None}  # a copy is not part of any run
+
+    @override
+    def _apply(self, trainer: pl.Trainer) -> None:
+        self._signature_without_use = None
+        policy = FusionPolicy(self.mode, self.inplace, self.abn, self.fold_frozen_bn, self.min_bytes, self.dropout)
+        self._fusion = fusion = Fusion(trainer.lightning_module, policy, _tell)
+        self._seams.append(
+            StepSeam(
+                trainer.strategy,
+                "training_step",
+                Depth.RECOMPUTATION,
+                lambda *_, **__: self._step(trainer, fusion),
+                fusion.look,
+            )
+        )
+
+    @contextmanager
+    def _step(self, trainer: pl.Trainer, fusion: Fusion) -> Iterator[None]:
+        try:
+            with fusion.step():
+                yield
+        except FusionError as error:
+            raise MisconfigurationException(f"InPlaceFusion: {error}") from None
+        if not fusion.is_useful:
+            self._undo()
+            self._signature_without_use = _signature(trainer.lightning_module)
+            rank_zero_warn(
+                "InPlaceFusion found nothing to save in a training step and is off as long as the same parameters are "
+                "trained. What layers that are checkpointed or compiled keep is left to those."
+            )
+
+    @override
+    def _undo(self) -> None:
+        while self._seams:
+            self._seams.pop().remove()
+        if self._fusion is not None:
+            self._fusion.remove()
+        self._fusion = None
+        self._signature_without_use = None
+
+
+def _signature(module: pl.LightningModule) -> int:
+    """A number that changes with the set of trained parameters."""
+    return hash(tuple(parameter.requires_grad for parameter in module.parameters()))
+
+
+def _tell(sentence: str) -> None:
+    rank_zero_info(f"InPlaceFusion {sentence}")
+
+
+def _check_choice(argument: str, value: object, choices: tuple[object, ...]) -> None:
+    if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
+        listed = ", ".join(map(repr, choices))
+        raise ValueError(f"InPlaceFusion({argument}) must be one of {listed}, got {value!r}.")

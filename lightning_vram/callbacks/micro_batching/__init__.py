@@ -1,0 +1,3 @@
+"""See :class:`MicroBatching`."""
+
+from lightning_vram.callbacks.micro_batching.callback import MicroBatching as MicroBatching

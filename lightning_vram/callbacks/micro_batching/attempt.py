@@ -1,0 +1,131 @@
+"""One try to run a batch in micro-batches: it counts in metrics, norms and logs only if it is kept."""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import lightning.pytorch as pl
+from torchmetrics import Metric
+
+from lightning_vram.callbacks.micro_batching.batch_logging import BatchLogging
+from lightning_vram.callbacks.micro_batching.metric_states import MetricStates
+from lightning_vram.core.batches.guard import BatchGuard
+from lightning_vram.core.rollback.step_rollback import BufferCopies, StepState
+from lightning_vram.core.surgery.shadow import Shadow
+from lightning_vram.private_names.lightning.logging import running_results
+from lightning_vram.techniques.micro_batching.norm_counting import NormCounting
+
+Output = TypeVar("Output")
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """A part of a batch.
+
+    Args:
+        batch: Views of the batch.
+        size: Number of samples.
+        share: Of what the batch counts: its weight in means.
+        factor: Of the loss.
+        is_first: Of its batch.
+        is_last: Of its batch.
+        is_idle: Runs because other ranks have one more, and counts for nothing.
+    """
+
+    batch: Any
+    size: int
+    share: float
+    factor: float
+    is_first: bool
+    is_last: bool
+    is_idle: bool = False
+
+
+Step = Callable[[MicroBatch], Output]
+
+
+class MicroBatchTry:
+    """Runs the parts of a batch, once.
+
+    Args:
+        trainer: That runs a step.
+        metrics: Of its module.
+        guard: Of its batch.
+        is_training: Whether norms move their statistics.
+        is_again: Whether one of the same batch ran out of memory before.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        metrics: MetricStates,
+        guard: BatchGuard,
+        *,
+        is_training: bool,
+        is_again: bool = False,
+    ) -> None:
+        self._trainer = trainer
+        self._module = trainer.lightning_module
+        results = running_results(trainer)
+        self._logging = BatchLogging(results) if results is not None else None
+        self._metrics = metrics
+        self._guard = guard
+        self._is_training = is_training
+        self._norms: NormCounting | None = None
+        self.is_again = is_again
+        self.number = self.num_parts = 1  # of the part under way, and of all
+
+    def run(self, micro_batches: Sequence[MicroBatch], step: Step[Output]) -> list[tuple[MicroBatch, Output]]:
+        """Run ``step`` on each of them; returns what it returned, without the idle ones."""
+        parts = [part for part in micro_batches if not part.is_idle]
+        num_samples = sum(part.size for part in parts)
+        self.num_parts = len(parts)
+        self._metrics.begin(len(parts))
+        if self._is_training and len(parts) > 1:
+            self._norms = NormCounting(self._module)
+        outputs = []
+        with self._logging or nullcontext():
+            for number, part in enumerate(micro_batches, 1):
+                self.number = min(number, len(parts))  # the idle ones are the last part again
+                if part.is_idle:
+                    self._run_idle(part, step)
+                    continue
+                self._metrics.start_chunk(part.share)
+                if self._logging is not None:
+                    self._logging.start_chunk(part.size, part.share)
+                if self._norms is not None:
+                    self._norms.begin_part(part.size / num_samples)
+                lent = replace(part, batch=self._guard.lend(part.batch))
+                outputs.append((lent, step(lent)))
+        return outputs
+
+    def keep(self) -> None:
+        """Let it count. May be a collective, where the user logs with ``sync_dist=True``."""
+        self._guard.settle()
+        if self._norms is not None:
+            self._norms.finish()
+        self._metrics.finish()
+        if self._logging is not None:
+            self._logging.replay()
+
+    def drop(self) -> None:
+        """Forget it. Calling it again does nothing."""
+        if self._norms is not None:
+            self._norms.restore()
+        self._metrics.restore()
+
+    def _run_idle(self, part: MicroBatch, step: Step[Output]) -> None:
+        device = self._trainer.strategy.root_device
+        state = StepState(self._module, device, BufferCopies(), skip=lambda member: isinstance(member, Metric))
+        metrics = MetricStates(self._module)
+        metrics.begin(1)
+        results = running_results(self._trainer)
+        muted = Shadow(results, "log", lambda _: lambda *args, **kwargs: None) if results is not None else None
+        try:
+            step(replace(part, batch=self._guard.lend(part.batch)))
+        finally:
+            if muted is not None:
+                muted.remove()
+            metrics.restore()
+            state.restore()

@@ -1,0 +1,292 @@
+"""Run every batch in parts that fit, inside one step: smaller ones when memory runs out, with the same result."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+from lightning.pytorch.loops.optimization.automatic import Closure
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_vram.argument_checks import check_positive_int
+from lightning_vram.callbacks.hook_points.before_strategy_setup import before_strategy_setup
+from lightning_vram.callbacks.hook_points.fit_technique import FitTechnique
+from lightning_vram.callbacks.hook_points.rank_timeout import rank_timeout
+from lightning_vram.callbacks.micro_batching.checks import (
+    check_gradients,
+    check_micro_batching,
+    check_recovery,
+    reduces_by_hand,
+    why_counts_must_be_equal,
+)
+from lightning_vram.callbacks.micro_batching.closure import MicroBatchClosure
+from lightning_vram.callbacks.micro_batching.evaluation import MicroBatchEvaluation
+from lightning_vram.callbacks.micro_batching.runner import MicroBatchRunner
+from lightning_vram.core.batches.cutting import BatchCutter
+from lightning_vram.core.batches.path import check_shared_keys
+from lightning_vram.core.batches.weights import WeightName, make_batch_weight
+from lightning_vram.core.processes.agreement import RankAgreement
+from lightning_vram.core.surgery.shadow import Shadow
+from lightning_vram.memory.device.room import device_room
+from lightning_vram.private_names.lightning.loops import MAKE_CLOSURE
+from lightning_vram.techniques.micro_batching.agreed_sizes import AgreedSizes, FixedSize
+from lightning_vram.techniques.micro_batching.planning import SizePlanning
+from lightning_vram.techniques.micro_batching.remembered_sizes import MicroBatchSizes
+from lightning_vram.techniques.micro_batching.shares import Weight
+
+Size = int | Literal["auto"]
+
+
+@dataclass
+class _Run:
+    """What is there from setup to teardown.
+
+    Args:
+        shadow: In the place of Lightning's closure.
+        evaluation: In the place of the evaluation steps.
+        runners: By what they run: "training", "evaluation".
+        agreement: Between the ranks.
+        is_checked: Whether gradients are reduced and used in a way that can be kept.
+        logged_size: The last one that was logged.
+    """
+
+    shadow: Shadow | None = None
+    evaluation: MicroBatchEvaluation | None = None
+    runners: dict[str, MicroBatchRunner] = field(default_factory=dict)
+    agreement: RankAgreement | None = None
+    is_checked: bool = False
+    logged_size: int | None = None
+
+
+class MicroBatching(FitTechnique):
+    """Split each batch inside its training step, and split it further when memory runs out.
+
+    Each micro-batch runs forward and backward by itself, so the activations of one are alive at a time. Its loss
+    counts by its share of the batch, and the optimizer, the accumulation window, the scaler, the schedule of the
+    learning rate and the hooks see one step of one batch: ``training_step`` runs several times, everything around it
+    once. With ``"auto"`` a batch starts whole. When memory runs out anywhere in its forward or backward, the graph and
+    the gradients of the try are dropped, generators, buffers, metrics, logged values and attributes of the modules
+    return to what they were, the cache is emptied, and the batch runs again in halves, on all ranks together. The size
+    that fits is remembered per shape of batch, in checkpoints too.
+
+    Equal to the whole batch, up to rounding: gradients of losses that are means over samples, or over what ``weight``
+    counts; ``self.log`` with mean, sum, min and max; metrics whose states can be merged. Equal to the bit: a run that
+    went through out-of-memory errors and one that used these sizes from the start. Not equal by nature: what couples
+    samples of a batch (batch norms normalise each micro-batch by itself, though their running statistics count one
+    step; contrastive losses); random numbers such as dropout masks, which are drawn for each part; and what
+    ``training_step`` itself counts or moves (spectral norm, EMA teachers, codebooks, ``self.n += 1``), once per part.
+
+    Inside of a step: what ``self.log`` got shows in ``trainer.callback_metrics`` after the step; after the forward of
+    the first part come the hooks of zeroing and, with its loss, ``on_before_backward``, in each try; a loss of a part
+    that counts for nothing has no backward. With ``"auto"`` the state before the step is held meanwhile: copies of
+    small buffers, and in an accumulation window one of the gradients.
+
+    What a batch is split by: see :class:`~lightning_vram.core.batches.splitting.BatchSplitter`. An entry that is
+    the same for all samples but has as many rows as there are samples is cut, too, unless ``shared_keys`` names it. A
+    ``split_batch(batch, size)`` method of the LightningModule replaces all that; it returns micro-batches of ``size``
+    samples, the last one of what is left, and for size 1 as many as there are samples. It can also trim what is padded
+    to the longest sample of the batch, for a model that counts on it. With ``"auto"`` a batch that cannot be cut runs
+    whole, as long as it fits, with one warning. Outputs of the parts are put
+    together by :func:`~lightning_vram.core.batches.combining.combine_outputs`, or the module's
+    ``combine_outputs(outputs, sizes)``; what cannot be is refused in evaluation, and comes as a list in training.
+
+    Under DDP nothing is reduced in a backward that may run out of memory, so with ``"auto"`` gradients are reduced
+    after it; a fixed size overlaps both as usual. Under FSDP2 and with SyncBatchNorm all ranks run the same number of
+    micro-batches. There a first batch is planned from a few small micro-batches, where the device can say how much
+    room it has; if memory runs out on some ranks only, the others wait inside a collective, and the error is raised.
+
+    Args:
+        size: Most samples per micro-batch, or ``"auto"``. Micro-batches are as few and as equal as that allows.
+        weight: What the loss of a step is a mean over: ``"samples"``; ``"tokens"``, labels other than -100;
+            ``"shifted_tokens"``, the same without the first of each sequence, as losses of causal language models in
+            transformers do; a function of a batch; or ``"sum"``, where the loss is a sum over samples. Means that are
+            logged count by it, too, but where ``self.log(batch_size=...)`` gives others than the numbers of samples.
+        shared_keys: Names of entries of the batch that are the same for all samples, at any depth.
+        split: As ``split_batch``, for a module that has none.
+        regrow_after_n_batches: With ``"auto"``, after how many batches of a shape the double size is tried again;
+            each time in vain doubles the wait. ``None`` never does.
+        eval: The same as ``size`` for validation, test and prediction steps; ``None`` leaves them alone.
+
+    Raises:
+        TypeError: If an argument has another type than said above.
+        ValueError: If a size or a number of batches is smaller than 1, or a text is none of those above.
+        MisconfigurationException: Before the first batch, with manual optimization, DeepSpeed, FSDP1, or a
+            ``training_step`` that takes ``dataloader_iter``; with ``"auto"`` also where only the reducer of DDP can
+            reduce (communication hooks, ``static_graph``), and under FSDP2 before PyTorch 2.13.
+        BatchSplitError: In the first batch, if it cannot be split; with ``"auto"`` if it has no such ``shared_keys``.
+
+    Attributes:
+        micro_batch_size: Samples that ran at once in the last training batch, also logged as
+            ``vram/micro_batch_size`` where it changes; ``None`` if it could not be cut.
+
+    Example:
+        >>> import lightning.pytorch as pl
+        >>> from lightning_vram import MicroBatching
+        >>> trainer = pl.Trainer(callbacks=[MicroBatching("auto")], logger=False)
+    """
+
+    def __init__(
+        self,
+        size: Size = "auto",
+        *,
+        weight: WeightName | Literal["sum"] | Callable[[Any], Any] = "samples",
+        shared_keys: Sequence[str] = (),
+        split: Callable[[Any, int], Sequence[Any]] | None = None,
+        regrow_after_n_batches: int | None = 1000,
+        eval: Size | None = None,
+    ) -> None:
+        _check_size("MicroBatching(size)", size)
+        if eval is not None:
+            _check_size("MicroBatching(eval)", eval)
+        if regrow_after_n_batches is not None:
+            check_positive_int("MicroBatching(regrow_after_n_batches)", regrow_after_n_batches)
+        check_shared_keys("MicroBatching(shared_keys)", shared_keys)
+        if split is not None and not callable(split):
+            raise TypeError(f"MicroBatching(split) must be a function split(batch, size), got {split!r}.")
+        _read_weight(weight)  # refuses what is none
+        self.weight = weight
+        self.size = size
+        self.eval = eval
+        self._shared_keys = tuple(shared_keys)
+        self._split = split
+        self._choosers = {
+            name: MicroBatchSizes(regrow_after_n_batches) if chosen == "auto" else FixedSize(chosen)
+            for name, chosen in (("training", size), ("evaluation", eval))
+            if chosen is not None
+        }
+        self._run = _Run()
+        self._last_size: int | None = None
+
+    @property
+    def micro_batch_size(self) -> int | None:
+        """Samples that ran at once in the last training batch; ``None`` if it could not be cut, or was none."""
+        runner = self._run.runners.get("training")
+        return self._last_size if runner is None else runner.size
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        if stage != "fit" and self.eval is not None:
+            check_micro_batching(trainer, is_training=False)
+            before_strategy_setup(trainer, lambda: self._apply_to_evaluation(trainer))
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._start(trainer)
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._start(trainer)
+
+    on_test_start = on_validation_start
+    on_predict_start = on_validation_start
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+    ) -> None:
+        size = self.micro_batch_size
+        if size is None or size == self._run.logged_size:
+            return
+        self._run.logged_size = size
+        for logger in trainer.loggers:
+            logger.log_metrics({"vram/micro_batch_size": float(size)}, step=trainer.global_step)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            name: chooser.state_dict()
+            for name, chooser in self._choosers.items()
+            if isinstance(chooser, MicroBatchSizes)
+        }
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for name, chooser in self._choosers.items():
+            if isinstance(chooser, MicroBatchSizes) and name in state_dict:
+                chooser.load_state_dict(state_dict[name])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_run": _Run()}  # a copy starts between runs
+
+    @override
+    def _check(self, trainer: pl.Trainer) -> None:
+        check_micro_batching(trainer, is_training=True)
+
+    @override
+    def _apply(self, trainer: pl.Trainer) -> None:
+        loop = trainer.fit_loop.epoch_loop.automatic_optimization
+
+        def make_closure(kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int) -> Closure:
+            return MicroBatchClosure(loop, kwargs, optimizer, batch_idx, self._get_runner(trainer, "training"))
+
+        self._run.shadow = Shadow(loop, MAKE_CLOSURE, lambda _: make_closure)
+        if self.eval is not None:
+            self._apply_to_evaluation(trainer)
+
+    def _apply_to_evaluation(self, trainer: pl.Trainer) -> None:
+        self._run.evaluation = MicroBatchEvaluation(trainer, lambda: self._get_runner(trainer, "evaluation"))
+
+    @override
+    def _undo(self) -> None:
+        if self._run.shadow is not None:
+            self._run.shadow.remove()
+        if self._run.evaluation is not None:
+            self._run.evaluation.remove()
+        if self._run.agreement is not None:
+            self._run.agreement.close()
+        self._last_size = self.micro_batch_size
+        self._run = _Run()
+
+    def _get_runner(self, trainer: pl.Trainer, name: str) -> MicroBatchRunner:
+        self._start(trainer)  # tuners train before on_fit_start
+        runner = self._run.runners[name]
+        if name == "training" and not self._run.is_checked:  # in the first batch: hooks come late
+            check_gradients(trainer, retries=runner.retries)
+            runner.reduces_by_hand = reduces_by_hand(trainer, retries=runner.retries, weighs=runner.weighs)
+            self._run.is_checked = True
+        return runner
+
+    def _start(self, trainer: pl.Trainer) -> None:
+        """Once the module is wrapped: whether ranks meet in its forward decides how they agree."""
+        if self._run.agreement is not None or (self._run.shadow is None and self._run.evaluation is None):
+            return
+        if "auto" in (self.size, self.eval):
+            check_recovery(trainer)
+        self._run.agreement = RankAgreement(rank_timeout(trainer))
+        weight = _read_weight(self.weight)
+        split = self._split or getattr(trainer.lightning_module, "split_batch", None)
+        for name, chooser in self._choosers.items():
+            is_training = name == "training"
+            collective = why_counts_must_be_equal(trainer, is_training=is_training)
+            # Nothing else is shared in evaluation, where ranks may have different numbers of batches.
+            agreement = self._run.agreement if is_training or collective is not None else None
+            sizes = AgreedSizes(chooser, agreement, has_equal_counts=collective is not None)
+            cutter = BatchCutter(self._shared_keys, split, has_all_keys=is_training)
+            room = device_room(trainer.strategy.root_device) if collective is not None and sizes.retries else None
+            planning = SizePlanning(room) if room is not None else None
+            self._run.runners[name] = MicroBatchRunner(
+                trainer, cutter, sizes, weight, is_training=is_training, planning=planning
+            )
+
+
+def _check_size(name: str, size: object) -> None:
+    if isinstance(size, str):
+        if size != "auto":
+            raise ValueError(f"{name} must be a number of samples or 'auto', got {size!r}.")
+        return
+    if not isinstance(size, int) or isinstance(size, bool):
+        raise TypeError(f"{name} must be a number of samples or 'auto', got {size!r} of type {type(size).__name__}.")
+    check_positive_int(name, size)
+
+
+def _read_weight(weight: Any) -> Weight | Literal["sum"] | None:
+    if isinstance(weight, str):
+        if weight == "samples":
+            return None
+        if weight == "sum":
+            return "sum"
+    return make_batch_weight(weight, "MicroBatching(weight)", "sum")

@@ -1,0 +1,109 @@
+"""What micro-batches cannot work with, and where ranks must keep step."""
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.nn.parallel import DistributedDataParallel
+from torchmetrics import Metric
+
+from lightning_vram.callbacks.hook_points.moved_parameters import refuse_moved_parameters
+from lightning_vram.core.gradients.reduction import has_collectives_in_forward, why_reducer_is_needed
+from lightning_vram.private_names.torch.tensors import has_accumulation_hooks
+from lightning_vram.techniques.sharding.recovery import can_recover, is_sharded
+
+_NAME = "MicroBatching"
+
+
+def check_micro_batching(trainer: pl.Trainer, *, is_training: bool) -> None:
+    """Refuse what cannot work, before anything of the run happens.
+
+    Args:
+        trainer: In its ``setup`` hooks.
+        is_training: Whether training batches are split.
+
+    Raises:
+        MisconfigurationException: With the reason and the way out.
+    """
+    refuse_moved_parameters(_NAME, trainer, "a second forward in one step would find elsewhere")
+    module = trainer.lightning_module
+    steps = ["training_step"] if is_training else ["validation_step", "test_step", "predict_step"]
+    for step in steps:
+        _refuse_own_iteration(module, step)
+    if not is_training:
+        return
+    if not module.automatic_optimization:
+        raise MisconfigurationException(
+            "MicroBatching does not work with manual optimization: it cannot see where forward, backward and step of "
+            "training_step begin. Set automatic_optimization=True, or split the batch in training_step."
+        )
+
+
+def _refuse_own_iteration(module: pl.LightningModule, step: str) -> None:
+    if is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
+        raise MisconfigurationException(
+            f"MicroBatching does not work with {step}(self, dataloader_iter): the step takes its batches itself. "
+            f"Use {step}(self, batch, batch_idx)."
+        )
+
+
+def check_recovery(trainer: pl.Trainer) -> None:
+    """Refuse to run batches again where nothing can go on after an error.
+
+    Raises:
+        MisconfigurationException: With the reason and the way out.
+    """
+    if is_sharded(trainer.lightning_module) and not can_recover():
+        raise MisconfigurationException(
+            "MicroBatching('auto') needs PyTorch 2.13 or newer under FSDP2, whose older versions cannot go on after a "
+            "failed forward or backward. Give a fixed size, as in MicroBatching(8)."
+        )
+
+
+def check_gradients(trainer: pl.Trainer, *, retries: bool) -> None:
+    """Refuse other ways to reduce and use gradients, which show only once the strategy has wrapped the module.
+
+    Raises:
+        MisconfigurationException: With the reason and the way out.
+    """
+    stepping = [name for name, p in trainer.lightning_module.named_parameters() if has_accumulation_hooks(p)]
+    if stepping:
+        raise MisconfigurationException(
+            "MicroBatching does not work with hooks after the accumulation of a gradient, as optimizers that step in "
+            f"the backward use them: they would run for each part of a batch. Remove that of {stepping[0]}."
+        )
+    model = trainer.strategy.model
+    reason = why_reducer_is_needed(model) if isinstance(model, DistributedDataParallel) else None
+    if isinstance(model, DistributedDataParallel) and model.static_graph:
+        raise MisconfigurationException(
+            "MicroBatching does not work with DDPStrategy(static_graph=True), whose first backward has to be "
+            "synchronised: that of a first part is not. Remove static_graph."
+        )
+    if retries and reason is not None:
+        raise MisconfigurationException(
+            f"MicroBatching('auto') does not work with {reason}: a rank that runs out of memory in the middle of a "
+            "reduction leaves the others waiting, so gradients are averaged after the backward, in the plain way. Give "
+            "a fixed size, as in MicroBatching(8)."
+        )
+
+
+def reduces_by_hand(trainer: pl.Trainer, *, retries: bool, weighs: bool) -> bool:
+    """Whether gradients are averaged after the backward, under DDP.
+
+    A rank that runs out of memory in the middle of a reduction leaves the others waiting in it. A parameter that only
+    an earlier micro-batch used is unused for the reducer. And the last one, which it reduces after, may count for
+    nothing.
+    """
+    model = trainer.strategy.model
+    if not isinstance(model, DistributedDataParallel):
+        return False
+    return retries or ((model.find_unused_parameters or weighs) and why_reducer_is_needed(model) is None)
+
+
+def why_counts_must_be_equal(trainer: pl.Trainer, *, is_training: bool) -> str | None:
+    """Say where ranks wait for one another inside a step, if they do."""
+    if trainer.world_size == 1:
+        return None
+    module = trainer.lightning_module
+    if any(isinstance(member, Metric) and member.dist_sync_on_step for member in module.modules()):
+        return "a metric with dist_sync_on_step=True"
+    return has_collectives_in_forward(module, is_training=is_training)

@@ -1,0 +1,169 @@
+"""The closure of automatic optimization, in micro-batches: forward and backward of each part.
+
+Lightning's closure runs forward, zeroing and backward once each, in this order, and so does the first part here. Hooks
+of the user see one step: those of zeroing and ``on_before_backward`` come before the first backward,
+``on_after_backward`` after the last, when the gradients are those of the batch. A step that runs again calls the first
+again, since what they wrote into the module was taken back.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
+from lightning.pytorch.utilities.memory import recursive_detach
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_vram.callbacks.micro_batching.attempt import MicroBatch
+from lightning_vram.callbacks.micro_batching.outputs import combine_extras
+from lightning_vram.callbacks.micro_batching.quiet_hooks import quiet_hooks
+from lightning_vram.callbacks.micro_batching.runner import MicroBatchRunner
+from lightning_vram.core.gradients.reduction import expect_buffer_sync, reduce_gradients, sync_buffers
+from lightning_vram.core.rollback.step_rollback import iterate_members
+from lightning_vram.private_names.lightning.loops import (
+    AutomaticOptimization,
+    blocked_sync,
+    call_hook,
+    is_accumulating,
+    make_backward,
+    make_step,
+    make_zero_grad,
+)
+from lightning_vram.private_names.torch.modules import own_parameters
+
+_BEFORE, _AFTER = "on_before_backward", "on_after_backward"
+
+
+class MicroBatchClosure(Closure):
+    """Runs one batch.
+
+    Args:
+        loop: That runs automatic optimization.
+        kwargs: Of ``training_step``.
+        optimizer: Of the trainer.
+        batch_idx: In the epoch.
+        runner: Runs the parts.
+    """
+
+    def __init__(
+        self,
+        loop: AutomaticOptimization,
+        kwargs: OrderedDict[str, Any],
+        optimizer: Optimizer,
+        batch_idx: int,
+        runner: MicroBatchRunner,
+    ) -> None:
+        super().__init__(step_fn=make_step(loop, kwargs))
+        self._loop = loop
+        self._trainer = loop.trainer
+        self._kwargs = kwargs
+        self._optimizer = optimizer
+        self._runner = runner
+        self._backward = make_backward(loop, optimizer)
+        self._zero_grad = make_zero_grad(loop, batch_idx, optimizer)
+        self._has_run_backward = False
+
+    @override
+    @torch.enable_grad()
+    def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
+        batch = next(iter(self._kwargs.values()))
+        by_hand = self._reduced_by_hand()
+        if by_hand is not None:
+            sync_buffers(by_hand)  # not inside of a try, which must not wait for other ranks
+        with blocked_sync(self._trainer.strategy, block=by_hand is not None):
+            outputs = self._runner.run(batch, self._step, self._parameters, zeroes=self._zero_grad is not None)
+        if by_hand is not None and not is_accumulating(self._trainer.fit_loop.epoch_loop):
+            reduce_gradients(by_hand)
+            expect_buffer_sync(by_hand)
+        if self._has_run_backward:
+            self._call_after_backward()
+        return self._combine(outputs)
+
+    def _reduced_by_hand(self) -> DistributedDataParallel | None:
+        """Under DDP, where the reducer must not be at work in a backward."""
+        model = self._trainer.strategy.model
+        if not isinstance(model, DistributedDataParallel) or self._backward is None:
+            return None
+        return model if self._runner.reduces_by_hand else None
+
+    def _step(self, part: MicroBatch) -> ClosureResult:
+        if part.is_first:
+            self._has_run_backward = False  # of a try that failed
+        kwargs = OrderedDict(self._kwargs)
+        kwargs[next(iter(kwargs))] = part.batch
+        with self._no_sync(part):
+            result = make_step(self._loop, kwargs)()
+            if result.closure_loss is None:
+                self.warning_cache.warn(
+                    "`training_step` returned `None`. If this was on purpose, ignore this warning..."
+                )
+            if part.is_first:
+                self._prepare_backward()
+            if result.closure_loss is not None and self._backward is not None:
+                self._run_backward(self._backward, _weighted(result.closure_loss, part.factor), part)
+        if part.is_first and part.is_last:
+            return result
+        return _detached(result, part.factor)
+
+    def _prepare_backward(self) -> None:
+        if self._zero_grad is not None:
+            self._zero_grad()
+        self._runner.remember_gradients()
+
+    def _no_sync(self, part: MicroBatch) -> AbstractContextManager[None]:
+        return nullcontext() if part.is_last else blocked_sync(self._trainer.strategy, block=True)
+
+    def _run_backward(self, backward: Callable[[Tensor], None], loss: Tensor, part: MicroBatch) -> None:
+        if part.factor == 0 and not self._runner.has_equal_counts:  # else others wait in their backward
+            return  # 0 * (0 / 0), of a mean over no tokens, is not 0
+        names = {_AFTER} if part.is_first else {_BEFORE, _AFTER}
+        with quiet_hooks(self._trainer, names, _hears_micro_batches):
+            backward(loss)
+        self._has_run_backward = True
+
+    def _parameters(self) -> Iterator[Tensor]:
+        """Whatever may get a gradient: also what the step itself unfreezes, and what the module does not know."""
+        for member in iterate_members(self._trainer.lightning_module):  # parameters() is slow
+            yield from (parameter for parameter in own_parameters(member).values() if parameter is not None)
+        for group in self._optimizer.param_groups:
+            yield from group["params"]
+
+    def _call_after_backward(self) -> None:
+        """Say once that the gradients of the batch are there, to those who have not heard it of each part."""
+        call_hook(self._trainer, _AFTER)
+
+    def _combine(self, outputs: list[tuple[MicroBatch, ClosureResult]]) -> ClosureResult:
+        if len(outputs) == 1:
+            return outputs[0][1]
+        ran = [(part, result) for part, result in outputs if result.loss is not None]
+        combined = ClosureResult(None)
+        if not ran:
+            return combined
+        losses = [result.loss for part, result in ran if result.loss is not None and part.factor]
+        combined.loss = torch.stack(losses or [result.loss for _, result in ran if result.loss is not None]).sum()
+        if any(result.extra for _, result in ran):
+            combined.extra = combine_extras(
+                self._trainer.lightning_module, [result.asdict() for _, result in ran], [part for part, _ in ran]
+            )
+        return combined
+
+
+def _hears_micro_batches(callback: Callback) -> bool:
+    return bool(getattr(callback, "hears_micro_batches", False))
+
+
+def _weighted(loss: Tensor, factor: float) -> Tensor:
+    return loss if factor == 1 else loss * factor
+
+
+def _detached(result: ClosureResult, factor: float) -> ClosureResult:
+    """Without the graph, which is as large as what splitting saves."""
+    kept = ClosureResult(None, extra=recursive_detach(result.extra))
+    kept.loss = None if result.loss is None else _weighted(result.loss, factor)
+    return kept

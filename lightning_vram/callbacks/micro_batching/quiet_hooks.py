@@ -1,0 +1,43 @@
+"""Keep a hook from callbacks and modules that expect it once per batch while it is called once per micro-batch."""
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+
+from lightning_vram.core.surgery.shadow import Shadow
+
+
+@contextmanager
+def quiet_hooks(trainer: pl.Trainer, names: Collection[str], heard_by: Callable[[Callback], bool]) -> Iterator[None]:
+    """Let nobody hear some hooks of ``trainer``, for a time.
+
+    Args:
+        trainer: Its LightningModule does not hear them, and of its callbacks only those for which ``heard_by`` is true.
+        names: Of the hooks, such as ``"on_after_backward"``.
+        heard_by: Asked once for each callback that has such a hook.
+
+    Yields:
+        The time in which the hooks are quiet. At its end, also by an error, everything is as before.
+    """
+    with ExitStack() as stack:
+        module = trainer.lightning_module
+        for name in names:
+            if _overrides(module, name, pl.LightningModule):
+                stack.callback(Shadow(module, name, _make_silence).remove)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            heard = [name for name in names if _overrides(callback, name, Callback)]
+            if heard and not heard_by(callback):
+                for name in heard:
+                    stack.callback(Shadow(callback, name, _make_silence).remove)
+        yield
+
+
+def _overrides(owner: Any, name: str, base: type) -> bool:
+    return name in vars(owner) or getattr(type(owner), name, None) is not getattr(base, name)
+
+
+def _make_silence(hook: Callable[..., Any]) -> Callable[..., None]:
+    return lambda *_, **__: None

@@ -1,0 +1,274 @@
+"""Run a step in micro-batches, and again in smaller ones where memory ran out: on all ranks together.
+
+Nothing of a try that ran out stays: its graph, its gradients, what it wrote into buffers, metrics and attributes, what
+it logged and drew from the generators. So the run goes on as if it had used the smaller micro-batches from the start.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+
+from lightning_vram.callbacks.micro_batching.attempt import MicroBatch, MicroBatchTry, Step
+from lightning_vram.callbacks.micro_batching.checks import why_counts_must_be_equal
+from lightning_vram.callbacks.micro_batching.metric_states import MetricStates
+from lightning_vram.callbacks.micro_batching.notes import add_cut_note
+from lightning_vram.callbacks.micro_batching.undo import StepUndo
+from lightning_vram.core.batches.cutting import BatchCutter, BatchFacts
+from lightning_vram.core.batches.guard import BatchGuard, hand_back
+from lightning_vram.core.processes.agreement import RankAgreementError
+from lightning_vram.memory.device.out_of_memory import is_out_of_memory, release_frames
+from lightning_vram.techniques.micro_batching.agreed_sizes import Agreed, AgreedSizes
+from lightning_vram.techniques.micro_batching.planning import PROBED_SIZES, SizePlanning
+from lightning_vram.techniques.micro_batching.shares import Weight, shares_of
+
+_SILENCE_SECONDS = 60.0  # and ten times what the longest try took: ranks began the try together
+
+Output = TypeVar("Output")
+
+
+class MicroBatchRunner:
+    """Runs one kind of step of a trainer.
+
+    Args:
+        trainer: That is set up.
+        cutter: Cuts batches.
+        sizes: Chooses how.
+        weight: What a micro-batch counts, if not its samples; ``"sum"`` where losses are sums over samples.
+        is_training: Whether norms move their statistics.
+        planning: Says how many samples fit, where a rank cannot try alone.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        cutter: BatchCutter,
+        sizes: AgreedSizes,
+        weight: Weight | Literal["sum"] | None,
+        *,
+        is_training: bool,
+        planning: SizePlanning | None = None,
+    ) -> None:
+        self._trainer = trainer
+        self._cutter = cutter
+        self._sizes = sizes
+        self._losses_are_sums = weight == "sum"
+        self._weight = None if isinstance(weight, str) else weight
+        self._is_training = is_training
+        self._planning = planning
+        self._metrics = MetricStates(trainer.lightning_module)
+        self._guard = BatchGuard()
+        self._undo = StepUndo(trainer, self._guard)
+        self._longest_seconds = 0.0
+        self._has_warned = False
+        self.size: int | None = None  # samples per micro-batch in the last batch; None if it could not be cut
+        self.num_retries = 0
+        self.reduces_by_hand = False
+
+    @property
+    def retries(self) -> bool:
+        """Whether a batch that ran out of memory runs again."""
+        return self._sizes.retries
+
+    @property
+    def weighs(self) -> bool:
+        """Whether a micro-batch may count for nothing."""
+        return self._weight is not None
+
+    @property
+    def has_equal_counts(self) -> bool:
+        """Whether all ranks run the same number of micro-batches, forward and backward."""
+        return self._sizes.has_equal_counts
+
+    def run(
+        self,
+        batch: Any,
+        step: Step[Output],
+        find_parameters: Callable[[], Iterable[Tensor]] = tuple,
+        *,
+        zeroes: bool = True,
+    ) -> list[tuple[MicroBatch, Output]]:
+        """Run ``step`` on every micro-batch of ``batch``.
+
+        Args:
+            batch: On the device.
+            step: Forward, and backward if there is one.
+            find_parameters: Yields those whose gradients the step accumulates.
+            zeroes: Whether gradients are zeroed before the first backward.
+
+        Returns:
+            Micro-batches and what the step returned for them.
+
+        Raises:
+            BatchSplitError: If the batch cannot be split, and does not run whole as with ``"auto"``.
+            RuntimeError: On all ranks, if one sample at a time does not fit on one of them.
+        """
+        facts = self._measure(batch)
+        parameters = list(find_parameters()) if self.retries else []
+        if self._planning is not None and not self._planning.is_probed:
+            undo_probe = self._undo.remember(batch, parameters)
+            self._undo.remember_gradients()  # of an earlier fit: nothing zeroes them before
+            self._probe(self._planning, batch, facts, step)
+            undo_probe()
+        undo = self._remember(batch, parameters, zeroes=zeroes)
+        agreed = self._sizes.start(facts, self._planning.limit(facts) if self._planning is not None else None)
+        num_retries = self.num_retries
+        while True:
+            attempt = self._make_try(is_again=self.num_retries > num_retries)
+            started = time.monotonic()
+            outputs, error = self._attempt(attempt, step, partial(self._cut, batch, facts, agreed), agreed.size)
+            if not self.retries or not self._has_failed(error, started):
+                break
+            assert undo is not None
+            if agreed.size == 1:
+                raise self._give_up(error, facts.why_whole)
+            attempt.drop()
+            undo()
+            agreed = self._shrink(facts, agreed, error)
+        self._undo.forget_gradients()
+        attempt.keep()
+        if len(outputs) == 1:
+            hand_back(batch, outputs[0][0].batch)
+        self._sizes.settle(facts, agreed)
+        self.size = min(agreed.size, facts.num_samples) if facts.why_whole is None else None
+        return outputs
+
+    def remember_gradients(self) -> None:
+        """To be called by a step before its first backward, when gradients are what they are added to."""
+        if self.retries:
+            self._undo.remember_gradients()
+
+    def _remember(self, batch: Any, parameters: list[Tensor], *, zeroes: bool) -> Callable[[], None] | None:
+        if not self.retries:
+            return None
+        undo = self._undo.remember(batch, parameters)
+        if not zeroes:  # a forward that fails makes FSDP2 drop those of the batches before
+            self._undo.remember_gradients()
+        return undo
+
+    def _measure(self, batch: Any) -> BatchFacts:
+        if not self.retries:
+            return self._cutter.measure(batch)
+        facts = self._cutter.measure_or_keep_whole(batch)
+        if facts.why_whole is not None and not self._has_warned:
+            self._has_warned = True
+            rank_zero_warn(
+                "MicroBatching('auto') runs a batch whole that it cannot cut, and cannot help where it runs out of "
+                f"memory. {facts.why_whole}"
+            )
+        return facts
+
+    def _make_try(self, *, is_again: bool = False) -> MicroBatchTry:
+        is_training = self._is_training
+        return MicroBatchTry(self._trainer, self._metrics, self._guard, is_training=is_training, is_again=is_again)
+
+    def _probe(self, planning: SizePlanning, batch: Any, facts: BatchFacts, step: Step[Output]) -> None:
+        """Run a few small micro-batches that count for nothing."""
+        for size in PROBED_SIZES:
+            attempt = self._make_try()
+            part, size = self._cutter.cut(batch, facts, size)[0]
+            idle = MicroBatch(part, size, 1.0, 1.0, is_first=False, is_last=False, is_idle=True)
+            started = time.monotonic()
+            with planning.watching(facts.elements_of(size)):
+                error = self._run_probe(attempt, idle, step)
+            if self._has_failed(error, started):
+                planning.give_up(is_too_large=error is not None and is_out_of_memory(error))
+                break
+        planning.is_probed = True
+
+    def _run_probe(self, attempt: MicroBatchTry, part: MicroBatch, step: Step[Output]) -> Exception | None:
+        """Run what was not asked for: whatever goes wrong in it is no reason to end the run."""
+        try:
+            attempt.run([part], step)
+        except Exception as error:
+            release_frames(error)
+            return error
+        finally:
+            attempt.drop()
+        return None
+
+    def _attempt(
+        self, attempt: MicroBatchTry, step: Step[Output], cut: Callable[[], list[MicroBatch]], size: int
+    ) -> tuple[list[tuple[MicroBatch, Output]], Exception | None]:
+        """Returns an out-of-memory error rather than raising it: its traceback would keep the graph alive."""
+        try:
+            return attempt.run(cut(), step), None
+        except BaseException as error:
+            attempt.drop()
+            if not self.retries or not isinstance(error, Exception) or not is_out_of_memory(error):
+                if attempt.is_again:
+                    error.add_note(f"MicroBatching ran {size} samples at once here, since more ran out of memory.")
+                if isinstance(error, Exception):
+                    add_cut_note(error, number=attempt.number, count=attempt.num_parts)
+                raise
+            if size > 1:  # of a single sample it is what the user gets to see
+                release_frames(error)
+            return [], error
+
+    def _cut(self, batch: Any, facts: BatchFacts, agreed: Agreed) -> list[MicroBatch]:
+        is_whole = agreed.size >= facts.num_samples and not self.retries
+        parts = [(batch, facts.num_samples)] if is_whole else self._cutter.cut(batch, facts, agreed.size)
+        shares = self._find_shares([part for part, _ in parts], [size for _, size in parts])
+        num_idle = max(0, agreed.count - len(parts)) if agreed.count is not None else 0
+        last = len(parts) - 1 + num_idle
+        micro_batches = [
+            MicroBatch(part, size, share, self._factor(share), is_first=number == 0, is_last=number == last)
+            for number, ((part, size), share) in enumerate(zip(parts, shares, strict=True))
+        ]
+        part, size = parts[-1]
+        for number in range(len(parts), last + 1):
+            micro_batches.append(MicroBatch(part, size, 0.0, 0.0, is_first=False, is_last=number == last, is_idle=True))
+        return micro_batches
+
+    def _find_shares(self, parts: Sequence[Any], sizes: Sequence[int]) -> list[float]:
+        if self._is_training:
+            return shares_of(parts, sizes, self._weight)
+        try:
+            return shares_of(parts, sizes, self._weight)
+        except (AttributeError, LookupError, TypeError, ValueError):
+            return shares_of(parts, sizes, None)  # such as batches to predict, which have no labels
+
+    def _factor(self, share: float) -> float:
+        return 1.0 if self._losses_are_sums else share
+
+    def _has_failed(self, error: Exception | None, started: float) -> bool:
+        self._longest_seconds = max(self._longest_seconds, time.monotonic() - started)
+        timeout = None  # a rank may be slow, to compile, say
+        if error is not None and self._sizes.has_equal_counts:  # ranks that did not fail at the same place cannot come
+            timeout = timedelta(seconds=_SILENCE_SECONDS + 10 * self._longest_seconds)
+        try:
+            return self._sizes.has_failed(here=error is not None, timeout=timeout)
+        except RankAgreementError as silence:
+            if error is None:
+                raise
+            error.add_note(
+                "MicroBatching cannot run the batch again in smaller parts: this rank ran out of memory and other "
+                f"ranks wait for it in the middle of theirs ({self._why_equal()}). Start with a smaller size=."
+            )
+            raise error from silence
+
+    def _why_equal(self) -> str | None:
+        return why_counts_must_be_equal(self._trainer, is_training=self._is_training)
+
+    def _shrink(self, facts: BatchFacts, agreed: Agreed, error: Exception | None) -> Agreed:
+        self.num_retries += 1
+        smaller = self._sizes.halve(facts, agreed, here=error is not None)
+        rank_zero_info(f"MicroBatching: out of memory with {agreed.size} samples at once, now {smaller.size}.")
+        return smaller
+
+    def _give_up(self, error: Exception | None, why_whole: str | None) -> Exception:
+        """What to raise when one sample at a time does not fit: on all ranks, each knows the same."""
+        message = "MicroBatching: memory ran out with one sample per micro-batch, there is nothing left to split."
+        if error is None:
+            return RuntimeError(f"{message} It ran out on another rank; its error says more.")
+        if why_whole is not None:
+            error.add_note(f"MicroBatching: memory ran out in a batch that it cannot cut. {why_whole}")
+            return error
+        way_out = "ActivationCheckpointing(), ActivationOffload()" if self._is_training else "smaller inputs"
+        error.add_note(f"{message} Make a sample cheaper: {way_out}.")
+        return error

@@ -1,0 +1,110 @@
+"""What a metric returned for micro-batches, and what it would have returned for the whole batch."""
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
+from torchmetrics.wrappers.abstract import WrapperMetric
+
+from lightning_vram.core.batches.weighted_mean import weighted_mean
+from lightning_vram.core.rollback.attribute_state import AttributeState
+from lightning_vram.private_names.lightning.metrics import (
+    default_states,
+    forget_computed,
+    merge_states,
+    state_reductions,
+)
+from lightning_vram.private_names.torch.trees import tree_flatten, tree_unflatten
+
+_MERGEABLE = (dim_zero_sum, dim_zero_mean, dim_zero_max, dim_zero_min, dim_zero_cat)
+
+States = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What ``forward`` returned in a micro-batch.
+
+    Args:
+        chunk: Number of the micro-batch.
+        share: Of the micro-batch.
+        value: The value, without its past: a graph would keep all that the micro-batch saved for backward.
+        states: The micro-batch's own states, where the value was computed from states; without their past.
+        original: The very object that the metric keeps, of the latest call only.
+    """
+
+    chunk: int
+    share: float
+    value: Any
+    states: States | None
+    original: Any
+
+
+def value_of_batch(metric: Metric, shown: list[Shown]) -> Any:
+    """Return the value of the batch: computed from the states of its micro-batches, or else a mean.
+
+    Args:
+        metric: Whose states are what they were before and after.
+        shown: One for each micro-batch.
+    """
+    states = [chunk.states for chunk in shown if chunk.states is not None]
+    if len(states) == len(shown) and _is_mergeable(metric):
+        return _compute(metric, states)
+    return _mean([chunk.value for chunk in shown], [chunk.share for chunk in shown])
+
+
+def _is_mergeable(metric: Metric) -> bool:
+    """Whether ranks would merge its states, and so micro-batches can."""
+    if isinstance(metric, WrapperMetric) or metric.dist_sync_on_step or not default_states(metric):
+        return False  # a value that ranks exchange: they may not have run as many micro-batches
+    return all(
+        reduction in _MERGEABLE or (reduction is None and isinstance(default_states(metric)[name], list))
+        for name, reduction in state_reductions(metric).items()
+    )
+
+
+@torch.no_grad()
+def _compute(metric: Metric, chunks: list[States]) -> Any:
+    """The value of the batch, as ``forward`` computes it: from the states of all its micro-batches."""
+    now = AttributeState(metric, max_items=sys.maxsize)
+    merged = chunks[0]
+    for count, states in enumerate(chunks[1:], start=2):
+        vars(metric).update(states)
+        merge_states(metric, merged, count)
+        merged = read_states(metric)
+    metric.compute_on_cpu = False
+    forget_computed(metric)
+    value = metric.compute()
+    now.restore()
+    return value
+
+
+def read_states(metric: Metric) -> States:
+    """Return the states by name, as they are."""
+    return {name: getattr(metric, name) for name in default_states(metric)}
+
+
+def without_past(value: Any) -> Any:
+    """A nest of tensors cut off from what they were computed from; the same object if nothing needs gradients."""
+    leaves, spec = tree_flatten(value)
+    if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
+        return value
+    return tree_unflatten([leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+
+
+def _mean(values: list[Any], shares: list[float]) -> Any:
+    """Mean over nests of floating tensors that are alike; else the last value."""
+    leaves, specs = zip(*map(tree_flatten, values), strict=True)
+    columns = list(zip(*leaves, strict=False))
+    is_alike = all(spec == specs[0] for spec in specs) and all(map(_is_alike, columns))
+    if not is_alike:
+        return values[-1]
+    return tree_unflatten([weighted_mean(column, shares, [1] * len(shares)) for column in columns], specs[0])
+
+
+def _is_alike(values: tuple[Any, ...]) -> bool:
+    return all(isinstance(v, Tensor) and v.is_floating_point() and v.shape == values[0].shape for v in values)

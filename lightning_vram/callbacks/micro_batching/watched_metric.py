@@ -1,0 +1,121 @@
+"""One torchmetrics metric during one try of a step: what it was before, and what its micro-batches showed."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_vram.callbacks.micro_batching.shown_values import (
+    Shown,
+    States,
+    read_states,
+    value_of_batch,
+    without_past,
+)
+from lightning_vram.core.rollback.attribute_state import AttributeState
+from lightning_vram.core.surgery.shadow import Shadow
+from lightning_vram.private_names.lightning.metrics import default_states, show_value, shown_value
+
+_NOTES = "_shown_by_micro_batches"
+
+Call = Callable[..., Any]
+
+
+class WatchedMetric:
+    """A metric from the beginning of a try to its end.
+
+    Args:
+        metric: The metric. Until the end it works on copies of its tensor states, made where it writes to them.
+        num_chunks: How many micro-batches will come.
+    """
+
+    def __init__(self, metric: Metric, num_chunks: int) -> None:
+        self._metric = metric
+        if _NOTES not in vars(metric):  # else somebody watches this batch already
+            show_value(metric, without_past(shown_value(metric)))  # the graph of the last batch would live on
+        self._before = AttributeState(metric, max_items=sys.maxsize)  # forward empties lists of any length
+        attributes = vars(metric)
+        self._originals: dict[str, Tensor] = {
+            name: attributes[name] for name in default_states(metric) if isinstance(attributes.get(name), Tensor)
+        }
+        self._chunk = 0
+        self._share: float = 1.0
+        self._shown: list[Shown] = []
+        self._states: States | None = None
+        self._shadows = [Shadow(metric, "update", self._make_update)]
+        if num_chunks > 1:
+            self._shadows.append(Shadow(metric, "forward", self._make_forward))
+            self._shadows.append(Shadow(metric, "compute", self._make_compute))
+            attributes[_NOTES] = self._shown  # taken back with the other attributes by one who drops a part of this try
+
+    def start_chunk(self, share: float) -> None:
+        """Call before each micro-batch."""
+        is_shown = self._is_last_shown()
+        value = self._let_go(self._shown[-1].value if is_shown else None)
+        if is_shown:
+            show_value(self._metric, value)
+        self._chunk += 1
+        self._share = share
+
+    def restore(self) -> None:
+        """Put the metric back into its state at the beginning."""
+        self._remove_shadows()
+        self._before.restore()
+
+    def finish(self) -> None:
+        """Keep what was accumulated, and show the value of the batch."""
+        self._remove_shadows()
+        shown = list({chunk.chunk: chunk for chunk in self._shown}.values())  # of several calls in each the last
+        if len(shown) < 2 or not self._is_last_shown():
+            return
+        show_value(self._metric, value_of_batch(self._metric, shown))
+
+    def _is_last_shown(self) -> bool:
+        cache = shown_value(self._metric)
+        return bool(self._shown) and cache is not None and cache is self._shown[-1].original
+
+    def _let_go(self, original: Any = None) -> Any:
+        """Forget the object that the latest call returned, and with it the graph of the micro-batch."""
+        if self._shown:
+            self._shown[-1] = replace(self._shown[-1], original=original)
+        return original
+
+    def _remove_shadows(self) -> None:
+        for shadow in reversed(self._shadows):
+            shadow.remove()
+        if vars(self._metric).get(_NOTES) is self._shown:
+            del vars(self._metric)[_NOTES]
+
+    def _make_update(self, update: Call) -> Call:
+        def update_on_copies(*args: Any, **kwargs: Any) -> Any:
+            attributes = vars(self._metric)
+            for name, original in self._originals.items():
+                if attributes.get(name) is original:
+                    with torch.no_grad(), torch.inference_mode(mode=original.is_inference()):
+                        attributes[name] = original.clone()
+            return update(*args, **kwargs)
+
+        return update_on_copies
+
+    def _make_forward(self, forward: Call) -> Call:
+        def forward_and_note(*args: Any, **kwargs: Any) -> Any:
+            self._states = None
+            value = forward(*args, **kwargs)
+            if value is not None and shown_value(self._metric) is value:
+                self._let_go()
+                self._shown.append(Shown(self._chunk, self._share, without_past(value), self._states, value))
+            return value
+
+        return forward_and_note
+
+    def _make_compute(self, compute: Call) -> Call:
+        def note_and_compute(*args: Any, **kwargs: Any) -> Any:
+            states = {name: without_past(state) for name, state in read_states(self._metric).items()}
+            self._states = states  # forward merges them into new ones, or drops them
+            return compute(*args, **kwargs)
+
+        return note_and_compute

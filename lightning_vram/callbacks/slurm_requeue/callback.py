@@ -1,0 +1,359 @@
+"""Save, requeue and leave when SLURM is about to end the job, all ranks together and never within a signal handler.
+
+Lightning saves in the handler of SIGUSR1, on each rank wherever it is: one of them within a collective, and the job
+hangs until its time is over (Lightning #21406). Here the handler notes the signal. Between two batches the ranks tell
+each other, which costs no time since a vote goes on beside the next batch; then they save one checkpoint together, the
+first asks for the requeue, and all leave.
+"""
+
+import atexit
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from typing_extensions import override
+
+from lightning_vram.argument_checks import check_bool
+from lightning_vram.callbacks.hook_points.lightning_copy import check_trainer
+from lightning_vram.callbacks.hook_points.rank_timeout import rank_timeout
+from lightning_vram.callbacks.slurm_requeue.exact_resume import ExactResume
+from lightning_vram.callbacks.slurm_requeue.folder import RequeueFolder
+from lightning_vram.callbacks.slurm_requeue.job import SlurmJob, check_job, check_tasks
+from lightning_vram.callbacks.slurm_requeue.job_stop import JobStopped, requeue, save_together
+from lightning_vram.callbacks.slurm_requeue.start import go_on, open_folder
+from lightning_vram.core.processes.agreement import RankAgreement
+from lightning_vram.core.processes.clean_exit import leave_group_at_exit
+from lightning_vram.core.processes.lost_peers import naming_lost_peers
+from lightning_vram.core.processes.shielded_daemons import DaemonShield
+from lightning_vram.core.processes.stop_signals import StopSignals
+from lightning_vram.core.processes.stop_vote import StopVote
+from lightning_vram.core.surgery.shadow import Shadow, instead
+from lightning_vram.early_signals import let_through
+from lightning_vram.private_names.lightning.connectors import (
+    SIGTERM_HANDLER,
+    checkpoint_connector,
+    cluster_environment,
+    signal_connector,
+    validates_by_clock,
+)
+from lightning_vram.private_names.lightning.loops import is_accumulating, is_sequential, validation_follows
+
+_fits = count(1)  # of this program: the same on all ranks
+_folders: list[RequeueFolder] = []  # of those, on rank 0
+
+
+class SlurmRequeue(Callback):
+    """Go on after preemptions and time limits of SLURM as if nothing had happened.
+
+    On ``requeue_signal`` (``#SBATCH --signal=USR1@120``) and on SIGTERM (preemption) all ranks save a checkpoint
+    together at the end of a batch, the job is requeued, and all processes end. The next start of the job finds the
+    checkpoint by itself, whatever ``ckpt_path`` the fit is given, and goes on with the next sample and the same random
+    numbers: the weights are those of a run without a break. A job that was cancelled saves and is not requeued.
+    Lightning's own requeueing is switched off meanwhile. Outside of SLURM only the place in the data is kept, in every
+    checkpoint.
+
+    It acts between two optimizer steps, the second after the signal at the latest, and within validation, which is then
+    run again; ``validate``, ``test`` and ``predict`` begin anew. Fits that have ended are not repeated when the program
+    is stopped later: each saves a last checkpoint at its end. Between two runs, and after the last, ``requeue_signal``
+    ends nothing; the next run acts on it, which has to have this callback, too. After an error SIGTERM does not either:
+    ``srun`` sends it to all other tasks, which have errors to report, and SIGKILL half a minute later.
+
+    What a ``DataLoader``'s workers draw at random, and metrics that were accumulated over the epoch, begin anew, and
+    data of an ``IterableDataset`` are seen again, with a warning. Lightning's tuners (``LearningRateFinder``,
+    ``BatchSizeFinder``) are not stopped in their trials, and a fit that goes on takes what they found.
+
+    Args:
+        dirpath: Folder for ``slurm_requeue/<job>/``, on a file system that all nodes share. ``None``: the trainer's
+            ``default_root_dir``. Removed when the program has ended without an error.
+        requeue_signal: Name of the signal that announces the end.
+        weights_only: Whether only tensors and plain values are read from the job's checkpoint. ``None``: unless it lies
+            where nobody else can have written it, as in the folder that this makes. ``False`` reads whatever is there.
+
+    Raises:
+        TypeError: If an argument has another type than said above.
+        ValueError: If ``requeue_signal`` is no signal that a process may handle.
+        MisconfigurationException: Under SLURM, if tasks were not started by ``srun`` or the job's name keeps them from
+            connecting; before training, if ``dirpath`` is not one folder for all nodes, or the checkpoint there is of
+            another user.
+        JobStopped: In training, a ``SystemExit``: after the checkpoint was saved.
+
+    Example:
+        >>> import lightning.pytorch as pl
+        >>> from lightning_vram import SlurmRequeue
+        >>> trainer = pl.Trainer(callbacks=[SlurmRequeue()], logger=False)
+    """
+
+    def __init__(
+        self,
+        dirpath: str | Path | None = None,
+        requeue_signal: str = "SIGUSR1",
+        weights_only: bool | None = None,  # noqa: FBT001 - as Trainer.fit has it
+    ) -> None:
+        if dirpath is not None and not isinstance(dirpath, str | Path):
+            raise TypeError(f"SlurmRequeue(dirpath) must be a path or None, got {dirpath!r}.")
+        if weights_only is not None:
+            check_bool("SlurmRequeue(weights_only)", weights_only)
+        self.dirpath = dirpath
+        self.weights_only = weights_only
+        self.requeue_signal = requeue_signal
+        self._signals = StopSignals((signal.SIGTERM, _parse_signal(requeue_signal)))
+        self._shield = DaemonShield(self._signals.signals)
+        check_job(SlurmJob.from_environment())
+        self._job: SlurmJob | None = None
+        self._folder: RequeueFolder | None = None
+        self._agreement: RankAgreement | None = None
+        self._vote: StopVote | None = None
+        self._resume: ExactResume | None = None
+        self._shadows: list[Shadow] = []
+        self._environment: SLURMEnvironment | None = None
+        self._peers: AbstractContextManager[None] = nullcontext()
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        check_trainer("SlurmRequeue", trainer)
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        if sum(isinstance(callback, SlurmRequeue) for callback in callbacks) > 1:
+            raise MisconfigurationException("SlurmRequeue is among the callbacks twice: give it once.")
+        environment = cluster_environment(trainer)
+        check_tasks(environment, trainer.num_devices, trainer.num_nodes)
+        self._release()
+        timeout = rank_timeout(trainer)
+        self._agreement = RankAgreement(timeout)
+        job = SlurmJob.from_environment()
+        if stage == "fit":
+            self._resume = ExactResume(trainer, "SlurmRequeue", self._agreement)
+        if job is None or bool(getattr(trainer, "fast_dev_run", False)):
+            self._signals.unblock()
+            let_through()
+            return
+        self._job = job
+        self._peers = naming_lost_peers(
+            trainer.global_rank, trainer.world_size, lambda: f"step {trainer.global_step}, after a batch", timeout
+        )
+        self._take_over(trainer)
+        if stage == "fit":
+            self._set_up_fit(trainer, job)
+
+    def _take_over(self, trainer: pl.Trainer) -> None:
+        """From Lightning, whose handlers wait for other ranks."""
+        assert self._agreement is not None
+        environment = cluster_environment(trainer)
+        if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
+            self._environment, environment.auto_requeue = environment, False
+        connector = signal_connector(trainer)
+        self._shadows.append(Shadow(connector, SIGTERM_HANDLER, instead(self._signals.note)))
+        self._shield.raise_it()
+        if not self._signals.install():
+            rank_zero_warn("SlurmRequeue has no effect outside of the main thread, which alone gets signals.")
+        let_through()
+        if shutil.which("scontrol") is None:
+            rank_zero_warn(
+                "SlurmRequeue finds no scontrol, by which a job asks to be requeued: "
+                "bind it, and SLURM's configuration, into the container."
+            )
+        self._vote = StopVote(self._agreement, self._signals)
+        leave_group_at_exit()
+
+    def _set_up_fit(self, trainer: pl.Trainer, job: SlurmJob) -> None:
+        assert self._agreement is not None
+        self._folder = folder = open_folder(trainer, self._agreement, self.dirpath, job, next(_fits))
+        atexit.unregister(_end_program)
+        if trainer.is_global_zero:
+            _folders.append(folder)
+        connector, loop = checkpoint_connector(trainer), trainer.fit_loop.epoch_loop
+        self._shadows += [
+            Shadow(connector, "resume_start", lambda start: partial(self._start, trainer, start)),
+            Shadow(trainer.fit_loop, "run", lambda run: partial(self._run, trainer, run)),
+            Shadow(loop, "advance", lambda advance: partial(self._advance, trainer, advance)),
+        ]
+
+    def _start(self, trainer: pl.Trainer, start: Callable[..., None], /, *args: Any, **kwargs: Any) -> None:
+        if self._folder is None or self._job is None or self._resume is None or self._resume.trials.are_undone:
+            start(*args, **kwargs)
+        else:
+            trusts = None if self.weights_only is None else not self.weights_only
+            has_ended = go_on(trainer, self._job, self._folder, start, *args, trusts=trusts, **kwargs)
+            if has_ended:
+                self._resume.expect_end()
+
+    def _run(self, trainer: pl.Trainer, run: Callable[[], None]) -> None:
+        """Keep a fit that has ended, for a restart of a program that has more to do."""
+        run()
+        if self._is_trial(trainer) or self._resume is None or self._folder is None:
+            return
+        if self._resume.fit_has_ended:
+            self._resume.end()
+        elif not trainer.fit_loop.is_resuming:  # else it was given an end, and there was nothing to do
+            self._resume.fit_has_ended = True
+            save_together(trainer, self._folder, self._resume)
+
+    def _is_trial(self, trainer: pl.Trainer) -> bool:
+        """Whether a tuner has taken the callbacks away, and tries something."""
+        return self not in trainer.callbacks  # type: ignore[attr-defined]
+
+    # --- where a fit may stop ---
+
+    def _advance(self, trainer: pl.Trainer, advance: Any, fetcher: Any) -> None:
+        loop = trainer.fit_loop.epoch_loop
+        assert self._vote is not None
+        with self._peers:
+            is_stopping = self._vote.exchange() and not self._is_trial(trainer)
+        if is_stopping and not loop.restarting and self._is_between_steps(trainer, fetcher):
+            self._stop(trainer)
+        advance(fetcher)
+
+    def _is_between_steps(self, trainer: pl.Trainer, fetcher: Any) -> bool:
+        """Whether a checkpoint of this moment goes on here. Lightning's counters do not tell what follows a batch."""
+        loop = trainer.fit_loop.epoch_loop
+        by_clock = validates_by_clock(trainer)  # ranks' clocks differ
+        return not is_accumulating(loop) and (by_clock or not validation_follows(loop, fetcher))
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._resume is not None:
+            self._resume.on_train_start()
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._resume is not None:
+            self._resume.on_train_epoch_end()
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._begin_evaluation(trainer, trainer.num_val_batches)
+
+    @override
+    def on_validation_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        self._evaluate(trainer)
+
+    @override
+    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._begin_evaluation(trainer, trainer.num_test_batches)
+
+    @override
+    def on_test_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        self._evaluate(trainer)
+
+    @override
+    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._begin_evaluation(trainer, trainer.num_predict_batches)
+
+    @override
+    def on_predict_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        self._evaluate(trainer)
+
+    def _begin_evaluation(self, trainer: pl.Trainer, num_batches: list[int | float]) -> None:
+        if self._vote is not None and not trainer.sanity_checking:
+            known = sum(num_batches) if is_sequential(trainer) else min(num_batches, default=0)
+            with self._peers:
+                self._vote.limit(known)
+
+    def _evaluate(self, trainer: pl.Trainer) -> None:
+        if self._vote is None or trainer.sanity_checking:
+            return
+        with self._peers:
+            is_stopping = self._vote.exchange_limited()
+        if not is_stopping:
+            return
+        if trainer.state.fn != "fit" or not is_accumulating(trainer.fit_loop.epoch_loop):
+            self._stop(trainer)
+
+    # --- stopping ---
+
+    def _stop(self, trainer: pl.Trainer) -> None:
+        """Save, requeue, leave. On all ranks."""
+        assert self._job is not None
+        assert self._vote is not None
+        done = "nothing to save"
+        if self._folder is not None and self._resume is not None:
+            start = time.perf_counter()
+            save_together(trainer, self._folder, self._resume)
+            if trainer.is_global_zero:  # there are callbacks that save after an exception
+                atexit.register(self._folder.touch)
+            done = f"saved {self._folder.checkpoint} in {time.perf_counter() - start:.1f} s"
+        asked = requeue(self._job) if trainer.is_global_zero else (0, "")
+        code, outcome = trainer.strategy.broadcast(asked)
+        rank_zero_info(f"SlurmRequeue: {self._vote.name} at step {trainer.global_step}: {done}; {outcome}.")
+        raise JobStopped(code)
+
+    # --- state and end ---
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        if self._resume is None:
+            return {}
+        with self._peers:
+            return self._resume.state_dict()
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self._resume is not None:
+            self._resume.load_state_dict(state_dict)
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        atexit.unregister(_end_program)  # the job may be started again
+        if not isinstance(exception, JobStopped):  # its process is about to end, and the handlers with it
+            signal_connector(trainer).teardown()  # else it would put our handlers back, which it found there
+            # srun ends the other tasks of a step in which one has failed: SIGTERM would end this one while it clears
+            # up, before Python says what the error was.
+            self._release(has_failed=True)
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if self._folder is not None and trainer.is_global_zero:
+            if self._resume is not None and not self._resume.fit_has_ended:  # it was a tuner's
+                self._folder.remove_checkpoint()
+            atexit.register(_end_program)  # unless another fit follows, or the job is stopped
+        self._release()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, such as a worker process gets of the trainer, is in no run."""
+        return type(self), (self.dirpath, self.requeue_signal, self.weights_only)
+
+    def _release(self, *, has_failed: bool = False) -> None:
+        for shadow in reversed(self._shadows):
+            shadow.remove()
+        if self._resume is not None:
+            self._resume.remove()
+        if self._environment is not None:
+            self._environment.auto_requeue = True
+        if self._agreement is not None:
+            self._agreement.close()
+        _sigterm, requeue_signal = self._signals.signals
+        # Nothing is to be saved until the next run.
+        self._signals.remove(harmless=self._signals.signals if has_failed else (requeue_signal,))
+        self._shield.lower()
+        self._shadows, self._resume, self._environment, self._agreement = [], None, None, None
+        self._folder, self._job, self._vote, self._peers = None, None, None, nullcontext()
+
+
+def _end_program() -> None:
+    if getattr(sys, "last_type", None) is None:  # else an error has ended it, and the job may be started again
+        _remove_folders()
+
+
+def _remove_folders() -> None:
+    for folder in _folders:
+        folder.remove()
+
+
+def _parse_signal(name: str) -> signal.Signals:
+    if not isinstance(name, str):
+        raise TypeError(f"SlurmRequeue(requeue_signal) must be the name of a signal, got {name!r}.")
+    full = name if name.startswith("SIG") else f"SIG{name}"
+    if full not in signal.Signals.__members__ or full in ("SIGKILL", "SIGSTOP", "SIGTERM"):
+        raise ValueError(f"SlurmRequeue(requeue_signal) must be a signal like 'SIGUSR1', got {name!r}.")
+    return signal.Signals[full]

@@ -1,0 +1,222 @@
+"""Let a fit that goes on from a checkpoint see the samples and draw the random numbers that it would have seen.
+
+Lightning counts batches on in the middle of an epoch, but its loaders begin with the first sample again, and its
+generators with the seed. Here the place in the data and the generators of every rank are in the checkpoint.
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_vram.callbacks.slurm_requeue.fit_end import end_loading, read_end, restore_end
+from lightning_vram.callbacks.slurm_requeue.tuner_trials import TunerTrials
+from lightning_vram.core.processes.agreement import RankAgreement
+from lightning_vram.core.random_state.defaults import read_random_states, restore_random_states
+from lightning_vram.core.surgery.shadow import Shadow
+from lightning_vram.private_names.lightning.loops import (
+    LOAD_LOADER_STATES,
+    set_sampler_epoch,
+    stop_restarting,
+    training_data,
+)
+from lightning_vram.techniques.exact_resume.loaders import (
+    can_be_stateful,
+    forget_position,
+    load_loader_state,
+    loader_state,
+    make_stateful,
+    remove_state,
+)
+
+_NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"
+
+
+class ExactResume:
+    """Of one fit.
+
+    Args:
+        trainer: In its ``setup`` hooks, its processes connected.
+        name: Of the callback, for messages.
+        agreement: Of all ranks.
+
+    Attributes:
+        repeats_validation: Whether what is saved now will begin with the validation that is running.
+        fit_has_ended: Whether what is saved now, or was loaded, is the end of the fit.
+        trials: Of Lightning's tuners, in this fit.
+    """
+
+    def __init__(self, trainer: pl.Trainer, name: str, agreement: RankAgreement) -> None:
+        self.repeats_validation = False
+        self.fit_has_ended = False
+        self.trials = TunerTrials(trainer)
+        self._trainer = trainer
+        self._name = name
+        self._agreement = agreement
+        self._loaders: list[Any] = []  # None where one cannot go to its place
+        self._reasons: list[str] = []
+        self._to_load: dict[str, Any] | None = None
+        self._after_iterators: dict[str, Any] | None = None
+        self._before_validation: dict[str, Any] | None = None
+        loop = trainer.fit_loop
+        epoch_loop = loop.epoch_loop
+        self._shadows = [
+            Shadow(loop, LOAD_LOADER_STATES, lambda load: lambda: self._load_loaders(load)),
+            Shadow(loop, "setup_data", lambda set_up: lambda: self._set_up_data(set_up)),
+            Shadow(epoch_loop, "reset", lambda reset: lambda: _without_warning(reset, self._is_resumable)),
+            Shadow(epoch_loop.val_loop, "run", lambda run: lambda: self._validate(run)),
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Collect the place in the data, and the generators of all ranks; a collective."""
+        before = self._before_validation if self.repeats_validation else None
+        mine = before or read_random_states(self._trainer.strategy.root_device)
+        progress = self._trainer.fit_loop.epoch_loop.batch_progress
+        epoch_has_ended = progress.is_last_batch  # perhaps before the loaders have
+        return {
+            "num_batches": 0 if epoch_has_ended else progress.current.processed,  # type: ignore[attr-defined]
+            "epoch_has_ended": epoch_has_ended,
+            "loaders": [self._place_of(loader, epoch_has_ended=epoch_has_ended) for loader in self._loaders],
+            "random": self._agreement.gather(mine),
+            "found": self.trials.state_dict(),
+            "end": self._agreement.gather(read_end(self._trainer)) if self.fit_has_ended else None,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from ``state``, unless it is that of a tuner. Before loaders are made."""
+        if not self.trials.are_undone:
+            self._to_load = state
+            self.trials.skip(state.get("found", {}))
+
+    def on_train_start(self) -> None:
+        """Put generators where they were: all before this has drawn for another time."""
+        self.trials.allow()
+        self.fit_has_ended = False  # there is something left to do
+        state, self._to_load = self._to_load, None
+        if state is None:
+            return
+        random = self._random_of(state)
+        loop = self._trainer.fit_loop
+        is_next_epoch = not loop.restarting or loop.epoch_loop.restarted_on_train_batch_end
+        if state["epoch_has_ended"] and is_next_epoch:  # whose iterators are made already
+            random = self._after_iterators
+        elif state["epoch_has_ended"]:
+            # Iterators that are made already have drawn, too, and are not those of the next epoch.
+            self._load_all(state)
+        if random is not None:
+            restore_random_states(random, self._trainer.strategy.root_device)
+
+    def on_train_epoch_end(self) -> None:
+        """Let schedulers that follow a metric step if it is there. Lightning takes it for lost after a restart."""
+        configs = self._trainer.lr_scheduler_configs
+        monitors = {config.monitor for config in configs if config.reduce_on_plateau}
+        if monitors and monitors <= self._trainer.callback_metrics.keys():
+            stop_restarting(self._trainer.fit_loop)
+
+    def expect_end(self) -> None:
+        """Before the end of a fit is loaded: there is nothing left to do."""
+        self.fit_has_ended = self._trainer.should_stop = True
+
+    def end(self) -> None:
+        """Let a fit that had nothing left to do be as the one that has come to its end."""
+        state, self._to_load = self._to_load, None
+        assert state is not None
+        end_loading(self._trainer)
+        random = self._random_of(state)
+        if random is not None:
+            restore_random_states(random, self._trainer.strategy.root_device)
+            restore_end(self._trainer, state["end"][self._trainer.global_rank])
+
+    def remove(self) -> None:
+        """Leave loops and loaders as they were. Calling it again does nothing."""
+        self.trials.remove()
+        for shadow in self._shadows:
+            shadow.remove()
+        for loader in self._loaders:
+            if loader is not None:
+                remove_state(loader)
+        self._loaders, self._to_load = [], None
+
+    # --- data ---
+
+    def _place_of(self, loader: Any, *, epoch_has_ended: bool) -> dict[str, Any] | None:
+        if loader is None:
+            return None
+        if epoch_has_ended:
+            forget_position(loader)
+        return loader_state(loader)
+
+    def _is_resumable(self) -> bool:
+        return all(loader is not None for loader in self._loaders)
+
+    def _set_up_data(self, set_up: Callable[[], None]) -> None:
+        set_up()
+        if self._to_load is not None:
+            self._after_iterators = read_random_states(self._trainer.strategy.root_device)
+
+    def _load_loaders(self, load: Callable[[], None]) -> None:
+        """Right before loaders are iterated over."""
+        combined = training_data(self._trainer.fit_loop)
+        assert combined is not None
+        self._reasons = [can_be_stateful(loader) for loader in combined.flattened]
+        self._loaders = [None if why else loader for why, loader in zip(self._reasons, combined.flattened, strict=True)]
+        for loader in self._loaders:
+            if loader is not None:
+                make_stateful(loader)
+        load()
+        if self._to_load is not None:
+            self._go_to(self._to_load, combined.flattened)
+
+    def _go_to(self, state: dict[str, Any], loaders: list[Any]) -> None:
+        random = self._random_of(state)
+        if random is not None:
+            restore_random_states(random, self._trainer.strategy.root_device)
+        if state["epoch_has_ended"]:  # with workers the order of the next epoch is drawn now; Lightning sets it later
+            for loader in loaders:
+                set_sampler_epoch(loader, self._trainer.fit_loop.epoch_progress.current.ready)
+        for loader, why in zip(loaders, self._load_all(state), strict=True):
+            has_own_state = hasattr(loader, "load_state_dict")  # which Lightning gives it
+            if why and state["num_batches"] and not has_own_state:
+                rank_zero_warn(
+                    f"{self._name} cannot go to the right sample: {why}. The first {state['num_batches']} batches of "
+                    "this epoch are seen again, the last are not."
+                )
+
+    def _load_all(self, state: dict[str, Any]) -> list[str]:
+        """Return, for each loader, why it could not be brought to its place."""
+        is_same = len(state["loaders"]) == len(self._loaders) and self._random_of(state) is not None
+        places = state["loaders"] if is_same else [None] * len(self._loaders)
+        return [self._load(*each) for each in zip(self._loaders, self._reasons, places, strict=True)]
+
+    def _load(self, loader: Any, why: str, place: dict[str, Any] | None) -> str:
+        if loader is None:
+            return why
+        if place is None:
+            return "the loaders, or the number of ranks, are not those of the checkpoint"
+        try:
+            load_loader_state(loader, place)
+        except ValueError as error:
+            return str(error).rstrip(".")
+        return ""
+
+    def _random_of(self, state: dict[str, Any]) -> dict[str, Any] | None:
+        """Those of this rank, if there were as many ranks."""
+        is_same = len(state["random"]) == self._trainer.world_size
+        return state["random"][self._trainer.global_rank] if is_same else None
+
+    def _validate(self, run: Callable[[], Any]) -> Any:
+        """A validation that is broken off is run again, with the numbers that it began with."""
+        self._before_validation = read_random_states(self._trainer.strategy.root_device)
+        try:
+            return run()
+        finally:
+            self._before_validation = None
+
+
+def _without_warning(reset: Callable[[], None], is_resumable: Callable[[], bool]) -> None:
+    with warnings.catch_warnings():
+        if is_resumable():
+            warnings.filterwarnings("ignore", _NOT_RESUMABLE)
+        reset()

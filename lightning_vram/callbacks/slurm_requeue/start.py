@@ -1,0 +1,125 @@
+"""Let the fit of a job that SLURM has started again go on where the job was."""
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_vram.callbacks.slurm_requeue.folder import RequeueFolder
+from lightning_vram.callbacks.slurm_requeue.job import SlurmJob
+from lightning_vram.core.processes.agreement import RankAgreement
+from lightning_vram.private_names.lightning.callbacks import last_checkpoints
+
+_WAY_OUT = "Give a folder that all nodes share: SlurmRequeue(dirpath=...), or the trainer's default_root_dir."
+
+
+def open_folder(
+    trainer: pl.Trainer, agreement: RankAgreement, dirpath: str | Path | None, job: SlurmJob, fit: int
+) -> RequeueFolder:
+    """Make the folder of the job, and have every rank look for it. A collective: all ranks raise, or none.
+
+    Args:
+        trainer: In its ``setup`` hooks, its processes connected.
+        agreement: Of all ranks.
+        dirpath: Where the folder is made; ``None``: in the trainer's ``default_root_dir``.
+        job: That this program is part of.
+        fit: Which fit of the program it is, from 1.
+
+    Returns:
+        The folder.
+
+    Raises:
+        MisconfigurationException: If it is none of a file system, cannot be written, or a rank does not see it.
+    """
+    root = str(trainer.default_root_dir if dirpath is None else dirpath)
+    if "://" in root:
+        raise MisconfigurationException(
+            f"SlurmRequeue needs a folder that all nodes share, got default_root_dir={root!r}. "
+            "Give it one: SlurmRequeue(dirpath=...)."
+        )
+    folder = RequeueFolder(Path(root).absolute(), job.job_id, job.step_id, fit)
+    error = trainer.strategy.broadcast(folder.try_open(job.restart_count) if trainer.is_global_zero else "")
+    if error:
+        raise MisconfigurationException(f"SlurmRequeue cannot write to {str(folder.path)!r}: {error}. {_WAY_OUT}")
+    (blind,) = agreement.largest(-1 if folder.is_open else trainer.global_rank)
+    if blind >= 0:
+        raise MisconfigurationException(
+            f"SlurmRequeue cannot use {str(folder.path)!r}: rank {blind} does not see what rank 0 has made there. "
+            + _WAY_OUT
+        )
+    return folder
+
+
+def go_on(
+    trainer: pl.Trainer,
+    job: SlurmJob,
+    folder: RequeueFolder,
+    start: Callable[..., None],
+    checkpoint_path: Any = None,
+    *,
+    trusts: bool | None,
+    **options: Any,
+) -> bool:
+    """Go on from the newest checkpoint of this job, if it has been here before. A collective: all ranks raise, or none.
+
+    Args:
+        trainer: That fits.
+        job: It is part of.
+        folder: Of the job.
+        start: Lightning's ``resume_start``, for which this stands in.
+        checkpoint_path: What the fit was asked to go on from: for the first start.
+        trusts: Whether to run what pickles in its checkpoint say; ``None``: if nobody else can have written it.
+        options: Further ones of ``start``.
+
+    Returns:
+        Whether the fit had come to its end.
+
+    Raises:
+        MisconfigurationException: If the checkpoint is another user's.
+        pickle.UnpicklingError: If it holds more than is trusted.
+    """
+    newest: Path | None = None
+    stranger: int | None = None
+    if trainer.is_global_zero and job.restart_count > 0:
+        given = [] if checkpoint_path is None else [Path(checkpoint_path)]
+        newest = folder.newest([*_last_checkpoints(trainer), *given])
+        if newest in (folder.checkpoint, folder.ended):
+            stranger = folder.stranger(newest)
+            trusts = folder.is_private() if trusts is None else trusts
+    newest, stranger, trusts = trainer.strategy.broadcast((newest, stranger, trusts))
+    if newest is None:
+        start(checkpoint_path, **options)
+        return False
+    if stranger is not None:
+        raise MisconfigurationException(
+            f"SlurmRequeue does not go on from {str(newest)!r}: it is of user {stranger}, not of this one. Remove it "
+            "to begin anew, or give a folder of your own: SlurmRequeue(dirpath=...)."
+        )
+    has_ended = newest == folder.ended
+    outcome = ": this fit has ended" if has_ended else ""
+    rank_zero_info(f"SlurmRequeue: restart {job.restart_count} of job {job.job_id}{outcome}.")
+    if has_ended or newest == folder.checkpoint:
+        options["weights_only"] = not trusts
+    elif trusts:
+        options["weights_only"] = False
+    try:
+        start(str(newest), **options)
+    except pickle.UnpicklingError as error:
+        raise pickle.UnpicklingError(
+            f"SlurmRequeue does not load {str(newest)!r}: it holds more than tensors and plain values, and others may "
+            "have written it. If you trust it: SlurmRequeue(weights_only=False), or allow its classes before, with "
+            "torch.serialization.add_safe_globals."
+        ) from error
+    return has_ended
+
+
+def _last_checkpoints(trainer: pl.Trainer) -> list[Path]:
+    """What ``ModelCheckpoint(save_last=True)`` has written."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    savers = [one for one in callbacks if isinstance(one, ModelCheckpoint)]
+    return [Path(path) for saver in savers for path in last_checkpoints(saver, trainer)]

@@ -1,0 +1,3 @@
+"""See :class:`VRAMMonitor`."""
+
+from lightning_vram.callbacks.vram_monitor.callback import VRAMMonitor as VRAMMonitor

@@ -1,0 +1,108 @@
+"""Cut a batch into micro-batches: by the user's function where there is one, else by what the batch is made of."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_vram.core.batches.errors import BatchSplitError, SplitArgumentError
+from lightning_vram.core.batches.splitting import BatchSplitter
+from lightning_vram.core.batches.structure import refresh
+
+SplitFunction = Callable[[Any, int], Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class BatchFacts:
+    """What sizes are chosen by.
+
+    Args:
+        num_samples: N.
+        num_elements: Of everything in the batch that has one entry per sample.
+        shape: Equal for batches that cost the same.
+        why_whole: What keeps the batch from being cut, if something does: it counts as one sample.
+    """
+
+    num_samples: int
+    num_elements: int
+    shape: str
+    why_whole: str | None = None
+
+    def elements_of(self, size: int) -> int:
+        """Elements of a micro-batch of ``size`` samples."""
+        return math.ceil(self.num_elements * min(size, self.num_samples) / max(1, self.num_samples))
+
+
+class BatchCutter:
+    """Cuts batches, views of what they hold.
+
+    Args:
+        shared_keys: See :class:`~lightning_vram.core.batches.splitting.BatchSplitter`.
+        split: ``split(batch, size)`` returns micro-batches of ``size`` samples, the last one of what is left. It alone
+            knows how many samples a batch has: that many it returns for size 1.
+        has_all_keys: Whether a shared key that is not in a batch is an error.
+    """
+
+    def __init__(
+        self, shared_keys: Sequence[str] = (), split: SplitFunction | None = None, *, has_all_keys: bool = True
+    ) -> None:
+        self._splitter = BatchSplitter(shared_keys, has_all_keys=has_all_keys)
+        self._split = split
+
+    def measure(self, batch: Any) -> BatchFacts:
+        """Find out how large a batch is.
+
+        Raises:
+            BatchSplitError: If it cannot be split.
+        """
+        num_samples = self._splitter.batch_size(batch) if self._split is None else len(self._split(batch, 1))
+        if num_samples < 1:
+            raise SplitArgumentError(f"split_batch(batch, 1) returned no micro-batch for a {type(batch).__name__}.")
+        num_elements = max(num_samples, self._splitter.elements(batch))
+        return BatchFacts(num_samples, num_elements, f"{num_samples} of {self._splitter.shape_key(batch)}")
+
+    def measure_or_keep_whole(self, batch: Any) -> BatchFacts:
+        """As :meth:`measure`, for those who can run a batch that cannot be cut.
+
+        Raises:
+            SplitArgumentError: If it cannot be cut in the way the user gave.
+        """
+        try:
+            return self.measure(batch)
+        except SplitArgumentError:
+            raise
+        except BatchSplitError as error:
+            num_elements = max(1, self._splitter.elements(batch))
+            return BatchFacts(1, num_elements, f"whole {self._splitter.shape_key(batch)}", why_whole=str(error))
+
+    def cut(self, batch: Any, facts: BatchFacts, size: int) -> list[tuple[Any, int]]:
+        """Cut into as few micro-batches as there have to be, as equal as they can be.
+
+        Args:
+            batch: Any nest of tensors.
+            facts: As measured.
+            size: Most samples per micro-batch.
+
+        Returns:
+            Micro-batches with their numbers of samples.
+
+        Raises:
+            BatchSplitError: If it cannot be split, or the user's function returned another number of parts.
+        """
+        if facts.why_whole is not None:
+            return [(refresh(batch), 1)]
+        num_samples = facts.num_samples
+        count = -(-num_samples // size)
+        if self._split is None:
+            # A last one of a single sample would be one that batch norms refuse.
+            sizes = [num_samples // count + (number < num_samples % count) for number in range(count)]
+            return list(zip(self._splitter.split(batch, sizes), sizes, strict=True))
+        size = min(size, num_samples)
+        sizes = [size] * (num_samples // size) + [num_samples % size] * (num_samples % size > 0)
+        parts = list(self._split(batch, size))
+        if len(parts) != len(sizes):
+            raise BatchSplitError(
+                f"split_batch(batch, {size}) returned {len(parts)} micro-batches for {num_samples} samples, "
+                f"expected {len(sizes)}: of {size} samples each, the last one of what is left."
+            )
+        return list(zip(parts, sizes, strict=True))

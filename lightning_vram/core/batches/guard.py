@@ -1,0 +1,99 @@
+"""Keep a batch as it was, for a second try: a step may write into what it is given."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from lightning_vram.core.batches.structure import take_apart
+from lightning_vram.private_names.torch.tensors import num_writes
+
+_NUM_WATCHED = 2  # batches in which a step shows whether it writes into them
+
+
+class BatchGuard:
+    """Lends micro-batches to a step: copies to one that writes into them, views to one that does not.
+
+    Which of the two a step is, it shows in its first batches, which it gets as copies. Writes past the version
+    counter (``.data``, NumPy) are not seen.
+    """
+
+    def __init__(self) -> None:
+        self._num_seen = 0
+        self._is_writing = False
+        self._is_watching = False
+        self._counts = True  # whether all tensors count their versions
+        self._lent: list[tuple[Tensor, int]] = []
+        self._own: list[tuple[Tensor, int]] = []
+
+    def watch(self, batch: Any) -> None:
+        """A batch begins that may need a second try."""
+        tensors = list(_iterate_tensors(batch))
+        self._is_watching = True
+        self._counts = not any(tensor.is_inference() for tensor in tensors)  # as evaluation loops make them
+        self._own = [(tensor, num_writes(tensor)) for tensor in tensors if not tensor.is_inference()]
+        self._lent = []
+
+    def lend(self, part: Any) -> Any:
+        """Return what the step gets for this part of the batch."""
+        is_known = self._counts and not self._is_writing and self._num_seen >= _NUM_WATCHED
+        if not self._is_watching or is_known:
+            return part
+        copied = _copy(part)
+        tensors = _iterate_tensors(copied)
+        self._lent += [(tensor, num_writes(tensor)) for tensor in tensors if not tensor.is_inference()]
+        return copied
+
+    def settle(self) -> None:
+        """A batch ended: learn from it."""
+        self._num_seen += self._is_watching
+        self._learn()
+        self._is_watching, self._own = False, []
+
+    def check(self) -> None:
+        """Make sure that the batch is what it was.
+
+        Raises:
+            RuntimeError: If the step wrote into it, as it had not done before.
+        """
+        self._learn()
+        if any(num_writes(tensor) != version for tensor, version in self._own):
+            raise RuntimeError(
+                "MicroBatching cannot run this batch again: training_step wrote into it, which it had not done in its "
+                "first batches. Write into a copy, or give a fixed size."
+            )
+
+    def _learn(self) -> None:
+        self._is_writing |= any(num_writes(tensor) != version for tensor, version in self._lent)
+        self._lent = []
+
+
+def _iterate_tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, PackedSequence):
+        yield value.data
+    elif (parts := take_apart(value)) is not None:
+        for part in parts.values:
+            yield from _iterate_tensors(part)
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone().requires_grad_(value.requires_grad)
+    if isinstance(value, PackedSequence):
+        return value._replace(data=value.data.clone())
+    parts = take_apart(value)
+    return value if parts is None else parts.build([_copy(part) for part in parts.values])
+
+
+def hand_back(batch: Any, lent: Any) -> None:
+    """Show in a batch what a step has put into, or taken out of, the dict or list that it was lent instead."""
+    if lent is batch:
+        return
+    if isinstance(batch, dict) and isinstance(lent, dict):
+        batch.clear()
+        batch.update(lent)
+    elif isinstance(batch, list) and isinstance(lent, list):
+        batch[:] = lent

@@ -1,0 +1,105 @@
+"""Where something lies in a batch, or in what a step returns: as code reaches it, and as ``shared_keys`` name it."""
+
+from collections.abc import Collection, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from lightning_vram.core.batches.errors import SplitArgumentError
+from lightning_vram.core.batches.kinds import is_plain
+from lightning_vram.core.batches.structure import Parts, take_apart
+
+
+@dataclass(frozen=True)
+class BatchPath:
+    """The way from the root to an entry."""
+
+    code: str = "batch"
+    """As code reaches it: ``batch["meta"].weights[0]``."""
+    labels: tuple[Hashable, ...] = field(default=(), compare=False)
+
+    def children(self, parts: Parts) -> Iterator["BatchPath"]:
+        """Return the paths of the parts of what lies here, in order."""
+        for label in parts.labels:
+            step = f".{label}" if parts.has_attributes else f"[{_quote(label)}]"
+            yield BatchPath(f"{self.code}{step}", (*self.labels, label))
+
+    @property
+    def dotted(self) -> str:
+        """Keys, field names and positions from the root, as in ``"meta.weights.0"``."""
+        return ".".join(str(label) for label in self.labels)
+
+    @property
+    def shared_key(self) -> str:
+        """What to write into ``shared_keys`` for it: its own name, or the whole way where it has none."""
+        name = self.labels[-1] if self.labels else ""
+        return name if isinstance(name, str) else self.dotted
+
+
+class SharedKeys:
+    """The names of entries that are the same for all samples.
+
+    Args:
+        names: Keys or field names at any depth, or dotted ways from the root.
+
+    Raises:
+        TypeError: If ``names`` is no list, tuple or the like of ``str``.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        check_shared_keys("shared_keys", names)
+        self.names = tuple(names)
+
+    def cover(self, path: BatchPath) -> bool:
+        """Return whether the entry at ``path`` is named."""
+        return bool(self.names) and (path.shared_key in self.names or path.dotted in self.names)
+
+    def check(self, batch: object) -> None:
+        """Refuse names of entries that are not there.
+
+        Args:
+            batch: What the loader made.
+
+        Raises:
+            SplitArgumentError: If an entry is not there.
+        """
+        if not self.names:
+            return
+        paths = [path for path, _ in iterate(batch, BatchPath(), SharedKeys(()))][1:]
+        present = {path.shared_key for path in paths} | {path.dotted for path in paths}
+        keys = [path.shared_key for path in paths if len(path.labels) == 1 or "." not in path.shared_key]
+        for name in self.names:
+            if name not in present:
+                there = ", ".join(repr(key) for key in dict.fromkeys(keys))
+                raise SplitArgumentError(f"shared_keys names {name!r}, which is not in the batch; there are: {there}.")
+
+
+def check_shared_keys(name: str, names: object) -> None:
+    """Reject what are no names of entries.
+
+    Args:
+        name: Argument as the user wrote it.
+        names: What the user passed.
+
+    Raises:
+        TypeError: If ``names`` is one text, or no list, tuple or the like of texts.
+    """
+    if isinstance(names, str) or not isinstance(names, Collection) or not all(isinstance(one, str) for one in names):
+        raise TypeError(f"{name} must be a list of names of entries, such as ['mask'] or [] for none, got {names!r}.")
+
+
+def iterate(value: object, path: BatchPath, shared: SharedKeys) -> Iterator[tuple[BatchPath, object]]:
+    """Return all entries of a batch that are not shared, containers and what they hold, with their paths."""
+    if shared.cover(path):
+        return
+    yield path, value
+    parts = take_apart(value)
+    if parts is not None and not (parts.is_list and is_plain(parts.values) and not _holds_lists(parts)):
+        for inner, child in zip(parts.values, path.children(parts), strict=True):
+            yield from iterate(inner, child, shared)
+
+
+def _holds_lists(parts: Parts) -> bool:
+    return any(take_apart(value) is not None for value in parts.values)
+
+
+def _quote(label: Hashable) -> str:
+    return f'"{label}"' if isinstance(label, str) else repr(label)

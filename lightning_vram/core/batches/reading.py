@@ -1,0 +1,128 @@
+"""Read a nest of containers as a batch of a given size: which entries follow the samples, and which are for all.
+
+A list can be read in two ways: as columns, as collate functions make them, or as samples, one entry each. Columns go
+first. A list that fits both ways and holds entries of one kind is a doubt, which nothing in the batch can settle.
+"""
+
+from collections.abc import Mapping
+from typing import Literal
+
+from lightning_vram.core.batches.kinds import is_plain, is_uniform, look_like_columns
+from lightning_vram.core.batches.leaves import count_rows, describe, is_constant
+from lightning_vram.core.batches.path import BatchPath, SharedKeys
+from lightning_vram.core.batches.structure import Parts, take_apart
+
+Role = Literal["columns", "samples"]
+
+
+class Misfit(Exception):  # noqa: N818
+    """An entry does not fit the size that was assumed."""
+
+    def __init__(self, path: BatchPath, found: str) -> None:
+        super().__init__(path.code)
+        self.path = path
+        self.found = found
+
+
+class Reading:
+    """One way to read a batch: as ``size`` samples.
+
+    Args:
+        size: The number of samples.
+        shared: Entries that are not looked at.
+        known: What lists were in earlier batches; these are read in no other way.
+    """
+
+    def __init__(self, size: int, shared: SharedKeys, known: Mapping[BatchPath, Role]) -> None:
+        self.size = size
+        self.roles: dict[BatchPath, Role] = {}
+        """How each list that follows the batch is read."""
+        self.doubts: dict[BatchPath, str] = {}
+        """Lists that could be read the other way as well."""
+        self._is_confirmed = False
+        self._has_odd_samples = False
+        self._shared = shared
+        self._known = known
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether the size rests on more than lists that look like columns of another size."""
+        return self._is_confirmed or not self._has_odd_samples
+
+    def read(self, value: object, path: BatchPath) -> bool:
+        """Return whether an entry is cut; ``False``: it is for all samples.
+
+        Args:
+            value: The entry.
+            path: Where it lies.
+
+        Raises:
+            Misfit: If it can be neither.
+        """
+        if self._shared.cover(path):
+            return False
+        rows = count_rows(value)
+        if rows is not None:
+            return self._read_rows(value, rows, path)
+        parts = take_apart(value)
+        if parts is not None:
+            return self._read_list(parts, path) if parts.is_list else self.read_columns(parts, path)
+        if is_constant(value):
+            return False
+        raise Misfit(path, f"is of a kind that cannot be cut: {describe(value)}")
+
+    def read_columns(self, parts: Parts, path: BatchPath) -> bool:
+        """As :meth:`read`, for a container whose entries are columns."""
+        paths = path.children(parts)
+        is_cut = [self.read(value, child) for value, child in zip(parts.values, paths, strict=True)]
+        if any(is_cut) and parts.is_list:
+            self.roles[path] = "columns"
+        return any(is_cut)
+
+    def read_samples(self, parts: Parts, path: BatchPath) -> bool:
+        """As :meth:`read`, for a list of as many entries as there are samples."""
+        self.roles[path] = "samples"
+        is_odd = path not in self._known and (look_like_columns(parts.values) or not is_uniform(parts.values))
+        self._has_odd_samples |= is_odd
+        self._is_confirmed |= not is_odd
+        return True
+
+    def _read_rows(self, value: object, rows: int, path: BatchPath) -> bool:
+        if rows == self.size:
+            self._is_confirmed = True
+            return True
+        if rows == 1:
+            return False
+        raise Misfit(path, f"has {rows} rows ({describe(value)})")
+
+    def _read_list(self, parts: Parts, path: BatchPath) -> bool:
+        known = self._known.get(path)
+        could_be_samples = len(parts.values) == self.size and known != "columns"
+        columns = Reading(self.size, self._shared, self._known)
+        misfit = columns._try_columns(parts, path) if known != "samples" else None
+        if path in columns.roles:
+            self.roles |= columns.roles
+            self.doubts |= columns.doubts
+            if could_be_samples and known is None and is_uniform(parts.values):
+                self.doubts[path] = f"{self.size} columns, or {self.size} samples"
+            self._is_confirmed |= columns._is_confirmed
+            self._has_odd_samples |= columns._has_odd_samples
+            return True
+        if could_be_samples:
+            return self.read_samples(parts, path)
+        if is_plain(parts.values) or (misfit is None and known != "samples"):
+            return False
+        raise misfit if misfit and not is_uniform(parts.values) else Misfit(path, f"is a list of {len(parts.values)}")
+
+    def _try_columns(self, parts: Parts, path: BatchPath) -> Misfit | None:
+        """Note roles if the entries are columns; a list of texts or numbers is one of columns only if each follows."""
+        try:
+            if is_plain(parts.values):
+                for value, child in zip(parts.values, path.children(parts), strict=True):
+                    if not self.read(value, child):
+                        return Misfit(path, f"is a list of {len(parts.values)}")
+            self.read_columns(parts, path)
+        except Misfit as misfit:
+            self.roles.clear()
+            return misfit
+        return None

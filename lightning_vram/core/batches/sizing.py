@@ -1,0 +1,141 @@
+"""Find how many samples a batch holds, and how its lists are to be read.
+
+Every size that something in the batch suggests is tried; exactly one has to fit all of it. A wrong guess would train
+on wrong pairs without a word, so that what can be read in two ways is refused.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_vram.core.batches.errors import BatchSplitError
+from lightning_vram.core.batches.kinds import are_pictures, are_too_many_for_columns, is_plain, is_uniform
+from lightning_vram.core.batches.leaves import count_rows, describe
+from lightning_vram.core.batches.path import BatchPath, SharedKeys, iterate
+from lightning_vram.core.batches.reading import Misfit, Reading, Role
+from lightning_vram.core.batches.structure import take_apart
+
+HOOK = "define split_batch(batch, size) on the LightningModule"
+_ROOT = BatchPath()
+
+
+def find_reading(batch: object, shared: SharedKeys, known: Mapping[BatchPath, Role]) -> Reading:
+    """Return the one way to read a batch.
+
+    Args:
+        batch: What the loader made.
+        shared: Entries that are the same for all samples.
+        known: What lists were in earlier batches.
+
+    Returns:
+        The reading. It may leave doubts about lists inside, which matter only if the batch is cut.
+
+    Raises:
+        BatchSplitError: If no size fits, or several do.
+    """
+    samples = _read_as_samples(batch, shared, known)
+    role = known.get(_ROOT)
+    if samples is not None and role == "samples":
+        return samples
+    fits, misfits = _try_sizes(batch, shared, known)
+    if len(fits) > 1:
+        evidence = ", but ".join(_find_evidence(batch, shared, reading.size) for reading in fits)
+        raise BatchSplitError(f"The size of the batch is in doubt: {evidence}. To say how to cut it, {HOOK}.")
+    if not fits and samples is None:
+        raise _explain(batch, shared, misfits)
+    if not fits:
+        assert samples is not None
+        _refuse_two_batches(batch, shared)
+        return samples
+    if samples is not None and role is None and _look_like_samples(batch):
+        raise BatchSplitError(
+            f"The batch can be read as {samples.size} samples, or as {samples.size} columns of {fits[0].size}. "
+            f"To say how to cut it, {HOOK}."
+        )
+    return fits[0]
+
+
+def _try_sizes(
+    batch: object, shared: SharedKeys, known: Mapping[BatchPath, Role]
+) -> tuple[list[Reading], dict[int, Misfit]]:
+    """Read the batch by every size it suggests, an outermost list as one of columns."""
+    fits, misfits = [], {}
+    parts = take_apart(batch)
+    for size in _suggest_sizes(batch, shared):
+        reading = Reading(size, shared, known)
+        try:
+            is_cut = reading.read(batch, _ROOT) if parts is None else reading.read_columns(parts, _ROOT)
+        except Misfit as misfit:
+            misfits[size] = misfit
+        else:
+            fits += [reading] if is_cut and reading.is_sound else []
+    return fits, misfits
+
+
+def _suggest_sizes(batch: object, shared: SharedKeys) -> list[int]:
+    """Return what may be the number of samples, the most frequent first; of texts only if there is nothing else."""
+    strong, weak = Counter[int](), Counter[int]()
+    for path, value in iterate(batch, _ROOT, shared):
+        rows = count_rows(value)
+        parts = take_apart(value) if rows is None else None
+        if rows is not None:
+            strong[rows] += 1
+        elif parts is not None and parts.is_list and path != _ROOT:
+            (weak if is_plain(parts.values) else strong)[len(parts.values)] += 1
+    return [size for size, _ in (strong or weak).most_common() if size > 0]
+
+
+def _read_as_samples(batch: Any, shared: SharedKeys, known: Mapping[BatchPath, Role]) -> Reading | None:
+    """Read an outermost list as one of samples; entries of several kinds and a tuple of tensors never are."""
+    parts = take_apart(batch)
+    if parts is None or not parts.is_list or known.get(_ROOT) == "columns" or not is_uniform(parts.values):
+        return None
+    if isinstance(batch, tuple) and count_rows(batch[0]) is not None:
+        return None
+    reading = Reading(len(parts.values), shared, known)
+    reading.read_samples(parts, _ROOT)
+    return reading
+
+
+def _look_like_samples(batch: Any) -> bool:
+    """Return whether an outermost list that fits as columns may hold samples: records, pictures, waveforms."""
+    if len(batch) == 1 or isinstance(batch, tuple):
+        return False
+    if count_rows(batch[0]) is None:
+        return True
+    if len({getattr(value, "shape", None) for value in batch}) > 1:
+        return are_pictures(batch)
+    return are_too_many_for_columns(batch)
+
+
+def _refuse_two_batches(batch: Any, shared: SharedKeys) -> None:
+    """Refuse two entries that are batches by themselves: of two loaders, or two columns of unequal size."""
+    if len(batch) != 2:
+        return
+    sizes = [reading.size for value in batch for reading in _try_sizes(value, shared, {})[0][:1]]
+    if len(sizes) == len(batch):
+        raise BatchSplitError(
+            f"batch[0] has {sizes[0]} rows, batch[1] has {sizes[1]}: two samples, or two batches of different size. "
+            f"To say how to cut them, {HOOK}."
+        )
+
+
+def _find_evidence(batch: object, shared: SharedKeys, size: int) -> str:
+    for path, value in iterate(batch, _ROOT, shared):
+        if count_rows(value) == size:
+            return f"{path.code} has {size} rows"
+    for path, value in iterate(batch, _ROOT, shared):
+        parts = take_apart(value)
+        if parts is not None and parts.is_list and len(parts.values) == size:
+            return f"{path.code} is a list of {size}"
+    return ""
+
+
+def _explain(batch: object, shared: SharedKeys, misfits: Mapping[int, Misfit]) -> BatchSplitError:
+    for size, misfit in misfits.items():
+        return BatchSplitError(
+            f"{misfit.path.code} {misfit.found}, but the batch has {size} samples "
+            f"({_find_evidence(batch, shared, size)}). If it is the same for all samples, name it: "
+            f'shared_keys=["{misfit.path.shared_key}"]; if not, {HOOK}.'
+        )
+    return BatchSplitError(f"Nothing in the batch tells how many samples it has: {describe(batch)}. To cut it, {HOOK}.")

@@ -1,0 +1,120 @@
+"""What a batch counts in a mean over several: its samples, its labelled tokens, or whatever the loss divides by.
+
+The mean of two losses is that of both batches together only where both divide by the same number. A loss over tokens
+divides by those that are not ignored, which differ from batch to batch.
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from numbers import Real
+from typing import Any, Literal, get_args
+
+from torch import Tensor
+
+from lightning_vram.core.batches.errors import BatchSplitError
+from lightning_vram.core.batches.sizing import HOOK
+from lightning_vram.core.batches.splitting import BatchSplitter
+
+WeightName = Literal["samples", "tokens", "shifted_tokens"]
+BatchWeight = Callable[[Any], "float | Tensor"]
+"""From a batch to its weight: a number, or a tensor with one element, which may stay on its device."""
+
+IGNORE_INDEX = -100  # of torch.nn.functional.cross_entropy
+_WAY_OUT = "Give a function of the batch that returns its weight."
+_LABEL_KEYS = ("labels", "label", "targets", "target")
+
+
+def make_batch_weight(weight: WeightName | BatchWeight, name: str, *also: str) -> BatchWeight:
+    """Make the function that weighs batches.
+
+    Args:
+        weight: ``"samples"`` counts samples. ``"tokens"`` counts labels that are not -100: under ``"labels"`` (or
+            ``"label"``, ``"targets"``, ``"target"``) of a mapping, the last of a sequence, or all of a single tensor.
+            ``"shifted_tokens"`` leaves out the first label of each sequence, as losses do that shift labels by one.
+            A function weighs by itself.
+        name: Argument as the user wrote it, with its class.
+        also: Texts that the caller knows by itself, for the message.
+
+    Returns:
+        A function of the batch. It raises ``TypeError`` or ``ValueError`` for a batch it cannot weigh, or a weight
+        that is no finite number of at least 0; the value of a tensor is not looked at on an accelerator, which would
+        have to be waited for.
+
+    Raises:
+        TypeError: If ``weight`` is neither text nor callable.
+        ValueError: If it is text that is not listed.
+    """
+    if weight == "samples":
+        splitter = BatchSplitter()  # one for all: it learns from batch to batch
+        return lambda batch: _count_samples(splitter, batch, name)
+    if weight == "tokens":
+        return lambda batch: _count_labels(_find_labels(batch, name, weight))
+    if weight == "shifted_tokens":
+        return lambda batch: _count_labels(_find_labels(batch, name, weight)[..., 1:])
+    allowed = f"a function or one of {', '.join((*get_args(WeightName), *also))}"
+    if isinstance(weight, str):
+        raise ValueError(f"{name} must be {allowed}, got {weight!r}.")
+    if not callable(weight):
+        raise TypeError(f"{name} must be {allowed}, got {weight!r} of type {type(weight).__name__}.")
+    return lambda batch: check_weight(weight(batch), name)
+
+
+def _count_samples(splitter: BatchSplitter, batch: Any, name: str) -> float:
+    try:
+        return float(splitter.batch_size(batch))
+    except BatchSplitError as error:
+        raise ValueError(
+            f"{name}='samples' cannot count the samples of a batch. Give a function of the batch that returns their "
+            f"number, or {HOOK}. {_without_advice(error)}"
+        ) from None
+
+
+def _without_advice(error: BatchSplitError) -> str:
+    """What is wrong with the batch; ways to cut it are none to count it."""
+    return re.split(r" (?=To say|To cut|If it is the same|Please )", str(error))[0]
+
+
+def _count_labels(labels: Tensor) -> Tensor:
+    return (labels != IGNORE_INDEX).sum()
+
+
+def _find_labels(batch: Any, name: str, weight: str) -> Tensor:
+    labels = batch
+    if isinstance(batch, Mapping):
+        key = next((key for key in _LABEL_KEYS if key in batch), None)
+        labels = None if key is None else batch[key]
+        found = f"a mapping with {', '.join(map(str, batch))}"
+        if key is not None:
+            found += f", whose {key!r} is {'None' if labels is None else _describe(labels)}"
+    elif isinstance(batch, list | tuple) and batch:
+        labels = batch[-1]
+        found = f"a {type(batch).__name__} that ends with {_describe(labels)}"
+    else:
+        found = _describe(batch)
+    if isinstance(labels, Tensor) and not labels.is_floating_point() and not labels.is_complex():
+        return labels
+    raise ValueError(f"{name}={weight!r} found no integer labels in {found}. {_WAY_OUT}")
+
+
+def _describe(value: Any) -> str:
+    return f"a tensor of {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
+def check_weight(weight: Any, name: str) -> float | Tensor:
+    """Return what a function of the user found a batch to weigh, as a number or a tensor without dimensions.
+
+    Raises:
+        TypeError: If it is no number.
+        ValueError: If it is known to be negative or not finite.
+    """
+    if isinstance(weight, Tensor) and weight.numel() == 1:
+        if weight.device.type != "cpu":
+            return weight.detach().reshape(())
+        weight = weight.item()
+    if isinstance(weight, bool) or not isinstance(weight, Real):
+        found = f"a tensor of shape {list(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
+        raise TypeError(f"{name} must return a number for each batch, got {found}.")
+    if not math.isfinite(weight) or weight < 0:
+        raise ValueError(f"{name} must return a finite number of at least 0 for each batch, got {weight}.")
+    return float(weight)

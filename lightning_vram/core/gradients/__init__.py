@@ -1,0 +1,1 @@
+"""Scale, clip and reduce gradients, sparse and sharded ones too. May import: memory."""

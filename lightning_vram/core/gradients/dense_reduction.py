@@ -1,0 +1,80 @@
+"""Average dense gradients over ranks, in buckets."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_vram.private_names.torch.operators import copy_each
+
+_BUCKET_BYTES = 25 * 2**20  # the reducer's of DistributedDataParallel
+
+
+@dataclass
+class _Bucket:
+    """Gradients on their way, in one tensor: a copy, or the only gradient itself."""
+
+    gradients: list[Tensor]
+    flat: Tensor
+    work: "dist.Work"  # absent from builds without torch.distributed
+
+    def land(self) -> None:
+        self.work.wait()
+        if self.flat is not self.gradients[0]:
+            copy_each(self.gradients, _views(self.flat, self.gradients))
+
+
+def average_dense(gradients: list[Tensor], group: dist.ProcessGroup) -> None:
+    """Average ``gradients`` over ``group``, in place. A collective.
+
+    Small ones are sent together; one that fills a bucket is sent as it is. At most two buckets are held, so that one
+    is filled while the other is under way.
+
+    Args:
+        gradients: Of the same shapes, types and devices on all ranks, in the same order; their strides may differ.
+        group: Ranks to average over.
+
+    Raises:
+        RuntimeError: If the backend fails.
+    """
+    under_way: _Bucket | None = None
+    for bucket in _buckets(gradients):
+        following = _send(bucket, group)  # is filled while the one before is under way
+        if under_way is not None:
+            under_way.land()
+        under_way = following
+    if under_way is not None:
+        under_way.land()
+
+
+def _buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Group by type and device, in the reverse order, as a backward makes them."""
+    open_buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    filled_bytes: Counter[tuple[torch.dtype, torch.device]] = Counter()
+    for gradient in reversed(gradients):
+        kind = (gradient.dtype, gradient.device)
+        if filled_bytes[kind] and filled_bytes[kind] + gradient.nbytes > _BUCKET_BYTES:
+            yield open_buckets.pop(kind)
+            filled_bytes[kind] = 0
+        open_buckets.setdefault(kind, []).append(gradient)
+        filled_bytes[kind] += gradient.nbytes
+    yield from open_buckets.values()
+
+
+def _send(gradients: list[Tensor], group: dist.ProcessGroup) -> _Bucket:
+    first = gradients[0]
+    if len(gradients) == 1 and first.is_contiguous():
+        flat = first
+    else:
+        flat = first.new_empty(sum(gradient.numel() for gradient in gradients))
+        copy_each(_views(flat, gradients), gradients)
+    flat.mul_(1 / dist.get_world_size(group))  # before the sum, as the reducer does: half types do not overflow
+    return _Bucket(gradients, flat, dist.all_reduce(flat, group=group, async_op=True))
+
+
+def _views(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
+    parts = torch.split(flat, [tensor.numel() for tensor in like])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]

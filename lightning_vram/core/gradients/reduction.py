@@ -1,0 +1,167 @@
+"""Do by hand what ``DistributedDataParallel`` does between ranks, at a moment of one's own.
+
+A backward that may run out of memory must not reduce anything: the other ranks would wait for the rest. So it runs
+under ``ddp.no_sync()``, with the buffers broadcast before, and once all ranks are through, the gradients are averaged.
+The result has the same bits as that of the reducer with two ranks, with more up to the order of the sum. What is lost
+is the overlap with the backward, so it costs the time of sending all gradients; two buckets of memory are needed.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_vram.core.gradients.dense_reduction import average_dense
+from lightning_vram.core.gradients.sparse_reduction import average_sparse, sparse_zeros
+from lightning_vram.private_names.torch.distributed import (
+    can_sync_buffers,
+    delays_reductions,
+    forget_used_parameters,
+    has_optimizer_in_backward,
+    is_reduced_by_compiler,
+    logged_by,
+)
+from lightning_vram.private_names.torch.distributed import sync_buffers as broadcast_buffers
+
+if dist.is_available():
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    from torch.distributed.tensor import DTensor
+
+
+@torch.no_grad()
+def reduce_gradients(ddp: DistributedDataParallel) -> None:
+    """Average the gradients of all parameters over the ranks of ``ddp``, in place. A collective.
+
+    For gradients of backwards that ran under ``ddp.no_sync()``. A parameter with a gradient on some ranks only counts
+    as zero on the others and has one everywhere afterwards; one without any stays without, as with
+    ``find_unused_parameters``. The host waits for the device once.
+
+    Args:
+        ddp: Whose reducer could have done it: see :func:`why_reducer_is_needed`.
+
+    Raises:
+        RuntimeError: If the backend fails.
+    """
+    group = ddp.process_group
+    if dist.get_world_size(group) > 1:
+        dense = _agreed_gradients(list(_parameters(ddp)), group)
+        average_dense(dense, group)
+    # The reducer notes which parameters were used in backwards without it, too, and would take them for used in the
+    # next that it reduces. With unused parameters it builds no buckets anew, so there is nothing else to lose.
+    if ddp.find_unused_parameters:
+        forget_used_parameters(ddp)
+
+
+def why_reducer_is_needed(ddp: DistributedDataParallel) -> str | None:
+    """Name what only the reducer of ``ddp`` itself can do, so that :func:`reduce_gradients` would not do the same.
+
+    Returns:
+        The reason, to follow "does not work with", or ``None``.
+    """
+    reasons = {
+        "static_graph=True, which fails in a first backward under no_sync": ddp.static_graph,
+        "a communication hook": bool(logged_by(ddp).get("comm_hook")),
+        "DistributedDataParallel(mixed_precision)": ddp.mixed_precision is not None,
+        "delayed reductions": delays_reductions(ddp),
+        "a hook for buffers": hasattr(ddp, "buffer_hook"),
+        "the reducer of compiled autograd": is_reduced_by_compiler(ddp),
+        "an optimizer that runs in the backward": has_optimizer_in_backward(_parameters(ddp)),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def sync_buffers(ddp: DistributedDataParallel) -> None:
+    """Broadcast the buffers from rank 0 now, as the next forward of ``ddp`` would, and keep forwards from doing it.
+
+    After a synchronised backward, the next forward begins with this collective; one that is run again after a failure
+    on one rank only would wait for the others. So: once before the tries of a step, :func:`expect_buffer_sync` after.
+    Nothing is sent where the forward would send nothing. Where PyTorch changed its private names, it is left to it.
+
+    Raises:
+        RuntimeError: If the backend fails.
+    """
+    if not can_sync_buffers(ddp) or not hasattr(ddp, "require_forward_param_sync"):
+        return
+    if ddp.will_sync_module_buffers():  # type: ignore[no-untyped-call]
+        broadcast_buffers(ddp)
+    ddp.require_forward_param_sync = False
+
+
+def expect_buffer_sync(ddp: DistributedDataParallel) -> None:
+    """Let the next forward or :func:`sync_buffers` broadcast again, as after a synchronised backward."""
+    ddp.require_forward_param_sync = True
+
+
+def has_collectives_in_forward(module: nn.Module, *, is_training: bool = True) -> str | None:
+    """Name what in ``module`` talks to other ranks in every forward or backward.
+
+    Ranks then have to run as many chunks as the others, and one that fails leaves the others waiting.
+
+    Args:
+        module: As the strategy has wrapped it.
+        is_training: Whether for training: a norm that is frozen now may be thawed later.
+
+    Returns:
+        The reason, such as "FSDP2 modules", or ``None``. Collectives in the user's own code cannot be seen.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    if any(isinstance(part, FSDPModule) for part in module.modules()):
+        return "FSDP2 modules"
+    if any(isinstance(part, FullyShardedDataParallel) for part in module.modules()):
+        return "FSDP1 modules"
+    if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+        return "DTensor parameters, as of tensor parallelism"
+    if is_training and any(isinstance(part, nn.SyncBatchNorm) and _is_syncing(part) for part in module.modules()):
+        return "SyncBatchNorm"
+    return None
+
+
+def _is_syncing(norm: nn.SyncBatchNorm) -> bool:
+    return dist.get_world_size(norm.process_group) > 1
+
+
+def _parameters(ddp: DistributedDataParallel) -> Iterator[nn.Parameter]:
+    """Yield those the reducer manages, each once, in the same order on all ranks."""
+    seen: set[nn.Parameter] = set()
+    for module_name, module in ddp.module.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            # The reducer asks by this very name: of a parameter of the root, it begins with a dot and is not ignored.
+            is_ignored = f"{module_name}.{name}" in ddp.parameters_to_ignore
+            if parameter.requires_grad and not is_ignored and parameter not in seen:
+                seen.add(parameter)
+                yield parameter
+
+
+def _agreed_gradients(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> list[Tensor]:
+    """Average sparse gradients, and return the dense ones: of the same parameters on all ranks."""
+    kinds = [(_is_dense(parameter), _sparse_dim(parameter)) for parameter in parameters]
+    flags = torch.tensor(kinds, dtype=torch.uint8, device=parameters[0].device)
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+    gradients = []
+    for parameter, (is_dense, sparse_dim) in zip(parameters, flags.tolist(), strict=True):
+        if is_dense:
+            gradients.append(_make_dense(parameter))
+        elif sparse_dim:
+            if parameter.grad is None:
+                parameter.grad = sparse_zeros(parameter, sparse_dim)
+            average_sparse(parameter.grad, group)
+    return gradients
+
+
+def _is_dense(parameter: nn.Parameter) -> bool:
+    return parameter.grad is not None and not parameter.grad.is_sparse
+
+
+def _sparse_dim(parameter: nn.Parameter) -> int:
+    return parameter.grad.sparse_dim() if parameter.grad is not None and parameter.grad.is_sparse else 0
+
+
+def _make_dense(parameter: nn.Parameter) -> Tensor:
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter, dtype=getattr(parameter, "grad_dtype", None), requires_grad=False)
+    elif parameter.grad.is_sparse:  # on this rank only
+        parameter.grad = parameter.grad.to_dense()
+    return parameter.grad

@@ -1,0 +1,39 @@
+"""Multiply gradients, wherever and however they are stored."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_vram.private_names.torch.operators import multiply_each
+from lightning_vram.private_names.torch.tensors import sparse_values
+
+
+def scale_gradients(parameters: Iterable[Tensor], factor: float | Tensor) -> None:
+    """Multiply the gradients of ``parameters`` by ``factor``, in place.
+
+    Shards of distributed tensors, sparse gradients and gradients on different devices are all right. The device is
+    waited for only where a gradient lies on another one than a ``factor`` that is a tensor.
+
+    Args:
+        parameters: One that is given twice is scaled once; one without a gradient is passed over.
+        factor: A number, or a tensor without dimensions.
+    """
+    gradients = {id(parameter): parameter.grad for parameter in parameters if parameter.grad is not None}
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for gradient in gradients.values():
+        values = _values(gradient)
+        by_device.setdefault(values.device, []).append(values)
+    for device, tensors in by_device.items():
+        multiply_each(tensors, factor.to(device) if isinstance(factor, Tensor) else factor)
+
+
+def _values(gradient: Tensor) -> Tensor:
+    """The memory that holds a gradient: of this rank, and without zeros that are not stored."""
+    values = gradient.detach()
+    if isinstance(values, DTensor):
+        values = values.to_local()
+    if values.layout is torch.sparse_coo:
+        return sparse_values(values)
+    return values if values.layout is torch.strided else values.values()

@@ -1,0 +1,50 @@
+"""Keep a tensor for the backward by hand, as autograd would: under the saved-tensor hooks that are set."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_vram.core.tensors.parameter_classes import PLAIN_TYPES
+from lightning_vram.core.tensors.versions import is_strided, version_counter, version_of
+
+
+class SavedOutput:
+    """A tensor that some backward will ask for, offloaded or compressed by whoever does that to saved tensors.
+
+    Args:
+        tensor: A tensor without gradients, usually an alias of the one it is about.
+        others: Tensors on the same memory that count versions on their own.
+    """
+
+    def __init__(self, tensor: Tensor, others: Sequence[Tensor] = ()) -> None:
+        self._counters = [(_counter_of(other), version_of(other)) for other in (tensor, *others)]
+        # The output, not its node: up to torch 2.12 a node that no tensor holds gives up what it saved.
+        self._output: Tensor = _Save.apply(torch.empty(0, requires_grad=True), tensor)  # type: ignore[no-untyped-call]
+
+    def give(self) -> Tensor | None:
+        """Return the tensor, each time it is asked; ``None`` if it was overwritten since."""
+        if any(version_of(counter) != version for counter, version in self._counters):
+            return None
+        node: Any = self._output.grad_fn
+        (tensor,) = node.saved_tensors
+        return tensor  # type: ignore[no-any-return]
+
+
+def _counter_of(tensor: Tensor) -> Tensor:
+    is_plain = type(tensor) in PLAIN_TYPES and is_strided(tensor)
+    return version_counter(tensor) if is_plain else tensor
+
+
+class _Save(torch.autograd.Function):
+    """Does nothing but to save."""
+
+    @staticmethod
+    def forward(ctx: Any, dummy: Tensor, tensor: Tensor) -> Tensor:
+        ctx.save_for_backward(tensor)
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise AssertionError("nothing depends on it")

@@ -1,0 +1,133 @@
+"""Step aside where a dispatch mode or saved-tensor hooks would change what runs.
+
+``torch.func`` transforms refuse to run while saved-tensor hooks are set; inside of them nothing would be packed
+anyway. In a backward, some formulas of autograd (``prod``, ``cumprod``) round differently under any dispatch mode, and
+there is nothing to note. PyTorch has no hook for either: the functions through which both pass are replaced while
+anybody needs it, and ask the thread they run in whether it does.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.autograd import graph
+
+from lightning_vram.private_names.torch.autograd import (
+    RunBackward,
+    engine_run_backward,
+    innermost_hooks,
+    pop_hooks,
+    push_hooks,
+    replace_run_backward,
+)
+from lightning_vram.private_names.torch.dispatch import TorchDispatchMode, current_dispatch_mode
+
+
+class Hooks(Protocol):
+    """Saved-tensor hooks that can be taken off and put back."""
+
+    pack_hook: Callable[[Tensor], Any]
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *args: object) -> None: ...
+
+
+class InnermostHooks:
+    """The hooks that are set when it is made: those of a checkpoint, which keeps them to itself."""
+
+    def __init__(self) -> None:
+        hooks = innermost_hooks()
+        assert hooks is not None
+        self.pack_hook, self._unpack_hook = hooks
+
+    def __enter__(self) -> None:
+        push_hooks((self.pack_hook, self._unpack_hook))
+
+    def __exit__(self, *args: object) -> None:
+        pop_hooks()
+
+
+class _Active(threading.local):
+    """What is entered in this thread, innermost last."""
+
+    def __init__(self) -> None:
+        self.entered: list[tuple[Hooks, TorchDispatchMode | None]] = []
+
+
+_active = _Active()
+_lock = threading.Lock()
+_num_users = 0
+# Bound for good: whoever imports one of ours by name inside a step keeps it.
+_disable: Callable[[str], AbstractContextManager[None]] = graph.disable_saved_tensors_hooks
+_backward: RunBackward | None = engine_run_backward()
+
+
+@contextmanager
+def stepping_aside(hooks: Hooks, mode: TorchDispatchMode | None = None) -> Iterator[None]:
+    """Take ``hooks`` off for each ``torch.func`` transform inside the block, and ``mode`` for each backward.
+
+    To be entered right after the hooks: where several are nested, they are taken off from the innermost on.
+    """
+    _active.entered.append((hooks, mode))
+    _install()
+    try:
+        yield
+    finally:
+        _uninstall()
+        _active.entered.pop()
+
+
+def _install() -> None:
+    global _num_users  # threads share the functions that are replaced
+    with _lock:
+        _num_users += 1
+        if _num_users > 1:
+            return
+        graph.disable_saved_tensors_hooks = _disable_without_ours  # type: ignore[assignment]
+        if _backward is not None:  # without it a backward inside may round differently in few operators
+            replace_run_backward(_run_backward)
+
+
+def _uninstall() -> None:
+    global _num_users
+    with _lock:
+        _num_users -= 1
+        if _num_users:
+            return
+        graph.disable_saved_tensors_hooks = _disable  # type: ignore[assignment]
+        if _backward is not None:
+            replace_run_backward(_backward)
+
+
+@contextmanager
+def _disable_without_ours(message: str) -> Iterator[None]:
+    # Hooks of the user's own on top of ours stay: the transform refuses them, as it would without us.
+    with ExitStack() as stack:
+        for hooks, _ in reversed(_active.entered):
+            if not _is_innermost(hooks):
+                break
+            hooks.__exit__(None, None, None)
+            stack.callback(hooks.__enter__)
+        with _disable(message):
+            yield
+
+
+def _is_innermost(hooks: Hooks) -> bool:
+    top = innermost_hooks()
+    return top is not None and top[0] == hooks.pack_hook
+
+
+def _run_backward(*args: Any, **kwargs: Any) -> Any:
+    assert _backward is not None
+    with ExitStack() as stack:
+        for _, mode in reversed(_active.entered):
+            if mode is None:
+                continue
+            if current_dispatch_mode() is not mode:
+                break
+            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            stack.callback(mode.__enter__)
+        return _backward(*args, **kwargs)

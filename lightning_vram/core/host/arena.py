@@ -1,0 +1,112 @@
+"""Host memory for offloaded tensors: pinned where there is a GPU, taken once and used again in every step.
+
+Pinning is slow and pinned memory is lost to everybody else, so nothing is taken that is not needed, and nothing is
+given back before :meth:`HostArena.close`. PyTorch's allocator of pinned memory rounds up to powers of two, which is
+what chunks have. A host that is too small is refused with an error: pinned memory cannot be swapped, the kernel would
+kill the process.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from lightning_vram.core.host.chunked_space import Block, ChunkedSpace
+from lightning_vram.core.host.errors import OffloadError
+from lightning_vram.memory.host.available import available_host_bytes
+from lightning_vram.memory.units import GIB, format_bytes
+from lightning_vram.private_names.torch.dispatch import FakeTensor, without_dispatch
+from lightning_vram.private_names.torch.tensors import free_pinned_memory
+
+MARGIN_BYTES = GIB  # left to everything else on the host
+
+
+class HostBlock:
+    """Memory for one tensor, as long as this object lives: ``pieces`` are flat tensors of bytes, in order."""
+
+    __slots__ = ("_block", "pieces")
+
+    def __init__(self, block: Block[Tensor]) -> None:
+        self._block = block
+        with unseen(block.pieces[0].payload):
+            self.pieces = [
+                piece.payload.narrow(0, piece.start, piece.num_bytes) if piece.num_bytes < piece.payload.numel()
+                else piece.payload
+                for piece in block.pieces
+            ]  # fmt: skip
+
+
+class HostArena:
+    """Hands out host memory.
+
+    Args:
+        pin_memory: Whether to pin it, which needs an accelerator. Without, copies do not run beside the computation.
+        like: A fake tensor to make fake memory by, of which there is enough. ``None`` for real memory.
+    """
+
+    def __init__(self, *, pin_memory: bool, like: Tensor | None = None) -> None:
+        self._pin_memory = pin_memory
+        self._like = like
+        self._space: ChunkedSpace[Tensor] = ChunkedSpace()
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes taken from the host."""
+        return self._space.total_bytes
+
+    @property
+    def num_blocks(self) -> int:
+        """Tensors that lie here."""
+        return self._space.num_blocks
+
+    def take(self, num_bytes: int) -> HostBlock:
+        """Return memory for ``num_bytes``.
+
+        Raises:
+            OffloadError: If the host has not enough; nothing is taken then.
+        """
+        return HostBlock(self._space.take(num_bytes, self._make_chunks))
+
+    def close(self) -> None:
+        """Give all memory back. What still lies here can be read until it is gone, and keeps its chunk."""
+        self._space = ChunkedSpace()
+        if self._pin_memory:
+            free_pinned_memory()  # else PyTorch keeps it, pinned, for itself
+
+    def _make_chunks(self, sizes: list[int]) -> list[Tensor]:
+        if self._like is not None:
+            return [self._like.new_empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
+        check_host_bytes(sum(sizes), self.total_bytes)
+        with without_dispatch():  # who counts memory counts that of the device
+            return [make_host_bytes(size, pin_memory=self._pin_memory) for size in sizes]
+
+
+def check_host_bytes(needed_bytes: int, taken_bytes: int = 0) -> None:
+    """Refuse to take more memory than the host has.
+
+    Args:
+        needed_bytes: What is about to be taken.
+        taken_bytes: What was taken before, for the message.
+
+    Raises:
+        OffloadError: If less is available, 1 GiB for everything else left aside.
+    """
+    available = available_host_bytes()
+    if available is None or needed_bytes <= available - MARGIN_BYTES:
+        return
+    taken = f" beside the {format_bytes(taken_bytes)} it has" if taken_bytes else ""
+    raise OffloadError(
+        f"activation offload needs {format_bytes(needed_bytes)} of host memory{taken}, but "
+        f"{format_bytes(available)} are available, of which {format_bytes(MARGIN_BYTES)} must stay free. Set disk_path "
+        'to a folder on a fast disk, set compress="bf16", use a smaller batch, or checkpoint layers as well.'
+    )
+
+
+def make_host_bytes(num_bytes: int, *, pin_memory: bool) -> Tensor:
+    """Return a flat tensor of bytes on the host."""
+    return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=pin_memory)
+
+
+def unseen(tensor: Tensor) -> AbstractContextManager[object]:
+    """Return a context in which no dispatch mode sees what is done to ``tensor``. Fake ones live by being seen."""
+    return nullcontext() if type(tensor) is FakeTensor else without_dispatch()

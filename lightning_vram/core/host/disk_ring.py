@@ -1,0 +1,244 @@
+"""Offloaded tensors on disk, for hosts that are short of memory: a file without a name, and one thread that serves it.
+
+Bytes pass through a few staging buffers, the only host memory this takes: a step that saves faster than the disk
+writes waits for it. The file has no name from the start, so that it vanishes with the process, killed or not; its
+space is used again in every step. Jobs are done in the order they were asked for, so space is used again only after
+what lay there was read. The thread needs nobody to get on with its work, and hands an error to whoever asks next.
+"""
+
+import errno
+import os
+import queue
+import shutil
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from torch import Tensor
+
+from lightning_vram.core.host.arena import unseen
+from lightning_vram.core.host.chunked_space import Block, ChunkedSpace
+from lightning_vram.core.host.disk_worker import DiskWorker, Job, make_staging
+from lightning_vram.core.host.errors import OffloadError
+from lightning_vram.core.host.transfers import Arrival, Copies, Departure
+from lightning_vram.memory.units import MIB, format_bytes
+
+STAGING_BYTES = 8 * MIB  # of one buffer
+NUM_STAGING_BUFFERS = 4  # on the way out; the thread has one more for the way back
+_PATIENCE_SECONDS = 1.0  # between two looks whether the thread is still there
+
+
+class DiskRing:
+    """Bytes in a file in ``folder``, which exists as long as this object is not closed.
+
+    Args:
+        folder: On a local disk that is fast: an NVMe drive, not a network file system.
+        pin_memory: Whether to pin the staging buffers.
+        staging_bytes: Size of one staging buffer.
+
+    Raises:
+        ValueError: If ``folder`` is no folder.
+        OffloadError: If no file can be made there.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *, pin_memory: bool, staging_bytes: int = STAGING_BYTES) -> None:
+        self._folder = Path(folder)
+        if not self._folder.is_dir():
+            raise ValueError(f"disk_path must be a folder that exists, got {str(folder)!r}.")
+        if not hasattr(os, "preadv"):
+            raise OffloadError("disk_path needs a system with pread and pwrite: Linux or macOS. Leave it out.")
+        try:
+            self._file = cast(BinaryIO, tempfile.TemporaryFile(dir=self._folder, buffering=0))  # noqa: SIM115 - close()
+        except OSError as error:
+            raise OffloadError(
+                f"disk_path={str(folder)!r}: no file can be made there ({error}). Name a folder that can be written to."
+            ) from error
+        self._pin_memory = pin_memory
+        self._staging_bytes = staging_bytes
+        self._num_buffers = 0
+        self._buffers: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
+        self._space: ChunkedSpace[int] = ChunkedSpace()
+        self._worker = DiskWorker(str(folder), self._file)
+        weakref.finalize(self, self._worker.stop, wait=False)
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of the file."""
+        return self._space.total_bytes
+
+    @property
+    def staging_bytes(self) -> int:
+        """Host memory taken."""
+        return (self._num_buffers + self._worker.has_buffer) * self._staging_bytes
+
+    @property
+    def num_blocks(self) -> int:
+        """Tensors that lie here."""
+        return self._space.num_blocks
+
+    def write(self, source: Tensor, copies: Copies, window_bytes: int) -> "DiskBlock":
+        """Write flat bytes; returns when the last of them are on their way.
+
+        Raises:
+            OffloadError: If the disk is full, or something went wrong before.
+        """
+        self._worker.check()
+        block = self._space.take(source.numel(), self._make_chunks)
+        extents, start = [], 0
+        for piece in block.pieces:
+            for inner in range(0, piece.num_bytes, self._staging_bytes):
+                length = min(self._staging_bytes, piece.num_bytes - inner)
+                position = piece.payload + piece.start + inner
+                self._write_part(_narrow(source, start, length), position, copies, window_bytes)
+                extents.append((position, length))
+                start += length
+        return DiskBlock(self, block, extents)
+
+    def read(
+        self, extents: list[tuple[int, int]], target: Tensor, make_copies: Callable[[], Copies], moment: Any
+    ) -> Arrival:
+        """Begin to read the bytes at ``extents``, positions and lengths; see :meth:`DiskBlock.read`."""
+        worker, size, pin_memory = self._worker, self._staging_bytes, self._pin_memory
+        worker.check()
+        arrival = _DiskArrival(worker)
+
+        def read() -> None:
+            copies, buffer = worker.copies(make_copies), worker.buffer(size, pin_memory=pin_memory)
+            start = 0
+            for position, length in extents:
+                worker.read(buffer, length, position)
+                arrival.copied = copies.fetch([buffer[:length]], target.narrow(0, start, length), moment)
+                arrival.copied.finish()
+                start += length
+            copies.settle()  # else they would hold the target until they are asked for the next
+
+        worker.submit(lambda: arrival.run(read))
+        return arrival
+
+    def close(self) -> None:
+        """End the thread after what it has to do, and give file and buffers back."""
+        self._worker.stop()
+
+    def _write_part(self, source: Tensor, position: int, copies: Copies, window_bytes: int) -> None:
+        length, loan = source.numel(), self._borrow_buffer()
+        try:
+            departure = copies.send(source, [loan.buffer.narrow(0, 0, length)], window_bytes)
+            self._worker.submit(_write_job(self._worker, loan, length, position, departure))
+        except BaseException:
+            loan.give_back()
+            raise
+
+    def _borrow_buffer(self) -> "_Loan":
+        if self._buffers.empty() and self._num_buffers < NUM_STAGING_BUFFERS:
+            loan = _Loan(make_staging(self._staging_bytes, pin_memory=self._pin_memory), self._buffers)
+            self._num_buffers += 1
+            return loan
+        while True:
+            try:
+                loan = _Loan(self._buffers.get(timeout=_PATIENCE_SECONDS), self._buffers)
+            except queue.Empty:
+                self._worker.check()
+            else:
+                self._worker.check()  # an error: the loan ends with it
+                return loan
+
+    def _make_chunks(self, sizes: list[int]) -> list[int]:
+        """Grow the file; a full disk is found out here, not in the middle of a step's writes."""
+        end, needed = self._space.total_bytes, sum(sizes)
+        free = shutil.disk_usage(self._folder).free
+        error: OSError | None = None
+        if needed <= free:
+            error = _reserve(self._file.fileno(), end, needed)
+        if needed > free or error is not None:
+            raise OffloadError(
+                f"disk_path={str(self._folder)!r} needs {format_bytes(needed)} beside the {format_bytes(end)} it has, "
+                f"but {format_bytes(free)} are free there. Free some, name a folder on another disk, set "
+                'compress="bf16", or use a smaller batch.'
+            ) from error
+        return [end + sum(sizes[:index]) for index in range(len(sizes))]
+
+
+class DiskBlock:
+    """Bytes on disk, as long as this object lives."""
+
+    __slots__ = ("_block", "_extents", "_ring")
+
+    def __init__(self, ring: DiskRing, block: Block[int], extents: list[tuple[int, int]]) -> None:
+        self._ring = ring
+        self._block = block
+        self._extents = extents
+
+    def read(self, target: Tensor, make_copies: Callable[[], Copies], moment: Any) -> Arrival:
+        """Begin to read into ``target``, which was made before ``moment``.
+
+        Raises:
+            OffloadError: If something went wrong before.
+        """
+        return self._ring.read(self._extents, target, make_copies, moment)
+
+
+class _Loan:
+    """A staging buffer that goes back to the others once: when it is written, or never will be."""
+
+    def __init__(self, buffer: Tensor, buffers: "queue.SimpleQueue[Tensor]") -> None:
+        self.buffer = buffer
+        self._buffers: queue.SimpleQueue[Tensor] | None = buffers
+
+    def __del__(self) -> None:
+        self.give_back()
+
+    def give_back(self) -> None:
+        buffers, self._buffers = self._buffers, None
+        if buffers is not None:
+            buffers.put(self.buffer)
+
+
+class _DiskArrival(Arrival):
+    def __init__(self, worker: "DiskWorker") -> None:
+        self.copied = Arrival()
+        self._worker = worker
+        self._is_done = threading.Event()
+
+    def run(self, read: Job) -> None:
+        try:
+            read()
+        except BaseException as error:  # whoever waits raises it
+            self._worker.fail(error)
+        finally:
+            self._is_done.set()
+
+    def wait(self, target: Tensor) -> None:
+        while not self._is_done.wait(_PATIENCE_SECONDS):
+            self._worker.check()
+        self._worker.check_error()
+        self.copied.wait(target)
+
+
+def _write_job(worker: DiskWorker, loan: _Loan, length: int, position: int, departure: Departure) -> Job:
+    def write() -> None:
+        try:
+            departure.wait()
+            worker.write(loan.buffer, length, position)
+        finally:
+            loan.give_back()
+
+    return write
+
+
+def _narrow(source: Tensor, start: int, length: int) -> Tensor:
+    with unseen(source):
+        return source.narrow(0, start, length)
+
+
+def _reserve(file: int, start: int, length: int) -> OSError | None:
+    """Reserve file space; return why there is none. A file system that cannot reserve is believed to have it."""
+    if not hasattr(os, "posix_fallocate"):
+        return None
+    try:
+        os.posix_fallocate(file, start, length)
+    except OSError as error:
+        return error if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else None
+    return None

@@ -1,0 +1,52 @@
+"""Find convolution-norm-activation stages: runs of children of a plain ``nn.Sequential``, as VGG networks have."""
+
+from collections.abc import Iterator
+
+from torch import nn
+from torch.nn.modules import activation, dropout, normalization, pooling
+
+from lightning_vram.private_names.torch.modules import ConvBase, InstanceNormBase, NormBase
+
+_NORMS = (
+    NormBase,
+    InstanceNormBase,
+    normalization.GroupNorm,
+    normalization.LayerNorm,
+    normalization.LocalResponseNorm,
+)
+
+
+def find_conv_stages(module: nn.Module) -> Iterator[tuple[int, int]]:
+    """Yield the stages of ``module`` as (first child, one after the last child).
+
+    A stage is a convolution, at least one normalisation, at least one activation, and the dropout and pooling layers
+    among and right after them, so that what it hands on is as small as it gets.
+
+    Args:
+        module: Any module; only an ``nn.Sequential`` with the stock ``forward`` has stages.
+    """
+    if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
+        return
+    if "forward" in vars(module):  # set on the instance: it may do anything
+        return
+    children = list(module)
+    starts = [index for index, child in enumerate(children) if isinstance(child, ConvBase)]
+    for start in starts:
+        stop = start + 1
+        while stop < len(children) and _follows(children[stop]):
+            stop += 1
+        run = children[start:stop]
+        if any(isinstance(child, _NORMS) for child in run) and any(_is_activation(child) for child in run):
+            yield start, stop
+
+
+def _follows(child: nn.Module) -> bool:
+    return isinstance(child, _NORMS) or _is_activation(child) or _is_in(child, dropout) or _is_in(child, pooling)
+
+
+def _is_activation(child: nn.Module) -> bool:
+    return _is_in(child, activation) and not isinstance(child, nn.MultiheadAttention)
+
+
+def _is_in(child: nn.Module, family: object) -> bool:
+    return any(base.__module__ == getattr(family, "__name__", None) for base in type(child).__mro__)

@@ -1,0 +1,119 @@
+"""Errors of a collective whose peer is gone, said so that a reader of one log knows what to do.
+
+When a rank dies, its own log says why, and the log of every other rank ends in "Connection reset by peer". When one
+hangs, the others end in "Timed out waiting 1800000ms", half an hour later. Neither names a rank, a step or a cause.
+Here they become a :class:`LostPeerError`, which does, and is logged; the error of the backend stays as its cause.
+"""
+
+import logging
+import re
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from types import TracebackType
+
+from lightning_vram.core.processes.agreement import RankAgreementError
+from lightning_vram.memory.device.out_of_memory import is_out_of_memory
+
+# Nobody answered in time: the peer may still live. Of gloo, of the store, and of NCCL's watchdog.
+_SILENT = re.compile(
+    r"Timed out waiting \d"  # gloo: "... 3000ms for recv operation to complete"
+    r"|Timed out after \d+ seconds waiting for clients"  # TCPStore, on rank 0
+    r"|timed out connecting(?!.*refused)"
+    r"|Application timeout caused pair closure"  # gloo: another thread of this rank waited too long
+    r"|(failed to pass|timed out in) monitoredBarrier"
+    r"|wait timeout after \d+ ?ms"  # TCPStore
+    r"|client socket has timed out"
+    r"|Socket Timeout"
+    r"|Watchdog caught collective operation timeout"
+    r"|ran for \d+ milliseconds before timing out"
+    r"|NCCL operations have failed or timed out",
+    re.IGNORECASE,
+)
+# A connection broke: the process behind it is gone. Searched second, since a timeout on one pair breaks the others.
+_BROKEN = re.compile(
+    r"Connection (reset|closed) by (remote )?peer"
+    r"|Connection refused"
+    r"|Broken pipe"
+    r"|Connection was likely closed"  # TCPStore: "failed to recv, got 0 bytes ..."
+    r"|Socket closed"
+    r"|ncclRemoteError|remote process (exited|exiting)"
+    r"|NCCL communicator was aborted",
+    re.IGNORECASE,
+)
+_ADDRESS = re.compile(r"\[([0-9a-f.:]+)\]:\d+|\b(\d+\.\d+\.\d+\.\d+)<\d+>", re.IGNORECASE)  # gloo; NCCL
+_log = logging.getLogger(__name__)
+_LOOK = "The log of the rank that failed first says why"
+
+
+class LostPeerError(RuntimeError):
+    """Another rank died, hangs, or runs other collectives than this one."""
+
+
+class LostPeerNaming:
+    """What :func:`naming_lost_peers` returns. It keeps no state: one may be entered again and again, and nested."""
+
+    def __init__(self, rank: int, world_size: int, describe: Callable[[], str], timeout: timedelta) -> None:
+        self._rank = rank
+        self._world_size = world_size
+        self._describe = describe
+        self._timeout = timeout
+
+    def __enter__(self) -> None:
+        """Do nothing."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        """Log and raise a :class:`LostPeerError` in place of the backend's error; let any other pass."""
+        if error is None or not isinstance(error, RuntimeError) or isinstance(error, LostPeerError):
+            return
+        text = str(error)
+        if isinstance(error, RankAgreementError):  # the backend's words are what it was raised from
+            text = f"{text} {error.__cause__}"
+        if _SILENT.search(text):
+            message = self._silent()
+        elif _BROKEN.search(text):
+            message = self._broken(text)
+        else:
+            return
+        if not is_out_of_memory(error):  # NCCL, too, reports memory that ran out as a failed system call
+            _log.error(message)  # at once: srun and torchrun end this process, too, maybe before Python's traceback
+            raise LostPeerError(message) from error
+
+    def _silent(self) -> str:
+        return (
+            f"{self._here()} waited {self._timeout.total_seconds():g} s for another rank, which did not answer: "
+            f"it hangs, has died, or runs other collectives. {_LOOK}; if it is only slow, set a longer `timeout=`."
+        )
+
+    def _broken(self, text: str) -> str:
+        found = _ADDRESS.search(text)
+        peer = f"a process on {found[1] or found[2]}" if found else "another rank"
+        return (
+            f"{self._here()} lost {peer}: the connection broke, so it has died, of an error of its own or killed, "
+            f"as when its host runs out of memory. {_LOOK}."
+        )
+
+    def _here(self) -> str:
+        return f"Rank {self._rank} of {self._world_size} on {socket.gethostname()}, {self._describe()},"
+
+
+def naming_lost_peers(rank: int, world_size: int, describe: Callable[[], str], timeout: timedelta) -> LostPeerNaming:
+    """Make a context in which the loss of another rank is raised as a :class:`LostPeerError`.
+
+    Inside another such context the innermost one names the place. Only a ``RuntimeError`` that a backend of
+    ``torch.distributed`` or its store words so is taken for one; memory that ran out, and all else, passes as it is.
+
+    Args:
+        rank: Global rank of this process.
+        world_size: Number of ranks.
+        describe: Called after an error only: where the run is, as in ``"step 12, backward"``.
+        timeout: Of the process group.
+
+    Returns:
+        The context manager; it may be kept and entered at every step.
+
+    Example:
+        >>> with naming_lost_peers(0, 2, lambda: "step 12, backward", timedelta(minutes=30)):
+        ...     pass
+    """
+    return LostPeerNaming(rank, world_size, describe, timeout)

@@ -1,0 +1,82 @@
+"""Errors of one rank that all ranks raise, so that none waits for another that has given up."""
+
+import pickle
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from lightning_vram.core.host.errors import OffloadError
+
+Result = TypeVar("Result")
+_KINDS: dict[str, type[Exception]] = {
+    kind.__name__: kind for kind in (FileNotFoundError, IsADirectoryError, OffloadError, ValueError)
+}
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or read."""
+
+
+def on_all_ranks(action: Callable[[], Result], what: str, group: dist.ProcessGroup | None = None) -> Result:
+    """Do something on every rank, and wait for the others.
+
+    A collective. The action may be one too if it fails on all ranks together.
+
+    Args:
+        action: What to do.
+        what: For the message: "The checkpoint x.ckpt could not be saved".
+        group: The ranks; ``None`` means all of them.
+
+    Returns:
+        What the action returned here.
+
+    Raises:
+        CheckpointError: If it failed on any rank; the same on every rank. Errors that say what is wrong with an
+            argument keep their class.
+    """
+    failure: tuple[int, str, str] | None = None
+    cause: BaseException | None = None
+    try:
+        result = action()
+    except (Exception, CheckpointException) as error:
+        failure, cause = _describe(error), error
+    failures = [each for each in _gather(failure, group) if each is not None]
+    if not failures:
+        return result
+    rank, kind, text = min(failures)
+    if kind in _KINDS:
+        raise _KINDS[kind](text) from cause
+    if kind == "UnpicklingError":  # what weights_only=True does not read: the text says what to do
+        raise pickle.UnpicklingError(f"{what}: {text}") from cause
+    if kind == CheckpointError.__name__:  # whose text says all
+        raise CheckpointError(f"{what}: {text}") from cause
+    raise CheckpointError(f"{what}: {kind} on rank {rank}: {text}") from cause
+
+
+def current_rank() -> int:
+    """Say which rank this process is; 0 without ``torch.distributed``."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def num_ranks() -> int:
+    """Say how many processes there are; 1 without ``torch.distributed``."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _describe(error: BaseException) -> tuple[int, str, str]:
+    rank = current_rank()
+    if isinstance(error, CheckpointException):  # torch.distributed.checkpoint has collected those of all ranks
+        rank, (error, _) = min(error.failures.items(), key=lambda item: item[0])
+    # what weights_only=True does not read, by whatever class of ours
+    kind = pickle.UnpicklingError if isinstance(error, pickle.UnpicklingError) else type(error)
+    return rank, kind.__name__, str(error)
+
+
+def _gather(failure: tuple[int, str, str] | None, group: dist.ProcessGroup | None) -> list[tuple[int, str, str] | None]:
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return [failure]
+    failures: list[tuple[int, str, str] | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(failures, failure, group=group)
+    return failures

@@ -1,0 +1,154 @@
+"""Make sure that all ranks train the same model.
+
+Sharded training puts the shards of all ranks together to one parameter. Ranks whose models differ give an error far
+from its cause, a hang, or a model that is made of two. Both functions are collectives: every rank must call them.
+"""
+
+import ctypes
+import hashlib
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from lightning_vram.private_names.torch.dispatch import is_traceable_wrapper_subclass
+
+_MISSING = "is missing"
+
+Entry = tuple[str, str]  # name, and what is to be the same
+
+
+def check_same_modules(module: nn.Module, group: "dist.ProcessGroup | None" = None) -> None:
+    """Refuse a model that is not built alike on all ranks.
+
+    Args:
+        module: The whole model. Values are not compared.
+        group: The ranks to compare, with a backend for the host; ``None`` is all ranks.
+
+    Raises:
+        ValueError: On every rank, if names, shapes, dtypes, ``requires_grad`` or sharing of tensors differ.
+    """
+    num_ranks = _count_ranks(group)
+    if num_ranks == 1:
+        return
+    entries = _describe(module)
+    digest = hashlib.sha256(repr(entries).encode()).hexdigest()
+    digests: list[Any] = [None] * num_ranks
+    dist.all_gather_object(digests, digest, group)
+    if len(set(digests)) == 1:
+        return
+    described: list[Any] = [None] * num_ranks
+    dist.all_gather_object(described, entries, group)
+    raise ValueError(
+        f"The model differs between ranks: {_tell_difference(described)}. "
+        "Build it from the same arguments in the same order on every rank."
+    )
+
+
+def spread_values(module: nn.Module, group: "dist.ProcessGroup | None" = None) -> bool:
+    """Give the parameters and buffers of every rank the values of the first one, if any differ.
+
+    Checksums go over the network first, and then only the tensors that differ.
+
+    Args:
+        module: Built alike on all ranks. What is not a plain tensor on the host is left alone: shards, meta tensors.
+        group: The ranks to make alike, with a backend for the host; ``None`` is all ranks.
+
+    Returns:
+        Whether any tensor differed; the same on all ranks.
+
+    Raises:
+        ValueError: On every rank, if a tensor lies on the host on some ranks only.
+    """
+    num_ranks = _count_ranks(group)
+    named = [*module.named_parameters(), *module.named_buffers()]
+    if num_ranks == 1 or not named:
+        return False
+    plain = [_is_plain(tensor) for _, tensor in named]
+    sums = [_checksum(tensor) if is_plain else 0 for (_, tensor), is_plain in zip(named, plain, strict=True)]
+    gathered = [torch.empty(2, len(named), dtype=torch.int64) for _ in range(num_ranks)]
+    dist.all_gather(gathered, torch.tensor([plain, sums], dtype=torch.int64), group)
+    lacking, differing = (torch.stack(gathered) != gathered[0]).any(dim=0).tolist()
+    if any(lacking):
+        name = next(name for (name, _), is_lacking in zip(named, lacking, strict=True) if is_lacking)
+        raise ValueError(
+            f"{name!r} is a plain tensor on the host on some ranks only: build the model alike on all ranks."
+        )
+    for (_, tensor), differs in zip(named, differing, strict=True):
+        if differs:
+            _broadcast(tensor, group)
+    return any(differing)
+
+
+def _count_ranks(group: "dist.ProcessGroup | None") -> int:
+    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+
+
+def _describe(module: nn.Module) -> list[Entry]:
+    """Return all names with what must be the same, tensors that have several names included."""
+    first_names: dict[int, str] = {}
+    return [
+        *_describe_all("parameter", module.named_parameters(remove_duplicate=False), first_names),
+        *_describe_all("buffer", module.named_buffers(remove_duplicate=False), first_names),
+    ]
+
+
+def _describe_all(kind: str, named: Iterator[tuple[str, Tensor]], first_names: dict[int, str]) -> Iterator[Entry]:
+    for name, tensor in named:
+        first_name = first_names.setdefault(id(tensor), name)
+        shape = "no shape yet" if is_lazy(tensor) else f"shape {tuple(tensor.shape)}"
+        text = f"has {shape}, {str(tensor.dtype).removeprefix('torch.')}, requires_grad={tensor.requires_grad}"
+        yield f"{kind} {name!r}", text if first_name == name else f"is the same as {first_name!r}"
+
+
+def _tell_difference(described: Sequence[list[Entry]]) -> str:
+    """Say what is different first, and where."""
+    by_name = [dict(entries) for entries in described]
+    at_once = next(row for row in zip_longest(*described) if len(set(row)) > 1)
+    for entry in filter(None, at_once):
+        told = _join([names.get(entry[0], _MISSING) for names in by_name])
+        if told:
+            return f"{entry[0]} {told}"
+    return f"the order, {_join([f'first comes {entry[0]}' for entry in at_once if entry])}"
+
+
+def _join(texts: list[str]) -> str:
+    """Say which ranks have which text; nothing if all have the same."""
+    ranks: dict[str, list[str]] = {}
+    for rank, text in enumerate(texts):
+        ranks.setdefault(text, []).append(str(rank))
+    if len(ranks) == 1:
+        return ""
+    where = (f"{text} on rank{'s' * (len(own) > 1)} {', '.join(own)}" for text, own in ranks.items())
+    return " but ".join(where)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return (
+        tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and not is_lazy(tensor)
+        and not is_traceable_wrapper_subclass(tensor)
+    )
+
+
+def _checksum(tensor: Tensor) -> int:
+    """Return 64 bits that depend on every bit of ``tensor`` and its place; some 1.5 GB/s."""
+    data = tensor.detach().contiguous()
+    num_bytes = data.numel() * data.element_size()
+    memory = (ctypes.c_char * num_bytes).from_address(data.data_ptr()) if num_bytes else b""
+    return int.from_bytes(hashlib.sha256(memory).digest()[:8], signed=True)
+
+
+def _broadcast(tensor: Tensor, group: "dist.ProcessGroup | None") -> None:
+    values = tensor.detach()
+    whole = values.contiguous()
+    dist.broadcast(whole, src=dist.get_global_rank(group, 0) if group is not None else 0, group=group)
+    if whole is not values:
+        values.copy_(whole)
+    else:
+        torch.autograd.graph.increment_version(values)  # a collective does not count as a write

@@ -1,0 +1,53 @@
+"""Put gradients back to what they were before a backward that broke off.
+
+A backward that ran out of memory has added to some gradients and not to others. At the start of an accumulation window
+there is nothing to keep: gradients are set to ``None`` again. Later in a window a copy is needed, as large as the
+gradients: on their device, or on the host where the device has no room.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_vram.memory.device.out_of_memory import is_out_of_memory
+
+
+class GradientState:
+    """The gradients of some parameters, to go back to.
+
+    Args:
+        parameters: Whose gradients. The tensors in ``.grad`` stay the same ones: others, such as DDP's buckets, share
+            their memory.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._parameters = list(dict.fromkeys(parameters))
+        self._gradients = [parameter.grad for parameter in self._parameters]
+        self._copies = _copy_all([gradient for gradient in self._gradients if gradient is not None])
+
+    def restore(self) -> None:
+        """Go back. May be called again, after each further try."""
+        with torch.no_grad():
+            copies = iter(self._copies)
+            for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+                parameter.grad = gradient
+                if gradient is not None:
+                    _local(gradient).copy_(next(copies))
+
+
+def _copy_all(gradients: list[Tensor]) -> list[Tensor]:
+    with torch.no_grad():
+        try:
+            return [_local(gradient).detach().clone() for gradient in gradients]
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        # Outside of the handler: the error holds on to the copies made so far.
+        return [_local(gradient).detach().to("cpu", copy=True) for gradient in gradients]
+
+
+def _local(gradient: Tensor) -> Tensor:
+    """This rank's part of a sharded gradient; any other as it is."""
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient  # itself, as no gradient is recorded

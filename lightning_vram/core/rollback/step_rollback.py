@@ -1,0 +1,99 @@
+"""Take a training step back: the module and the generators as they were before, in the objects that were there.
+
+A step that ran out of memory has moved running statistics, drawn random numbers, counted in attributes. Run again on
+top of that it would train another model. Taken back are attributes of all modules (modes, hooks, flags, lists and dicts
+with what they hold), ``requires_grad``, generators, buffers, and plain tensor attributes of up to 1 MiB. Taking the
+state waits for no device and copies small tensors only, but for its first two times.
+
+Not taken back: parameters' values and gradients (a forward does not change the first; for the others see
+:mod:`~lightning_vram.core.rollback.gradients`), objects of other kinds that change inside, tensors in containers
+that are written in place, and parameters under FSDP1.
+"""
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_vram.core.random_state.defaults import device_generator
+from lightning_vram.core.rollback.attribute_state import AttributeState
+from lightning_vram.core.rollback.buffer_copies import ALWAYS_COPIED_BYTES, BufferCopies
+from lightning_vram.core.rollback.module_roster import ModuleRoster, iterate_members
+from lightning_vram.private_names.torch.modules import own_buffers, own_parameters
+
+__all__ = ["BufferCopies", "StepState", "iterate_members"]
+
+
+class StepState:
+    """The state of a module and of the global generators, to go back to.
+
+    Args:
+        module: With all modules in it.
+        device: The step runs here; its generator counts, beside those of the host.
+        copies: Kept by the caller over the run, so that constant buffers are copied once. The state is good until the
+            next one is taken with the same copies. ``None``: everything is copied.
+        skip: Modules whose attributes somebody else looks after. Their children and buffers are looked after here.
+            With ``copies`` it is asked once about torch's own simple layers.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device: torch.device,
+        copies: BufferCopies | None = None,
+        *,
+        skip: Callable[[nn.Module], bool] | None = None,
+    ) -> None:
+        members = list(iterate_members(module))
+        copies = copies if copies is not None else BufferCopies()
+        if copies.roster is None or not copies.roster.fits(members):
+            copies.roster = ModuleRoster(members, skip)
+        self._leaves, self._attributes = copies.roster.take(skip)
+        self._requires_grad = [
+            (parameter, parameter.requires_grad)
+            for member in members
+            for parameter in own_parameters(member).values()
+            if parameter is not None
+        ]
+        self._buffers = copies.take([*_iterate_buffers(members), *_iterate_plain_tensors(self._attributes)])
+        self._restores = list(_read_generators(device))
+
+    def restore(self) -> None:
+        """Go back. May be called again, after each further try."""
+        self._leaves.restore()
+        for attributes in self._attributes:
+            attributes.restore()
+        for buffer in self._buffers:
+            buffer.restore()
+        for parameter, requires_grad in self._requires_grad:
+            if parameter.requires_grad != requires_grad:
+                parameter.requires_grad_(requires_grad)
+        for restore, state in self._restores:
+            restore(state)
+
+
+def _iterate_buffers(members: list[nn.Module]) -> Iterator[Tensor]:
+    return (buffer for member in members for buffer in own_buffers(member).values() if buffer is not None)
+
+
+def _iterate_plain_tensors(states: list[AttributeState]) -> Iterator[Tensor]:
+    for state in states:
+        if state.layout.tensors:
+            for tensor in state.tensors():
+                # Results of the last step have a past: they are replaced, not written.
+                if not tensor.requires_grad and tensor.nbytes <= ALWAYS_COPIED_BYTES:
+                    yield tensor
+
+
+def _read_generators(device: torch.device) -> Iterator[tuple[Callable[[Any], object], Any]]:
+    yield random.setstate, random.getstate()
+    yield torch.set_rng_state, torch.get_rng_state()
+    numpy = sys.modules.get("numpy")  # torch works without it
+    if numpy is not None:
+        yield numpy.random.set_state, numpy.random.get_state()
+    module, arguments = device_generator(device)
+    if module is not None:
+        yield lambda state: module.set_rng_state(state, *arguments), module.get_rng_state(*arguments)

@@ -1,0 +1,33 @@
+"""Classes of ordinary tensors and parameters: what computes with one need not know more."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from lightning_vram.private_names.torch.dispatch import FakeTensor
+
+Result = TypeVar("Result")
+OURS = "_lightning_vram_"
+"""How attributes begin that we put on tensors."""
+
+PARAMETER_CLASSES: set[type] = {nn.Parameter}
+PLAIN_TYPES: set[type] = {Tensor, nn.Parameter, nn.Buffer, FakeTensor}
+
+
+def add_parameter_class(kind: type[nn.Parameter]) -> None:
+    """Take a class of ours, which only watches what is done with a parameter, for an ordinary one."""
+    PARAMETER_CLASSES.add(kind)
+    PLAIN_TYPES.add(kind)
+
+
+def while_plain(tensor: Any, kind: type, do: Callable[[], Result]) -> Result:
+    """Copy or save ``tensor`` as one of class ``kind`` that has no attribute of ours."""
+    ours, known = type(tensor), vars(tensor)
+    aside = {key: known.pop(key) for key in list(known) if key.startswith(OURS)}
+    tensor.__class__ = kind
+    try:
+        return do()
+    finally:
+        tensor.__class__ = ours
+        known.update(aside)

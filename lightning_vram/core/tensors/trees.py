@@ -1,0 +1,75 @@
+"""Look at, and cast, the tensors in what modules take and return: pytrees, and dataclasses, which torch does not open.
+
+Nothing that was handed in is changed.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_vram.private_names.torch.trees import tree_is_leaf, tree_leaves, tree_map
+
+
+def iterate_leaves(tree: Any, _open: frozenset[int] = frozenset()) -> Iterator[Any]:
+    """Yield the leaves of ``tree``, those in the fields of its dataclasses included.
+
+    Args:
+        tree: Any pytree.
+    """
+    if isinstance(tree, Tensor):  # what most modules take
+        yield tree
+        return
+    for leaf in tree_leaves(tree, is_leaf=_is_opened):
+        if _is_opened(leaf):
+            if id(leaf) not in _open:  # else it holds itself
+                yield from iterate_leaves(_read(leaf), _open | {id(leaf)})
+        else:
+            yield leaf
+
+
+def cast_where(
+    is_meant: Callable[[object], bool], dtype: torch.dtype, tree: Any, _open: frozenset[int] = frozenset()
+) -> Any:
+    """Return ``tree`` with some of its tensors cast.
+
+    Args:
+        is_meant: Whether a leaf is a tensor that is to be cast.
+        dtype: To this one.
+        tree: Any pytree. Where nothing is meant it is returned itself, and may be written into; dataclasses likewise.
+    """
+    if isinstance(tree, Tensor):
+        return tree.to(dtype) if is_meant(tree) else tree
+    if not any(is_meant(leaf) for leaf in iterate_leaves(tree, _open)):
+        return tree
+
+    def cast(leaf: Any) -> Any:
+        if _is_opened(leaf):
+            return leaf if id(leaf) in _open else _cast_fields(is_meant, dtype, leaf, _open | {id(leaf)})
+        return leaf.to(dtype) if is_meant(leaf) else leaf
+
+    return tree_map(cast, tree, is_leaf=_is_opened)
+
+
+def _cast_fields(is_meant: Callable[[object], bool], dtype: torch.dtype, data: Any, under_way: frozenset[int]) -> Any:
+    values = _read(data)
+    changed = {name: cast_where(is_meant, dtype, value, under_way) for name, value in values.items()}
+    if all(changed[name] is value for name, value in values.items()):
+        return data
+    twin = copy.copy(data)  # not by its __init__: checks and computed fields ran once
+    for name, value in changed.items():
+        object.__setattr__(twin, name, value)  # frozen ones too
+    return twin
+
+
+def _read(data: Any) -> dict[str, Any]:
+    """The fields that are set."""
+    return {field.name: getattr(data, field.name) for field in fields(data) if hasattr(data, field.name)}
+
+
+def _is_opened(leaf: object) -> bool:
+    """Whether ``leaf`` is an object with fields. Registered classes (transformers' outputs) are opened by torch."""
+    return is_dataclass(leaf) and not isinstance(leaf, type | nn.Module | Tensor) and tree_is_leaf(leaf)

@@ -1,0 +1,71 @@
+"""How much more a device can give, and what a piece of work took of it."""
+
+from typing import Protocol
+
+import torch
+
+from lightning_vram.memory.device.allocator import PeakWatch, has_cache, read_allocator
+
+
+class DeviceRoom(Protocol):
+    """Measures work on a device: :meth:`reset`, do it, ask. All numbers are bytes in tensors of this process."""
+
+    def reset(self) -> None:
+        """Let the peak start again from what is allocated now."""
+
+    def peak_since_reset(self) -> int:
+        """Return the most bytes that were allocated at once since :meth:`reset`."""
+
+    def allocated_bytes(self) -> int:
+        """Return the bytes that are allocated now."""
+
+    def room_bytes(self) -> int:
+        """Return the bytes that could be allocated on top of those that are."""
+
+
+class AllocatorRoom:
+    """The :class:`DeviceRoom` of a device with a caching allocator.
+
+    Peaks stay right when ``PhasePeaks`` or another one starts them again by
+    ``reset_peaks``; a bare ``torch.cuda.reset_peak_memory_stats`` is not seen.
+
+    Args:
+        device: With its index, as in ``cuda:0``.
+
+    Raises:
+        ValueError: If ``device`` has no caching allocator.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._watch = PeakWatch(device)
+
+    def reset(self) -> None:
+        """Let the peak start again from what is allocated now."""
+        self._watch.restart()
+
+    def peak_since_reset(self) -> int:
+        """Return the most bytes that were allocated at once since :meth:`reset`, or since this was made."""
+        return self._watch.read().peak_allocated_bytes
+
+    def allocated_bytes(self) -> int:
+        """Return the bytes that are in tensors now."""
+        return read_allocator(self._device).allocated_bytes
+
+    def room_bytes(self) -> int:
+        """Return what the device has left for anybody, and the cache of this process.
+
+        A limit by ``torch.cuda.set_per_process_memory_fraction`` counts. Cache is taken as a whole, though a large
+        tensor does not fit into many small blocks. Other processes may take what is free now.
+        """
+        memory = getattr(torch, self._device.type)
+        free_bytes, total_bytes = memory.mem_get_info(self._device)
+        now = read_allocator(self._device)
+        read_fraction = getattr(memory, "get_per_process_memory_fraction", None)  # XPU has it since torch 2.10
+        allowed_bytes = total_bytes if read_fraction is None else int(total_bytes * read_fraction(self._device))
+        return int(max(0, min(free_bytes + now.fragmentation_bytes, allowed_bytes - now.allocated_bytes)))
+
+
+def device_room(device: torch.device) -> DeviceRoom | None:
+    """Return the room of ``device``, or ``None`` where no allocator tells (the CPU, MPS)."""
+    return AllocatorRoom(device) if has_cache(device) else None

@@ -1,0 +1,1 @@
+"""Follow every tensor through a step: live bytes at each moment, by kind and by module."""

@@ -1,0 +1,205 @@
+"""What ``track_memory`` measured: every change of live bytes, and sums over them."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import cached_property
+
+HOST = "cpu"
+
+
+class Category(StrEnum):
+    """What a storage is for."""
+
+    PARAMETERS = "parameters"
+    BUFFERS = "buffers"
+    GRADIENTS = "gradients"
+    OPTIMIZER_STATE = "optimizer_state"
+    INPUTS = "inputs"
+    ACTIVATIONS = "activations"  # made in a forward (or its recomputation) and alive when the backward takes over
+    TEMPORARIES = "temporaries"  # everything else: came and went within a phase
+
+
+class Phase(StrEnum):
+    """Which part of a training step is running."""
+
+    FORWARD = "forward"  # and whatever is neither of the others: data, metrics, logging
+    BACKWARD = "backward"  # recomputation included
+    OPTIMIZER_STEP = "optimizer_step"
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """One storage, from birth to death.
+
+    Args:
+        op: Operator that made it, ``"held"`` if it was there before.
+        module: Name of the innermost module it belongs to or was made in; empty for the root and outside of any.
+        phase: Phase in which it was made.
+        category: What it is for, known at the end.
+        device: Where it lies, as ``"cuda:0"``.
+    """
+
+    op: str
+    module: str
+    phase: Phase
+    category: Category
+    device: str
+
+
+@dataclass(frozen=True)
+class MemoryEvent:
+    """One change of the live bytes.
+
+    Args:
+        allocation: Index into :attr:`MemoryTimeline.allocations`.
+        change_bytes: Positive at birth and growth, negative at death and shrinking.
+        phase: Phase in which it happened.
+    """
+
+    allocation: int
+    change_bytes: int
+    phase: Phase
+
+
+@dataclass(frozen=True)
+class _Totals:
+    peak_bytes: int
+    peak_event: int
+    peak_by_category: dict[Category, int]
+    peak_by_module: dict[str, int]
+    peak_by_phase: dict[Phase, int]
+    saved_for_backward_bytes: int
+    live_bytes: int
+
+
+@dataclass(frozen=True)
+class MemoryTimeline:
+    """Live bytes over a piece of a program: frozen, comparable with ``==``, the same at each run of the same program.
+
+    All sums are over one device, :attr:`device`; :meth:`on` gives the same view of another.
+
+    Args:
+        allocations: Every storage seen, in order of birth.
+        events: Every change of live bytes, in order.
+        backward_starts: Indices into ``events`` at which a backward began.
+        device: Device that the sums are over.
+    """
+
+    allocations: tuple[Allocation, ...]
+    events: tuple[MemoryEvent, ...]
+    backward_starts: tuple[int, ...]
+    device: str
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Devices on which anything was seen, sorted."""
+        return tuple(sorted({allocation.device for allocation in self.allocations}))
+
+    def on(self, device: str) -> "MemoryTimeline":
+        """The same timeline with its sums over ``device``, named as in :attr:`devices`."""
+        return replace(self, device=device)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes alive at once."""
+        return self._totals.peak_bytes
+
+    @property
+    def peak_op(self) -> str:
+        """Operator whose result made the peak; empty if nothing was ever alive."""
+        peak = self._totals.peak_event
+        return self.allocations[self.events[peak].allocation].op if peak >= 0 else ""
+
+    @property
+    def peak_by_category(self) -> Mapping[Category, int]:
+        """Bytes of each category at the peak; they add up to :attr:`peak_bytes`."""
+        return self._totals.peak_by_category
+
+    @property
+    def peak_by_module(self) -> Mapping[str, int]:
+        """Bytes of each module at the peak, largest first; they add up to :attr:`peak_bytes`.
+
+        Made in its forward, or its parameters, buffers, gradients and optimizer state. The empty name holds what the
+        root or no module made, temporaries of the backward among it.
+        """
+        return self._totals.peak_by_module
+
+    @property
+    def peak_by_phase(self) -> Mapping[Phase, int]:
+        """Most bytes alive at once during each phase; phases in which nothing changed are left out."""
+        return self._totals.peak_by_phase
+
+    def peak_of(self, category: Category) -> int:
+        """Most bytes of one category alive at once, which may be at another moment than the peak of all."""
+        live_bytes = peak_bytes = 0
+        for event in self.events:
+            allocation = self.allocations[event.allocation]
+            if allocation.device == self.device and allocation.category is category:
+                live_bytes += event.change_bytes
+                peak_bytes = max(peak_bytes, live_bytes)
+        return peak_bytes
+
+    @property
+    def saved_for_backward_bytes(self) -> int:
+        """Bytes made in the forward and still alive when a backward began: the most over all backwards.
+
+        Counted is what is alive, whether autograd keeps it or a Python variable does. No saved-tensor hook is
+        installed for this, since hooks switch autograd's check for overwritten tensors off.
+        """
+        return self._totals.saved_for_backward_bytes
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes alive at the end."""
+        return self._totals.live_bytes
+
+    @property
+    def host_peak_bytes(self) -> int:
+        """Most bytes alive at once on the host; 0 if the host is the device itself."""
+        return 0 if self.device == HOST else self.on(HOST).peak_bytes
+
+    @cached_property
+    def _totals(self) -> _Totals:
+        live_bytes, peak_bytes, peak_event, saved_bytes = 0, 0, -1, 0
+        by_phase: dict[Phase, int] = {}
+        starts = set(self.backward_starts)
+        activations = 0
+        for index, event in enumerate(self.events):
+            if index in starts:
+                saved_bytes = max(saved_bytes, activations)
+            allocation = self.allocations[event.allocation]
+            if allocation.device != self.device:
+                continue
+            before, live_bytes = live_bytes, live_bytes + event.change_bytes
+            if allocation.category is Category.ACTIVATIONS:
+                activations += event.change_bytes
+            by_phase[event.phase] = max(by_phase.get(event.phase, 0), before, live_bytes)
+            if live_bytes > peak_bytes:
+                peak_bytes, peak_event = live_bytes, index
+        if len(self.events) in starts:
+            saved_bytes = max(saved_bytes, activations)
+        at_peak = self._live_at(peak_event)
+        by_category: Counter[Category] = Counter(dict.fromkeys(Category, 0))
+        by_module: Counter[str] = Counter()
+        for number, num_bytes in at_peak.items():
+            by_category[self.allocations[number].category] += num_bytes
+            by_module[self.allocations[number].module] += num_bytes
+        return _Totals(
+            peak_bytes=peak_bytes,
+            peak_event=peak_event,
+            peak_by_category=dict(by_category),
+            peak_by_module=dict(by_module.most_common()),
+            peak_by_phase={phase: by_phase[phase] for phase in Phase if phase in by_phase},
+            saved_for_backward_bytes=saved_bytes,
+            live_bytes=live_bytes,
+        )
+
+    def _live_at(self, last_event: int) -> dict[int, int]:
+        """Bytes of each allocation of this device that is alive right after ``last_event``."""
+        live: Counter[int] = Counter()
+        for event in self.events[: last_event + 1]:
+            if self.allocations[event.allocation].device == self.device:
+                live[event.allocation] += event.change_bytes
+        return {number: num_bytes for number, num_bytes in live.items() if num_bytes}

@@ -1,0 +1,343 @@
+"""Count live tensor bytes exactly, on any machine: no GPU, no allocator, no sampling.
+
+A dispatch mode sees the result of every operator, from autograd and from recomputation too, and a weak reference tells
+when each storage dies. The bytes are those of the storages: views share, wrapper subclasses count what they hold. The
+same program gives the same numbers at each run, and fake tensors give the numbers of real ones, so a claim about
+memory can be a test. (Where PyTorch's own fake kernel returns other tensors than the real one, so do the numbers: on
+the host ``nn.LSTM``, ``nn.EmbeddingBag``, and a norm whose input needs no gradient.)
+
+What it does not see: workspaces inside a kernel (cuDNN, cuBLAS), the allocator's rounding and fragmentation, and
+memory that no PyTorch operator returns (a file read by ``torch.load``, a batch from a worker process, ``deepcopy``).
+What it costs: some 10-20 microseconds of Python per operator. A compiled
+callable runs uncompiled while a dispatch mode is on, so what compilation saves cannot be tracked.
+
+Results are those of the program without it, but for what PyTorch does under any dispatch mode: a tracked backward of
+``prod`` and ``cumprod``, and ``linalg.svdvals``, ``eigvalsh``, ``cond``, ``lstsq`` and the nuclear norm without
+gradients, take formulas that round otherwise, and ``Custom(tensor)`` of a tensor subclass is an error
+(``tensor.as_subclass(Custom)`` is none).
+"""
+
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from enum import Enum, auto
+from functools import cache
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from typing_extensions import override
+
+from lightning_vram.memory.tracking.kept_beside import kept_beside
+from lightning_vram.memory.tracking.ledger import (
+    BACKWARD,
+    FORWARD,
+    OPTIMIZER_STEP,
+    RECOMPUTATION,
+    Ledger,
+    Moment,
+    label_all,
+)
+from lightning_vram.memory.tracking.module_scope import listen
+from lightning_vram.memory.tracking.storages import iterate_tensors
+from lightning_vram.memory.tracking.timeline import Category, MemoryTimeline, Phase
+from lightning_vram.private_names.torch.autograd import current_graph_task_id
+from lightning_vram.private_names.torch.dispatch import (
+    DispatchKey,
+    FakeTensor,
+    TorchDispatchMode,
+    detect_fake_mode,
+    is_traceable_wrapper_subclass_type,
+)
+from lightning_vram.private_names.torch.operator_calls import call_operator
+from lightning_vram.private_names.torch.operators import OpOverload, is_made_of_others, run_others, schema_of
+from lightning_vram.private_names.torch.trees import tree_leaves
+
+
+def track_memory(
+    module: nn.Module | None = None, *, optimizers: Iterable[Optimizer] = (), inputs: Any = None
+) -> "MemoryTracker":
+    """Track live tensor bytes inside a ``with`` block.
+
+    What is born inside is always counted. What was there before is counted only if it is named here, so that a small
+    program can be worked out by hand. Python's cyclic garbage collector is held off inside: it runs at moments that
+    differ from run to run, and what only a cycle keeps alive is alive.
+
+    Args:
+        module: Counts its parameters, buffers and gradients, and names where bytes were made. ``None``: none of it.
+        optimizers: Counts their state. Those not named are found when they step, and their state counts from then on.
+        inputs: Any nest of tensors, such as a batch.
+
+    Returns:
+        The tracker; its :attr:`~MemoryTracker.timeline` can be read inside the block and after it.
+
+    Raises:
+        TypeError: If ``optimizers`` is one optimizer that is not in a list.
+        RuntimeError: If the returned tracker is entered a second time.
+
+    Example:
+        >>> import torch
+        >>> layer = torch.nn.Linear(256, 256, bias=False)
+        >>> with track_memory(layer) as tracker:
+        ...     loss = layer(torch.ones(1, 256)).sum()
+        ...     loss.backward()
+        >>> tracker.timeline.peak_by_category[Category.PARAMETERS] == 256 * 256 * 4
+        True
+    """
+    if isinstance(optimizers, Optimizer):
+        kind = type(optimizers).__name__
+        raise TypeError(f"track_memory(optimizers) must be a list of optimizers, got {kind}. Put one in a list: [...].")
+    return MemoryTracker(module, tuple(optimizers), inputs)
+
+
+class MemoryTracker:
+    """A running or finished measurement: see :func:`track_memory`."""
+
+    def __init__(self, module: nn.Module | None, optimizers: tuple[Optimizer, ...], inputs: Any) -> None:
+        self._module = module
+        self._optimizers = list(optimizers)
+        self._inputs = inputs
+        self._ledger = Ledger()
+        self._step_depth = 0
+        self._exit = ExitStack()
+        self._is_fresh = True
+        self._device: str | None = None
+
+    @property
+    def timeline(self) -> MemoryTimeline:
+        """What was measured so far, frozen. Its device is that of the module's parameters, else an accelerator seen."""
+        return self._ledger.timeline(self._device)
+
+    def __enter__(self) -> Self:
+        if not self._is_fresh:
+            raise RuntimeError("a memory tracker can be entered once; call track_memory() again for a new one.")
+        self._is_fresh = False
+        if self._module is not None:
+            parameter = next(self._module.parameters(), None)
+            self._device = str(parameter.device) if parameter is not None else None
+        self._label()
+        label_all(self._ledger, (("", leaf) for leaf in iterate_tensors(self._inputs)), Category.INPUTS)
+        with self._exit as stack:
+            if gc.isenabled():
+                gc.disable()
+                stack.callback(gc.enable)
+            _follow_modules(stack, self._ledger, self._module, self._end_steps)
+            _follow_resizes(stack, self._ledger)
+            for handle in (
+                register_optimizer_step_pre_hook(self._before_step),
+                register_optimizer_step_post_hook(self._after_step),
+            ):
+                stack.callback(handle.remove)
+            is_fake = detect_fake_mode(_held_tensors(self._module, self._inputs)) is not None
+            stack.enter_context(_Recorder(self._ledger, self._observe, is_fake=is_fake))
+            self._inputs = None  # the tracked program decides how long its batch lives
+            self._exit = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._exit.close()
+        self._label()
+        if not self._ledger.has_seen_backward and torch.is_grad_enabled():
+            self._ledger.label_activations()  # a forward alone: what lives now is what a backward would find
+            self._ledger.start_backward()
+        self._ledger.close()
+
+    def _observe(self) -> None:
+        """Find out which phase the next operator belongs to, and what a change of phase tells."""
+        before, now = self._ledger.moment, self._now()
+        if now is before:
+            return
+        if now.phase is Phase.BACKWARD and before.is_building_graph:
+            if before.phase is not Phase.BACKWARD:
+                self._label()  # first what the forward put into parameters and buffers
+            self._ledger.label_activations()
+        if now.phase is Phase.BACKWARD and before.phase is not Phase.BACKWARD:
+            self._ledger.start_backward()
+        self._ledger.moment = now
+        if before.phase is Phase.BACKWARD and now.phase is not Phase.BACKWARD:
+            self._label()
+
+    def _now(self) -> Moment:
+        if current_graph_task_id() != -1:
+            return RECOMPUTATION if torch.is_grad_enabled() else BACKWARD
+        return OPTIMIZER_STEP if self._step_depth else FORWARD
+
+    def _label(self) -> None:
+        """Label what module and optimizers hold now; storages may have been swapped since the last time."""
+        owners: dict[int, str] = {}
+        if self._module is not None:
+            named = [(name.rpartition(".")[0], parameter) for name, parameter in self._module.named_parameters()]
+            owners = {id(parameter): owner for owner, parameter in named}
+            buffers = ((name.rpartition(".")[0], buffer) for name, buffer in self._module.named_buffers())
+            label_all(self._ledger, named, Category.PARAMETERS)
+            label_all(self._ledger, buffers, Category.BUFFERS)
+            label_all(self._ledger, ((owner, p.grad) for owner, p in named), Category.GRADIENTS)
+        for optimizer in self._optimizers:
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                owner = owners.get(id(parameter), "")
+                label_all(self._ledger, [(owner, parameter.grad)], Category.GRADIENTS)
+                state = optimizer.state.get(parameter, {})
+                label_all(self._ledger, ((owner, leaf) for leaf in _tensors(state)), Category.OPTIMIZER_STATE)
+            label_all(self._ledger, (("", tensor) for tensor in kept_beside(optimizer)), Category.OPTIMIZER_STATE)
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not any(optimizer is known for known in self._optimizers):
+            self._optimizers.append(optimizer)
+        self._observe()
+        self._label()
+        self._step_depth += 1
+        # A closure is a forward and a backward in the middle of the step: Lightning always steps this way.
+        args = tuple(self._outside_of_step(arg) if callable(arg) and arg is not optimizer else arg for arg in args)
+        if callable(kwargs.get("closure")):
+            kwargs = {**kwargs, "closure": self._outside_of_step(kwargs["closure"])}
+        return args, kwargs
+
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._step_depth = max(0, self._step_depth - 1)
+        self._label()
+
+    def _end_steps(self) -> None:
+        """Whatever runs a module is no optimizer step: one that ended in an exception has not said so."""
+        self._step_depth = 0
+
+    def _outside_of_step(self, closure: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            depth, self._step_depth = self._step_depth, 0
+            try:
+                return closure(*args, **kwargs)
+            finally:
+                self._step_depth = depth
+
+        return run
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Reports what every operator returns to the ledger."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, ledger: Ledger, observe: Callable[[], None], *, is_fake: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._ledger = ledger
+        self._observe = observe
+        self._is_fake = is_fake
+
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(map(is_traceable_wrapper_subclass_type, types)):
+            return NotImplemented  # the wrapper unwraps itself; what it runs inside comes here again
+        results = _results_of(func)
+        if results is _Results.COMPOSED:
+            with self:
+                return run_others(func, *args, **(kwargs or {}))
+        if func is not torch.ops.aten.detach.default:
+            self._observe()  # but hooks on saved tensors detach without gradients, in the middle of a recomputation
+        result = call_operator(func, args, kwargs)
+        self._write_down(result, results, func)
+        return result
+
+    def _write_down(self, result: Any, results: "_Results", func: Any) -> None:
+        if results is _Results.NEW:
+            for tensor in _tensors(result):
+                # DTensor works shapes out on fake tensors of its own, once per operator.
+                if self._is_fake or not isinstance(tensor, FakeTensor):
+                    self._ledger.add(tensor, str(func))
+        elif results is _Results.CHANGED:
+            for tensor in _tensors(result):
+                self._ledger.update(tensor)
+
+
+class _Results(Enum):
+    """What an operator returns."""
+
+    NEW = auto()
+    CHANGED = auto()  # an argument, perhaps with another size: ``aten.resize_``
+    VIEWS = auto()  # of an argument: an unknown storage is older than the block
+    COMPOSED = auto()  # what other operators return: without autograd those are not seen unless it is taken apart
+
+
+@cache
+def _results_of(func: Any) -> _Results:
+    if not isinstance(func, OpOverload):
+        return _Results.NEW  # a higher-order operator
+    if func.namespace == "prim":
+        return _Results.VIEWS  # questions about a tensor; the dispatcher does not know them
+    keys = DispatchKey
+    has_own_kernel = func.has_kernel_for_dispatch_key(keys.CPU) or func.has_kernel_for_dispatch_key(keys.CUDA)
+    if is_made_of_others(func) and not has_own_kernel:
+        return _Results.COMPOSED
+    schema = schema_of(func)
+    if not any(result.alias_info for result in schema.returns):
+        return _Results.NEW
+    if func is torch.ops.aten.lift_fresh.default:  # the first that is seen of torch.tensor([...])
+        return _Results.NEW
+    return _Results.CHANGED if schema.is_mutable else _Results.VIEWS
+
+
+def _tensors(nest: Any) -> Iterator[Tensor]:
+    if isinstance(nest, Tensor):  # the common case, without the cost of flattening
+        return iter((nest,))
+    return (leaf for leaf in tree_leaves(nest) if isinstance(leaf, Tensor))
+
+
+def _held_tensors(module: nn.Module | None, inputs: Any) -> list[Tensor]:
+    return [*(module.parameters() if module is not None else ()), *iterate_tensors(inputs)]
+
+
+def _follow_modules(stack: ExitStack, ledger: Ledger, root: nn.Module | None, on_forward: Callable[[], None]) -> None:
+    """Keep the name of the innermost running module in the ledger."""
+    names = {id(module): name for name, module in root.named_modules()} if root is not None else {}
+    outer: list[tuple[nn.Module, str, bool]] = []
+
+    def enter(module: nn.Module, *_: Any) -> None:
+        on_forward()
+        outer.append((module, ledger.module, ledger.is_in_reducer))
+        ledger.module = names.get(id(module), ledger.module)
+        ledger.is_in_reducer = isinstance(module, DistributedDataParallel)
+
+    def leave(module: nn.Module, *_: Any) -> None:
+        while outer:  # a module left by an exception that its hook did not see is skipped
+            left, ledger.module, ledger.is_in_reducer = outer.pop()
+            if left is module:
+                return
+
+    stack.callback(listen(enter, leave))
+    stack.callback(register_module_forward_pre_hook(enter).remove)
+    stack.callback(register_module_forward_hook(leave, always_call=True).remove)
+
+
+def _follow_resizes(stack: ExitStack, ledger: Ledger) -> None:
+    """Note ``UntypedStorage.resize_``, with which FSDP frees and fills parameters: it does not dispatch."""
+    if not _resizing:
+        torch.UntypedStorage.resize_ = _resize_and_tell  # type: ignore[method-assign, assignment]
+    _resizing.append(ledger)
+
+    def stop() -> None:
+        _resizing.remove(ledger)
+        if not _resizing:
+            del torch.UntypedStorage.resize_  # the one of its base shows again
+
+    stack.callback(stop)
+
+
+_resizing: list[Ledger] = []
+
+
+def _resize_and_tell(storage: torch.UntypedStorage, size: int) -> Any:
+    was_empty = storage.nbytes() == 0
+    result = super(torch.UntypedStorage, storage).resize_(size)
+    for ledger in _resizing:
+        (ledger.fill_storage if was_empty else ledger.update_storage)(storage)
+    return result

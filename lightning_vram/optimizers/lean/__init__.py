@@ -1,0 +1,1 @@
+"""Weights in 16 bits, with what they lack beside them. May import: optimizers.stepping, techniques, core, memory."""

@@ -1,0 +1,95 @@
+"""Which parameters can be kept in 16 bits."""
+
+from collections import defaultdict
+from collections.abc import Container, Iterable, Mapping
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedParameter
+
+from lightning_vram.core.tensors.versions import storage_address
+from lightning_vram.private_names.torch.dispatch import is_traceable_wrapper_subclass
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def check_parameter(parameter: nn.Parameter) -> None:
+    """Refuse a parameter that cannot be converted in place, or would lose something.
+
+    Args:
+        parameter: A floating one, or one that is not initialized yet.
+
+    Raises:
+        ValueError: If it is sharded, without values, a wrapper around other tensors, or of another precision.
+    """
+    kind: Any = type(parameter)
+    if issubclass(kind, DTensor) or isinstance(parameter.data, DTensor):
+        raise ValueError(
+            "Sharded parameters (FSDP2) cannot be lean: the shards are the fp32 master weights already. Give "
+            "fully_shard(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)) to compute in 16 bits."
+        )
+    data: Any = parameter.data
+    if isinstance(parameter, UninitializedParameter) or parameter.is_meta or is_traceable_wrapper_subclass(data):
+        raise ValueError(
+            f"A parameter of type {kind.__name__} on {parameter.device} cannot be lean: only plain tensors with values "
+            "can. Initialize lazy and meta parameters first, and leave quantized ones out."
+        )
+    if parameter.dtype not in _DTYPES:
+        raise ValueError(
+            f"A parameter of shape {tuple(parameter.shape)} is {parameter.dtype}: only float32, float16 and bfloat16 "
+            "parameters can be lean. Convert it first, or leave it out."
+        )
+
+
+def check_memory(parameters: Iterable[nn.Parameter]) -> None:
+    """Refuse parameters that share memory: each would get its own.
+
+    Args:
+        parameters: None of them twice.
+
+    Raises:
+        ValueError: If two of them overlap.
+    """
+    spans: dict[Any, list[tuple[int, int, torch.Size]]] = defaultdict(list)
+    for parameter in parameters:
+        if _is_dense(parameter):
+            start, end = int(parameter.storage_offset()), int(parameter.storage_offset()) + parameter.numel()
+            spans[parameter.device, storage_address(parameter)].append((start, end, parameter.shape))
+    for alike in spans.values():
+        alike.sort(key=lambda span: span[:2])
+        for (_, end, one), (start, _, other) in pairwise(alike):
+            if start < end:
+                raise ValueError(
+                    f"Two parameters of shapes {tuple(one)} and {tuple(other)} that share memory cannot be lean: each "
+                    "would get its own. Tie them as one parameter (head.weight = embedding.weight), not by their data."
+                )
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether its elements fill their part of memory, in whatever order."""
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return False
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return extent == tensor.numel()
+
+
+def check_values(values: Mapping[nn.Parameter, Tensor], lean: Container[nn.Parameter]) -> None:
+    """Refuse weights that cannot be taken over.
+
+    Args:
+        values: For some parameters.
+        lean: Those that can take any.
+
+    Raises:
+        ValueError: If a parameter is not lean, or its weights have another shape.
+    """
+    for parameter, value in values.items():
+        if parameter not in lean:
+            raise ValueError(f"A parameter of shape {tuple(parameter.shape)} is not lean: copy its weights to itself.")
+        if value.shape != parameter.shape:
+            raise ValueError(
+                f"A lean parameter of shape {tuple(parameter.shape)} cannot take weights of shape {tuple(value.shape)}."
+            )

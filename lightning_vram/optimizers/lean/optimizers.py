@@ -1,0 +1,148 @@
+"""The optimizers that step lean parameters, in fp32 and chunk by chunk; they stay the same objects."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_vram.core.surgery.shadow import instead
+from lightning_vram.memory.tracking.kept_beside import forget_beside, keep_beside
+from lightning_vram.optimizers.lean.chunked_step import ChunkedStep
+from lightning_vram.optimizers.lean.frozen_writes import FrozenWrites
+from lightning_vram.optimizers.lean.state_loading import load_wide
+from lightning_vram.optimizers.lean.weight_chunks import WeightChunk, list_rests
+from lightning_vram.optimizers.stepping.shadow import OptimizerShadow
+from lightning_vram.optimizers.stepping.state_dtypes import convert_states, refill_accumulators
+from lightning_vram.optimizers.stepping.steppable import iterate_parameters, why_not_steppable
+from lightning_vram.optimizers.stepping.stray_steps import Step, redirect_steps
+from lightning_vram.private_names.torch.optimizers import note_step
+
+_WITH_NARROW_STATES = ("bf16+kahan", "bf16+stochastic")
+
+
+class LeanOptimizers:
+    """All those that are attached. Others attach themselves when they step first, until :meth:`end_standing_in`.
+
+    Args:
+        chunks: Of all lean parameters.
+        scheme: Theirs.
+        names: Of parameters, for messages.
+    """
+
+    def __init__(self, chunks: Iterable[WeightChunk], scheme: str, names: Mapping[str, nn.Parameter]) -> None:
+        self.num_steps = 0
+        self._chunks = list(chunks)
+        self._places = {parameter: chunk for chunk in self._chunks for parameter in chunk.parameters}
+        self._has_narrow_states = scheme in _WITH_NARROW_STATES
+        self._names = names
+        self._stand_ins: list[OptimizerShadow] = []
+        self._optimizers: list[Optimizer] = []
+        self._stepping: Optimizer | None = None  # by what stands in for its step
+        self._has_stepped: set[int] = set()  # optimizers, by id, since frozen parameters were looked at
+        self._watch()
+
+    def attach(self, optimizers: Sequence[Optimizer]) -> None:
+        """Let optimizers step in chunks from now on.
+
+        Args:
+            optimizers: Any. Those that are attached already are passed over.
+
+        Raises:
+            ValueError: If one with lean parameters cannot; then none is changed.
+        """
+        fresh = [optimizer for optimizer in optimizers if not self._is_attached(optimizer)]
+        objections = {optimizer: why_not_steppable(optimizer) for optimizer in fresh}
+        for optimizer, objection in objections.items():
+            if objection and self._has_lean(optimizer):
+                raise ValueError(objection)
+        for optimizer in (optimizer for optimizer, objection in objections.items() if objection is None):
+            refill_accumulators(optimizer, self._places)
+            self._convert_states(optimizer)
+            # Hooks run once, around all chunks, and see the optimizer as it is.
+            step = partial(self._stand_in_step, Optimizer.profile_hook_step(self._step), optimizer)
+            self._stand_ins += [
+                OptimizerShadow(optimizer, "step", instead(step)),
+                OptimizerShadow(optimizer, "load_state_dict", partial(partial, self._load, optimizer)),
+            ]
+            self._optimizers.append(optimizer)
+            keep_beside(optimizer, partial(list_rests, self._chunks))  # a method of self would hold the optimizer
+
+    def end_standing_in(self) -> None:
+        """Let the optimizers step plainly again, before their parameters are restored."""
+        self._handle.remove()
+        self._frozen_writes.stop()
+        for stand_in in reversed(self._stand_ins):
+            stand_in.remove()
+
+    def let_go(self) -> None:
+        """Give the states the dtype of the parameters, after those are restored, and forget all."""
+        for optimizer in self._optimizers:
+            forget_beside(optimizer)
+            convert_states(optimizer, self._places, None, None)
+        self._stand_ins, self._optimizers, self._chunks, self._places = [], [], [], {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy is attached to no optimizer."""
+        return {**vars(self), "_stand_ins": [], "_optimizers": [], "_handle": None, "_stepping": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._watch()
+
+    def _watch(self) -> None:
+        self._frozen_writes = FrozenWrites(self._names)
+        self._handle = redirect_steps(self, LeanOptimizers._take_in)
+
+    def _take_in(self, optimizer: Optimizer) -> Step | None:
+        """Attach an optimizer that steps, where it has to be, and say how to go on with this step."""
+        if optimizer is self._stepping or not self._has_lean(optimizer):
+            return None
+        self.attach([optimizer])  # unless it is: a step that was bound before it was goes past what stands in
+        return partial(self._step, optimizer)
+
+    def _stand_in_step(
+        self, hooked_step: Callable[..., Any], optimizer: Optimizer, /, *args: Any, **kwargs: Any
+    ) -> Any:
+        outer, self._stepping = self._stepping, optimizer
+        try:
+            return hooked_step(optimizer, *args, **kwargs)
+        finally:
+            self._stepping = outer
+
+    def _is_attached(self, optimizer: Optimizer) -> bool:
+        return any(optimizer is known for known in self._optimizers)
+
+    def _has_lean(self, optimizer: Optimizer) -> bool:
+        return any(parameter in self._places for parameter in iterate_parameters(optimizer))
+
+    def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        note_step(optimizer)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if id(optimizer) in self._has_stepped or not self._has_stepped:  # once for each round of all optimizers
+            self._has_stepped.clear()
+            self._frozen_writes.look(p for chunk in self._chunks if chunk.is_resting for p in chunk.parameters)
+        self._has_stepped.add(id(optimizer))
+        self.num_steps += 1
+        step = ChunkedStep(optimizer, self._make_generator, has_narrow_states=self._has_narrow_states)
+        step.run(self._places)
+        return loss
+
+    def _make_generator(self, chunk: WeightChunk, device: torch.device) -> torch.Generator:
+        # Another for each chunk and step; the generator of the CPU looks at half of the bits only.
+        digest = blake2b(f"{self.num_steps} {chunk.number}".encode(), digest_size=8).digest()
+        return torch.Generator(device).manual_seed(int.from_bytes(digest, "little", signed=True))
+
+    def _load(self, optimizer: Optimizer, load: Callable[[dict[str, Any]], None], state_dict: dict[str, Any]) -> None:
+        load_wide(optimizer, state_dict, load, self._places)
+        self._convert_states(optimizer)
+
+    def _convert_states(self, optimizer: Optimizer) -> None:
+        full_dtype = torch.bfloat16 if self._has_narrow_states else torch.float32
+        convert_states(optimizer, self._places, torch.float32, full_dtype)

@@ -1,0 +1,148 @@
+"""Parameters that are read and written together: enough for few kernels, few enough for small transients."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+
+import torch
+from torch import Tensor, nn
+
+from lightning_vram.optimizers.lean.flat_tensors import views_like, widened
+from lightning_vram.optimizers.lean.weight_codecs import CODECS, SplitCodec, WeightCodec
+from lightning_vram.private_names.torch.operators import copy_each
+
+CHUNK_ELEMENTS = 2**22  # 16 MiB in fp32
+
+
+class WeightChunk:
+    """Turns its parameters into bf16, in place, until :meth:`restore`.
+
+    What a parameter that is frozen lacks is kept in host memory, all of it whatever the scheme: it does not change.
+    When it is trained after all, its chunk moves to the device at its first step.
+
+    Args:
+        parameters: On one device, all frozen or none.
+        scheme: One of the keys of ``CODECS``.
+        number: Of this chunk: another seed for each.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], scheme: str, number: int) -> None:
+        self.parameters = tuple(parameters)
+        self.number = number
+        self._scheme = scheme
+        self._dtypes = tuple(parameter.dtype for parameter in parameters)
+        self.is_resting = not parameters[0].requires_grad
+        self._codec: WeightCodec = SplitCodec() if self.is_resting else CODECS[scheme]()
+        weights = self._codec.write(self._gather("cpu" if self.is_resting else parameters[0].device), None)
+        for parameter in parameters:
+            _change_dtype(parameter, torch.bfloat16)
+        self._scatter(weights)
+
+    @property
+    def rest(self) -> Tensor | None:
+        """What is kept beside the bf16 weights: flat; ``None`` if nothing is."""
+        return self._codec.rest
+
+    def read(self) -> Tensor:
+        """Return the exact weights: flat, fp32; on the device of what is kept beside them, not to be written to.
+
+        What is no longer bf16 is taken as it is, with a rest that is not its own.
+        """
+        return self._codec.read(self._gather(self.parameters[0].device if self.rest is None else self.rest.device))
+
+    def check(self) -> None:
+        """Refuse to go on with parameters that are something else by now.
+
+        Raises:
+            RuntimeError: If somebody has changed the dtype of a parameter.
+        """
+        for parameter in self.parameters:
+            if parameter.dtype is not torch.bfloat16:
+                raise RuntimeError(
+                    f"A lean parameter of shape {tuple(parameter.shape)} is {parameter.dtype} and no longer "
+                    "torch.bfloat16: do not convert the module while its parameters are lean."
+                )
+
+    def read_for_step(self) -> Tensor:
+        """As :meth:`read`, on the device of the parameters; to be changed in place, and given to :meth:`write`.
+
+        Raises:
+            RuntimeError: If somebody has changed the dtype of a parameter.
+        """
+        self.check()
+        device = self.parameters[0].device
+        if self.is_resting:
+            exact = self.read().to(device)
+            self.is_resting, self._codec = False, CODECS[self._scheme]()
+            self._scatter(self._codec.write(exact, None))
+        if self._codec.rest is not None and self._codec.rest.device != device:
+            self._codec.rest = self._codec.rest.to(device)  # the module was moved
+        return self.read()
+
+    def write(self, exact: Tensor, generator: torch.Generator) -> None:
+        """Take over what became of the weights in a step."""
+        self._scatter(self._codec.write(exact, generator))
+
+    def take(self, values: Mapping[nn.Parameter, Tensor]) -> None:
+        """Set exact weights of some parameters. The others stay what they are."""
+        exact = self.read()
+        for parameter, view in zip(self.parameters, self.views(exact), strict=True):
+            if parameter in values:
+                view.copy_(values[parameter])
+        self._scatter(self._codec.write(exact, None))
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Return the part of each parameter in ``flat``, in its shape."""
+        return views_like(flat, self.parameters)
+
+    def restore(self) -> None:
+        """Give the parameters back their dtype, with the exact weights. Frees what was kept.
+
+        Parameters that somebody has converted meanwhile are left alone.
+        """
+        exact = self.read()
+        for parameter, dtype, values in zip(self.parameters, self._dtypes, self.views(exact), strict=True):
+            if parameter.dtype is torch.bfloat16:
+                _change_dtype(parameter, dtype)
+                parameter.copy_(values)
+        self._codec.rest = None
+
+    def _gather(self, device: torch.device | str) -> Tensor:
+        return widened(self.parameters, device)[0]
+
+    def _scatter(self, flat: Tensor) -> None:
+        copy_each([parameter.detach() for parameter in self.parameters], self.views(flat))
+
+
+def make_chunks(parameters: Iterable[nn.Parameter], scheme: str) -> list[WeightChunk]:
+    """Turn parameters into bf16, in place, and return what was made of them.
+
+    Args:
+        parameters: Floating ones, none twice. One of more than ``CHUNK_ELEMENTS`` makes a chunk of its own.
+        scheme: One of the keys of ``CODECS``.
+    """
+
+    def key(parameter: nn.Parameter) -> tuple[str, bool]:
+        return str(parameter.device), parameter.requires_grad
+
+    batches: list[list[nn.Parameter]] = []
+    for _, alike in groupby(sorted(parameters, key=key), key):
+        room = -1
+        for parameter in alike:
+            if parameter.numel() > room:
+                batches.append([])
+                room = CHUNK_ELEMENTS
+            batches[-1].append(parameter)
+            room -= parameter.numel()
+    return [WeightChunk(batch, scheme, number) for number, batch in enumerate(batches)]
+
+
+def list_rests(chunks: Iterable[WeightChunk]) -> list[Tensor]:
+    """Return what is kept beside the weights of chunks."""
+    return [chunk.rest for chunk in chunks if chunk.rest is not None]
+
+
+def _change_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    """Swap the memory of a parameter for new memory, not yet written, and convert its gradient."""
+    gradient, parameter.grad = parameter.grad, None
+    parameter.data = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    parameter.grad = None if gradient is None else gradient.to(dtype)

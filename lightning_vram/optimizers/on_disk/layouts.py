@@ -1,0 +1,104 @@
+"""What an optimizer keeps for each weight, found without asking it for memory: a stand-in of six weights is stepped.
+
+Whoever keeps the states somewhere else has to know their names and dtypes before the first step makes them, and that
+the step treats each weight by itself, so that a parameter can be stepped in parts.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Adafactor, Adagrad, Muon, Optimizer
+
+from lightning_vram.optimizers.stepping.state_dtypes import State
+from lightning_vram.optimizers.stepping.steppable import STEPPABLE, plain_step
+
+_WHOLE: dict[type[Optimizer], str] = {
+    Adafactor: "it keeps sums over rows and columns of whole matrices",
+    Muon: "it steps whole matrices",
+}
+_ELEMENTWISE = tuple(kind for kind in STEPPABLE if kind not in _WHOLE)
+_STAND_IN_SHAPE = (2, 3)  # nothing else in a state has this shape
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """What is kept for one parameter.
+
+    Attributes:
+        elementwise: Names and dtypes of the tensors that hold one number for each weight.
+        others: Names of what is kept once for a parameter: its count of steps and the like.
+    """
+
+    elementwise: tuple[tuple[str, torch.dtype], ...]
+    others: tuple[str, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes for each weight."""
+        return sum(dtype.itemsize for _, dtype in self.elementwise)
+
+
+def is_elementwise(kind: type[Optimizer]) -> bool:
+    """Whether the step of an optimizer class treats each weight by itself: we have read those of PyTorch."""
+    return plain_step(kind) in {plain_step(known) for known in _ELEMENTWISE}
+
+
+def find_layout(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> StateLayout:
+    """Find out what an optimizer keeps for a parameter; neither it nor any source of randomness is touched.
+
+    Args:
+        optimizer: One of PyTorch's that treat each weight by itself.
+        group: Its options, one of ``optimizer.param_groups``.
+        dtype: Of the parameter.
+
+    Returns:
+        What the state has after the first step.
+
+    Raises:
+        ValueError: If the step does not treat each weight by itself.
+    """
+    kind = type(optimizer)
+    if not is_elementwise(kind):
+        raise _refusal(kind, _why_not(kind))
+    stand_in = nn.Parameter(torch.zeros(_STAND_IN_SHAPE, dtype=dtype, device="cpu"))
+    stand_in.grad = torch.zeros_like(stand_in)
+    twin = _make_twin(optimizer, group, stand_in)
+    with torch.no_grad():
+        plain_step(kind)(twin)
+    state: State = twin.state[stand_in]
+    elementwise = {
+        key: value for key, value in state.items() if isinstance(value, Tensor) and value.shape == stand_in.shape
+    }
+    others = {key: value for key, value in state.items() if key not in elementwise}
+    odd = [key for key, value in others.items() if isinstance(value, Tensor) and value.numel() != 1]
+    if odd:
+        raise _refusal(kind, f"{', '.join(odd)} has neither the shape of the parameter nor one element")
+    return StateLayout(tuple((key, value.dtype) for key, value in elementwise.items()), tuple(others))
+
+
+def _make_twin(optimizer: Optimizer, group: Mapping[str, Any], stand_in: nn.Parameter) -> Optimizer:
+    """Copy an optimizer, for one parameter and with a state of its own."""
+    twin: Optimizer = object.__new__(type(optimizer))
+    vars(twin).update(vars(optimizer))
+    twin.param_groups = [{**group, "params": [stand_in]}]
+    twin.state = defaultdict(dict)
+    if isinstance(optimizer, Adagrad):  # makes its state when it is built
+        twin.state[stand_in] = {"step": torch.zeros((), device="cpu"), "sum": torch.zeros_like(stand_in)}
+    return twin
+
+
+def _why_not(kind: type[Optimizer]) -> str:
+    reasons = (why for whole, why in _WHOLE.items() if plain_step(kind) is plain_step(whole))
+    return next(reasons, "its step is not known to treat each weight by itself")
+
+
+def _refusal(kind: type[Optimizer], why: str) -> ValueError:
+    able = ", ".join(known.__name__ for known in _ELEMENTWISE)
+    return ValueError(
+        f"nvme_path cannot hold the states of {kind.__name__}: {why}; use one of torch.optim's {able}, "
+        "or leave nvme_path out."
+    )

@@ -1,0 +1,118 @@
+"""Chunks go from disk through a ring of buffers and back: while one is stepped, others are read and written.
+
+A buffer belongs to one at a time: to the thread that fills it, to the caller who steps on it, and to the thread that
+writes it and at once reads what comes next. So nothing is waited for but the buffer whose turn it is, and the ring is
+all the memory this takes.
+"""
+
+import ctypes
+import mmap
+from collections import deque
+from collections.abc import Callable, Container, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+import torch
+from torch import Tensor
+
+from lightning_vram.core.host.errors import OffloadError
+from lightning_vram.optimizers.on_disk.chunks import Chunk, Extent
+from lightning_vram.optimizers.on_disk.file import DiskFile
+from lightning_vram.private_names.torch.dispatch import without_dispatch
+
+
+class DiskPipeline:
+    """A ring of buffers, and the threads that fill and empty it.
+
+    Args:
+        file: Where the bytes are.
+        buffer_bytes: Size of a buffer.
+        num_buffers: At least 2.
+        num_threads: Reads and writes at a time.
+    """
+
+    def __init__(self, file: DiskFile, buffer_bytes: int, num_buffers: int, num_threads: int) -> None:
+        self._file = file
+        self._buffer_bytes = buffer_bytes
+        self._num_buffers = num_buffers
+        self._buffers: list[Tensor] = []
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="lightning_vram nvme_path")
+
+    @property
+    def ring_bytes(self) -> int:
+        """Host memory taken."""
+        return len(self._buffers) * self._buffer_bytes
+
+    def run(self, chunks: Sequence[Chunk], known: Container[int], step: Callable[[Chunk, Tensor], None]) -> None:
+        """Bring chunks into memory one by one, and back.
+
+        Args:
+            chunks: No byte is in two of them.
+            known: Parameters with something to read.
+            step: Gets each chunk and the buffer that it is in, in order, in the calling thread.
+
+        Raises:
+            OffloadError: If a read or a write failed. Those that were under way have ended then.
+        """
+        while len(self._buffers) < min(self._num_buffers, len(chunks)):
+            self._buffers.append(_make_buffer(self._buffer_bytes))
+        reads = [chunk.extents if any(span.index in known for span in chunk.spans) else [] for chunk in chunks]
+        ring = self._buffers[: len(chunks)]
+        turns = deque(self._submit(buffer, [], read) for buffer, read in zip(ring, reads, strict=False))
+        try:
+            for number, chunk in enumerate(chunks):
+                buffer, following = ring[number % len(ring)], number + len(ring)
+                self._await(turns.popleft())
+                step(chunk, buffer)
+                turns.append(self._submit(buffer, chunk.extents, reads[following] if following < len(reads) else []))
+            while turns:
+                self._await(turns.popleft())
+        except BaseException:
+            wait(turns)  # else they would use buffers and file after us
+            for turn in turns:
+                self._await(turn)  # a disk that fails is worse than whatever stopped us
+            raise
+
+    def close(self, *, wait: bool = True) -> None:
+        """End the threads and give the buffers back.
+
+        Args:
+            wait: Whether to return when the threads have ended. Not in a finalizer: the garbage collector calls it in
+                the midst of anything, even of what a thread does with the lock that waiting needs.
+        """
+        self._threads.shutdown(wait=wait)
+        self._buffers.clear()
+
+    def _submit(self, buffer: Tensor, written: Sequence[Extent], read: Sequence[Extent]) -> "Future[None]":
+        """Let a thread write what is in a buffer, and read what comes next into it."""
+        return self._threads.submit(_move, self._file, buffer, written, read)
+
+    def _await(self, turn: "Future[None]") -> None:
+        try:
+            turn.result()
+        except Exception as error:
+            raise OffloadError(
+                f"nvme_path={self._file.folder!r}: optimizer states could not be written or read ({error}). They are "
+                "lost: go on from a checkpoint, with nvme_path on another disk or without."
+            ) from error
+
+
+def _move(file: DiskFile, buffer: Tensor, written: Sequence[Extent], read: Sequence[Extent]) -> None:
+    for extent in written:
+        file.write(_memory(buffer, extent), extent.position)
+    for extent in read:
+        file.read(_memory(buffer, extent), extent.position)
+
+
+def _make_buffer(num_bytes: int) -> Tensor:
+    """Return memory that begins with a page, which nobody counts as memory of the device."""
+    memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_DONTFORK"):
+        # What is read past the page cache while the process forks, for a data loader, could else reach the child only.
+        memory.madvise(mmap.MADV_DONTFORK)
+    with without_dispatch():
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _memory(buffer: Tensor, extent: Extent) -> memoryview:
+    """Return bytes of ``buffer`` without NumPy."""
+    return memoryview((ctypes.c_char * extent.length).from_address(buffer.data_ptr() + extent.offset)).cast("B")

@@ -1,0 +1,89 @@
+"""The states of one optimizer on disk: it steps on parts of its shards, while states come and go."""
+
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_vram.optimizers.on_disk.layouts import find_layout
+from lightning_vram.optimizers.on_disk.pieces import Piece
+from lightning_vram.optimizers.on_disk.states import DiskStates
+from lightning_vram.optimizers.stepping.step_round import Member, State, StepRound, local_part, publish_state
+
+
+class StreamedStates:
+    """Keeps the states of some parameters on disk. The optimizer's ``state`` names tensors over the file.
+
+    Args:
+        optimizer: One that steps each element by itself.
+        parameters: Of it, those whose states are kept here.
+        folder: On a local disk that is fast.
+
+    Raises:
+        ValueError: If the optimizer does not, or ``folder`` is no folder.
+        OffloadError: If the disk is too small, or cannot be written to.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, parameters: Iterable[nn.Parameter], folder: str | os.PathLike[str]
+    ) -> None:
+        self._optimizer = optimizer
+        wanted = set(parameters)
+        layouts = []
+        self._index: dict[nn.Parameter, int] = {}
+        for group in optimizer.param_groups:
+            for parameter in (one for one in group["params"] if one in wanted):
+                self._index[parameter] = len(self._index)
+                layouts.append(find_layout(optimizer, group, parameter.dtype))
+        self._disk = DiskStates(folder, [local_part(parameter).numel() for parameter in self._index], layouts)
+        self.load()
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of the file."""
+        return self._disk.total_bytes
+
+    def load(self) -> None:
+        """Move to the disk what the optimizer has as the states of the parameters now."""
+        for parameter, index in self._index.items():
+            state = self._optimizer.state.pop(parameter, {})
+            self._disk.load(index, {key: local_part(value) for key, value in state.items()})
+            if state:
+                self._optimizer.state[parameter] = {}
+                self._publish(self._member(parameter, self._optimizer.state[parameter]))
+        self._disk.release()
+
+    def run(self, step_round: StepRound, members: Sequence[Member]) -> None:
+        """Step ``members``, as :meth:`StepRound.run` does."""
+        step_round.scale(members)
+        by_index = {self._index[member.parameter]: member for member in members}
+
+        def step(pieces: Sequence[Piece]) -> None:
+            parts = [(by_index[piece.index], piece) for piece in pieces]
+            stand_ins = [_cut(member, piece) for member, piece in parts]
+            groups = [member.group for member, _ in parts]
+            step_round.step_stand_ins(groups, stand_ins, [piece.states for piece in pieces])
+
+        self._disk.release()  # pages that a checkpoint has looked at
+        self._disk.stream(list(by_index), step)
+        for member in members:
+            self._publish(member)
+
+    def _publish(self, member: Member) -> None:
+        index = self._index[member.parameter]
+        local: State = dict(self._disk.scalars(index))
+        if any(key not in member.state for key in self._disk.views(index)):
+            local |= {key: view.view(member.shard.shape) for key, view in self._disk.views(index).items()}
+        publish_state(member, local)
+
+    def _member(self, parameter: nn.Parameter, state: State) -> Member:
+        shard = local_part(parameter)
+        return Member(0, parameter, shard, shard, state, {})
+
+
+def _cut(member: Member, piece: Piece) -> nn.Parameter:
+    part: Any = nn.Parameter(member.shard.view(-1)[piece.start : piece.stop])
+    part.grad = member.gradient.reshape(-1)[piece.start : piece.stop]
+    return part  # type: ignore[no-any-return]

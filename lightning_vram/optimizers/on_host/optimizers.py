@@ -1,0 +1,303 @@
+"""Step the optimizers of a sharded module beside its training: on its shards, on the host, in a thread of their own.
+
+A step is begun where the optimizer is told to, and is over when somebody wants to read what it writes: the next
+forward waits for one layer after the other, everything else for the tensors it looks at. Where it is known before the
+backward that a step will follow, and that nothing will change the gradients, it begins layer by layer in the backward.
+"""
+
+import os
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightning_vram.core.gradients.sharded_clipping import clip_factor, scale_gradients, sharded_norm
+from lightning_vram.core.host.worker import HostWorker, Ticket
+from lightning_vram.core.surgery.shadow import instead
+from lightning_vram.optimizers.on_disk.streamed import StreamedStates
+from lightning_vram.optimizers.on_host.shard_checks import (
+    can_step_locally,
+    can_step_wholes,
+    refuse_optimizer,
+)
+from lightning_vram.optimizers.stepping.shadow import OptimizerShadow
+from lightning_vram.optimizers.stepping.sharded_steps import explain_failures
+from lightning_vram.optimizers.stepping.step_round import Member, StepRound, local_part
+from lightning_vram.optimizers.stepping.steppable import iterate_parameters
+from lightning_vram.optimizers.stepping.stray_steps import Step, redirect_steps
+from lightning_vram.optimizers.stepping.whole_steps import WholeSteps
+from lightning_vram.private_names.torch.optimizers import has_step_hooks, note_step
+from lightning_vram.techniques.sharding.apply import FullSharding
+from lightning_vram.techniques.sharding.group import ShardedGroup
+
+Result = TypeVar("Result")
+
+
+class HostOptimizers:
+    """All optimizers of one sharded module. They stay the same objects.
+
+    Args:
+        sharding: Of the module.
+        num_threads: That a step uses.
+        nvme_path: Folder for the states of optimizers, on a fast local disk; ``None``: they are in host memory.
+
+    Attributes:
+        may_step_early: Asked before a step that is given a closure: whether nothing but the step will look at the
+            gradients of this optimizer after the backward in there, or change them.
+    """
+
+    def __init__(
+        self, sharding: FullSharding, *, num_threads: int, nvme_path: str | os.PathLike[str] | None = None
+    ) -> None:
+        self.may_step_early: Callable[[Optimizer], bool] = lambda optimizer: False
+        self._sharding = sharding
+        self._is_on_host = sharding.home.type == "cpu"
+        self._is_split = sharding.mesh.size() > 1
+        self._worker = HostWorker("stepping optimizers", num_threads) if sharding.landing is not None else None
+        self._groups = sharding.group_of()
+        self._attached: list[Optimizer] = []
+        self._local: list[Optimizer] = []  # those that step here
+        self._stand_ins: list[OptimizerShadow] = []
+        self._handles: list[RemovableHandle] = [redirect_steps(self, HostOptimizers._take_in)]
+        self._stepping: Optimizer | None = None
+        self._early: StepRound | None = None
+        self._submitted: list[tuple[ShardedGroup, Ticket]] = []  # jobs of the step that is being begun
+        self._nvme_path = nvme_path
+        self._streamed: dict[int, StreamedStates] = {}  # by id of the optimizer
+        self._factors: dict[int, Tensor] = {}  # by which gradients are yet to be scaled; by id of the optimizer
+        sharding.on_landed = self._landed
+
+    def attach(self, optimizers: Sequence[Optimizer]) -> None:
+        """Let optimizers step here from now on.
+
+        Args:
+            optimizers: Any. Those that have none of the parameters are left alone, and so are those of a class that
+                is not known to step each element by itself, but for what follows their steps.
+
+        Raises:
+            ValueError: If one cannot step on shards; then none is attached.
+            OffloadError: If there is no room for its states at ``nvme_path``; then none is attached.
+        """
+        for optimizer in optimizers:  # one may have been made before the module was sharded
+            _replace_parameters(optimizer, self._sharding.shards)
+        fresh = [one for one in optimizers if self._has_shards(one) and not self._is_attached(one)]
+        for optimizer in fresh:
+            refuse_optimizer(optimizer, is_split=self._is_split)
+        streamed = self._stream(fresh)
+        for optimizer in fresh:
+            self._attached.append(optimizer)
+            self._handles += [
+                optimizer.register_state_dict_pre_hook(self._finish_before),
+                optimizer.register_load_state_dict_pre_hook(self._finish_before),
+            ]
+            if can_step_locally(optimizer):
+                self._local.append(optimizer)
+                if id(optimizer) in streamed:
+                    self._streamed[id(optimizer)] = streamed[id(optimizer)]
+                    self._handles.append(optimizer.register_load_state_dict_post_hook(self._load_streamed))
+                # Hooks run once, around all portions, and see the optimizer as it is.
+                step = partial(self._stand_in_step, Optimizer.profile_hook_step(self._step), optimizer)
+                self._stand_ins.append(OptimizerShadow(optimizer, "step", instead(step)))
+            else:
+                self._attach_foreign(optimizer)
+
+    def _attach_foreign(self, optimizer: Optimizer) -> None:
+        """Let one whose step nobody has read do it at once, on plain tensors where they are whole."""
+        is_whole = not self._is_split and can_step_wholes(optimizer)
+        warnings.warn(
+            f"{type(optimizer).__name__} is none of torch.optim's optimizers that step each element by itself: "
+            f"it steps on {'whole' if is_whole else 'sharded'} tensors, while everything else waits.",
+            stacklevel=3,
+        )
+        if is_whole:
+            whole = WholeSteps(optimizer, partial(self._written, optimizer))
+            hooked_step = Optimizer.profile_hook_step(lambda optimizer, closure=None: whole.step(closure))
+            make = instead(partial(self._stand_in_step, hooked_step, optimizer))
+        else:
+            make = explain_failures(optimizer, is_split=self._is_split)
+        self._handles += [
+            optimizer.register_step_pre_hook(self._give_up_wholes),
+            optimizer.register_step_post_hook(self._written),
+        ]
+        self._stand_ins.append(OptimizerShadow(optimizer, "step", make))
+
+    def clip_norm(self, optimizer: Optimizer, max_norm: float, *, may_wait: bool) -> None:
+        """Clip gradients to a common 2-norm, as ``torch.nn.utils.clip_grad_norm_`` does. A collective.
+
+        Args:
+            optimizer: Whose parameters' gradients.
+            max_norm: Largest norm.
+            may_wait: Whether gradients may be scaled when they are stepped with, which comes next.
+        """
+        parameters = [parameter for parameter in iterate_parameters(optimizer) if parameter.grad is not None]
+        norm = self._compute(lambda: sharded_norm(parameters))
+        factor = clip_factor(norm, max_norm)
+        if may_wait and any(optimizer is one for one in self._local):
+            self._factors[id(optimizer)] = factor
+        else:
+            self._compute(lambda: scale_gradients([local_part(parameter.grad) for parameter in parameters], factor))
+
+    def finish(self) -> None:
+        """Wait until all steps are over.
+
+        Raises:
+            BaseException: What one of them has raised.
+        """
+        self._sharding.finish_steps()
+        if self._worker is not None:
+            self._worker.check()
+
+    def let_go(self, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """Let the optimizers step by themselves again.
+
+        Args:
+            replaced: Parameters that others have taken the place of.
+        """
+        self._sharding.on_landed = None
+        if self._worker is not None:
+            self._worker.stop()
+        for handle in self._handles:
+            handle.remove()
+        for stand_in in reversed(self._stand_ins):
+            stand_in.remove()
+        for optimizer in self._attached:
+            _replace_parameters(optimizer, replaced)
+        self._attached, self._local, self._stand_ins, self._handles, self._groups = [], [], [], [], {}
+
+    # --- steps ---
+
+    def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        note_step(optimizer)
+        step_round, loss = None, None
+        self._submitted = []
+        if closure is not None:
+            if self.may_step_early(optimizer) and not has_step_hooks(optimizer):
+                step_round = self._early = StepRound(optimizer, is_on_host=self._is_on_host)
+            try:
+                with torch.enable_grad():
+                    loss = closure()
+            finally:
+                self._early = None
+        factor = self._factors.pop(id(optimizer), None)
+        step_round = step_round or StepRound(optimizer, is_on_host=self._is_on_host, factor=factor)
+        for group in self._sharding.groups:
+            self._submit(step_round, group, [parameter.sharded_param for parameter in group.fsdp_params])
+        step_round.run(step_round.take_rest())
+        self._arrange_by_forward()
+        self._sharding.gather_root()
+        return loss
+
+    def _arrange_by_forward(self) -> None:
+        """The backward comes to the last layers first; the next forward wants what is left to do from the first."""
+        if self._worker is not None:
+            places = {group: place for place, group in enumerate(self._sharding.groups)}
+            submitted = sorted(self._submitted, key=lambda item: places[item[0]])  # jobs of one group in their order
+            self._worker.arrange([ticket for _, ticket in submitted])
+
+    def _landed(self, group: ShardedGroup) -> None:
+        """Step a group in the backward, as soon as its gradients are there."""
+        if self._early is not None and group.is_complete:
+            doubtful = {parameter for parameter, _ in group.doubtful}
+            self._submit(self._early, group, [p.sharded_param for p in group.fsdp_params if p not in doubtful])
+            self._arrange_by_forward()
+
+    def _submit(self, step_round: StepRound, group: ShardedGroup, parameters: Iterable[nn.Parameter]) -> None:
+        members = step_round.take(parameters)
+        if not members:
+            return
+        group.forget_whole()
+        streamed = self._streamed.get(id(step_round.optimizer))
+        job = partial(_run, step_round.run if streamed is None else partial(streamed.run, step_round), group, members)
+        if self._worker is None:
+            job()
+            return
+        ticket = self._worker.submit(job)
+        self._submitted.append((group, ticket))
+        group.begin_step(ticket, _list_tensors(members))
+
+    def _compute(self, compute: Callable[[], Result]) -> Result:
+        """Let the threads of the steps do something at once."""
+        if self._worker is None:
+            return compute()
+        results: list[Result] = []
+        self._worker.submit(lambda: results.append(compute())).wait()
+        return results[0]
+
+    def _stand_in_step(
+        self, hooked_step: Callable[..., Any], optimizer: Optimizer, /, *args: Any, **kwargs: Any
+    ) -> Any:
+        outer, self._stepping = self._stepping, optimizer
+        try:
+            return hooked_step(optimizer, *args, **kwargs)
+        finally:
+            self._stepping = outer
+
+    def _take_in(self, optimizer: Optimizer) -> Step | None:
+        """Attach an optimizer that steps, where it has to be, and say how to go on with this step."""
+        if optimizer is self._stepping or not self._has_shards(optimizer):
+            return None
+        self.attach([optimizer])  # unless it is: a step that was bound before it was goes past what stands in
+        return partial(self._step, optimizer) if any(optimizer is one for one in self._local) else None
+
+    def _give_up_wholes(self, optimizer: Optimizer, *unused: Any) -> None:
+        """Let the shards have what was written to what is gathered, before they are stepped."""
+        for group in {self._groups[p] for p in iterate_parameters(optimizer) if p in self._groups}:
+            group.forget_whole()
+
+    def _written(self, optimizer: Optimizer, *unused: Any) -> None:
+        for group in {self._groups[p] for p in iterate_parameters(optimizer) if p in self._groups}:
+            group.forget_whole()
+            for lane in group.lanes:
+                lane.refresh()
+        self._sharding.gather_root()
+
+    def _stream(self, optimizers: Iterable[Optimizer]) -> dict[int, StreamedStates]:
+        if self._nvme_path is None:
+            return {}
+        return {id(optimizer): StreamedStates(optimizer, self._groups, self._nvme_path) for optimizer in optimizers}
+
+    def _load_streamed(self, optimizer: Optimizer) -> None:
+        self._streamed[id(optimizer)].load()
+
+    def _finish_before(self, optimizer: Optimizer, *unused: Any) -> None:
+        self.finish()
+
+    def _is_attached(self, optimizer: Optimizer) -> bool:
+        return any(optimizer is known for known in self._attached)
+
+    def _has_shards(self, optimizer: Optimizer) -> bool:
+        return any(parameter in self._groups for parameter in iterate_parameters(optimizer))
+
+
+def _run(run: Callable[[Sequence[Member]], None], group: ShardedGroup, members: Sequence[Member]) -> None:
+    for lane in group.lanes:
+        lane.finish_reads()  # of a forward without gradients, after the backward
+    run(members)
+    for lane in group.lanes:
+        lane.refresh()
+
+
+def _list_tensors(members: Iterable[Member]) -> list[Tensor]:
+    """What a step reads and writes, as others see it."""
+    tensors: list[Tensor] = []
+    for member in members:
+        tensors += [member.parameter, *(value for value in member.state.values() if isinstance(value, Tensor))]
+        if member.parameter.grad is not None:
+            tensors.append(member.parameter.grad)
+    return tensors
+
+
+def _replace_parameters(optimizer: Optimizer, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    for group in optimizer.param_groups:
+        group["params"] = [replaced.get(parameter, parameter) for parameter in group["params"]]
+    for parameter, other in replaced.items():
+        if parameter in optimizer.state:
+            state = optimizer.state.pop(parameter)
+            is_alone = isinstance(parameter, DTensor) and parameter.device_mesh.size() == 1
+            optimizer.state[other] = {key: local_part(value) if is_alone else value for key, value in state.items()}

@@ -1,0 +1,148 @@
+"""One step of an optimizer on the local parts of its parameters, in as many portions as one likes, in any thread."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_vram.core.gradients.sharded_clipping import scale_gradients
+from lightning_vram.optimizers.stepping.steppable import plain_step
+from lightning_vram.private_names.fsdp2.sharded_tensors import DTensorSpec, TensorMeta
+from lightning_vram.private_names.torch.tensors import local_part_of
+
+State = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Member:
+    """A parameter that is stepped.
+
+    Attributes:
+        group: Index of its group in the optimizer.
+        parameter: As the optimizer has it.
+        shard: Its local part, plain.
+        gradient: Of that, plain.
+        state: As the optimizer has it; empty before the first step.
+        local_state: The same with plain tensors.
+    """
+
+    group: int
+    parameter: nn.Parameter
+    shard: Tensor
+    gradient: Tensor
+    state: State
+    local_state: State
+
+
+class StepRound:
+    """One step. Takes the optimizer's settings as they are when it is made, such as learning rates.
+
+    The step runs on plain tensors: an operator on a ``DTensor`` costs ten times as much where parameters are small.
+
+    Args:
+        optimizer: One whose step looks at nothing but its groups and the state of each parameter.
+        is_on_host: Whether its parameters are: then the fused kernel is used where the user named none, neither by
+            ``fused`` nor by ``foreach``. It is the only one that reaches the bandwidth of the memory, and rounds
+            otherwise than the others in the last bit.
+        factor: What gradients are multiplied by first, in place; ``None`` to leave them.
+    """
+
+    def __init__(self, optimizer: Optimizer, *, is_on_host: bool, factor: Tensor | None = None) -> None:
+        self.optimizer = optimizer
+        self._factor = factor
+        self._attributes = dict(vars(optimizer))
+        self._groups = [_freeze(group, is_on_host=is_on_host) for group in optimizer.param_groups]
+        places = enumerate(optimizer.param_groups)
+        self._left = {parameter: index for index, group in places for parameter in group["params"]}
+
+    def take(self, parameters: Iterable[nn.Parameter]) -> list[Member]:
+        """Return those of ``parameters`` that have a gradient, and were not yet taken."""
+        members = []
+        for parameter in parameters:
+            if parameter.grad is None or parameter not in self._left:
+                continue
+            index = self._left.pop(parameter)
+            state = self.optimizer.state[parameter]
+            local_state = {key: local_part(value) for key, value in state.items()}
+            shard, gradient = local_part(parameter), local_part(parameter.grad)
+            members.append(Member(index, parameter, shard, gradient, state, local_state))
+        return members
+
+    def take_rest(self) -> list[Member]:
+        """Return all that have a gradient and were not yet taken."""
+        return self.take(list(self._left))
+
+    @torch.no_grad()
+    def run(self, members: Sequence[Member]) -> None:
+        """Step ``members``, and keep what becomes of their states in the optimizer."""
+        self.scale(members)
+        stand_ins = [_make_stand_in(member.shard, member.gradient) for member in members]
+        before = [dict(member.local_state) for member in members]
+        self.step_stand_ins([member.group for member in members], stand_ins, [member.local_state for member in members])
+        for member, old in zip(members, before, strict=True):
+            publish_state(member, {key: now for key, now in member.local_state.items() if now is not old.get(key)})
+
+    def scale(self, members: Sequence[Member]) -> None:
+        """Multiply gradients by the factor, if there is one."""
+        if self._factor is not None:
+            scale_gradients([member.gradient for member in members], self._factor)
+
+    @torch.no_grad()
+    def step_stand_ins(self, groups: Sequence[int], stand_ins: Sequence[nn.Parameter], states: Sequence[State]) -> None:
+        """Let the optimizer step plain parameters that have gradients.
+
+        Args:
+            groups: The index of the group for each.
+            stand_ins: The parameters.
+            states: Of each; changed in place.
+        """
+        seen: dict[int, dict[str, Any]] = {}
+        all_states: defaultdict[Tensor, State] = defaultdict(dict)
+        for index, stand_in, state in zip(groups, stand_ins, states, strict=True):
+            seen.setdefault(index, {**self._groups[index], "params": []})["params"].append(stand_in)
+            all_states[stand_in] = state
+        stepper: Any = object.__new__(type(self.optimizer))
+        vars(stepper).update(self._attributes, param_groups=list(seen.values()), state=all_states)
+        plain_step(type(self.optimizer))(stepper)
+
+
+def local_part(value: Any) -> Any:
+    """Return the local part of a ``DTensor``; anything else as it is."""
+    return local_part_of(value) if isinstance(value, DTensor) else value
+
+
+def publish_state(member: Member, local: State) -> None:
+    """Let the optimizer's state of ``member`` name what is in ``local``, sharded as the parameter is."""
+    for key, value in local.items():
+        member.state[key] = as_sharded(value, member.parameter, member.shard.shape)
+
+
+def as_sharded(value: Any, parameter: nn.Parameter, shape: torch.Size) -> Any:
+    """Shard a plain tensor that has ``shape``, of the local part of ``parameter``, as that is; leave others alone."""
+    if not (isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.shape == shape):
+        return value
+    # DTensor.from_local would move it to the device of the mesh, away from its shard on the host.
+    like = TensorMeta(parameter.shape, parameter.stride(), value.dtype)
+    spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=like)
+    return DTensor(value, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def _make_stand_in(shard: Tensor, gradient: Tensor) -> nn.Parameter:
+    stand_in = nn.Parameter(shard)
+    stand_in.grad = gradient
+    return stand_in
+
+
+def _freeze(group: dict[str, Any], *, is_on_host: bool) -> dict[str, Any]:
+    """Copy the settings of a group: schedulers go on to change it."""
+    settings = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
+    settings.pop("params")
+    is_unnamed = settings.get("fused", False) is None and settings.get("foreach") is None
+    if is_on_host and is_unnamed and not settings.get("differentiable"):
+        settings["fused"] = True
+    return settings

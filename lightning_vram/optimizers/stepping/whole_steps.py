@@ -1,0 +1,85 @@
+"""Let an optimizer that nobody has read step on plain parameters, where one rank has all of each.
+
+Sharded tensors are no use to those that look at the shape of a parameter, or make tensors beside it. Where a shard is
+the whole parameter, a plain one over the same memory takes its place while the optimizer steps.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_vram.optimizers.stepping.step_round import State, as_sharded, local_part
+from lightning_vram.optimizers.stepping.steppable import iterate_parameters, plain_step
+
+
+class WholeSteps:
+    """Steps one optimizer. Its groups and its state hold sharded tensors again whenever somebody else can look.
+
+    Args:
+        optimizer: Of any class; its parameters lie on one rank.
+        written: Called when parameters may have been written in a step that goes on: before the model runs.
+    """
+
+    def __init__(self, optimizer: Optimizer, written: Callable[[], None]) -> None:
+        self._optimizer = optimizer
+        self._written = written
+        self._stand_ins: dict[nn.Parameter, nn.Parameter] = {}  # for good: optimizers keep more by parameter than state
+        self._given: dict[nn.Parameter, Tensor | None] = {}  # gradients of stand-ins, as they were made
+        self._states: dict[nn.Parameter, State] = {}  # as they were
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Run the step as its class has it, without hooks. The closure, however often it is called, finds shards."""
+
+        def call_closure() -> Any:
+            assert closure is not None
+            self._put_back()
+            try:
+                self._written()
+                with torch.enable_grad():
+                    return closure()
+            finally:
+                self._put_stand_ins()
+
+        self._put_stand_ins()
+        try:
+            step = plain_step(type(self._optimizer))
+            return step(self._optimizer) if closure is None else step(self._optimizer, call_closure)
+        finally:
+            self._put_back()
+
+    def _put_stand_ins(self) -> None:
+        state = self._optimizer.state
+        sharded = [p for p in iterate_parameters(self._optimizer) if isinstance(p, DTensor)]
+        for parameter in sharded:
+            stand_in = self._stand_ins.setdefault(parameter, nn.Parameter(local_part(parameter)))
+            stand_in.data = local_part(parameter)
+            stand_in.requires_grad_(parameter.requires_grad)
+            stand_in.grad = self._given[parameter] = local_part(parameter.grad)
+            if parameter in state:
+                own = self._states[parameter] = state.pop(parameter)
+                state[stand_in] = {key: local_part(value) for key, value in own.items()}
+        self._exchange(self._stand_ins)
+
+    def _put_back(self) -> None:
+        state = self._optimizer.state
+        for parameter, given in self._given.items():
+            stand_in = self._stand_ins[parameter]
+            if stand_in.grad is not given:
+                parameter.grad = as_sharded(stand_in.grad, parameter, stand_in.shape)
+            stand_in.grad = None
+            before = self._states.pop(parameter, {})
+            if stand_in in state:
+                now = state.pop(stand_in)
+                fresh = {key: as_sharded(value, parameter, stand_in.shape) for key, value in now.items()}
+                known = {key: value for key, value in before.items() if key in now and local_part(value) is now[key]}
+                state[parameter] = fresh | known
+        self._given = {}
+        self._exchange({stand_in: parameter for parameter, stand_in in self._stand_ins.items()})
+
+    def _exchange(self, others: dict[nn.Parameter, nn.Parameter]) -> None:
+        for group in self._optimizer.param_groups:
+            group["params"] = [others.get(parameter, parameter) for parameter in group["params"]]

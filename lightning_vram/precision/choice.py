@@ -1,0 +1,89 @@
+"""Which 16-bit format a run computes in: what the user wrote, what the device has."""
+
+import warnings
+from typing import Literal
+
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_vram.private_names.torch.autocast import can_autocast
+
+Choice = Literal["auto", "bf16", "fp16", "bf16-mixed", "16-mixed"]
+"""Of a user; Lightning's own names are understood, too."""
+Precision16 = Literal["bf16-mixed", "16-mixed"]
+"""As Lightning names them."""
+
+_PRECISIONS: dict[str, Precision16 | None] = {
+    "auto": None,
+    "bf16": "bf16-mixed",
+    "fp16": "16-mixed",
+    "bf16-mixed": "bf16-mixed",
+    "16-mixed": "16-mixed",
+}
+DTYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+
+
+def check_choice(precision: object) -> Precision16 | None:
+    """Translate what the user wrote; ``None`` stands for ``"auto"``.
+
+    Raises:
+        TypeError: If it is no text.
+        ValueError: If it is none of the known ones.
+    """
+    if not isinstance(precision, str):
+        raise TypeError(
+            f"LeanMixedPrecision(precision) must be text, got {precision!r} of type {type(precision).__name__}."
+        )
+    if precision not in _PRECISIONS:
+        raise ValueError(
+            f"LeanMixedPrecision(precision) must be 'auto', 'bf16' (or 'bf16-mixed') or 'fp16' (or '16-mixed'), got "
+            f"{precision!r}. For other precisions give Trainer(precision=...), without this plugin."
+        )
+    return _PRECISIONS[precision]
+
+
+def resolve_precision(choice: Precision16 | None, device_type: str) -> Precision16:
+    """Decide for a device: bf16 where its hardware computes in it, else fp16; or check what was chosen.
+
+    Args:
+        choice: See :func:`check_choice`.
+        device_type: Such as ``"cuda"``.
+
+    Raises:
+        MisconfigurationException: If the device has no autocast to it.
+    """
+    precision = choice or ("bf16-mixed" if _has_native_bf16(device_type) else "16-mixed")
+    if why := _why_not(device_type, DTYPES[precision]):
+        other = "bf16" if precision == "16-mixed" else "fp16"
+        raise MisconfigurationException(
+            f"LeanMixedPrecision(precision={'fp16' if precision == '16-mixed' else 'bf16'!r}) does not work on "
+            f"{device_type!r} devices: {why}. Use {other!r}, or Trainer(precision='32-true') without this plugin."
+        )
+    if choice == "bf16-mixed" and not _has_native_bf16(device_type):
+        rank_zero_warn(
+            f"LeanMixedPrecision(precision='bf16'): this {device_type} device emulates bfloat16, which is slow. 'auto' "
+            "takes float16 with a loss scale here."
+        )
+    return precision
+
+
+def _has_native_bf16(device_type: str) -> bool:
+    if device_type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    if device_type == "xpu":
+        return bool(torch.xpu.is_bf16_supported())
+    return device_type != "mps"  # CPUs compute in it, and slower in float16; so do TPUs and the like
+
+
+def _why_not(device_type: str, dtype: torch.dtype) -> str | None:
+    """What autocast says about a device and a format, which it would otherwise only warn about."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            is_enabled = can_autocast(device_type, dtype)
+        except RuntimeError as error:
+            return str(error).rstrip(".")
+    if is_enabled:
+        return None
+    return str(caught[-1].message).splitlines()[0].rstrip(".") if caught else "autocast is not available"

@@ -1,0 +1,124 @@
+"""What the plugin has from the setup of a run to its teardown."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakSet
+
+import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_vram.precision.arguments import refuse_optimizers
+from lightning_vram.precision.held_schedules import HeldSchedules
+from lightning_vram.precision.module_changes import ModuleChanges
+from lightning_vram.precision.scaled_steps import ScaledSteps
+from lightning_vram.private_names.lightning.callbacks import is_searching_rate
+from lightning_vram.private_names.lightning.strategies import MockOptimizer
+
+_alive: WeakSet["PrecisionRun"] = WeakSet()
+
+
+@dataclass(eq=False)
+class PrecisionRun:
+    """One run, with what it changes.
+
+    Args:
+        module: That runs.
+        trainer: That runs it.
+        changes: Of the module.
+        steps: In float16, while it trains.
+        held: Schedules that wait for steps that were skipped.
+        has_warned: Whether the first training step is over.
+    """
+
+    module: pl.LightningModule
+    trainer: pl.Trainer
+    changes: ModuleChanges
+    steps: ScaledSteps | None = None
+    held: HeldSchedules | None = None
+    has_warned: bool = False
+
+    def __post_init__(self) -> None:
+        _alive.add(self)
+
+    def connect(
+        self, optimizers: Sequence[Optimizer], schedules: Sequence[LRSchedulerConfig], *, holds_lr: bool
+    ) -> None:
+        """Take note of who trains.
+
+        Raises:
+            ValueError: If an optimizer cannot step the parameters as they are kept.
+            MisconfigurationException: If one cannot work with a loss scale.
+        """
+        optimizers = [optimizer for optimizer in optimizers if not isinstance(optimizer, MockOptimizer)]
+        if self.steps is not None:
+            refuse_optimizers(optimizers)
+        self.changes.attach(optimizers)
+        if self.steps is not None:
+            self.steps.begin(optimizers)
+            if holds_lr and self.module.automatic_optimization and schedules:
+                self.held = HeldSchedules(self.module, schedules)
+
+    def end_scaling(self) -> None:
+        """Go on without a scale. Calling it again does nothing."""
+        if self.steps is not None:
+            self.steps.remove()
+            self.steps = None
+
+    @property
+    def is_tuning(self) -> bool:
+        """Whether a search for the learning rate is under way, which goes on until the training diverges."""
+        return is_searching_rate(self.trainer.callbacks)  # type: ignore[attr-defined]
+
+    def warn_of_idle_islands(self) -> None:
+        """Tell once, after a training step, what of ``fp32_modules`` did not run in it."""
+        if self.has_warned:
+            return
+        self.has_warned = True
+        if names := self.changes.idle_islands:
+            rank_zero_warn(
+                f"LeanMixedPrecision(fp32_modules): {', '.join(names)} did not run in the first training step, or not "
+                "by a call of the module: others that read its weights compute in 16 bit. Name the module that is "
+                "called, such as the whole nn.MultiheadAttention in the place of its out_proj."
+            )
+
+    def over_ranks(self) -> Callable[[Tensor], Tensor] | None:
+        """How ranks agree on an overflow: gradients that are not reduced, or sharded, may have it on one of them."""
+        if self.trainer.world_size == 1:
+            return None
+        return lambda found_inf: self.trainer.strategy.reduce(found_inf, reduce_op="sum")
+
+    def remove(self) -> None:
+        """Undo what was changed. Calling it again does nothing."""
+        if self.held is not None:
+            self.held.remove()
+        self.end_scaling()
+        self.changes.remove()
+        _alive.discard(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the run."""
+        state: dict[str, Any] = {}
+        if self.held is not None:
+            state["held"] = self.held.state_dict()
+        if self.changes.lean is not None:
+            state["lean"] = self.changes.lean.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint, with what both have."""
+        if self.held is not None and "held" in state:
+            self.held.load_state_dict(state["held"])
+        if self.changes.lean is not None and "lean" in state:
+            self.changes.lean.load_state_dict(state["lean"])
+
+
+def end_dead_runs() -> None:
+    """Undo what runs have left behind whose trainer was cut short in the midst of its own clearing up."""
+    for run in list(_alive):
+        if run.trainer.state.status in (TrainerStatus.INTERRUPTED, TrainerStatus.FINISHED):
+            run.remove()

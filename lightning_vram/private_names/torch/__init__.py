@@ -1,0 +1,1 @@
+"""torch, but for FSDP2."""

@@ -1,0 +1,118 @@
+"""What ``FSDPOffloadStrategy`` takes, checked before anything has begun."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from torch import nn
+
+from lightning_vram.argument_checks import check_bool, check_positive_int
+
+Offload = Literal["params", "optimizer", "none"]
+Shard = Literal["full", "grad_op", "hybrid"]
+StateDictType = Literal["full", "sharded"]
+Wrap = str | Sequence[str | type[nn.Module]] | Callable[[str, nn.Module], bool]
+NAME = "FSDPOffloadStrategy"
+
+
+@dataclass(frozen=True)
+class OffloadArguments:
+    """As the strategy has them."""
+
+    offload: Offload
+    shard: Shard
+    wrap: Wrap
+    min_params: int
+    data_parallel_replicate_size: int | None
+    reshard_after_forward: bool
+    pin_memory: bool | None
+    nvme_path: Path | None
+    cpu_threads: int | None
+    narrow_transfers: bool
+    state_dict_type: StateDictType
+    async_save: bool
+    verify: bool
+    init_on_meta: bool
+    timeout: timedelta
+
+
+def check_arguments(**given: Any) -> OffloadArguments:
+    """Check each argument and all of them together.
+
+    Raises:
+        TypeError: If one has a wrong type.
+        ValueError: If one has a value that is none of those known, or two contradict each other.
+    """
+    for key, kind in (("offload", Offload), ("shard", Shard), ("state_dict_type", StateDictType)):
+        if given[key] not in get_args(kind):
+            raise ValueError(
+                f"{NAME}({key}) must be one of {', '.join(map(repr, get_args(kind)))}, got {given[key]!r}."
+            )
+    _check_wrap(given["wrap"])
+    check_positive_int(f"{NAME}(min_params)", given["min_params"])
+    for key in ("cpu_threads", "data_parallel_replicate_size"):
+        if given[key] is not None:
+            check_positive_int(f"{NAME}({key})", given[key])
+    for key in ("narrow_transfers", "async_save", "verify", "init_on_meta"):
+        check_bool(f"{NAME}({key})", given[key])
+    for key in ("pin_memory", "reshard_after_forward"):
+        if given[key] is not None:
+            check_bool(f"{NAME}({key})", given[key])
+    _check_together(given)
+    return OffloadArguments(
+        **given
+        | {
+            "reshard_after_forward": _choose_reshard(given["shard"], given["reshard_after_forward"]),
+            "nvme_path": _check_path(given["nvme_path"], given["offload"]),
+            "timeout": _read_timeout(given["timeout"]),
+        }
+    )
+
+
+def _check_wrap(wrap: Any) -> None:
+    is_list = isinstance(wrap, list | tuple) and all(isinstance(one, str | type) for one in wrap) and len(wrap) > 0
+    if wrap != "auto" and not is_list and not (callable(wrap) and not isinstance(wrap, type)):
+        raise TypeError(
+            f"{NAME}(wrap) must be 'auto', a list of classes or names of classes, or a function of a module's name and "
+            f"the module, got {wrap!r}."
+        )
+
+
+def _check_together(given: dict[str, Any]) -> None:
+    if given["data_parallel_replicate_size"] is not None and given["shard"] != "hybrid":
+        raise ValueError(
+            f"{NAME}(data_parallel_replicate_size={given['data_parallel_replicate_size']}) is for shard='hybrid', got "
+            f"shard={given['shard']!r}."
+        )
+    if given["pin_memory"] and given["offload"] == "none":
+        raise ValueError(f"{NAME}(pin_memory=True) pins what is offloaded, got offload='none'.")
+
+
+def _choose_reshard(shard: str, reshard_after_forward: Any) -> bool:
+    if shard == "grad_op" and reshard_after_forward:
+        raise ValueError(
+            f"{NAME}(shard='grad_op') keeps layers whole between forward and backward, got reshard_after_forward=True. "
+            "Leave one of them out."
+        )
+    return shard != "grad_op" if reshard_after_forward is None else bool(reshard_after_forward)
+
+
+def _check_path(path: Any, offload: str) -> Path | None:
+    if path is None:
+        return None
+    if offload == "none":
+        raise ValueError(f"{NAME}(nvme_path) holds states of optimizers that step on the host, got offload='none'.")
+    if not isinstance(path, str | Path):
+        raise TypeError(f"{NAME}(nvme_path) must be a path or None, got {path!r} of type {type(path).__name__}.")
+    return Path(path)
+
+
+def _read_timeout(timeout: Any) -> timedelta:
+    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool) and math.isfinite(timeout)
+    period = timedelta(seconds=timeout) if is_number else timeout
+    if not isinstance(period, timedelta) or period <= timedelta():
+        raise ValueError(f"{NAME}(timeout) must be a positive number of seconds or a timedelta, got {timeout!r}.")
+    return period

@@ -1,0 +1,277 @@
+"""Saves and loads the checkpoints of a sharded run: whole or sharded, at once or in a thread beside the training.
+
+Whatever happens in the middle of a save, the last good checkpoint of that name can be loaded. An error on one rank is
+raised on all of them.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_vram.core.processes.rank_errors import current_rank, num_ranks, on_all_ranks
+from lightning_vram.private_names.lightning.files import is_local, load_on_host
+from lightning_vram.strategies.fsdp_offload.checkpoint_writing import local_path, remove_checkpoint, write_checkpoint
+from lightning_vram.strategies.fsdp_offload.state_fit import check_form, check_states, in_order
+from lightning_vram.techniques.sharded_checkpoints.broken_files import explained, read_values
+from lightning_vram.techniques.sharded_checkpoints.checksums import check_archive
+from lightning_vram.techniques.sharded_checkpoints.files import recover
+from lightning_vram.techniques.sharded_checkpoints.folder import REST_FILE, ShardedFolder, is_sharded_folder
+from lightning_vram.techniques.sharded_checkpoints.full_states import (
+    check_groups,
+    load_module_state,
+    load_optimizer_state,
+)
+from lightning_vram.techniques.sharded_checkpoints.state_trees import snapshot
+
+PathLike = str | os.PathLike[str]
+
+
+class CheckpointStore:
+    """Checkpoints on the disks of a run. All ranks make one and make the same calls.
+
+    Args:
+        sharded: Save a folder to which each rank writes its part, rather than one file that rank 0 writes. Either is
+            loaded.
+        asynchronous: Save in a thread, from a copy in host memory; an error shows at the next call. Takes the size of
+            a checkpoint in host memory while one is written.
+        is_main: Whether this is rank 0.
+        timeout: How long ranks wait for each other in that thread; ``None``: as long as ``torch.distributed`` does.
+        verify: Whether to compare what is opened with its checksums first.
+    """
+
+    def __init__(
+        self,
+        *,
+        sharded: bool,
+        asynchronous: bool,
+        is_main: bool,
+        timeout: timedelta | None = None,
+        verify: bool = True,
+    ) -> None:
+        self._sharded = sharded
+        self._verify = verify
+        self._is_main = is_main
+        self._saving: tuple[str, Future[None]] | None = None
+        self._removals: list[Future[None]] = []
+        self._folder: ShardedFolder | None = None
+        self._threads = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
+        # two threads on one group of gloo mix up their messages and abort the process
+        is_distributed = dist.is_available() and dist.is_initialized()
+        self._group = dist.new_group(backend="gloo", timeout=timeout) if asynchronous and is_distributed else None
+
+    def save(self, checkpoint: Mapping[str, Any], path: PathLike) -> None:
+        """Save a checkpoint, in the place of what has this name. A collective.
+
+        Args:
+            checkpoint: As Lightning dumps it. ``state_dict`` and ``optimizer_states`` are on every rank those of
+                ``sharded_module_state`` and ``sharded_optimizer_state``, or else of ``gather_module_state`` and
+                ``gather_optimizer_state``.
+            path: Where to, on a file system that all ranks share; rank 0's is taken.
+
+        Raises:
+            CheckpointError: If a rank cannot write; the same on every rank. Nothing has changed under this name. With
+                ``asynchronous`` it is that of the save before.
+            IsADirectoryError: If there is a folder that is no checkpoint; on every rank.
+        """
+        self.wait()
+        location = _shared(path)
+        if self._sharded and not is_local(location):
+            raise ValueError(f"Sharded checkpoints need a local path, got {location!r}. Save full checkpoints there.")
+        if self._threads is None:
+            write_checkpoint(checkpoint, location, sharded=self._sharded, group=None)
+            return
+        copied = on_all_ranks(lambda: self._copy(checkpoint), f"The checkpoint {location} could not be copied")
+        written = self._threads.submit(write_checkpoint, copied, location, sharded=self._sharded, group=self._group)
+        self._saving = location, written
+
+    def load(
+        self,
+        path: PathLike,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer] = (),
+        *,
+        strict: bool = True,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Load a checkpoint into a module and its optimizers. A collective: see :meth:`open`.
+
+        Args:
+            path: A file or a folder.
+            module: Its parameters are loaded in place.
+            optimizers: In the order in which they were saved; none to leave them.
+            strict: Whether module and checkpoint must have the same names.
+            weights_only: As :meth:`open` has it.
+
+        Returns:
+            The rest of the checkpoint.
+
+        Raises:
+            FileNotFoundError: If there is no checkpoint; on every rank.
+            ValueError: If it does not fit; on every rank.
+            CheckpointError: If a rank cannot read it; on every rank.
+        """
+        checkpoint = self.open(path, weights_only=weights_only)
+        self.load_module(checkpoint, module, strict=strict)
+        if optimizers:
+            self.load_optimizers(checkpoint, module, optimizers)
+        return {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+
+    def open(self, path: PathLike, *, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint without loading its states, which needs no module yet. A collective.
+
+        Args:
+            path: A full checkpoint of any Trainer, or the folder of a sharded one; rank 0's is taken.
+            weights_only: See ``torch.load``; ``None`` is its default, true, for remote ones as well.
+
+        Returns:
+            The checkpoint; its tensors are mapped from the file. Of a folder without ``state_dict``, and with empty
+            ``optimizer_states`` if there are any: the two methods below read them there.
+
+        Raises:
+            FileNotFoundError: If there is no checkpoint; on every rank.
+            ValueError: If it is none of a Trainer; on every rank.
+            CheckpointError: If a rank cannot read it, or it is damaged; on every rank.
+            pickle.UnpicklingError: If it holds what ``weights_only`` does not allow; on every rank.
+        """
+        self.wait()
+        self._folder = None
+        location = _shared(path)
+        failed = f"The checkpoint {location} could not be read"
+        if not is_local(location):
+            remote = on_all_ranks(lambda: _load_remote(location, weights_only=weights_only), failed)
+            return _check_kind(remote, location)
+        local = local_path(location)
+        on_all_ranks(lambda: recover(local) if self._is_main else None, failed)
+        on_all_ranks(lambda: _check_exists(local), failed)
+        if local.is_dir():
+            self._folder = ShardedFolder(local, weights_only=weights_only, verify=self._verify)
+            rest = _check_kind(self._folder.read_rest(), location)
+            return {**rest, "optimizer_states": []} if self._folder.has_optimizers else rest
+        if self._verify:
+            on_all_ranks(lambda: check_archive(local, current_rank(), num_ranks()), failed)
+        return _check_kind(on_all_ranks(lambda: read_values(local, weights_only=weights_only), failed), location)
+
+    def load_module(self, checkpoint: Mapping[str, Any], module: nn.Module, *, strict: bool) -> None:
+        """Load a module from what :meth:`open` returned last. A collective.
+
+        Args:
+            checkpoint: It.
+            module: Its parameters are loaded in place.
+            strict: Whether module and checkpoint must have the same names.
+
+        Raises:
+            ValueError: If they do not fit; on every rank and before anything has changed.
+            CheckpointError: If a rank cannot read it; on every rank.
+        """
+        if self._folder is not None:
+            self._folder.load_module(module, strict=strict)
+        elif isinstance(checkpoint.get("state_dict"), Mapping):
+            load_module_state(module, checkpoint["state_dict"], strict=strict)
+        else:
+            raise ValueError("The file is no checkpoint of a Trainer: it has no state_dict.")
+
+    def load_optimizers(
+        self, checkpoint: Mapping[str, Any], module: nn.Module, optimizers: Sequence[Optimizer]
+    ) -> None:
+        """Load optimizers from what :meth:`open` returned last. A collective.
+
+        Args:
+            checkpoint: It.
+            module: Has their parameters.
+            optimizers: In the order in which they were saved.
+
+        Raises:
+            ValueError: If they are others, or were not saved; on every rank and before anything has changed.
+            CheckpointError: If a rank cannot read it; on every rank.
+        """
+        if self._folder is not None:
+            self._folder.load_optimizers(module, optimizers, check_states=check_states)
+            return
+        states = checkpoint.get("optimizer_states") or []
+        if len(states) != len(optimizers):
+            raise ValueError(
+                f"The checkpoint has the states of {len(states)} optimizers, configure_optimizers has returned "
+                f"{len(optimizers)}; save_weights_only=True saves none."
+            )
+        for index, (optimizer, state) in enumerate(zip(optimizers, states, strict=True)):
+            check_form(state, index)
+            check_groups(optimizer, state)
+            check_states(module, optimizer, in_order(state), state["param_groups"], index)
+        for optimizer, state in zip(optimizers, states, strict=True):
+            load_optimizer_state(optimizer, state)
+
+    def remove(self, path: PathLike) -> None:
+        """Delete a checkpoint; one that is there until a save under way has succeeded, if there is one.
+
+        Args:
+            path: A file or a folder. Nothing happens if it is not there.
+        """
+        location = str(path)
+        if self._saving is not None and self._saving[0] == location:
+            self.wait()
+        if not self._is_main:
+            return
+        if self._saving is not None and self._threads is not None:
+            self._removals.append(self._threads.submit(_remove_after, self._saving[1], location))
+        else:
+            remove_checkpoint(location)
+
+    def wait(self) -> None:
+        """Wait for the save under way.
+
+        Raises:
+            CheckpointError: If it failed; on every rank.
+        """
+        saving, self._saving = self._saving, None
+        removals, self._removals = self._removals, []
+        for future in (*removals, *([saving[1]] if saving else [])):  # these first: they never fail
+            future.result()
+
+    def _copy(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        if self._sharded:
+            copied: dict[str, Any] = snapshot(dict(checkpoint))
+            return copied
+        own_copies: dict[str, Any] = {
+            key: checkpoint[key] for key in ("state_dict", "optimizer_states") if key in checkpoint
+        }
+        rest: dict[str, Any] = snapshot({key: value for key, value in checkpoint.items() if key not in own_copies})
+        return own_copies | rest
+
+
+def _load_remote(location: str, *, weights_only: bool | None) -> Any:
+    # Lightning reads what comes by http with weights_only=False, unless told otherwise
+    weights_only = True if weights_only is None else weights_only
+    return explained(lambda: load_on_host(location, weights_only=weights_only), location)
+
+
+def _check_kind(checkpoint: Any, location: str) -> dict[str, Any]:
+    if not isinstance(checkpoint, dict):
+        raise ValueError(f"{location} is no checkpoint of a Trainer: it holds a {type(checkpoint).__name__}.")
+    return checkpoint
+
+
+def _check_exists(path: Path) -> None:
+    if not (path.is_file() or is_sharded_folder(path)):
+        raise FileNotFoundError(
+            f"{path} is no checkpoint: neither a file nor a folder with .metadata and {REST_FILE}, which a sharded one "
+            "has when it is complete."
+        )
+
+
+def _remove_after(written: Future[None], location: str) -> None:
+    if written.exception() is None:
+        remove_checkpoint(location)
+
+
+def _shared(path: PathLike) -> str:
+    paths = [str(path)]
+    if dist.is_available() and dist.is_initialized():
+        dist.broadcast_object_list(paths)
+    return paths[0]

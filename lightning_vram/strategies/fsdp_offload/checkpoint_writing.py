@@ -1,0 +1,110 @@
+"""One checkpoint written by all ranks together: whole under its name, or not at all."""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from lightning.fabric.utilities.cloud_io import get_filesystem
+
+from lightning_vram.core.processes.rank_errors import current_rank, on_all_ranks
+from lightning_vram.private_names.lightning.files import is_local, save_whole
+from lightning_vram.techniques.sharded_checkpoints.files import (
+    delete,
+    delete_leftovers,
+    publish,
+    remove,
+    temporary_path,
+)
+from lightning_vram.techniques.sharded_checkpoints.folder import is_sharded_folder
+from lightning_vram.techniques.sharded_checkpoints.sharded_states import write_folder
+from lightning_vram.techniques.sharded_checkpoints.state_trees import count_bytes
+from lightning_vram.techniques.sharded_checkpoints.written_files import naming_full_disk, save_values
+
+
+def write_checkpoint(
+    checkpoint: Mapping[str, Any], location: str, *, sharded: bool, group: dist.ProcessGroup | None
+) -> None:
+    """Write a checkpoint in the place of what has this name. A collective.
+
+    Args:
+        checkpoint: See :meth:`~lightning_vram.strategies.fsdp_offload.checkpoint_store.CheckpointStore.save`.
+        location: A path, or for a full checkpoint the address of a remote one; the same on every rank.
+        sharded: Whether each rank writes its part.
+        group: Of all ranks; ``None`` takes the default one. A thread needs one of its own.
+
+    Raises:
+        CheckpointError: If a rank cannot write; the same on every rank. Nothing has changed under this name.
+        IsADirectoryError: If there is a folder that is no checkpoint; on every rank.
+    """
+    failed = f"The checkpoint {location} could not be saved"
+
+    def on_main(action: Callable[[], None]) -> None:
+        on_all_ranks(action if current_rank() == 0 else lambda: None, failed, group)
+
+    if not is_local(location):
+        on_main(lambda: save_whole(dict(checkpoint), location))
+        return
+    path = local_path(location)
+    temporary = temporary_path(path)
+    try:
+        on_main(lambda: _prepare(path, temporary if sharded else None))
+        num_bytes = count_bytes(checkpoint)
+        if sharded:
+            states, rest = _split(checkpoint)
+            write = partial(write_folder, states, rest, temporary, group)
+            on_all_ranks(lambda: naming_full_disk(write, path.parent, num_bytes), failed, group)
+        else:
+            on_main(lambda: naming_full_disk(lambda: _write_file(checkpoint, temporary), path.parent, num_bytes))
+        on_main(lambda: naming_full_disk(lambda: publish(temporary, path), path.parent, num_bytes))
+    except BaseException:
+        if current_rank() == 0:
+            with contextlib.suppress(OSError):
+                delete(temporary)
+        raise
+
+
+def remove_checkpoint(location: str) -> None:
+    """Delete a checkpoint, if it is there. One that cannot be deleted is worth a warning, not the run.
+
+    Args:
+        location: A path or an address.
+    """
+    try:
+        if is_local(location):
+            remove(local_path(location))
+        elif (files := get_filesystem(location)).exists(location):
+            files.rm(location, recursive=True)
+    except OSError as error:
+        warnings.warn(f"The checkpoint {location} could not be removed: {error}.", stacklevel=3)
+
+
+def local_path(location: str) -> Path:
+    """Turn an address without a protocol, or with ``file://``, into a path."""
+    return Path(location.removeprefix("file://"))
+
+
+def _write_file(checkpoint: Mapping[str, Any], path: Path) -> None:
+    with path.open("wb") as file:
+        save_values(dict(checkpoint), file)
+
+
+def _split(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    rest = dict(checkpoint)
+    states = {"state_dict": rest.pop("state_dict")}
+    states |= {f"optimizer_{index}": state for index, state in enumerate(rest.pop("optimizer_states", []))}
+    return states, rest
+
+
+def _prepare(path: Path, folder: Path | None) -> None:
+    if path.is_dir() and not is_sharded_folder(path) and any(path.iterdir()):
+        raise IsADirectoryError(
+            f"{path} is a folder that is no checkpoint; it is not overwritten. Choose another name."
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    delete_leftovers(path)
+    if folder is not None:
+        folder.mkdir()

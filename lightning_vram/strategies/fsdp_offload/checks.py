@@ -1,0 +1,119 @@
+"""What ``FSDPOffloadStrategy`` refuses, on every rank alike and before training."""
+
+import os
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_vram.precision.plugin import LeanMixedPrecision
+
+
+def check_run(trainer: pl.Trainer, name: str) -> None:
+    """Refuse what cannot work with sharded parameters.
+
+    Raises:
+        MisconfigurationException: If the trainer has such a thing.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+            raise MisconfigurationException(
+                f"{type(callback).__name__} does not work with {name}: it copies the module, and a sharded one cannot "
+                "be copied. Average checkpoints afterwards, or train with 'ddp' or a single device."
+            )
+        if isinstance(callback, ModelPruning):
+            raise MisconfigurationException(
+                f"{type(callback).__name__} does not work with {name}: it puts other parameters and masks into the "
+                "module, which a sharded one does not take. Prune with 'ddp' or a single device."
+            )
+
+
+def check_module(module: pl.LightningModule, name: str) -> None:
+    """Refuse a module that there is nothing to shard of.
+
+    Raises:
+        ValueError: If it has no parameters.
+    """
+    if next(module.parameters(), None) is None:
+        raise ValueError(
+            f"{name}: {type(module).__name__} has no parameters to shard. Make its layers in __init__ or "
+            "configure_model, or use a single device."
+        )
+
+
+def check_gradients(module: nn.Module, name: str) -> None:
+    """Refuse layers whose gradients cannot be reduced.
+
+    Raises:
+        ValueError: If the gradients of one are sparse.
+    """
+    for path, part in module.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
+            raise ValueError(
+                f"{name}: {path} is {type(part).__name__}(sparse=True), whose gradients FSDP2 does not reduce. Leave "
+                "sparse out."
+            )
+
+
+def check_layer_drop(module: nn.Module, num_ranks: int, name: str) -> None:
+    """Warn of layers that transformers would leave out at random, but does not where ranks wait for each other."""
+    configs = (vars(part).get("config") for part in module.modules()) if num_ranks > 1 else ()
+    for key, value in (item for config in configs for item in getattr(config, "__dict__", {}).items()):
+        if key.endswith("layerdrop") and isinstance(value, float) and value > 0:
+            rank_zero_warn(
+                f"{name}: config.{key} is {value}, but all ranks have to run the same layers, and models of "
+                "transformers then leave none out, unlike on a single device. Set it to 0."
+            )
+            return
+
+
+def check_cores(num_threads: int, name: str) -> None:
+    """Warn of a SLURM job that gives its tasks one core, as it does unless asked for more."""
+    if num_threads == 1 and "SLURM_JOB_ID" in os.environ:
+        rank_zero_warn(
+            f"{name} steps optimizers on the host, and SLURM gave this task one core. Ask for more, "
+            "'#SBATCH --cpus-per-task=8', and hand them on to srun: 'export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK'."
+        )
+
+
+def check_loss(loss: Tensor, name: str) -> None:
+    """Refuse a loss that holds a parameter as its shard.
+
+    Raises:
+        RuntimeError: If it does.
+    """
+    if isinstance(loss, DTensor):
+        raise RuntimeError(
+            f"{name}: the loss was computed with parameters of a layer outside of its forward, where they are sharded. "
+            "Compute that within the layer, such as a penalty of its weights, or let `wrap` name other layers only: "
+            "those that it leaves out are whole in the whole step."
+        )
+
+
+def fitting_precision(plugin: Precision, name: str) -> Precision:
+    """Return the plugin to use in place of ``plugin``: Lightning's mixed precision clips and scales wrongly on shards.
+
+    Raises:
+        TypeError: If it is one that cannot work on shards.
+        ValueError: If it keeps parameters in its own way.
+    """
+    if isinstance(plugin, LeanMixedPrecision):
+        if plugin.settings.is_lean:
+            raise ValueError(
+                f"LeanMixedPrecision(parameters={plugin.settings.parameters!r}) does not work with {name}, which "
+                "keeps float32 weights where they are sharded and sends 16 bit by itself: leave parameters out."
+            )
+        return plugin
+    if type(plugin) is MixedPrecision:
+        precision = "fp16" if plugin.precision == "16-mixed" else "bf16"
+        return LeanMixedPrecision(precision, scaler=plugin.scaler)  # type: ignore[arg-type]
+    if type(plugin) in (Precision, HalfPrecision, DoublePrecision):
+        return plugin
+    raise TypeError(
+        f"{name} does not work with the precision plugin {type(plugin).__name__}: use precision='32-true', "
+        "'bf16-mixed', '16-mixed', 'bf16-true', '16-true' or '64-true', or LeanMixedPrecision."
+    )

@@ -1,0 +1,170 @@
+"""The processes of a run: how they connect, and what they tell of one that is lost."""
+
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from typing_extensions import override
+
+from lightning_vram.callbacks.slurm_requeue.job import SlurmJob, check_job, check_tasks
+from lightning_vram.core.processes.lost_peers import LostPeerNaming, naming_lost_peers
+from lightning_vram.private_names.lightning.connectors import find_trainer
+from lightning_vram.private_names.lightning.strategies import (
+    PlainStrategy,
+    ScriptLauncher,
+    make_script_launcher,
+    reduce_over_ranks,
+)
+from lightning_vram.strategies.fsdp_offload.arguments import OffloadArguments
+from lightning_vram.strategies.fsdp_offload.process_group import connect, default_backend
+
+
+class ConnectedStrategy(PlainStrategy):
+    """A strategy for one process on each device, all of them in one mesh.
+
+    Args:
+        arguments: Of the strategy.
+        process_group_backend: As for ``torch.distributed``; ``None``: by the device.
+        given: What the Trainer sets: accelerator, devices, environment, plugins.
+    """
+
+    def __init__(self, arguments: OffloadArguments, process_group_backend: str | None, *given: Any) -> None:
+        self.arguments = arguments
+        super().__init__(*given)
+        self.num_nodes = 1
+        self._backend = process_group_backend
+        self._mesh: DeviceMesh | None = None
+        self._peers: LostPeerNaming | None = None
+        self._phase = "setup"
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether data is split over ranks; with one, the order of the data stays the user's."""
+        return self.num_nodes * self.num_processes > 1
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def process_group_backend(self) -> str | None:
+        """Of the process group."""
+        return self._backend
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """Of all ranks: ``shard``, or ``replicate`` and ``shard``."""
+        if self._mesh is None:
+            raise RuntimeError("FSDPOffloadStrategy.device_mesh is there once the processes have connected.")
+        return self._mesh
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    @override
+    def make_launcher(self) -> ScriptLauncher | None:
+        assert self.cluster_environment is not None
+        # One process is what there is already. A launcher would set its threads, and so the order of sums.
+        if not self.is_distributed or self.cluster_environment.creates_processes_externally:
+            return None
+        return make_script_launcher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    @override
+    def setup_environment(self) -> None:
+        check_job(SlurmJob.from_environment())
+        check_tasks(self.cluster_environment, self.num_processes, self.num_nodes)
+        super().setup_environment()
+        assert self.cluster_environment is not None
+        self.set_world_ranks()
+        if self.world_size > 1:  # a run on one rank draws what a plain one draws
+            reset_seed()
+        self._backend = self._backend or default_backend(self.root_device)
+        self._check_backend(self._backend)
+        self._peers = naming_lost_peers(self.global_rank, self.world_size, self._describe, self.arguments.timeout)
+        with self._peers:
+            connect(self.cluster_environment, self._backend, timeout=self.arguments.timeout, device=self.root_device)
+            self._mesh = self._make_mesh()
+
+    def _check_backend(self, backend: str) -> None:
+        if self.arguments.offload != "none" and "gloo" not in backend:
+            raise ValueError(
+                f"FSDPOffloadStrategy(process_group_backend={backend!r}) has nothing for what is on the host: use "
+                "'cpu:gloo,cuda:nccl', or leave it out."
+            )
+
+    def set_world_ranks(self) -> None:
+        """Tell the environment and loggers which rank this is."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    def _make_mesh(self) -> DeviceMesh:
+        kind, size = self.root_device.type, self.world_size
+        if dist.get_world_size() != size:
+            raise RuntimeError(
+                f"This process is connected to {dist.get_world_size()} ranks from before, and is to train on {size}. "
+                "Train in a process of its own, or call torch.distributed.destroy_process_group() between."
+            )
+        if self.arguments.shard != "hybrid":
+            return init_device_mesh(kind, (size,), mesh_dim_names=("shard",))
+        replicas = self.arguments.data_parallel_replicate_size or self.num_nodes
+        if size % replicas:
+            raise ValueError(
+                f"FSDPOffloadStrategy(data_parallel_replicate_size={replicas}) must divide the number of processes, "
+                f"{size}."
+            )
+        return init_device_mesh(kind, (replicas, size // replicas), mesh_dim_names=("replicate", "shard"))
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if dist.is_available() and dist.is_initialized():
+            with self._named("barrier"):
+                dist.barrier(device_ids=None if self.root_device.type == "cpu" else [self.root_device.index])
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if not (dist.is_available() and dist.is_initialized()):
+            return obj
+        objects = [obj]
+        with self._named("broadcast"):
+            dist.broadcast_object_list(objects, src)
+        return objects[0]
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if not isinstance(tensor, Tensor):
+            return tensor
+        with self._named("reduce"):
+            return reduce_over_ranks(tensor, group, reduce_op)
+
+    @contextmanager
+    def _named(self, phase: str) -> Generator[None, None, None]:
+        """Say, of a rank that is lost, where this one was."""
+        outer, self._phase = self._phase, phase
+        try:
+            with self._peers or nullcontext():
+                yield
+        finally:
+            self._phase = outer
+
+    def _describe(self) -> str:
+        module = self.lightning_module
+        trainer = find_trainer(module) if module is not None else None
+        step = trainer.global_step if trainer is not None else 0
+        return f"step {step}, {self._phase}"

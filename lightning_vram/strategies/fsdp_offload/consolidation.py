@@ -1,0 +1,42 @@
+"""One plain file out of a sharded checkpoint, for a Trainer on one device.
+
+Lightning's own tool for this leaves the optimizers' states under names that no optimizer looks for.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from lightning_vram.strategies.fsdp_offload.checkpoint_writing import write_checkpoint
+from lightning_vram.techniques.sharded_checkpoints.folder import ShardedFolder, is_sharded_folder
+
+
+def consolidate(folder: Path, output: Path, *, weights_only: bool | None = None, verify: bool = True) -> None:
+    """Write a sharded checkpoint as a plain file. Needs host memory for all of it, and one process.
+
+    Args:
+        folder: As ``FSDPOffloadStrategy`` or Lightning's ``ModelParallelStrategy`` wrote it.
+        output: The file to make; what is there is replaced, once the new one is complete.
+        weights_only: For all that is no tensor: see ``torch.load``.
+        verify: Whether to compare the files with their checksums first, if there are any.
+
+    Raises:
+        FileNotFoundError: If ``folder`` is no sharded checkpoint.
+        CheckpointError: If it is damaged, or the file cannot be written.
+        pickle.UnpicklingError: If it holds what ``weights_only`` does not allow.
+    """
+    if not is_sharded_folder(folder):
+        raise FileNotFoundError(f"{folder} is no sharded checkpoint: a folder with .metadata and meta.pt.")
+    source = ShardedFolder(folder, weights_only=weights_only, verify=verify)
+    checkpoint = {**source.read_states(), **source.read_rest()}
+    roots = sorted((key for key in checkpoint if re.fullmatch(r"optimizer_\d+", key)), key=lambda key: int(key[10:]))
+    optimizer_states = [_numbered(checkpoint.pop(root)) for root in roots]
+    whole = {**checkpoint, "optimizer_states": optimizer_states} if roots else checkpoint
+    write_checkpoint(whole, str(output), sharded=False, group=None)
+
+
+def _numbered(state: dict[str, Any]) -> dict[str, Any]:
+    numbers = {name: number for number, name in enumerate(name for g in state["param_groups"] for name in g["params"])}
+    groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in state["param_groups"]]
+    values = {numbers.get(name, name): value for name, value in state.get("state", {}).items()}
+    return {**state, "state": values, "param_groups": groups}

@@ -1,0 +1,5 @@
+"""Watch one step, then choose what to recompute so that the rest fits a number of bytes.
+
+``observer.py`` watches, ``plan.py`` is plain data, ``solver.py`` chooses, ``apply.py`` does it. May import:
+activation_checkpointing, core, memory.
+"""

@@ -1,0 +1,166 @@
+"""Checkpoint just as much as a byte budget for activations asks for.
+
+The first step runs with every layer checkpointed, and is watched (``observer.py``).
+From what was seen a plan is made (``solver.py``): some layers run plain, others keep
+the results of some of their costly operators, and the least possible is computed twice. No compiler is needed;
+PyTorch's own ``activation_memory_budget`` takes a share instead of bytes and needs ``torch.compile``.
+
+Counted are the bytes that the tracker calls activations: what is kept for the backward, and what one layer at a time
+makes again there. Temporaries inside of operators and gradients are not among them.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from lightning_vram.core.layers.selection import Layer
+from lightning_vram.core.tensors.leaves import flatten_arguments
+from lightning_vram.techniques.activation_checkpointing.apply import Arguments, CheckpointingHandle
+from lightning_vram.techniques.activation_checkpointing.budget.observer import Shapes, StepObserver, covers, shapes_of
+from lightning_vram.techniques.activation_checkpointing.budget.plan import CheckpointPlan, StepProfile
+from lightning_vram.techniques.activation_checkpointing.budget.solver import predict_peak, solve
+from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
+from lightning_vram.techniques.activation_checkpointing.two_runs import DeterminismCheck, Recomputing
+
+_MAX_PROFILES = 8
+_MAX_TRIES = 8
+
+Decisions = Mapping[str, frozenset[int] | None]
+"""Numbers of the costly operators whose results a layer keeps; ``None``: it runs plain."""
+
+
+class BudgetedCheckpointing:
+    """Makes and applies plans for the layers that a handle checkpoints.
+
+    Args:
+        model: The whole model.
+        handle: Its layers, all of them checkpointed; whoever made it removes it.
+        budget_bytes: For activations.
+        determinism_check: See :class:`~lightning_vram.techniques.activation_checkpointing.two_runs.Recomputing`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        handle: CheckpointingHandle,
+        budget_bytes: int,
+        determinism_check: DeterminismCheck = "outputs",
+    ) -> None:
+        self._model = model
+        self._handle = handle
+        self._budget_bytes = budget_bytes
+        self._check: DeterminismCheck = determinism_check
+        self._observer: StepObserver | None = None
+        self._profiles: list[StepProfile] = []  # of all observed steps
+        self._shapes: dict[str, set[Shapes]] = {}  # that calls got in them, and others that are covered; by layer
+        self._missing: tuple[str, Shapes] | None = None  # what a layer got that is larger than in any observed step
+        self._num_tries = 0  # to observe a step with such inputs
+
+    @property
+    def is_outgrown(self) -> bool:
+        """Whether inputs have outgrown the plan: all layers run checkpointed, and the next step should be observed."""
+        return self._missing is not None
+
+    @property
+    def has_plan(self) -> bool:
+        """Whether a step was observed that a plan can be made from."""
+        return bool(self._profiles)
+
+    @contextmanager
+    def observing(self, inputs: Any = None) -> Iterator[None]:
+        """Run one training step inside, with every layer checkpointed; :meth:`plan` works from what it was.
+
+        Args:
+            inputs: Any nest of tensors that stay alive anyway, such as the batch.
+        """
+        self._observer = observer = StepObserver(self._model, inputs)
+        self._watch_all(observer)
+        try:
+            with observer.observing():
+                yield
+        finally:
+            self._watch_all(None)
+
+    def plan(self) -> CheckpointPlan | None:
+        """Make the cheapest plan that fits; ``None`` if no layer was called in the observed step.
+
+        Raises:
+            BudgetError: If nothing fits.
+        """
+        if self._observer is None:
+            return None
+        for name, shapes in self._observer.shapes.items():
+            self._shapes.setdefault(name, set()).update(shapes)
+        observed = self._observer.profiles()
+        self._observer = None
+        if not observed:
+            return None
+        # A step with several backwards has several forwards, and batches have several shapes: the plan has to fit all,
+        # and is made for the largest, or else for another.
+        self._profiles = [*self._profiles, *observed][-_MAX_PROFILES:]
+        plans = [solve(profile, self._budget_bytes) for profile in self._profiles]
+        plans.sort(key=lambda plan: plan.plain_peak_bytes, reverse=True)
+        fitting = (plan for plan in plans if all(self._fits(decisions_of(plan), other) for other in self._profiles))
+        return next(fitting, None) or plan_nothing(plans[0])
+
+    def _fits(self, decisions: Decisions, profile: StepProfile) -> bool:
+        choices = [layer.choose(decisions.get(layer.name, frozenset())) for layer in profile.layers]
+        return predict_peak(profile, choices) <= self._budget_bytes
+
+    def apply(self, decisions: Decisions, *, is_guarded: bool = True) -> None:
+        """Do as decided, from the next call of each layer on; layers without a decision stay checkpointed.
+
+        Args:
+            decisions: By layer.
+            is_guarded: Whether to leave the plan where inputs outgrow it. Not where several ranks have to recompute
+                the same layers.
+        """
+        self._num_tries += 1
+        if self._missing is not None and (self._covers(*self._missing) or self._num_tries > _MAX_TRIES):
+            self._missing = None  # observed by now, or too rare to wait for
+        for layer in self._handle.selection.layers:
+            full = self._full(layer)
+            guard = partial(self._guard, layer.name, full) if is_guarded and layer.name in decisions else None
+            self._handle.change(layer, _decide(full, decisions.get(layer.name, frozenset())), guard)
+
+    def _guard(
+        self, name: str, full: Recomputing, decided: Recomputing | None, arguments: Arguments
+    ) -> Recomputing | None:
+        if self._missing is None:
+            shapes = shapes_of(flatten_arguments(arguments)[0])
+            if not self._covers(name, shapes):
+                self._missing, self._num_tries = (name, shapes), 0
+        return full if self.is_outgrown else decided
+
+    def _covers(self, name: str, shapes: Shapes) -> bool:
+        known = self._shapes[name]
+        return shapes in known or any(covers(other, shapes) for other in known)
+
+    def _watch_all(self, observer: StepObserver | None) -> None:
+        for layer in self._handle.selection.layers:
+            watch = observer.watch(layer.name) if observer is not None else None
+            self._handle.change(layer, replace(self._full(layer), watch=watch))
+
+    def _full(self, layer: Layer) -> Recomputing:
+        return Recomputing(layer.title, None, self._check)
+
+
+def plan_nothing(plan: CheckpointPlan) -> CheckpointPlan:
+    """Return a plan like this one in which all layers are checkpointed and nothing is kept."""
+    choices = tuple(layer.choose(frozenset()) for layer in plan.profile.layers)
+    return replace(plan, choices=choices, peak_bytes=predict_peak(plan.profile, choices))
+
+
+def decisions_of(plan: CheckpointPlan) -> Decisions:
+    """Return what a plan decides, by layer."""
+    return {choice.name: choice.decision for choice in plan.choices}
+
+
+def _decide(full: Recomputing, kept: frozenset[int] | None) -> Recomputing | None:
+    if kept is None:
+        return None
+    return replace(full, save=SavePolicy("matmuls", numbers=kept)) if kept else full

@@ -1,0 +1,331 @@
+"""Watch one training step in which every layer is checkpointed: what each layer would keep, and what it costs.
+
+The step is the real one, and its result counts: with every layer checkpointed it needs the least memory that
+checkpointing can reach, so nothing is run that the budget would not have to allow anyway, and no second copy of the
+model or of the user's code is needed. It works on fake tensors, too. What autograd saves inside of a layer is seen by
+hooks, operators by a dispatch mode; storages are told apart by weak references, for addresses are used again.
+"""
+
+import weakref
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_vram.core.hooks.hidden_from_dynamo import hide_from_dynamo
+from lightning_vram.core.hooks.save_watch import SaveWatch
+from lightning_vram.core.hooks.stepping_aside import stepping_aside
+from lightning_vram.core.operators.cost import operator_cost
+from lightning_vram.core.tensors.parameter_classes import PARAMETER_CLASSES
+from lightning_vram.core.tensors.versions import is_strided, version_counter, version_of
+from lightning_vram.memory.tracking.storages import iterate_storages, iterate_tensors
+from lightning_vram.private_names.torch.dispatch import TorchDispatchMode
+from lightning_vram.private_names.torch.operator_calls import call_operator
+from lightning_vram.private_names.torch.tensors import base_of, is_view, storage_key
+from lightning_vram.private_names.torch.trees import tree_leaves
+from lightning_vram.techniques.activation_checkpointing.budget.plan import (
+    CallProfile,
+    LayerProfile,
+    OperatorProfile,
+    StepProfile,
+)
+from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
+from lightning_vram.techniques.activation_checkpointing.selective import NUM_INPUT_SAMPLES
+
+_OTHER_BYTES = 8192  # the loss, its gradient, what is logged, samples for comparison: alive, and saved by nobody
+_SAMPLES_BYTES = 4 * 4 * NUM_INPUT_SAMPLES  # for each kept result, of its operator's arguments
+
+
+@dataclass
+class _Operator:
+    """One operator in one call. ``storages`` and ``counter`` are there for costly ones only."""
+
+    name: str
+    cost: float
+    num_saves: int  # of the call, before it ran
+    storages: dict[int, int] | None = None  # bytes by number
+    counter: Tensor | None = None
+    version: int = 0
+
+    @property
+    def is_overwritten(self) -> bool:
+        return self.counter is not None and version_of(self.counter) != self.version
+
+
+@dataclass
+class _Call:
+    layer: str
+    position: int
+    operators: list[_Operator] = field(default_factory=list)
+    saved: dict[int, int] = field(default_factory=dict)  # bytes by storage
+    num_saves: int = 0
+
+
+@dataclass
+class _Round:
+    """A forward and its backward."""
+
+    calls: list[_Call] = field(default_factory=list)
+    base: dict[int, tuple[float, int]] = field(default_factory=dict)  # first position and bytes, by storage
+    other_cost: float = 0.0
+    is_over: bool = False
+
+
+class StepObserver:
+    """Watches while :meth:`observing`; tell it about layers with :meth:`watch`.
+
+    Args:
+        model: Its parameters and buffers are not counted.
+        inputs: Any nest of tensors that stay alive anyway, such as the batch.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Any = None) -> None:
+        self._costly = SavePolicy("matmuls")
+        self._storages = _StorageNumbers()
+        constants = (value for module in model.modules() for value in vars(module).values() if type(value) is Tensor)
+        self._held = [*model.parameters(), *model.buffers(), *constants, *iterate_tensors(inputs)]  # keep their numbers
+        self._lasting = {number for tensor in self._held for number, _ in self._storages.number(tensor)}
+        self.shapes: dict[str, set[Shapes]] = {}
+        """What calls got, by layer."""
+        self._rounds = [_Round()]
+        self._call: _Call | None = None
+        self._is_inside = False
+
+    @contextmanager
+    def observing(self) -> Iterator[None]:
+        """Run one training step inside."""
+        mode, hooks = _Operators(self), SaveWatch(self._on_save).hooks()
+        with hooks, stepping_aside(hooks, mode), mode:
+            yield
+        self._held.clear()
+
+    def watch(self, layer: str) -> "LayerWatch":
+        """Return what is to be told about the calls of ``layer``."""
+        return LayerWatch(self, layer)
+
+    def profiles(self) -> list[StepProfile]:
+        """Return what was seen, one for each forward with a backward of its own; those without a layer left out."""
+        return [_profile(round) for round in self._rounds if round.calls]
+
+    @contextmanager
+    def call(self, layer: str, leaves: Sequence[Any]) -> Iterator[None]:
+        """One call of ``layer`` with these arguments, from before its inputs are saved to after its outputs are."""
+        if self._rounds[-1].is_over:
+            self._rounds.append(_Round())
+        calls, outer = self._rounds[-1].calls, self._call
+        self._call = _Call(layer, len(calls))
+        calls.append(self._call)
+        self.shapes.setdefault(layer, set()).add(shapes_of(leaves))
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                self._add_to_base(leaf, self._call.position)
+        try:
+            yield
+        finally:
+            self._call = outer
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """The forward of the call that is open."""
+        was_inside, self._is_inside = self._is_inside, True
+        hooks = SaveWatch(self._on_save).hooks()
+        try:
+            with hooks, stepping_aside(hooks):
+                yield
+        finally:
+            self._is_inside = was_inside
+
+    def end_round(self) -> None:
+        """Note that a backward runs: what comes next is another forward."""
+        self._rounds[-1].is_over = True
+
+    def _on_save(self, tensor: Tensor) -> None:
+        base = base_of(tensor) if type(tensor) is Tensor and is_view(tensor) else tensor
+        if type(base) in PARAMETER_CLASSES:
+            return
+        if self._call is None:
+            position = len(self._rounds[-1].calls) - 0.5  # its backward comes before that of the calls so far
+            self._add_to_base(tensor, position)
+        elif not self._is_inside:
+            self._add_to_base(tensor, self._call.position)
+        else:
+            self._call.num_saves += 1
+            now = (self._call.position, len(self._rounds))
+            for number, num_bytes in self._storages.number(tensor, now):  # unknown: compiled code made it
+                if self._storages.is_older(number, now):
+                    self._add_number(number, num_bytes, self._call.position)
+                elif number not in self._lasting:
+                    self._call.saved[number] = num_bytes
+
+    def on_operator(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> None:
+        """Note one operator of the forward."""
+        place = self._call.position if self._call is not None and self._is_inside else None
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        birth = (place, len(self._rounds))
+        storages = dict(entry for tensor in tensors for entry in self._storages.number(tensor, birth))
+        cost = operator_cost(func, args, kwargs, output)
+        if place is None or self._call is None:
+            self._rounds[-1].other_cost += cost
+            return
+        operator = _Operator(str(func).rpartition(".")[0] or str(func), cost, self._call.num_saves)
+        if self._costly.concerns(func):
+            first = tensors[0] if tensors else None
+            operator.storages = storages
+            if first is not None and type(first) is Tensor and is_strided(first):
+                operator.counter, operator.version = version_counter(first), version_of(first)
+        self._call.operators.append(operator)
+
+    def _add_to_base(self, tensor: Tensor, position: float) -> None:
+        for number, num_bytes in self._storages.number(tensor):
+            self._add_number(number, num_bytes, position)
+
+    def _add_number(self, number: int, num_bytes: int, position: float) -> None:
+        if number not in self._lasting:
+            base = self._rounds[-1].base
+            known = base.get(number)
+            base[number] = (min(position, known[0]) if known is not None else position, num_bytes)
+
+
+Shapes = tuple[tuple[int, ...], ...]
+"""Of each tensor among the arguments of a call: bytes of an element, and sizes."""
+
+
+def shapes_of(leaves: Sequence[Any]) -> Shapes:
+    """Return how large the tensors among arguments are."""
+    return tuple((leaf.dtype.itemsize, *leaf.shape) for leaf in leaves if isinstance(leaf, Tensor))
+
+
+def covers(one: Shapes, other: Shapes) -> bool:
+    """Whether no tensor of ``other`` is larger in any way."""
+    return len(one) == len(other) and all(
+        len(large) == len(small) and all(a >= b for a, b in zip(large, small, strict=True))
+        for large, small in zip(one, other, strict=True)
+    )
+
+
+class LayerWatch:
+    """What a recomputed call tells the observer."""
+
+    def __init__(self, observer: StepObserver, layer: str) -> None:
+        self._observer = observer
+        self._layer = layer
+
+    def call(self, leaves: Sequence[Any]) -> Any:
+        """Return a context for the whole call."""
+        return self._observer.call(self._layer, leaves)
+
+    def inside(self) -> Any:
+        """Return a context for the layer's forward."""
+        return self._observer.inside()
+
+    def on_recomputation(self) -> None:
+        """Note that a second run begins."""
+        self._observer.end_round()
+
+
+class _StorageNumbers:
+    """Numbers storages; one that dies takes its number with it."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._births: list[tuple[int | None, int]] = []  # call in which it was made, and the round
+
+    def number(self, tensor: Tensor, birth: tuple[int | None, int] = (None, 0)) -> list[tuple[int, int]]:
+        """Return number and bytes of each storage of ``tensor``; unknown ones were made at ``birth``."""
+        found = []
+        for storage, _ in iterate_storages(tensor):
+            known = self._numbers.get(storage_key(storage))
+            if known is None:
+                known = self._add(storage, birth)
+            found.append((known[1], int(storage.nbytes())))
+        return found
+
+    def is_older(self, number: int, birth: tuple[int | None, int]) -> bool:
+        """Whether a storage was made before or outside of this call."""
+        return self._births[number] != birth
+
+    def _add(
+        self, storage: torch.UntypedStorage, birth: tuple[int | None, int]
+    ) -> tuple[weakref.ref[torch.UntypedStorage], int]:
+        key, number = storage_key(storage), len(self._births)
+        self._births.append(birth)
+
+        def forget(reference: weakref.ref[torch.UntypedStorage]) -> None:
+            if key in self._numbers and self._numbers[key][0] is reference:
+                del self._numbers[key]
+
+        self._numbers[key] = (weakref.ref(storage, forget), number)
+        return self._numbers[key]
+
+
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    supports_higher_order_operators = True
+
+    def __init__(self, observer: StepObserver) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._observer = observer
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled parts run compiled: nothing is known about them but their inputs."""
+        return True
+
+    @override
+    @hide_from_dynamo
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        output = call_operator(func, args, kwargs)
+        self._observer.on_operator(func, args, kwargs, output)
+        return output
+
+
+def _profile(round: _Round) -> StepProfile:
+    base = dict(round.base)
+    for call in round.calls:
+        for number in call.saved.keys() & base.keys():  # saved in the layer, and an input of a later one
+            base[number] = (min(base[number][0], call.position), base[number][1])
+    layers: dict[str, list[CallProfile]] = {}
+    for call in round.calls:
+        layers.setdefault(call.layer, []).append(_profile_call(call, base))
+    return StepProfile(
+        layers=tuple(LayerProfile(name, tuple(calls)) for name, calls in layers.items()),
+        base_total_bytes=sum(num_bytes for _, num_bytes in base.values()) + _OTHER_BYTES,
+        other_cost=round.other_cost,
+    )
+
+
+def _profile_call(call: _Call, base: dict[int, tuple[float, int]]) -> CallProfile:
+    kept: set[int] = set()
+    operators = []
+    reached = [operator for operator in call.operators if operator.num_saves < call.num_saves]  # by a second run
+    for operator in call.operators:
+        if operator.storages is not None:
+            operators.append(_profile_operator(operator, call, base.keys() | kept))
+            kept.update(operator.storages)
+    return CallProfile(
+        position=call.position,
+        base_live_bytes=sum(size for position, size in base.values() if position <= call.position) + _OTHER_BYTES,
+        saved_bytes=sum(num_bytes for number, num_bytes in call.saved.items() if number not in base),
+        cost=sum(operator.cost for operator in reached),
+        operators=tuple(operators),
+    )
+
+
+def _profile_operator(operator: _Operator, call: _Call, held: Collection[int]) -> OperatorProfile:
+    """A result that is overwritten, or made after the last that is saved, is never kept: nothing is gained by it."""
+    assert operator.storages is not None
+    if operator.is_overwritten or operator.num_saves == call.num_saves:
+        return OperatorProfile(operator.name, 0, is_saved=True, cost=0.0)
+    new = [number for number in operator.storages if number not in held]
+    return OperatorProfile(
+        operator.name,
+        num_bytes=sum(operator.storages[number] for number in new) + _SAMPLES_BYTES,
+        is_saved=all(number in call.saved for number in new),
+        cost=operator.cost,
+    )

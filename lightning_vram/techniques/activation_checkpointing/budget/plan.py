@@ -1,0 +1,313 @@
+"""What a training step was seen to keep and to cost, and the plan that a byte budget makes of it.
+
+Everything is told of one round: a forward and the backward after it. Layers are called in some order; a call has a
+position in it. Bytes that stay whatever is chosen (inputs of layers, what is saved outside of all layers, the loss
+head) are base bytes. All here is plain data; ``solver.py`` makes the plan.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from math import isfinite
+from typing import Literal
+
+from lightning_vram.memory.units import format_bytes
+
+_NAME_WIDTH = 40
+_KEPT_WIDTH = 32
+
+
+@dataclass(frozen=True)
+class OperatorProfile:
+    """The output of one costly operator.
+
+    Args:
+        name: As in ``torch.ops``: ``"aten.mm"``.
+        num_bytes: Bytes it holds on to if kept: 0 if they are among the base bytes or kept by an earlier operator.
+        is_saved: Whether autograd saves that memory anyway where the layer is plain.
+        cost: What running it again costs, in FLOP equivalents.
+
+    Raises:
+        ValueError: If a number is negative or not finite.
+    """
+
+    name: str
+    num_bytes: int
+    is_saved: bool
+    cost: float
+
+    def __post_init__(self) -> None:
+        _require_amounts(self.name, num_bytes=self.num_bytes, cost=self.cost)
+
+
+@dataclass(frozen=True)
+class CallProfile:
+    """One call of a layer.
+
+    Args:
+        position: Place among all calls of the round.
+        base_live_bytes: Base bytes alive while the backward of this call runs.
+        saved_bytes: What autograd saves in the call and no one else holds.
+        cost: What running the whole call again costs, in FLOP equivalents.
+        operators: Its costly operators in the order they run. Their place here is their ordinal.
+
+    Raises:
+        ValueError: If a number is negative or not finite.
+    """
+
+    position: int
+    base_live_bytes: int
+    saved_bytes: int
+    cost: float
+    operators: tuple[OperatorProfile, ...] = ()
+
+    def __post_init__(self) -> None:
+        amounts = {"base_live_bytes": self.base_live_bytes, "saved_bytes": self.saved_bytes, "cost": self.cost}
+        _require_amounts(f"the call at position {self.position}", position=self.position, **amounts)
+
+    def kept_bytes(self, kept: frozenset[int] | None) -> int:
+        """Bytes the call keeps until its backward, if these ordinals are kept; ``None`` stands for a plain call."""
+        if kept is None:
+            return self.saved_bytes
+        return sum(operator.num_bytes for operator in self._select(kept))
+
+    def working_bytes(self, kept: frozenset[int] | None) -> int:
+        """Bytes of the call that are alive during its backward, after what was not kept has been recomputed."""
+        unsaved = (operator for operator in self._select(kept or frozenset()) if not operator.is_saved)
+        return self.saved_bytes + sum(operator.num_bytes for operator in unsaved)
+
+    def recompute_cost(self, kept: frozenset[int] | None) -> float:
+        """Cost of what runs again."""
+        if kept is None:
+            return 0.0
+        return max(0.0, self.cost - sum(operator.cost for operator in self._select(kept)))
+
+    def _select(self, kept: frozenset[int]) -> Iterator[OperatorProfile]:
+        return (operator for ordinal, operator in enumerate(self.operators) if ordinal in kept)
+
+
+@dataclass(frozen=True)
+class LayerProfile:
+    """A layer and its calls in one round. One decision holds for all of them.
+
+    Args:
+        name: Path in the model.
+        calls: At least one, in order of their positions.
+
+    Raises:
+        ValueError: If there is no call, or positions do not rise.
+    """
+
+    name: str
+    calls: tuple[CallProfile, ...]
+
+    def __post_init__(self) -> None:
+        positions = [call.position for call in self.calls]
+        if not positions or positions != sorted(set(positions)):
+            raise ValueError(f"calls of {self.name!r} must have rising positions, got {positions}.")
+
+    @property
+    def cost(self) -> float:
+        """What running all calls again costs."""
+        return sum(call.cost for call in self.calls)
+
+    def choose(self, kept: frozenset[int] | None) -> "LayerChoice":
+        """State what a decision means for this layer.
+
+        Args:
+            kept: Ordinals of the operators whose outputs are kept while all else is recomputed; ``None``: plain.
+        """
+        operators = list(chain.from_iterable(call._select(kept or frozenset()) for call in self.calls))
+        return LayerChoice(
+            name=self.name,
+            kind="plain" if kept is None else "checkpointed",
+            kept=kept or frozenset(),
+            kept_bytes=sum(call.kept_bytes(kept) for call in self.calls),
+            recompute_cost=sum(call.recompute_cost(kept) for call in self.calls),
+            operators=tuple(sorted(Counter(operator.name for operator in operators).items())),
+        )
+
+
+@dataclass(frozen=True)
+class StepProfile:
+    """One observed round.
+
+    Args:
+        layers: Layers with different names; no two calls share a position.
+        base_total_bytes: Base bytes alive at the end of the forward.
+        other_cost: Cost of the forward outside all layers. Shares are of the whole forward.
+
+    Raises:
+        ValueError: If names or positions repeat, or a number is negative or not finite.
+    """
+
+    layers: tuple[LayerProfile, ...]
+    base_total_bytes: int
+    other_cost: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require_amounts("the step", base_total_bytes=self.base_total_bytes, other_cost=self.other_cost)
+        for what, found in (
+            ("names", [layer.name for layer in self.layers]),
+            ("positions", [call.position for layer in self.layers for call in layer.calls]),
+        ):
+            repeated = [item for item, count in Counter(found).items() if count > 1]
+            if repeated:
+                raise ValueError(f"{what} must not repeat in a step, got {repeated[0]!r} twice.")
+
+    @property
+    def cost(self) -> float:
+        """Cost of the whole forward."""
+        return self.other_cost + sum(layer.cost for layer in self.layers)
+
+
+@dataclass(frozen=True)
+class LayerChoice:
+    """The decision for one layer. :meth:`LayerProfile.choose` makes it.
+
+    Args:
+        name: Path of the layer.
+        kind: ``"plain"``: nothing runs again. ``"checkpointed"``: all but the kept operators does.
+        kept: Ordinals, in each call, of the costly operators whose outputs are kept. Empty for a plain layer.
+        kept_bytes: What all its calls keep until their backward.
+        recompute_cost: Cost of what runs again, in FLOP equivalents.
+        operators: Names of the kept operators, with how many there are in all calls.
+    """
+
+    name: str
+    kind: Literal["plain", "checkpointed"]
+    kept: frozenset[int]
+    kept_bytes: int
+    recompute_cost: float
+    operators: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def decision(self) -> frozenset[int] | None:
+        """What :meth:`LayerProfile.choose` takes: the kept ordinals, or ``None`` for a plain layer."""
+        return None if self.kind == "plain" else self.kept
+
+
+@dataclass(frozen=True)
+class CheckpointPlan:
+    """A decision for every layer.
+
+    Args:
+        profile: What was observed.
+        choices: One for each layer of the profile, in its order.
+        budget_bytes: What was asked for.
+        peak_bytes: Predicted peak of activation bytes.
+        plain_peak_bytes: The same without any recomputation.
+        minimum_bytes: The same with every layer checkpointed and nothing kept: the least budget.
+        least_recompute_cost: No plan within the budget recomputes less than this. It equals :attr:`recompute_cost`
+            where the plan is proven best; it is smaller where the search was cut short.
+    """
+
+    profile: StepProfile
+    choices: tuple[LayerChoice, ...]
+    budget_bytes: int
+    peak_bytes: int
+    plain_peak_bytes: int
+    minimum_bytes: int
+    least_recompute_cost: float
+
+    @cached_property
+    def recompute_cost(self) -> float:
+        """Cost of all that runs again, in FLOP equivalents."""
+        return sum(choice.recompute_cost for choice in self.choices)
+
+    @property
+    def recompute_share(self) -> float:
+        """What runs again, as a share of the forward."""
+        return _share(self.recompute_cost, self.profile.cost)
+
+    @property
+    def is_proven_best(self) -> bool:
+        """Whether no plan within the budget recomputes less."""
+        return self.least_recompute_cost >= self.recompute_cost
+
+    def table(self) -> str:
+        """Write the plan as text of at most 100 columns.
+
+        Equal neighbours share a line. Bytes are of one layer, recomputation is a share of its forward.
+        """
+        rows = [("layers", "keeps", "bytes each", "recomputes"), *self._rows()]
+        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        lines = [
+            f"{name:<{widths[0]}}  {keeps:<{widths[1]}}  {size:>{widths[2]}}  {again:>{widths[3]}}".rstrip()
+            for name, keeps, size, again in rows
+        ]
+        rule = "-" * max(map(len, lines))
+        return "\n".join([lines[0], rule, *lines[1:], rule, *self._totals()])
+
+    def _rows(self) -> Iterator[tuple[str, str, str, str]]:
+        costs = [layer.cost for layer in self.profile.layers]
+        runs: list[list[tuple[LayerChoice, tuple[str, str, str]]]] = []
+        for choice, cost in zip(self.choices, costs, strict=True):
+            entry = (choice, _cells(choice, cost))
+            if runs and runs[-1][0][1] == entry[1]:
+                runs[-1].append(entry)
+            else:
+                runs.append([entry])
+        for run in runs:
+            keeps, size, again = run[0][1]
+            yield _name_run([choice.name for choice, _ in run]), keeps, size, again
+
+    def _totals(self) -> Iterator[str]:
+        yield f"budget          {format_bytes(self.budget_bytes)}"
+        used = f" ({_share(self.peak_bytes, self.budget_bytes):.1%} of the budget)"
+        yield f"predicted peak  {format_bytes(self.peak_bytes)}{used}"
+        yield f"plain peak      {format_bytes(self.plain_peak_bytes)}"
+        yield f"least possible  {format_bytes(self.minimum_bytes)}"
+        again = f"extra compute   {_format_share(self.recompute_share)} of the forward"
+        if not self.is_proven_best:
+            least = _share(self.least_recompute_cost, self.profile.cost)
+            again += f" (the best plan may need as little as {_format_share(least)})"
+        yield again
+
+
+def _cells(choice: LayerChoice, cost: float) -> tuple[str, str, str]:
+    size = format_bytes(choice.kept_bytes)
+    if choice.kind == "plain":
+        return "everything (plain)", size, "-"
+    names = [f"{count} x {name}" if count > 1 else name for name, count in choice.operators]
+    return _shorten_list(names) or "nothing", size, _format_share(_share(choice.recompute_cost, cost))
+
+
+def _shorten_list(names: list[str]) -> str:
+    for shown in range(len(names), 0, -1):
+        text = ", ".join(names[:shown]) + (f", {len(names) - shown} more" if shown < len(names) else "")
+        if len(text) <= _KEPT_WIDTH:
+            return text
+    return f"{len(names)} kinds" if len(names) > 1 else "".join(_shorten(name, _KEPT_WIDTH) for name in names)
+
+
+def _name_run(names: list[str]) -> str:
+    if len(names) == 1:
+        return _shorten(names[0], _NAME_WIDTH)
+    count = f" ({len(names)})"
+    whole = f"{names[0]} ... {names[-1]}{count}"
+    if len(whole) <= _NAME_WIDTH:
+        return whole
+    each = (_NAME_WIDTH - len(count) - len(" ... ")) // 2
+    return f"{_shorten(names[0], each)} ... {_shorten(names[-1], each)}{count}"
+
+
+def _shorten(name: str, width: int) -> str:
+    """Keep the end: it tells layers apart."""
+    return name if len(name) <= width else ".." + name[2 - width :]
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def _format_share(share: float) -> str:
+    return f"{share:.1%}"
+
+
+def _require_amounts(owner: str, **amounts: float) -> None:
+    for name, amount in amounts.items():
+        if not isfinite(amount) or amount < 0:
+            raise ValueError(f"{name} of {owner} must be finite and not negative, got {amount}.")

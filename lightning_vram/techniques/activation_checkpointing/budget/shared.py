@@ -1,0 +1,63 @@
+"""One checkpointing plan for all ranks.
+
+Layers may talk to other ranks while they run (SyncBatchNorm, FSDP), so all ranks must recompute the same ones, or one
+waits for ever. And all of them must hear of an error, for the same reason.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch.distributed
+
+from lightning_vram.memory.units import format_bytes
+from lightning_vram.techniques.activation_checkpointing.budget.apply import Decisions, decisions_of
+from lightning_vram.techniques.activation_checkpointing.budget.plan import CheckpointPlan
+
+
+@dataclass(frozen=True)
+class SharedPlan:
+    """What ranks tell each other of a plan.
+
+    Args:
+        decisions: By layer.
+        plain_peak_bytes: What the rank would need without a plan.
+        table: For the user.
+        summary: The same in one line.
+    """
+
+    decisions: Decisions
+    plain_peak_bytes: int
+    table: str
+    summary: str
+
+
+def share_largest(make_plan: Callable[[], CheckpointPlan | None]) -> SharedPlan | None:
+    """Make a plan on every rank, and return that of the rank which needs most; ``None`` if none could be made.
+
+    A collective, where there are several ranks.
+
+    Raises:
+        ValueError: On all ranks, if it was raised on one.
+    """
+    found = _make(make_plan)
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        everybodys: list[SharedPlan | str | None] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(everybodys, found)
+    else:
+        everybodys = [found]
+    errors = [plan for plan in everybodys if isinstance(plan, str)]
+    if errors:
+        raise ValueError(errors[0])
+    plans = [plan for plan in everybodys if isinstance(plan, SharedPlan)]
+    return max(plans, key=lambda plan: plan.plain_peak_bytes) if plans else None
+
+
+def _make(make_plan: Callable[[], CheckpointPlan | None]) -> SharedPlan | str | None:
+    try:
+        plan = make_plan()
+    except ValueError as error:
+        return str(error)
+    if plan is None:
+        return None
+    summary = f"{format_bytes(plan.peak_bytes)} of activations, {plan.recompute_share:.0%} of the forward runs again."
+    return SharedPlan(decisions_of(plan), plan.plain_peak_bytes, plan.table(), summary)

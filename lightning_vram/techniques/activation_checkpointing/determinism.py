@@ -1,0 +1,172 @@
+"""Find out whether the second run of a layer does what its first did.
+
+PyTorch compares shapes and dtypes of what autograd saves, so that a layer that draws from a source nobody rewinds (an
+own generator in a global variable, ``os.urandom``) passes, with gradients of a network that never ran. Here outputs are
+compared by value, or every operator is. What is compared are samples, up to rounding: kernels that add atomically do
+not give the same bits twice.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_vram.core.hooks.hidden_from_dynamo import hide_from_dynamo
+from lightning_vram.core.tensors.parameter_classes import PARAMETER_CLASSES, PLAIN_TYPES
+from lightning_vram.core.tensors.versions import is_strided, storage_address
+from lightning_vram.private_names.torch.autograd import current_graph_task_id
+from lightning_vram.private_names.torch.dispatch import TorchDispatchMode, without_dispatch
+from lightning_vram.private_names.torch.operator_calls import call_operator
+from lightning_vram.private_names.torch.operators import TO_COPY, OpOverload, schema_of
+from lightning_vram.private_names.torch.trees import tree_leaves
+from lightning_vram.techniques.activation_checkpointing.errors import RecomputationError
+
+_NUM_SAMPLES = 1024
+_TOLERANCES = {torch.float16: 2e-2, torch.bfloat16: 5e-2}  # of the largest sample
+_TOLERANCE = 1e-3
+_SAMPLED = frozenset(
+    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
+    | {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+)  # what can be picked and compared on every device
+_UNSET = ("empty", "new_empty", "resize", "set_")  # operators that leave whatever was in the memory
+
+
+class OutputSamples:
+    """Some elements of each tensor in what a layer returned, or an operator got."""
+
+    def __init__(self, output: Any, num_samples: int = _NUM_SAMPLES) -> None:
+        self._num_samples = num_samples
+        self._samples = [_sample(leaf, num_samples) for leaf in tree_leaves(output)]
+
+    def differ_from(self, output: Any) -> bool:
+        """Whether ``output`` holds other values, up to rounding."""
+        leaves = tree_leaves(output)
+        return len(leaves) != len(self._samples) or any(
+            sample is not None and not _is_close(sample, _sample(leaf, self._num_samples))
+            for sample, leaf in zip(self._samples, leaves, strict=True)
+        )
+
+
+@dataclass(frozen=True)
+class _Record:
+    function: Any
+    shapes: tuple[str, ...]
+    sample: Tensor | None
+
+
+class OperatorTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Writes down every operator of a first run; :meth:`comparing` gives the mode for a second.
+
+    It costs some ten kernels and a synchronisation per operator.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, buffers: Iterable[Tensor] = (), records: list[_Record] | None = None) -> None:
+        """Make one.
+
+        Args:
+            buffers: Of the layer: statistics go on moving, and what is read of them is not compared.
+            records: Of a first run; ``None`` for the first run.
+        """
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._buffers = {storage_address(buffer) for buffer in buffers} - {0}
+        self._expected = records
+        self._backward = current_graph_task_id()
+        self._records: list[_Record] = []
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled parts run compiled: they are one operator."""
+        return True
+
+    def comparing(self) -> "OperatorTrace":
+        """Return a mode that raises ``RecomputationError`` at the first operator that is not as it was here."""
+        return OperatorTrace(records=self._records)
+
+    @override
+    @hide_from_dynamo
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        output = call_operator(func, args, kwargs)
+        is_inner = current_graph_task_id() != self._backward  # a backward inside of the layer
+        if is_inner or _is_passed_over(func, types, args):
+            return output
+        first = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
+        is_compared = not (self._is_unset_or_moving(func, args) or _is_counter(func, first))
+        with without_dispatch():  # other modes are not to see our own operators
+            record = _Record(func, _describe(output), _sample(first) if is_compared else None)
+            self._records.append(record)
+            if self._expected is not None:
+                self._compare(record, len(self._records) - 1)
+        return output
+
+    def _is_unset_or_moving(self, func: Any, args: tuple[Any, ...]) -> bool:
+        if any(part in str(func) for part in _UNSET):
+            return True
+        first = args[0] if args else None
+        return isinstance(first, Tensor) and storage_address(first) in self._buffers
+
+    def _compare(self, record: _Record, number: int) -> None:
+        assert self._expected is not None
+        if number >= len(self._expected):
+            raise RecomputationError(f"ran {record.function} after the last operator of its first run")
+        expected = self._expected[number]
+        place = f"operator {number + 1}"
+        if record.function is not expected.function:
+            raise RecomputationError(f"{place} was {expected.function} and is {record.function}")
+        if record.shapes != expected.shapes:
+            was, now = ", ".join(expected.shapes), ", ".join(record.shapes)
+            raise RecomputationError(f"{place}, {record.function}, returned {was} and returns {now}")
+        if expected.sample is not None and not _is_close(expected.sample, record.sample):
+            raise RecomputationError(f"{place}, {record.function}, returned other values than it returns now")
+
+
+def _is_passed_over(func: Any, types: Any, args: tuple[Any, ...]) -> bool:
+    """Whether an operator is the checkpoint's own, a mere question, a cast that autocast keeps, or of a subclass."""
+    if not PLAIN_TYPES.issuperset(types):
+        return True
+    is_cast = func is TO_COPY and type(args[0]) in PARAMETER_CLASSES
+    return is_cast or getattr(func, "namespace", "") == "prim" or str(func).startswith("aten.detach")
+
+
+def _is_counter(func: Any, tensor: Tensor | None) -> bool:
+    """Whether an integer is moved in place, as norms count their batches: that goes on in the second run."""
+    is_mutable = isinstance(func, OpOverload) and schema_of(func).is_mutable
+    return is_mutable and tensor is not None and not tensor.is_floating_point()
+
+
+def _describe(output: Any) -> tuple[str, ...]:
+    return tuple(
+        f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+        for leaf in tree_leaves(output)
+        if isinstance(leaf, Tensor)
+    )
+
+
+def _sample(leaf: Any, num_samples: int = _NUM_SAMPLES) -> Tensor | None:
+    is_plain = (
+        isinstance(leaf, Tensor) and (type(leaf) is Tensor or type(leaf) in PARAMETER_CLASSES) and is_strided(leaf)
+    )
+    if not is_plain or leaf.is_meta or leaf.numel() == 0 or leaf.dtype not in _SAMPLED:
+        return None
+    with torch.no_grad():
+        step = -(-leaf.numel() // num_samples)
+        places = torch.arange(0, leaf.numel(), step, device=leaf.device)
+        sample: Tensor = leaf.detach().take(places)  # whatever the strides: without a copy of the whole
+    return sample
+
+
+def _is_close(one: Tensor, other: Tensor | None) -> bool:
+    if other is None or one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    if not (one.is_floating_point() or one.is_complex()):
+        return torch.equal(one, other)
+    magnitudes = one.abs()[torch.isfinite(one)]
+    scale = float(magnitudes.max()) if magnitudes.numel() else 0.0
+    tolerance = _TOLERANCES.get(one.dtype, _TOLERANCE)
+    return torch.allclose(one, other, rtol=tolerance, atol=tolerance * scale, equal_nan=True)

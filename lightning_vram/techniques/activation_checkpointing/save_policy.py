@@ -1,0 +1,156 @@
+"""Which results of operators a checkpointed layer keeps, so that its second run need not compute them again."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lightning_vram.argument_checks import check_positive_int
+from lightning_vram.core.operators.cost import ATTENTION, MATMULS, resolve_operators
+from lightning_vram.private_names.torch.dispatch import DispatchKey
+from lightning_vram.private_names.torch.operators import OpOverload, OpOverloadPacket, schema_of
+
+_FAMILIES = {"matmuls": MATMULS | ATTENTION, "attention": ATTENTION}
+INPUTS = "inputs"
+
+
+@dataclass(frozen=True)
+class SavePolicy:
+    """Keep the results of some operators in checkpointed layers, besides the layers' inputs.
+
+    Args:
+        operators: ``"matmuls"``: matrix products, convolutions, recurrent kernels and fused attention: nearly all of
+            the time, about half of the memory. ``"attention"``: fused attention only. Or names of operators in
+            ``torch.ops``, with or without overload: ``["aten.mm", "aten.addmm.default", "mylib.flash"]``.
+        every_n: Keep the first of them in a layer and every n-th after it.
+        numbers: Keep these only, counted from 0 in each call of a layer; a budget's plan does.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If there is no such operator or family, none is named, or ``every_n`` is smaller than 1.
+
+    Example:
+        >>> from lightning_vram import ActivationCheckpointing, SavePolicy
+        >>> callback = ActivationCheckpointing(save=SavePolicy(["aten.mm", "aten.addmm"], every_n=2))
+    """
+
+    operators: str | Sequence[str]
+    every_n: int = 1
+    numbers: frozenset[int] | None = None
+    _operators: frozenset[Any] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_positive_int("SavePolicy(every_n)", self.every_n)
+        if not isinstance(self.operators, str):
+            _check_names(self.operators)
+            object.__setattr__(self, "operators", tuple(self.operators))
+        if self.numbers is not None:
+            object.__setattr__(self, "numbers", frozenset(self.numbers))
+        object.__setattr__(self, "_operators", _resolve(self.operators))
+
+    def __reduce__(self) -> Any:
+        return SavePolicy, (self.operators, self.every_n, self.numbers)  # operators do not pickle, their names do
+
+    def concerns(self, operator: Any) -> bool:
+        """Whether ``operator`` is one of those that are counted."""
+        return operator in self._operators
+
+    def keeps(self, number: int) -> bool:
+        """Whether the result of the counted operator of this number in a call, from 0, is kept."""
+        return number % self.every_n == 0 and (self.numbers is None or number in self.numbers)
+
+    @property
+    def resolved(self) -> frozenset[Any]:
+        """The operators, as in ``torch.ops``."""
+        return self._operators
+
+
+def parse_save(save: object, argument: str) -> SavePolicy | None:
+    """Return the policy that a user's ``save`` stands for; ``None`` for ``"inputs"``.
+
+    Args:
+        save: ``"inputs"``, what :class:`SavePolicy` takes for ``operators``, or a policy.
+        argument: Name for messages.
+
+    Raises:
+        TypeError: If it is of another kind.
+        ValueError: If it names something unknown.
+    """
+    if save == INPUTS:
+        return None
+    if isinstance(save, SavePolicy):
+        return save
+    is_names = isinstance(save, Sequence) and all(isinstance(name, str) for name in save)
+    if not is_names:
+        raise TypeError(
+            f"{argument} must be 'inputs', 'matmuls', 'attention', a list of names of operators or a SavePolicy, "
+            f"got {save!r} of type {type(save).__name__}."
+        )
+    try:
+        return SavePolicy(save)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise ValueError(f"{argument}: {error}") from None
+
+
+def _resolve(operators: str | Sequence[str]) -> frozenset[Any]:
+    if isinstance(operators, str):
+        if operators not in _FAMILIES:
+            raise ValueError(
+                f"{operators!r} is no family of operators. There are 'inputs' (none), 'matmuls' and 'attention'; "
+                "operators themselves are given as a list: ['aten.mm']."
+            )
+        members = [overload for name in _FAMILIES[operators] for overload in _find_overloads(name)]
+        return frozenset(filter(_gives_new_memory, members))
+    if not operators:
+        raise ValueError("an empty list of operators. 'inputs' keeps none.")
+    for name in operators:
+        found = resolve_operators([name])
+        if not any(map(_gives_new_memory, found)):
+            raise ValueError(f"operator {name!r} returns what it was given or a view of it; there is nothing to keep.")
+        if all(map(_is_composed, found)):
+            raise ValueError(
+                f"operator {name!r} is made of others, which are what runs. Name those: aten.mm, aten.addmm and "
+                "aten.bmm for products."
+            )
+    return frozenset(filter(_gives_new_memory, resolve_operators(operators)))
+
+
+def _check_names(operators: object) -> None:
+    if not isinstance(operators, Sequence) or not all(isinstance(name, str) for name in operators):
+        raise TypeError(
+            "SavePolicy(operators) must be 'matmuls', 'attention' or a list of names of operators, "
+            f"got {operators!r} of type {type(operators).__name__}."
+        )
+    families = [name for name in operators if name in (INPUTS, *_FAMILIES)]
+    if families:
+        raise ValueError(f"{families[0]!r} is a family of operators and stands alone: {families[0]!r}, without a list.")
+
+
+def _find_overloads(name: str) -> list[Any]:
+    """Operators of a family that this torch has."""
+    namespace, _, short = name.partition("::")
+    found = getattr(getattr(torch.ops, namespace), short, None)
+    if isinstance(found, OpOverloadPacket):
+        return [getattr(found, overload) for overload in found.overloads()]  # type: ignore[no-untyped-call]
+    return [found] if found is not None else []
+
+
+def _gives_new_memory(operator: Any) -> bool:
+    if not isinstance(operator, OpOverload):
+        return True
+    schema = schema_of(operator)
+    return not schema.is_mutable and not any(result.alias_info for result in schema.returns)
+
+
+def _is_composed(operator: Any) -> bool:
+    """Whether autograd takes it apart before anybody sees it."""
+    if not isinstance(operator, OpOverload):
+        return False
+    keys = DispatchKey
+    has_kernel = operator.has_kernel_for_dispatch_key
+    try:
+        is_own = has_kernel(keys.CPU) or has_kernel(keys.CUDA) or has_kernel(keys.CompositeExplicitAutograd)
+        return bool(has_kernel(keys.CompositeImplicitAutograd)) and not is_own
+    except RuntimeError:  # an overload for scripts only: the dispatcher does not know it, and never runs it
+        return True

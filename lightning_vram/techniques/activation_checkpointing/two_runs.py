@@ -1,0 +1,151 @@
+"""The two runs of one call of a layer, and what has to be the same in both."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any, Literal, Protocol
+
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError, set_checkpoint_early_stop
+
+from lightning_vram.core.hooks.save_watch import SaveWatch
+from lightning_vram.core.hooks.stepping_aside import InnermostHooks, stepping_aside
+from lightning_vram.core.hooks.unfinished_saves import whole_last_operator
+from lightning_vram.techniques.activation_checkpointing.determinism import OperatorTrace, OutputSamples
+from lightning_vram.techniques.activation_checkpointing.errors import RecomputationError
+from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
+from lightning_vram.techniques.activation_checkpointing.selective import KeptOutputs
+
+DeterminismCheck = Literal["outputs", "operators", "none"]
+_DIFFERENCES = ("different metadata", "different number of tensors", "more tensors")  # in torch's words
+
+
+@dataclass(frozen=True)
+class Recomputing:
+    """How a layer is recomputed.
+
+    Args:
+        name: Of the layer, for messages.
+        save: Results of operators that the second run takes from the first; ``None``: it gets the inputs only.
+        determinism_check: ``"outputs"`` compares what the layer returns, and what kept operators get, in the second run
+            of its first call; ``"operators"`` compares all operators of each call; ``"none"`` nothing, not even shapes.
+        watch: Is told what the layer does.
+    """
+
+    name: str
+    save: SavePolicy | None = None
+    determinism_check: DeterminismCheck = "outputs"
+    watch: "CallWatch | None" = None
+
+
+class CallWatch(Protocol):
+    """Whoever wants to know what a layer does."""
+
+    def call(self, leaves: Sequence[Any]) -> AbstractContextManager[None]:
+        """Return a context for a whole call with these arguments, from before anything is saved for it."""
+
+    def inside(self) -> AbstractContextManager[None]:
+        """Return a context for the first run of the layer's forward."""
+
+    def on_recomputation(self) -> None:
+        """Called before the second run."""
+
+
+class First(Enum):
+    """What a call is the first of."""
+
+    ALL = auto()  # calls of the layer
+    POLICY = auto()  # calls in which this is kept
+
+
+class LayerRuns:
+    """The runs of one call: sees to it that the second is what the first was, or that the user gets to know."""
+
+    def __init__(self, modules: Sequence[nn.Module], recomputing: Recomputing, first_of: "First | None") -> None:
+        """Prepare them.
+
+        Args:
+            modules: That run.
+            recomputing: How.
+            first_of: What the call is the first of, and has to be compared for.
+        """
+        check = recomputing.determinism_check
+        self._name = recomputing.name
+        self._watch = recomputing.watch
+        self._compares_outputs = first_of is First.ALL and check == "outputs"
+        self._samples: OutputSamples | None = None
+        self._trace: OperatorTrace | None = None
+        if check == "operators":
+            self._trace = OperatorTrace(buffer for module in modules for buffer in module.buffers())
+        self._outputs: KeptOutputs | None = None
+        if recomputing.save is not None:
+            self._outputs = KeptOutputs(recomputing.save, compares_inputs=first_of is not None and check == "outputs")
+
+    def without_early_stop(self) -> AbstractContextManager[None]:
+        """For a call whose second run is compared: it has to get to the end."""
+        is_enabled = False
+        is_compared = self._compares_outputs or self._trace is not None
+        return set_checkpoint_early_stop(is_enabled) if is_compared else nullcontext()
+
+    def first(self, run: Callable[[], Any]) -> Any:
+        """Call the forward for the first time."""
+        with ExitStack() as stack:
+            stack.enter_context(stepping_aside(InnermostHooks()))  # the checkpoint's
+            on_save = self._outputs.count_save if self._outputs is not None else _ignore
+            hooks = SaveWatch(on_save, self._explain).hooks()
+            stack.enter_context(hooks)
+            stack.enter_context(stepping_aside(hooks))
+            if self._watch is not None:
+                stack.enter_context(self._watch.inside())
+            if self._outputs is not None:
+                stack.enter_context(self._outputs.recording())
+            if self._trace is not None:
+                stack.enter_context(self._trace)
+            output = run()
+        if self._compares_outputs:
+            self._samples = OutputSamples(output)
+        return output
+
+    def second(self, run: Callable[[], Any]) -> Any:
+        """Call it again. Raises ``RecomputationError`` if it does something else."""
+        if self._watch is not None:
+            self._watch.on_recomputation()
+        try:
+            with stepping_aside(InnermostHooks()), ExitStack() as stack:
+                hooks = whole_last_operator()
+                stack.enter_context(hooks)
+                stack.enter_context(stepping_aside(hooks))
+                if self._outputs is not None:
+                    stack.enter_context(self._outputs.replaying())
+                if self._trace is not None:
+                    stack.enter_context(self._trace.comparing())
+                output = run()
+        except RecomputationError as error:
+            raise self._error(f"{error}.", is_named=True) from None
+        if self._samples is not None and self._samples.differ_from(output):
+            raise self._error("it returned other values than in its first run.")
+        return output
+
+    def settle(self) -> int:
+        """Call after the first run, outside of the checkpoint; returns how many results are kept."""
+        return self._outputs.settle() if self._outputs is not None else 0
+
+    def _explain(self, error: RuntimeError) -> RuntimeError:
+        text = str(error)
+        if not isinstance(error, CheckpointError) or not any(part in text for part in _DIFFERENCES):
+            return error
+        return self._error(text.partition("\n\nTip:")[0].removeprefix("torch.utils.checkpoint: "))
+
+    def _error(self, reason: str, *, is_named: bool = False) -> RecomputationError:
+        tip = "" if is_named else " determinism_check='operators' names the operator that differs."
+        return RecomputationError(
+            f"layer {self._name} did not do the same when it was recomputed: {reason} Gradients would be wrong. "
+            "Does it draw random numbers from elsewhere than torch, Python or NumPy's global generator, or depend on "
+            f"something that changes between forward and backward?{tip} Leave the layer out of checkpointing, or pass "
+            "determinism_check='none' if the difference is meant."
+        )
+
+
+def _ignore(tensor: Tensor) -> None:
+    """Nothing is to be known about what is saved."""

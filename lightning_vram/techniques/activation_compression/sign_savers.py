@@ -1,0 +1,79 @@
+"""Recognize that ReLU is saving its own result, of which its backward needs no more than the signs.
+
+ReLU keeps its result, and so does the convolution behind it, of which the values are needed: the same tensor comes
+twice. It is ReLU's own save if and only if the node of the graph that made the tensor has not got its saved result
+yet: that lasts from the moment the node is made to the end of this very save, and nobody else's code runs in between.
+What is computed without a graph, or in a ``torch.autograd.Function``, has no such node. A save that failed with an
+error that somebody caught leaves such a node behind for good: so the operator must have been the last activation to
+run, with the hooks of the stage that is asked set, and not have been asked about.
+"""
+
+import weakref
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_vram.private_names.torch.autograd import has_own_result, innermost_hooks
+from lightning_vram.private_names.torch.tensors import is_view
+
+# By type of the node: what its backward asks of the saved result, NaN included.
+#   relu:         threshold_backward(grad, result, 0)         -> 0 where result <= 0
+#   leaky_relu_:  leaky_relu_backward(grad, result, slope)    -> grad where result > 0
+_Condition = Callable[[Tensor], Tensor]
+
+
+@cache
+def _find_nodes() -> dict[type, _Condition]:
+    with torch.inference_mode(mode=False), torch.enable_grad():
+        zero = torch.zeros(1, device="cpu", requires_grad=True)
+        relu, leaky_relu = F.relu(zero).grad_fn, F.leaky_relu_(zero * 1).grad_fn
+    assert relu is not None
+    assert leaky_relu is not None
+    return {type(relu): lambda result: (result <= 0).logical_not_(), type(leaky_relu): lambda result: result > 0}
+
+
+class NewActivation:
+    """Knows the result that an activation is about to save."""
+
+    def __init__(self) -> None:
+        _find_nodes()  # now: later a mode and hooks are set
+        self._result: weakref.ref[torch.UntypedStorage] | None = None
+
+    def note(self, result: Tensor, pack: Callable[[Tensor], Any]) -> None:
+        """Note ``result``, just made, if autograd will call ``pack`` for it."""
+        hooks = innermost_hooks()
+        is_ours = hooks is not None and hooks[0] == pack
+        self._result = weakref.ref(result.untyped_storage()) if is_ours else None
+
+    def clear(self) -> None:
+        """Forget it."""
+        self._result = None
+
+    def find_condition(self, tensor: Tensor) -> _Condition | None:
+        """Return :func:`find_sign_condition` of ``tensor`` if it is the noted one, for the first time."""
+        result = self._result() if self._result is not None else None
+        if result is None or result is not tensor.untyped_storage():
+            return None
+        self._result = None
+        return find_sign_condition(tensor)
+
+
+def find_sign_condition(tensor: Tensor) -> _Condition | None:
+    """Return what stands for ``tensor``, if an activation is saving its own result and reads only its signs.
+
+    Args:
+        tensor: What is being saved, in the hook that is called for it.
+
+    Returns:
+        A function of the values. It gives ``True`` where the backward must find a positive number, and ``False``
+        where it must find zero. ``None`` if the values are needed, or may be.
+    """
+    if is_view(tensor):  # an activation that overwrites a view has another node in front of its own
+        return None
+    node = tensor.grad_fn
+    condition = _find_nodes().get(type(node))
+    return condition if condition is not None and not has_own_result(node) else None

@@ -1,0 +1,318 @@
+"""Keep what autograd saves in fewer bytes: without any loss where that is possible, with a bounded one where asked.
+
+Without loss: bool masks and the float masks of dropout as bits, indices of pools, sorts and maxima in the narrowest
+integer, the results of ReLU as bits where only ReLU saved them, one copy of what was saved several times. Gradients
+are equal to the last bit. With a bounded loss, for chosen layers: activations in bf16, fp8 or int8.
+
+What it costs: a Python call per operator and per saved tensor, and a pass over what is encoded and decoded. Where it
+does not help: a ReLU in front of a convolution, which keeps the values anyway; what a ``torch.autograd.Function``
+hides in attributes, what a ``torch.func`` transform saves, and what compiled code keeps between its own operators.
+Memory that somebody keeps alive anyway, such as a mask the model holds, is not freed: there the bits come on top. What
+is saved inside of saved-tensor hooks of the user's own, entered after the stage, is not offered to it. A write that
+PyTorch does not see (NumPy, a kernel of one's own) after a save does not reach the backward, as it does in plain, and
+neither does one to ``.data`` after the stage was left; between two saves of one tensor it is seen on the CPU only.
+``grad_fn._saved_result`` of a ReLU shows ones and zeros.
+"""
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_vram.core.hooks.hidden_from_dynamo import hide_from_dynamo
+from lightning_vram.core.hooks.stage import SavedTensorStage, Taken
+from lightning_vram.core.layers.selection import LayerSelection
+from lightning_vram.core.tensors.by_memory import ByMemory
+from lightning_vram.core.tensors.storage_memo import StorageMemo
+from lightning_vram.core.tensors.versions import alias, storage_address
+from lightning_vram.private_names.torch.autocast import without_autocast
+from lightning_vram.private_names.torch.dispatch import TorchDispatchMode
+from lightning_vram.techniques.activation_compression.arguments import check_compression
+from lightning_vram.techniques.activation_compression.encoded_storage import (
+    Encode,
+    Encoded,
+    EncodedStorage,
+    WhichGiven,
+    elements_of,
+    source_of_elements,
+    stream_of,
+)
+from lightning_vram.techniques.activation_compression.learned_signs import LearnedSigns
+from lightning_vram.techniques.activation_compression.lossless_codecs import (
+    Encoding,
+    narrow_indices,
+    pack_mask,
+    pack_signs,
+    pack_two_values,
+)
+from lightning_vram.techniques.activation_compression.lossy_codecs import LossyFormat, decode, encode
+from lightning_vram.techniques.activation_compression.lossy_permission import LossyPermission, is_checkpoint
+from lightning_vram.techniques.activation_compression.report import CompressionReport
+from lightning_vram.techniques.activation_compression.sign_savers import NewActivation
+from lightning_vram.techniques.activation_compression.value_notes import ValueNotes
+
+_MAX_SHARE = 16  # a view of less than that part of its memory is left alone: it is a part of something else's buffer
+
+
+class CompressionStage(SavedTensorStage):
+    """Keeps saved tensors in fewer bytes while it is entered.
+
+    It keeps what it makes, or hands it on to the next stage; so it does with tensors it leaves as they are. With a
+    loss it stores results and inputs of operators that have a gradient; never what has none (data, constants, what
+    custom functions put aside), leaves, second results and statistics of operators, what is made of those or of weights
+    only, what the backward of an operator magnifies an error of (see
+    :mod:`~lightning_vram.core.operators.exactness`), inputs of checkpoints, and tensors whose last size is 1.
+    Differences of nearly equal terms, as in a softmax made of ``exp`` and ``sum``, magnify an error that no operator
+    shows.
+
+    Args:
+        module: Its parameters and buffers stay alive anyway.
+        lossless: Whether to do what changes no gradient.
+        lossy: How to store the other activations of ``layers``: ``"bf16"``, ``"fp8"`` (e4m3) or ``"int8"``; ``None``:
+            as they are. See ``encode`` for the error.
+        layers: Modules, or a selection; what is saved in their forwards is stored as ``lossy`` says. ``None``: all
+            that is saved.
+        block_size: Neighbours in memory that share a scale, for ``"fp8"`` and ``"int8"``.
+        min_bytes: Smaller tensors are left as they are.
+
+    Raises:
+        TypeError: If ``block_size`` or ``min_bytes`` is not an ``int``, or ``layers`` holds what is no module.
+        ValueError: If a number is too small, ``lossy`` is unknown, or ``layers`` are given without ``lossy``.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(), nn.Linear(64, 1))
+        >>> with CompressionStage(net) as stage:
+        ...     loss = net(torch.ones(64, 64)).sum()
+        >>> sorted(stage.report.kinds)
+        ['signs', 'two values']
+        >>> loss.backward()
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        *,
+        lossless: bool = True,
+        lossy: LossyFormat | None = None,
+        layers: LayerSelection | Sequence[nn.Module] | None = None,
+        block_size: int = 128,
+        min_bytes: int = 1024,
+    ) -> None:
+        super().__init__(module)
+        check_compression(lossy, layers, block_size, min_bytes)
+        self._lossless = lossless
+        self._lossy = lossy
+        self._permission = LossyPermission(lossy, layers, min_bytes) if lossy is not None else None
+        self._block_size = block_size
+        self._min_bytes = min_bytes
+        self._notes = ValueNotes(notes_exact=lossy is not None)
+        self._signs = LearnedSigns()
+        self._memo: StorageMemo[EncodedStorage] = StorageMemo()
+        self._wholes: StorageMemo[torch.UntypedStorage] = StorageMemo()  # kept as they are
+        self._made_of: ByMemory[weakref.WeakSet[EncodedStorage]] = ByMemory()  # at any version of it
+        self._counted: ByMemory[bool] = ByMemory()
+        self._counted_whole: ByMemory[bool] = ByMemory()
+        self._which = WhichGiven()
+        self._activation = NewActivation()
+        self._being_saved: Tensor | None = None  # by autograd, and not offered by another stage
+        self._is_checkpointed = False
+        self._keeps_exact = False
+        self.has_exact = False
+        """Whether the last run kept the exact numbers, too."""
+        self.report = CompressionReport()
+
+    @contextmanager
+    def keeping_exact_too(self) -> Iterator[None]:
+        """Let runs inside the block keep the exact numbers beside those with a loss: to compare gradients."""
+        self._keeps_exact = True
+        try:
+            yield
+        finally:
+            self._keeps_exact = False
+
+    @contextmanager
+    def giving_exact(self) -> Iterator[None]:
+        """Let backwards inside the block compute with the exact numbers, of runs that kept them."""
+        self._which.is_exact = True
+        try:
+            yield
+        finally:
+            self._which.is_exact = False
+
+    @override
+    def begin(self, stack: ExitStack) -> TorchDispatchMode | None:
+        self.report = CompressionReport()
+        self.has_exact = self._keeps_exact
+        stack.callback(self._clear)
+        if self._permission is not None:
+            stack.enter_context(self._permission.watching())
+        self._notes.exact_values.lasting = frozenset(self._buffers)
+        stack.enter_context(self._notes.heard_by(self))
+        stack.enter_context(self._notes)
+        return self._notes
+
+    @override
+    @hide_from_dynamo
+    def _pack(self, tensor: Tensor) -> Any:
+        self._being_saved = tensor
+        self._is_checkpointed = self._lossy is not None and is_checkpoint(sys._getframe(1))
+        try:
+            return super()._pack(tensor)
+        finally:
+            self._being_saved = None
+            self._is_checkpointed = False
+
+    # What ValueNotes tells, from below autograd.
+
+    def on_activation(self, result: Tensor) -> None:
+        """Expect it to be saved next, if autograd would ask this stage for that."""
+        self._activation.note(result, self._pack)
+
+    @hide_from_dynamo
+    def on_exact_argument(self, tensor: Tensor) -> None:
+        """Give up what was made of ``tensor`` with a loss."""
+        num_writes = self._notes.num_writes(tensor)
+        made = self._memo.find(tensor, ("lossy", num_writes, stream_of(tensor.device)))
+        if made is not None and not made.is_given_up:
+            with torch.no_grad(), without_autocast():
+                self._leave(elements_of(alias(tensor)), num_writes)
+
+    @hide_from_dynamo
+    def on_write(self, target: Tensor) -> None:
+        """Give up what was made of ``target``: plain autograd finds what is written there, or refuses it."""
+        for made in self._made_of.find(target) or ():
+            if not made.is_given_up:
+                elements = torch.empty(0, dtype=made.dtype, device=target.device).set_(target.untyped_storage())
+                self._give_up(made, partial(_return, elements))
+                self._count_whole(target, target.untyped_storage().nbytes())
+
+    @override
+    def take(self, tensor: Tensor) -> Taken | None:
+        if not storage_address(tensor) or not tensor.numel():
+            return self.hand_on(tensor)
+        self.report.num_saved += 1
+        if not self._counted.find(tensor):
+            self._counted.note(tensor, True)  # noqa: FBT003
+            self.report.saved_bytes += tensor.untyped_storage().nbytes()
+        num_writes = self._notes.num_writes(tensor)
+        is_lossy = self._may_be_lossy(tensor)
+        if not is_lossy:
+            self._signs.note_values(tensor)
+        if num_writes is not None:
+            made = self._find_shared(tensor, num_writes, is_lossy=is_lossy)
+            if made is not None:
+                return Encoded(tensor, made)
+        if tensor.nbytes >= self._min_bytes and self._is_whole_memory(tensor):
+            made = self._encode(tensor, is_lossy=is_lossy)
+            if made is not None:
+                return Encoded(tensor, made)
+        return self._leave(tensor, num_writes)
+
+    def _clear(self) -> None:
+        self._notes.clear()
+        self._memo.clear()
+        self._signs.end_run()
+        self._wholes.clear()
+        self._made_of.clear()
+        self._activation.clear()
+        self._counted.clear()
+        self._counted_whole.clear()
+
+    def _is_whole_memory(self, tensor: Tensor) -> bool:
+        is_plain = not tensor.is_conj() and not tensor.is_neg()
+        return is_plain and tensor.untyped_storage().nbytes() <= _MAX_SHARE * tensor.nbytes
+
+    def _may_be_lossy(self, tensor: Tensor) -> bool:
+        if self._permission is None or self._is_checkpointed or not self._permission.allows(tensor):
+            return False
+        return not self._notes.is_exact(tensor)
+
+    def _find_shared(self, tensor: Tensor, num_writes: int, *, is_lossy: bool) -> EncodedStorage | None:
+        for kind in ("lossless", "lossy") if is_lossy else ("lossless",):
+            made = self._memo.find(tensor, (kind, num_writes, stream_of(tensor.device)))
+            if made is not None and made.still_holds(tensor):
+                return made
+        return None
+
+    def _encode(self, tensor: Tensor, *, is_lossy: bool) -> EncodedStorage | None:
+        encode, kind = self._choose(tensor, is_lossy=is_lossy)
+        if encode is None:
+            return None
+        try:
+            encoding = encode(elements_of(tensor))
+        except torch.OutOfMemoryError:  # the tensor as it is needs no more
+            return None
+        if encoding is None or sum(piece.nbytes for piece in encoding.pieces) >= tensor.untyped_storage().nbytes():
+            return None
+        made = EncodedStorage(tensor, encode, encoding, self.hand_on)
+        self._note_made(tensor, made, kind)
+        if kind == self._lossy and self._keeps_exact:
+            made.keep_exact_too(alias(tensor), self._which)
+        self.report.kinds[kind] += 1
+        self.report.kept_bytes += made.num_bytes
+        return made
+
+    def _note_made(self, tensor: Tensor, made: EncodedStorage, kind: str) -> None:
+        of_lossless = kind if kind == "signs" else "lossless"
+        key = "lossy" if kind == self._lossy else of_lossless, self._notes.watch(tensor), stream_of(tensor.device)
+        self._memo.note(tensor, made, key)
+        of_memory = self._made_of.find(tensor)
+        if of_memory is None:
+            of_memory = weakref.WeakSet()
+            self._made_of.note(tensor, of_memory)
+        of_memory.add(made)
+
+    def _choose(self, tensor: Tensor, *, is_lossy: bool) -> tuple[Encode | None, str]:
+        if self._lossless:
+            if tensor.dtype is torch.bool:
+                return pack_mask, "mask"
+            largest = self._notes.largest_index(tensor)
+            if largest is not None:
+                return partial(narrow_indices, largest=largest), "indices"
+            # Another stage may read the values of what it hands on.
+            condition = self._activation.find_condition(tensor) if tensor is self._being_saved else None
+            if condition is not None and not self._signs.was_asked(tensor):
+                is_worth_it = self._signs.is_worth_it(tensor) or is_lossy  # then nobody else keeps the values
+                return (partial(pack_signs, condition=condition) if is_worth_it else None), "signs"
+            if self._notes.may_be_two_valued(tensor) and tensor.device.type == "cpu":
+                return pack_two_values, "two values"
+        if is_lossy and self._lossy is not None and self._wholes.find(tensor, self._notes.watch(tensor)) is None:
+            return partial(_encode_lossy, to=self._lossy, block_size=self._block_size), self._lossy
+        return None, ""
+
+    def _leave(self, tensor: Tensor, num_writes: int | None) -> Taken | None:
+        """Leave a tensor as it is; what was made of its memory before is given up for it."""
+        handed = self.hand_on(tensor)
+        for kind in ("signs", "lossless", "lossy") if num_writes is not None else ():
+            made = self._memo.find(tensor, (kind, num_writes, stream_of(tensor.device)))
+            source = source_of_elements(tensor, handed) if made is not None else None
+            if made is not None and source is not None and made.dtype is tensor.dtype:
+                self._give_up(made, source)
+        if self._lossy is not None:
+            self._wholes.note(tensor, tensor.untyped_storage(), self._notes.watch(tensor))
+        self._count_whole(tensor, handed.num_bytes if handed is not None else tensor.untyped_storage().nbytes())
+        return handed
+
+    def _give_up(self, made: EncodedStorage, source: Callable[[], Tensor]) -> None:
+        self.report.kept_bytes -= made.num_bytes
+        made.replace(source)
+
+    def _count_whole(self, tensor: Tensor, num_bytes: int) -> None:
+        if not self._counted_whole.find(tensor):
+            self._counted_whole.note(tensor, True)  # noqa: FBT003
+            self.report.kept_bytes += num_bytes
+
+
+def _return(elements: Tensor) -> Tensor:
+    return elements
+
+
+def _encode_lossy(numbers: Tensor, to: LossyFormat, block_size: int) -> Encoding:
+    dtype, size = numbers.dtype, numbers.numel()
+    return Encoding(encode(numbers, to, block_size), lambda pieces: decode(pieces, to, dtype, size))

@@ -1,0 +1,269 @@
+"""Note what is special about the results of few operators, as the operators pass by: what they hold is known.
+
+Indices have a bound, masks have two values, and statistics and copies of weights are nothing to be careless with. A
+note belongs to the memory of a tensor, is weak, and is believed only as long as nothing was written there: neither by
+the version that autograd counts nor by an operator seen here, which sees also what counts no version (foreach and
+fused operators, writes to ``.data``). NumPy and kernels that go past PyTorch are seen by neither: whoever reads a
+note on the CPU, where NumPy can write, checks the values.
+
+What it costs: a Python call and one look into a dictionary per operator.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+from typing_extensions import override
+
+from lightning_vram.core.hooks.hidden_from_dynamo import hide_from_dynamo
+from lightning_vram.core.operators.exactness import exact_arguments, iterate_tensors
+from lightning_vram.core.operators.families import iterate_written, written_arguments
+from lightning_vram.core.operators.index_bounds import LARGEST_INDEX
+from lightning_vram.core.tensors.by_memory import ByMemory
+from lightning_vram.core.tensors.parameter_classes import PLAIN_TYPES
+from lightning_vram.core.tensors.versions import storage_address, version_of
+from lightning_vram.private_names.torch.dispatch import UnwrappedMode
+from lightning_vram.private_names.torch.operator_calls import call_operator
+from lightning_vram.private_names.torch.operators import OpOverload, is_on_lists, schema_of
+from lightning_vram.techniques.activation_compression.exact_values import ExactValues
+
+aten = torch.ops.aten
+
+
+class Kind(Enum):
+    """What a note says that memory holds."""
+
+    INDICES = auto()
+    TWO_VALUES = auto()
+
+
+@dataclass(slots=True)
+class _Note:
+    kind: Kind
+    dtype: torch.dtype
+    version: int
+    largest: int = 0  # index
+
+
+class Listener(Protocol):
+    """Who is told what operators are about to do with tensors, and did."""
+
+    def on_write(self, target: Tensor) -> None:
+        """``target``, which is watched, is about to be written to."""
+
+    def on_exact_argument(self, tensor: Tensor) -> None:
+        """``tensor`` was saved, if it was, for an operator whose backward needs it exactly."""
+
+    def on_activation(self, result: Tensor) -> None:
+        """An activation that saves its own result has made it, and saves it next."""
+
+
+class ValueNotes(UnwrappedMode):  # type: ignore[no-untyped-call]
+    """Notes what is known about results while it is entered.
+
+    Args:
+        notes_exact: Whether to note, too, what must not be stored with an error.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, *, notes_exact: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._handlers = _HANDLERS[notes_exact]
+        self._notes_exact = notes_exact
+        self._notes: ByMemory[_Note] = ByMemory()
+        self._num_writes: dict[int, int] = {}  # by address of the storage
+        self._last_clone: weakref.ref[Tensor] | None = None
+        self._listener: Listener | None = None
+        self.exact_values = ExactValues()
+        """Followed if it notes what is exact."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled callables run compiled: else Dynamo silently runs them eagerly."""
+        return True
+
+    @contextmanager
+    def heard_by(self, listener: Listener) -> Iterator[None]:
+        """Tell ``listener`` inside the block."""
+        self._listener = listener
+        try:
+            yield
+        finally:
+            self._listener = None
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._notes.clear()
+        self.exact_values.clear()
+        self._num_writes.clear()
+
+    def largest_index(self, tensor: Tensor) -> int | None:
+        """Return the largest value that the memory of ``tensor`` can hold, if it holds indices as they were made."""
+        note = self._find(tensor)
+        return note.largest if note is not None and note.kind is Kind.INDICES else None
+
+    def may_be_two_valued(self, tensor: Tensor) -> bool:
+        """Whether the memory of ``tensor`` was made as a mask, and scaled at most."""
+        note = self._find(tensor)
+        return note is not None and note.kind is Kind.TWO_VALUES
+
+    def is_exact(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` must not get an error: a second result of an operator, a statistic, made of weights."""
+        return tensor in self.exact_values
+
+    def watch(self, tensor: Tensor) -> int:
+        """Count the writes to the memory of ``tensor`` from now on, or go on; return how many there were."""
+        return self._num_writes.setdefault(storage_address(tensor), 0)
+
+    def num_writes(self, tensor: Tensor) -> int | None:
+        """Return how many writes to the memory of ``tensor`` were seen since it is watched; ``None`` if it is not."""
+        return self._num_writes.get(storage_address(tensor))
+
+    @override
+    @hide_from_dynamo
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        handler = self._handlers.get(func, _UNKNOWN)
+        if handler is _UNKNOWN:
+            handler = self._handlers[func] = _choose_handler(func, notes_exact=self._notes_exact)
+        if handler is None:
+            return call_operator(func, args, kwargs)
+        return handler(self, func, args, kwargs)
+
+    def _find(self, tensor: Tensor) -> _Note | None:
+        note = self._notes.find(tensor)
+        is_true = note is not None and note.version == version_of(tensor) and note.dtype is tensor.dtype
+        return note if is_true else None
+
+    def _note(self, tensor: Tensor, kind: Kind, version: int, largest: int = 0) -> None:
+        if type(tensor) in PLAIN_TYPES:
+            self._notes.note(tensor, _Note(kind, tensor.dtype, version, largest))
+
+    def _note_write(self, targets: Iterable[Tensor], *, is_certain: bool = True) -> None:
+        for target in targets:
+            self._notes.drop(target)
+            address = storage_address(target)
+            if address in self._num_writes:
+                if is_certain and self._listener is not None:
+                    self._listener.on_write(target)
+                self._num_writes[address] += 1
+
+    # Handlers. Each runs the operator and returns what it returns.
+
+    def _indexed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        results = func(*args, **kwargs) if kwargs else func(*args)
+        indices = results if isinstance(results, Tensor) else results[-1]
+        self._note(indices, Kind.INDICES, version_of(indices), LARGEST_INDEX[func](args, kwargs))
+        return results
+
+    def _mask(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        self._note(result, Kind.TWO_VALUES, version_of(result))
+        return result
+
+    def _mask_in_place(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        target = args[0]
+        self._note_write((target,))
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        if target.nbytes == target.untyped_storage().nbytes():
+            self._note(target, Kind.TWO_VALUES, version_of(target) + 1)  # autograd counts the write after this returns
+        return result
+
+    def _scaling(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        target, scale = args[0], args[1]
+        is_mask = self.may_be_two_valued(target) and (not isinstance(scale, Tensor) or scale.dim() == 0)
+        is_mask = is_mask and target.nbytes == target.untyped_storage().nbytes()
+        self._note_write((target,))
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        if is_mask:
+            self._note(target, Kind.TWO_VALUES, version_of(target) + 1)
+        return result
+
+    def _writing(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        targets = list(iterate_written(func, args, kwargs))
+        self._note_write(targets)
+        results = func(*args, **kwargs) if kwargs else func(*args)
+        if is_on_lists(func):
+            # On the host a dispatch mode keeps these from counting their writes, by which autograd knows of them.
+            increment_version([target for target in targets if not target.is_inference()])
+        return results
+
+    def _activation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        result = self._writing(func, args, kwargs)
+        if self._listener is not None:
+            self._listener.on_activation(result)
+        return result
+
+    def _foreign(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        """Operators of extensions, which may write without saying so."""
+        self._note_write(iterate_written(func, args, kwargs))
+        tensors = list(iterate_tensors((*args, *(kwargs or {}).values())))
+        self._note_write(tensors, is_certain=False)
+        self.exact_values.drop(tensors)
+        return call_operator(func, args, kwargs)
+
+    def _followed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        """Any operator, where what is exact is noted."""
+        wanted = exact_arguments(func)
+        if wanted is not None and self._listener is not None and torch.is_grad_enabled():
+            self._ask_for(wanted(args, kwargs), args[0] if written_arguments(func) else None)
+        origin = self.exact_values.origin_of_results(func, args, kwargs)
+        handler = _LOSSLESS[func]
+        results = handler(self, func, args, kwargs) if handler is not None else call_operator(func, args, kwargs)
+        self.exact_values.note_results(func, results, origin)
+        if func is aten.clone.default:
+            self._last_clone = weakref.ref(results)
+        return results
+
+    def _ask_for(self, tensors: Iterable[Tensor], target: Any) -> None:
+        assert self._listener is not None
+        for tensor in tensors:
+            clone = self._last_clone() if tensor is target and self._last_clone is not None else tensor
+            if clone is not None and clone.shape == tensor.shape:  # in place: autograd has saved a copy
+                self._listener.on_exact_argument(clone)
+
+
+_Handler = Callable[[ValueNotes, Any, tuple[Any, ...], dict[str, Any] | None], Any]
+_UNKNOWN: Any = object()
+_LOSSLESS: dict[Any, _Handler | None] = {}  # None: nothing to note
+_HANDLERS: dict[bool, dict[Any, _Handler | None]] = {False: _LOSSLESS, True: {}}
+_IN_PLACE = [getattr(aten, name) for name in ("add_", "sub_", "mul_", "div_")]
+_HANDLER_OF: dict[Any, _Handler] = {
+    **dict.fromkeys(LARGEST_INDEX, ValueNotes._indexed),
+    **dict.fromkeys([aten.bernoulli.default, aten.bernoulli.p], ValueNotes._mask),
+    **dict.fromkeys([aten.bernoulli_.float, aten.bernoulli_.Tensor], ValueNotes._mask_in_place),
+    **dict.fromkeys([aten.relu.default, aten.relu_.default, aten.leaky_relu_.default], ValueNotes._activation),
+    **dict.fromkeys(
+        [getattr(f, overload) for f in _IN_PLACE for overload in ("Tensor", "Scalar")], ValueNotes._scaling
+    ),
+}
+
+
+def _choose_handler(func: Any, *, notes_exact: bool) -> _Handler | None:
+    if not isinstance(func, OpOverload):
+        return None  # a higher-order operator
+    handler = _LOSSLESS[func] = _choose_lossless(func)
+    is_followed = notes_exact and handler is not ValueNotes._foreign and not _is_view(func)
+    return ValueNotes._followed if is_followed else handler
+
+
+def _choose_lossless(func: Any) -> _Handler | None:
+    if func in _HANDLER_OF:
+        return _HANDLER_OF[func]
+    if func.namespace not in ("aten", "prim", "prims", "profiler"):
+        return ValueNotes._foreign
+    return ValueNotes._writing if written_arguments(func) else None
+
+
+def _is_view(func: Any) -> bool:
+    """Whether it returns a view: of the same memory, for which the same is noted."""
+    returns = schema_of(func).returns
+    return not written_arguments(func) and any(r.alias_info is not None for r in returns)

@@ -1,0 +1,5 @@
+"""Saved tensors to the host or a disk, and back in time for the backward.
+
+``stage.py`` is a stage of the saved-tensor pipeline; items, places and transfers are what it moves, where and how.
+May import: core, memory.
+"""

@@ -1,0 +1,211 @@
+"""What was offloaded, one item per storage: where its bytes are, and who may still ask for them."""
+
+import weakref
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_vram.core.host.arena import unseen
+from lightning_vram.core.host.transfers import Arrival
+from lightning_vram.core.tensors.versions import alias, version_counter
+from lightning_vram.private_names.torch.autograd import current_graph_task_id
+from lightning_vram.private_names.torch.dispatch import FakeTensor
+from lightning_vram.private_names.torch.tensors import num_writes
+from lightning_vram.techniques.activation_offload.history import Run
+from lightning_vram.techniques.activation_offload.places import Parcel
+from lightning_vram.techniques.activation_offload.routes import Route
+
+
+class _Loan(NamedTuple):
+    """What a copy was when it was first handed over."""
+
+    counter: Tensor
+    version: int
+    graph_task: int
+
+    @property
+    def is_intact(self) -> bool:
+        return num_writes(self.counter) == self.version
+
+
+class OffloadedItem:
+    """Bytes of one storage: sent away, or kept because they are needed again at once.
+
+    Its copy on the device is held until each handle was asked once; then it lives as long as somebody uses it, and
+    serves that backward. Whoever got it may have written to it, or made a gradient of it: then it is fetched again.
+    Handles die in any thread and at any moment: what that does to the counts below takes no lock. The worst that can
+    come of it is a copy that is held too long, or fetched again.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_arrival",
+        "_device",
+        "_lent",
+        "_load",
+        "_loan",
+        "_num_handles",
+        "_num_waiting",
+        "_packed_dtype",
+        "_route",
+        "_snapshot",
+        "counted_bytes",
+        "num_bytes",
+        "number",
+        "parcel",
+        "run",
+    )
+
+    def __init__(self, run: Run, route: Route, num_bytes: int, packed_dtype: torch.dtype | None) -> None:
+        self.run = run
+        self.number = 0
+        self.num_bytes = num_bytes
+        self.parcel: Parcel | None = None
+        self._route = route
+        self._packed_dtype = packed_dtype  # of a tensor that travels in bfloat16
+        self._arrival: Arrival | None = None
+        self._device: Tensor | None = None
+        self._lent: weakref.ref[torch.UntypedStorage] | None = None
+        self._loan: _Loan | None = None
+        self._snapshot: tuple[Tensor, int] | None = None
+        self._load = self._num_handles = self._num_waiting = self.counted_bytes = 0
+        run.append(self)
+
+    def __del__(self) -> None:
+        self.uncount()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether its bytes are on the device, or on their way."""
+        if self._device is not None:
+            return self._loan is None or self._loan.is_intact
+        return self._in_flight() is not None or self._lent_storage() is not None
+
+    def keep(self, flat: Tensor, window_bytes: int) -> None:
+        """Leave the bytes where they are; copies in flight and what is kept share the window."""
+        self._hold(flat, None)
+        self._route.copies.settle(window_bytes - self.run.resident_bytes)
+
+    def send(self, flat: Tensor, tensor: Tensor, window_bytes: int) -> None:
+        """Send the bytes of ``tensor`` away."""
+        self.parcel = self._route.place.put(flat, window_bytes)
+        if self.parcel.departure.source is not None:
+            self._snapshot = version_counter(tensor), num_writes(tensor)
+
+    def still_holds(self, tensor: Tensor, start_bytes: int) -> bool:
+        """Whether what was sent is what the memory of ``tensor`` holds from ``start_bytes`` on.
+
+        There are writes that no version tells of: by way of ``.data``, by NumPy. On the host they are looked for.
+        """
+        if self.parcel is None or type(tensor) is FakeTensor or tensor.device.type != "cpu":
+            return True
+        with unseen(tensor):
+            flat = self._route.wrap(tensor.untyped_storage()).narrow(0, start_bytes, self.num_bytes)
+            if self._packed_dtype is not None:
+                flat = flat.view(self._packed_dtype).to(torch.bfloat16).view(torch.uint8)
+            sent = torch.empty_like(flat)
+            self.parcel.fetch(sent, self._route.copies.mark()).wait(sent)
+            return torch.equal(sent, flat)
+
+    def fetch(self) -> Tensor:
+        """Begin to bring the bytes back; returns them, see :meth:`hand_over`."""
+        assert self.parcel is not None
+        packed = self._packed_dtype
+        target = self._route.make(self.num_bytes if packed is None else self.num_bytes // packed.itemsize * 2)
+        self._hold(target, self.parcel.fetch(target, self._route.copies.mark()))
+        return target
+
+    def find(self) -> Tensor | None:
+        """Return the bytes, flat, perhaps on their way still, see :meth:`hand_over`; ``None`` if they are away."""
+        flat = self._device
+        if flat is not None:
+            return flat if self._loan is None or self._loan.is_intact else None
+        source = self._in_flight()
+        return source if source is not None else self._find_lent()
+
+    def hand_over(self, flat: Tensor) -> Tensor:
+        """Return what was found or fetched, for what is queued on the current stream from now on."""
+        if self._arrival is None:  # it never went
+            return flat
+        self._arrival.wait(flat)
+        if flat.numel() < self.num_bytes and self._packed_dtype is not None:
+            packed, flat = flat, flat.view(torch.bfloat16).to(self._packed_dtype).view(torch.uint8)
+            if self._device is packed:
+                self._device = flat
+            self._arrival = self._route.copies.note_made(flat)
+        if self._loan is None and type(flat) is not FakeTensor:
+            self._loan = _Loan(version_counter(flat), num_writes(flat), current_graph_task_id())
+        return flat
+
+    def note_handle(self) -> int:
+        """Count one more handle; returns what it has been given so far: nothing."""
+        self._num_handles += 1
+        if self._device is not None:
+            self._num_waiting += 1
+        return self._load - 1
+
+    def note_given(self, load: int) -> int:
+        """Count that a handle was asked, which was last asked at ``load``; returns the present load."""
+        if load != self._load:
+            self._num_waiting -= 1
+            if self._num_waiting <= 0:
+                self._let_go()
+        return self._load
+
+    def forget_handle(self, load: int) -> None:
+        """Count one handle less."""
+        self._num_handles -= 1
+        if self._device is not None:
+            self.note_given(load)
+
+    def pass_over(self) -> None:
+        """Drop a copy nobody asked for, or at least do not count it: the backward took another way."""
+        if self.parcel is not None and self._num_waiting == self._num_handles:
+            self._device = self._arrival = self._loan = None
+        self.uncount()
+
+    def uncount(self) -> None:
+        """Count it no longer among what waits on the device."""
+        self.run.resident_bytes -= self.counted_bytes
+        self.counted_bytes = 0
+
+    def _hold(self, flat: Tensor, arrival: Arrival | None) -> None:
+        self.uncount()  # what it holds already, if that was written to
+        self._device, self._arrival, self._loan, self._lent = flat, arrival, None, None
+        self._load += 1
+        self._num_waiting = self._num_handles
+        self.counted_bytes = self.num_bytes
+        self.run.resident_bytes += self.num_bytes
+
+    def _let_go(self) -> None:
+        self.uncount()
+        flat = self._device
+        if self.parcel is None or flat is None:
+            return
+        if type(flat) is not FakeTensor:  # set_(), which would be needed to find it, leaks fake memory
+            self._lent = weakref.ref(flat.untyped_storage())
+        self._device = None
+
+    def _find_lent(self) -> Tensor | None:
+        storage, loan = self._lent_storage(), self._loan
+        if storage is None or loan is None:
+            return None
+        flat = alias(loan.counter)  # which is told of writes to this one, too
+        flat.data = self._route.wrap(storage)
+        return flat
+
+    def _lent_storage(self) -> torch.UntypedStorage | None:
+        loan = self._loan
+        if self._lent is None or loan is None or not loan.is_intact:
+            return None
+        # After that backward it may be a gradient, to which writes are common that no version tells of.
+        return self._lent() if loan.graph_task == current_graph_task_id() else None
+
+    def _in_flight(self) -> Tensor | None:
+        """Return the very memory it was copied from, as long as a copy in flight holds it and nobody wrote to it."""
+        if self._snapshot is None or self.parcel is None or self._packed_dtype is not None:
+            return None
+        source = self.parcel.departure.source
+        counter, version = self._snapshot
+        return source if num_writes(counter) == version else None

@@ -1,0 +1,263 @@
+"""Keep what autograd saves for the backward in host memory, or on disk, and bring it back in time.
+
+Each saved tensor of some size is copied to the host while the forward goes on, its memory on the device is free for
+the next layer, and the backward finds it there again: what was saved before what it just used is fetched ahead. Views
+of one memory travel once. What is saved last is needed first and stays. Other names: activation swapping (vDNN, Rhu et
+al. 2016, https://arxiv.org/abs/1602.08124), ``torch.autograd.graph.save_on_cpu``.
+
+What it costs: host memory as large as the activations, the bus, and Python: some 60 microseconds in the forward and
+40 in the backward for each storage that travels, 2 for a tensor that is too small, beside the 10 of any hook. Where
+it does not help: on layers that compute less than their activations take to travel (checkpoint those, and offload
+what the checkpoint keeps), on what a ``torch.autograd.Function`` hides in attributes, on outputs that are held anyway.
+"""
+
+import os
+import threading
+import weakref
+from collections.abc import Hashable
+from contextlib import ExitStack
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_vram.argument_checks import check_bool
+from lightning_vram.core.hooks.stage import SavedTensorStage, Taken, innermost_stage
+from lightning_vram.core.hooks.unfinished_saves import is_unfinished
+from lightning_vram.core.tensors.storage_memo import StorageMemo
+from lightning_vram.core.tensors.versions import alias
+from lightning_vram.private_names.torch.autocast import without_autocast
+from lightning_vram.private_names.torch.autograd import current_graph_task_id, num_nodes
+from lightning_vram.private_names.torch.dispatch import TorchDispatchMode
+from lightning_vram.techniques.activation_offload.candidates import OffloadCandidates
+from lightning_vram.techniques.activation_offload.geometry import as_bytes, find_span, to_flat
+from lightning_vram.techniques.activation_offload.handle import OffloadHandle
+from lightning_vram.techniques.activation_offload.history import ForwardHistory, Run
+from lightning_vram.techniques.activation_offload.items import OffloadedItem
+from lightning_vram.techniques.activation_offload.late_handle import LateHandle
+from lightning_vram.techniques.activation_offload.prefetching import fetch_ahead, make_room
+from lightning_vram.techniques.activation_offload.report import OffloadReport
+from lightning_vram.techniques.activation_offload.routes import OffloadRoutes
+
+_WINDOW_SHARE = 16  # "auto": this part of what a forward saves
+_PACKED_DTYPES = (torch.float32, torch.float64)
+
+
+class ActivationOffloading(SavedTensorStage):
+    """Moves what autograd saves off the device, while it is entered.
+
+    Enter it around a forward, or a whole training step; it is the outermost of several stages. Gradients are those of
+    the plain run, to the bit, unless ``compress`` is set. What a backward saves itself (``create_graph=True``) stays.
+    A backward that writes to what it saved spoils its own copy only; plain autograd may refuse others that saved it,
+    too. Of writes that PyTorch does not count (by way of ``.data``, by NumPy) what stays shows each, as in the plain
+    run, and what travels shows those before it was saved; on a GPU, if it was not saved before in the same memory. What
+    has no gradient is sent when the next operator saves something: its own may not have written it yet.
+    Never travel: parameters, buffers, small tensors, tensors of another device than that of the module (indices on
+    the host), and what :meth:`keep_in_place` names. On the CPU, or with fake tensors, the same is done with plain
+    copies.
+
+    Args:
+        module: Its parameters and buffers stay, and tell what the device is.
+        min_offload_bytes: Smaller tensors stay. A view counts with the bytes it covers.
+        window_bytes: Bytes of the device that serve the traffic: for what is saved last and stays, for copies on
+            their way out, and for what is fetched ahead in the backward; each forward whose backward is still to come
+            has one. ``"auto"``: a sixteenth of what a forward saves, at least its largest tensor. What stays is known
+            from the second forward of a kind on.
+        compress: ``"bf16"``: float32 and float64 travel, and wait, in bfloat16: half of the host memory and of the
+            traffic. Gradients are then approximate: eight bits of what is saved survive. ``"none"``: they are exact.
+        disk_path: Folder for a file that takes the place of host memory; ``None`` for host memory.
+        pin_memory: Whether host memory is pinned where there is a GPU. Without, the computation waits for copies.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If a size is negative, ``compress`` is unknown or ``disk_path`` is no folder.
+        OffloadError: If no file can be made in ``disk_path``. While it is entered: if host memory or the disk is too
+            small.
+
+    Example:
+        >>> layer = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64))
+        >>> offloading = ActivationOffloading(layer, min_offload_bytes=1024)
+        >>> with offloading:
+        ...     loss = layer(torch.randn(64, 64)).sum()
+        >>> offloading.report.offloaded_bytes == 2 * 64 * 64 * 4  # the input and the result of tanh
+        True
+        >>> loss.backward()
+        >>> offloading.close()
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        *,
+        min_offload_bytes: int = 1 << 20,
+        window_bytes: int | Literal["auto"] = "auto",
+        compress: Literal["none", "bf16"] = "none",
+        disk_path: str | os.PathLike[str] | None = None,
+        pin_memory: bool = True,
+    ) -> None:
+        super().__init__(module)
+        _check_bytes("min_offload_bytes", min_offload_bytes)
+        if window_bytes != "auto":
+            _check_bytes("window_bytes", window_bytes, 'bytes as an int or "auto"')
+        if compress not in ("none", "bf16"):
+            raise ValueError(f'compress must be "none" or "bf16", got {compress!r}.')
+        if disk_path is not None and not isinstance(disk_path, str | os.PathLike):
+            raise TypeError(f"disk_path must be a path or None, got {disk_path!r} of type {type(disk_path).__name__}.")
+        check_bool("pin_memory", pin_memory)
+        self._min_bytes = min_offload_bytes
+        self._window_bytes = window_bytes
+        self._compress = compress
+        self._lock = threading.RLock()  # autograd has a thread for each device
+        self._memo: StorageMemo[OffloadedItem] = StorageMemo()
+        self._candidates = OffloadCandidates(min_offload_bytes)
+        self._history = ForwardHistory()
+        self._routes = OffloadRoutes(disk_path, pin_memory=pin_memory and torch.accelerator.is_available())
+        self._late: list[weakref.ref[LateHandle]] = []  # saved by the last operator that saved any
+        self._late_operator = -1
+        self._offloaded_bytes = self._kept_bytes = self._num_offloaded = 0
+
+    @property
+    def report(self) -> OffloadReport:
+        """What was done since it was entered last."""
+        return OffloadReport(
+            offloaded_bytes=self._offloaded_bytes,
+            kept_bytes=self._kept_bytes,
+            num_offloaded=self._num_offloaded,
+            host_bytes=self._routes.host_bytes,
+            disk_bytes=self._routes.disk_bytes,
+        )
+
+    @property
+    def num_away(self) -> int:
+        """Storages that are away now, of all steps."""
+        return self._routes.num_away
+
+    def keep_in_place(self, nest: Any) -> None:
+        """Name tensors that are held anyway, such as the batch: their memory does not travel as long as it lives.
+
+        Args:
+            nest: Any nest of tensors.
+        """
+        self._candidates.keep_in_place(nest)
+
+    def settle(self) -> None:
+        """Let go of device memory that copies held which are finished by now."""
+        with self._lock:
+            self._routes.settle()
+
+    def close(self) -> None:
+        """Give host memory and file back. What is still away in host memory can be brought back, from disk not."""
+        with self._lock:
+            self._memo.clear()
+            self._routes.close()
+
+    @override
+    def begin(self, stack: ExitStack) -> TorchDispatchMode | None:
+        self._candidates.begin(self._module)
+        self._routes.open()
+        self._offloaded_bytes = self._kept_bytes = self._num_offloaded = 0
+        self._history.start()
+        self.settle()
+        stack.callback(self.settle)
+        stack.callback(self._finish_late)
+        return None
+
+    @override
+    def take(self, tensor: Tensor) -> Taken | None:
+        if num_nodes() != self._late_operator:
+            self._finish_late()
+        if not self._candidates.may_travel(tensor):
+            return self.hand_on(tensor)
+        if is_unfinished(tensor):
+            late = LateHandle(tensor, self._send)
+            self._late.append(weakref.ref(late))
+            self._late_operator = num_nodes()
+            return late
+        return self._send(tensor)
+
+    def _send(self, tensor: Tensor) -> Taken | None:
+        with self._lock:
+            item, offset = self._find_item(tensor)
+            return OffloadHandle(self, item, tensor, offset) if item is not None else self.hand_on(tensor)
+
+    def _finish_late(self) -> None:
+        handles = [handle for reference in self._late if (handle := reference()) is not None]
+        self._late.clear()
+        with torch.no_grad(), without_autocast():
+            for handle in handles:
+                handle.finish()
+
+    def bring(self, item: OffloadedItem, load: int) -> tuple[Tensor, int]:
+        """Return the bytes of an item to a handle that was asked at ``load`` last, and what to say next time.
+
+        Raises:
+            OffloadError: If the disk failed.
+        """
+        with self._lock:
+            if current_graph_task_id() != -1:  # a stage inside may look at what it saved in a forward, too
+                self._history.end_forward()
+            window_bytes = self._find_window(item.run)
+            flat = item.find()
+            if flat is None:
+                make_room(item, window_bytes)
+                flat = item.fetch()
+            fetch_ahead(item, window_bytes)
+            return item.hand_over(flat), item.note_given(load)
+
+    def _find_item(self, tensor: Tensor) -> tuple[OffloadedItem | None, int]:
+        """Return the item with the memory of ``tensor``, and where in it the tensor begins; ``None`` if it is small."""
+        packed = tensor.dtype if self._compress == "bf16" and tensor.dtype in _PACKED_DTYPES else None
+        item, start = self._find_known(tensor, packed, 0), 0
+        if item is None:
+            start, length = find_span(tensor)
+            if length * tensor.dtype.itemsize < self._min_bytes:
+                return None, 0
+            is_whole = start == 0 and length * tensor.dtype.itemsize == tensor.untyped_storage().nbytes()
+            key = packed if is_whole else (packed, tensor.dtype, start, length)
+            item = None if is_whole else self._find_known(tensor, key, start)
+            if item is None:
+                item = self._make_item(tensor, start, length, packed)
+                if item is not None:
+                    self._memo.note(tensor, item, key)
+                return item, int(tensor.storage_offset()) - start
+        return (item if self._may_share(item) else None), int(tensor.storage_offset()) - start
+
+    def _find_known(self, tensor: Tensor, key: Hashable, start: int) -> OffloadedItem | None:
+        item = self._memo.find(tensor, key)
+        return item if item is not None and item.still_holds(tensor, start * tensor.dtype.itemsize) else None
+
+    def _may_share(self, item: OffloadedItem) -> bool:
+        # What is kept is no snapshot. Autograd's own users ask for none, a stage inside may: it keeps what it has.
+        return item.parcel is not None or innermost_stage() is self
+
+    def _make_item(self, tensor: Tensor, start: int, length: int, packed: torch.dtype | None) -> OffloadedItem | None:
+        num_bytes = length * tensor.dtype.itemsize
+        run, position = self._history.add(num_bytes)
+        window_bytes = self._find_window(run)
+        flat = to_flat(alias(tensor), start, length)
+        if run.expected_bytes - window_bytes <= position and position + num_bytes <= run.expected_bytes:
+            self._kept_bytes += num_bytes
+            if innermost_stage() is not self:
+                self._candidates.keep_storage(tensor.untyped_storage())
+                return None
+            item = OffloadedItem(run, self._routes.find(tensor), num_bytes, None)
+            item.keep(as_bytes(flat), window_bytes)
+            return item
+        item = OffloadedItem(run, self._routes.find(tensor), num_bytes, packed)
+        item.send(as_bytes(flat if packed is None else flat.to(torch.bfloat16)), tensor, window_bytes)
+        self._offloaded_bytes += num_bytes
+        self._num_offloaded += 1
+        return item
+
+    def _find_window(self, run: Run) -> int:
+        if self._window_bytes != "auto":
+            return self._window_bytes
+        return max(run.largest_bytes, max(run.saved_bytes, run.expected_bytes) // _WINDOW_SHARE)
+
+
+def _check_bytes(name: str, value: object, allowed: str = "bytes as an int") -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be {allowed}, got {value!r} of type {type(value).__name__}.")
+    if value < 0:
+        raise ValueError(f"{name} must not be negative, got {value}.")

@@ -1,0 +1,259 @@
+"""Find the activations of a model that may overwrite their input, and let them.
+
+An activation that overwrites its input allocates no output. That is right only if nobody needs the input: no skip
+connection reads it again, no view, hook or caller holds it, and what made it has not saved it for its backward, as
+``sigmoid`` does. One observed step tells; a model that was safe in it is safe wherever control flow is the same.
+
+What it saves: after ``LeakyReLU`` one activation less is kept for the backward. ``ReLU`` keeps its output anyway, and
+saves the moment in which both exist. Where it does not help: autograd copies the input of ``ReLU6``, ``SiLU``,
+``Hardswish`` and their like before they overwrite it; ``ELU`` and its kin round differently in place; dropout on a GPU
+draws other numbers in place. These are refused. Beside
+:class:`~lightning_vram.techniques.in_place_fusion.recomputation.stage.Recomputation`, which drops more, it adds little.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from lightning_vram.private_names.torch.tensors import is_view
+from lightning_vram.techniques.in_place_fusion.links import has_global_hooks, has_tensor_hooks, is_plain, watch_hooks
+from lightning_vram.techniques.in_place_fusion.storage_watch import Memory, StorageWatch, collect_cycles
+
+_EXACT = {nn.ReLU.forward, nn.LeakyReLU.forward}
+_COPIED = "saves nothing: autograd copies its input first"
+_INEXACT = "its backward rounds differently in place"
+_DRAWN = "in place it draws its random numbers with another kernel"
+_NEVER: dict[Any, str] = {
+    **{
+        kind.forward: _COPIED
+        for kind in (nn.ReLU6, nn.Hardtanh, nn.Threshold, nn.SiLU, nn.Hardswish, nn.Hardsigmoid, nn.Mish)
+    },
+    **{kind.forward: _INEXACT for kind in (nn.ELU, nn.SELU, nn.CELU)},
+    **{
+        kind.forward: _DRAWN
+        for kind in (
+            *(nn.RReLU, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout),
+            nn.FeatureAlphaDropout,
+        )
+    },
+}
+# Autograd nodes that do not save the first result of their operator. Any other may.
+_DO_NOT_KEEP_OUTPUT = {
+    "AddBackward0",
+    "AddmmBackward0",
+    "AvgPool2DBackward0",
+    "BaddbmmBackward0",
+    "BmmBackward0",
+    "CatBackward0",
+    "CloneBackward0",
+    "ConvolutionBackward0",
+    "CudnnBatchNormBackward0",
+    "DivBackward0",
+    "FusedRmsNormBackward0",
+    "MaxPool2DWithIndicesBackward0",
+    "MiopenBatchNormBackward0",
+    "MmBackward0",
+    "MulBackward0",
+    "NativeBatchNormBackward0",
+    "NativeGroupNormBackward0",
+    "NativeLayerNormBackward0",
+    "SubBackward0",
+    "ToCopyBackward0",
+    "UpsampleBilinear2DBackward0",
+    "UpsampleNearest2DBackward0",
+}
+
+_KEPT = "the module before keeps its output for backward"
+
+
+def observe_inplace(module: nn.Module) -> "InplaceObserver":
+    """Observe which activations inside ``module`` may overwrite their input, in the block it is entered for.
+
+    Args:
+        module: Any module. It is left as it was. Run a training step of it in the block, backward included or not.
+
+    Returns:
+        A context manager, to be asked after the block.
+
+    Example:
+        >>> net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.LeakyReLU(), nn.Sigmoid(), nn.ReLU())
+        >>> with observe_inplace(net) as observer:
+        ...     loss = net(torch.randn(2, 3, 8, 8)).sum()
+        >>> observer.safe, observer.refused
+        (['1'], {'3': 'the module before keeps its output for backward'})
+        >>> handle = set_inplace(net, observer.safe)
+        >>> net[1].inplace
+        True
+        >>> handle.remove()
+    """
+    return InplaceObserver(module)
+
+
+class InplaceObserver:
+    """See :func:`observe_inplace`. To be entered once; the results are there after the block."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.safe: list[str] = []
+        """Names of modules that may overwrite their input, in the order of the model."""
+        self.refused: dict[str, str] = {}
+        """Other modules that have the switch and have it off, and why they may not."""
+        self.saved_bytes: dict[str, int] = {}
+        """Bytes of output that each safe module needs not allocate in a call; of its largest call."""
+        self._module = module
+        self._candidates: dict[nn.Module, str] = {}
+        self._watch = StorageWatch()
+        self._exit = ExitStack()
+        self._given: dict[nn.Module, list[Memory]] = defaultdict(list)
+        self._open: dict[nn.Module, list[Memory | None]] = defaultdict(list)
+        self._made: dict[nn.Module, list[Memory]] = defaultdict(list)
+        self._graph: list[Any] = []  # nodes: as long as they live, what they saved is not freed
+
+    def __enter__(self) -> Self:
+        for name, member in self._module.named_modules():
+            if getattr(member, "inplace", True) is False:
+                reason = _why_never(member)
+                if reason is None:
+                    self._candidates[member] = name
+                else:
+                    self.refused[name] = reason
+        with ExitStack() as stack:
+            watch_hooks(self._module, self._watch, stack)  # first: ours are not the user's
+            for member in self._candidates:
+                stack.callback(member.register_forward_pre_hook(self._before, with_kwargs=True).remove)
+                stack.callback(member.register_forward_hook(self._after).remove)
+            stack.enter_context(self._watch)
+            self._exit = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._exit.close()
+        collect_cycles(memory for memories in self._given.values() for memory in memories)
+        for member, name in self._candidates.items():
+            reason = self.refused.get(name) or self._why_unsafe(member)
+            if reason is None and (error is not None or has_global_hooks()):
+                reason = "the step was not finished" if error is not None else "a hook sees its input"
+            if reason is None:
+                self.safe.append(name)
+            else:
+                self.refused[name] = reason
+                self.saved_bytes.pop(name, None)
+        for records in (self._given, self._open, self._made, self._graph):
+            records.clear()
+
+    def _why_unsafe(self, member: nn.Module) -> str | None:
+        """Return what came to light after the calls."""
+        memories = self._given[member]
+        if not memories:
+            return "it was not called"
+        if any(memory.is_held() for memory in memories):
+            return "its input is still held after the step"
+        if any(memory.is_touched_again() for memory in memories):
+            return "its input is read again"
+        if any(memory.num_writes for memory in self._made[member]):
+            return "its output is overwritten"  # in place it is its output that is saved
+        return "a hook sees its input" if any(memory.is_seen_by_hook for memory in memories) else None
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.compiler.is_compiling():
+            return None
+        memory = self._watch.find(args[0]) if args and is_plain(args[0]) else None
+        reason = self._why_not(args, memory)
+        if reason is not None or memory is None:
+            self.refused.setdefault(self._candidates[module], reason or "")
+            self._open[module].append(None)
+            return None
+        self._open[module].append(memory)
+        self._given[module].append(memory)
+        return (self._watch.hand_over(args[0], memory), *args[1:]), kwargs
+
+    def _after(self, module: nn.Module, _: Any, output: Any) -> None:
+        memory = self._open[module].pop() if self._open[module] else None
+        if memory is None or torch.compiler.is_compiling():
+            return
+        memory.is_open = False
+        self._graph.append(output.grad_fn)
+        made = self._watch.find(output)
+        if made is not None:
+            made.expect(output)
+            self._made[module].append(made)
+        name = self._candidates[module]
+        self.saved_bytes[name] = max(output.nbytes, self.saved_bytes.get(name, 0))
+
+    def _why_not(self, args: tuple[Any, ...], memory: Memory | None) -> str | None:
+        """Return what is known before the call."""
+        if not args or not is_plain(args[0]):
+            return "its input is not a tensor of a plain forward"
+        tensor = args[0]
+        if memory is None or (tensor.is_leaf and tensor.requires_grad):
+            return "its input is the batch or a parameter"
+        reasons = {
+            "its input is a view": is_view(tensor),
+            "a hook sees its input": memory.is_seen_by_hook or has_tensor_hooks(tensor),
+            _KEPT: _is_kept(tensor),
+            "its input is read by another before": memory.is_given or memory.num_reads > 0,
+        }
+        return next((reason for reason, is_met in reasons.items() if is_met), None)
+
+
+class InplaceHandle:
+    """Undoes :func:`set_inplace`."""
+
+    def __init__(self) -> None:
+        self._changed: list[Any] = []
+
+    def remove(self) -> None:
+        """Switch the modules back. Calling it again does nothing."""
+        while self._changed:
+            self._changed.pop().inplace = False
+
+
+def set_inplace(module: nn.Module, names: Iterable[str]) -> InplaceHandle:
+    """Let activations overwrite their input.
+
+    Args:
+        module: The module that was observed.
+        names: Of modules inside it, such as :attr:`InplaceObserver.safe`. Those that do already are left alone.
+
+    Returns:
+        The undo.
+
+    Raises:
+        ValueError: If there is no such module or it has no such switch. All modules are then as they were.
+    """
+    members: dict[str, Any] = dict(module.named_modules(remove_duplicate=False))
+    handle = InplaceHandle()
+    chosen = list(names)
+    for name in chosen:
+        if not isinstance(getattr(members.get(name), "inplace", None), bool):
+            raise ValueError(f"{name!r} is not a module with a switch `inplace`.")
+    for name in chosen:
+        member = members[name]
+        if not member.inplace:
+            member.inplace = True
+            handle._changed.append(member)
+    return handle
+
+
+def _why_never(member: nn.Module) -> str | None:
+    forward = getattr(type(member), "forward", None)  # scripted modules have none
+    if forward in _NEVER:
+        return _NEVER[forward]
+    if forward not in _EXACT or "forward" in vars(member):
+        return "it is not a stock activation"
+    if isinstance(member, nn.LeakyReLU) and not member.negative_slope >= 0:
+        return "its backward does not work in place with a negative slope"
+    return None
+
+
+def _is_kept(tensor: Tensor) -> bool:
+    """Whether what made ``tensor`` may need it in its backward."""
+    if tensor.grad_fn is None:
+        return torch.is_grad_enabled()  # what made it is frozen as yet, and may not stay so
+    return tensor.grad_fn.name() not in _DO_NOT_KEEP_OUTPUT

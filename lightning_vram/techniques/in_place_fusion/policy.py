@@ -1,0 +1,294 @@
+"""All of in-place fusion on one module: what works in every step, and what one observed step has to prove first.
+
+Recomputation and fused pairs work from the first training step on. Folding frozen batch norms, inverting activations
+and writing in place need to know which module feeds which and who else looks. That is observed in the first step that
+records a gradient, and they apply from the next on: its backward must find the modules as its forward did.
+"""
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import nn
+
+from lightning_vram.core.surgery.compiled import is_compiled
+from lightning_vram.memory.units import format_bytes
+from lightning_vram.techniques.in_place_fusion.folding import (
+    BATCH_NORMS,
+    CONVOLUTIONS,
+    FoldingHandle,
+    fold_frozen_batch_norm,
+    why_not_folded,
+)
+from lightning_vram.techniques.in_place_fusion.hidden_tensors import count_hidden_bytes
+from lightning_vram.techniques.in_place_fusion.inplace_abn.pairs import InPlaceABNHandle, apply_inplace_abn_where_safe
+from lightning_vram.techniques.in_place_fusion.inplace_activations import InplaceObserver, observe_inplace, set_inplace
+from lightning_vram.techniques.in_place_fusion.links import LinkObserver, observe_links
+from lightning_vram.techniques.in_place_fusion.norm_activation import FusedModulesHandle, fuse_norm_activations
+from lightning_vram.techniques.in_place_fusion.recomputation.compiled import apply_compiled_recomputation
+from lightning_vram.techniques.in_place_fusion.recomputation.stage import Recomputation, RecomputationReport
+
+_INVERTIBLE = (nn.LeakyReLU, nn.ELU, nn.Identity)
+_ACTIVATIONS = (*_INVERTIBLE, nn.ReLU, nn.ReLU6, nn.SiLU, nn.GELU, nn.Hardswish, nn.Mish)
+
+
+@dataclass(frozen=True)
+class FusionPolicy:
+    """What to do; see :class:`~lightning_vram.callbacks.in_place_fusion.callback.InPlaceFusion` for the words."""
+
+    mode: Literal["auto", "general", "modules"] = "auto"
+    inplace: bool = False
+    abn: Literal["invert"] | None = None
+    fold_frozen_bn: bool = False
+    min_bytes: int = 1024
+    dropout: Literal["mask", "replay"] = "mask"
+
+
+class _Stage(Enum):
+    OBSERVING = auto()
+    OBSERVED = auto()  # and its backward may still have to run
+    CHANGED = auto()
+
+
+class FusionError(ValueError):
+    """What the policy asks for is impossible on this module."""
+
+
+class _Undo(Protocol):
+    def remove(self) -> None: ...
+
+
+class Fusion:
+    """Fusion at work on one module, until :meth:`remove`.
+
+    Args:
+        module: What is trained.
+        policy: What to do.
+        tell: Takes each sentence about what was done.
+    """
+
+    def __init__(self, module: nn.Module, policy: FusionPolicy, tell: Callable[[str], None]) -> None:
+        self._module = module
+        self._policy = policy
+        self._tell = tell
+        self._undos: list[_Undo] = []
+        self._checked: list[FoldingHandle | InPlaceABNHandle] = []
+        self._safe_names: list[str] = []
+        self._links: LinkObserver | None = None
+        self._places: InplaceObserver | None = None
+        self._stage = _Stage.OBSERVING
+        self._recomputation: Recomputation | None = None
+        self._fused: FusedModulesHandle | None = None
+        self.is_useful = True
+        """False once a step has shown that there is nothing to save."""
+        if policy.mode == "modules" and not self._needs_links:
+            self._fuse(())
+        if policy.mode != "modules":
+            self._recomputation = Recomputation(module, min_bytes=policy.min_bytes, dropout=policy.dropout)
+        if policy.mode != "general" and is_compiled(module):
+            self._undos.append(compiled := apply_compiled_recomputation(module))
+            tell(f"lets the compiler recompute {compiled.num_modules} norms and activations.")
+
+    @property
+    def report(self) -> RecomputationReport | None:
+        """What recomputation did in the last step; ``None`` if it is not in use."""
+        return self._recomputation.report if self._recomputation is not None else None
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Run one training step inside.
+
+        Raises:
+            FusionError: At the start of the second, if what the policy asks for is impossible on this module; at the
+                end of any, if the model took another path than when it was observed.
+        """
+        if self._stage is _Stage.OBSERVED:
+            self._change()
+        with ExitStack() as stack:
+            if self._recomputation is not None:
+                stack.enter_context(self._recomputation)
+            if self._stage is _Stage.OBSERVING:
+                self._observe(stack)
+            elif self._safe_names:
+                stack.callback(set_inplace(self._module, self._safe_names).remove)
+            self._end_step()
+            yield
+        if self._end_step():
+            raise FusionError(
+                "the output of a module that is folded or inverted did not go where it went in the first step. Models "
+                "whose path changes from step to step cannot use fold_frozen_bn or abn."
+            )
+        if self._stage is _Stage.OBSERVING:
+            self._summarise()
+
+    @property
+    def _needs_links(self) -> bool:
+        return self._policy.abn is not None or self._policy.fold_frozen_bn
+
+    def _observe(self, stack: ExitStack) -> None:
+        if self._needs_links:
+            self._links = stack.enter_context(
+                observe_links(self._module, (*CONVOLUTIONS, *BATCH_NORMS), (*BATCH_NORMS, *_ACTIVATIONS))
+            )
+        if self._policy.abn is not None:
+            # One in place returns the memory it was given: whether others read that could not be told.
+            stack.callback(_switch_off_inplace(self._module))
+        if self._policy.inplace:
+            self._places = stack.enter_context(observe_inplace(self._module))
+
+    def _end_step(self) -> bool:
+        return sum(handle.end_step() for handle in self._checked) > 0  # all of them are asked
+
+    def look(self, outputs: Any) -> None:
+        """Tell, in the first step, what cannot be reached: ``outputs`` is what the step returned."""
+        if self._stage is _Stage.OBSERVING:
+            num_functions, hidden_bytes = count_hidden_bytes(outputs)
+            if hidden_bytes:
+                self._tell(
+                    f"leaves {format_bytes(hidden_bytes)} alone that {num_functions} custom autograd functions hold in "
+                    "attributes of ctx instead of ctx.save_for_backward()."
+                )
+
+    def remove(self) -> None:
+        """Make the module what it was. Calling it again does nothing."""
+        while self._undos:
+            self._undos.pop().remove()
+
+    def _change(self) -> None:
+        self._stage = _Stage.CHANGED
+        try:
+            folded = self._fold() if self._policy.fold_frozen_bn else []
+            inverted = self._invert(folded) if self._policy.abn is not None else []
+            if self._policy.mode == "modules" and self._needs_links:
+                self._fuse([*folded, *inverted])
+        except ValueError as error:
+            self.remove()
+            raise FusionError(str(error)) from None
+        if self._places is not None:
+            self._safe_names = self._places.safe
+            if self._safe_names:
+                saved = format_bytes(sum(self._places.saved_bytes.values()))
+                self._tell(f"runs {len(self._safe_names)} activations in place: {saved} less to allocate on the way.")
+        self._links = self._places = None
+
+    def _fold(self) -> list[nn.Module]:
+        assert self._links is not None
+        links = [link for link in self._links.links() if why_not_folded(link) is None]
+        frozen = [link for link in links if not link.consumer.training]
+        if not frozen:
+            first = f", the first is {self._name(links[0].consumer)!r}" if links else ""
+            raise ValueError(
+                f"fold_frozen_bn=True, but of {len(links)} batch norms that read a convolution alone none is in "
+                f"evaluation mode{first}. Call .eval() on them before the fit or in on_train_epoch_start, or leave "
+                "fold_frozen_bn out."
+            )
+        handle = fold_frozen_batch_norm(frozen)
+        self._undos.append(handle)
+        self._checked.append(handle)
+        self._tell(f"folds {len(frozen)} frozen batch norms into their convolutions.")
+        return [link.consumer for link in frozen]
+
+    def _fuse(self, leave_out: Collection[nn.Module]) -> None:
+        self._fused = fuse_norm_activations(self._module, leave_out)
+        self._undos.append(self._fused)
+
+    def _invert(self, folded: list[nn.Module]) -> list[nn.Module]:
+        assert self._links is not None
+        links = [link for link in self._links.links(allow_shared=True) if isinstance(link.producer, BATCH_NORMS)]
+        links = [link for link in links if link.producer not in folded]
+        chosen = [link for link in links if isinstance(link.consumer, _INVERTIBLE)]
+        if not chosen:
+            others = ", ".join(sorted({type(link.consumer).__name__ for link in links})) or "none"
+            raise ValueError(
+                "abn='invert' needs batch norms whose only reader is a LeakyReLU, ELU or Identity; activations found "
+                f"behind batch norms: {others}. Others cannot be inverted: ReLU drops what is below zero. Leave abn "
+                "out: recomputation saves the same and needs no inverse."
+            )
+        handle, refused = apply_inplace_abn_where_safe(chosen)
+        if not handle.num_links:
+            name = self._name(chosen[0].producer)
+            raise ValueError(f"abn='invert': {name!r} cannot be inverted: {refused[0]}")
+        self._undos.append(handle)
+        self._checked.append(handle)
+        left = f"; {len(refused)} are left as they are, the first because {refused[0]}" if refused else "."
+        self._tell(f"inverts {handle.num_links} activations behind batch norms{left}")
+        return [module for link in chosen for module in (link.producer, link.consumer)]
+
+    def _summarise(self) -> None:
+        report = self.report
+        if report is not None and not report.num_saved:
+            return  # no gradient was recorded: a step that was skipped, weights that are still frozen
+        needs_more = self._policy.inplace or self._needs_links
+        self._stage = _Stage.OBSERVED if needs_more else _Stage.CHANGED
+        if self._fused is not None:
+            self._tell(f"keeps the input of a norm for {self._fused.num_fused} activations behind one.")
+        num_compiled = sum(getattr(undo, "num_modules", 0) for undo in self._undos)
+        num_saving = (report.num_dropped if report is not None else 0) + num_compiled
+        self.is_useful = bool(num_saving or needs_more or (self._fused is not None and self._fused.num_fused))
+        if report is None or not report.num_dropped:
+            return
+        whole = format_bytes(report.dropped_bytes + report.kept_bytes)
+        self._tell(
+            f"keeps {format_bytes(report.kept_bytes)} of {whole} for the backward: {report.num_dropped} tensors "
+            "are made again."
+        )
+        for operator, count in report.differing.items():
+            self._tell(f"keeps {count} results of {operator}: a second run gave other bits.")
+
+    def _name(self, module: nn.Module) -> str:
+        names: dict[nn.Module, str] = {member: name for name, member in self._module.named_modules()}
+        return names[module]
+
+
+def _switch_off_inplace(module: nn.Module) -> Callable[[], None]:
+    members = [m for m in module.modules() if isinstance(m, _INVERTIBLE) and getattr(m, "inplace", False)]
+
+    def switch(*, on: bool) -> None:
+        for member in members:
+            setattr(member, "inplace", on)  # noqa: B010  # not declared on nn.Module
+
+    switch(on=False)
+    return lambda: switch(on=True)
+
+
+class FrozenNormFolding:
+    """Folds batch norms into convolutions where a module is only evaluated, from the second batch on.
+
+    Args:
+        module: What is evaluated.
+        tell: Takes a sentence about what was done.
+    """
+
+    def __init__(self, module: nn.Module, tell: Callable[[str], None]) -> None:
+        self._module = module
+        self._tell = tell
+        self._undo: FoldingHandle | None = None
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Run one evaluation step inside."""
+        if self._undo is not None:
+            self._undo.end_step()
+            yield
+            if self._undo.end_step():
+                raise FusionError(
+                    "the output of a folded convolution did not go to its batch norm. Leave fold_frozen_bn out."
+                )
+            return
+        observer = observe_links(self._module, CONVOLUTIONS, BATCH_NORMS)
+        # Operators are seen one by one only outside of inference mode.
+        with torch.inference_mode(mode=False), torch.no_grad(), observer:
+            yield
+        links = [link for link in observer.links() if why_not_folded(link) is None and not link.consumer.training]
+        self._undo = fold_frozen_batch_norm(links)
+        if links:
+            self._tell(f"folds {len(links)} frozen batch norms into their convolutions.")
+
+    def remove(self) -> None:
+        """Make the module what it was. Calling it again does nothing."""
+        if self._undo is not None:
+            self._undo.remove()
+        self._undo = None

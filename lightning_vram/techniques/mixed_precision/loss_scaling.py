@@ -1,0 +1,270 @@
+"""Scale the loss for float16, for any number of optimizers, so that every one steps with the right gradients.
+
+float16 rounds small gradients to zero; a loss that is multiplied before backward keeps them. ``torch.amp.GradScaler``
+is right for optimizers that all step once between two updates of the scale. Here they may be clipped first, share
+parameters, step several times, or go on collecting gradients while the scale changes.
+
+The rule: after :meth:`LossScaling.scale` all gradients are scaled, by the scale as it is, and until the next call each
+is unscaled at most once. It costs one read of the device per step, another if there are gradients on the host, and a
+pass over those gradients that were unscaled and not zeroed before the next backward, or that wait for their step when
+the scale changes. A scale that is a power of two, as is usual, rounds nothing. bfloat16 has the range of float32 and
+needs none of this.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler, OptState
+from torch.optim import Optimizer
+
+from lightning_vram.core.gradients.scaling import scale_gradients
+from lightning_vram.private_names.torch.autocast import device_of, optimizer_states, scale_of
+from lightning_vram.techniques.mixed_precision.grad_scaler_parts import (
+    InfChecks,
+    unscale_part,
+    update_scale,
+    without_optimizers,
+)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """How a step went.
+
+    Args:
+        overflowed: Whether it was skipped, as a gradient was inf or nan, on this rank or on another.
+        output: What ``optimizer.step`` returned; ``None`` where it was skipped.
+    """
+
+    overflowed: bool
+    output: Any
+
+
+class LossScaling:
+    """Use a ``GradScaler`` for one optimizer or several.
+
+    Call :meth:`scale` before each backward, :meth:`unscale` where gradients are read before the step, :meth:`step` in
+    place of ``optimizer.step``, and :meth:`update` once after all steps that belong together. A disabled scaler is
+    passed through. A copy or pickle, at any time, has the scale and none of what belongs to the running step.
+
+    Args:
+        scaler: Holds the scale. Gradients that ``scaler.unscale_(optimizer)`` unscaled are not unscaled again.
+        optimizers: Those whose gradients to keep right: see :meth:`watch`.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> optimizer = torch.optim.SGD([weight], lr=0.5)
+        >>> scaling = LossScaling(GradScaler("cpu", init_scale=8.0), [optimizer])
+        >>> scaling.scale(weight.sum()).backward()
+        >>> scaling.step(optimizer)
+        StepResult(overflowed=False, output=None)
+        >>> scaling.update(), weight.tolist()
+        (False, [0.5, 0.5])
+    """
+
+    def __init__(self, scaler: GradScaler, optimizers: Iterable[Optimizer] = ()) -> None:
+        self.scaler = scaler
+        self._checks: WeakKeyDictionary[Optimizer, InfChecks] = WeakKeyDictionary()  # since the optimizer's last step
+        self._unscaled: dict[int, InfChecks] = {}  # parameters, by id, whose gradients were unscaled since scale()
+        self._overflows: list[bool] = []  # of the steps since the last update
+        self.watch(optimizers)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (without_optimizers(self.scaler),)
+
+    @property
+    def scale_value(self) -> float:
+        """The factor on the loss, 1 if the scaler is disabled. Reads the device."""
+        return self.scaler.get_scale()
+
+    def watch(self, optimizers: Iterable[Optimizer]) -> None:
+        """Keep the gradients of these optimizers right from now on, and forget others and steps without an update.
+
+        An optimizer that was not given here is watched from its first :meth:`unscale` or :meth:`step` on.
+
+        Args:
+            optimizers: Held weakly.
+        """
+        self._checks = WeakKeyDictionary({optimizer: {} for optimizer in optimizers})
+        self._overflows = []
+        if self.scaler.is_enabled():
+            optimizer_states(self.scaler).clear()
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Multiply ``loss`` by the scale. Gradients that exist and are not scaled are scaled again: more will be added.
+
+        Args:
+            loss: What backward is called on next, of any shape.
+
+        Returns:
+            A tensor of the same shape.
+        """
+        if not self.scaler.is_enabled():
+            return loss
+        self._note_unscaled_elsewhere()
+        self._forget_checks_of_nothing()
+        scaled = set(map(id, self._scaled(self._parameters())))
+        unscaled = [parameter for parameter in self._parameters() if id(parameter) not in scaled]
+        scaled_loss: Tensor = type(self.scaler).scale(self.scaler, loss)  # past what stands in for it
+        if self._scale is not None:
+            scale_gradients(unscaled, self._scale)
+        self._unscaled.clear()
+        optimizer_states(self.scaler).clear()
+        return scaled_loss
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Divide the gradients of ``optimizer`` by the scale, where they are scaled, and look for inf and nan.
+
+        Args:
+            optimizer: Calling it again before the next :meth:`scale` changes nothing.
+
+        Raises:
+            ValueError: If a gradient is float16.
+        """
+        self._checks.setdefault(optimizer, {})
+        if self._scale is None:
+            return
+        self._note_unscaled_elsewhere()
+        parameters = _parameters_of(optimizer)
+        scaled = self._scaled(parameters)
+        if scaled:
+            checks = unscale_part(self.scaler, optimizer, scaled)
+            self._unscaled.update((id(parameter), checks) for parameter in scaled)
+        several = {id(checks): checks for checks in (self._unscaled[id(parameter)] for parameter in parameters)}
+        for checks in several.values():  # more than one if it shares parameters
+            self._checks[optimizer].update(checks)
+        # To scaler.unscale_(optimizer) it is done, too: it raises rather than do it again.
+        optimizer_states(self.scaler)[id(optimizer)]["stage"] = OptState.UNSCALED
+
+    def step(
+        self, optimizer: Optimizer, found_inf_over_ranks: Callable[[Tensor], Tensor] | None = None, **kwargs: Any
+    ) -> StepResult:
+        """Unscale the gradients if that was not done, and call ``optimizer.step`` unless one of them is inf or nan.
+
+        Args:
+            optimizer: One without any gradient steps as well. Fused ones are not called either where the step is
+                skipped, so that their state stays as it is.
+            found_inf_over_ranks: Takes a float32 tensor without dimensions, > 0 where there is an inf or nan, and
+                returns the sum or the largest over all ranks, which then step or skip together. All ranks must make
+                the same steps. ``None`` decides alone.
+            kwargs: For ``optimizer.step``.
+
+        Returns:
+            How it went, read from the device.
+
+        Raises:
+            ValueError: If a gradient is float16, or ``closure`` is given.
+        """
+        if kwargs.pop("closure", None) is not None:
+            raise ValueError(
+                "LossScaling.step(closure) is not possible: run the closure first, then step without it. Optimizers "
+                "that call it several times, such as LBFGS, need a run without loss scaling."
+            )
+        if not self.scaler.is_enabled():
+            return StepResult(overflowed=False, output=optimizer.step(**kwargs))
+        self.unscale(optimizer)
+        found_inf = self._found_inf(optimizer)
+        if found_inf_over_ranks is not None:
+            found_inf = found_inf_over_ranks(found_inf)
+        overflowed = found_inf.item() > 0
+        self._overflows.append(overflowed)
+        self._checks[optimizer] = {}
+        optimizer_states(self.scaler).pop(id(optimizer), None)
+        return StepResult(overflowed, output=None if overflowed else optimizer.step(**kwargs))
+
+    def update(self) -> bool:
+        """Let the scale shrink if a step since the last update overflowed, or grow after ``growth_interval`` updates.
+
+        Gradients that wait for a later step change with it. Without a step nothing happens.
+
+        Returns:
+            Whether one of the steps overflowed.
+        """
+        if not self._overflows:
+            return False
+        overflowed, self._overflows = any(self._overflows), []
+        self._note_unscaled_elsewhere()
+        if self._scale is None:  # this rank had no loss, others may have had one
+            self._unscaled.update((id(parameter), {}) for parameter in self._parameters())
+            type(self.scaler).scale(self.scaler, torch.zeros((), device=device_of(self.scaler)))
+        with self._rescaling():
+            update_scale(self.scaler, overflowed=overflowed)
+        return overflowed
+
+    def end(self) -> None:
+        """Unscale all gradients that wait for a step: the run goes on without a scale. What overflowed is dropped."""
+        for optimizer in list(self._checks):
+            self.unscale(optimizer)
+            if self._found_inf(optimizer).item() > 0:
+                optimizer.zero_grad()
+        self.watch([])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the scaler: as ``GradScaler.state_dict``."""
+        return self.scaler.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` or ``GradScaler.state_dict`` returned.
+
+        Args:
+            state_dict: Of an enabled scaler. A disabled one loads nothing.
+
+        Raises:
+            RuntimeError: If it is of a disabled scaler.
+        """
+        with self._rescaling():
+            self.scaler.load_state_dict(state_dict)
+
+    @property
+    def _scale(self) -> Tensor | None:
+        """The scale on its device; ``None`` before the first loss, and if the scaler is disabled."""
+        return scale_of(self.scaler)
+
+    def _parameters(self) -> Iterator[Tensor]:
+        return (parameter for optimizer in self._checks for parameter in _parameters_of(optimizer))
+
+    def _scaled(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """Those whose gradients are scaled, where they have one."""
+        if self._scale is None:
+            return []
+        return [parameter for parameter in parameters if id(parameter) not in self._unscaled]
+
+    def _note_unscaled_elsewhere(self) -> None:
+        """Take notice of ``scaler.unscale_``, which users call where their plugin does not."""
+        for optimizer in self._checks:
+            state = optimizer_states(self.scaler).get(id(optimizer))
+            if state is not None and state["found_inf_per_device"]:  # there are none in what unscale() leaves there
+                checks = {id(check): check for check in state["found_inf_per_device"].values()}
+                for parameter in _parameters_of(optimizer):
+                    self._unscaled.setdefault(id(parameter), checks)
+
+    def _forget_checks_of_nothing(self) -> None:
+        """Gradients that were unscaled and thrown away without a step have no say in the next one."""
+        for optimizer, checks in self._checks.items():
+            if checks and all(parameter.grad is None for parameter in _parameters_of(optimizer)):
+                checks.clear()
+
+    def _found_inf(self, optimizer: Optimizer) -> Tensor:
+        device = torch.device(device_of(self.scaler)) if self._scale is None else self._scale.device
+        found_inf = torch.zeros((), dtype=torch.float32, device=device)
+        for check in self._checks[optimizer].values():
+            found_inf += check.to(device, non_blocking=True)
+        return found_inf
+
+    @contextmanager
+    def _rescaling(self) -> Iterator[None]:
+        """Multiply the gradients that are scaled by what happens to the scale inside the block."""
+        scaled = [parameter for parameter in self._scaled(self._parameters()) if parameter.grad is not None]
+        before = self._scale.clone() if self._scale is not None else None
+        yield
+        if scaled and before is not None and self._scale is not None and not torch.equal(self._scale, before):
+            scale_gradients(scaled, self._scale / before)
+
+
+def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

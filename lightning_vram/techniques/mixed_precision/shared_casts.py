@@ -1,0 +1,141 @@
+"""Let several uses of one weight share one 16-bit cast, as long as autograd keeps that alive for the backward.
+
+Autocast makes a cast at each use, and autograd keeps each: n copies of a weight that is used n times in a step. Its own
+cache makes one, but keeps it to the end of the ``autocast`` block, also under ``no_grad`` and in checkpointed layers,
+where nobody needs it. Here nothing is kept: a weak reference tells whether the memory of an earlier cast still lives.
+
+Each use has an edge of its own in the graph, so that the gradient of each is cast to 32 bit before they are summed:
+equal to the bit to autocast without its cache.
+
+Looking for a cast costs some Python at each call, and most weights are used once in a step: :class:`Sharing` tells for
+which it is worth while.
+"""
+
+import weakref
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+
+from lightning_vram.core.tensors.versions import storage_address
+from lightning_vram.private_names.torch.dispatch import (
+    FakeTensor,
+    TorchDispatchMode,
+    current_dispatch_modes,
+    without_dispatch,
+)
+from lightning_vram.private_names.torch.tensors import num_writes
+from lightning_vram.techniques.activation_checkpointing.selective import KeptOutputs
+
+_SELECTIVE_CHECKPOINTS = (torch.utils.checkpoint.__name__, KeptOutputs.__module__)
+"""Where their dispatch modes are; those of others derive from these."""
+
+_Key = tuple[int, torch.dtype, int]  # identity of the weight, dtype of the cast, stream
+
+
+class _SharedCast:
+    """The cast that was made last of the present values of a weight, by its memory: views of it outlive the tensor."""
+
+    __slots__ = ("_address", "_storage", "_strides", "_version", "_weight")
+
+    def __init__(self, weight: Tensor, cast: Tensor) -> None:
+        self._weight = weakref.ref(weight)  # its identity may be another's after its death
+        self._version = num_writes(weight)
+        self._address = storage_address(weight)  # ``weight.data = other`` counts no version
+        self._strides = cast.stride()
+        self.note(cast)
+
+    def note(self, cast: Tensor) -> None:
+        """Remember another cast of the same values."""
+        self._storage = weakref.ref(cast.untyped_storage())
+
+    def is_of(self, weight: Tensor) -> bool:
+        """Whether ``weight`` still is what the cast was made of."""
+        is_same = self._version == num_writes(weight) and self._weight() is weight
+        return is_same and self._address == storage_address(weight)
+
+    def find(self) -> torch.UntypedStorage | None:
+        """Return the memory, if autograd keeps it."""
+        return self._storage()
+
+    def make(self, storage: torch.UntypedStorage, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return another tensor on the memory that :meth:`find` found."""
+        is_fake = type(weight) is FakeTensor
+        # A second run of a layer may find a cast that its first did not: modes that compare the two see neither.
+        with nullcontext() if is_fake else without_dispatch():
+            offset = 0
+            empty: Any = weight.new_empty(0, dtype=dtype)
+            tensor: Tensor = empty.set_(storage, offset, weight.shape, self._strides)
+            return tensor
+
+
+class _UseAgain(torch.autograd.Function):
+    """The cast of a weight, in memory that holds it already."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, dtype: torch.dtype, shared: _SharedCast, storage: list[Any]) -> Tensor:
+        ctx.dtype = weight.dtype
+        return shared.make(storage.pop(), weight, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad.to(ctx.dtype), None, None, None
+
+
+class SharedCasts:
+    """Makes casts of weights, one for all uses at a time."""
+
+    def __init__(self) -> None:
+        self._casts: dict[_Key, _SharedCast] = {}
+
+    def cast(self, weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, bool]:
+        """Return ``weight`` in ``dtype``, differentiably; in memory of an earlier cast of the same values if it lives.
+
+        Never write to it.
+
+        Returns:
+            The cast, and whether it is in such memory.
+        """
+        stream = 0 if weight.is_cpu or type(weight) is FakeTensor else _stream_of(weight.device)
+        if stream is None:
+            return weight.to(dtype), False
+        key = id(weight), dtype, stream
+        shared = self._casts.get(key)
+        if shared is None or not shared.is_of(weight):
+            cast = weight.to(dtype)
+            self._casts[key] = _SharedCast(weight, cast)
+            return cast, False
+        storage = shared.find()
+        if storage is None:
+            cast = weight.to(dtype)
+            shared.note(cast)
+            return cast, False
+        again: Tensor = _UseAgain.apply(weight, dtype, shared, [storage])  # type: ignore[no-untyped-call]
+        return again, True
+
+    def forget(self) -> None:
+        """Use none of the casts made so far again: weights may have changed without a trace."""
+        self._casts.clear()
+
+
+def is_in_selective_checkpoint() -> bool:
+    """Whether results of operators are kept for, or taken in, a second run, which has to do what the first did.
+
+    Such a result keeps a cast alive that the second run would find, where the first had made it.
+    """
+    return any(map(_is_of_selective_checkpoint, current_dispatch_modes()))
+
+
+def _stream_of(device: torch.device) -> int | None:
+    """What kernels of this thread are ordered by; ``None`` if a cast may not be shared with later ones at all."""
+    if device.type == "meta":
+        return 0
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():  # a replay runs without what went before
+        return None
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+def _is_of_selective_checkpoint(mode: TorchDispatchMode) -> bool:
+    return any(kind.__module__ in _SELECTIVE_CHECKPOINTS for kind in type(mode).__mro__)

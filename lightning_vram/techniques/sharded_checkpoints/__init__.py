@@ -1,0 +1,1 @@
+"""Full and sharded state dicts, checked, and written whole or not at all. May import: core, memory."""

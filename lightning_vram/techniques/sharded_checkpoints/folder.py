@@ -1,0 +1,229 @@
+"""A sharded checkpoint on disk, read piece by piece: by any number of ranks, each its own part, on the host."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.optim import Optimizer
+
+from lightning_vram.core.processes.rank_errors import current_rank, num_ranks, on_all_ranks
+from lightning_vram.techniques.sharded_checkpoints.broken_files import read_values
+from lightning_vram.techniques.sharded_checkpoints.checksums import check_folder
+from lightning_vram.techniques.sharded_checkpoints.folder_reader import METADATA_FILE, read_entries, read_index
+from lightning_vram.techniques.sharded_checkpoints.full_states import is_sharded_state
+from lightning_vram.techniques.sharded_checkpoints.parameter_names import (
+    check_fit,
+    clean_name,
+    names_in_optimizer,
+    parameters_by_name,
+)
+
+REST_FILE = "meta.pt"
+Path_ = tuple[str | int, ...]  # of a value in the nested state
+# of a module, its optimizer, what was saved for each parameter, the saved groups, which optimizer it is
+StateCheck = Callable[[nn.Module, Optimizer, Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]], int], None]
+
+
+def is_sharded_folder(path: Path) -> bool:
+    """Whether this is a complete sharded checkpoint."""
+    return (path / REST_FILE).is_file() and (path / METADATA_FILE).is_file()
+
+
+class ShardedFolder:
+    """A folder as ``write_folder`` writes it. All calls are collectives.
+
+    Args:
+        folder: The same for all ranks.
+        weights_only: For all that is no tensor: see ``torch.load``.
+        verify: Whether to compare its files with their checksums first, if it has them.
+
+    Raises:
+        CheckpointError: If a rank cannot read the folder, or it is damaged; on every rank.
+    """
+
+    def __init__(self, folder: Path, *, weights_only: bool | None = None, verify: bool = True) -> None:
+        self._folder = folder
+        self._weights_only = weights_only
+        if verify:
+            self._read(lambda: check_folder(folder, current_rank(), num_ranks()))
+        self._metadata: Metadata = self._read(lambda: read_index(folder))
+        self._paths: dict[str, Path_] = dict(self._metadata.planner_data or {})
+
+    @property
+    def has_optimizers(self) -> bool:
+        """Whether states of optimizers were saved."""
+        return any(path[0] == "optimizer_0" for path in self._paths.values())
+
+    def read_rest(self) -> dict[str, Any]:
+        """Read everything but states of modules and optimizers.
+
+        Returns:
+            What was written as ``rest``.
+
+        Raises:
+            CheckpointError: If a rank cannot read it; on every rank.
+            pickle.UnpicklingError: If it holds what ``weights_only`` does not allow; on every rank.
+        """
+        rest: dict[str, Any] = self._read(
+            lambda: read_values(self._folder / REST_FILE, weights_only=self._weights_only)
+        )
+        return rest
+
+    def read_states(self) -> dict[str, Any]:
+        """Read all states of modules and optimizers as whole tensors, without a module. For one process.
+
+        Returns:
+            ``state_dict``, and ``optimizer_0``, ... with names of parameters for numbers.
+
+        Raises:
+            CheckpointError: If it cannot be read.
+            pickle.UnpicklingError: If it holds what ``weights_only`` does not allow.
+        """
+        return self._load({key: self._make_target(key) for key in self._paths})
+
+    def load_module(self, module: nn.Module, *, strict: bool) -> None:
+        """Load a module's parameters and buffers in place.
+
+        Args:
+            module: Its parameters may be sharded tensors.
+            strict: Whether it must have the same names as the checkpoint.
+
+        Raises:
+            ValueError: If they do not fit; on every rank and before anything has changed.
+            CheckpointError: If a rank cannot read its part; on every rank.
+        """
+        own = module.state_dict()
+        own_keys, own_state = {clean_name(key): key for key in own}, {clean_name(key): own[key] for key in own}
+        stored = {key: path for key, path in self._paths.items() if path[0] == "state_dict"}
+        shapes: dict[str, Sequence[int] | None] = {
+            clean_name(str(path[1])): self._shape(key) if len(path) == 2 else None for key, path in stored.items()
+        }
+        shapes |= {name: None for name, value in own_state.items() if value == {}}  # of which nothing is stored
+        check_fit(own_state, shapes, strict=strict)
+        wanted = {}
+        for key, path in stored.items():
+            name = clean_name(str(path[1]))
+            if name in own_state:
+                own_value = own_state[name]
+                wanted[key] = own_value if isinstance(own_value, Tensor) else self._make_target(key)
+        loaded = self._load(wanted).get("state_dict", {})
+        state = {clean_name(str(key)): value for key, value in loaded.items()}
+        state |= {name: value for name, value in own_state.items() if value == {}}
+        module.load_state_dict({own_keys[name]: value for name, value in state.items()}, strict=strict)
+
+    def load_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer], *, check_states: StateCheck) -> None:
+        """Load the states of a module's optimizers.
+
+        Args:
+            module: Has their parameters.
+            optimizers: In the order in which they were saved. Their states become sharded as the parameters are.
+            check_states: Raises if states are not those of an optimizer's parameters. Sees all before one is loaded.
+
+        Raises:
+            ValueError: If they are others; on every rank and before anything has changed.
+            CheckpointError: If a rank cannot read its part; on every rank.
+        """
+        own_names = [names_in_optimizer(module, optimizer) for optimizer in optimizers]
+        roots = [f"optimizer_{index}" for index in range(len(optimizers))]
+        parts = {key: path for key, path in self._paths.items() if path[0] in roots}
+        others = self._load({key: self._make_target(key) for key, path in parts.items() if path[1] != "state"})
+        for index, (root, names) in enumerate(zip(roots, own_names, strict=True)):
+            self._check_groups(index, others.get(root), names)
+            saved_states = self._find_states(index, names)
+            check_states(module, optimizers[index], saved_states, others[root]["param_groups"], index)
+        aliases = parameters_by_name(module)
+        states = self._load(
+            {
+                key: self._make_state(key, path, aliases, optimizers[roots.index(str(path[0]))])
+                for key, path in parts.items()
+                if path[1] == "state"
+            }
+        )
+        for root, names, optimizer in zip(roots, own_names, optimizers, strict=True):
+            state = states.get(root, {}).get("state", {})
+            optimizer.load_state_dict(_to_integers({**others[root], "state": state}, names))
+
+    def _check_groups(self, index: int, saved: dict[str, Any] | None, names: list[list[str]]) -> None:
+        if saved is None or "param_groups" not in saved:
+            raise ValueError(
+                f"The checkpoint {self._folder} has no state of optimizer {index}: it was saved with fewer, or with "
+                "save_weights_only=True. It serves validate, test and predict."
+            )
+        saved_names = [sorted(map(clean_name, group["params"])) for group in saved["param_groups"]]
+        if saved_names != [sorted(group) for group in names]:
+            raise ValueError(
+                f"The groups of optimizer {index} in {self._folder} have {[len(group) for group in saved_names]} "
+                f"parameters, those of configure_optimizers have {[len(group) for group in names]}, or others. Return "
+                "the optimizer the checkpoint was saved with."
+            )
+
+    def _find_states(self, index: int, names: list[list[str]]) -> list[dict[str, Any]]:
+        """Return what the folder says of the state of each parameter, in the order of ``names``."""
+        states: dict[str, dict[str, Any]] = {}
+        for key, path in self._paths.items():
+            if path[:2] == (f"optimizer_{index}", "state") and len(path) == 4:
+                entry = self._metadata.state_dict_metadata[key]
+                value = entry if isinstance(entry, TensorStorageMetadata) else None
+                states.setdefault(clean_name(str(path[2])), {})[str(path[3])] = value
+        return [states.get(name, {}) for group in names for name in group]
+
+    def _shape(self, key: str) -> Sequence[int] | None:
+        entry = self._metadata.state_dict_metadata[key]
+        return tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
+
+    def _make_target(self, key: str) -> Tensor | None:
+        entry = self._metadata.state_dict_metadata[key]
+        if not isinstance(entry, TensorStorageMetadata):
+            return None  # a pickled value takes its place
+        return torch.empty(entry.size, dtype=entry.properties.dtype)
+
+    def _make_state(
+        self, key: str, path: Path_, parameters: dict[str, nn.Parameter], optimizer: Optimizer
+    ) -> Tensor | None:
+        entry, parameter = self._metadata.state_dict_metadata[key], parameters.get(clean_name(str(path[2])))
+        if parameter is not None and isinstance(entry, TensorStorageMetadata):
+            current = optimizer.state.get(parameter, {}).get(path[3]) if len(path) == 4 else None
+            if is_sharded_state(entry.size, parameter, current):
+                return torch.empty_like(parameter, dtype=entry.properties.dtype, requires_grad=False)
+        return self._make_target(key)
+
+    def _load(self, flat: dict[str, Any]) -> dict[str, Any]:
+        """Read into the tensors of a flat state; returns it nested."""
+        self._read(lambda: read_entries(self._folder, self._metadata, flat, weights_only=self._weights_only))
+        nested: dict[str, Any] = {}
+        for key, value in flat.items():
+            _set(nested, self._paths[key], value)
+        result: dict[str, Any] = _with_lists(nested)
+        return result
+
+    def _read(self, action: Any) -> Any:
+        return on_all_ranks(action, f"The checkpoint {self._folder} could not be read")
+
+
+def _set(nested: dict[Any, Any], path: Path_, value: Any) -> None:
+    for step in path[:-1]:
+        nested = nested.setdefault(step, {})
+    nested[path[-1]] = value
+
+
+def _with_lists(tree: Any) -> Any:
+    if not isinstance(tree, dict):
+        return tree
+    if tree and all(isinstance(key, int) for key in tree):
+        return [_with_lists(tree[key]) for key in sorted(tree)]
+    return {key: _with_lists(value) for key, value in tree.items()}
+
+
+def _to_integers(saved: dict[str, Any], names: list[list[str]]) -> dict[str, Any]:
+    """Number the parameters of a state dict as the optimizer does."""
+    numbers: dict[str, int] = {}
+    groups = []
+    for group, own_names in zip(saved["param_groups"], names, strict=True):
+        own_numbers = range(len(numbers), len(numbers) + len(own_names))
+        numbers.update(zip(own_names, own_numbers, strict=True))
+        groups.append({**group, "params": list(own_numbers)})
+    state = {numbers.get(clean_name(str(key)), key): values for key, values in saved["state"].items()}
+    return {**saved, "state": state, "param_groups": groups}

@@ -1,0 +1,196 @@
+"""States of a sharded module and its optimizers in the form of a plain one: whole tensors, to and fro.
+
+To save, rank 0 collects them in host memory; the other ranks hold one whole parameter at a time. To load, each rank
+cuts its own part out of a file that is mapped into memory: nothing is sent, and nothing touches the device. A model
+that is too large for the host memory of one machine needs sharded checkpoints (:mod:`.sharded_states`).
+"""
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_vram.core.processes.rank_errors import current_rank
+from lightning_vram.private_names.fsdp2.sharded_tensors import compute_local_shape_and_global_offset
+from lightning_vram.private_names.torch.modules import IncompatibleKeys, metadata_of, set_metadata
+from lightning_vram.techniques.sharded_checkpoints.parameter_names import check_fit, clean_name, parameters_by_name
+from lightning_vram.techniques.sharded_checkpoints.state_trees import copy_to_host, map_leaves, shard_like
+
+
+def gather_module_state(module: nn.Module) -> dict[str, Any]:
+    """Collect a module's state on rank 0. A collective.
+
+    Args:
+        module: Its parameters may be sharded tensors.
+
+    Returns:
+        On rank 0 what ``module.state_dict()`` gives where nothing is sharded or wrapped, copied to host memory; empty
+        elsewhere.
+    """
+    is_main, state = current_rank() == 0, module.state_dict()
+    # ranks agree on what is tied only by identity: parts that are empty all have address 0
+    tied_to = {name: id(parameter) for name, parameter in parameters_by_name(module).items()}
+    gathered: dict[int | str, Any] = {}
+    result: OrderedDict[str, Any] = OrderedDict()
+    for key, value in state.items():
+        name = clean_name(key)
+        owner = tied_to.get(name, name)
+        if owner not in gathered:
+            gathered[owner] = _whole(value, keep=is_main)
+        result[name] = gathered[owner]
+    metadata = metadata_of(state) or {}  # versions of modules: plain checkpoints have them
+    set_metadata(result, OrderedDict((clean_name(name), each) for name, each in metadata.items()))
+    return result if is_main else {}
+
+
+def gather_optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
+    """Collect an optimizer's state on rank 0. A collective.
+
+    Args:
+        optimizer: Its states may be sharded tensors.
+
+    Returns:
+        On rank 0 what ``optimizer.state_dict()`` gives where nothing is sharded, copied to host memory; empty
+        elsewhere.
+    """
+    is_main = current_rank() == 0
+    result: dict[str, Any] = map_leaves(optimizer.state_dict(), lambda leaf: _whole(leaf, keep=is_main))
+    return result if is_main else {}
+
+
+def load_module_state(module: nn.Module, state_dict: Mapping[str, Any], *, strict: bool) -> IncompatibleKeys:
+    """Load whole tensors into a sharded module, in place.
+
+    Args:
+        module: Its parameters may be sharded tensors. Their storages stay.
+        state_dict: Whole tensors on the host, the same on every rank; names with or without the parts of wrappers.
+        strict: Whether both must have the same names.
+
+    Returns:
+        Names that are missing and unexpected, as ``module.load_state_dict`` does.
+
+    Raises:
+        ValueError: If they do not fit, the same on every rank and before anything has changed.
+    """
+    own = module.state_dict()
+    own_keys, own_state = {clean_name(key): key for key in own}, {clean_name(key): own[key] for key in own}
+    given = {clean_name(key): value for key, value in state_dict.items()}
+    shapes = {name: tuple(value.shape) if isinstance(value, Tensor) else None for name, value in given.items()}
+    check_fit(own_state, shapes, strict=strict)
+    own_form: OrderedDict[str, Any] = OrderedDict(
+        (own_keys.get(name, name), _placed_like(value, own_state.get(name))) for name, value in given.items()
+    )
+    metadata = metadata_of(state_dict)
+    if metadata is not None:
+        set_metadata(own_form, metadata)
+    keys: IncompatibleKeys = module.load_state_dict(own_form, strict=strict)
+    return keys
+
+
+def check_groups(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Refuse the state of another optimizer.
+
+    Args:
+        optimizer: Any.
+        state_dict: In the form of ``optimizer.state_dict()``.
+
+    Raises:
+        ValueError: If it is of another one, by the number of groups or of parameters.
+    """
+    saved_sizes = [len(group["params"]) for group in state_dict["param_groups"]]
+    own_sizes = [len(group["params"]) for group in optimizer.param_groups]
+    if saved_sizes != own_sizes:
+        raise ValueError(
+            f"The checkpoint's optimizer has {saved_sizes} parameters in its groups, {type(optimizer).__name__} of "
+            f"configure_optimizers has {own_sizes}. Return the optimizer the checkpoint was saved with."
+        )
+
+
+def load_optimizer_state(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Load whole tensors into an optimizer of sharded parameters.
+
+    Args:
+        optimizer: Its parameters may be sharded tensors. Its states become sharded as they are, on the same device.
+        state_dict: In the form of ``optimizer.state_dict()``, the same on every rank.
+
+    Raises:
+        ValueError: If it is of another optimizer, by the number of groups or of parameters.
+    """
+    check_groups(optimizer, state_dict)
+    parameters = dict(
+        zip(
+            chain.from_iterable(group["params"] for group in state_dict["param_groups"]),
+            chain.from_iterable(group["params"] for group in optimizer.param_groups),
+            strict=True,
+        )
+    )
+    state = {
+        key: _load_state(values, parameters[key], optimizer.state.get(parameters[key], {}))
+        if key in parameters
+        else values
+        for key, values in state_dict["state"].items()
+    }
+    optimizer.load_state_dict({**state_dict, "state": state})
+
+
+def is_sharded_state(shape: torch.Size, parameter: Tensor, current: Any) -> bool:
+    """Whether a state of this shape is sharded as its parameter is.
+
+    Args:
+        shape: Of the whole state.
+        parameter: Whose state it is.
+        current: The state there is now; ``None`` if there is none.
+
+    Returns:
+        False for numbers such as ``step``, and for what is not one value per weight.
+    """
+    is_plain_now = isinstance(current, Tensor) and not isinstance(current, DTensor)
+    return isinstance(parameter, DTensor) and tuple(shape) == tuple(parameter.shape) and not is_plain_now
+
+
+def _load_state(values: Mapping[str, Any], parameter: Tensor, current: Mapping[str, Any]) -> dict[str, Any]:
+    # copies: what is mapped from a file would be copied page by page at the first step, and hold the file
+    def load(name: str, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if not is_sharded_state(value.shape, parameter, current.get(name)):
+            return copy_to_host(value)
+        empty = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
+        assert isinstance(empty, DTensor)
+        empty.to_local().copy_(_own_part(value, empty))
+        return empty
+
+    return {name: map_leaves(value, partial(load, name)) for name, value in values.items()}
+
+
+def _placed_like(value: Any, own: Any) -> Any:
+    if not (isinstance(value, Tensor) and isinstance(own, DTensor)):
+        return value
+    return shard_like(_own_part(value, own).to(own.dtype), own)
+
+
+def _own_part(whole: Tensor, like: DTensor) -> Tensor:
+    """Cut this rank's part out, as a view."""
+    shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+    for dimension, (start, length) in enumerate(zip(offset, shape, strict=True)):
+        whole = whole.narrow(dimension, start, length)
+    return whole.detach()
+
+
+def _whole(value: Any, *, keep: bool) -> Any:
+    if isinstance(value, DTensor):
+        full: Tensor = value.full_tensor().detach()  # of one rank it may be the part itself
+        return copy_to_host(full) if keep and _is_same_memory(full, value) else (full.cpu() if keep else None)
+    if isinstance(value, Tensor):
+        return copy_to_host(value) if keep else None
+    return value
+
+
+def _is_same_memory(full: Tensor, sharded: DTensor) -> bool:
+    return full.untyped_storage().data_ptr() == sharded.to_local().untyped_storage().data_ptr()

@@ -1,0 +1,82 @@
+"""State dicts as trees: dicts, lists and tuples with tensors and other values for leaves."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_vram.private_names.fsdp2.sharded_tensors import wrap_like
+
+
+def map_leaves(tree: Any, convert: Callable[[Any], Any]) -> Any:
+    """Build the same tree with other leaves.
+
+    Args:
+        tree: Any tree. Classes of dicts and their attributes stay, such as the ``_metadata`` of a state dict.
+        convert: Gets each leaf and returns the new one.
+
+    Returns:
+        A tree that shares no dict, list or tuple with the old one.
+    """
+    if isinstance(tree, dict):
+        mapped = copy.copy(tree)
+        for key, value in tree.items():
+            mapped[key] = map_leaves(value, convert)
+        return mapped
+    if type(tree) in (list, tuple):
+        return type(tree)(map_leaves(value, convert) for value in tree)
+    return convert(tree)
+
+
+def snapshot(tree: Any) -> Any:
+    """Copy a tree to the host, so that nothing that happens later shows in it.
+
+    Args:
+        tree: Its sharded tensors stay sharded.
+
+    Returns:
+        The copy.
+    """
+    return map_leaves(tree, _copy_leaf)
+
+
+def count_bytes(tree: Any) -> int:
+    """Count the bytes of all tensors of a tree, sharded ones with the parts of all ranks, each tensor once."""
+    sizes: dict[int, int] = {}
+
+    def note(leaf: Any) -> None:
+        if isinstance(leaf, Tensor):
+            sizes[id(leaf)] = leaf.numel() * leaf.element_size()
+
+    map_leaves(tree, note)
+    return sum(sizes.values())
+
+
+def shard_like(part: Tensor, like: DTensor) -> DTensor:
+    """Take this rank's part of a tensor for a sharded tensor; nothing is sent or copied.
+
+    Args:
+        part: On any device, of the dtype of ``like``. ``DTensor.from_local`` would move it to the device of the mesh.
+        like: Has the shape and the placements.
+
+    Returns:
+        A sharded tensor around ``part``.
+    """
+    return wrap_like(part, like)
+
+
+def copy_to_host(tensor: Tensor) -> Tensor:
+    """Copy a plain tensor, detached."""
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _copy_leaf(leaf: Any) -> Any:
+    if isinstance(leaf, DTensor):
+        with torch.no_grad():
+            return shard_like(copy_to_host(leaf.to_local()), leaf)
+    if isinstance(leaf, Tensor):
+        return copy_to_host(leaf)
+    return copy.deepcopy(leaf)

@@ -1,0 +1,275 @@
+"""Shard a module over ranks with FSDP2, its shards on the host or on the device, and undo it."""
+
+from collections.abc import Callable, Collection, Generator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+
+from lightning_vram.core.host.worker import HostWorker
+from lightning_vram.core.surgery.class_layout import mixin_for
+from lightning_vram.private_names.fsdp2.states import (
+    RANKS_MARK,
+    announce_backward,
+    groups_of,
+    place_of,
+    prepare_class,
+    state_of,
+)
+from lightning_vram.private_names.torch.compiled import is_compiled_part
+from lightning_vram.private_names.torch.modules import own_parameters
+from lightning_vram.techniques.sharding.gathered.used_parameters import UsedParameters
+from lightning_vram.techniques.sharding.gathered.view_outputs import ViewProofState
+from lightning_vram.techniques.sharding.group import ShardedGroup, take_over
+from lightning_vram.techniques.sharding.grouping.plan import ShardingPlan
+from lightning_vram.techniques.sharding.materialization import has_meta, materialize
+from lightning_vram.techniques.sharding.narrow_trial import NarrowTrial
+from lightning_vram.techniques.sharding.removal import WholeParameters, detach_fsdp
+
+
+@dataclass(frozen=True)
+class ShardingOptions:
+    """How shards are kept.
+
+    Attributes:
+        on_host: Whether shards and their gradients are at rest on the host.
+        is_resident: Whether a copy of the shards stays on the device all the same.
+        reshard_after_forward: Whether a layer is given up between its forward and its backward.
+        pin_memory: Whether to pin what is on the host.
+        narrow_dtype: What weights are sent and computed as that autocast casts anyway; ``None``: their own dtype.
+        narrow: Their names.
+        uninitialized_ok: Whether meta layers without an initializer may stay without values.
+        seed: For the values of meta layers, the same on all ranks.
+        num_threads: That add gradients on the host.
+    """
+
+    on_host: bool = True
+    is_resident: bool = False
+    reshard_after_forward: bool = True
+    pin_memory: bool = False
+    narrow_dtype: torch.dtype | None = None
+    narrow: Collection[str] = field(default_factory=frozenset)
+    uninitialized_ok: bool = False
+    seed: int = 0
+    num_threads: int = 1
+
+
+class FullSharding:
+    """Shards ``module``, in place, until :meth:`remove`.
+
+    Meta layers get their values group by group, so that never more than one group is whole. Layers that are sharded
+    already stay as they are.
+
+    Args:
+        module: On the host, or on the meta device.
+        mesh: Of one dimension, or of two: replicas and shards.
+        plan: Which layers are gathered together.
+        options: How shards are kept.
+
+    Attributes:
+        groups: In the order of the module.
+        on_landed: Called when gradients of a group have come, in a thread of its own; may be set.
+    """
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, plan: ShardingPlan, options: ShardingOptions) -> None:
+        self.module = module
+        self.mesh = mesh
+        self.device = _device_of(mesh)
+        self.home = torch.device("cpu") if options.on_host else self.device
+        self.pin_memory = options.pin_memory
+        self.landing = HostWorker("landing gradients", options.num_threads) if options.on_host else None
+        self.groups: list[ShardedGroup] = []
+        self.on_landed: Callable[[ShardedGroup], None] | None = None
+        self._options = options
+        self._is_inside = False
+        self._whole = WholeParameters(module)
+        self._sharded: list[nn.Module] = []
+        replicated = self._replicate(plan)
+        try:
+            for names in (*plan.groups, ("",)):
+                self._shard([module.get_submodule(name) for name in names], replicated)
+            self._take_over()
+            if mesh.size() == 1:
+                self._unmark()
+        except BaseException:
+            self.remove()
+            raise
+        self._used = UsedParameters(self.groups, replicated, mesh)
+        compiled = {p for part in module.modules() if is_compiled_part(part) for p in part.parameters()}
+        self._trial = NarrowTrial(self.groups, compiled)
+
+    @contextmanager
+    def inside_step(self) -> Generator[None, None, None]:
+        """While the forward of the root runs whole training steps, which may hold backwards and steps themselves."""
+        self._is_inside = True
+        try:
+            yield
+        finally:
+            self._is_inside = False
+        self._trial.end_batch()  # if there was a backward in it
+
+    # --- what groups tell ---
+
+    def called(self, group: ShardedGroup) -> None:
+        """``group`` was gathered for a forward."""
+        self._used.note(group)
+
+    def lost(self) -> None:
+        """The iteration is given up."""
+        self._used.forget()
+        self._trial.forget()
+
+    def landed(self, group: ShardedGroup) -> None:
+        """Gradients of ``group`` have come."""
+        if self.on_landed is not None:
+            self.on_landed(group)
+
+    def finalized(self, group: ShardedGroup) -> None:
+        """The backward is over for ``group``."""
+        if group is self.groups[-1]:
+            self._trial.decide(self._used.settle(self._trial.end_backward()))
+            if not self._is_inside:
+                self._trial.end_batch()
+            self.gather_root()
+
+    def gather_root(self) -> None:
+        """Gather what no layer gathers for itself, if it is needed at once: in the midst of the root's forward."""
+        if self._is_inside:
+            if self.home.type != "cpu" and self.groups:
+                self.groups[0].show_writes()
+            for group in groups_of(self.module):
+                group.unshard()
+                group.wait_for_unshard()
+
+    def _notice_backward(self) -> None:
+        """Of a backward in the midst of the root's forward FSDP2 hears nothing, if no layer of its own takes part."""
+        if self._is_inside:
+            announce_backward(self.module)
+
+    # --- what others ask ---
+
+    def agree_on_gradients(self) -> None:
+        """Take over which shards require a gradient into what is gathered, where it already is."""
+        for group in self.groups:
+            for parameter in group.fsdp_params:
+                parameter.agree_on_gradient()
+
+    def group_of(self) -> Mapping[nn.Parameter, ShardedGroup]:
+        """Return the group of each sharded parameter."""
+        return {p.sharded_param: group for group in self.groups for p in group.fsdp_params}
+
+    @property
+    def shards(self) -> Mapping[nn.Parameter, nn.Parameter]:
+        """Of the parameters that the module had before."""
+        return self._whole.shards
+
+    def finish_steps(self) -> None:
+        """Wait until no shard is being written."""
+        for group in self.groups:
+            group.finish_step()
+
+    @property
+    def host_bytes(self) -> int:
+        """Memory of the host that shards and their copies take on this rank."""
+        return sum(lane.host_bytes for group in self.groups for lane in group.lanes) if self._options.on_host else 0
+
+    def remove(self, *, make_whole: bool = True) -> dict[nn.Parameter, nn.Parameter]:
+        """Make the module what it was, with the values it has now.
+
+        Args:
+            make_whole: Whether to gather the parameters, on all ranks: all must take part. Otherwise they stay sharded,
+                as they do where they were on the meta device at first.
+
+        Returns:
+            For each sharded parameter the one that has taken its place; none where it stays.
+        """
+        if self.landing is not None:
+            self.landing.drain()
+        for group in self.groups:
+            with suppress(Exception):  # of a step that failed, which has been told, or will be by who finishes steps
+                group.finish_step()
+        replaced: dict[nn.Parameter, nn.Parameter] = {}
+        if make_whole and self._whole.can_restore:
+            # Those of FSDP2 itself, where an error came before they were taken over.
+            for group in {group: None for module in self._sharded for group in groups_of(module)}:
+                if isinstance(group, ShardedGroup):
+                    group.forget_whole()
+                replaced |= self._whole.restore(group)
+            for module in self._sharded:
+                detach_fsdp(module)
+            self._whole.restore_rest()
+        if self.landing is not None:
+            self.landing.stop()
+        return replaced
+
+    # --- how it is done ---
+
+    def _replicate(self, plan: ShardingPlan) -> list[nn.Parameter]:
+        """FSDP2 cannot shard scalars, nor what is empty: they stay whole, on the device."""
+        parameters = {id(p): p for p in (self.module.get_parameter(name) for name in plan.replicated)}
+        for parameter in parameters.values():
+            if not parameter.is_meta:
+                parameter.data = parameter.data.to(self.device)
+        return list(parameters.values())
+
+    def _shard(self, modules: list[nn.Module], replicated: list[nn.Parameter]) -> None:
+        options = self._options
+        if all(isinstance(module, FSDPModule) for module in modules):
+            return
+        for module in modules:
+            if has_meta(module):
+                materialize(module, seed=options.seed, model=self.module, uninitialized_ok=options.uninitialized_ok)
+            prepare_class(type(module), mixin_for)
+        is_root = modules == [self.module]
+        policy: OffloadPolicy = CPUOffloadPolicy(pin_memory=False) if options.on_host else OffloadPolicy()
+        fully_shard(
+            modules if len(modules) > 1 else modules[0],
+            mesh=self.mesh,
+            # What is left in the root is needed again at once.
+            reshard_after_forward=None if is_root else options.reshard_after_forward,
+            offload_policy=policy,
+            ignored_params=set(replicated),
+        )
+        self._sharded += modules
+        self._whole.release(modules)
+
+    def _unmark(self) -> None:
+        """Say to nobody that ranks have to run the same layers: one rank has nobody to wait for.
+
+        Models of transformers leave no layer out (LayerDrop) where they are told so.
+        """
+        for part in self.module.modules():
+            vars(part).pop(RANKS_MARK, None)
+
+    def _take_over(self) -> None:
+        names = {
+            (id(part), key): f"{name}.{key}" if name else key
+            for name, part in self.module.named_modules()
+            for key in own_parameters(part)
+        }
+        options = self._options
+
+        def dtype_of(parameter: Any) -> torch.dtype | None:
+            module, key = place_of(parameter)
+            return options.narrow_dtype if names[id(module), key] in options.narrow else None
+
+        ours = {id(module) for module in self._sharded}
+        for part in self.module.modules():
+            if id(part) not in ours:
+                continue
+            state_of(part).__class__ = ViewProofState
+            for group in groups_of(part):
+                if not isinstance(group, ShardedGroup):
+                    self.groups.append(take_over(group, self, dtype_of, is_resident=options.is_resident))
+                    for parameter in group.fsdp_params if part is self.module else ():
+                        parameter.on_gradient = self._notice_backward
+
+
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())

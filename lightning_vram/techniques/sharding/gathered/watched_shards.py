@@ -1,0 +1,111 @@
+"""Sharded tensors that another thread is writing: whoever reads one waits until they are written."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from typing_extensions import override
+
+from lightning_vram.core.tensors.parameter_classes import OURS
+from lightning_vram.private_names.fsdp2.sharded_tensors import AskedDTensor
+from lightning_vram.private_names.torch.tensors import local_part_of
+from lightning_vram.private_names.torch.trees import tree_leaves
+from lightning_vram.techniques.sharding.gathered.settable_shards import gathered_of
+
+_WAIT = f"{OURS}wait_until_written"  # an attribute: what it refers to may refer to the tensor
+_CLASS = f"{OURS}class_when_written"
+_AFTER = f"{OURS}after_use"
+
+
+class WatchedShard(AskedDTensor):
+    """What the class of a ``DTensor``, or of one that can be set, is while it is watched; nothing else changes.
+
+    The writer works on the local tensor, which is not watched.
+    """
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Wait for all that is read, and go on as for any ``DTensor``."""
+        watched = [leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is WatchedShard]
+        after = [tell for leaf in watched if (tell := vars(leaf).get(_AFTER)) is not None]
+        for leaf in watched:
+            finish_writes(leaf)
+        result = func(*args, **(kwargs or {}))
+        for tell in after:
+            tell(func)
+        return result
+
+    # What full_tensor() and others read past any dispatch.
+    @override
+    def give_local(self) -> Tensor:
+        finish_writes(self)
+        return local_part_of(self)
+
+    @property
+    def data(self) -> Tensor:
+        """As that of its own class, when it is written."""
+        if _AFTER not in vars(self):  # else nothing is being written
+            finish_writes(self)
+            return self.data
+        gathered = gathered_of(self)
+        assert gathered is not None
+        return gathered.data
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        finish_writes(self)
+        self.data = values
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        finish_writes(self)
+        return self.__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As that of ``DTensor``, when it is written."""
+        finish_writes(self)
+        return self.__reduce_ex__(protocol)
+
+    def __repr__(self, *args: Any, **kwargs: Any) -> str:  # type: ignore[override]
+        """As that of ``DTensor``, when it is written."""
+        finish_writes(self)
+        return repr(self)
+
+
+def watch(tensors: Iterable[Tensor], wait: Callable[[], None], *, after: Callable[[Any], None] | None = None) -> None:
+    """Let ``wait`` be called before one of ``tensors`` is read. Those that are no ``DTensor`` are passed over.
+
+    Args:
+        tensors: Watched until then.
+        wait: See above.
+        after: Called with the operator that has used one.
+    """
+    for tensor in tensors:
+        if isinstance(tensor, DTensor):
+            if type(tensor) is not WatchedShard:
+                vars(tensor)[_CLASS] = type(tensor)
+                tensor.__class__ = WatchedShard
+            vars(tensor)[_WAIT] = wait
+            vars(tensor).pop(_AFTER, None)
+            if after is not None:
+                vars(tensor)[_AFTER] = after
+
+
+def unwatch(tensors: Iterable[Tensor]) -> None:
+    """Take that back."""
+    for tensor in tensors:
+        if type(tensor) is WatchedShard:
+            tensor.__class__ = vars(tensor).pop(_CLASS)
+            vars(tensor).pop(_WAIT, None)
+            vars(tensor).pop(_AFTER, None)
+
+
+def finish_writes(value: Any) -> None:
+    """Wait until ``value``, should it be a tensor that is watched, is written."""
+    if type(value) is WatchedShard:
+        wait = vars(value).get(_WAIT)
+        unwatch([value])
+        if wait is not None:
+            wait()

@@ -1,0 +1,313 @@
+"""A group of parameters whose shards are on the host, as FSDP2 sees it."""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import groupby
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lightning_vram.core.host.worker import HostWorker, Ticket
+from lightning_vram.private_names.fsdp2.classes import FSDPParamGroup, GroupBase
+from lightning_vram.techniques.sharding.gathered.settable_shards import make_settable
+from lightning_vram.techniques.sharding.gathered.watched_shards import unwatch, watch
+from lightning_vram.techniques.sharding.lanes import ShardLane
+from lightning_vram.techniques.sharding.parameter import ShardedParameter
+
+Arrival = tuple[ShardedParameter, Tensor]
+
+
+class GroupOwner(Protocol):
+    """Who hears of what happens to a group."""
+
+    home: torch.device  # of the shards
+    landing: HostWorker | None  # where gradients come from another device
+    pin_memory: bool
+
+    def called(self, group: "ShardedGroup") -> None:
+        """``group`` was gathered for a forward that a backward may follow."""
+
+    def lost(self) -> None:
+        """The iteration is given up."""
+
+    def landed(self, group: "ShardedGroup") -> None:
+        """Gradients of ``group`` have come, in the thread that received them."""
+
+    def finalized(self, group: "ShardedGroup") -> None:
+        """The backward is over for ``group``: all that came has landed."""
+
+
+class ShardedGroup(GroupBase):
+    """Takes the place of the class of FSDP2's object, by :func:`take_over`.
+
+    * Shards come to the device in one copy for each dtype. With one rank, too, on a stream of its own, so that it goes
+      on beside the computation of the layer before: FSDP2 would begin it when the layer is needed.
+    * Gradients go to the host without anybody waiting for them, and are added to what is there by another thread.
+    * A parameter without a gradient on this rank gives zeros to those ranks that have one, rather than have FSDP2
+      reduce the gradient of another one with theirs.
+    * Whoever gathers the parameters first waits for a step that is writing their shards.
+    """
+
+    lanes: list[ShardLane]
+    owner: GroupOwner
+    present: set[ShardedParameter]  # that had a gradient here, in this backward
+    doubtful: list[Arrival]  # of those that had none
+    _fetched: torch.Event | None
+    _landing: Ticket | None
+    _pending: Ticket | None
+    _watched: list[Tensor]
+    _num_calls: int
+    _num_returns: int
+    _last_calls: int
+    _most_calls: int  # before one backward, in the batches that were looked at
+    has_more_calls: bool  # in the last backward
+    _may_return: bool  # was called without a graph, which a reentrant checkpoint makes in the backward
+
+    # --- before a layer is computed ---
+
+    def unshard(self, async_op: bool = False) -> None:  # noqa: FBT001, FBT002 - FSDP2's
+        """Fetch the shards, and gather them."""
+        is_skipped = not self.unshard_in_backward and self.is_before_backward
+        if self.is_sharded and not self.is_gathering and not is_skipped:
+            self.finish_step()
+            self._choose_width()
+            self._fetch(async_op)
+        super().unshard(async_op)
+
+    def wait_for_unshard(self) -> None:
+        """With one rank FSDP2 reads now what was fetched."""
+        is_waiting = self.is_gathering
+        if is_waiting and self._fetched is not None:
+            # Not the stream of torch.accelerator: to that one an event of torch.cuda is none, and it does not wait.
+            self.device_handle.current_stream().wait_event(self._fetched)
+        self._fetched = None
+        super().wait_for_unshard()
+        if is_waiting:
+            for lane in self.lanes:
+                lane.note_read()
+
+    def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Count the calls whose gradients will come."""
+        is_new = torch.is_grad_enabled() and not self.is_in_forward
+        result = super().pre_forward(module, args, kwargs)
+        self._num_calls += is_new
+        self._may_return |= not torch.is_grad_enabled()
+        if is_new:
+            self.owner.called(self)
+        return result
+
+    def _choose_width(self) -> None:
+        # Autocast is off in the backward, and where a user turned it off or calls the module by himself.
+        if not self.is_before_backward and not self._num_calls:
+            is_autocast = torch.is_autocast_enabled(self.device.type)
+            for lane in self.lanes:
+                if lane.needs_width:
+                    lane.stay_wide()
+                lane.widen(is_wide=not is_autocast or lane.is_on_trial)
+
+    def _fetch(self, async_op: bool) -> None:  # noqa: FBT001 - FSDP2's
+        stream = self.gather_stream(async_op=async_op)
+        if stream is None:
+            self._fetch_lanes()
+            return
+        with self.device_handle.stream(stream):
+            self._fetch_lanes()
+            self._fetched = stream.record_event() if self.num_shards == 1 else None
+
+    def _fetch_lanes(self) -> None:
+        for lane in self.lanes:
+            for parameter, shard in zip(lane.parameters, lane.fetch(), strict=True):
+                parameter.fetched = shard
+        self._guard()
+
+    # --- when its gradients are there ---
+
+    def post_backward(self, *unused: Any) -> None:
+        """Reduce the gradients, and send them to the host."""
+        self.leave_backward()
+        if not self.reduce_grads:
+            super().post_backward(*unused)
+            return
+        self.finish_landing()
+        absent = self._fill_in()
+        arrivals = self._reduce()
+        self._num_returns += 1
+        if not arrivals:
+            return
+        self.doubtful += [arrival for arrival in arrivals if arrival[0] in absent]
+        certain = [arrival for arrival in arrivals if arrival[0] not in absent]
+        self.present.update(parameter for parameter, _ in certain)
+        if self.owner.landing is None:
+            with self.device_handle.stream(self.reduce_stream):
+                self._land(certain, None)
+                self.await_reduce_stream()
+        else:
+            self._landing = self.owner.landing.submit(partial(self._land, certain, self.reduced_event))
+
+    def finalize_backward(self) -> None:
+        """Wait until the gradients are on the host."""
+        super().finalize_backward()  # type: ignore[no-untyped-call]
+        self.finish_landing()
+        self._last_calls, self.has_more_calls = self._num_calls, self._num_calls > self._most_calls
+        self._num_calls = self._num_returns = 0
+        self._may_return = False
+        self.owner.finalized(self)
+
+    def allow_calls(self) -> None:
+        """Take as many calls before a backward as there were before the last one for usual."""
+        self._most_calls = max(self._most_calls, self._last_calls)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no more gradients will come in this backward."""
+        return self._num_returns >= self._num_calls and not self._may_return
+
+    def settle(self, is_present: Callable[[ShardedParameter], bool]) -> None:
+        """Decide on parameters without a gradient on this rank: those that have one on another get theirs."""
+        doubtful, self.doubtful = self.doubtful, []
+        for parameter, gradient in doubtful:
+            if is_present(parameter):
+                parameter.land(gradient)
+        self.present = set()
+
+    def finish_landing(self) -> None:
+        """Wait until what was sent has come."""
+        landing, self._landing = self._landing, None
+        if landing is not None:
+            landing.wait()
+
+    def _fill_in(self) -> set[ShardedParameter]:
+        """Give zeros to parameters that have no gradient here but may have on another rank."""
+        if self.mesh_info.mesh.size() == 1:
+            return set()
+        absent = set()
+        for parameter in self.fsdp_params:
+            whole = parameter.whole
+            if whole is not None and whole.requires_grad and whole.grad is None:
+                whole.grad = torch.zeros(whole.shape, dtype=parameter.gathered_dtype, device=whole.device)
+                absent.add(parameter)
+        return absent
+
+    def _reduce(self) -> list[Arrival]:
+        for parameter, buffer in self._buffers():
+            parameter.begin_reduction(buffer)
+        try:
+            self.reduce_parts((lane.parameters, self._choose_reduce_dtype(lane)) for lane in self.lanes)
+        finally:
+            sent = [(parameter, parameter.end_reduction()) for parameter in self.fsdp_params]
+        return [(parameter, gradient) for parameter, gradient in sent if gradient is not None]
+
+    def _choose_reduce_dtype(self, lane: ShardLane) -> torch.dtype | None:
+        has_peers = self.mesh_info.mesh.size() > 1
+        return torch.float32 if lane.transfer_dtype.itemsize < 4 and has_peers else None
+
+    def _buffers(self) -> Iterable[tuple[ShardedParameter, Tensor | None]]:
+        """Where on the host gradients go, side by side."""
+        for lane in self.lanes:
+            sizes = [parameter.sharded_size.numel() for parameter in lane.parameters]
+            if self.device == self.owner.home:
+                yield from ((parameter, None) for parameter in lane.parameters)
+            else:
+                flat = torch.empty(sum(sizes), dtype=lane.transfer_dtype, pin_memory=self.owner.pin_memory)
+                yield from zip(lane.parameters, torch.split(flat, sizes), strict=True)
+
+    def _land(self, arrivals: Sequence[Arrival], event: torch.Event | None) -> None:
+        if event is not None:
+            event.synchronize()
+        for parameter, gradient in arrivals:
+            parameter.land(gradient)
+        self.owner.landed(self)
+
+    # --- steps ---
+
+    def begin_step(self, ticket: Ticket, watched: Iterable[Tensor]) -> None:
+        """Note that the shards are written until ``ticket`` is done.
+
+        Args:
+            ticket: Of the step.
+            watched: Tensors that are not to be read until then.
+        """
+        watched = list(watched)
+        self._pending, self._watched = ticket, self._watched + watched  # steps are done in their order
+        watch(watched, self.finish_step)
+
+    def finish_step(self) -> None:
+        """Wait until the shards are written."""
+        pending, self._pending = self._pending, None
+        watched, self._watched = self._watched, []
+        if pending is not None:
+            try:
+                pending.wait()
+            finally:
+                unwatch(watched)
+                self._guard()
+
+    def _guard(self) -> None:
+        """Let copies of shards be made again once somebody has got hold of one, who may write to it."""
+        for lane in self.lanes:
+            if lane.has_copies:
+                watch((parameter.sharded_param for parameter in lane.parameters), partial(self._touch, lane))
+
+    def _touch(self, lane: ShardLane) -> None:
+        self.finish_step()
+        lane.touch()
+
+    def show_writes(self) -> None:
+        """Let streams that gather, of all groups, wait for a step on the device: FSDP2 does in the root's forward."""
+        if self.copy_in_stream is not None:
+            self.copy_in_stream.wait_stream(self.device_handle.current_stream())
+
+    def given_up(self) -> None:
+        """After an error: nothing that was sent is to land."""
+        self.owner.lost()
+        if self.owner.landing is not None:
+            self.owner.landing.drain()
+        self._landing, self._fetched = None, None
+        self._num_calls = self._num_returns = 0
+        self._may_return = False
+        self.present, self.doubtful = set(), []
+
+
+def take_over(
+    group: FSDPParamGroup,
+    owner: GroupOwner,
+    dtype_of: Callable[[Any], torch.dtype | None],
+    *,
+    is_resident: bool,
+) -> ShardedGroup:
+    """Make a :class:`ShardedGroup` of FSDP2's object.
+
+    Args:
+        group: Whose shards are on the host.
+        owner: Hears of it.
+        dtype_of: What autocast casts a parameter (FSDP2's object) to; ``None``: it does not.
+        is_resident: Whether copies of the shards stay on the device.
+    """
+    host: Any = group
+    host.__class__ = ShardedGroup
+    host.owner, host.present, host.doubtful = owner, set(), []
+    host._fetched = host._landing = host._pending = None
+    host._last_calls, host._most_calls, host.has_more_calls = 0, 1, False
+    host._watched, host._num_calls, host._num_returns, host._may_return = [], 0, 0, False
+
+    def key(parameter: Any) -> tuple[str, str, bool]:
+        # Adapters are read in ways that need 32 bit; the frozen weights beside them are not.
+        own = parameter.sharded_param.dtype
+        return str(own), str(dtype_of(parameter) or own), parameter.sharded_param.requires_grad
+
+    host.lanes = []
+    for parameter in host.fsdp_params:
+        parameter.__class__ = ShardedParameter
+    for _, alike in groupby(sorted(host.fsdp_params, key=key), key):
+        parameters = list(alike)
+        dtype = dtype_of(parameters[0]) or parameters[0].sharded_param.dtype
+        lane = ShardLane(
+            parameters, dtype, owner.home, host.device, pin_memory=owner.pin_memory, is_resident=is_resident
+        )
+        host.lanes.append(lane)
+        for parameter in parameters:
+            parameter.begin(lane, partial(host._touch, lane))
+        make_settable(parameter.sharded_param for parameter in parameters)
+    host.lanes.sort(key=lambda lane: lane.shards.numel())  # the computation waits for all but the last to be reduced
+    return host  # type: ignore[no-any-return]

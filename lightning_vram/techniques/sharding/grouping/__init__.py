@@ -1,0 +1,1 @@
+"""Which modules are gathered together. May import: core, memory."""

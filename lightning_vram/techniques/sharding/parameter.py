@@ -1,0 +1,241 @@
+"""A parameter whose shard is on the host, as FSDP2 sees it: what goes to the device and what comes back."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_vram.core.tensors.counted_parameter import count_writes
+from lightning_vram.private_names.fsdp2.classes import ParameterBase
+from lightning_vram.private_names.fsdp2.sharded_tensors import compute_local_shape_and_global_offset
+from lightning_vram.private_names.torch.operators import is_mutable
+from lightning_vram.private_names.torch.tensors import gradient_hooks, has_accumulation_hooks, local_part_of
+from lightning_vram.techniques.sharding.gathered.settable_shards import gathered_of, set_gathered
+from lightning_vram.techniques.sharding.gathered.watched_shards import watch
+from lightning_vram.techniques.sharding.gathered.weight_reads import WeightReads, observe
+from lightning_vram.techniques.sharding.lanes import ShardLane
+
+
+class ShardedParameter(ParameterBase):
+    """Takes the place of the class of FSDP2's object, by :func:`~lightning_vram.techniques.sharding.group.take_over`.
+
+    FSDP2 by itself casts on the device, so that a shard and its gradient cross the bus in full width, and waits for a
+    gradient where one is there already.
+    """
+
+    lane: ShardLane
+    fetched: Tensor | None
+    is_reducing: bool
+    _sent: Tensor | None  # a gradient on its way
+    _held: Any
+    _buffer: Tensor | None
+    _stand_in: Any
+    _has_landed: bool
+    _version: int  # of what is gathered, when it was
+    _wants_gradient: bool
+    on_gradient: Callable[[], None] | None  # called in a backward that comes to what is gathered; may be set
+    _told: Tensor | None  # what that was set on
+    _touch: Callable[[], None]  # the shard may have been written
+    reads: WeightReads | None  # of a weight that may be sent in 16 bit, while that is not proven
+
+    def begin(self, lane: ShardLane, touch: Callable[[], None]) -> None:
+        """What a constructor would do.
+
+        Args:
+            lane: Where its shard lies.
+            touch: Called when somebody uses the shard, who may write to it.
+        """
+        self.lane, self._touch = lane, touch
+        self.fetched = self._sent = self._held = self._buffer = self._stand_in = None
+        self.on_gradient = self._told = self.reads = None
+        self.is_reducing = self._has_landed = False
+        self._wants_gradient = self.sharded_param.requires_grad
+
+    def agree_on_gradient(self) -> None:
+        """Let the gathered parameter require a gradient if the shard does now, and the other way round.
+
+        Optimizers have the shard, and code within a training step has what is gathered: either may be frozen.
+        """
+        whole = self.whole
+        both = [self.sharded_param] if whole is None else [self.sharded_param, whole]
+        if any(one.requires_grad != self._wants_gradient for one in both):
+            self._wants_gradient = not self._wants_gradient
+            for one in both:
+                one.requires_grad_(self._wants_gradient)
+
+    def to_sharded(self) -> None:
+        """As FSDP2 does it, when both agree."""
+        self.agree_on_gradient()
+        self._take_over_writes()
+        super().to_sharded()
+        if gathered_of(self.sharded_param) is not None:
+            set_gathered(self.sharded_param, None)
+            watch([self.sharded_param], self._touch)
+
+    def to_unsharded(self) -> None:
+        """As FSDP2 does it, when both agree."""
+        self.agree_on_gradient()
+        self._check_place()
+        super().to_unsharded()
+        whole, tell = self.whole, self.on_gradient
+        assert whole is not None
+        observe(whole, self.reads)
+        self._version = count_writes(whole)
+        if tell is not None:  # of the root: optimizers have the shard, and code in a step may write to it by them
+            set_gathered(self.sharded_param, whole)
+            self._watch_shard()
+        if tell is not None and whole is not self._told and whole.requires_grad:
+            whole.register_post_accumulate_grad_hook(lambda _: tell())  # type: ignore[no-untyped-call]
+            self._told = whole
+
+    @property
+    def all_gather_inputs(self) -> list[Tensor]:
+        """The shard on the device, which the group has fetched."""
+        if not self.is_shard or self.fetched is None:
+            inputs: list[Tensor] = super().all_gather_inputs
+            return inputs
+        fetched, self.fetched = self.fetched, None
+        return [fetched]
+
+    @property
+    def gathered_dtype(self) -> torch.dtype:
+        """What comes to the device."""
+        return self.lane.transfer_dtype
+
+    @property
+    def offload_to_cpu(self) -> bool:
+        """Whether FSDP2 is to move a gradient: this is done here, see :meth:`to_sharded_dtensor`."""
+        return not self.is_reducing
+
+    @offload_to_cpu.setter
+    def offload_to_cpu(self, value: bool) -> None:
+        """Is what it is."""
+
+    def begin_reduction(self, host_buffer: Tensor | None) -> None:
+        """Set the gradient of the shard aside: FSDP2 would wait for the new one to add it.
+
+        Args:
+            host_buffer: Where the new one goes, flat; ``None`` where it is on the host already.
+        """
+        self._held, self.sharded_param.grad = self.sharded_param.grad, None
+        self._buffer = host_buffer
+        self.is_reducing, self._has_landed = True, False
+
+    def end_reduction(self) -> Tensor | None:
+        """Put it back.
+
+        Returns:
+            What is on its way and has to :meth:`land`.
+        """
+        sent, self._sent, self._buffer = self._sent, None, None
+        self.is_reducing = False
+        if not self._has_landed:
+            self.sharded_param.grad = self._held
+        self._held = None
+        return sent
+
+    def to_sharded_dtensor(self, tensor: Tensor) -> Any:
+        """Take the reduced gradient out of FSDP2's hands, on the stream it was reduced on."""
+        if not self.is_reducing:
+            return super().to_sharded_dtensor(tensor)
+        self._sent = self._send(tensor)
+        if gradient_hooks(self.sharded_param):
+            self._sent = self._call_hooks(self._sent)
+        if has_accumulation_hooks(self.sharded_param):  # they look at the gradient at once
+            if tensor.device.type != "cpu":
+                torch.accelerator.current_stream().synchronize()
+            self.sharded_param.grad = self._held
+            self.land(self._sent)
+            self._sent, self._has_landed = None, True
+            return self.sharded_param.grad
+        if self._stand_in is None:
+            empty = self.memory.new_empty(())
+            self._stand_in = super().to_sharded_dtensor(empty.expand(self.sharded_size))
+        return self._stand_in  # FSDP2 wants to set some gradient
+
+    @torch.no_grad()
+    def land(self, gradient: Tensor) -> None:
+        """Add to the gradient of the shard what has come from the device."""
+        shard: Any = self.sharded_param
+        if shard.grad is None:
+            shard.grad = super().to_sharded_dtensor(gradient.to(shard.dtype))
+        else:
+            local_part_of(shard.grad).add_(gradient)
+
+    def _call_hooks(self, gradient: Tensor) -> Tensor:
+        """Those of ``Tensor.register_hook``, which autograd calls for what is gathered only."""
+        if self.lane.shards.device.type != self.lane.device.type:
+            torch.accelerator.current_stream().synchronize()
+        sharded: Any = super().to_sharded_dtensor(gradient.to(self.sharded_param.dtype))
+        for hook in gradient_hooks(self.sharded_param):
+            changed = hook(sharded)
+            sharded = sharded if changed is None else changed
+        return local_part_of(sharded)
+
+    def reset_sharded_param(self) -> None:
+        """As FSDP2 does it after a ``load_state_dict``, which must have loaded in place: shards lie in their lane."""
+        self._check_place()
+        super().reset_sharded_param()  # type: ignore[no-untyped-call]
+
+    def _watch_shard(self) -> None:
+        watch([self.sharded_param], self._take_over_writes, after=self._shard_was_used)
+
+    @torch.no_grad()
+    def _shard_was_used(self, function: Any) -> None:
+        """Let what is gathered have what was written to the shard beside it."""
+        whole: Any = self.whole
+        shard: Any = self.sharded_param
+        if not self.is_whole or whole is None:
+            return
+        if is_mutable(function):
+            if shard.device_mesh.size() > 1:
+                raise RuntimeError(
+                    f"Parameter {self.name!r} was written by way of an optimizer's param_groups within a step, in "
+                    "which the ranks compute with a copy of it. Write to the parameters of the module instead."
+                )
+            whole.copy_(local_part_of(shard))
+            self._version = count_writes(whole)
+            self.lane.touch()
+        self._watch_shard()
+
+    @torch.no_grad()
+    def _take_over_writes(self) -> None:
+        """Let the shard have what was written to what is gathered."""
+        whole = self.whole
+        if not self.is_whole or whole is None or count_writes(whole) == self._version:
+            return
+        self._version = count_writes(whole)
+        shard: Any = self.sharded_param
+        if shard.device_mesh.size() > 1 and getattr(self.module, "max_norm", None) is not None:
+            raise RuntimeError(
+                f"The embedding of parameter {self.name!r} has a max_norm, by which each rank scales the rows of its "
+                "own batch: the ranks would no longer agree. Train on one device, or leave max_norm out."
+            )
+        lengths, offsets = compute_local_shape_and_global_offset(shard.shape, shard.device_mesh, shard.placements)
+        part = whole.detach()
+        for dimension, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
+            part = part.narrow(dimension, offset, length)
+        local = local_part_of(shard)
+        local.copy_(part)
+        if local.device.type != "cpu":  # else the copy has waited: what comes next may be a step, or another stream
+            torch.accelerator.current_stream().synchronize()
+        self.lane.touch()
+
+    def _check_place(self) -> None:
+        """Refuse a parameter that was put in place of the shard, which FSDP2 would drop."""
+        if self.is_shard and getattr(self.module, self.key) is not self.sharded_param:
+            raise RuntimeError(
+                f"Parameter {self.name!r} was replaced by another one while it is sharded, "
+                "which would not be used. Copy values into it under torch.no_grad() instead; not with functional_call "
+                "or assign=True."
+            )
+
+    def _send(self, gradient: Tensor) -> Tensor:
+        if gradient.device.type != "cpu":
+            # Replicas are reduced on a stream of their own: the memory is not to be used again before it gets here.
+            gradient.record_stream(torch.accelerator.current_stream())
+        gradient = gradient.to(self.lane.transfer_dtype)
+        if self._buffer is None:
+            return gradient
+        return self._buffer[: gradient.numel()].view(gradient.shape).copy_(gradient, non_blocking=True)

@@ -1,0 +1,125 @@
+"""Take FSDP2 off a module again: PyTorch has nothing for it."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_vram.core.surgery.class_swap import remove_mixin
+from lightning_vram.private_names.fsdp2.states import MARKS, place_of, put_back, remove_hooks
+from lightning_vram.private_names.torch.modules import own_buffers, own_parameters
+from lightning_vram.private_names.torch.tensors import local_part_of
+from lightning_vram.techniques.sharding.group import ShardedGroup
+
+
+class ReleasedParameter(nn.Parameter):
+    """What the class of a parameter is while its shard takes its place: it has no values that one could mean."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse: an empty tensor would go through most computations without a word."""
+        raise RuntimeError(
+            "A parameter is used that was taken from the module before it was sharded, and is empty while it is. Take "
+            "it from the module where you need it, such as self.layer.weight, rather than from a list made earlier."
+        )
+
+
+class WholeParameters:
+    """The parameters that a module had before it was sharded, to have them again.
+
+    Args:
+        module: Not sharded yet.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        parts = list(module.modules())
+        self.can_restore = not any(p.is_meta for p in module.parameters())
+        self._marks = [(part, set(vars(part))) for part in parts]
+        self._places = [(part, key, p) for part in parts for key, p in own_parameters(part).items() if p is not None]
+        self._originals = {(id(part), key): p for part, key, p in self._places}
+        self.shards: dict[nn.Parameter, nn.Parameter] = {}
+        self._classes: dict[int, type] = {}
+        self._device = {id(p): p.device for _, _, p in self._places}
+        buffers = [(part, key, b) for part in parts for key, b in own_buffers(part).items() if b is not None]
+        self._buffers = [(part, key, buffer.device) for part, key, buffer in buffers]
+
+    def release(self, modules: Iterable[nn.Module]) -> None:
+        """Free the memory of those in ``modules``, which have been sharded; the objects stay."""
+        for part in (part for module in modules for part in module.modules()):
+            for key, now in own_parameters(part).items():
+                original = self._originals.get((id(part), key))
+                if original is None or now is None or now is original or original in self.shards:
+                    continue
+                _hand_over(original, now)
+                self.shards[original] = now
+                if self.can_restore:
+                    original.data = original.data.new_empty(0)
+                    self._classes[id(original)] = type(original)
+                    original.__class__ = ReleasedParameter
+
+    @torch.no_grad()
+    def restore(self, group: ShardedGroup) -> dict[nn.Parameter, nn.Parameter]:
+        """Put those of ``group`` back, with the values that its shards have. A collective.
+
+        Returns:
+            For each shard its parameter.
+        """
+        restored: dict[nn.Parameter, nn.Parameter] = {}
+        for parameter in group.fsdp_params:
+            (module, key), shard = place_of(parameter), parameter.sharded_param
+            original = self._originals[id(module), key]
+            original.__class__ = self._classes.pop(id(original), type(original))
+            original.grad = None
+            original.data = _gather(shard).to(self._device[id(original)])
+            original.requires_grad_(shard.requires_grad)
+            if group.mesh_info.mesh.size() == 1 and shard.grad is not None:
+                original.grad = local_part_of(shard.grad).to(original.device)
+            put_back(parameter, original)
+            restored[shard] = original
+        return restored
+
+    @torch.no_grad()
+    def restore_rest(self) -> None:
+        """Move what was not sharded, scalars and buffers, to where it was."""
+        for part, key, device in self._buffers:
+            buffer = own_buffers(part).get(key)
+            if buffer is not None and buffer.device != device:
+                own_buffers(part)[key] = buffer.to(device)
+        for _, _, parameter in self._places:
+            device = self._device[id(parameter)]
+            if parameter.device != device:
+                gradient, parameter.grad = parameter.grad, None
+                parameter.data = parameter.data.to(device)
+                parameter.grad = None if gradient is None else gradient.to(device)
+        self._remove_marks()
+
+    def _remove_marks(self) -> None:
+        for part, before in self._marks:
+            for mark in set(vars(part)) - before:
+                if mark.startswith(MARKS):
+                    del vars(part)[mark]  # past a compiled module, which would look for it in what it compiled
+
+
+def _hand_over(original: nn.Parameter, shard: nn.Parameter) -> None:
+    """Let attributes that users have set, and hooks, count for the shard; handles of the hooks go on to work."""
+    for name, value in vars(original).items():
+        vars(shard).setdefault(name, value)
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if getattr(original, hooks, None):
+            setattr(shard, hooks, getattr(original, hooks))
+
+
+def detach_fsdp(module: nn.Module) -> None:
+    """Take hooks, state and class of FSDP2 off ``module``, one for which ``fully_shard`` was called."""
+    remove_hooks(module)
+    remove_mixin(module, FSDPModule)
+
+
+def _gather(shard: Any) -> Tensor:
+    """The whole values, in memory of their own."""
+    if shard.device_mesh.size() == 1:
+        return local_part_of(shard).detach().clone()
+    whole: Tensor = shard.full_tensor()
+    return whole.detach()

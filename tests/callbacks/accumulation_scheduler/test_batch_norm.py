@@ -1,0 +1,150 @@
+"""AccumulationScheduler: running statistics keep the pace of whole windows."""
+
+import copy
+import warnings
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_vram.callbacks.accumulation_scheduler.callback import AccumulationScheduler
+
+MOMENTUM = 0.2
+WARNING = (
+    "AccumulationScheduler: batch norm normalises each micro-batch by itself, not the whole window, in {names}. "
+    "Running statistics are {statistics}. Larger micro-batches, GroupNorm or frozen batch norm avoid this."
+)
+
+
+class Normed(pl.LightningModule):
+    def __init__(self, num_batches=6):
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.BatchNorm1d(2, momentum=MOMENTUM), nn.Linear(2, 2), nn.BatchNorm1d(2, momentum=None)
+        )
+        self.double()
+        self.samples = torch.randn(4 * num_batches, 2, dtype=torch.float64)
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self):
+        return DataLoader(self.samples, batch_size=4)
+
+
+@pytest.fixture
+def fit(make_trainer):
+    def run(model, callback, *others):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            make_trainer(callbacks=[callback, *others], limit_val_batches=0, max_epochs=1).fit(model)
+        return [str(warning.message) for warning in caught if "Accumulation" in str(warning.message)]
+
+    return run
+
+
+def test_running_mean_of_a_window_moves_as_by_one_batch(fit):
+    """Four micro-batches and a last window of two; each share adds up to the weight of one update, within a window
+    later micro-batches weigh slightly more."""
+    model = Normed()
+    norm = copy.deepcopy(model.net[0])
+    assert fit(model, AccumulationScheduler({0: 4})) == [WARNING.format(names="net.0, net.2", statistics="corrected")]
+    batches = model.samples.split(4)
+    expected = torch.zeros(2, dtype=torch.float64)
+    for window in (batches[:4], batches[4:]):
+        momentum = 1 - (1 - MOMENTUM) ** (1 / len(window))
+        for batch in window:
+            expected = (1 - momentum) * expected + momentum * batch.mean(0)
+    assert torch.allclose(model.net[0].running_mean, expected, rtol=0, atol=1e-12)
+    assert model.net[0].momentum == MOMENTUM
+    for window in (batches[:4], batches[4:]):
+        norm(torch.cat(window))
+    kept = (1 - MOMENTUM) ** 2  # of the initial statistics, in both
+    assert (model.net[0].running_mean - norm.running_mean).norm() < 0.25 * norm.running_mean.norm()
+    assert kept == pytest.approx((1 - (1 - (1 - MOMENTUM) ** 0.25)) ** 4 * (1 - (1 - (1 - MOMENTUM) ** 0.5)) ** 2)
+
+
+def test_cumulative_means_are_right_as_they_are(fit):
+    model = Normed()
+    fit(model, AccumulationScheduler({0: 3}))
+    assert model.net[2].momentum is None
+    assert model.net[2].num_batches_tracked == 6
+
+
+def test_the_correction_can_be_turned_off(fit):
+    model = Normed()
+    plain = copy.deepcopy(model)
+    statistics = "not corrected (correct_batch_norm=False)"
+    told = fit(model, AccumulationScheduler({0: 3}, correct_batch_norm=False))
+    assert told == [WARNING.format(names="net.0, net.2", statistics=statistics)]
+    for batch in model.samples.split(4):
+        plain.net[0](batch)
+    assert torch.equal(model.net[0].running_mean, plain.net[0].running_mean)
+
+
+def test_many_layers_are_told_by_the_first(fit):
+    model = Normed()
+    model.net = nn.Sequential(*(nn.BatchNorm1d(2, dtype=torch.float64) for _ in range(7)))
+    names = "net.0, net.1, net.2, net.3, net.4 and 2 more"
+    assert fit(model, AccumulationScheduler({0: 2})) == [WARNING.format(names=names, statistics="corrected")]
+
+
+def test_nothing_is_said_or_done_where_nothing_accumulates_or_norms_are_frozen(fit):
+    model = Normed()
+    plain = copy.deepcopy(model)
+    assert fit(model, AccumulationScheduler({0: 1})) == []
+    for batch in model.samples.split(4):
+        plain.net[0](batch)
+    assert torch.equal(model.net[0].running_mean, plain.net[0].running_mean)
+    frozen = Normed()
+    frozen.net.eval()
+    assert fit(frozen, AccumulationScheduler({0: 2})) == []
+    assert torch.equal(frozen.net[0].running_mean, torch.zeros(2))
+
+
+class Copying(Callback):
+    def __init__(self):
+        self.found = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.found.append(copy.deepcopy(pl_module.net[0]).momentum)
+
+
+class PlantedError(RuntimeError):
+    pass
+
+
+def test_nobody_else_sees_another_momentum(fit, make_trainer):
+    model, seen = Normed(), []
+    spy = Copying()
+    model.net[0].register_forward_hook(lambda module, args, output: seen.append(module.momentum))
+    fit(model, AccumulationScheduler({0: 2}), spy)
+    assert spy.found == [MOMENTUM] * 6
+    assert seen == [1 - (1 - MOMENTUM) ** 0.5] * 6
+
+    def fail(module, args, output):
+        raise PlantedError
+
+    model.net.register_forward_hook(fail)
+    with pytest.raises(PlantedError):
+        fit(model, AccumulationScheduler({0: 2}))
+    assert model.net[0].momentum == MOMENTUM
+
+
+def test_a_momentum_that_the_model_sets_itself_stays(fit):
+    model = Normed()
+
+    def set_momentum(batch, batch_idx):
+        model.net[0].momentum = 0.5 ** (1 + batch_idx)
+        return model.net(batch).square().mean()
+
+    model.training_step = set_momentum
+    spy = Copying()
+    fit(model, AccumulationScheduler({0: 2}), spy)
+    assert spy.found == [0.5 ** (1 + batch_idx) for batch_idx in range(6)]

@@ -1,0 +1,449 @@
+"""AccumulationScheduler: every optimizer step has the gradient of one big batch, and nothing is left behind."""
+
+import copy
+import math
+from functools import partial
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging
+from lightning.pytorch.plugins import MixedPrecision
+from support.accumulation_models import Ragged, Scalar, Streaming, fit_once, mean_gradient, ragged_batches, windows_of
+from torch.utils.data import DataLoader
+
+from lightning_vram.callbacks.accumulation_scheduler.callback import AccumulationScheduler
+from lightning_vram.callbacks.micro_batching.callback import MicroBatching
+
+TOLERANCE = 1e-12
+
+
+@pytest.fixture
+def fit(make_trainer):
+    return partial(fit_once, make_trainer)
+
+
+def test_last_window_is_the_mean_over_what_it_holds(fit):
+    """Ten batches by four: Lightning divides the last two by four, 4.75 (Lightning#19987, #21808)."""
+    model = Scalar(range(1, 11))
+    fit(model, AccumulationScheduler({0: 4}))
+    assert model.gradients == [2.5, 6.5, 9.5]
+    assert model.zeroed_at == [0, 4, 8]
+
+
+def test_no_gradient_of_an_old_window_is_in_a_new_one(fit):
+    """Lightning, told 4 after the sixth batch, steps with (5 + 6)/2 + (7 + 8)/4 = 9.25."""
+    model = Scalar(range(1, 9))
+    fit(model, AccumulationScheduler(by_step={0: 2, 3: 4}))
+    assert model.gradients == [1.5, 3.5, 5.5, 7.5]
+    assert model.zeroed_at == [0, 2, 4, 6]
+
+
+def test_a_step_that_comes_in_the_middle_of_an_epoch_waits_for_no_multiple(fit):
+    model = Scalar(range(1, 13))
+    fit(model, AccumulationScheduler(by_step={0: 3, 1: 2, 2: 5}))
+    assert model.gradients == [2, 4.5, 8, 11.5]
+    assert model.zeroed_at == [0, 3, 5, 10]
+
+
+def test_schedule_by_epoch_begins_with_one(fit):
+    model = Scalar([1, 2, 3, 4])
+    fit(model, AccumulationScheduler(by_epoch={1: 2, 2: 4}), max_epochs=3)
+    assert model.gradients == [1, 2, 3, 4, 1.5, 3.5, 2.5]
+
+
+FACTORS = st.dictionaries(st.integers(0, 6), st.integers(1, 5), min_size=1, max_size=3).map(
+    lambda factors: dict(sorted(factors.items()))
+)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    num_batches=st.integers(1, 9),
+    factors=FACTORS,
+    unit=st.sampled_from(["by_epoch", "by_step"]),
+    weight=st.sampled_from([None, "samples", "tokens", "shifted_tokens"]),
+    num_epochs=st.integers(1, 3),
+    seed=st.integers(0, 99),
+)
+def test_gradients_are_those_of_the_big_batch(fit, num_batches, factors, unit, weight, num_epochs, seed):
+    batches = ragged_batches(num_batches, seed, is_ragged=weight is not None)
+    model = Ragged(batches, weight)
+    plain = copy.deepcopy(model)
+    fit(model, AccumulationScheduler(**{unit: factors}, weight=weight), max_epochs=num_epochs)
+    optimizer = plain.configure_optimizers()
+    expected = []
+    for epoch in range(num_epochs):
+        for window in windows_of(batches, factors, unit, epoch, len(expected)):
+            expected.append(mean_gradient(plain, window))
+            optimizer.step()
+    assert len(model.gradients) == len(expected)
+    for gradient, other in zip(model.gradients, expected, strict=True):
+        assert torch.allclose(gradient, other, rtol=0, atol=TOLERANCE)
+
+
+def test_full_windows_have_the_bits_of_lightning(fit):
+    torch.manual_seed(0)
+    ours = Ragged(ragged_batches(8, is_ragged=False), None)
+    plain = copy.deepcopy(ours)
+    fit(ours, AccumulationScheduler({0: 4}), max_epochs=2)
+    fit(plain, max_epochs=2, accumulate_grad_batches=4)
+    assert torch.equal(ours.net.weight, plain.net.weight)
+
+
+@pytest.mark.parametrize("weight", [None, "tokens"])
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_clipping_sees_the_gradient_of_the_big_batch(fit, algorithm, weight):
+    batches = ragged_batches(5, is_ragged=weight is not None)
+    model = Ragged(batches, weight)
+    plain = copy.deepcopy(model)
+    fit(model, AccumulationScheduler({0: 3}, weight=weight), gradient_clip_val=0.05, gradient_clip_algorithm=algorithm)
+    optimizer = plain.configure_optimizers()
+    for window in (batches[:3], batches[3:]):
+        gradient = mean_gradient(plain, window)
+        assert gradient.norm() > 0.05 and gradient.abs().max() > 0.05  # noqa: PT018 - or clipping does nothing
+        if algorithm == "norm":
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+        else:
+            torch.nn.utils.clip_grad_value_(plain.parameters(), 0.05)
+        optimizer.step()
+    assert torch.allclose(model.net.weight, plain.net.weight, rtol=0, atol=TOLERANCE)
+
+
+def test_lightning_is_off_for_unequal_numbers_of_tokens(fit):
+    """What ``weight`` is for."""
+    batches = ragged_batches(4)
+    model = Ragged(batches, "tokens")
+    expected = mean_gradient(copy.deepcopy(model), batches)
+    fit(model, accumulate_grad_batches=4)
+    assert (model.gradients[0] - expected).norm() / expected.norm() > 0.05
+
+
+@pytest.mark.parametrize("weight", [None, "tokens"])
+def test_gradients_under_a_scaler_are_those_of_the_big_batch(fit, weight):
+    """In float16 a backward rounds to 2^-11; factors of the window are three and two."""
+    batches = ragged_batches(5, is_ragged=weight is not None)
+    model = Ragged(batches, weight).float()
+    plain = copy.deepcopy(model)
+    plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=1024.0))
+    fit(model, AccumulationScheduler({0: 3}, weight=weight), plugins=[plugin])
+    assert plugin.scaler.get_scale() == 1024
+    optimizer = plain.configure_optimizers()
+    assert len(model.gradients) == 2
+    for gradient, window in zip(model.gradients, (batches[:3], batches[3:]), strict=True):
+        expected = mean_gradient(plain, window)
+        optimizer.step()
+        assert torch.allclose(gradient, expected, rtol=0, atol=2e-3 * expected.abs().max())
+
+
+def test_any_function_of_the_batch_is_a_weight(fit):
+    model = Scalar([3, 5, 7])
+    fit(model, AccumulationScheduler({0: 3}, weight=lambda batch: batch - 2))
+    assert model.gradients == pytest.approx([(3 * 1 + 5 * 3 + 7 * 5) / 9], abs=TOLERANCE)
+
+
+def test_weights_that_are_all_zero_make_no_nan(fit):
+    model = Scalar([3, 5, 7, 9])
+    fit(model, AccumulationScheduler({0: 2}, weight=lambda batch: 0.0 if batch < 6 else 1.0))
+    assert model.gradients == [0, 8]
+
+
+def test_a_batch_without_labels_counts_nothing(fit):
+    """Its loss is nan: the mean over no tokens."""
+    batches = ragged_batches(3)
+    batches[1]["labels"].fill_(-100)
+    model = Ragged(batches, "tokens")
+    expected = mean_gradient(copy.deepcopy(model), batches)
+    fit(model, AccumulationScheduler({0: 3}, weight="tokens"))
+    assert torch.allclose(model.gradients[0], expected, rtol=0, atol=TOLERANCE)
+
+
+class Skipping(Scalar):
+    """Some steps have no loss."""
+
+    def training_step(self, batch, batch_idx):
+        return None if batch.item() in (2, 7, 8) else super().training_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+def test_a_step_without_a_loss_does_not_count(fit):
+    model = Skipping(range(1, 10))
+    fit(model, AccumulationScheduler({0: 4}))
+    assert model.gradients == [(1 + 3 + 4) / 3, 5.5, 9]
+
+
+class Scheduled(Scalar):
+    """One learning rate for each step there will be."""
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        self.estimate = self.trainer.estimated_stepping_batches
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=self.estimate)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def lr_scheduler_step(self, scheduler, metric):
+        super().lr_scheduler_step(scheduler, metric)
+        assert scheduler.last_epoch == len(self.gradients)
+
+
+class Passing(Scheduled):
+    """The loader has holes."""
+
+    def train_dataloader(self):
+        return DataLoader(self.values, collate_fn=lambda values: None if values[0] in (2, 4) else torch.stack(values))
+
+
+@pytest.mark.filterwarnings("ignore:train_dataloader yielded None")
+def test_a_batch_that_is_not_there_ends_no_window(fit):
+    model = Passing(range(1, 8))
+    fit(model, AccumulationScheduler({0: 2}))
+    assert model.gradients == [2, 5, 6.5]
+    assert model.zeroed_at == [0, 4, 5]
+    assert model.lr_schedulers().last_epoch == 3
+
+
+class CutShort(Scalar):
+    """Ends its epochs early."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        return -1 if batch_idx == 3 else None
+
+
+def test_an_epoch_that_is_cut_short_leaves_nothing_behind(fit):
+    model = CutShort(range(1, 7))
+    fit(model, AccumulationScheduler({0: 2}), max_epochs=2)
+    assert model.gradients == [1.5, 1.5]
+    assert model.zeroed_at == [0, 2, 0, 2]
+
+
+def test_last_window_of_a_stream_is_the_mean_over_what_it_holds(fit):
+    model = Streaming(range(1, 8))
+    fit(model, AccumulationScheduler({0: 4}), max_epochs=2)
+    assert model.gradients == [2.5, 6] * 2
+
+
+def test_a_limit_ends_the_last_window(fit):
+    model = Scalar(range(1, 11))
+    fit(model, AccumulationScheduler({0: 4}), limit_train_batches=6)
+    assert model.gradients == [2.5, 5.5]
+
+
+def test_max_steps_counts_windows(fit):
+    model = Scalar(range(1, 11))
+    trainer = fit(model, AccumulationScheduler(by_step={0: 2, 2: 3}), max_steps=3, max_epochs=-1)
+    assert trainer.global_step == 3
+    assert model.gradients == [1.5, 3.5, 6]
+
+
+class Validating(Scalar):
+    def validation_step(self, batch, batch_idx):
+        assert self.trainer.global_step == len(self.gradients)
+
+    def val_dataloader(self):
+        return DataLoader(self.values)
+
+
+def test_validation_in_the_middle_of_a_window_changes_nothing(fit):
+    model = Validating(range(1, 9))
+    fit(model, AccumulationScheduler({0: 4}), val_check_interval=1, limit_val_batches=1)
+    assert model.gradients == [2.5, 6.5]
+
+
+class TestSteppingBatches:
+    def test_learning_rate_has_one_value_per_step(self, fit):
+        """Lightning estimates 16 for these 2 + 8 steps."""
+        model = Scheduled(range(8))
+        trainer = fit(model, AccumulationScheduler({0: 4, 1: 1}), max_epochs=2)
+        assert model.estimate == trainer.global_step == len(model.gradients) == 10
+        assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 10
+
+    @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(
+        num_batches=st.integers(1, 9),
+        factors=FACTORS,
+        unit=st.sampled_from(["by_epoch", "by_step"]),
+        num_epochs=st.integers(1, 4),
+        max_steps=st.sampled_from([-1, 4]),
+    )
+    def test_estimate_is_the_number_of_steps(self, fit, num_batches, factors, unit, num_epochs, max_steps):
+        model = Scheduled(range(num_batches))
+        limits = {"max_epochs": num_epochs, "max_steps": max_steps}
+        trainer = fit(model, AccumulationScheduler(**{unit: factors}), **limits)
+        assert model.estimate == trainer.global_step
+
+    @pytest.mark.parametrize(
+        ("model", "arguments", "expected"),
+        [
+            (Scalar(range(8)), {"max_epochs": -1, "max_steps": 3}, 3),
+            (Scalar(range(8)), {"max_epochs": -1, "max_time": "00:00:00:00"}, math.inf),
+            (Streaming(range(8)), {"max_epochs": 2, "max_steps": 3}, 3),
+            (Streaming(range(8)), {"max_epochs": 2}, -1),
+            (Scalar(range(8)), {"max_epochs": 2, "limit_train_batches": 5}, 4),
+        ],
+        ids=["steps", "endless", "stream with steps", "stream", "limit"],
+    )
+    def test_answers_without_epochs_are_those_of_lightning(self, fit, model, arguments, expected):
+        answers = []
+        model.configure_optimizers = lambda: answers.append(model.trainer.estimated_stepping_batches)
+        with pytest.warns(UserWarning, match="configure_optimizers` returned `None`"):
+            fit(model, AccumulationScheduler({0: 4}), **arguments)
+        assert answers == [expected]
+
+    def test_the_trainer_has_its_class_back(self, fit):
+        model = Scheduled(range(8))
+        model.on_train_start = lambda: kinds.append(type(model.trainer))
+        kinds = []
+        trainer = fit(model, AccumulationScheduler({0: 4}))
+        assert type(trainer) is pl.Trainer
+        assert trainer.estimated_stepping_batches == 8
+        (kind,) = kinds
+        assert issubclass(kind, pl.Trainer) and kind is not pl.Trainer  # noqa: PT018
+        assert (kind.__module__, kind.__qualname__) == (pl.Trainer.__module__, pl.Trainer.__qualname__)
+
+
+class TestTargetBatchSize:
+    def test_factor_follows_from_the_loader(self, fit):
+        model = Scalar(range(12), batch_size=2)
+        fit(model, AccumulationScheduler(target_batch_size=6))
+        assert model.gradients == [2.5, 8.5]
+
+    @pytest.mark.parametrize(
+        ("rounding", "target", "num_steps"), [("up", 7, 2), ("down", 7, 2), ("up", 8, 2), ("down", 5, 3), ("up", 1, 6)]
+    )
+    def test_a_remainder_is_rounded_where_it_is_allowed(self, fit, rounding, target, num_steps):
+        model = Scalar(range(12), batch_size=2)
+        fit(model, AccumulationScheduler(target_batch_size=target, round=rounding))
+        assert len(model.gradients) == num_steps
+
+    def test_factor_follows_a_loader_that_changes(self, fit):
+        model = Scalar(range(8), batch_size=1)
+
+        def load():
+            return DataLoader(model.values, batch_size=1 + model.trainer.current_epoch)
+
+        model.train_dataloader = load
+        fit(model, AccumulationScheduler(target_batch_size=4), max_epochs=2, reload_dataloaders_every_n_epochs=1)
+        assert model.gradients == [1.5, 5.5] * 2
+        assert model.zeroed_at == [0, 4, 0, 2]
+
+    def test_estimate_knows_the_factor(self, fit):
+        model = Scheduled(range(8))
+        trainer = fit(model, AccumulationScheduler(target_batch_size=4), max_epochs=2)
+        assert model.estimate == trainer.global_step == 4
+
+
+class Names(Callback):
+    def __init__(self):
+        self.found = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.found.append((trainer.accumulate_grad_batches, trainer.fit_loop._should_accumulate()))
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.found.append(trainer.fit_loop._should_accumulate())
+
+
+def test_callbacks_in_any_order_see_the_same_window(fit):
+    before, after = Names(), Names()
+    fit(Scalar(range(5)), before, AccumulationScheduler({0: 2}), after)
+    expected = [True, (2, True), False, (2, False)] * 2 + [False, (1, False)]
+    assert before.found == after.found == expected
+
+
+@pytest.mark.filterwarnings("ignore:AccumulationScheduler. batch norm normalises")
+def test_stochastic_weight_averaging_runs_beside(fit):
+    """It adds an epoch without backward, in which it takes ``accumulate_grad_batches`` for its own ends."""
+    fitted = []
+    for factor in (1, 2):
+        callbacks = [] if factor == 2 else [AccumulationScheduler({0: 2}, correct_batch_norm=False)]
+        torch.manual_seed(0)
+        model = Ragged(ragged_batches(6, is_ragged=False), None)
+        model.net = torch.nn.Sequential(model.net, torch.nn.BatchNorm1d(5, dtype=torch.float64))
+        averaging = StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1, device=None)
+        trainer = fit(model, *callbacks, averaging, max_epochs=3, accumulate_grad_batches=factor)
+        fitted.append(model)
+        assert trainer.accumulate_grad_batches == factor
+        assert model.net[1].momentum == 0.1
+    for name, tensor in fitted[0].state_dict().items():
+        assert torch.equal(tensor, fitted[1].state_dict()[name]), name
+
+
+@pytest.mark.filterwarnings("ignore:AccumulationScheduler. batch norm normalises")
+def test_the_epoch_of_stochastic_weight_averaging_scales_nothing_again(fit):
+    """Lightning steps once at its end, with the gradients that are still there."""
+    model = Ragged(ragged_batches(4, is_ragged=False), "samples")
+    model.net = torch.nn.Sequential(model.net, torch.nn.BatchNorm1d(5, dtype=torch.float64))
+    averaging = StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1, device=None)
+    fit(model, AccumulationScheduler({0: 2}, weight="samples"), averaging, max_epochs=2)
+    assert len(model.gradients) == 5
+    assert torch.equal(model.gradients[-1], model.gradients[-2])
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_batches_that_are_split_themselves_count_once(fit, is_first):
+    batches = ragged_batches(5)
+    model = Ragged(batches, "tokens")
+    plain = copy.deepcopy(model)
+    callbacks = [AccumulationScheduler({0: 3}, weight="tokens"), MicroBatching(1, weight="tokens")]
+    fit(model, *(callbacks if is_first else reversed(callbacks)))
+    optimizer = plain.configure_optimizers()
+    for gradient, window in zip(model.gradients, (batches[:3], batches[3:]), strict=True):
+        assert torch.allclose(gradient, mean_gradient(plain, window), rtol=0, atol=TOLERANCE)
+        optimizer.step()
+
+
+class Recorder(pl.loggers.CSVLogger):
+    def __init__(self, folder):
+        super().__init__(folder)
+        self.logged = []
+
+    def log_metrics(self, metrics, step=None):
+        self.logged += [(metrics[key], step) for key in metrics if key == "vram/accumulate_grad_batches"]
+
+
+@pytest.mark.filterwarnings("ignore:The number of training batches")
+def test_the_factor_is_logged_when_it_changes(fit, tmp_path):
+    logger = Recorder(tmp_path)
+    fit(Scalar(range(6)), AccumulationScheduler({0: 4, 1: 2}), max_epochs=3, logger=logger)
+    assert logger.logged == [(4.0, 0), (2.0, 2)]
+
+
+class PlantedError(RuntimeError):
+    pass
+
+
+@pytest.mark.parametrize("place", [None, "setup", "configure_optimizers", "training_step", "on_before_zero_grad"])
+def test_everything_is_put_back_and_a_second_fit_works(fit, make_trainer, place):
+    def fail(*args, **kwargs):
+        raise PlantedError
+
+    model, callback = Scalar(range(1, 6)), AccumulationScheduler({0: 2})
+    trainer = make_trainer(callbacks=[callback], max_epochs=1)
+    owners = [trainer, trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.automatic_optimization]
+    owners.append(trainer.precision_plugin)
+    before = [set(vars(owner)) for owner in owners]
+    if place is None:
+        trainer.fit(model)
+    else:
+        setattr(model, place, fail)
+        with pytest.raises(PlantedError):
+            trainer.fit(model)
+        delattr(model, place)
+    assert type(trainer) is pl.Trainer
+    assert trainer.accumulate_grad_batches == 1
+    assert [set(vars(owner)) - known for owner, known in zip(owners, before, strict=True)] == [set()] * 4
+    again = Scalar(range(1, 6))
+    fit(again, callback)
+    assert again.gradients == [1.5, 3.5, 5]
+
+
+def test_validation_and_test_are_left_alone(make_trainer):
+    model = Validating(range(3))
+    model.test_step, model.test_dataloader = model.validation_step, model.val_dataloader
+    trainer = make_trainer(callbacks=[AccumulationScheduler({0: 2})])
+    for run in (trainer.validate, trainer.test):
+        run(model)
+        assert type(trainer) is pl.Trainer
+        assert trainer.accumulate_grad_batches == 1

@@ -1,0 +1,186 @@
+"""AccumulationScheduler on two ranks: the mean is over the batches of both, and nothing is sent within a window."""
+
+import copy
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import DDPStrategy
+from support.accumulation_models import Ragged, Scalar, mean_gradient, ragged_batches
+from support.helpers import Forking
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
+
+from lightning_vram.callbacks.accumulation_scheduler.callback import AccumulationScheduler
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork"),
+]
+
+NUM_BATCHES = 5
+WINDOWS = ((0, 3), (3, 5))
+
+
+class Split(Ragged):
+    """Every other batch is for the other rank."""
+
+    def train_dataloader(self):
+        return DataLoader(self.batches[self.trainer.global_rank :: 2], batch_size=None)
+
+    def on_train_end(self):
+        """Compare with the big batch: weights move as the plain model's do."""
+        (plain,) = self.plain
+        optimizer = plain.configure_optimizers()
+        assert len(self.gradients) == len(WINDOWS)
+        for gradient, (start, end) in zip(self.gradients, WINDOWS, strict=True):
+            expected = mean_gradient(plain, self.batches[2 * start : 2 * end])
+            if self.trainer.gradient_clip_val:
+                assert expected.norm() > self.trainer.gradient_clip_val
+                torch.nn.utils.clip_grad_norm_(plain.parameters(), self.trainer.gradient_clip_val)
+            assert torch.allclose(gradient, expected, rtol=0, atol=1e-12)
+            optimizer.step()
+        for own, other in zip(self.parameters(), plain.parameters(), strict=True):
+            own = own.full_tensor() if hasattr(own, "full_tensor") else own
+            assert torch.allclose(own, other, rtol=0, atol=1e-12)
+        self.is_checked = True
+
+
+class Sharded(Split):
+    def state_dict(self, **arguments):
+        return {}  # the launcher cannot hand shards to the parent process
+
+    def configure_model(self):
+        fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+
+class Tell(Callback):
+    """Asserts in the process of each rank count for nothing unless they were reached."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_fit_end(self, trainer, pl_module):
+        (self.path / f"rank{trainer.global_rank}").write_text(str(pl_module.is_checked))
+
+
+def run(make_trainer, tmp_path, model, callback, **arguments):
+    model.plain = [copy.deepcopy(model)]  # in a list: it is no part of the model
+    trainer = make_trainer(
+        callbacks=[callback, Tell(tmp_path)], devices=2, limit_val_batches=0, max_epochs=1, **arguments
+    )
+    trainer.fit(model)
+    assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["True", "True"]
+
+
+CLIPPING = [{}, {"gradient_clip_val": 0.05}]
+
+
+@pytest.mark.parametrize("weight", [None, "tokens"])
+@pytest.mark.parametrize("arguments", CLIPPING, ids=["plain", "clipped"])
+def test_gradients_under_ddp_are_those_of_the_big_batch(make_trainer, tmp_path, weight, arguments):
+    model = Split(ragged_batches(2 * NUM_BATCHES, is_ragged=weight is not None), weight)
+    arguments = {"strategy": "ddp_fork", "use_distributed_sampler": False, **arguments}
+    run(make_trainer, tmp_path, model, AccumulationScheduler({0: 3}, weight=weight), **arguments)
+
+
+@pytest.mark.parametrize("weight", [None, "tokens"])
+@pytest.mark.parametrize("arguments", CLIPPING, ids=["plain", "clipped"])
+def test_gradients_under_fsdp2_are_those_of_the_big_batch(make_trainer, tmp_path, weight, arguments):
+    model = Sharded(ragged_batches(2 * NUM_BATCHES, is_ragged=weight is not None), weight)
+    arguments = {
+        "strategy": Forking(),
+        "use_distributed_sampler": False,
+        **arguments,
+    }
+    run(make_trainer, tmp_path, model, AccumulationScheduler({0: 3}, weight=weight), **arguments)
+
+
+class Counting(Scalar):
+    is_checked = False
+
+    def on_train_start(self):
+        self.num_reductions = []
+
+        def hook(state, bucket):
+            self.num_reductions.append(self.trainer.fit_loop.batch_idx)
+            future = torch.distributed.all_reduce(bucket.buffer().div_(2), async_op=True).get_future()
+            return future.then(lambda done: done.value()[0])
+
+        self.trainer.strategy.model.register_comm_hook(None, hook)
+
+    def on_train_end(self):
+        assert self.num_reductions == [1, 3, 6, 7]
+        self.is_checked = True
+
+
+def test_nothing_is_reduced_within_a_window(make_trainer, tmp_path):
+    callback = AccumulationScheduler(by_step={0: 2, 2: 3})
+    run(make_trainer, tmp_path, Counting(range(16)), callback, strategy=DDPStrategy(start_method="fork"))
+
+
+class Target(Scalar):
+    def on_train_end(self):
+        assert len(self.gradients) == 3
+        self.is_checked = True
+
+
+def test_a_target_counts_the_samples_of_both_ranks(make_trainer, tmp_path):
+    """Twelve samples each, two at a time, by two micro-batches."""
+    callback = AccumulationScheduler(target_batch_size=8)
+    run(make_trainer, tmp_path, Target(range(24), batch_size=2), callback, strategy="ddp_fork")
+
+
+HOLES = {
+    "one rank": ({1}, set()),
+    "other places": ({0}, {1}),
+    "last of a window on both": ({2}, {2}),
+    "first of all": ({0}, set()),
+}
+
+
+class Holes(Scalar):
+    """The loaders of some ranks have no batch in some places."""
+
+    weigh = None
+
+    def train_dataloader(self):
+        rank = self.trainer.global_rank
+        places = self.holes[rank]
+        values = [None if i in places else value[None] for i, value in enumerate(self.values[rank::2])]
+        return DataLoader(values, batch_size=None)
+
+    def on_train_end(self):
+        assert self.gradients == pytest.approx(self.expected, abs=1e-12)
+        self.is_checked = True
+
+
+@pytest.mark.filterwarnings("ignore:train_dataloader yielded None")
+@pytest.mark.parametrize(
+    "weight", [None, lambda batch: 0.0 if batch == 2 else batch.item() * 100], ids=["no", "weight"]
+)
+@pytest.mark.parametrize("case", HOLES)
+def test_ranks_keep_step_where_one_has_no_batch(make_trainer, tmp_path, case, weight):
+    """In Lightning's own accumulation as well, a rank may have none within a window; it counts as no gradient."""
+    holes = HOLES[case]
+    model = Holes(range(1, 15))
+    model.holes = holes
+    first = 4 if case == "last of a window on both" else 3
+    model.expected = []
+    for start, end in ((0, first), (first, first + 3), (first + 3, 7)):
+        held = [float(1 + 2 * i + rank) for rank in range(2) for i in range(start, min(end, 7)) if i not in holes[rank]]
+        places = 2 * (min(end, 7) - start - any(i in holes[0] & holes[1] for i in range(start, end)))
+        if weight is None and places:
+            model.expected.append(sum(held) / places)
+        elif places:
+            weights = [weight(torch.tensor(value)) for value in held]
+            model.expected.append(sum(w * value for w, value in zip(weights, held, strict=True)) / sum(weights))
+    strategy = DDPStrategy(start_method="fork")
+    run(
+        make_trainer,
+        tmp_path,
+        model,
+        AccumulationScheduler({0: 3}, weight=weight),
+        strategy=strategy,
+        use_distributed_sampler=False,
+    )

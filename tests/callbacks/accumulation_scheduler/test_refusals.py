@@ -1,0 +1,309 @@
+"""AccumulationScheduler: what it does not take, and how it says so."""
+
+import copy
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from support.accumulation_models import Scalar
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_vram.callbacks.accumulation_scheduler.callback import AccumulationScheduler
+
+CONFIG = Path(__file__).parents[3] / "configs" / "accumulation_scheduler.yaml"
+NAME = "AccumulationScheduler"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({}, ValueError, f"{NAME} needs exactly one of by_epoch, by_step and target_batch_size, got none."),
+        (
+            {"by_epoch": {0: 2}, "by_step": {0: 2}},
+            ValueError,
+            f"{NAME} needs exactly one of by_epoch, by_step and target_batch_size, got by_epoch and by_step.",
+        ),
+        (
+            {"by_epoch": 4},
+            TypeError,
+            f"{NAME}(by_epoch) must be a dict such as {{0: 8, 4: 4}}, got 4 of type int.",
+        ),
+        (
+            {"by_epoch": {}},
+            ValueError,
+            f"{NAME}(by_epoch) must not be empty. {{0: 8}} accumulates 8 micro-batches throughout.",
+        ),
+        ({"by_epoch": {True: 2}}, TypeError, f"{NAME}(by_epoch) must have epochs as keys, got True of type bool."),
+        ({"by_step": {"0": 2}}, TypeError, f"{NAME}(by_step) must have steps as keys, got '0' of type str."),
+        ({"by_step": {-1: 2}}, ValueError, f"{NAME}(by_step) must have steps from 0 on as keys, got -1."),
+        ({"by_epoch": {0: True}}, TypeError, f"{NAME}(by_epoch)[0] must be an int, got True of type bool."),
+        ({"by_epoch": {0: 2.0}}, TypeError, f"{NAME}(by_epoch)[0] must be an int, got 2.0 of type float."),
+        ({"by_epoch": {3: 0}}, ValueError, f"{NAME}(by_epoch)[3] must be at least 1, got 0."),
+        (
+            {"by_epoch": {4: 2, 0: 8}},
+            ValueError,
+            f"{NAME}(by_epoch) must be in ascending order, got {{4: 2, 0: 8}}: {{0: 8, 4: 2}}.",
+        ),
+        ({"target_batch_size": 0}, ValueError, f"{NAME}(target_batch_size) must be at least 1, got 0."),
+        ({"target_batch_size": "8"}, TypeError, f"{NAME}(target_batch_size) must be an int, got '8' of type str."),
+        (
+            {"target_batch_size": 8, "round": "nearest"},
+            ValueError,
+            f"{NAME}(round) must be 'up', 'down' or None, got 'nearest'.",
+        ),
+        (
+            {"by_epoch": {0: 2}, "round": "up"},
+            ValueError,
+            f"{NAME}(round) needs target_batch_size, got round='up' without.",
+        ),
+        (
+            {"by_epoch": {0: 2}, "weight": "words"},
+            ValueError,
+            f"{NAME}(weight) must be a function or one of samples, tokens, shifted_tokens, got 'words'.",
+        ),
+        (
+            {"by_epoch": {0: 2}, "weight": 2},
+            TypeError,
+            f"{NAME}(weight) must be a function or one of samples, tokens, shifted_tokens, got 2 of type int.",
+        ),
+        (
+            {"by_epoch": {0: 2}, "correct_batch_norm": 1},
+            TypeError,
+            f"{NAME}(correct_batch_norm) must be True or False, got 1 of type int.",
+        ),
+    ],
+)
+def test_refuses(arguments, error, message):
+    with pytest.raises(error) as caught:
+        AccumulationScheduler(**arguments)
+    assert str(caught.value) == message
+
+
+def test_the_callers_dict_stays_as_it_is():
+    factors = {1: 2}
+    callback = AccumulationScheduler(by_epoch=factors)
+    factors[0] = 4
+    assert callback._schedule.factor(0, 0) == 1
+    assert factors == {1: 2, 0: 4}
+
+
+class Manual(Scalar):
+    automatic_optimization = False
+
+
+class LateManual(Scalar):
+    def configure_model(self):
+        self.automatic_optimization = False
+
+
+class TakesIterator(Scalar):
+    def training_step(self, dataloader_iter):
+        raise AssertionError
+
+
+class WithLBFGS(Scalar):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor")
+@pytest.mark.parametrize(
+    ("model", "callbacks", "arguments", "message"),
+    [
+        (
+            Manual,
+            [],
+            {},
+            f"{NAME} does not work with manual optimization: training_step calls the optimizer itself. "
+            "Accumulate there, or set automatic_optimization=True.",
+        ),
+        (
+            LateManual,
+            [],
+            {},
+            f"{NAME} does not work with manual optimization: training_step calls the optimizer itself. "
+            "Accumulate there, or set automatic_optimization=True.",
+        ),
+        (
+            TakesIterator,
+            [],
+            {},
+            f"{NAME} does not work with training_step(dataloader_iter): batches are taken out of its sight. "
+            "Take a batch as the argument.",
+        ),
+        (
+            Scalar,
+            [],
+            {"accumulate_grad_batches": 2},
+            f"{NAME} does not work with Trainer(accumulate_grad_batches=2): both set the same. Remove that argument.",
+        ),
+        (
+            Scalar,
+            [GradientAccumulationScheduler({0: 2})],
+            {},
+            f"{NAME} does not work with GradientAccumulationScheduler: both set the same. "
+            f"Remove the latter, {NAME}(by_epoch=...) takes its dict.",
+        ),
+        (
+            WithLBFGS,
+            [],
+            {},
+            f"{NAME} does not work with LBFGS: it evaluates the loss several times per step, of which only the last "
+            "micro-batch would be a part. Use larger batches or another optimizer.",
+        ),
+    ],
+)
+def test_a_run_that_cannot_accumulate_is_refused_before_its_first_batch(
+    make_trainer, model, callbacks, arguments, message
+):
+    module = model(range(4))
+    trainer = make_trainer(callbacks=[AccumulationScheduler({0: 2}), *callbacks], limit_val_batches=0, **arguments)
+    with pytest.raises(MisconfigurationException) as caught:
+        trainer.fit(module)
+    assert str(caught.value) == message
+    assert module.gradients == []
+    assert trainer.accumulate_grad_batches == arguments.get("accumulate_grad_batches", 1)
+    assert type(trainer) is pl.Trainer
+
+
+def test_two_of_them_are_refused(make_trainer):
+    class Other(AccumulationScheduler):
+        state_key = "other"  # Lightning refuses two of one key itself
+
+    trainer = make_trainer(callbacks=[AccumulationScheduler({0: 2}), Other({0: 4})])
+    with pytest.raises(MisconfigurationException) as caught:
+        trainer.fit(Scalar(range(4)))
+    assert str(caught.value) == f"{NAME} can be used once, got several. Put one schedule into one of them."
+
+
+def test_strategies_that_accumulate_otherwise_are_refused(make_trainer, monkeypatch):
+    callback = AccumulationScheduler({0: 2})
+    trainer, model = make_trainer(callbacks=[callback]), Scalar(range(4))
+    trainer.strategy.connect(model)
+    monkeypatch.setattr(type(trainer.strategy), "handles_gradient_accumulation", True)
+    with pytest.raises(MisconfigurationException) as caught:
+        callback.setup(trainer, model, "fit")
+    assert str(caught.value) == (
+        f"{NAME} does not work with SingleDeviceStrategy: it accumulates by itself, with one factor for the whole "
+        "run. Use its own configuration and remove the callback."
+    )
+    strategy = FSDPStrategy(cpu_offload=True)
+    strategy.connect(model)
+    monkeypatch.setattr(type(trainer), "strategy", strategy)
+    with pytest.raises(MisconfigurationException) as caught:
+        callback.setup(trainer, model, "fit")
+    assert str(caught.value) == (
+        f"{NAME} does not work with FSDPStrategy(cpu_offload=True): FSDP1 accumulates wrong gradients there. "
+        "Use ModelParallelStrategy (FSDP2)."
+    )
+
+
+class WithTwoLoaders(Scalar):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch[0], batch_idx)
+
+    def train_dataloader(self):
+        return [DataLoader(self.values, batch_size=2)] * 2
+
+
+class Batches(IterableDataset):
+    def __iter__(self):
+        yield torch.ones(2, dtype=torch.float64)
+
+
+class WithBatches(Scalar):
+    def train_dataloader(self):
+        return DataLoader(Batches(), batch_size=None)
+
+
+@pytest.mark.parametrize(
+    ("model", "target", "message"),
+    [
+        (
+            Scalar,
+            7,
+            f"{NAME}(target_batch_size) must be a multiple of 2, got 7: one micro-batch of all ranks is 2 x 1 = 2 "
+            "samples. Choose 6 or 8, or round='down' or 'up'.",
+        ),
+        (
+            Scalar,
+            1,
+            f"{NAME}(target_batch_size) must be at least 2, got 1: one micro-batch of all ranks is 2 x 1 = 2 samples. "
+            "Choose a smaller batch size for the loader, or round='up'.",
+        ),
+        (
+            WithTwoLoaders,
+            4,
+            f"{NAME}(target_batch_size) needs one training dataloader, got 2. "
+            "Give by_epoch={0: number of micro-batches} instead.",
+        ),
+        (
+            WithBatches,
+            4,
+            f"{NAME}(target_batch_size) needs a training dataloader with a batch_size, got a DataLoader without. "
+            "Give by_epoch={0: number of micro-batches} instead.",
+        ),
+    ],
+)
+def test_a_target_that_cannot_be_met_is_refused_before_the_first_batch(make_trainer, model, target, message):
+    module = model(range(8), batch_size=2)
+    callback = AccumulationScheduler(target_batch_size=target)
+    with pytest.raises(MisconfigurationException) as caught:
+        make_trainer(callbacks=[callback], limit_val_batches=0).fit(module)
+    assert str(caught.value) == message
+    assert module.gradients == []
+
+
+def test_lbfgs_alone_is_all_right(make_trainer):
+    weighted = AccumulationScheduler(by_step={0: 1}, weight=lambda batch: 3.0)
+    models = [WithLBFGS([1.0, 2.0]) for _ in range(2)]
+    for model, callbacks in zip(models, ([weighted], []), strict=True):
+        model.training_step = lambda batch, batch_idx, model=model: ((model.weight - batch) ** 2).mean()
+        make_trainer(callbacks=callbacks, limit_val_batches=0).fit(model)
+    assert torch.allclose(models[0].weight, models[1].weight, rtol=0, atol=1e-12)
+
+
+def weigh(batch):
+    return 1.0
+
+
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore:LightningCLI's args parameter", "ignore:No seed found"
+)
+class TestCommandLine:
+    def parse(self, *args):
+        fixed = [f"--config={CONFIG}", "--model.values=[1]", "--trainer.logger=false"]
+        cli = LightningCLI(Scalar, args=[*fixed, *args], run=False, save_config_callback=None)
+        (callback,) = (c for c in cli.trainer.callbacks if isinstance(c, AccumulationScheduler))
+        return callback
+
+    def test_the_configuration_file_makes_a_schedule(self):
+        callback = self.parse()
+        assert (callback._schedule.starts, callback._schedule.factors) == ((0, 2), (2, 4))
+
+    @pytest.mark.parametrize("text", ["{0: 2, 9: 3}", '{"0": 2, "9": 3}'])
+    def test_keys_are_numbers_however_they_are_written(self, text):
+        callback = self.parse("--trainer.callbacks.init_args.by_epoch", text)
+        assert (callback._schedule.starts, callback._schedule.factors) == ((0, 9), (2, 3))
+
+    def test_a_function_is_named_by_its_path(self):
+        callback = self.parse("--trainer.callbacks.init_args.weight", f"{__name__}.weigh")
+        assert callback.weight is weigh
+
+
+def test_a_copy_is_not_part_of_a_run(make_trainer):
+    callback = AccumulationScheduler({0: 2}, weight="samples")
+    copies = []
+    model = Scalar([[1.0], [2.0], [3.0]])
+    model.on_train_batch_end = lambda *args: copies.append(copy.deepcopy(callback))
+    make_trainer(callbacks=[callback], limit_val_batches=0, max_epochs=1).fit(model)
+    assert len(copies) == 3
+    assert all(twin.state_dict() == {} for twin in copies)
+    again = Scalar([[1.0], [2.0], [3.0]])
+    make_trainer(callbacks=[copies[1]], limit_val_batches=0, max_epochs=1).fit(again)
+    assert again.gradients == [1.5, 3]

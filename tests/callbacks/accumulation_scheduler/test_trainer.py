@@ -1,0 +1,178 @@
+"""AccumulationScheduler: what others see of the trainer before, beside and after the training."""
+
+import copy
+import pickle
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import BatchSizeFinder, Callback, LearningRateFinder
+from lightning.pytorch.tuner import Tuner
+from support.accumulation_models import Scalar
+from torch.utils.data import DataLoader
+
+from lightning_vram.callbacks.accumulation_scheduler.callback import AccumulationScheduler
+
+SCHEDULES = [{"by_epoch": {0: 4}}, {"by_step": {0: 4}}, {"target_batch_size": 4}]
+
+
+class Asking(Scalar):
+    """Asks for the number of steps wherever one may."""
+
+    def setup(self, stage):
+        self.estimates = [self.trainer.estimated_stepping_batches]
+        self.factors = [self.trainer.accumulate_grad_batches]
+
+    def ask(self):
+        self.estimates.append(self.trainer.estimated_stepping_batches)
+        self.factors.append(self.trainer.accumulate_grad_batches)
+
+    configure_model = on_fit_start = on_train_start = ask
+
+    def configure_optimizers(self):
+        self.ask()
+        return super().configure_optimizers()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: next(iter(schedule)))
+def test_the_number_of_steps_and_the_first_factor_are_known_from_setup_on(make_trainer, schedule):
+    model = Asking(range(16))
+    trainer = make_trainer(callbacks=[AccumulationScheduler(**schedule)], limit_val_batches=0, max_epochs=1)
+    trainer.fit(model)
+    assert model.estimates == [4] * 5
+    assert model.factors == [4] * 5
+    assert trainer.accumulate_grad_batches == 1
+
+
+@pytest.mark.filterwarnings("ignore:Total length of `")
+@pytest.mark.parametrize("schedule", [{"by_epoch": {0: 4}}, {"by_step": {0: 2, 3: 4}}], ids=["by_epoch", "by_step"])
+def test_an_empty_loader_makes_no_steps(make_trainer, schedule):
+    model = Asking([])
+    make_trainer(callbacks=[AccumulationScheduler(**schedule)], limit_val_batches=0, max_epochs=1).fit(model)
+    assert model.estimates[0] == 0
+
+
+class Pickling(Scalar):
+    """As worker processes that are spawned do."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.copies = [pickle.loads(pickle.dumps(self.trainer)), copy.deepcopy(self.trainer)]
+
+
+def test_a_copy_of_a_trainer_that_runs_is_a_plain_one(make_trainer):
+    model = Pickling(range(1, 4))
+    make_trainer(callbacks=[AccumulationScheduler({0: 2})], limit_val_batches=0, max_epochs=1).fit(model)
+    for twin in model.copies:
+        assert type(twin) is pl.Trainer
+        loop = twin.fit_loop.epoch_loop
+        assert loop._accumulated_batches_reached.__self__ is loop
+        assert loop.automatic_optimization.run.__self__ is loop.automatic_optimization
+    assert model.gradients == [1.5, 3]
+
+
+class Tuned(Scalar):
+    def __init__(self, values, batch_size=1):
+        super().__init__(values, batch_size)
+        self.lr = 0.01
+        self.events = ""
+
+    def training_step(self, batch, batch_idx):
+        self.events += "m"
+        return (self.weight - batch).square().mean()
+
+    def on_before_optimizer_step(self, optimizer):
+        self.events += "S"
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+@pytest.mark.filterwarnings("ignore:.*suggestion", "ignore:.*not enough points")
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: next(iter(schedule)))
+@pytest.mark.parametrize("place", ["before", "after", "alone"])
+def test_a_search_for_a_learning_rate_accumulates(make_trainer, tmp_path, schedule, place):
+    ours = [] if place == "alone" else [AccumulationScheduler(**schedule)]
+    finder = LearningRateFinder(num_training_steps=5)
+    callbacks = [finder, *ours] if place == "after" else [*ours, finder]
+    model = Tuned(torch.linspace(0, 1, 80))
+    arguments = {"accumulate_grad_batches": 4} if place == "alone" else {}
+    trainer = make_trainer(
+        callbacks=callbacks, limit_val_batches=0, max_steps=2, max_epochs=-1, default_root_dir=tmp_path, **arguments
+    )
+    trainer.fit(model)
+    assert model.events == "mmmmS" * (finder.optimal_lr._total_batch_idx + 1 + 8 >> 2)
+    assert trainer.global_step == 2
+    assert len(finder.optimal_lr.results["lr"]) == len(finder.optimal_lr.results["loss"]) > 0
+
+
+@pytest.mark.filterwarnings("ignore:.*suggestion", "ignore:.*not enough points")
+def test_a_tuner_accumulates_and_the_fit_after_it_begins_anew(make_trainer, tmp_path):
+    model = Tuned(torch.linspace(0, 1, 80))
+    trainer = make_trainer(
+        callbacks=[AccumulationScheduler({0: 4})], limit_val_batches=0, max_epochs=1, default_root_dir=tmp_path
+    )
+    Tuner(trainer).lr_find(model, num_training=5, early_stop_threshold=None)
+    assert model.events == "mmmmS" * 5
+    assert type(trainer) is pl.Trainer
+    trainer.fit(model)
+    assert model.events == "mmmmS" * 25
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_batch_sizes_that_are_tried_need_not_divide_the_target(make_trainer, tmp_path, is_first):
+    callbacks = [AccumulationScheduler(target_batch_size=12), BatchSizeFinder(steps_per_trial=1, max_trials=2)]
+    model = Tuned(torch.linspace(0, 1, 48), batch_size=5)
+    model.train_dataloader = lambda: DataLoader(model.values, batch_size=model.batch_size)
+    trainer = make_trainer(
+        callbacks=callbacks if is_first else callbacks[::-1],
+        limit_val_batches=0,
+        max_epochs=1,
+        default_root_dir=tmp_path,
+    )
+    trainer.fit(model)
+    assert model.batch_size == 4
+    assert model.events[-16:] == "mmmS" * 4
+    assert trainer.global_step == 4
+
+
+class Failing(Callback):
+    """So that nobody after it hears that the run is over."""
+
+    def teardown(self, trainer, pl_module, stage):
+        raise ValueError("teardown")
+
+    def on_exception(self, trainer, pl_module, exception):
+        raise ValueError("on_exception")
+
+
+@pytest.mark.filterwarnings("ignore:The `srun`")
+def test_a_run_that_could_not_be_put_away_ends_with_the_next_one(make_trainer):
+    trainer = make_trainer(callbacks=[Failing(), AccumulationScheduler({0: 4})], limit_val_batches=0, max_epochs=1)
+    with pytest.raises(ValueError, match="on_exception"):
+        trainer.fit(Scalar(range(1, 9)))
+    trainer.callbacks = []
+    trainer.fit_loop.max_epochs = 2
+    model = Scalar(range(1, 9))
+    trainer.fit(model)
+    assert type(trainer) is pl.Trainer
+    assert trainer.accumulate_grad_batches == 1
+    assert model.gradients == list(range(1, 9))
+
+
+def test_a_test_of_a_checkpoint_does_not_move_the_window(make_trainer, tmp_path):
+    class Saving(Scalar):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            if batch_idx == 4:
+                self.trainer.save_checkpoint(tmp_path / "middle.ckpt")
+
+        def test_step(self, batch, batch_idx):
+            pass
+
+        def test_dataloader(self):
+            return DataLoader(self.values)
+
+    callback, model = AccumulationScheduler({0: 4}), Saving(range(8))
+    trainer = make_trainer(callbacks=[callback], limit_val_batches=0, max_epochs=1)
+    trainer.fit(model)
+    trainer.test(model, ckpt_path=tmp_path / "middle.ckpt", verbose=False)
+    assert callback.state_dict() == {"length": 4, "position": 4, "batch": 8}

@@ -1,0 +1,302 @@
+"""Steps that are not textbook: masks without tokens, layers that thaw, losses that are sums, tuners, own outputs."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import LearningRateFinder
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from support.memory_limit import MemoryLimit
+from support.micro_batching_models import HeavyLayer, LitRegression
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_vram import MicroBatching
+from lightning_vram.memory.units import MIB
+
+LIMIT_BYTES = int(2.5 * MIB)  # two samples
+
+
+class LitOdd(pl.LightningModule):
+    """Masked rows; says what its gradients were."""
+
+    def __init__(self, heavy: str = "nowhere") -> None:
+        super().__init__()
+        pl.seed_everything(0, verbose=False)
+        self.first, self.last = nn.Linear(4, 6).double(), nn.Linear(6, 1).double()
+        self.heavy = HeavyLayer(heavy)
+        self.gradients: list[list[Tensor | None]] = []
+        self.losses: list[float] = []
+
+    def error(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.last(self.heavy(self.first(batch["x"]).tanh())).square().squeeze(-1)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        loss = (self.error(batch) * batch["mask"]).sum() / batch["mask"].sum()
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.gradients.append([None if p.grad is None else p.grad.clone() for p in self.watched()])
+
+    def watched(self) -> list[nn.Parameter]:
+        return list(self.parameters())
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self) -> DataLoader:
+        x = torch.randn(16, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        mask = torch.tensor([0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0], dtype=torch.float64).repeat(2)
+        return DataLoader([{"x": row, "mask": one} for row, one in zip(x, mask, strict=True)], batch_size=8)
+
+
+@pytest.fixture
+def fit(make_trainer):
+    def run(model: pl.LightningModule, *callbacks: pl.Callback, limit: int | None = None, **options: Any) -> Any:
+        torch.manual_seed(0)
+        with MemoryLimit(limit) as memory:
+            trainer = make_trainer(callbacks=list(callbacks), max_epochs=1, **options)
+            trainer.fit(model)
+        model.num_errors = memory.num_errors
+        model.metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
+        return model
+
+    return run
+
+
+def assert_close(one: LitOdd, other: LitOdd) -> None:
+    assert len(one.gradients) == len(other.gradients) > 0
+    for ours, theirs in zip(one.gradients, other.gradients, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            assert (a is None) == (b is None)
+            assert a is None or torch.allclose(a, b, rtol=0, atol=1e-12)
+    assert one.losses == pytest.approx(other.losses, abs=1e-12)
+    assert one.metrics == pytest.approx(other.metrics, abs=1e-6)
+
+
+def mask_weight(batch: dict[str, Tensor]) -> Tensor:
+    return batch["mask"].sum()
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}], ids=str)
+def test_a_part_without_tokens_counts_for_nothing_even_where_its_loss_is_no_number(fit, options) -> None:
+    split = fit(LitOdd(), MicroBatching(2, weight=mask_weight), **options)
+    assert_close(split, fit(LitOdd(), **options))
+
+
+@pytest.mark.distributed
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_so_it_does_under_ddp_where_the_reducer_would_work_in_its_backward(fit) -> None:
+    def weights(*callbacks: pl.Callback) -> list[Tensor]:
+        model = fit(Shuffled(), *callbacks, strategy="ddp_fork", devices=2, use_distributed_sampler=False)
+        return [p.detach() for p in model.parameters()]
+
+    class Shuffled(LitOdd):
+        def train_dataloader(self) -> DataLoader:
+            samples = list(super().train_dataloader().dataset)
+            order = [2, 3, 4, 6, 7, 5, 0, 1]  # nothing counts in the last parts
+            return DataLoader([samples[8 * self.trainer.global_rank + place] for place in order], batch_size=8)
+
+    for one, other in zip(weights(MicroBatching(2, weight=mask_weight)), weights(), strict=True):
+        assert torch.allclose(one, other, rtol=0, atol=1e-12)
+
+
+class LitSized(LitOdd):
+    """Tells ``self.log`` the number of samples, as Lightning asks for where it cannot find it."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = (self.error(batch) * batch["mask"]).sum() / batch["mask"].sum()
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True, batch_size=len(batch["x"]))
+        return loss
+
+
+@pytest.mark.parametrize("weight", [mask_weight, "tokens"], ids=["function", "tokens"])
+def test_a_loss_logged_with_the_number_of_samples_is_that_of_the_batch_in_bars_loggers_and_metrics(
+    make_trainer, weight: Any
+) -> None:
+    class Labelled(LitSized):
+        def train_dataloader(self) -> DataLoader:
+            samples = super().train_dataloader().dataset
+            return DataLoader([{**one, "labels": (one["mask"] - 1).long() * 100} for one in samples], batch_size=8)
+
+    class Recording(pl.Callback):
+        def __init__(self) -> None:
+            self.seen: list[tuple[str, float]] = []
+
+        def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+            for metrics in (trainer.progress_bar_metrics, trainer.logged_metrics, trainer.callback_metrics):
+                self.seen.extend((name, float(value)) for name, value in metrics.items())
+
+        on_train_end = on_train_batch_end
+
+    def shown(*callbacks: pl.Callback) -> list[tuple[str, float]]:
+        recording = Recording()
+        make_trainer(callbacks=[*callbacks, recording], log_every_n_steps=1).fit(Labelled())
+        return recording.seen
+
+    expected = shown()
+    assert {name for name, _ in expected} == {"loss", "loss_step", "loss_epoch"}
+    actual = shown(MicroBatching(2, weight=weight))
+    assert [name for name, _ in actual] == [name for name, _ in expected]
+    assert [value for _, value in actual] == pytest.approx([value for _, value in expected], abs=1e-12)
+
+
+class LitSum(LitOdd):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self.error(batch).sum()
+
+
+def test_losses_that_are_sums_add_up(fit) -> None:
+    assert_close(fit(LitSum(), MicroBatching(3, weight="sum")), fit(LitSum()))
+
+
+class LitThawing(LitOdd):
+    """Layers take turns at being frozen, which the step itself decides."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.first.requires_grad_(batch_idx % 2 == 0)
+        return self.error(batch).mean()
+
+
+class LitPrompt(LitOdd):
+    """A parameter that only the optimizer knows."""
+
+    def __init__(self, heavy: str = "nowhere") -> None:
+        super().__init__(heavy)
+        self.hidden = [nn.Parameter(torch.ones(4, dtype=torch.float64))]
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self.error({"x": batch["x"] * self.hidden[0]}).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.watched(), lr=0.1)
+
+    def watched(self) -> list[nn.Parameter]:
+        return [*self.parameters(), *self.hidden]
+
+
+@pytest.mark.parametrize("kind", [LitThawing, LitPrompt])
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}], ids=str)
+def test_every_gradient_comes_back_after_a_backward_that_broke_off(fit, kind, options) -> None:
+    actual = fit(kind("backward"), MicroBatching(regrow_after_n_batches=None), limit=LIMIT_BYTES, **options)
+    assert actual.num_errors > 0
+    expected = fit(kind("backward"), MicroBatching(2), **options)
+    for ours, theirs in zip(actual.gradients, expected.gradients, strict=True):
+        assert all(a is b is None or torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+class LitCounting(LitRegression):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Any]:
+        outputs = super().training_step(batch, batch_idx)
+        return {**outputs, "correct": int((outputs["predicted"] > 0).sum())}
+
+
+def test_outputs_that_cannot_be_combined_come_as_lists_and_do_not_end_the_fit(fit) -> None:
+    class Keep(pl.Callback):
+        seen: list[Any] = []  # noqa: RUF012
+
+        def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, *args: Any) -> None:
+            self.seen.append(outputs)
+
+    with pytest.warns(UserWarning, match=r"gets a list of outputs\['correct'\].*combine_outputs"):
+        fit(LitCounting(heavy="forward"), MicroBatching(), Keep(), limit=LIMIT_BYTES)
+    assert all(len(outputs["predicted"]) in (8, 4) for outputs in Keep.seen)
+    assert any(isinstance(outputs["correct"], list) for outputs in Keep.seen)
+
+
+def test_a_tuner_trains_before_the_fit_starts(fit) -> None:
+    model = LitSum()
+    model.lr = 0.1
+    finder = LearningRateFinder(num_training_steps=2)
+    fit(model, finder, MicroBatching(3), limit_train_batches=2)
+    assert len(model.gradients) == 2 + 2
+
+
+def test_optimizers_in_the_backward_are_refused(fit) -> None:
+    model = LitSum()
+    model.last.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    with pytest.raises(MisconfigurationException, match=r"hooks after the accumulation.*Remove that of last\.weight"):
+        fit(model, MicroBatching())
+
+
+def test_an_error_of_smaller_parts_says_why_they_are_so_small(fit) -> None:
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel") as caught:
+        fit(LitRegression(heavy="forward", norm=True), MicroBatching(), limit=int(1.5 * MIB))
+    assert "ran 1 samples at once here, since more ran out of memory" in caught.value.__notes__[0]
+
+
+def test_uneven_batches_are_cut_evenly_so_that_norms_see_several_samples(fit, make_trainer) -> None:
+    class Nine(LitRegression):
+        def train_dataloader(self) -> DataLoader:
+            return DataLoader(super().train_dataloader().dataset, batch_size=9, drop_last=True)
+
+    model = fit(Nine(norm=True), MicroBatching(4))
+    assert model.sizes == [3, 3, 3] * 3
+
+
+def test_an_evaluation_step_that_writes_into_its_batch_gets_it_whole_again(make_trainer) -> None:
+    class Writing(LitOdd):
+        def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+            batch["x"].sub_(0.5).mul_(2)
+            self.log("loss", self.error(batch).mean())
+
+        def val_dataloader(self) -> DataLoader:
+            return self.train_dataloader()
+
+    losses = []
+    for callbacks, limit in (([], None), ([MicroBatching(eval="auto")], LIMIT_BYTES)):
+        trainer = make_trainer(callbacks=callbacks)
+        model = Writing("forward" if limit else "nowhere")
+        with MemoryLimit(limit) as memory:
+            (metrics,) = trainer.validate(model, verbose=False)
+        losses.append(metrics["loss"])
+    assert memory.num_errors > 0
+    assert losses[1] == pytest.approx(losses[0], abs=1e-6)
+
+
+class LitKeys(LitSum):
+    """Training batches hold what others lack, and its steps write into their batches."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        assert batch["table"].shape == (3,)
+        batch["seen"] = True
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        batch["seen"] = True
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.is_seen = batch.get("seen", False)
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert batch["seen"]
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self.error(batch)
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader([{**batch, "table": torch.ones(3)} for batch in super().train_dataloader()], batch_size=None)
+
+    def val_dataloader(self) -> DataLoader:
+        return LitSum.train_dataloader(self)
+
+    predict_dataloader = val_dataloader
+
+
+@pytest.mark.parametrize("size", [8, "auto"])
+def test_other_batches_may_lack_shared_keys_and_labels_and_show_what_a_step_wrote(make_trainer, size) -> None:
+    callback = MicroBatching(size, eval=size, shared_keys=["table"])
+    trainer, model = make_trainer(callbacks=[callback], max_epochs=1), LitKeys()
+    trainer.fit(model)
+    assert model.is_seen
+
+
+def test_predictions_need_no_labels_to_weigh_by(make_trainer) -> None:
+    trainer = make_trainer(callbacks=[MicroBatching(eval=3, weight="tokens")])
+    (first, _) = trainer.predict(LitKeys())
+    assert first.shape == (8,)

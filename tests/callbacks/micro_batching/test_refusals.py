@@ -1,0 +1,303 @@
+"""What MicroBatching refuses, and what a user with an unusual batch can do."""
+
+import copy
+import pickle
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.loops.optimization.automatic import Closure
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from support.helpers import LitManual, LitTiny, TinyCNN, TinyGPT
+from support.memory_limit import MemoryLimit
+from support.micro_batching_models import BATCH, HeavyLayer, LitRegression
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_vram import MicroBatching
+from lightning_vram.core.batches.splitting import BatchSplitError
+from lightning_vram.memory.units import MIB
+
+pytestmark = pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")  # Lightning, of odd batches
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"size": 0}, ValueError, "(size) must be at least 1, got 0."),
+        ({"size": True}, TypeError, "(size) must be a number of samples or 'auto', got True of type bool."),
+        ({"size": 2.0}, TypeError, "(size) must be a number of samples or 'auto', got 2.0 of type float."),
+        ({"size": None}, TypeError, "(size) must be a number of samples or 'auto', got None of type NoneType."),
+        ({"size": "half"}, ValueError, "(size) must be a number of samples or 'auto', got 'half'."),
+        ({"eval": -1}, ValueError, "(eval) must be at least 1, got -1."),
+        ({"regrow_after_n_batches": 0}, ValueError, "(regrow_after_n_batches) must be at least 1, got 0."),
+        *(
+            (
+                {"shared_keys": keys},
+                TypeError,
+                f"(shared_keys) must be a list of names of entries, such as ['mask'] or [] for none, got {keys!r}.",
+            )
+            for keys in ("mask", [3], 5, None, iter(["mask"]))
+        ),
+        ({"split": "halves"}, TypeError, "(split) must be a function split(batch, size), got 'halves'."),
+        (
+            {"weight": "words"},
+            ValueError,
+            "(weight) must be a function or one of samples, tokens, shifted_tokens, sum, got 'words'.",
+        ),
+        (
+            {"weight": 3},
+            TypeError,
+            "(weight) must be a function or one of samples, tokens, shifted_tokens, sum, got 3 of type int.",
+        ),
+    ],
+)
+def test_arguments_are_checked(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error) as caught:
+        MicroBatching(**arguments)
+    assert str(caught.value) == f"MicroBatching{message}"
+
+
+@pytest.mark.parametrize("weight", ["samples", "tokens", "shifted_tokens"])
+def test_copies_and_pickles_are_whole(weight: str) -> None:
+    callback = MicroBatching(weight=weight)
+    for twin in (copy.deepcopy(callback), pickle.loads(pickle.dumps(callback))):
+        assert vars(twin).keys() == vars(callback).keys()
+
+
+def test_manual_optimization_is_refused(make_trainer) -> None:
+    with pytest.raises(MisconfigurationException, match="does not work with manual optimization"):
+        make_trainer(callbacks=[MicroBatching()]).fit(LitManual(TinyCNN()))
+
+
+@pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter`")
+def test_a_step_that_takes_its_batches_itself_is_refused(make_trainer) -> None:
+    class Taking(LitTiny):
+        def training_step(self, dataloader_iter) -> Tensor:
+            return self.loss(next(dataloader_iter)[0])
+
+    with pytest.raises(MisconfigurationException, match="dataloader_iter"):
+        make_trainer(callbacks=[MicroBatching()]).fit(Taking(TinyCNN()))
+
+
+@pytest.mark.distributed
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_what_only_the_reducer_can_do_is_refused(make_trainer, monkeypatch) -> None:
+    def fit(callback: MicroBatching, **options: Any) -> None:
+        strategy = DDPStrategy(start_method="fork", **options)
+        make_trainer(callbacks=[callback], strategy=strategy, devices=2, max_epochs=1).fit(LitTiny(TinyGPT()))
+
+    with pytest.raises(Exception, match=r"MicroBatching does not work with DDPStrategy\(static_graph=True\)"):
+        fit(MicroBatching(1), static_graph=True)
+    monkeypatch.setattr(
+        "lightning_vram.callbacks.micro_batching.checks.why_reducer_is_needed", lambda ddp: "a communication hook"
+    )  # Lightning registers them on GPUs only
+    with pytest.raises(Exception, match=r"MicroBatching\('auto'\) does not work with a communication hook"):
+        fit(MicroBatching())
+    fit(MicroBatching(2))
+
+
+class Weighted(LitRegression):
+    """Its batches hold what is the same for all samples, too."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        assert batch["scale"].shape == (3,)
+        return super().training_step(batch, batch_idx)
+
+    def train_dataloader(self) -> DataLoader:
+        batches = list(super().train_dataloader())
+        return DataLoader([{**batch, "scale": torch.ones(3)} for batch in batches], batch_size=None)
+
+
+def test_what_cannot_be_split_is_an_error_in_the_first_batch_that_names_the_ways_out(make_trainer) -> None:
+    with pytest.raises(BatchSplitError, match=r'batch\["scale"\] has 3 rows.*shared_keys=\["scale"\].*split_batch'):
+        make_trainer(callbacks=[MicroBatching(8)]).fit(Weighted())
+
+
+class Counting(pl.LightningModule):
+    """Makes its samples itself: a batch is a whole number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        pl.seed_everything(0, verbose=False)
+        self.layer = nn.Linear(2, 1)
+        self.heavy = HeavyLayer("forward")
+
+    def training_step(self, batch: int, batch_idx: int) -> Tensor:
+        return self.heavy(self.layer(torch.full((4, 2), float(batch)))).sum()
+
+    def validation_step(self, batch: int, batch_idx: int) -> None:
+        self.log("val", self.layer(torch.full((4, 2), float(batch))).sum(), batch_size=4)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self) -> range:
+        return range(3)
+
+    val_dataloader = train_dataloader
+
+
+UNCUT = (
+    "Nothing in the batch tells how many samples it has: int. To cut it, define split_batch(batch, size) on the "
+    "LightningModule."
+)
+
+
+def test_a_batch_that_cannot_be_cut_runs_whole_with_one_warning_for_each_loop(make_trainer) -> None:
+    plain, model, callback = Counting(), Counting(), MicroBatching(eval="auto")
+    reference, trainer = make_trainer(), make_trainer(callbacks=[callback])
+    reference.fit(plain)
+    with pytest.warns(UserWarning, match="MicroBatching") as caught:
+        trainer.fit(model)
+    warnings = [str(one.message) for one in caught if "MicroBatching" in str(one.message)]
+    assert warnings == 2 * [
+        "MicroBatching('auto') runs a batch whole that it cannot cut, and cannot help where it runs out of memory. "
+        f"{UNCUT}"
+    ]
+    assert torch.equal(model.layer.weight, plain.layer.weight)
+    assert trainer.callback_metrics == reference.callback_metrics
+    assert callback.micro_batch_size is None
+
+
+@pytest.mark.filterwarnings("ignore:MicroBatching.'auto'. runs a batch whole")
+def test_the_error_of_a_batch_that_cannot_be_cut_says_so_when_memory_runs_out(make_trainer) -> None:
+    with MemoryLimit(int(2.5 * MIB)) as limit, pytest.raises(torch.OutOfMemoryError) as caught:
+        make_trainer(callbacks=[MicroBatching()]).fit(Counting())
+    assert limit.num_errors == 1
+    assert caught.value.__notes__ == [f"MicroBatching: memory ran out in a batch that it cannot cut. {UNCUT}"]
+
+
+class Padded(LitRegression):
+    """Its batches are padded to their longest sample, and it counts on that."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        longest = int(batch["lengths"].max())
+        mask = torch.arange(longest) < batch["lengths"][:, None]
+        return (self.net(batch["x"]).squeeze(-1) * mask).sum() / len(mask)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        pass
+
+    def train_dataloader(self) -> DataLoader:
+        x = torch.randn(4, 5, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        return DataLoader([{"x": x, "lengths": torch.tensor([5, 3, 2, 4])}], batch_size=None)
+
+
+def test_an_error_of_the_model_in_a_part_says_that_the_cut_may_be_its_cause(make_trainer) -> None:
+    def fit(*callbacks: pl.Callback) -> Padded:
+        model = Padded()
+        make_trainer(callbacks=list(callbacks), max_epochs=1).fit(model)
+        return model
+
+    def trimmed(batch: dict[str, Tensor], size: int) -> list[dict[str, Tensor]]:
+        parts = zip(batch["x"].split(size), batch["lengths"].split(size), strict=True)
+        return [{"x": x[:, : lengths.max()], "lengths": lengths} for x, lengths in parts]
+
+    with pytest.raises(RuntimeError, match="must match the size of tensor b") as caught:
+        fit(MicroBatching(2))
+    assert caught.value.__notes__ == [
+        "MicroBatching had cut the batch: this was part 2 of 2. If the whole batch runs without this error, the cut "
+        "is the cause. So it is with a batch that is padded to its longest sample, and a model that takes the length "
+        "from the longest sample it gets: trim each part in MicroBatching(split=...), or in split_batch(batch, size) "
+        "of the LightningModule. What is the same for all samples is named in shared_keys=."
+    ]
+    expected = fit(MicroBatching(4)).gradients
+    for ours, theirs in zip(fit(MicroBatching(2, split=trimmed)).gradients, expected, strict=True):
+        assert all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_an_error_of_the_model_in_a_whole_batch_or_for_want_of_memory_stays_as_it_is(make_trainer) -> None:
+    class Failing(LitRegression):
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+            raise self.error_to_raise
+
+    for size, error in ((8, KeyError("x")), (4, torch.OutOfMemoryError("CUDA out of memory"))):
+        model = Failing()
+        model.error_to_raise = error
+        with pytest.raises(type(error)) as caught:
+            make_trainer(callbacks=[MicroBatching(size)]).fit(model)
+        assert not hasattr(caught.value, "__notes__")
+
+
+def test_shared_keys_pass_through(make_trainer) -> None:
+    model = Weighted()
+    make_trainer(callbacks=[MicroBatching(3, shared_keys=["scale"])], max_epochs=1).fit(model)
+    assert model.sizes == [3, 3, 2] * 3 + [2, 2]
+
+
+@pytest.mark.parametrize("is_method", [True, False], ids=["hook", "argument"])
+def test_the_user_may_split(make_trainer, is_method: bool) -> None:
+    class Splitting(Weighted):
+        if is_method:
+
+            def split_batch(self, batch: dict[str, Tensor], size: int) -> list[dict[str, Tensor]]:
+                return halves(batch, size)
+
+    def halves(batch: dict[str, Tensor], size: int) -> list[dict[str, Tensor]]:
+        parts = zip(batch["x"].split(size), batch["y"].split(size), strict=True)
+        return [{"x": x, "y": y, "scale": batch["scale"]} for x, y in parts]
+
+    model = Splitting(heavy="forward")
+    callback = MicroBatching(split=None if is_method else halves)
+    with MemoryLimit(int(4.5 * MIB)):
+        make_trainer(callbacks=[callback], max_epochs=1).fit(model)
+    assert callback.micro_batch_size == BATCH // 2
+
+
+def test_a_batch_that_the_step_writes_into_is_there_again(make_trainer) -> None:
+    class Writing(LitRegression):
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+            batch["x"].mul_(2)
+            batch.pop("unused", None)
+            return super().training_step(batch, batch_idx)
+
+    weights = []
+    for callback, limit in ((MicroBatching(2), None), (MicroBatching(regrow_after_n_batches=None), int(2.5 * MIB))):
+        model = Writing(heavy="forward")
+        with MemoryLimit(limit):
+            make_trainer(callbacks=[callback], max_epochs=1).fit(model)
+        weights.append(model.state_dict())
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_after_the_fit_trainer_and_module_are_what_they_were(make_trainer) -> None:
+    model = LitRegression()
+    trainer = make_trainer(callbacks=[MicroBatching(2, eval=2)], max_epochs=1)
+    loop = trainer.fit_loop.epoch_loop.automatic_optimization
+    before = set(vars(model)), set(vars(loop)), set(vars(trainer.strategy))
+    trainer.fit(model)
+    left = set(vars(model)) - before[0], set(vars(loop)) - before[1], set(vars(trainer.strategy)) - before[2]
+    plain = LitRegression()
+    reference = make_trainer(max_epochs=1)
+    strategy = set(vars(reference.strategy))
+    reference.fit(plain)
+    assert left == (set(vars(plain)) - before[0], set(), set(vars(reference.strategy)) - strategy)
+
+
+def test_a_step_that_skips_some_parts_counts_the_others(make_trainer) -> None:
+    class Skipping(LitRegression):
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+            return None if float(batch["x"][0, 0]) > 0 else super().training_step(batch, batch_idx)["loss"]
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            pass
+
+    model = Skipping()
+    Closure.warning_cache.clear()  # Lightning warns once per process
+    with pytest.warns(UserWarning, match="returned `None`"):
+        make_trainer(callbacks=[MicroBatching(1)], max_epochs=1).fit(model)
+    assert 0 < len(model.sizes) < 28
+
+
+@pytest.mark.parametrize("eval_size", [None, 2])
+def test_stages_without_a_fit_work(make_trainer, eval_size: int | None) -> None:
+    trainer: pl.Trainer = make_trainer(callbacks=[MicroBatching(eval=eval_size)])
+    model = LitTiny(TinyCNN())
+    expected = make_trainer().predict(model)
+    torch.manual_seed(0)
+    assert len(trainer.predict(model)) == len(expected)
+    trainer.validate(model, verbose=False)
+    trainer.test(model, verbose=False)

@@ -1,0 +1,226 @@
+"""What a program has trained is not trained again when SLURM stops it later: in a test, or in another fit."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks.lr_finder import LearningRateFinder
+from support.helpers import PlantedError
+from support.requeue_runs import JOB_ID, FakeSlurm, Noting, Run, Send, end_process, fit
+from torch import Tensor
+
+from lightning_vram import FSDPOffloadStrategy
+from lightning_vram.callbacks.slurm_requeue import callback as slurm_requeue
+from lightning_vram.callbacks.slurm_requeue import start as requeued_start
+from lightning_vram.callbacks.slurm_requeue.callback import JobStopped, SlurmRequeue
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:It is recommended to use `self.log.*sync_dist"),
+    pytest.mark.filterwarnings("ignore:SWA is currently only supported every epoch"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
+]
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    return FakeSlurm(tmp_path, monkeypatch)
+
+
+class StopAt(pl.Callback):
+    """Ends the fit with the batch of a number."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        trainer.should_stop = trainer.global_step == 2
+
+
+class Program:
+    """Fits, draws a number, and tests.
+
+    Args:
+        folder: Of the run.
+        at: Batch at which a signal comes, of the fit and the test together.
+        callbacks: Further ones.
+        arguments: Of the trainer.
+    """
+
+    def __init__(self, folder: Path, *callbacks: pl.Callback, at: int | None = None, **arguments: Any) -> None:
+        self.send = Send(at)
+        self.callback = SlurmRequeue()
+        self.fit = fit(Noting, folder, *callbacks, self.send, self.callback, is_last_fit=False, **arguments)
+        trainer, module = self.fit.trainer, self.fit.module
+        self.num_fit_batches = self.send.num_batches
+        self.weights = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+        self.metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        self.logged = {name: float(value) for name, value in trainer.logged_metrics.items()}
+        self.shown = {name: float(value) for name, value in trainer.progress_bar_metrics.items()}
+        self.progress = (trainer.current_epoch, trainer.global_step, trainer.should_stop)
+        self.drawn = torch.rand(3).tolist()
+        self.code: object = None
+        try:
+            trainer.test(module)
+            slurm_requeue._remove_folders()
+        except JobStopped as stopped:
+            self.code = stopped.code
+        end_process(self.callback)
+
+    def assert_as(self, other: "Program") -> None:
+        """Whatever comes after the fit finds the same."""
+        assert self.progress == other.progress
+        assert self.metrics == other.metrics
+        assert self.logged == other.logged
+        assert self.shown == other.shown
+        assert self.drawn == other.drawn
+        assert all(torch.equal(self.weights[name], tensor) for name, tensor in other.weights.items())
+
+
+CASES: dict[str, Any] = {
+    "epochs": lambda: ([], {}),
+    "in the middle of an epoch": lambda: ([], {"max_steps": 4, "max_epochs": -1}),
+    "stopped early": lambda: ([EarlyStopping("val_loss", patience=0, min_delta=100.0)], {"max_epochs": 9}),
+    "stopped in the middle of an epoch": lambda: ([StopAt()], {}),
+    "weights that are averaged at the end": lambda: ([StochasticWeightAveraging(0.1, 0.5)], {"max_epochs": 3}),
+    "sharded": lambda: ([], {"strategy": FSDPOffloadStrategy(state_dict_type="sharded")}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_program_that_is_stopped_in_its_test_does_not_train_again(case, slurm, tmp_path):
+    def run(at: int | None = None) -> Program:
+        callbacks, arguments = CASES[case]()
+        return Program(tmp_path, *callbacks, at=at, **arguments)
+
+    expected = run()
+    assert expected.code is None
+    assert not (tmp_path / "slurm_requeue").exists()
+    stopped = run(at=expected.num_fit_batches)
+    assert stopped.code == 0
+    stopped.assert_as(expected)
+    for restart in (1, 2):
+        slurm.start(restart)
+        again = run(at=0 if restart == 1 else None)  # stopped in the test once more
+        assert again.fit.module.seen == []
+        assert again.code == (0 if restart == 1 else None)
+        again.assert_as(expected)
+    assert not (tmp_path / "slurm_requeue").exists()
+
+
+def test_the_end_goes_before_a_checkpoint_of_the_fit(slurm, tmp_path, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(requeued_start, "rank_zero_info", said.append)
+    checkpoints = ModelCheckpoint(tmp_path / "checkpoints", every_n_train_steps=1, save_last=True, save_top_k=0)
+    expected = Program(tmp_path, checkpoints, enable_checkpointing=True)
+    Program(tmp_path, checkpoints, at=expected.num_fit_batches, enable_checkpointing=True)
+    slurm.start(1)
+    again = Program(tmp_path, checkpoints, enable_checkpointing=True)
+    assert again.fit.module.seen == []
+    again.assert_as(expected)
+    assert said == [f"SlurmRequeue: restart 1 of job {JOB_ID}: this fit has ended."]
+
+
+@pytest.mark.parametrize(
+    ("limits", "more"),
+    [({"max_epochs": 2}, {"max_epochs": 4}), ({"max_epochs": -1, "max_steps": 5}, {"max_steps": 9})],
+    ids=["epochs", "steps"],
+)
+def test_the_trainer_fits_on_from_the_end(limits, more, slurm, tmp_path):
+    def begin() -> Run:
+        return fit(Noting, tmp_path, SlurmRequeue(), is_last_fit=False, **limits)
+
+    def fit_on(run: Run) -> None:
+        run.trainer.fit_loop.max_epochs = more.get("max_epochs", -1)
+        run.trainer.fit_loop.epoch_loop.max_steps = more.get("max_steps", -1)
+        run.trainer.fit(run.module)
+        end_process(*run.trainer.callbacks)
+
+    expected = begin()
+    num_before = len(expected.module.seen)
+    fit_on(expected)
+    (tmp_path / "slurm_requeue" / JOB_ID / "step-0" / "fit-2.ended").unlink()  # as if a node had been lost before
+    slurm.start(1)
+    again = begin()
+    assert again.module.seen == []
+    fit_on(again)
+    assert again.module.seen == expected.module.seen[num_before:]
+    weights = again.module.state_dict()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.module.state_dict().items())
+
+
+def test_a_fit_that_is_given_more_to_do_goes_on_from_its_end(slurm, tmp_path):
+    expected = fit(Noting, tmp_path / "expected", SlurmRequeue(), max_epochs=4)
+    fit(Noting, tmp_path, SlurmRequeue(), is_last_fit=False)
+    slurm.start(1)
+    stopped = fit(Noting, tmp_path, Send(1), SlurmRequeue(), max_epochs=4, min_epochs=4)
+    assert (stopped.code, stopped.module.seen) == (0, expected.module.seen[6:8])
+    slurm.start(2)
+    again = fit(Noting, tmp_path, SlurmRequeue(), max_epochs=4, min_epochs=4)
+    assert again.module.seen == expected.module.seen[8:]
+
+
+def test_an_end_that_is_given_to_another_fit_is_gone_on_from(slurm, tmp_path):
+    expected = fit(Noting, tmp_path / "expected", SlurmRequeue(), max_epochs=4)
+    fit(Noting, tmp_path, SlurmRequeue(), is_last_fit=False)
+    given = (tmp_path / "slurm_requeue" / JOB_ID / "step-0" / "fit-1.ended").rename(tmp_path / "given.ckpt")
+    again = fit(Noting, tmp_path, SlurmRequeue(), ckpt_path=given, max_epochs=4)
+    assert again.module.seen == expected.module.seen[6:]
+
+
+def test_a_fit_that_had_nothing_to_do_has_no_end(slurm, tmp_path):
+    given = tmp_path / "given.ckpt"
+    fit(Noting, tmp_path, SlurmRequeue()).trainer.save_checkpoint(given)
+    again = fit(Noting, tmp_path, SlurmRequeue(), ckpt_path=given, is_last_fit=False)
+    assert again.module.seen == []
+    folder = tmp_path / "slurm_requeue" / JOB_ID / "step-0"
+    assert [path.name for path in folder.iterdir()] == ["fit-1.started"]
+
+
+def test_what_a_fit_of_a_tuner_alone_leaves_is_no_end(slurm, tmp_path):
+    class Finder(LearningRateFinder):
+        def __init__(self) -> None:
+            super().__init__(num_training_steps=3, update_attr=False)
+            self._early_exit = True
+
+    fit(Noting, tmp_path, Finder(), SlurmRequeue(), is_last_fit=False)
+    folder = tmp_path / "slurm_requeue" / JOB_ID / "step-0"
+    assert [path.name for path in folder.iterdir()] == ["fit-1.started"]
+
+
+class Registry:
+    """Stands in for ``atexit``."""
+
+    def __init__(self) -> None:
+        self.functions: set[Any] = set()
+        self.register, self.unregister = self.functions.add, self.functions.discard
+
+
+@pytest.mark.parametrize("error", [PlantedError, JobStopped])
+def test_a_program_that_fails_or_is_stopped_after_the_fit_keeps_it(error, slurm, tmp_path, monkeypatch):
+    class Failing(Noting):
+        def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            if error is PlantedError:
+                raise PlantedError
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    registry = Registry()
+    monkeypatch.setattr(slurm_requeue, "atexit", registry)
+    run: Run = fit(Failing, tmp_path, SlurmRequeue(), is_last_fit=False)
+    assert slurm_requeue._end_program in registry.functions
+    with pytest.raises(error):
+        run.trainer.test(run.module)
+    assert slurm_requeue._end_program not in registry.functions
+    end_process(*run.trainer.callbacks)
+
+
+@pytest.mark.parametrize("error", [None, ValueError])
+def test_a_program_that_an_error_has_ended_keeps_it(error, slurm, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "last_type", error, raising=False)  # Python's own note of it
+    callback = SlurmRequeue()
+    fit(Noting, tmp_path, callback, is_last_fit=False)
+    slurm_requeue._end_program()
+    assert (tmp_path / "slurm_requeue").exists() == (error is not None)
+    end_process(callback)

@@ -1,0 +1,222 @@
+"""Fits that go on from any checkpoint with the sample and the random numbers that would have come next."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from support.requeue_runs import FakeSlurm, Noting, Run, assert_went_on, fit
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_vram.callbacks.slurm_requeue.callback import SlurmRequeue
+from lightning_vram.techniques.exact_resume import loaders as stateful_loading
+
+NUM_BATCHES = 5
+AGAIN = "^SlurmRequeue cannot go to the right sample: "
+NOT_PLAIN = "You're resuming from a checkpoint that ended before the epoch ended"
+
+
+@pytest.fixture(autouse=True)
+def no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeSlurm(tmp_path, monkeypatch).leave()
+
+
+class Save(pl.Callback):
+    """Saves a checkpoint after the batch with a number, and goes on."""
+
+    def __init__(self, path: Path, after: int) -> None:
+        self.path, self.after = path, after
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *args: Any) -> None:
+        if len(pl_module.seen) == self.after:
+            trainer.save_checkpoint(self.path)
+
+
+class Long(Noting):
+    def __init__(self) -> None:
+        super().__init__(NUM_BATCHES)
+
+
+class FromNowhere(IterableDataset):
+    def __iter__(self):
+        return iter(torch.arange(NUM_BATCHES * 2.0).view(-1, 1).expand(-1, 4))
+
+
+class Iterable(Long):
+    def train_dataloader(self) -> Any:
+        return DataLoader(FromNowhere(), batch_size=2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step([batch], batch_idx)
+
+
+class Plain:
+    """A loader of another class."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+
+class Listed(Iterable):
+    def train_dataloader(self) -> Any:
+        return Plain(list(super().train_dataloader()))
+
+
+class Counting(Plain):
+    """One that has a state, which Lightning saves."""
+
+    num_done = 0
+
+    def __iter__(self) -> Any:
+        while self.num_done < len(self.batches):
+            self.num_done += 1
+            yield self.batches[self.num_done - 1]
+        self.num_done = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"num_done": self.num_done}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.num_done = state["num_done"]
+
+
+class Stateful(Iterable):
+    def train_dataloader(self) -> Any:
+        return Counting(list(super().train_dataloader()))
+
+
+def save(make: type[Noting], folder: Path, after: int, *callbacks: pl.Callback) -> Run:
+    """Fit to the end, and save on the way."""
+    saver = Save(folder / "some.ckpt", after)
+    return fit(make, folder, saver, *callbacks, max_epochs=1, limit_val_batches=0)
+
+
+def resume(make: type[Noting], folder: Path, *callbacks: pl.Callback) -> Run:
+    return fit(make, folder, *callbacks, ckpt_path=folder / "some.ckpt", max_epochs=1, limit_val_batches=0)
+
+
+@pytest.mark.parametrize("after", [1, 3])
+def test_any_checkpoint_goes_on_with_the_next_sample(after, tmp_path):
+    expected = save(Long, tmp_path, after, SlurmRequeue())
+    resumed = resume(Long, tmp_path, SlurmRequeue())
+    first = Run(Long(), expected.trainer, expected.rows[:after])
+    first.module.seen = expected.module.seen[:after]
+    assert_went_on(expected, first, resumed)
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (Iterable, "its dataset is an IterableDataset, in which there is no place to go to"),
+        (Listed, "it is no DataLoader"),
+    ],
+)
+def test_what_is_seen_again_is_said(make, why, tmp_path):
+    expected = save(make, tmp_path, 2, SlurmRequeue())
+    with pytest.warns(UserWarning, match=AGAIN) as warned:
+        resumed = resume(make, tmp_path, SlurmRequeue())
+    said = [str(warning.message) for warning in warned if "SlurmRequeue" in str(warning.message)]
+    assert said == [
+        f"SlurmRequeue cannot go to the right sample: {why}. The first 2 batches of this epoch are seen again, the "
+        "last are not."
+    ]
+    begin = [samples for _, _, samples in resumed.module.seen][:3]
+    assert begin == [samples for _, _, samples in expected.module.seen[:3]]
+
+
+def test_a_loader_with_a_state_of_its_own_is_left_to_lightning(tmp_path):
+    expected = save(Stateful, tmp_path, 2, SlurmRequeue())
+    resumed = resume(Stateful, tmp_path, SlurmRequeue())
+    assert resumed.module.seen == expected.module.seen[2:]
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
+def test_a_checkpoint_of_another_number_of_loaders_says_so(tmp_path):
+    class Two(Long):
+        def train_dataloader(self) -> Any:
+            return [super().train_dataloader(), super().train_dataloader()]
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return super().training_step(batch[0], batch_idx)
+
+    save(Long, tmp_path, 2, SlurmRequeue())
+    with pytest.warns(UserWarning, match=AGAIN) as warned:
+        resume(Two, tmp_path, SlurmRequeue())
+    said = [str(warning.message) for warning in warned if "SlurmRequeue" in str(warning.message)]
+    assert set(said) == {
+        "SlurmRequeue cannot go to the right sample: the loaders, or the number of ranks, are not those of the "
+        "checkpoint. The first 2 batches of this epoch are seen again, the last are not."
+    }
+
+
+def test_several_loaders_go_on_together(tmp_path):
+    class Two(Long):
+        def train_dataloader(self) -> Any:
+            return {"one": super().train_dataloader(), "other": super().train_dataloader()}
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return super().training_step([batch["one"][0] + batch["other"][0]], batch_idx)
+
+    expected = save(Two, tmp_path, 2, SlurmRequeue())
+    assert resume(Two, tmp_path, SlurmRequeue()).module.seen == expected.module.seen[2:]
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used to create")
+def test_a_checkpoint_is_loaded_without_the_callback(tmp_path):
+    save(Long, tmp_path, 2, SlurmRequeue())
+    with pytest.warns(UserWarning, match=NOT_PLAIN):
+        resumed = resume(Long, tmp_path)
+    assert resumed.trainer.global_step == NUM_BATCHES
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
+def test_a_checkpoint_without_its_state_is_loaded(tmp_path):
+    save(Long, tmp_path, 2)
+    resumed = resume(Long, tmp_path, SlurmRequeue())
+    assert resumed.trainer.global_step == NUM_BATCHES
+    assert len(resumed.module.seen) == 3
+
+
+def test_random_numbers_of_another_number_of_ranks_are_left_alone(tmp_path):
+    expected = save(Long, tmp_path, 2, SlurmRequeue())
+    path = tmp_path / "some.ckpt"
+    checkpoint = torch.load(path, weights_only=False)
+    random = checkpoint["callbacks"]["SlurmRequeue"]["random"]
+    checkpoint["callbacks"]["SlurmRequeue"]["random"] = random * 2
+    torch.save(checkpoint, path)
+    with pytest.warns(UserWarning, match="the loaders, or the number of ranks, are not those of the checkpoint"):
+        resumed = resume(Long, tmp_path, SlurmRequeue())
+    assert len(resumed.module.seen) == len(expected.module.seen) - 2
+    weights = resumed.module.state_dict()
+    assert any(not torch.equal(weights[name], tensor) for name, tensor in expected.module.state_dict().items())
+
+
+def test_loaders_are_what_they_were_after_the_fit(tmp_path):
+    loader = Long().train_dataloader()
+    kinds = []
+
+    class Look(pl.Callback):
+        def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            kinds.append(type(trainer.train_dataloader))
+
+    class Given(Long):
+        def train_dataloader(self) -> DataLoader:
+            return loader
+
+    run = save(Given, tmp_path, 2, SlurmRequeue(), Look())
+    assert kinds[0] in stateful_loading._classes.values()
+    assert type(run.trainer.train_dataloader) is DataLoader
+    for owner, names in (
+        (run.trainer.fit_loop, ("_load_combined_loader_states", "setup_data")),
+        (run.trainer.fit_loop.epoch_loop, ("reset", "advance")),
+        (run.trainer.fit_loop.epoch_loop.val_loop, ("run",)),
+    ):
+        assert not set(names) & set(vars(owner))

@@ -1,0 +1,92 @@
+"""What a batch is cut into, by the package or by the user's function; and how much each part counts."""
+
+import pytest
+import torch
+
+from lightning_vram.core.batches.cutting import BatchCutter, BatchFacts
+from lightning_vram.core.batches.errors import BatchSplitError, SplitArgumentError
+from lightning_vram.techniques.micro_batching.shares import shares_of
+
+
+class Graph:
+    """A batch no rule knows."""
+
+    def __init__(self, nodes: list[int]) -> None:
+        self.nodes = nodes
+
+
+def split_graph(batch: Graph, size: int) -> list[Graph]:
+    return [Graph(batch.nodes[start : start + size]) for start in range(0, len(batch.nodes), size)]
+
+
+@pytest.mark.parametrize(("size", "sizes"), [(3, [3, 2, 2]), (5, [4, 3]), (7, [7]), (99, [7]), (1, [1] * 7)])
+def test_parts_are_as_few_and_as_equal_as_can_be(size, sizes):
+    batch = {"x": torch.arange(14.0).reshape(7, 2), "y": torch.arange(7)}
+    cutter = BatchCutter()
+    facts = cutter.measure(batch)
+    assert (facts.num_samples, facts.num_elements) == (7, 21)
+    assert facts.elements_of(3) == 9
+    assert facts.elements_of(99) == 21
+    parts = cutter.cut(batch, facts, size)
+    assert [count for _, count in parts] == sizes
+    assert torch.equal(torch.cat([part["x"] for part, _ in parts]), batch["x"])
+
+
+def test_the_users_function_knows_what_no_rule_does():
+    cutter, batch = BatchCutter(split=split_graph), Graph([5, 6, 7])
+    facts = cutter.measure(batch)
+    assert facts.num_samples == 3
+    assert [(part.nodes, count) for part, count in cutter.cut(batch, facts, 2)] == [([5, 6], 2), ([7], 1)]
+
+
+def test_the_users_function_comes_first():
+    """Time first: the samples are along dimension 1."""
+    cutter = BatchCutter(split=lambda batch, size: batch.split(size, dim=1))
+    batch = torch.zeros(5, 8, 2)
+    facts = cutter.measure(batch)
+    assert (facts.num_samples, facts.num_elements) == (8, 80)
+    assert [(tuple(part.shape), count) for part, count in cutter.cut(batch, facts, 4)] == [((5, 4, 2), 4)] * 2
+
+
+def test_without_it_such_a_batch_is_refused():
+    with pytest.raises(BatchSplitError, match="split_batch"):
+        BatchCutter().measure(Graph([1]))
+
+
+def test_who_can_run_it_whole_gets_it_as_one_sample_in_containers_of_its_own():
+    cutter, batch = BatchCutter(), {"graph": Graph([1]), "x": torch.zeros(4, 3), "y": torch.zeros(5)}
+    facts = cutter.measure_or_keep_whole(batch)
+    assert (facts.num_samples, facts.num_elements) == (1, 17)
+    assert facts.why_whole is not None
+    assert facts.why_whole.startswith('batch["graph"] is of a kind that cannot be cut: Graph, but')
+    ((part, size),) = cutter.cut(batch, facts, 1)
+    assert size == 1
+    assert part is not batch
+    assert all(part[key] is batch[key] for key in batch)
+    assert cutter.measure_or_keep_whole(torch.zeros(4)).why_whole is None
+
+
+def test_what_the_user_said_about_a_batch_has_to_be_right_even_so():
+    with pytest.raises(SplitArgumentError, match=r"^shared_keys names 'mask', which is not in the batch"):
+        BatchCutter(["mask"]).measure_or_keep_whole({"x": torch.zeros(4)})
+    with pytest.raises(SplitArgumentError, match=r"^split_batch\(batch, 1\) returned no micro-batch for a Graph\.$"):
+        BatchCutter(split=lambda batch, size: []).measure_or_keep_whole(Graph([1]))
+
+
+def test_a_function_that_returns_other_parts_is_refused():
+    cutter = BatchCutter(split=lambda batch, size: [batch])
+    with pytest.raises(BatchSplitError, match=r"returned 1 micro-batches for 3 samples, expected 2: of 2 samples each"):
+        cutter.cut(torch.zeros(3), BatchFacts(3, 3, "3"), 2)
+
+
+def test_shares_are_of_samples_or_of_what_the_weight_counts():
+    parts = [torch.tensor([1, 1]), torch.tensor([0, -100]), torch.tensor([-100])]
+    assert shares_of(parts, [2, 2, 1], None) == [0.4, 0.4, 0.2]
+    assert shares_of(parts, [2, 2, 1], lambda part: float((part != -100).sum())) == [2 / 3, 1 / 3, 0.0]
+    assert shares_of(parts, [2, 2, 1], lambda part: (part != -100).sum()) == [2 / 3, 1 / 3, 0.0]
+
+
+@pytest.mark.parametrize("zero", [0.0, torch.tensor(0)])
+def test_where_all_weights_are_zero_samples_count(zero):
+    shares = shares_of([torch.zeros(3), torch.zeros(1)], [3, 1], lambda part: zero)
+    assert [float(share) for share in shares] == [0.75, 0.25]

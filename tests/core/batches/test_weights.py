@@ -1,0 +1,101 @@
+"""What a batch weighs."""
+
+from collections import UserDict
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_vram.core.batches.weights import make_batch_weight
+
+LABELS = torch.tensor([[-100, 1, 2, -100], [3, 4, -100, -100]])
+INPUTS = torch.zeros(2, 4, 3)
+WAY_OUT = "Give a function of the batch that returns its weight."
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {"inputs": INPUTS, "labels": LABELS},
+        {"target": LABELS},
+        UserDict(labels=LABELS, inputs=INPUTS),
+        (INPUTS, LABELS),
+        [INPUTS, INPUTS, LABELS],
+        LABELS,
+    ],
+    ids=["labels", "target", "other mapping", "tuple", "list", "tensor"],
+)
+def test_tokens_are_labels_that_are_not_ignored(batch):
+    assert make_batch_weight("tokens", "weight")(batch) == 4
+    assert make_batch_weight("shifted_tokens", "weight")(batch) == 3
+
+
+@pytest.mark.parametrize("batch", [{"inputs": INPUTS, "labels": LABELS}, (INPUTS, LABELS), INPUTS])
+def test_samples_are_counted(batch):
+    assert make_batch_weight("samples", "weight")(batch) == 2
+
+
+@pytest.mark.parametrize(
+    ("batch", "found"),
+    [
+        ({"inputs": INPUTS, "mask": INPUTS}, "a mapping with inputs, mask"),
+        ((LABELS, INPUTS), "a tuple that ends with a tensor of torch.float32"),
+        (["text"], "a list that ends with a str"),
+        (INPUTS, "a tensor of torch.float32"),
+        (3, "a int"),
+        ({"inputs": INPUTS, "labels": None}, "a mapping with inputs, labels, whose 'labels' is None"),
+        ({"target": INPUTS}, "a mapping with target, whose 'target' is a tensor of torch.float32"),
+    ],
+)
+def test_a_batch_without_labels_is_an_error_that_says_what_there_is(batch, found):
+    with pytest.raises(ValueError, match=r"^weight='tokens' found") as caught:
+        make_batch_weight("tokens", "weight")(batch)
+    assert str(caught.value) == f"weight='tokens' found no integer labels in {found}. {WAY_OUT}"
+
+
+def test_samples_of_a_batch_that_disagrees_are_an_error_with_the_way_out():
+    with pytest.raises(ValueError, match="cannot count") as caught:
+        make_batch_weight("samples", "weight")({"inputs": INPUTS, "targets": torch.zeros(3)})
+    assert str(caught.value) == (
+        "weight='samples' cannot count the samples of a batch. Give a function of the batch that returns their "
+        'number, or define split_batch(batch, size) on the LightningModule. batch["targets"] has 3 rows (float32[3]), '
+        'but the batch has 2 samples (batch["inputs"] has 2 rows).'
+    )
+
+
+@pytest.mark.parametrize("value", [3, 3.0, torch.tensor(3), torch.tensor([[3.0]]), np.int64(3), np.float32(3)])
+def test_a_function_weighs_by_a_number(value):
+    assert make_batch_weight(lambda batch: value, "weight")(INPUTS) == 3
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "message"),
+    [
+        ("3", TypeError, "weight must return a number for each batch, got '3'."),
+        (True, TypeError, "weight must return a number for each batch, got True."),
+        (torch.ones(2), TypeError, "weight must return a number for each batch, got a tensor of shape [2]."),
+        (-1, ValueError, "weight must return a finite number of at least 0 for each batch, got -1."),
+        (float("nan"), ValueError, "weight must return a finite number of at least 0 for each batch, got nan."),
+        (
+            torch.tensor(torch.inf),
+            ValueError,
+            "weight must return a finite number of at least 0 for each batch, got inf.",
+        ),
+    ],
+)
+def test_a_function_that_returns_no_weight_is_told(value, error, message):
+    with pytest.raises(error) as caught:
+        make_batch_weight(lambda batch: value, "weight")(INPUTS)
+    assert str(caught.value) == message
+
+
+@pytest.mark.gpu
+def test_a_weight_on_the_device_is_not_waited_for():
+    labels = LABELS.cuda()
+    with torch.cuda.device(0):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            weights = [make_batch_weight(kind, "w")(labels) for kind in ("tokens", lambda labels: (labels > 0).sum())]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert [int(weight) for weight in weights] == [4, 4]

@@ -1,0 +1,166 @@
+"""``rrelu`` saves noise that its kernel has not drawn yet: whoever copies it too early has garbage for a gradient."""
+
+from contextlib import ExitStack
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lightning_vram.techniques.activation_checkpointing.apply import apply_activation_checkpointing
+from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
+from lightning_vram.techniques.activation_compression.stage import CompressionStage
+from lightning_vram.techniques.activation_offload.late_handle import LateHandle
+from lightning_vram.techniques.activation_offload.stage import ActivationOffloading
+from lightning_vram.techniques.in_place_fusion.recomputation.stage import Recomputation
+
+SIDE = 64
+MATRIX = SIDE * SIDE * 4
+
+
+def offloading():
+    return ActivationOffloading(min_offload_bytes=1, window_bytes=0)
+
+
+def compression():
+    return CompressionStage(min_bytes=1)
+
+
+def recomputation():
+    return Recomputation(min_bytes=1)
+
+
+def own_noise(x):
+    noise = torch.full_like(x, torch.nan, requires_grad=False)
+    return torch.ops.aten.rrelu_with_noise(x, noise, 0.1, 0.3, True)
+
+
+ACTIVATIONS = {
+    "function": lambda x: F.rrelu(x, training=True),
+    "in place": lambda x: F.rrelu(x, training=True, inplace=True),
+    "with noise of one's own": own_noise,
+}
+
+
+class Block(nn.Module):
+    def __init__(self, activation, ends_with_it):
+        super().__init__()
+        self.linear = nn.Linear(SIDE, SIDE)
+        self.activation, self.ends_with_it = activation, ends_with_it
+
+    def forward(self, x):
+        x = self.activation(self.linear(x))
+        return x if self.ends_with_it else x.sin() + 1
+
+
+def gradients(activation, stages=(), ends_with_it=True, **checkpointing):
+    """Of two steps: what a layer does in its first call is no rule for the others."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*(Block(activation, ends_with_it) for _ in range(2)))
+    if checkpointing:
+        apply_activation_checkpointing(net, layers="Block", **checkpointing)
+    stages = [make() for make in stages]
+    for _ in range(2):
+        garbage = [torch.full((SIDE, SIDE), 1e30) for _ in range(8)]
+        x = torch.randn(SIDE, SIDE)
+        del garbage  # what memory holds that is used again
+        with ExitStack() as stack:
+            for stage in stages:
+                stack.enter_context(stage)
+            loss = net(x).square().sum()
+        loss.backward()
+    return [parameter.grad for parameter in net.parameters()]
+
+
+def assert_equal(ones, others):
+    assert all(torch.equal(one, other) for one, other in zip(ones, others, strict=True))
+
+
+@pytest.mark.parametrize("ends_with_it", [True, False])
+@pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
+@pytest.mark.parametrize(
+    "stages",
+    [
+        [offloading],
+        [compression],
+        [recomputation],
+        [offloading, compression],
+        [offloading, recomputation],
+        [offloading, compression, recomputation],
+    ],
+)
+def test_the_noise_of_rrelu_is_taken_when_it_is_drawn(stages, activation, ends_with_it):
+    plain = gradients(activation, ends_with_it=ends_with_it)
+    assert_equal(gradients(activation, stages, ends_with_it), plain)
+
+
+@pytest.mark.parametrize("ends_with_it", [True, False])
+@pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
+@pytest.mark.parametrize(
+    "checkpointing",
+    [{"determinism_check": "none"}, {"determinism_check": "outputs"}, {"save": SavePolicy("matmuls")}],
+    ids=["none", "outputs", "matmuls kept"],
+)
+def test_a_second_run_draws_the_noise_that_it_needs_last(checkpointing, activation, ends_with_it):
+    plain = gradients(activation, ends_with_it=ends_with_it)
+    assert_equal(gradients(activation, (), ends_with_it, **checkpointing), plain)
+    assert_equal(gradients(activation, [offloading], ends_with_it, **checkpointing), plain)
+
+
+def test_a_second_run_still_ends_before_what_nobody_needs():
+    calls = []
+
+    class Ending(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(SIDE, SIDE)
+
+        def forward(self, x):
+            x = self.linear(F.rrelu(x, training=True))
+            calls.append("end")
+            return x
+
+    net = nn.Sequential(Ending())
+    apply_activation_checkpointing(net, layers="0", determinism_check="none")
+    net(torch.randn(SIDE, SIDE, requires_grad=True)).sum().backward()
+    assert calls == ["end"]
+
+
+def test_what_has_no_gradient_travels_a_moment_later():
+    weight, mask = torch.randn(SIDE, SIDE, requires_grad=True), torch.ones(SIDE, SIDE)
+    stage = offloading()
+    with stage:
+        loss = (weight * mask).sum()
+        assert stage.report.offloaded_bytes == 0
+        loss = loss + weight.exp().sum()
+        assert stage.report.offloaded_bytes == 2 * MATRIX
+        loss = loss + (weight * torch.zeros(SIDE, SIDE)).sum()
+    assert stage.report.offloaded_bytes == 3 * MATRIX  # the last one, at the end
+    loss.backward()
+    assert torch.equal(weight.grad, mask + weight.detach().exp())
+
+
+def test_a_tensor_that_nobody_takes_stays():
+    tensor = torch.arange(4.0)
+    late = LateHandle(tensor, lambda tensor: None)
+    assert (late.is_snapshot, late.num_bytes) == (False, 16)
+    late.finish()
+    assert (late.is_snapshot, late.num_bytes) == (False, 16)
+    assert late.give().data_ptr() == tensor.data_ptr()
+
+
+def test_recipes_that_end_on_data_read_what_it_was_before_a_write():
+    def gradient(*stages):
+        torch.manual_seed(0)
+        weight, data = torch.randn(SIDE, SIDE, requires_grad=True), torch.randn(SIDE, SIDE)
+        with ExitStack() as stack:
+            for make in stages:
+                stack.enter_context(make())
+            (weight * data).sum()  # saves the data, for a backward that never comes
+            shifted = data + 1
+            data.mul_(2)
+            y = weight * shifted
+        y.sum().backward()
+        return [weight.grad]
+
+    assert_equal(gradient(offloading, recomputation), gradient())

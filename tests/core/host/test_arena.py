@@ -1,0 +1,181 @@
+"""Host memory is taken once, used again, refused when there is too little, and given back."""
+
+import gc
+import random
+import threading
+import weakref
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from lightning_vram.core.host import arena as host_arena
+from lightning_vram.core.host import chunked_space
+from lightning_vram.core.host.arena import HostArena
+from lightning_vram.core.host.chunked_space import ChunkedSpace
+from lightning_vram.memory.tracking.tracker import track_memory
+from lightning_vram.memory.units import GIB, KIB, MIB
+from lightning_vram.techniques.activation_offload.routes import OffloadRoutes
+
+
+@pytest.fixture
+def arena() -> HostArena:
+    return HostArena(pin_memory=False)
+
+
+def test_chunks_double_up_to_64_mib(monkeypatch) -> None:
+    space, made = ChunkedSpace(), []
+    block = space.take(MIB, lambda sizes: made.extend(sizes) or sizes)
+    assert made == [MIB]
+    other = space.take(200 * MIB, lambda sizes: made.extend(sizes) or sizes)
+    assert [size // MIB for size in made] == [1, 2, 4, 8, 16, 32, 64, 64, 64]
+    assert space.total_bytes == 255 * MIB
+    assert [piece.num_bytes // MIB for piece in other.pieces] == [2, 4, 8, 16, 32, 64, 64, 10]
+    assert block.pieces[0].start == 0
+
+
+def test_blocks_do_not_overlap_and_begin_where_any_dtype_may(arena) -> None:
+    generator = random.Random(0)
+    blocks = []
+    for number in range(300):
+        block = arena.take(generator.randrange(1, 40 * KIB))
+        for piece in block.pieces:
+            piece.fill_(number % 251)
+            assert piece.storage_offset() % 64 == 0
+        blocks.append((number % 251, block))
+        if generator.random() < 0.4:
+            blocks.pop(generator.randrange(len(blocks)))
+        for value, other in blocks:
+            assert all(bool((piece == value).all()) for piece in other.pieces)
+    assert arena.num_blocks == len(blocks)
+
+
+def test_something_large_spans_chunks(arena) -> None:
+    first = arena.take(MIB - 100)
+    block = arena.take(3 * MIB + 5)
+    assert [piece.numel() for piece in block.pieces] == [64, 2 * MIB, MIB - 59]
+    assert sum(piece.numel() for piece in block.pieces) == 3 * MIB + 5
+    assert first.pieces[0].numel() == MIB - 100
+
+
+def test_memory_is_used_again_when_the_last_of_a_chunk_is_gone(arena) -> None:
+    one, two, three = (arena.take(512 * KIB) for _ in range(3))
+    assert arena.total_bytes == 3 * MIB
+    place = one.pieces[0].data_ptr()
+    del one
+    four = arena.take(MIB)
+    assert four.pieces[0].data_ptr() != place  # two is still there
+    del two
+    assert arena.num_blocks == 2
+    five = arena.take(MIB)
+    assert five.pieces[0].numel() == 512 * KIB  # the rest of the second chunk, then the first again
+    assert five.pieces[1].data_ptr() == place
+    assert arena.total_bytes == 3 * MIB
+    assert three.pieces[0].numel() == 512 * KIB
+
+
+def test_two_hundred_steps_take_what_one_takes(arena) -> None:
+    generator = random.Random(0)
+    sizes = [generator.randrange(1, MIB) for _ in range(20)]
+    for _ in range(200):
+        blocks = [arena.take(size) for size in sizes]
+        blocks.reverse()
+        while blocks:
+            del blocks[-1]
+        assert arena.total_bytes == 15 * MIB
+        assert arena.num_blocks == 0
+
+
+def test_blocks_may_die_in_any_thread(arena) -> None:
+    def work(seed: int) -> None:
+        generator = random.Random(seed)
+        for _ in range(200):
+            in_step.wait()  # one that lags behind would hold on to an old chunk while the others fill the next
+            block = arena.take(generator.randrange(1, 10000))
+            block.pieces[0].fill_(seed)
+            held.append(block)
+            if len(held) > 5:
+                held.pop(0)
+
+    held, in_step = [], threading.Barrier(4, timeout=60)
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    held.clear()
+    assert arena.num_blocks == 0
+    assert arena.total_bytes <= 3 * MIB  # one chunk is filled while the last of the one before dies
+
+
+def test_a_host_that_is_too_small_is_refused_and_nothing_is_taken(arena, monkeypatch) -> None:
+    held = arena.take(10)
+    monkeypatch.setattr(host_arena, "available_host_bytes", lambda: GIB + 5 * MIB)
+    message = (
+        "activation offload needs 6.00 MiB of host memory beside the 1.00 MiB it has, but 1.00 GiB are available, of "
+        'which 1.00 GiB must stay free. Set disk_path to a folder on a fast disk, set compress="bf16", use a smaller '
+        "batch, or checkpoint layers as well."
+    )
+    with pytest.raises(RuntimeError) as error:
+        arena.take(6 * MIB)
+    assert str(error.value) == message
+    assert (arena.total_bytes, arena.num_blocks) == (MIB, 1)
+    assert arena.take(2 * MIB).pieces[0].numel() == MIB - 64
+    assert held.pieces[0].numel() == 10
+    monkeypatch.setattr(host_arena, "available_host_bytes", lambda: None)  # unknown: the user knows better
+    assert arena.take(6 * MIB) is not None
+
+
+def test_closed_it_has_nothing_and_what_lies_there_can_be_read(arena) -> None:
+    block = arena.take(4)
+    block.pieces[0].fill_(7)
+    chunk = weakref.ref(block.pieces[0].untyped_storage())
+    arena.close()
+    assert (arena.total_bytes, arena.num_blocks) == (0, 0)
+    assert block.pieces[0].tolist() == [7] * 4
+    gc.disable()
+    del block
+    assert chunk() is None
+    gc.enable()
+
+
+def test_a_tracker_does_not_see_it(arena) -> None:
+    with track_memory() as tracker:
+        block = arena.take(100)
+    assert tracker.timeline.peak_bytes == 0
+    assert block.pieces[0].numel() == 100
+
+
+def test_fake_memory_is_on_the_host_and_there_is_enough(monkeypatch) -> None:
+    monkeypatch.setattr(host_arena, "available_host_bytes", lambda: 0)
+    with FakeTensorMode():
+        arena = HostArena(pin_memory=False, like=torch.empty(0, device="meta"))
+        block = arena.take(100 * MIB)
+    assert {type(piece) for piece in block.pieces} == {FakeTensor}
+    assert {piece.device.type for piece in block.pieces} == {"cpu"}
+
+
+def test_space_comes_back_if_filling_a_block_is_interrupted(monkeypatch) -> None:
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    space = ChunkedSpace()
+    monkeypatch.setattr(chunked_space, "Piece", fail)
+    with pytest.raises(KeyboardInterrupt):
+        space.take(MIB, list)
+    monkeypatch.undo()
+    gc.collect()
+    assert space.num_blocks == 0
+    assert space.take(MIB, list) is not None
+    assert space.total_bytes == MIB
+
+
+def test_each_device_has_memory_of_its_own() -> None:
+    routes = OffloadRoutes(None, pin_memory=False)
+    with FakeTensorMode():
+        tensors = [torch.empty(100, dtype=torch.uint8, device=f"cuda:{index}") for index in range(2)]
+    parcels = [routes.find(tensor).place.put(tensor, 0) for tensor in tensors]
+    assert routes.host_bytes == 2 * MIB
+    assert routes.num_away == len(parcels) == 2
+    routes.close()
+    assert (routes.host_bytes, routes.num_away) == (0, 0)

@@ -1,0 +1,238 @@
+"""Bytes come back from disk, space is used again, errors reach the user, and nothing hangs."""
+
+import errno
+import gc
+import os
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_vram.core.host import disk_ring, disk_worker
+from lightning_vram.core.host.disk_ring import DiskBlock, DiskRing
+from lightning_vram.core.host.errors import OffloadError
+from lightning_vram.core.host.transfers import PlainCopies
+from lightning_vram.memory.units import GIB, MIB
+from lightning_vram.techniques.activation_offload.stage import ActivationOffloading
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def ring(tmp_path):
+    ring = DiskRing(tmp_path, pin_memory=False, staging_bytes=MIB)
+    yield ring
+    ring.close()
+
+
+def write(ring: DiskRing, num_bytes: int, seed: int = 0) -> tuple[DiskBlock, Tensor]:
+    source = torch.randint(256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return ring.write(source, PlainCopies(), 0), source
+
+
+def read(block: DiskBlock, num_bytes: int) -> Tensor:
+    target = torch.empty(num_bytes, dtype=torch.uint8)
+    block.read(target, PlainCopies, None).wait(target)
+    return target
+
+
+@pytest.mark.parametrize("num_bytes", [1, 64, 1000, MIB, 7 * MIB + 13])
+def test_bytes_come_back(ring, num_bytes: int) -> None:
+    block, source = write(ring, num_bytes)
+    for _ in range(2):
+        assert torch.equal(read(block, num_bytes), source)
+
+
+def test_the_file_has_no_name(ring, tmp_path) -> None:
+    write(ring, 100)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_space_is_used_again_and_staging_is_bounded(ring) -> None:
+    for step in range(50):
+        written = [write(ring, MIB + 7 * number, step + number) for number in range(6)]
+        arrivals = []
+        for block, source in reversed(written):
+            target = torch.empty(source.numel(), dtype=torch.uint8)
+            arrivals.append((block.read(target, PlainCopies, None), target, source))
+        del written, block  # the reads go on
+        for arrival, target, source in arrivals:
+            arrival.wait(target)
+            assert torch.equal(target, source)
+        assert ring.num_blocks == 0
+        assert ring.total_bytes == 7 * MIB
+        assert ring.staging_bytes <= 5 * MIB
+
+
+def test_a_folder_that_is_none_is_refused(tmp_path) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "missing", tmp_path / "file"):
+        with pytest.raises(ValueError, match=r"^disk_path must be a folder that exists, got '.*'\.$"):
+            DiskRing(path, pin_memory=False)
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path, monkeypatch) -> None:
+    def refuse(**_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(disk_ring.tempfile, "TemporaryFile", refuse)  # root may write anywhere
+    with pytest.raises(RuntimeError) as error:
+        DiskRing(tmp_path, pin_memory=False)
+    assert str(error.value) == (
+        f"disk_path='{tmp_path}': no file can be made there ([Errno 13] Permission denied). "
+        "Name a folder that can be written to."
+    )
+
+
+def test_a_full_disk_is_refused_before_anything_is_written(ring, tmp_path, monkeypatch) -> None:
+    block, source = write(ring, 1000)
+    monkeypatch.setattr(disk_ring.shutil, "disk_usage", lambda _: SimpleNamespace(free=MIB))
+    with pytest.raises(RuntimeError) as error:
+        write(ring, 2 * MIB)
+    assert str(error.value) == (
+        f"disk_path='{tmp_path}' needs 2.00 MiB beside the 1.00 MiB it has, but 1.00 MiB are free there. Free some, "
+        'name a folder on another disk, set compress="bf16", or use a smaller batch.'
+    )
+    monkeypatch.undo()
+    assert torch.equal(read(block, 1000), source)
+    block, source = write(ring, 2 * MIB)
+    assert torch.equal(read(block, 2 * MIB), source)
+
+
+def test_a_disk_that_cannot_reserve_space_is_refused_or_believed(ring, monkeypatch) -> None:
+    code = errno.ENOSPC
+
+    def refuse(*_):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(disk_ring.os, "posix_fallocate", refuse, raising=False)
+    monkeypatch.setattr(disk_ring.shutil, "disk_usage", lambda _: SimpleNamespace(free=GIB))
+    with pytest.raises(RuntimeError, match=r"but 1\.00 GiB are free there"):
+        write(ring, 1000)
+    code = errno.EOPNOTSUPP
+    block, source = write(ring, 1000)
+    assert torch.equal(read(block, 1000), source)
+
+
+@pytest.mark.parametrize("call", ["pwrite", "preadv"])
+def test_what_goes_wrong_in_the_thread_is_raised_at_the_next_call(ring, tmp_path, monkeypatch, call: str) -> None:
+    def fail(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    block, _ = write(ring, 1000)
+    monkeypatch.setattr(disk_worker.os, call, fail)
+
+    def use() -> None:
+        for seed in range(20):  # more than there are buffers
+            write(ring, MIB, seed)
+            read(block, 1000)
+
+    with pytest.raises(RuntimeError) as error:
+        use()
+    assert str(error.value) == (
+        f"disk_path='{tmp_path}': offloaded activations could not be written or read ([Errno 5] Input/output error). "
+        "This step is lost, and so is each further one until it is closed; name a folder on another disk."
+    )
+    with pytest.raises(RuntimeError, match="could not be written or read"):
+        write(ring, 1)
+    with pytest.raises(RuntimeError, match="could not be written or read"):
+        read(block, 1000)
+
+
+def test_short_writes_and_reads_go_on(ring, monkeypatch) -> None:
+    pwrite, preadv = os.pwrite, os.preadv
+    monkeypatch.setattr(disk_worker.os, "pwrite", lambda file, view, at: pwrite(file, view[:1000], at))
+    monkeypatch.setattr(disk_worker.os, "preadv", lambda file, views, at: preadv(file, [views[0][:777]], at))
+    block, source = write(ring, 50_000)
+    assert torch.equal(read(block, 50_000), source)
+
+
+def test_closed_it_says_so_and_its_thread_is_gone(ring, tmp_path) -> None:
+    before = threading.enumerate()  # those that other tests forgot may still be ending
+    block, _ = write(ring, 1000)
+    (thread,) = (one for one in threading.enumerate() if one not in before)
+    ring.close()
+    ring.close()
+    for call in (lambda: write(ring, 1), lambda: read(block, 1000)):
+        with pytest.raises(RuntimeError) as error:
+            call()
+        assert str(error.value) == f"disk_path='{tmp_path}': closed already, what was offloaded there is gone."
+    assert not thread.is_alive()
+
+
+def test_forgotten_it_closes_itself_and_waits_for_no_thread(tmp_path, monkeypatch) -> None:
+    """The garbage collector runs in the midst of anything, even of what holds a lock that waiting needs."""
+    gc.disable()
+    before = threading.enumerate()
+    ring = DiskRing(tmp_path, pin_memory=False, staging_bytes=MIB)
+    written = write(ring, 3 * MIB)
+    (thread,) = (one for one in threading.enumerate() if one not in before)
+    file, joined = ring._file, []
+    monkeypatch.setattr(threading.Thread, "join", lambda thread, timeout=None: joined.append(thread))
+    del ring, written
+    gc.enable()
+    monkeypatch.undo()
+    assert joined == []
+    thread.join(30)
+    assert not thread.is_alive()
+    assert file.closed
+
+
+def test_a_training_step_reports_a_broken_disk(tmp_path, monkeypatch) -> None:
+    def fail(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    weight = torch.randn(64, 64).requires_grad_()
+    offloading = ActivationOffloading(min_offload_bytes=1, disk_path=tmp_path)
+    with offloading:
+        loss = weight.sin().sin().sum()
+    monkeypatch.setattr(disk_worker.os, "preadv", fail)
+    with pytest.raises(RuntimeError, match="could not be written or read"):
+        loss.backward()
+    offloading.close()
+    monkeypatch.undo()
+    with offloading:
+        weight.sin().sin().sum().backward()
+    offloading.close()
+
+
+def test_each_device_has_copies_of_its_own(ring) -> None:
+    made = []
+
+    def make(name: str) -> Callable[[], PlainCopies]:
+        return lambda: made.append(name) or PlainCopies()
+
+    one, other = make("cuda:0"), make("cuda:1")
+    block, source = write(ring, 100)
+    for make_copies in (one, other, one, other):
+        target = torch.empty(100, dtype=torch.uint8)
+        block.read(target, make_copies, None).wait(target)
+        assert torch.equal(target, source)
+    assert made == ["cuda:0", "cuda:1"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("at", ["make_staging", "send"])
+def test_staging_buffers_are_not_lost(ring, monkeypatch, error: type[BaseException], at: str) -> None:
+    def fail(*_, **__):
+        raise error
+
+    where = disk_ring if at == "make_staging" else PlainCopies
+    monkeypatch.setattr(where, at, fail)
+    for _ in range(5):
+        with pytest.raises(error):
+            write(ring, 1000)
+    monkeypatch.undo()
+    block, source = write(ring, 5 * MIB)
+    assert torch.equal(read(block, 5 * MIB), source)
+    assert ring.staging_bytes <= 5 * MIB
+
+
+def test_a_disk_that_writes_nothing_is_broken(ring, monkeypatch) -> None:
+    monkeypatch.setattr(disk_worker.os, "pwrite", lambda *_: 0)
+    block, _ = write(ring, 1000)
+    with pytest.raises(OffloadError, match="nothing can be written at byte 0"):
+        read(block, 1000)

@@ -1,0 +1,369 @@
+"""On simulated streams that run in any order they may, copies never meet what the computation does with the memory."""
+
+import random
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from contextlib import contextmanager
+from unittest.mock import Mock
+
+import pytest
+import torch
+from support.helpers import TinyGPT
+from torch import Tensor
+
+from lightning_vram.core.host import transfers
+from lightning_vram.core.host.transfers import PlainCopies, StreamCopies, make_copies
+from lightning_vram.techniques.activation_offload import routes as offload_routes
+from lightning_vram.techniques.activation_offload.stage import ActivationOffloading
+
+SIZE = 64
+NUM_ITEMS = 8
+
+
+class Event:
+    def __init__(self, machine: "Machine") -> None:
+        self.machine = machine
+        self.is_over = False
+
+    def query(self) -> bool:
+        self.machine.run_some()
+        return self.is_over
+
+    def synchronize(self) -> None:
+        while not self.is_over:
+            self.machine.run_one()
+
+
+class Stream:
+    """A queue of closures; one that returns ``False`` waits."""
+
+    def __init__(self, machine: "Machine") -> None:
+        self.machine = machine
+        self.queue: deque[Callable[[], object]] = deque()
+        machine.streams.append(self)
+
+    def record_event(self) -> Event:
+        event = Event(self.machine)
+        self.queue.append(lambda: setattr(event, "is_over", True))
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        self.queue.append(lambda: event.is_over)
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.wait_event(other.record_event())
+
+
+class Machine:
+    """A device with a compute stream, an allocator that hands freed memory on at once, and what torch.cuda has."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = random.Random(seed)
+        self.streams: list[Stream] = []
+        self.compute = Stream(self)
+        self.local = threading.local()
+        self.free: list[Tensor] = []
+        self.memory: dict[int, Tensor] = {}
+
+    def is_available(self) -> bool:  # torch.accelerator asks: there is nothing to pin memory for
+        return False
+
+    def Stream(self, device: torch.device) -> Stream:  # noqa: N802
+        return Stream(self)
+
+    def current_stream(self, device: torch.device | None) -> Stream:
+        return getattr(self.local, "current", self.compute)
+
+    @contextmanager
+    def stream(self, stream: Stream):
+        self.local.current, before = stream, self.current_stream(None)
+        yield
+        self.local.current = before
+
+    def run_one(self) -> bool:
+        """Run what is next on a random stream that does not wait; ``False`` if there is none."""
+        for stream in self.generator.sample(self.streams, len(self.streams)):
+            if stream.queue and stream.queue[0]() is not False:
+                stream.queue.popleft()
+                return True
+        return False
+
+    def run_some(self) -> None:
+        for _ in range(self.generator.randrange(4)):
+            self.run_one()
+
+    def allocate(self) -> Tensor:
+        memory = self.free.pop(self.generator.randrange(len(self.free))) if self.free else torch.zeros(SIZE)
+        self.memory[memory.data_ptr()] = memory
+        tensor = memory[:]
+        weakref.finalize(tensor, self.free.append, memory)
+        return tensor
+
+    def scatter(self, source: Tensor, pieces: list[Tensor]) -> None:
+        memory = self.memory[source.data_ptr()]
+        self.current_stream(None).queue.append(lambda: transfers_scatter(memory, pieces))
+
+    def gather(self, pieces: list[Tensor], target: Tensor) -> None:
+        memory = self.memory[target.data_ptr()]
+        self.current_stream(None).queue.append(lambda: transfers_gather(pieces, memory))
+
+    def kernel(self, work: Callable[[Tensor], None], tensor: Tensor) -> None:
+        memory = self.memory[tensor.data_ptr()]
+        self.compute.queue.append(lambda: work(memory))
+
+
+transfers_scatter, transfers_gather = transfers.scatter, transfers.gather
+
+
+@pytest.fixture
+def make_machine(monkeypatch) -> Callable[[int], Machine]:
+    def make(seed: int) -> Machine:
+        machine = Machine(seed)
+        monkeypatch.setattr(torch, "get_device_module", lambda _: machine)
+        monkeypatch.setattr(transfers, "scatter", machine.scatter)
+        monkeypatch.setattr(transfers, "gather", machine.gather)
+        monkeypatch.setattr(transfers, "note_use", lambda tensor, stream: None)
+        return machine
+
+    return make
+
+
+class Program:
+    """Steps whose kernels write, send away, fetch ahead, read, and write into memory that was freed."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine, self.generator = machine, machine.generator
+        self.copies = StreamCopies(torch.device("cuda"))
+        self.host = [[torch.zeros(SIZE // 2), torch.zeros(SIZE - SIZE // 2)] for _ in range(NUM_ITEMS)]
+        self.num_wrong = 0
+
+    def run(self, value: int) -> None:
+        for number in range(NUM_ITEMS):
+            self.send(number, value + number)
+        arrivals = {}
+        for number in reversed(range(NUM_ITEMS)):
+            for ahead in range(max(0, number - self.generator.randrange(3)), number + 1):
+                if ahead not in arrivals:
+                    target = self.machine.allocate()
+                    arrivals[ahead] = (self.copies.fetch(self.host[ahead], target, self.copies.mark()), target)
+                    del target
+            arrival, target = arrivals.pop(number)
+            if self.generator.random() < 0.8:  # else nobody wants it after all
+                arrival.wait(target)
+                self.machine.kernel(self.check(value + number), target)
+            del arrival, target
+            self.scribble()
+
+    def send(self, number: int, value: int) -> None:
+        source = self.machine.allocate()
+        self.machine.kernel(lambda memory: fill(memory, value), source)
+        self.copies.send(source, self.host[number], window_bytes=self.generator.randrange(4) * SIZE * 4)
+        del source
+        self.scribble()
+
+    def scribble(self) -> None:
+        scratch = self.machine.allocate()  # perhaps what was just freed
+        self.machine.kernel(lambda memory: fill(memory, -1), scratch)
+        del scratch
+        self.machine.run_some()
+
+    def check(self, value: int) -> Callable[[Tensor], None]:
+        def read(memory: Tensor) -> None:
+            self.num_wrong += int((memory != value).sum())
+
+        return read
+
+
+def fill(memory: Tensor, value: int) -> None:
+    memory.fill_(value)
+
+
+def count_wrong_bytes(machine: Machine, num_steps: int = 3) -> int:
+    program = Program(machine)
+    for step in range(num_steps):
+        program.run(100 * step)
+    while machine.run_one():
+        pass
+    assert not any(stream.queue for stream in machine.streams)
+    return program.num_wrong
+
+
+def test_copies_never_meet_what_kernels_write(make_machine) -> None:
+    assert sum(count_wrong_bytes(make_machine(seed)) for seed in range(60)) == 0
+
+
+@pytest.mark.parametrize("broken", ["departures", "arrivals", "consumer", "copies"])
+def test_the_simulation_finds_what_would_go_wrong(make_machine, monkeypatch, broken: str) -> None:
+    def let_go(self) -> None:
+        oldest = self._departures.popleft()
+        self._departing_bytes -= oldest.num_bytes
+        oldest.source = None
+
+    if broken == "departures":  # memory is let go without waiting for the copy
+        monkeypatch.setattr(StreamCopies, "_let_go_of_oldest", let_go)
+    elif broken == "arrivals":  # a copy that nobody waits for is not held
+        monkeypatch.setattr(transfers._StreamArrival, "is_over", lambda self: True)
+    elif broken == "consumer":  # the computation does not wait for the copy
+        monkeypatch.setattr(transfers._StreamArrival, "wait", lambda self, target: None)
+    else:  # copies do not wait for the computation
+        monkeypatch.setattr(Stream, "wait_event", lambda self, event: None)
+    assert sum(count_wrong_bytes(make_machine(seed)) for seed in range(60)) > 0
+
+
+def test_in_flight_at_most_the_window_is_held(make_machine) -> None:
+    machine = make_machine(0)
+    machine.run_some = lambda: None  # nothing ever finishes
+    copies = StreamCopies(torch.device("cuda"))
+    departures = []
+    for _ in range(6):
+        departures.append(copies.send(machine.allocate(), [torch.zeros(SIZE)], 2 * SIZE * 4))
+        assert sum(departure.source is not None for departure in departures) <= 2
+    assert [departure.source is not None for departure in departures] == [False] * 4 + [True] * 2
+
+
+def test_what_is_still_in_flight_is_given_without_a_copy(make_machine, monkeypatch) -> None:
+    machine = make_machine(0)
+    monkeypatch.setattr(transfers, "scatter", transfers_scatter)
+    monkeypatch.setattr(transfers, "gather", transfers_gather)
+    monkeypatch.setattr(offload_routes, "make_copies", lambda tensor: StreamCopies(tensor.device))
+    machine.run_some = lambda: None
+    offloading = ActivationOffloading(min_offload_bytes=1, window_bytes=10**9)
+    tensor, written = torch.randn(SIZE), torch.randn(SIZE)
+    expected = written.clone()
+    with offloading:
+        handle, other = offloading.take(tensor), offloading.take(written)
+        written.zero_()
+    assert handle.give().data_ptr() == tensor.data_ptr()
+    assert other.give().data_ptr() != written.data_ptr()  # overwritten meanwhile
+    assert torch.equal(other.give(), expected)
+
+
+@pytest.mark.parametrize("window_bytes", [0, 5000, "auto"])
+def test_gradients_by_way_of_streams_are_equal_to_the_bit(make_machine, monkeypatch, window_bytes, tmp_path) -> None:
+    """Copies are made at once, but look unfinished for a random time."""
+    torch.manual_seed(0)
+    module, tokens = TinyGPT(), torch.randint(17, (4, 12))
+
+    def gradients(context=None) -> list[Tensor]:
+        torch.manual_seed(1)
+        module.zero_grad()
+        if context is None:
+            module(tokens).square().mean().backward()
+        else:
+            with context:
+                loss = module(tokens).square().mean()
+            loss.backward()
+        return [parameter.grad.clone() for parameter in module.parameters()]
+
+    expected = gradients()
+    for folder in (None, tmp_path):
+        make_machine(0)
+        monkeypatch.setattr(transfers, "scatter", transfers_scatter)
+        monkeypatch.setattr(transfers, "gather", transfers_gather)
+        monkeypatch.setattr(offload_routes, "make_copies", lambda tensor: StreamCopies(tensor.device))
+        offloading = ActivationOffloading(module, min_offload_bytes=1, window_bytes=window_bytes, disk_path=folder)
+        for _ in range(3):
+            assert all(map(torch.equal, gradients(offloading), expected))
+            assert offloading.num_away == 0
+        offloading.close()
+
+
+def test_the_host_and_fake_devices_have_no_streams() -> None:
+    assert isinstance(make_copies(torch.ones(1)), PlainCopies)
+    assert isinstance(make_copies(torch.ones(1, device="meta")), PlainCopies)
+
+
+@pytest.mark.parametrize("end", [lambda copies: copies.close(), lambda copies: None])
+def test_copies_that_are_dropped_do_not_meet_what_gets_their_memory(make_machine, end) -> None:
+    """Something was fetched ahead that nobody wants, something is on its way out, and all is closed or forgotten."""
+    for seed in range(40):
+        machine = make_machine(seed)
+        copies, host = StreamCopies(torch.device("cuda")), [torch.full((SIZE,), 7.0)]
+        target = machine.allocate()
+        copies.fetch(host, target, copies.mark())
+        source = machine.allocate()
+        machine.kernel(lambda memory: fill(memory, 5), source)
+        copies.send(source, [sent := torch.zeros(SIZE)], 10**9)
+        end(copies)
+        del copies, target, source
+        others = [machine.allocate() for _ in range(2)]
+        for other in others:
+            machine.kernel(lambda memory: fill(memory, 3), other)
+        while machine.run_one():
+            pass
+        assert all(bool((machine.memory[other.data_ptr()] == 3).all()) for other in others)
+        assert bool((sent == 5).all())
+
+
+def test_the_allocator_learns_which_stream_used_what_is_let_go(make_machine, monkeypatch) -> None:
+    machine, uses = make_machine(0), []
+    monkeypatch.setattr(transfers, "note_use", lambda tensor, stream: uses.append((tensor, stream)))
+    machine.run_some = lambda: None
+    copies, source = StreamCopies(torch.device("cuda")), machine.allocate()
+    machine.local.current = stream = Stream(machine)  # another than the one it was made for
+    copies.send(source, [torch.zeros(SIZE)], 10**9)
+    assert uses == []
+    copies.settle(0)
+    assert [(tensor is source, user is stream) for tensor, user in uses] == [(True, True)]
+
+
+def test_what_was_made_of_bfloat16_is_waited_for_by_other_streams(make_machine, monkeypatch) -> None:
+    machine = make_machine(0)
+    monkeypatch.setattr(transfers, "scatter", transfers_scatter)
+    monkeypatch.setattr(transfers, "gather", transfers_gather)
+    monkeypatch.setattr(offload_routes, "make_copies", lambda tensor: StreamCopies(tensor.device))
+    offloading, tensor = (
+        ActivationOffloading(min_offload_bytes=1, window_bytes=10**6, compress="bf16"),
+        torch.ones(SIZE),
+    )
+    with offloading:
+        one, other = offloading.take(tensor), offloading.take(tensor)
+    waits = []
+    monkeypatch.setattr(Stream, "wait_event", lambda self, event: waits.append(self))
+    for handle in (one, other):
+        machine.local.current = stream = Stream(machine)
+        assert torch.equal(handle.give(), tensor)
+        assert stream in waits
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_copy_that_ends_while_others_are_fetched_ahead_is_found(make_machine, monkeypatch, seed: int) -> None:
+    machine = make_machine(seed)
+    monkeypatch.setattr(transfers, "scatter", transfers_scatter)
+    monkeypatch.setattr(transfers, "gather", transfers_gather)
+    monkeypatch.setattr(offload_routes, "make_copies", lambda tensor: StreamCopies(tensor.device))
+    offloading = ActivationOffloading(min_offload_bytes=1, window_bytes=10**6)
+    tensors = [torch.full((SIZE,), float(number)) for number in range(12)]
+    expected = [tensor.clone() for tensor in tensors]
+    with offloading:
+        handles = [offloading.take(tensor) for tensor in tensors]
+        del tensors[::2]
+    machine.run_some = lambda: [machine.run_one() for _ in range(machine.generator.randrange(9))]
+    while handles:
+        assert torch.equal(handles.pop().give(), expected.pop())
+
+
+def test_while_a_graph_is_captured_no_event_is_asked_for(make_machine) -> None:
+    machine = make_machine(0)
+    machine.run_some = queries = Mock()  # called by each query
+    machine.is_current_stream_capturing = lambda: True
+    copies = StreamCopies(torch.device("cuda"))
+    copies.send(machine.allocate(), [torch.zeros(SIZE)], 0)
+    copies.settle()
+    assert queries.call_count == 0
+
+
+def test_plain_copies_are_never_left_to_themselves(monkeypatch) -> None:
+    seen = []
+    monkeypatch.setattr(transfers, "_is_pinned", lambda piece: True)
+    copy = Tensor.copy_
+    monkeypatch.setattr(
+        Tensor, "copy_", lambda self, other, non_blocking: seen.append(non_blocking) or copy(self, other)
+    )
+    host, copies = [torch.zeros(3), torch.zeros(2)], PlainCopies()
+    copies.send(torch.arange(5.0), host, 0)
+    copies.fetch(host, target := torch.zeros(5), None)
+    assert target.tolist() == [0, 1, 2, 3, 4]
+    assert seen == [False] * 4

@@ -1,0 +1,124 @@
+"""What a cluster sends to every process of a job does not reach daemons."""
+
+import multiprocessing
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from functools import partial
+from multiprocessing import resource_tracker
+
+import pytest
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_vram.core.processes import shielded_daemons
+from lightning_vram.core.processes.shielded_daemons import DaemonShield
+
+SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
+
+
+@pytest.fixture
+def shield() -> Iterator[DaemonShield]:
+    shield = DaemonShield(SIGNALS)
+    shield.raise_it()
+    yield shield
+    shield.lower()
+
+
+def tell_mask(connection) -> None:
+    connection.send(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+
+
+def mask_of(method: str, *, daemon: bool = True) -> set[int]:
+    """What is blocked in a process that is started now."""
+    context = multiprocessing.get_context(method)
+    here, there = context.Pipe()
+    process = context.Process(target=tell_mask, args=(there,), daemon=daemon)
+    process.start()
+    mask = here.recv()
+    process.join()
+    return mask
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_daemon_begins_with_the_signals_blocked_and_this_process_goes_on_without(shield, method):
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    assert mask_of(method) == before | set(SIGNALS)
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_what_was_blocked_before_stays_blocked(shield, method, monkeypatch):
+    resource_tracker.ensure_running()
+    unblock = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, {signal.SIGTERM})
+    monkeypatch.setattr(resource_tracker, "ensure_running", unblock)  # as the first time in Python 3.11
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        assert mask_of(method) == before | set(SIGNALS)
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before | set(SIGNALS)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def test_other_children_and_daemons_after_the_end_receive_them(shield):
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    assert mask_of("fork", daemon=False) == before
+    shield.lower()
+    assert mask_of("fork") == before
+
+
+def test_nothing_stays_patched():
+    start = multiprocessing.process.BaseProcess.start
+    shield = DaemonShield(SIGNALS)
+    shield.raise_it()
+    shield.raise_it()
+    assert multiprocessing.process.BaseProcess.start is not start
+    shield.lower()
+    shield.lower()
+    assert multiprocessing.process.BaseProcess.start is start
+
+
+class Stuck(Dataset):
+    def __init__(self):
+        self.is_stuck = multiprocessing.Event()
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        self.is_stuck.set()
+        threading.Event().wait()
+
+
+def test_a_worker_that_is_stuck_is_killed(shield, monkeypatch):
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.05)
+    loader = DataLoader(Stuck(), 4, num_workers=1)
+    worker = (iterator := iter(loader))._workers[0]
+    loader.dataset.is_stuck.wait()
+    del iterator
+    worker.join()
+    assert worker.exitcode == -signal.SIGKILL
+
+
+ENDING = """
+import importlib.util, multiprocessing, signal, sys
+
+spec = importlib.util.spec_from_file_location("shielded_daemons", sys.argv[1])
+shielded_daemons = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(shielded_daemons)
+shielded_daemons.DaemonShield([signal.SIGTERM]).raise_it()
+
+def wait():
+    while True:
+        signal.pause()
+
+multiprocessing.get_context("fork").Process(target=wait, daemon=True).start()
+sys.exit(7)
+"""
+
+
+def test_python_ends_although_a_daemon_does_not_heed_sigterm():
+    run = [sys.executable, "-c", ENDING, shielded_daemons.__file__]
+    ended = subprocess.run(run, timeout=60, capture_output=True, check=False, text=True)
+    assert ended.returncode == 7, ended.stderr

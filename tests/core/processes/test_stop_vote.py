@@ -1,0 +1,84 @@
+"""Votes on whether to stop: alone at once, together at the same call."""
+
+import math
+import signal
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from lightning_vram.core.processes.agreement import RankAgreement
+from lightning_vram.core.processes.stop_signals import StopSignals
+from lightning_vram.core.processes.stop_vote import StopVote
+
+TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
+
+
+def make_vote() -> tuple[StopVote, StopSignals]:
+    signals = StopSignals((TERM, USR1))
+    return StopVote(RankAgreement(), signals), signals
+
+
+def test_alone_a_signal_is_known_at_once():
+    vote, signals = make_vote()
+    assert not vote.exchange()
+    signals.note(TERM)
+    assert vote.exchange()
+    assert vote.name == "SIGTERM"
+    signals.note(USR1)
+    assert vote.exchange()
+    assert vote.name == "SIGUSR1"
+
+
+def test_alone_there_is_no_limit():
+    vote, signals = make_vote()
+    vote.limit(0)
+    assert not vote.exchange_limited()
+    signals.note(USR1)
+    assert vote.exchange_limited()
+
+
+def join(rank: int, path: str) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(f"{path}/store", 2), rank=rank, world_size=2)
+
+
+def exchange(rank: int, path: str) -> None:
+    join(rank, path)
+    vote, signals = make_vote()
+    known = [vote.exchange(), vote.exchange()]
+    if rank == 1:
+        signals.note(TERM)
+    known += [vote.exchange(), vote.exchange(), vote.exchange()]
+    assert known == [False, False, False, True, True]  # in the call after the one that sends it
+    assert vote.name == "SIGTERM"
+    dist.destroy_process_group()
+
+
+@pytest.mark.distributed
+def test_ranks_know_of_it_since_the_same_call(tmp_path: Path):
+    mp.start_processes(exchange, (str(tmp_path),), nprocs=2, start_method="fork")
+
+
+def differ(rank: int, path: str) -> None:
+    join(rank, path)
+    vote, signals = make_vote()
+    vote.limit(1 + 2 * rank)  # one vote for both
+    assert [vote.exchange_limited() for _ in range(1 + 2 * rank)] == [False] * (1 + 2 * rank)
+    signals.note((TERM, USR1)[rank])
+    assert not vote.exchange()  # it ends the vote of the evaluation
+    assert vote.exchange()
+    assert vote.name == "SIGUSR1"  # on both
+    vote.limit(math.inf)
+    assert not vote.exchange_limited()  # nobody knows how often it could vote
+    vote.limit(math.inf if rank else 3)
+    assert not vote.exchange_limited()
+    vote.limit(3 - rank)
+    assert [vote.exchange_limited() for _ in range(3)] == [True, True, False]
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.distributed
+def test_ranks_that_evaluate_different_numbers_of_batches_vote_as_often(tmp_path: Path):
+    mp.start_processes(differ, (str(tmp_path),), nprocs=2, start_method="fork")

@@ -1,0 +1,570 @@
+"""After a step is taken back there is no trace of it: not in the module, not in the generators."""
+
+import random
+import weakref
+from collections import OrderedDict, deque
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from support.helpers import CASES, LitTiny, TinyCNN
+from torch import nn
+
+from lightning_vram.core.rollback import attribute_state, module_roster
+from lightning_vram.core.rollback.attribute_layout import AttributeLayout
+from lightning_vram.core.rollback.step_rollback import BufferCopies, StepState
+
+CPU = torch.device("cpu")
+LARGE = 1024 * 1024  # floats, above what is copied in every step
+
+
+class Busy(nn.Module):
+    """Does everything a forward may do to its module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.layer = nn.Linear(3, 3)
+        self.noise = torch.Generator().manual_seed(3)
+        self.register_buffer("count", torch.zeros(3))
+        self.register_buffer("replaced", torch.zeros(3))
+        self.register_buffer("empty", None)
+        self.running = torch.zeros(3)
+        self.losses = []
+        self.long = list(range(2000))
+        self.table = {"a": [1], "b": {"c": {1}}}
+        self.seen = {number: str(number) for number in range(2000)}
+        self.last = deque([1, 2], maxlen=2)
+        self.flag = False
+        self.ordered = OrderedDict(a=1)
+
+    def forward(self, inputs):
+        with torch.no_grad():
+            self.count += 1
+            self.running.data.add_(1)  # counts no version
+            self.replaced = self.replaced + 1
+            self.empty = torch.ones(1)
+        self.losses.append(random.random() + np.random.rand())
+        self.long.append(0)
+        self.seen["new"] = "x"
+        self.table["a"].append(2)
+        self.table["b"]["c"].add(2)
+        self.last.append(3)
+        self.ordered.move_to_end("a")
+        self.ordered["b"] = 2
+        self.flag = True
+        self.new = 1
+        self.layer.eval()
+        self.layer.weight.requires_grad_(False)
+        self.handle = self.layer.register_forward_hook(lambda *_: None)
+        self.noisy = torch.randn(3, generator=self.noise)
+        return self.layer(self.norm(inputs)) + torch.rand(3)
+
+
+def by_value(item):
+    if isinstance(item, torch.Tensor):
+        return item.tolist()
+    if isinstance(item, torch.Generator):
+        return item.get_state().tolist()
+    if isinstance(item, dict):
+        return {name: by_value(value) for name, value in item.items()}
+    if isinstance(item, list | tuple):
+        return [by_value(value) for value in item]
+    return item.copy() if isinstance(item, set | deque) else item
+
+
+def everything(module):
+    attributes = [by_value(vars(member)) for member in module.modules()]
+    requires_grad = [parameter.requires_grad for parameter in module.parameters()]
+    numpy = by_value([part.tolist() if hasattr(part, "tolist") else part for part in np.random.get_state()])
+    return attributes, requires_grad, torch.get_rng_state().tolist(), random.getstate(), numpy
+
+
+def test_whatever_a_forward_does_is_taken_back_each_time():
+    module, copies = Busy(), BufferCopies()
+    for _ in range(2):  # the second state is taken with copies that are there
+        before, objects = everything(module), dict(vars(module))
+        buffers = dict(module.named_buffers())
+        state = StepState(module, CPU, copies)
+        for _ in range(2):
+            module(torch.randn(4, 3))
+            assert everything(module) != before
+            state.restore()
+            assert everything(module) == before
+        assert all(vars(module)[name] is value for name, value in objects.items())
+        assert all(buffers[name] is buffer for name, buffer in module.named_buffers())
+        module.train()(torch.randn(4, 3))
+        module.handle.remove()
+        module.layer.weight.requires_grad_(True)
+
+
+def test_parameters_that_a_forward_exchanges_come_back():
+    layer = nn.Linear(2, 2)
+    parameters = dict(layer.named_parameters())
+    state = StepState(layer, CPU)
+    layer.weight = nn.Parameter(torch.zeros(2, 2))
+    layer.extra = nn.Parameter(torch.zeros(2))
+    del layer.bias
+    state.restore()
+    assert list(layer._parameters) == list(parameters)
+    assert all(layer._parameters[name] is parameter for name, parameter in parameters.items())
+
+
+def test_the_handle_of_a_hook_still_removes_it():
+    layer = nn.Linear(2, 2)
+    handle = layer.register_forward_hook(lambda *_: None)
+    state = StepState(layer, CPU)
+    handle.remove()
+    state.restore()
+    assert layer._forward_hooks
+    handle.remove()
+    assert not layer._forward_hooks
+
+
+@pytest.mark.parametrize("case", ["cnn", "gpt"])  # batch norm, dropout
+def test_a_step_taken_back_and_run_again_is_the_step(case, make_trainer):
+    def train(num_tries):
+        pl.seed_everything(0, verbose=False)
+        model, copies = CASES[case](), BufferCopies()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        losses = []
+        for index, batch in enumerate(list(model.train_dataloader())):
+            state = StepState(model, CPU, copies)
+            for _ in range(num_tries):
+                state.restore()
+                loss = model.training_step(batch, index)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        return losses, model.state_dict()
+
+    torch.testing.assert_close(train(3), train(1), rtol=0, atol=0)
+
+
+class Table(nn.Module):
+    """A large constant, and a large buffer that is written in one way or another."""
+
+    def __init__(self, device="cpu") -> None:
+        super().__init__()
+        self.register_buffer("constant", torch.ones(LARGE, device=device))
+        self.register_buffer("queue", torch.zeros(LARGE, device=device))
+
+
+def write_in_place(module, value):
+    module.queue.fill_(value)
+
+
+def write_a_part(module, value):
+    module.queue[:3] = value
+
+
+def write_past_the_counter(module, value):
+    module.queue.data.fill_(value)
+
+
+def swap_memory(module, value):
+    module.queue.data = torch.full_like(module.queue, value)
+
+
+def resize(module, value):
+    module.queue.data = torch.full((2 * LARGE,), value, device=module.queue.device)
+
+
+def replace(module, value):
+    module.queue = torch.full_like(module.queue, value)
+
+
+WRITES = [write_in_place, write_a_part, write_past_the_counter, swap_memory, resize, replace]
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_large_buffers_come_back_and_go_on(write, device):
+    module, copies = Table(device), BufferCopies()
+    for _ in range(2 if write is not write_past_the_counter else 0):
+        StepState(module, torch.device(device), copies)  # by now it counts as a constant
+    for step in range(4):
+        state = StepState(module, torch.device(device), copies)
+        queue, value = module.queue, module.queue.clone()
+        if step or write is not write_past_the_counter:  # found out in the second step
+            for _ in range(2):
+                write(module, -1.0)
+                state.restore()
+                assert module.queue is queue
+                assert torch.equal(queue, value)
+        write(module, float(step + 1))
+    assert torch.equal(module.constant, torch.ones_like(module.constant))
+
+
+def copied_bytes(module, copies):
+    """Bytes written to copies while the state is taken."""
+    total = 0
+
+    class Count(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal total
+            result = func(*args, **(kwargs or {}))
+            if func in (torch.ops.aten.clone.default, torch.ops.aten.copy_.default):
+                total += args[0].nbytes
+            elif func is torch.ops.aten._foreach_copy_.default:
+                total += sum(tensor.nbytes for tensor in args[0])
+            return result
+
+    with Count():
+        StepState(module, CPU, copies)
+    return total
+
+
+def test_large_constants_are_copied_once_and_small_buffers_each_time():
+    module, copies = Table(), BufferCopies()
+    module.register_buffer("small", torch.zeros(3))
+    assert copied_bytes(module, copies) == 2 * 4 * LARGE + 12
+    assert copied_bytes(module, copies) == 12
+    module.queue[0] = 1
+    assert copied_bytes(module, copies) == 4 * LARGE + 12
+    assert copied_bytes(module, copies) == 12
+
+
+def test_copies_of_buffers_that_are_gone_are_dropped():
+    module, copies = Table(), BufferCopies()
+    StepState(module, CPU, copies)
+    del module.queue
+    StepState(module, CPU, copies)
+    assert len(copies._copies) == 1
+
+
+def test_one_tensor_under_two_names_stays_one():
+    module = Table()
+    module.register_buffer("again", module.queue)
+    state = StepState(module, CPU)
+    module.queue = torch.ones(LARGE)
+    module.again.fill_(5)
+    state.restore()
+    assert module.queue is module.again
+    assert not module.queue.any()
+
+
+@pytest.mark.parametrize("is_inference", [False, True])
+def test_copies_serve_training_and_evaluation(is_inference):
+    module, copies = nn.BatchNorm1d(3), BufferCopies()
+    for mode in (True, False, True):
+        with torch.inference_mode(mode=mode):
+            if is_inference and mode:
+                module.running_mean = torch.zeros(3)  # an inference tensor
+            state = StepState(module, CPU, copies)
+            value = module.running_mean.clone()
+            with torch.inference_mode(mode=mode or module.running_mean.is_inference()):
+                module(torch.randn(4, 3) + 5)
+            state.restore()
+            assert torch.equal(module.running_mean, value)
+
+
+def test_skipped_modules_keep_attributes_but_their_children_do_not():
+    module = nn.Sequential(Busy())
+    outer, inner = module[0], module[0].norm
+    state = StepState(module, CPU, skip=lambda member: member is outer)
+    outer(torch.randn(4, 3))
+    state.restore()
+    assert outer.flag
+    assert len(outer.losses) == 1
+    assert not outer.count.any()  # buffers are looked after all the same
+    assert not inner.running_mean.any()
+    assert outer.layer.training
+
+
+def test_a_trainer_notices_nothing(make_trainer):
+    class LitTwice(LitTiny):
+        def training_step(self, batch, batch_idx):
+            state = StepState(self, self.device)
+            super().training_step(batch, batch_idx)
+            state.restore()
+            return super().training_step(batch, batch_idx)
+
+    fitted = []
+    for make in (LitTwice, LitTiny):
+        pl.seed_everything(0, verbose=False)
+        fitted.append(make(TinyCNN()))
+        make_trainer().fit(fitted[-1])
+    torch.testing.assert_close(fitted[0].state_dict(), fitted[1].state_dict(), rtol=0, atol=0)
+
+
+def test_a_lazy_layer_that_got_its_weights_keeps_them():
+    layer = nn.LazyLinear(2)
+    state = StepState(layer, CPU)
+    layer(torch.ones(1, 3))
+    state.restore()
+    assert type(layer) is nn.Linear
+    assert layer(torch.ones(1, 3)).shape == (1, 2)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_its_generator_comes_back_and_nobody_waits_for_the_device():
+    device = torch.device("cuda", torch.cuda.current_device())
+    module, copies = nn.Sequential(nn.BatchNorm1d(3), nn.Dropout()).to(device), BufferCopies()
+    module.register_buffer("queue", torch.zeros(LARGE, device=device))
+    inputs = torch.randn(8, 3, device=device)
+    for _ in range(3):  # copies made, compared, copied for the first time
+        StepState(module, device, copies)
+        module.queue += 1
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        state = StepState(module, device, copies)
+        one = module(inputs)
+        module.queue += 1
+        state.restore()
+        other = module(inputs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(one, other)
+    assert torch.equal(module.queue, torch.full_like(module.queue, 3))
+
+
+def draw_numbers(generator):
+    if isinstance(generator, torch.Generator):
+        return torch.rand(3, generator=generator).tolist()
+    return [generator.random() for _ in range(3)]
+
+
+GENERATORS = {
+    "torch": lambda: torch.Generator().manual_seed(3),
+    "numpy": lambda: np.random.default_rng(3),
+    "numpy's old one": lambda: np.random.RandomState(3),
+    "numpy's long one": lambda: np.random.Generator(np.random.MT19937(3)),
+    "python": lambda: random.Random(3),
+}
+PLACES = {
+    "an attribute": lambda generator: generator,
+    "a dict": lambda generator: {"a": generator},
+    "a list in a dict": lambda generator: {"a": [0, generator]},
+    "a deque": lambda generator: deque([generator]),
+}
+
+
+def find_generator(holder):
+    while isinstance(holder, dict | list | deque):
+        holder = list(holder.values() if isinstance(holder, dict) else holder)[-1]
+    return holder
+
+
+@pytest.mark.parametrize("kind", GENERATORS)
+@pytest.mark.parametrize("place", PLACES)
+def test_generators_of_a_module_go_back(kind, place):
+    module, copies = nn.Module(), BufferCopies()
+    module.noise = PLACES[place](GENERATORS[kind]())
+    generator = find_generator(module.noise)
+    for _ in range(2):
+        state = StepState(module, CPU, copies)
+        drawn = draw_numbers(generator)
+        for _ in range(2):
+            state.restore()
+            assert find_generator(module.noise) is generator
+            assert draw_numbers(generator) == drawn
+
+
+LARGE_CONTAINERS = {
+    "a bounded deque": (deque(range(1500), maxlen=1500), lambda queue: queue.append(1500)),
+    "a deque": (deque(range(1500)), deque.popleft),
+    "a set": (set(range(1500)), lambda numbers: numbers.symmetric_difference_update([3, 5000])),
+    "a long list": (list(range(20_000)), lambda numbers: numbers.extend([1, 2])),
+    "a large dict": (dict.fromkeys(range(20_000)), lambda numbers: numbers.update({-1: 0})),
+}
+
+
+@pytest.mark.parametrize("name", LARGE_CONTAINERS)
+def test_large_containers_come_back(name):
+    container, change = LARGE_CONTAINERS[name]
+    module, before = nn.Module(), container.copy()
+    module.container = container
+    state = StepState(module, CPU)
+    for _ in range(2):
+        change(container)
+        assert container != before
+        state.restore()
+        assert module.container is container
+        assert container == before
+
+
+def test_a_huge_queue_stays_as_it_is():
+    module = nn.Module()
+    module.queue = deque(range(10_001), maxlen=10_001)
+    state = StepState(module, CPU)
+    module.queue.append(3)
+    state.restore()
+    assert len(module.queue) == 10_001
+    assert module.queue[-1] == 3
+
+
+def add_hook(layer):
+    layer.handle = layer.register_forward_hook(lambda *_: None)
+
+
+def add_buffer(layer):
+    layer.register_buffer("scale", torch.ones(1))
+
+
+def add_child(layer):
+    layer.child = nn.Linear(1, 1)
+
+
+def replace_forward(layer):
+    layer.forward = lambda inputs: inputs
+
+
+def set_list(layer):
+    layer.seen = [1]
+
+
+def change_option(layer):
+    layer.p = 0.9
+    layer.eval()
+
+
+CHANGES = [add_hook, add_buffer, add_child, replace_forward, set_list, change_option]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("num_states", [1, 2])  # with what was learned about the layer, too
+def test_what_a_step_puts_on_a_layer_of_torch_is_taken_off(change, num_states):
+    module, copies = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)), BufferCopies()
+    before = everything(module)
+    for _ in range(num_states):
+        state = StepState(module, CPU, copies)
+    for _ in range(2):
+        for layer in module:
+            change(layer)
+        state.restore()
+        assert everything(module) == before
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_was_put_on_a_layer_of_torch_before_the_step_stays(change):
+    module, copies = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)), BufferCopies()
+    StepState(module, CPU, copies)
+    for layer in module:
+        change(layer)
+    before = everything(module)
+    state = StepState(module, CPU, copies)
+    for layer in module:
+        if hasattr(layer, "seen"):
+            layer.seen.append(2)
+        if hasattr(layer, "scale"):
+            layer.scale += 1
+        layer._forward_hooks.clear()
+    state.restore()
+    assert everything(module) == before
+
+
+def test_a_number_that_became_a_list_is_noticed():
+    module, copies = nn.Module(), BufferCopies()
+    module.losses = None
+    StepState(module, CPU, copies)
+    module.losses = [1]
+    state = StepState(module, CPU, copies)
+    module.losses.append(2)
+    state.restore()
+    assert module.losses == [1]
+
+
+def test_a_model_that_grows_between_steps_is_looked_at_again():
+    module, copies = nn.Sequential(nn.Linear(2, 2)), BufferCopies()
+    StepState(module, CPU, copies)
+    module.insert(0, nn.BatchNorm1d(2))
+    module.append(Busy())
+    state = StepState(module, CPU, copies)
+    module[0](torch.randn(4, 2))
+    module[2](torch.randn(4, 3))
+    module[1].eval()
+    state.restore()
+    assert not module[0].num_batches_tracked
+    assert module[1].training
+    assert module[2].losses == []
+
+
+def test_what_modules_are_made_of_is_found_out_once(monkeypatch):
+    found = []
+    monkeypatch.setattr(
+        module_roster,
+        "_is_simple_leaf",
+        lambda module, inner=module_roster._is_simple_leaf: found.append(module) or inner(module),
+    )
+    monkeypatch.setattr(
+        attribute_state,
+        "AttributeLayout",
+        lambda *arguments, inner=AttributeLayout: found.append(0) or inner(*arguments),
+    )
+    module, copies = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), Counting()), BufferCopies()
+    for step in range(3):
+        StepState(module, CPU, copies)
+        assert len(found) == 4 + 3  # four modules, one of them simple
+        module(torch.randn(4, 2))
+        assert module[2].count == step + 1
+
+
+class Counting(nn.Module):
+    """Has another value in an attribute after each forward."""
+
+    count = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def forward(self, inputs):
+        self.count += 1
+        return inputs
+
+
+def test_nothing_of_a_step_is_held_until_the_next_one():
+    module, copies = Counting(), BufferCopies()
+    module.losses = []
+    for _ in range(2):
+        module.past = torch.ones(3, requires_grad=True) * 2
+        module.losses.append(module.past)
+        past = weakref.ref(module.past)
+        StepState(module, CPU, copies)
+        module.past = None
+        module.losses.clear()
+        assert past() is None
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
+def test_a_scripted_module_goes_on():
+    scripted, copies = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))), BufferCopies()
+    module = nn.Sequential(scripted, Busy())
+    for _ in range(2):
+        state = StepState(module, CPU, copies)
+        scripted(torch.randn(4, 2))
+        module[1](torch.randn(4, 3))
+        state.restore()
+        assert not any(value.any() for name, value in scripted.named_buffers() if "mean" in name or "num" in name)
+        assert module[1].losses == []
+
+
+def test_a_compiled_module_goes_back_and_runs():
+    module, copies = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), Counting()), BufferCopies()
+    compiled, inputs = torch.compile(module, backend="eager"), torch.randn(4, 3)
+    for _ in range(2):
+        state = StepState(compiled, CPU, copies)
+        found = []
+        for _ in range(2):
+            found.append(compiled(inputs))
+            assert module[2].count == 1
+            module.eval()
+            state.restore()
+            assert module[1].training
+            assert not module[1].running_mean.any()
+            assert module[2].count == 0
+        assert torch.equal(*found)
+
+
+def test_a_lazy_norm_that_got_its_buffers_between_steps_is_copied():
+    module, copies = nn.Sequential(nn.LazyBatchNorm1d()), BufferCopies()
+    StepState(module, CPU, copies)
+    module(torch.randn(4, 3))
+    value = module[0].running_mean.clone()
+    state = StepState(module, CPU, copies)
+    module(torch.randn(4, 3))
+    state.restore()
+    assert torch.equal(module[0].running_mean, value)

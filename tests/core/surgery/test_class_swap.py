@@ -1,0 +1,407 @@
+"""A swapped module runs something else, looks and is saved as before, and gets its class back."""
+
+import copy
+import inspect
+import io
+import pickle
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_vram.core.surgery.class_swap import restore_class, swap_class
+
+DOUBLE, ADD = "_double", "_add"
+
+
+class Double(nn.Module):
+    """A class that can be found by name, with a buffer and a signature of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("factor", torch.tensor(2.0))
+
+    def forward(self, first: Tensor, *, scale: float = 1.0) -> Tensor:
+        return first * self.factor * scale
+
+
+class OwnForward(nn.Linear):
+    """A forward on the instance, as patches leave it."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.forward = lambda x: x
+
+
+class Registered(nn.ReLU):
+    """A class that keeps a list of its subclasses."""
+
+    subclasses: ClassVar[list[type]] = []
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        Registered.subclasses.append(cls)
+
+
+class WithKey(nn.ReLU):
+    """A user's class with names like ours."""
+
+    _key = "theirs"
+
+
+def run_double(module: nn.Module, state: float, plain: Any, *args: Any, **kwargs: Any) -> Tensor:
+    return plain(*args, **kwargs) * state
+
+
+def run_add(module: nn.Module, state: float, plain: Any, *args: Any, **kwargs: Any) -> Tensor:
+    return plain(*args, **kwargs) + state
+
+
+RUNS = {DOUBLE: run_double, ADD: run_add}
+
+
+def swap(module: nn.Module, *keys: str, state: float = 2.0) -> nn.Module:
+    for key in keys:
+        swap_class(module, key, state, RUNS[key])
+    return module
+
+
+def put_class_on_top(module: nn.Module) -> type[nn.Module]:
+    """What FSDP2 does to a module."""
+    original = type(module)
+    module.__class__ = type(f"FSDP{original.__name__}", (type("FSDPModule", (), {}), original), {})
+    return type(module)
+
+
+def test_the_function_gets_the_module_its_state_its_forward_and_the_arguments() -> None:
+    module, calls = Double(), []
+
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        calls.append((args, kwargs))
+        return args[2](*args[3:], **kwargs)
+
+    state, x = object(), torch.ones(2)
+    swap_class(module, "_noted", state, run)
+    assert module(x, scale=3.0).tolist() == [6.0, 6.0]
+    (((given, given_state, plain, *rest), kwargs),) = calls
+    assert given is module
+    assert given_state is state
+    assert rest == [x]
+    assert kwargs == {"scale": 3.0}
+    assert plain(x).tolist() == [2.0, 2.0]
+
+
+def test_keys_names_repr_and_signature_are_those_of_the_plain_module() -> None:
+    net, plain = nn.Sequential(nn.Linear(2, 2), Double()), nn.Sequential(nn.Linear(2, 2), Double())
+    for member in (net[0], net[1]):
+        swap(member, DOUBLE, ADD)
+    assert list(net.state_dict()) == list(plain.state_dict())
+    assert [name for name, _ in net.named_modules()] == [name for name, _ in plain.named_modules()]
+    assert repr(net) == repr(plain)
+    assert isinstance(net[0], nn.Linear)
+    for member, original in zip(net, plain, strict=True):
+        kind, plain_kind = type(member), type(original)
+        assert (kind.__name__, kind.__qualname__, kind.__module__) == (
+            plain_kind.__name__,
+            plain_kind.__qualname__,
+            plain_kind.__module__,
+        )
+        assert inspect.signature(member.forward) == inspect.signature(original.forward)
+
+
+@pytest.mark.parametrize("keys", [(DOUBLE,), (DOUBLE, ADD)], ids=["one", "two"])
+@pytest.mark.parametrize("original", [nn.Linear(2, 2), Double()], ids=["torch", "user"])
+def test_copies_and_pickles_are_plain(original: nn.Module, keys: tuple[str, ...]) -> None:
+    module, x = swap(copy.deepcopy(original), *keys), torch.ones(1, 2)
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    for other in (
+        copy.deepcopy(module),
+        copy.copy(module),
+        pickle.loads(pickle.dumps(module)),
+        pickle.loads(pickle.dumps(module, protocol=2)),
+        torch.load(file, weights_only=False),
+    ):
+        assert type(other) is type(original)
+        assert vars(other).keys() == vars(original).keys()
+        assert torch.equal(other(x), original(x))
+    assert not torch.equal(module(x), original(x))  # itself, it stays swapped
+
+
+class Counted:
+    """A state that copies have of their own."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+
+def run_counted(module: nn.Module, state: Counted, plain: Any, *args: Any, **kwargs: Any) -> Tensor:
+    return plain(*args, **kwargs) * state.factor
+
+
+def save_and_load(module: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "copy": copy.copy,
+    "pickle": lambda module: pickle.loads(pickle.dumps(module)),
+    "pickle of protocol 2": lambda module: pickle.loads(pickle.dumps(module, protocol=2)),
+    "torch.save": save_and_load,
+}
+
+
+@pytest.mark.parametrize("make_copy", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize("keys", [("_kept",), (DOUBLE, "_kept"), ("_kept", DOUBLE)], ids=str)
+@pytest.mark.parametrize("original", [nn.Linear(2, 2), Double()], ids=["torch", "user"])
+def test_copies_keep_what_goes_into_copies_and_nothing_else(original: nn.Module, keys: Any, make_copy: Any) -> None:
+    module, x, state = copy.deepcopy(original), torch.ones(1, 2), Counted(3.0)
+    for key in keys:
+        if key == "_kept":
+            swap_class(module, key, state, run_counted, in_copies=True)
+        else:
+            swap(module, key)
+    other = make_copy(module)
+    state.factor = 0.0
+    restore_class(module, "_kept")
+    assert torch.equal(make_copy(other)(x), original(x) * 3)  # a copy of a copy as well
+    assert torch.equal(other(x), original(x) * 3)
+    restore_class(other, "_kept")
+    assert type(other) is type(original)
+    assert vars(other).keys() == vars(original).keys()
+
+
+def test_a_forward_on_the_instance_goes_along_with_what_goes_into_copies() -> None:
+    module = WithMethod()
+    module.forward = module.triple
+    swap_class(module, "_kept", Counted(2.0), run_counted, in_copies=True)
+    for make_copy in (copy.deepcopy, COPIES["pickle"]):
+        other = make_copy(module)
+        assert other(torch.tensor(1.0)) == 6
+        restore_class(other, "_kept")
+        assert type(other) is WithMethod
+        assert vars(other)["forward"].__self__ is other
+
+
+class WithMethod(nn.ReLU):
+    """Patched with one of its methods."""
+
+    def triple(self, x: Tensor) -> Tensor:
+        return x * 3
+
+
+@pytest.mark.parametrize("first_off", [0, 1, 2])
+@pytest.mark.parametrize("has_own", [False, True], ids=["class", "instance"])
+def test_the_lowest_runs_below_those_that_came_before(has_own: bool, first_off: int) -> None:
+    module, x = nn.ReLU(), torch.tensor(3.0)
+    if has_own:
+        module.forward = own = lambda x: x - 1
+    swap(module, DOUBLE)
+    swap_class(module, "_upper", 1.0, run_add)
+    swap_class(module, "_lowest", 10.0, run_add, is_lowest=True)
+    plain = 2 if has_own else 3
+    assert module(x) == (plain + 10) * 2 + 1
+    assert type(swap_lowest_first()) is type(module)  # no class of its own for each order
+    keys = ["_upper", "_lowest", DOUBLE]
+    effects = {"_upper": (plain + 10) * 2, "_lowest": plain * 2 + 1, DOUBLE: plain + 10 + 1}
+    off = keys.pop(first_off)
+    restore_class(module, off)
+    assert module(x) == effects[off]
+    for key in keys:
+        restore_class(module, key)
+    assert type(module) is nn.ReLU
+    assert vars(module).get("forward") is (own if has_own else None)
+    assert module(x) == plain
+
+
+def swap_lowest_first() -> nn.Module:
+    module = nn.ReLU()
+    swap_class(module, "_lowest", 10.0, run_add, is_lowest=True)
+    swap(module, DOUBLE)
+    swap_class(module, "_upper", 1.0, run_add)
+    return module
+
+
+def test_the_lowest_stays_above_a_class_put_on_top() -> None:
+    module, x = swap(nn.ReLU(), DOUBLE), torch.tensor(3.0)
+    fsdp = put_class_on_top(module)
+    swap_class(module, "_lowest", 10.0, run_add, is_lowest=True)
+    assert module(x) == 3 * 2 + 10
+    restore_class(module, "_lowest")
+    assert type(module) is fsdp
+
+
+@pytest.mark.parametrize("has_own", [False, True], ids=["class", "instance"])
+def test_who_has_wrapped_the_forward_calls_the_plain_one_when_the_class_is_restored(has_own: bool) -> None:
+    module, x = nn.ReLU(), torch.tensor(3.0)
+    if has_own:
+        module.forward = lambda x: x - 1
+    plain = module(x)
+    swap(module, DOUBLE, ADD)
+    inner = module.forward
+    module.forward = wrapper = lambda x: inner(x) * 100
+    assert module(x) == (plain * 2 + 2) * 100
+    restore_class(module, ADD)
+    restore_class(module, DOUBLE)
+    assert vars(module)["forward"] is wrapper
+    assert module(x) == plain * 100
+
+
+def test_modules_of_a_class_share_the_swapped_class() -> None:
+    first, second = (swap(nn.ReLU(), DOUBLE, ADD) for _ in range(2))
+    assert type(first) is type(second)
+
+
+def test_restored_it_is_what_it_was_and_a_second_time_does_nothing() -> None:
+    module = nn.ReLU()
+    before = vars(module).keys()
+    swap(module, DOUBLE)
+    for _ in range(2):
+        restore_class(module, DOUBLE)
+        assert type(module) is nn.ReLU
+        assert vars(module).keys() == before
+        assert module(torch.tensor(3.0)) == 3
+    swap(module, DOUBLE)
+    assert module(torch.tensor(3.0)) == 6
+
+
+def test_a_module_that_was_never_swapped_is_left_alone() -> None:
+    module = nn.ReLU()
+    restore_class(module, DOUBLE)
+    assert type(module) is nn.ReLU
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "between"), [(DOUBLE, ADD, 5), (ADD, DOUBLE, 6)], ids=["the lower first", "the upper first"]
+)
+def test_two_techniques_are_undone_in_any_order(first: str, second: str, between: int) -> None:
+    module, x = swap(nn.ReLU(), DOUBLE, ADD), torch.tensor(3.0)
+    assert module(x) == 3 * 2 + 2  # the last one is called first, and calls the other
+    for _ in range(2):
+        restore_class(module, first)
+        assert module(x) == between
+    restore_class(module, second)
+    assert type(module) is nn.ReLU
+    assert module(x) == 3
+
+
+def test_a_technique_that_comes_back_below_another_runs_once_and_in_its_place() -> None:
+    module, x = swap(nn.ReLU(), DOUBLE, ADD), torch.tensor(3.0)
+    restore_class(module, DOUBLE)
+    swap(module, DOUBLE)
+    assert module(x) == 3 * 2 + 2
+    restore_class(module, ADD)
+    restore_class(module, DOUBLE)
+    assert type(module) is nn.ReLU
+
+
+def test_a_class_put_on_top_stays_and_ours_is_idle_below_it() -> None:
+    module, x = swap(nn.ReLU(), DOUBLE), torch.tensor(3.0)
+    fsdp = put_class_on_top(module)
+    assert module(x) == 6
+    for _ in range(2):
+        restore_class(module, DOUBLE)
+        assert type(module) is fsdp
+        assert module(x) == 3
+
+
+def test_a_technique_that_comes_back_below_a_class_put_on_top_runs_once() -> None:
+    module, x = swap(nn.ReLU(), DOUBLE), torch.tensor(3.0)
+    fsdp = put_class_on_top(module)
+    restore_class(module, DOUBLE)
+    swap(module, DOUBLE)
+    assert type(module) is fsdp
+    assert module(x) == 6
+
+
+def test_a_technique_above_a_class_put_on_top_leaves_that_class() -> None:
+    module, x = swap(nn.ReLU(), DOUBLE), torch.tensor(3.0)
+    fsdp = put_class_on_top(module)
+    swap(module, ADD)
+    assert module(x) == 3 * 2 + 2
+    restore_class(module, DOUBLE)
+    assert module(x) == 3 + 2
+    restore_class(module, ADD)
+    assert type(module) is fsdp
+    assert module(x) == 3
+
+
+@pytest.mark.parametrize("keys", [(DOUBLE,), (DOUBLE, ADD)], ids=["one", "two"])
+def test_compiled_in_one_graph(keys: tuple[str, ...]) -> None:
+    module, x = swap(nn.ReLU(), *keys), torch.tensor([-1.0, 3.0])
+    compiled = torch.compile(module, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x), module(x))
+
+
+def test_registries_of_the_users_classes_do_not_see_ours() -> None:
+    swap(Registered(), DOUBLE, ADD)
+    assert Registered.subclasses == []
+
+
+def test_names_of_the_users_classes_are_not_taken() -> None:
+    module = WithKey()
+    restore_class(module, DOUBLE)
+    swap(module, DOUBLE)
+    assert module._key == "theirs"
+    restore_class(module, DOUBLE)
+    assert type(module) is WithKey
+
+
+@pytest.mark.parametrize("keys", [(DOUBLE,), (DOUBLE, ADD)], ids=["on top", "below another"])
+def test_the_same_key_twice_is_refused(keys: tuple[str, ...]) -> None:
+    module = swap(nn.ReLU(), *keys)
+    kind = type(module)
+    message = "^module ReLU cannot be changed: it has been already.$"
+    with pytest.raises(ValueError, match=message):
+        swap(module, DOUBLE, state=5.0)
+    assert type(module) is kind
+    assert vars(module)[DOUBLE] == 2
+
+
+@pytest.mark.parametrize("keys", [(DOUBLE,), (DOUBLE, ADD), (ADD, DOUBLE)], ids=str)
+@pytest.mark.parametrize("is_first_undone_first", [False, True])
+def test_a_forward_on_the_instance_is_the_plain_one_and_comes_back(keys: Any, is_first_undone_first: bool) -> None:
+    module = OwnForward()
+    own = vars(module)["forward"]
+    plain, x = swap(nn.Identity(), *keys), torch.ones(1, 2)
+    swap(module, *keys)
+    assert torch.equal(module(x), plain(x))
+    twin = copy.deepcopy(module)
+    assert type(twin) is OwnForward
+    assert torch.equal(twin(x), x)
+    for key in keys if is_first_undone_first else reversed(keys):
+        restore_class(module, key)
+    assert type(module) is OwnForward
+    assert vars(module)["forward"] is own
+    assert torch.equal(module(x), x)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # that they may still be met is the point
+@pytest.mark.parametrize("traced", [False, True], ids=["scripted", "traced"])
+def test_scripted_and_traced_modules_are_refused(traced: bool) -> None:
+    module = torch.jit.trace(nn.ReLU(), torch.ones(1)) if traced else torch.jit.script(nn.ReLU())
+    kind = type(module)
+    with pytest.raises(ValueError, match=f"^module {kind.__name__} cannot be changed: it is scripted or traced.$"):
+        swap(module, DOUBLE)
+    assert type(module) is kind
+    assert module(torch.tensor(-1.0)) == 0
+
+
+def test_a_class_that_cannot_be_derived_from_is_refused() -> None:
+    class Strict(type):
+        def __new__(cls, name: str, bases: tuple[type, ...], attributes: dict[str, Any]) -> Any:
+            if any(isinstance(base, Strict) for base in bases):
+                raise TypeError("it is final")
+            return super().__new__(cls, name, bases, attributes)
+
+    module = Strict("Closed", (nn.ReLU,), {})()
+    with pytest.raises(ValueError, match=r"^module Closed cannot be changed: it is final\.$"):
+        swap(module, DOUBLE)
+    assert type(module).__name__ == "Closed"
+    assert DOUBLE not in vars(module)

@@ -1,0 +1,45 @@
+from contextlib import ExitStack
+
+import pytest
+import torch
+from torch._functorch import config
+
+from lightning_vram.core.surgery.attention_fast_path import without_fast_path
+from lightning_vram.core.surgery.compiled_backward import compiled_backward_without_autocast
+from lightning_vram.core.surgery.held_setting import HeldSetting
+
+
+@pytest.mark.parametrize("is_first_in_first_out", [True, False])
+def test_the_last_holder_puts_it_back(is_first_in_first_out):
+    values = ["before"]
+    setting = HeldSetting(lambda: values[-1], values.append, "held")
+    one, other = ExitStack(), ExitStack()
+    one.enter_context(setting.hold())
+    other.enter_context(setting.hold())
+    assert values == ["before", "held"]
+    stacks = [one, other] if is_first_in_first_out else [other, one]
+    stacks[0].close()
+    assert values[-1] == "held"
+    stacks[1].close()
+    assert values == ["before", "held", "before"]
+
+
+def test_it_is_put_back_after_an_error():
+    values = ["before"]
+    setting = HeldSetting(lambda: values[-1], values.append, "held")
+    with pytest.raises(ZeroDivisionError), setting.hold():
+        raise ZeroDivisionError
+    assert values[-1] == "before"
+
+
+def test_the_fast_path_of_attention_is_off():
+    with without_fast_path():
+        assert not torch.backends.mha.get_fastpath_enabled()
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_backwards_are_compiled_without_autocast():
+    before = config.backward_pass_autocast
+    with compiled_backward_without_autocast():
+        assert config.backward_pass_autocast == "off"
+    assert config.backward_pass_autocast == before != "off"

@@ -1,0 +1,159 @@
+"""Out-of-memory errors in the words of every library, and errors that only sound like one."""
+
+import errno
+import weakref
+
+import pytest
+import torch
+from torch.multiprocessing import ProcessRaisedException
+
+from lightning_vram.memory.device.out_of_memory import (
+    OutOfMemorySource,
+    is_out_of_memory,
+    read_out_of_memory,
+    release_frames,
+)
+
+MESSAGES = [
+    (
+        OutOfMemorySource.CUDA,
+        "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 23.64 GiB",
+    ),
+    (OutOfMemorySource.CUDA, "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+    (OutOfMemorySource.CUDA, "[enforce fail at alloc.cpp] cudaErrorMemoryAllocation"),
+    (OutOfMemorySource.CUBLAS, "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    (OutOfMemorySource.CUDNN, "cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    (OutOfMemorySource.CUDNN, "Unable to find a valid cuDNN algorithm to run convolution"),
+    (OutOfMemorySource.CUFFT, "cuFFT error: CUFFT_ALLOC_FAILED"),
+    (OutOfMemorySource.CUSOLVER, "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate`"),
+    (OutOfMemorySource.CUSPARSE, "CUDA error: CUSPARSE_STATUS_ALLOC_FAILED when calling `cusparseCreate(handle)`"),
+    (OutOfMemorySource.NCCL, "NCCL error: unhandled cuda error, Cuda failure 2 'out of memory'"),
+    (OutOfMemorySource.CUDA, "CUDA driver error: out of memory"),
+    (OutOfMemorySource.CUDA, "cuda runtime error (2) : out of memory at /pytorch/aten/src/THC/THCGeneral.cpp"),
+    (OutOfMemorySource.CUDA, "Triton Error [CUDA]: out of memory"),
+    (OutOfMemorySource.HIP, "HIP driver error: out of memory"),
+    (OutOfMemorySource.HIP, "hipFFT error: HIPFFT_ALLOC_FAILED"),
+    (OutOfMemorySource.MPS, "Invalid buffer size: 24.00 GiB"),
+    (OutOfMemorySource.CPU, "bad allocation"),
+    (OutOfMemorySource.CPU, "unable to allocate shared memory(shm) for file </torch_1>: Cannot allocate memory (12)"),
+    (OutOfMemorySource.HIP, "HIP out of memory. Tried to allocate 256.00 MiB"),
+    (OutOfMemorySource.HIP, "HIP error: out of memory"),
+    (OutOfMemorySource.HIP, "CUDA error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`"),
+    (OutOfMemorySource.XPU, "XPU out of memory. Tried to allocate 2.00 GiB"),
+    (OutOfMemorySource.XPU, "level_zero backend failed with error: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)"),
+    (OutOfMemorySource.MPS, "MPS backend out of memory (MPS allocated: 18.00 GB, other allocations: 96.00 KB)"),
+    (OutOfMemorySource.CPU, "[enforce fail at alloc_cpu.cpp:118] err == 0. DefaultCPUAllocator: can't allocate memory"),
+    (OutOfMemorySource.CPU, "[enforce fail at alloc_cpu.cpp:72] data. DefaultCPUAllocator: not enough memory"),
+    (OutOfMemorySource.CPU, "std::bad_alloc"),
+]
+
+
+@pytest.mark.parametrize(("source", "message"), MESSAGES, ids=[message[:30] for _, message in MESSAGES])
+def test_knows_every_library(source, message):
+    assert read_out_of_memory(RuntimeError(message)) is source
+
+
+@pytest.mark.parametrize(
+    ("error", "source"),
+    [
+        (torch.OutOfMemoryError("in words of a version to come"), OutOfMemorySource.CUDA),
+        (torch.OutOfMemoryError("XPU out of memory. Tried to allocate 2.00 GiB"), OutOfMemorySource.XPU),
+        (MemoryError(), OutOfMemorySource.CPU),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), OutOfMemorySource.CPU),
+    ],
+)
+def test_knows_the_classes(error, source):
+    assert read_out_of_memory(error) is source
+
+
+def test_a_real_one_on_this_machine():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert read_out_of_memory(caught.value) is OutOfMemorySource.CPU
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+        RuntimeError("NCCL timeout; it may be that rank 3 ran out of memory or crashed"),
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
+        ValueError("CUDA out of memory is a topic of this text"),
+        OSError(errno.ENOENT, "No such file"),
+        KeyboardInterrupt(),
+    ],
+)
+def test_other_errors_are_not_taken_for_one(error):
+    assert not is_out_of_memory(error)
+
+
+def test_a_wrapper_does_not_hide_the_cause():
+    def fail_as_a_worker_would():
+        try:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        except RuntimeError as error:
+            raise ValueError("step failed") from error
+
+    with pytest.raises(ValueError, match="step failed") as caught:
+        fail_as_a_worker_would()
+    assert is_out_of_memory(caught.value)
+
+
+def test_what_a_handler_hides_on_purpose_does_not_count():
+    def recover_then_fail_otherwise():
+        try:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        except RuntimeError:
+            raise ValueError("wrong label") from None
+
+    with pytest.raises(ValueError, match="wrong label") as caught:
+        recover_then_fail_otherwise()
+    assert not is_out_of_memory(caught.value)
+
+
+def test_what_failed_while_another_error_was_handled_does_not_count():
+    def recover_badly():
+        try:
+            raise MemoryError
+        except MemoryError:
+            raise ValueError("wrong label")  # noqa: B904
+
+    with pytest.raises(ValueError, match="wrong label") as caught:
+        recover_badly()
+    assert not is_out_of_memory(caught.value)
+
+
+def test_a_group_and_a_worker_do_not_hide_it():
+    assert is_out_of_memory(ExceptionGroup("step", [ValueError("x"), torch.OutOfMemoryError("CUDA out of memory.")]))
+    worker = ProcessRaisedException("-- Process 0 terminated\nCUDA out of memory. Tried to allocate", 0, 1)
+    assert read_out_of_memory(worker) is OutOfMemorySource.CUDA
+
+
+def test_a_cycle_of_causes_ends():
+    error = RuntimeError("first")
+    error.__cause__ = other = RuntimeError("second")
+    other.__cause__ = error
+    assert not is_out_of_memory(error)
+
+
+def test_an_error_lets_go_of_what_was_alive_where_it_came_from():
+    def fail() -> None:
+        tensor = torch.zeros(3)
+        alive.append(weakref.ref(tensor))
+        try:
+            raise ValueError("inner")
+        except ValueError as inner:
+            raise torch.OutOfMemoryError("CUDA out of memory.") from inner
+
+    alive: list[weakref.ref] = []
+    kept = None
+    try:
+        fail()
+    except torch.OutOfMemoryError as error:
+        kept = error
+    assert alive[0]() is not None
+    release_frames(kept)
+    assert alive[0]() is None
+    assert is_out_of_memory(kept)
+    assert str(kept.__cause__) == "inner"

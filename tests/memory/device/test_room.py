@@ -1,0 +1,116 @@
+"""The room of a device, faked where there is no GPU and real where there is one."""
+
+import pytest
+import torch
+
+from lightning_vram.memory.device.allocator import PeakWatch, reset_peaks
+from lightning_vram.memory.device.room import AllocatorRoom, DeviceRoom, device_room
+from lightning_vram.memory.units import GIB, MIB
+
+CUDA = torch.device("cuda", 0)
+OTHER = torch.device("cuda", 1)
+
+
+class FakeDevice:
+    """A device of 80 GiB that holds what it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.allocated = self.peak = 10 * GIB
+        self.reserved = 15 * GIB
+        self.free = 60 * GIB
+        self.fraction = 1.0
+        for name, read in {
+            "memory_allocated": lambda device: self.allocated,
+            "memory_reserved": lambda device: self.reserved,
+            "max_memory_allocated": lambda device: self.peak,
+            "max_memory_reserved": lambda device: self.reserved,
+            "reset_peak_memory_stats": self._reset,
+            "mem_get_info": lambda device: (self.free, 80 * GIB),
+            "get_per_process_memory_fraction": lambda device: self.fraction,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, read)
+
+    def reach(self, peak: int, then: int) -> None:
+        self.peak, self.allocated = max(self.peak, peak), then
+
+    def _reset(self, device: torch.device) -> None:
+        if device == CUDA:
+            self.peak = self.allocated
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    return FakeDevice(monkeypatch)
+
+
+def test_devices_without_an_allocator_have_no_room():
+    assert device_room(torch.device("cpu")) is None
+    with pytest.raises(ValueError, match=r"^device 'cpu' has no caching allocator; "):
+        AllocatorRoom(torch.device("cpu"))
+
+
+def test_room_is_what_is_free_and_what_is_cached(fake):
+    room = device_room(CUDA)
+    assert room is not None
+    assert room.allocated_bytes() == 10 * GIB
+    assert room.room_bytes() == 65 * GIB
+
+
+@pytest.mark.parametrize(("fraction", "room_gib"), [(1.0, 65), (0.5, 30), (0.1, 0)])
+def test_room_ends_at_the_share_of_this_process(fake, fraction, room_gib):
+    fake.fraction = fraction
+    assert AllocatorRoom(CUDA).room_bytes() == room_gib * GIB
+
+
+def test_a_backend_that_tells_no_share_has_none(fake, monkeypatch):
+    monkeypatch.delattr(torch.cuda, "get_per_process_memory_fraction")
+    assert AllocatorRoom(CUDA).room_bytes() == 65 * GIB
+
+
+def test_peak_counts_from_the_reset(fake):
+    room: DeviceRoom = AllocatorRoom(CUDA)
+    fake.reach(30 * GIB, then=12 * GIB)
+    assert room.peak_since_reset() == 30 * GIB
+    room.reset()
+    assert room.peak_since_reset() == 12 * GIB
+    fake.reach(20 * GIB, then=11 * GIB)
+    assert room.peak_since_reset() == 20 * GIB
+
+
+def test_peaks_survive_those_of_others(fake):
+    room, watch = AllocatorRoom(CUDA), PeakWatch(CUDA)
+    room.reset()
+    fake.reach(30 * GIB, then=12 * GIB)
+    reset_peaks(CUDA)  # a phase ends
+    fake.reach(20 * GIB, then=12 * GIB)
+    watch.restart()
+    assert room.peak_since_reset() == 30 * GIB
+    assert watch.read().peak_allocated_bytes == 12 * GIB
+    fake.reach(25 * GIB, then=11 * GIB)
+    room.reset()
+    assert room.peak_since_reset() == 11 * GIB
+    assert watch.read().peak_allocated_bytes == 25 * GIB
+    assert watch.read().allocated_bytes == 11 * GIB
+
+
+def test_peaks_of_another_device_do_not_count(fake):
+    room = AllocatorRoom(CUDA)
+    room.reset()
+    fake.peak = 70 * GIB
+    reset_peaks(OTHER)
+    fake.peak = 11 * GIB
+    assert room.peak_since_reset() == 11 * GIB
+
+
+@pytest.mark.gpu
+def test_the_room_of_a_real_device():
+    room = AllocatorRoom(CUDA)
+    torch.cuda.empty_cache()
+    room.reset()
+    start, before = room.allocated_bytes(), room.room_bytes()
+    block = torch.empty(64 * MIB, dtype=torch.uint8, device=CUDA)
+    assert room.allocated_bytes() == start + 64 * MIB
+    assert abs(before - room.room_bytes() - 64 * MIB) <= 4 * MIB  # other processes
+    del block
+    assert room.peak_since_reset() == start + 64 * MIB
+    assert abs(before - room.room_bytes()) <= 4 * MIB  # it is cached now

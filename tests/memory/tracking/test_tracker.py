@@ -1,0 +1,545 @@
+"""The tracker against numbers worked out by hand, and against itself on fake tensors."""
+
+import gc
+import sys
+from collections import UserDict
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils.checkpoint import checkpoint
+
+from lightning_vram.memory.tracking.timeline import Category, MemoryTimeline, Phase
+from lightning_vram.memory.tracking.tracker import track_memory
+
+FLOAT = 4
+ROWS, WIDTH, HIDDEN = 16, 32, 64
+
+
+def changes(timeline: MemoryTimeline) -> list[tuple[str, int]]:
+    return [(timeline.allocations[event.allocation].op, event.change_bytes) for event in timeline.events]
+
+
+def test_every_byte_of_a_small_program():
+    layer = nn.Linear(WIDTH, HIDDEN, bias=False)
+    batch = torch.ones(ROWS, WIDTH)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+
+    def step() -> None:
+        loss = F.relu(layer(batch)).sum()
+        loss.backward()
+        del loss
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with track_memory(layer, inputs=batch) as tracker:
+        step()
+    timeline = tracker.timeline
+
+    weight, inputs, hidden = FLOAT * HIDDEN * WIDTH, FLOAT * ROWS * WIDTH, FLOAT * ROWS * HIDDEN
+    assert changes(timeline) == [
+        ("held", weight),
+        ("held", inputs),
+        ("aten.mm.default", hidden),
+        ("aten.relu.default", hidden),
+        ("aten.mm.default", -hidden),  # ReLU keeps its output, nobody its input
+        ("aten.sum.default", FLOAT),
+        ("aten.ones_like.default", FLOAT),  # the gradient of the loss
+        ("aten.threshold_backward.default", hidden),  # from a view of it: expand copies nothing
+        ("aten.relu.default", -hidden),
+        ("aten.mm.default", weight),  # the gradient of the weight, kept
+        ("aten.threshold_backward.default", -hidden),
+        ("aten.ones_like.default", -FLOAT),
+        ("aten.sum.default", -FLOAT),
+        ("aten.clone.default", weight),  # momentum starts as a copy of the gradient
+        ("aten.mm.default", -weight),  # zero_grad
+    ]
+    assert timeline.peak_bytes == 3 * weight + inputs  # in the optimizer's step
+    assert timeline.peak_op == "aten.clone.default"
+    assert timeline.peak_by_category == {
+        Category.PARAMETERS: weight,
+        Category.BUFFERS: 0,
+        Category.GRADIENTS: weight,
+        Category.OPTIMIZER_STATE: weight,
+        Category.INPUTS: inputs,
+        Category.ACTIVATIONS: 0,
+        Category.TEMPORARIES: 0,
+    }
+    assert timeline.peak_by_phase == {
+        Phase.FORWARD: 3 * weight + inputs,  # the gradient lives until zero_grad, which is no part of the step
+        Phase.BACKWARD: 2 * weight + inputs + hidden + 2 * FLOAT,
+        Phase.OPTIMIZER_STEP: 3 * weight + inputs,
+    }
+    assert timeline.saved_for_backward_bytes == hidden + 2 * FLOAT  # ReLU's output, the loss and its gradient
+    assert timeline.live_bytes == 2 * weight + inputs
+    assert timeline.host_peak_bytes == 0  # the host is the device
+    assert timeline.devices == ("cpu",)
+
+
+class Net(nn.Module):
+    """Convolution, norm, attention, dropout and checkpointing: a bit of everything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.MaxPool2d(2))
+        self.block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, images: Tensor) -> Tensor:
+        tokens = self.conv(images).flatten(2).transpose(1, 2)
+        return self.head(checkpoint(self.block, tokens, use_reentrant=False).mean(1))
+
+
+def track_steps(*, is_fake: bool = False, num_steps: int = 2) -> MemoryTimeline:
+    with FakeTensorMode() if is_fake else nullcontext():
+        torch.manual_seed(0)
+        net = Net()
+        optimizer = torch.optim.AdamW(net.parameters())
+        batch, labels = torch.randn(4, 3, 10, 10), torch.zeros(4, dtype=torch.int64)
+        with track_memory(net, inputs=(batch, labels)) as tracker:
+            for _ in range(num_steps):
+                optimizer.zero_grad()
+                F.cross_entropy(net(batch), labels).backward()
+                optimizer.step()
+        return tracker.timeline
+
+
+def test_two_runs_give_the_same_timeline():
+    assert track_steps() == track_steps()
+
+
+def test_fake_tensors_give_the_timeline_of_real_ones():
+    assert track_steps(is_fake=True) == track_steps()
+
+
+def test_sums_agree_with_one_another():
+    timeline = track_steps()
+    assert sum(timeline.peak_by_category.values()) == timeline.peak_bytes
+    assert sum(timeline.peak_by_module.values()) == timeline.peak_bytes
+    assert max(timeline.peak_by_phase.values()) == timeline.peak_bytes
+    assert sum(event.change_bytes for event in timeline.events) == timeline.live_bytes
+
+
+def test_parameters_gradients_and_state_are_told_apart():
+    timeline = track_steps()
+    net = Net()
+    parameter_bytes = sum(p.nbytes for p in net.parameters())
+    step_counters = FLOAT * len(list(net.parameters()))
+    end = timeline.live_bytes - sum(b.nbytes for b in net.buffers()) - 4 * 3 * 10 * 10 * FLOAT - 4 * 8
+    assert end == 4 * parameter_bytes + step_counters  # weights, gradients and two moments
+    by_category = timeline.peak_by_category
+    assert by_category[Category.PARAMETERS] == parameter_bytes
+    assert by_category[Category.BUFFERS] == sum(b.nbytes for b in net.buffers())
+    assert by_category[Category.OPTIMIZER_STATE] == 2 * parameter_bytes + step_counters  # at the second step's peak
+
+
+def test_a_closure_runs_outside_of_the_step():
+    layer = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    phases = {}
+
+    def closure() -> Tensor:
+        loss = layer(torch.ones(2, 4)).sum()
+        loss.backward()
+        return loss
+
+    for name, step in (
+        ("positional", lambda: optimizer.step(closure)),
+        ("named", lambda: optimizer.step(closure=closure)),
+    ):
+        optimizer.zero_grad()
+        with track_memory(layer) as tracker:
+            step()
+        phases[name] = {a.op: a.phase for a in tracker.timeline.allocations}
+        assert phases[name]["aten.addmm.default"] is Phase.FORWARD
+        assert phases[name]["aten.mm.default"] is Phase.BACKWARD
+
+
+def test_recomputation_counts_as_backward_and_its_results_as_activations():
+    layer = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8))
+    batch = torch.ones(16, 8, requires_grad=True)
+    with track_memory(layer, inputs=batch) as tracker:
+        checkpoint(layer, batch, use_reentrant=False).sum().backward()
+    tanh = [a for a in tracker.timeline.allocations if a.op == "aten.tanh.default"]
+    assert [(a.phase, a.category, a.module) for a in tanh] == [
+        (Phase.FORWARD, Category.TEMPORARIES, "1"),
+        (Phase.BACKWARD, Category.ACTIVATIONS, "1"),
+    ]
+
+
+def test_gradient_accumulation_takes_the_larger_of_two_backwards():
+    layer = nn.Linear(8, 8)
+    with track_memory(layer) as tracker:
+        for rows in (2, 32, 4):
+            torch.tanh(layer(torch.ones(rows, 8))).sum().backward()
+    output_bytes = 32 * 8 * FLOAT
+    batch_bytes = 32 * 8 * FLOAT  # made inside, kept for the weight's gradient
+    assert tracker.timeline.saved_for_backward_bytes == output_bytes + batch_bytes + 2 * FLOAT
+
+
+def test_a_forward_alone_says_what_a_backward_would_find():
+    layer = nn.Linear(8, 8)
+    with track_memory(layer) as tracker:
+        loss = torch.tanh(layer(torch.ones(4, 8))).sum()
+    assert loss.requires_grad
+    assert tracker.timeline.saved_for_backward_bytes == 2 * 4 * 8 * FLOAT + FLOAT
+    with torch.no_grad(), track_memory(layer) as tracker:
+        layer(torch.ones(4, 8))
+    assert tracker.timeline.saved_for_backward_bytes == 0
+
+
+def test_views_and_in_place_results_are_counted_once():
+    with track_memory() as tracker:
+        base = torch.zeros(8, 8)
+        views = [base.view(64), base[1:], base.t(), base.detach()]
+        base.add_(1).mul_(2)
+        del base
+        alive = tracker.timeline.live_bytes
+        del views
+    assert alive == 64 * FLOAT
+    assert changes(tracker.timeline) == [("aten.zeros.default", 256), ("aten.zeros.default", -256)]
+
+
+def test_what_was_there_before_and_is_not_named_is_not_counted():
+    older = torch.ones(100)
+    with track_memory() as tracker:
+        kept = [older.view(10, 10), older.add_(1), older[3:]]
+    assert tracker.timeline.events == ()
+    assert kept
+
+
+def test_tensors_from_python_values_are_counted():
+    with track_memory() as tracker:
+        values = torch.tensor([1.0, 2.0, 3.0])
+    assert changes(tracker.timeline) == [("aten.lift_fresh.default", 3 * FLOAT)]
+    assert values.sum() == 6
+
+
+def test_growing_and_shrinking_storages():
+    with track_memory() as tracker:
+        tensor = torch.zeros(10)
+        tensor.resize_(20)
+        tensor.untyped_storage().resize_(0)  # what FSDP does; not an operator
+        tensor.untyped_storage().resize_(8 * FLOAT)
+    assert [change for _, change in changes(tracker.timeline)] == [40, 40, -80, 32]
+
+
+def test_sparse_tensors_count_indices_and_values():
+    with track_memory() as tracker:
+        dense = torch.eye(4)
+        sparse = dense.to_sparse()
+        del dense
+    assert tracker.timeline.live_bytes == 2 * 4 * 8 + 4 * FLOAT  # [2, 4] int64 and four floats
+    assert sparse.is_sparse
+
+
+class TwoPlaces(Tensor):
+    """A wrapper subclass: one tensor to the user, two storages inside."""
+
+    @staticmethod
+    def __new__(cls, one: Tensor, two: Tensor) -> "TwoPlaces":
+        return Tensor._make_wrapper_subclass(cls, one.shape, dtype=one.dtype)
+
+    def __init__(self, one: Tensor, two: Tensor) -> None:
+        self.one, self.two = one, two
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["one", "two"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner, _, size, stride) -> "TwoPlaces":
+        return TwoPlaces(inner["one"], inner["two"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        unwrap = lambda name: [getattr(a, name) if isinstance(a, TwoPlaces) else a for a in args]  # noqa: E731
+        return TwoPlaces(func(*unwrap("one"), **(kwargs or {})), func(*unwrap("two"), **(kwargs or {})))
+
+
+def test_wrapper_subclasses_count_what_they_hold():
+    module = nn.Module()
+    module.weight = nn.Parameter(TwoPlaces(torch.zeros(6), torch.zeros(6)), requires_grad=False)
+    with track_memory(module) as tracker:
+        doubled = module.weight * 2
+    assert changes(tracker.timeline) == [("held", 24), ("held", 24), ("aten.mul.Tensor", 24), ("aten.mul.Tensor", 24)]
+    assert tracker.timeline.peak_by_category[Category.PARAMETERS] == 48
+    assert isinstance(doubled, TwoPlaces)
+
+
+def test_host_and_device_are_apart():
+    layer = nn.Linear(8, 8, bias=False, device="meta")  # stands for a device: any but the host will do
+    with track_memory(layer) as tracker:
+        host = torch.zeros(1000)
+        layer(torch.zeros(4, 8, device="meta"))
+    timeline = tracker.timeline
+    assert timeline.device == "meta"
+    assert timeline.devices == ("cpu", "meta")
+    assert timeline.peak_bytes == (8 * 8 + 4 * 8 + 4 * 8) * FLOAT
+    assert timeline.host_peak_bytes == timeline.on("cpu").peak_bytes == 1000 * FLOAT
+    assert host.sum() == 0
+
+
+def test_modules_own_what_is_made_in_them():
+    net = nn.Sequential()
+    net.add_module("wide", nn.Linear(4, 64, bias=False))
+    net.add_module("narrow", nn.Linear(64, 2, bias=False))
+    with track_memory(net) as tracker:
+        net(torch.ones(8, 4)).sum().backward()
+    by_module = {
+        a.module for a in tracker.timeline.allocations if a.op == "aten.mm.default" and a.phase is Phase.FORWARD
+    }
+    assert by_module == {"wide", "narrow"}
+    gradients = {a.module for a in tracker.timeline.allocations if a.category is Category.GRADIENTS}
+    assert gradients == {"wide", "narrow"}
+
+
+def test_results_are_those_of_an_untracked_run():
+    def train(context) -> list[Tensor]:
+        torch.manual_seed(0)
+        net = Net()
+        with context(net):
+            F.cross_entropy(net(torch.randn(4, 3, 10, 10)), torch.zeros(4, dtype=torch.int64)).backward()
+        return [p.grad for p in net.parameters()]
+
+    for tracked, plain in zip(train(track_memory), train(nullcontext), strict=True):
+        assert torch.equal(tracked, plain)
+
+
+def test_nested_trackers_see_the_same():
+    with track_memory() as outer:
+        first = torch.zeros(4)
+        with track_memory() as inner:
+            second = torch.zeros(8)
+        del second
+    assert changes(inner.timeline) == [("aten.zeros.default", 32)]
+    assert [change for _, change in changes(outer.timeline)] == [16, 32, -32]
+    assert len(first) == 4
+
+
+def fail_inside(layer: nn.Linear) -> None:
+    with track_memory(layer):
+        layer(torch.ones(2, 4))
+        layer(torch.ones(2, 5))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_leaves_nothing_behind(fails):
+    layer = nn.Linear(4, 4)
+    resize = torch.UntypedStorage.resize_
+    if fails:
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            fail_inside(layer)
+    else:
+        with track_memory(layer):
+            layer(torch.ones(2, 4))
+    assert gc.isenabled()
+    assert _get_current_dispatch_mode() is None
+    assert torch.UntypedStorage.resize_ is resize
+    module = torch.nn.modules.module
+    assert not module._global_forward_hooks
+    assert not module._global_forward_pre_hooks
+    assert not sys.modules["torch.optim.optimizer"]._global_optimizer_pre_hooks
+    assert not sys.modules["torch.optim.optimizer"]._global_optimizer_post_hooks
+
+
+def test_a_garbage_collector_that_was_off_stays_off():
+    gc.disable()
+    try:
+        with track_memory():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_a_timeline_does_not_change_after_the_block():
+    with track_memory() as tracker:
+        tensor = torch.zeros(4)
+    before = tracker.timeline
+    del tensor
+    assert tracker.timeline == before
+    assert before.live_bytes == 16
+
+
+def test_one_optimizer_has_to_be_in_a_list():
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters())
+    with pytest.raises(
+        TypeError,
+        match=r"^track_memory\(optimizers\) must be a list of optimizers, got SGD\. Put one in a list: \[\.\.\.\]\.$",
+    ):
+        track_memory(optimizers=optimizer)
+
+
+def test_can_be_entered_once():
+    tracker = track_memory()
+    with tracker:
+        pass
+    with (
+        pytest.raises(RuntimeError, match=r"^a memory tracker can be entered once; call track_memory\(\) again"),
+        tracker,
+    ):
+        pass
+
+
+def test_an_empty_block():
+    with track_memory() as tracker:
+        pass
+    timeline = tracker.timeline
+    assert (timeline.peak_bytes, timeline.live_bytes, timeline.saved_for_backward_bytes) == (0, 0, 0)
+    assert timeline.peak_op == ""
+    assert timeline.device == "cpu"
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_operators_made_of_others_are_taken_apart_without_autograd(context):
+    matrix = torch.randn(10, 20)
+    with context(), track_memory() as tracker:
+        double = matrix.to(torch.float64)
+        turned = matrix.t().contiguous()
+        half = double.float().softmax(-1).half()
+    assert tracker.timeline.live_bytes == 200 * (8 + 4 + 2)
+    assert tracker.timeline.peak_bytes == 200 * (8 + 4 + 4 + 4)  # the copies of the last line
+    assert turned.is_contiguous()
+    assert half.dtype is torch.float16
+
+
+def test_without_autograd_results_are_those_of_an_untracked_run():
+    images, sequence, gru = torch.randn(2, 3, 11, 13), torch.randn(5, 2, 4), nn.GRU(4, 4, bidirectional=True)
+    computations = {
+        "bilinear": lambda: F.interpolate(images, size=(16, 16), mode="bilinear"),  # PyTorch has it in Python as well
+        "bicubic": lambda: F.interpolate(images, size=(7, 9), mode="bicubic"),
+        "gru": lambda: gru(sequence)[0],
+        "instance norm": lambda: F.instance_norm(images),
+        "attention": lambda: F.scaled_dot_product_attention(images, images, images),
+    }
+    for name, compute in computations.items():
+        with torch.inference_mode():
+            expected = compute()
+            with track_memory():
+                assert torch.equal(compute(), expected), name
+
+
+def test_storages_that_grow_from_nothing():
+    older = torch.empty(1000)
+    older.untyped_storage().resize_(0)
+    with track_memory() as tracker:
+        inner = torch.empty(0)
+        inner.resize_(10)
+        out = torch.empty(0)
+        torch.add(torch.ones(5), 1, out=out)
+        older.untyped_storage().resize_(4000)  # FSDP2 fills the buffers of the step before
+    assert tracker.timeline.live_bytes == 40 + 20 + 4000
+
+
+def test_lazy_modules_are_counted_once_they_are_made():
+    layer = nn.LazyLinear(4, bias=False)
+    with track_memory(layer) as tracker:
+        layer(torch.ones(2, 3))
+    assert tracker.timeline.peak_by_category[Category.PARAMETERS] == 4 * 3 * FLOAT
+
+
+def test_higher_order_operators_run():
+    with torch.no_grad(), track_memory() as tracker:
+        out = torch.cond(torch.ones(()) > 0, lambda x: x.sin(), lambda x: x.cos(), (torch.ones(10),))
+    assert len(out) == 10
+    assert tracker.timeline.live_bytes >= 10 * FLOAT
+
+
+class Swapping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(10))
+        self.register_buffer("average", torch.zeros(1000))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.average = self.average * 0.9 + 0.1
+        return (hidden * self.weight).sum()
+
+
+def test_what_the_forward_puts_into_buffers_is_not_saved_for_backward():
+    with track_memory(Swapping()) as tracker:
+        tracker._module(torch.ones(10)).backward()
+    assert tracker.timeline.saved_for_backward_bytes == 10 * FLOAT + 2 * FLOAT
+
+
+class FailingSGD(torch.optim.SGD):
+    def step(self, closure=None):
+        raise RuntimeError("planted")
+
+
+def test_a_failed_optimizer_step_is_over():
+    layer = nn.Linear(10, 10, bias=False)
+    optimizer = FailingSGD(layer.parameters(), lr=0.1)
+    with track_memory(layer) as tracker:
+        with pytest.raises(RuntimeError, match="planted"):
+            optimizer.step()
+        layer(torch.ones(5, 10)).relu().sum().backward()
+    forward = [a for a in tracker.timeline.allocations if a.op == "aten.relu.default"]
+    assert [(a.phase, a.category) for a in forward] == [(Phase.FORWARD, Category.ACTIVATIONS)]
+
+
+def test_batches_of_any_make_are_inputs():
+    @dataclass
+    class Batch:
+        images: Tensor
+        nested: dict
+
+    batch = Batch(torch.zeros(10), {"labels": UserDict(inner=torch.zeros(5))})
+    with track_memory(inputs=batch) as tracker:
+        pass
+    assert tracker.timeline.peak_by_category[Category.INPUTS] == 15 * FLOAT
+
+
+def test_trackers_that_end_in_the_order_they_began_clean_up_too():
+    one, other = track_memory(), track_memory()
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)
+    other.__exit__(None, None, None)
+    assert "resize_" not in vars(torch.UntypedStorage)
+    assert gc.isenabled()
+
+
+def test_what_a_backward_made_is_not_saved_for_the_next():
+    inputs = torch.ones(10, requires_grad=True)
+    with track_memory(inputs=inputs) as tracker:
+        (slope,) = torch.autograd.grad(inputs.exp().sum(), inputs)
+        torch.ones(2, requires_grad=True).exp().sum().backward()
+    assert len(slope) == 10
+    kept = next(a for a in tracker.timeline.allocations if a.phase is Phase.BACKWARD)
+    assert kept.category is Category.TEMPORARIES
+
+
+@pytest.mark.distributed
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_fsdp2_steps_are_alike():
+    """Sharded parameters are wrapper subclasses; unsharded ones come from storages that are emptied and filled."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        net = nn.Sequential(nn.Linear(32, 32, bias=False), nn.ReLU(), nn.Linear(32, 32, bias=False))
+        for layer in (net[0], net[2], net):
+            fully_shard(layer, mesh=mesh, reshard_after_forward=False)
+        optimizer = torch.optim.AdamW(net.parameters())
+        batch = torch.ones(4, 32)
+        timelines = []
+        for _ in range(4):
+            with track_memory(net, optimizers=[optimizer], inputs=batch) as tracker:
+                net(batch).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            timelines.append(tracker.timeline)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert timelines[2] == timelines[3]
+    weight_bytes = 32 * 32 * FLOAT
+    assert timelines[3].peak_by_category[Category.PARAMETERS] == 2 * weight_bytes
+    assert timelines[3].peak_by_category[Category.OPTIMIZER_STATE] == 4 * weight_bytes + 2 * FLOAT

@@ -1,0 +1,143 @@
+"""Sixteen bits and the rest: what comes back."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_vram.optimizers.lean.bit_patterns import add_compensation_, compensate_, join_, round_randomly_, split_
+
+patterns = st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=32)
+pairs = st.lists(st.tuples(st.integers(-(2**15), 2**15 - 1), st.integers(-(2**15), 2**15 - 1)), min_size=1, max_size=32)
+ODD = [0, 1, 0x7FFF, 0x8000, 0x8001, 0x3F808000, 0x3F818000, 0x7F7FFFFF, 0x7F800000, 0x7F800001, 0x7FC00000, 0x7FFFFFFF]
+ODD += [bits - 2**31 for bits in ODD]
+
+
+def numbers_of(bits: list[int]) -> Tensor:
+    return torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    """Equal to the bit, but for the patterns of NaNs."""
+    nan = one.isnan()
+    return torch.equal(nan, other.isnan()) and torch.equal(one[~nan].view(torch.int32), other[~nan].view(torch.int32))
+
+
+def check_split(numbers: Tensor) -> None:
+    work, lower = numbers.clone(), torch.empty(numbers.shape, dtype=torch.int16)
+    split_(work, lower)
+    upper = work.bfloat16()
+    assert same(upper.float(), work)
+    assert torch.equal(upper.isnan(), numbers.isnan())
+    joined = upper.float()
+    join_(joined, lower)
+    assert same(joined, torch.where(upper == 0, upper.float(), numbers))
+
+
+def check_sum(numbers: Tensor) -> None:
+    compensation = torch.empty(numbers.shape, dtype=torch.bfloat16)
+    nearest = compensate_(numbers.clone(), compensation)
+    decoded = nearest.float()
+    add_compensation_(decoded, compensation)
+    # None of them is taken for a stranger's.
+    assert torch.equal(decoded.nan_to_num(7.0), nearest.float().add_(compensation).nan_to_num(7.0))
+    again = torch.empty_like(compensation)
+    assert torch.equal(compensate_(decoded.clone(), again).nan_to_num(7.0), nearest.nan_to_num(7.0))
+    assert torch.equal(again, compensation)
+    assert torch.equal(decoded.isnan(), numbers.isnan())
+    fits = nearest.isfinite()
+    assert ((decoded - numbers)[fits].abs() <= numbers[fits].abs() * 2**-17 + 2**-133).all()
+
+
+@given(patterns)
+def test_split_numbers_join_to_the_bit(bits):
+    check_split(numbers_of(bits))
+
+
+@given(patterns)
+def test_sums_come_back_as_the_same_two_numbers(bits):
+    check_sum(numbers_of(bits))
+
+
+EDGES = [0, 1, 0x7F, 0x80, 0x81, 0x3F7F, 0x3F80, 0x3F81, 0x7F7F, 0x7F80, 0x7F81, 0x7FC0, 0x7FFF]
+RESTS = [-0x8000, -0x7FFF, -1, 0, 1, 0x7FFF, 0x3800, 0x3F80, 0x7F80, 0x7FC0]
+
+
+def check_strangers(written: list[int], rests: list[int]) -> None:
+    """Numbers written over others, whose rest is still there, must move by half a unit in the last place at most."""
+    numbers = numbers_of([bits << 16 for bits in written])
+    rest = torch.tensor(rests, dtype=torch.int16)
+    magnitude = numbers.abs().double()
+    _, exponent = torch.frexp(magnitude)
+    half_unit = torch.ldexp(torch.ones_like(magnitude), (exponent - 9).clamp(min=-134))
+    for join in (join_, lambda joined, rest: add_compensation_(joined, rest.view(torch.bfloat16))):
+        joined = numbers.clone()
+        join(joined, rest)
+        assert torch.equal(joined.isnan(), numbers.isnan())
+        assert torch.equal(joined[numbers == 0], numbers[numbers == 0])
+        assert torch.equal(joined[numbers.isinf()].bfloat16(), numbers[numbers.isinf()])
+        inner = numbers.isfinite()
+        assert ((joined.double() - numbers.double()).abs() <= half_unit)[inner].all()
+        assert torch.equal(joined[inner].sign(), numbers[inner].sign())
+
+
+@given(pairs)
+def test_what_was_kept_for_another_number_moves_this_one_by_half_a_unit_at_most(some):
+    check_strangers(*map(list, zip(*some, strict=True)))
+
+
+def test_zeros_infinities_nans_and_the_borders_of_exponents_stay_within_half_a_unit():
+    written = [bits - sign for bits in EDGES for sign in (0, 2**15) for _ in RESTS]
+    check_strangers(written, RESTS * (2 * len(EDGES)))
+
+
+def test_ties_infinities_nans_and_denormal_numbers_come_back():
+    check_split(numbers_of(ODD))
+    check_sum(numbers_of(ODD))
+
+
+@pytest.mark.parametrize("upper", [0, 1, 0x3F80, 0x3F81, 0x7F7E])
+def test_a_split_rounds_as_a_conversion_but_for_halves_beside_an_even_number(upper):
+    """Of all numbers that share an upper half: away from zero there, where all must come back."""
+    numbers = numbers_of([(upper << 16) + lower for lower in range(0x10000)])
+    for signed in (numbers, -numbers):
+        check_split(signed)
+        work, lower = signed.clone(), torch.empty(signed.shape, dtype=torch.int16)
+        split_(work, lower)
+        differs = (work.bfloat16() != signed.bfloat16()).nonzero().flatten().tolist()
+        assert differs == ([] if upper % 2 else [0x8000])
+        assert (work[0x8000].abs() > signed[0x8000].abs()).item()
+
+
+def test_a_sum_whose_second_number_is_rounded_up_to_half_a_unit_comes_back():
+    check_sum(numbers_of([0x3F807FFF, 0x3F817FFF, 0x3F818001]))  # around the halves beside even and odd numbers
+
+
+def test_random_rounding_is_right_on_average_and_takes_the_two_nearest():
+    numbers = numbers_of([0x3F804000]).repeat(40_000)  # a quarter of the way
+    round_randomly_(numbers, torch.Generator().manual_seed(0))
+    assert set(numbers.view(torch.int32).tolist()) == {0x3F800000, 0x3F810000}
+    up = (numbers > 1).double().mean().item()
+    assert math.isclose(up, 0.25, abs_tol=0.01)  # 0.002 is one standard deviation
+
+
+@given(patterns)
+def test_random_rounding_keeps_what_fits_and_is_the_same_for_the_same_seed(bits):
+    fitting = numbers_of([bit & -0x10000 for bit in bits])
+    rounded = fitting.clone()
+    round_randomly_(rounded, torch.Generator().manual_seed(1))
+    assert same(rounded, fitting)
+    one, other = numbers_of(bits), numbers_of(bits)
+    round_randomly_(one, torch.Generator().manual_seed(2))
+    round_randomly_(other, torch.Generator().manual_seed(2))
+    assert same(one, other)
+    assert torch.equal(one.isnan(), numbers_of(bits).isnan())
+
+
+def test_random_rounding_leaves_the_global_random_state_alone():
+    before = torch.get_rng_state()
+    round_randomly_(torch.ones(7), torch.Generator().manual_seed(0))
+    assert torch.equal(torch.get_rng_state(), before)

@@ -1,0 +1,110 @@
+"""Weights that a module computes from its parameters, under lean parameters."""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+from torch.utils.data import DataLoader
+
+from lightning_vram import LeanMixedPrecision
+from lightning_vram.optimizers.lean.computed_weights import iterate_computing
+
+OLD = pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
+COMPUTED = {
+    "orthogonal": lambda: parametrizations.orthogonal(nn.Linear(8, 8), orthogonal_map="matrix_exp"),
+    "spectral_norm": lambda: parametrizations.spectral_norm(nn.Linear(8, 8)),
+    "weight_norm": lambda: parametrizations.weight_norm(nn.Linear(8, 8)),
+    "old spectral_norm": lambda: nn.utils.spectral_norm(nn.Linear(8, 8)),
+    "old weight_norm": lambda: nn.utils.weight_norm(nn.Linear(8, 8)),
+    "one of the weights of an LSTM": lambda: parametrizations.weight_norm(nn.LSTM(8, 8), "weight_hh_l0"),
+}
+
+
+class Around(pl.LightningModule):
+    """Steps on the same samples again and again."""
+
+    def __init__(self, make_layer):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.layer = nn.Linear(8, 8), make_layer()
+
+    def training_step(self, batch, batch_idx):
+        self.dtypes = {name: parameter.dtype for name, parameter in self.named_parameters()}
+        output = self.layer(self.first(batch))
+        return (output[0] if isinstance(output, tuple) else output).float().square().mean()
+
+    def train_dataloader(self):
+        return DataLoader(torch.linspace(-1, 1, 96).view(12, 8).to(self.first.weight.dtype), batch_size=4)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def fit(model, make_trainer, parameters):
+    plugin = LeanMixedPrecision("bf16", parameters=parameters)
+    make_trainer(plugins=[plugin], limit_val_batches=0).fit(model)
+    return model
+
+
+@OLD
+@pytest.mark.parametrize("make_layer", COMPUTED.values(), ids=COMPUTED)
+def test_they_are_computed_in_fp32_and_trained_as_with_fp32_parameters(make_layer, make_trainer):
+    lean = fit(Around(make_layer), make_trainer, "bf16+split")
+    assert {dtype for name, dtype in lean.dtypes.items() if name.startswith("layer.")} == {torch.float32}
+    assert {dtype for name, dtype in lean.dtypes.items() if name.startswith("first.")} == {torch.bfloat16}
+    plain = fit(Around(make_layer), make_trainer, "fp32")
+    for name, weight in plain.state_dict().items():
+        # Rounding is another where a gradient is summed in bf16 for a lean parameter.
+        assert torch.allclose(lean.state_dict()[name], weight, rtol=0.05, atol=0.005), name
+
+
+def test_pruned_weights_stay_lean(make_trainer):
+    model = Around(lambda: prune.l1_unstructured(nn.Linear(8, 8), "weight", 0.5))
+    fit(model, make_trainer, "bf16+split")
+    assert set(model.dtypes.values()) == {torch.bfloat16}
+
+
+def test_the_parts_that_compute_are_among_them():
+    net = nn.Sequential(parametrizations.orthogonal(nn.Linear(2, 2)), nn.Linear(2, 2))
+    found = set(iterate_computing(net))
+    assert found == {net[0], *net[0].parametrizations.modules()}
+    assert net[0].parametrizations.weight.original in {p for part in found for p in part.parameters(recurse=False)}
+
+
+class Halves(Around):
+    """bf16 already, its norm included."""
+
+    def __init__(self):
+        super().__init__(lambda: nn.LayerNorm(8))
+        self.bfloat16()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.layer.parameters(), lr=2.0**-9)  # moves the gains by less than half a unit
+
+
+def test_a_norm_that_is_bf16_already_loses_no_updates(make_trainer):
+    seen = []
+
+    class Look(pl.Callback):
+        def on_train_end(self, trainer, pl_module):
+            seen.append(trainer.strategy.lightning_module_state_dict()["layer.weight"])
+
+    model = Halves()
+    plugin = LeanMixedPrecision("bf16", parameters="bf16+split")
+    make_trainer(plugins=[plugin], callbacks=[Look()], limit_val_batches=0, max_epochs=1).fit(model)
+    assert (model.dtypes["layer.weight"], seen[0].dtype) == (torch.bfloat16, torch.float32)
+    assert (seen[0] != 1).all()
+
+
+class Square(nn.Bilinear):
+    """With inputs in fp32: autocast leaves its kernel alone, which wants one dtype, on a CPU."""
+
+    def forward(self, inputs):
+        return super().forward(inputs.float(), inputs.float())
+
+
+def test_bilinear_layers_stay_fp32_as_under_autocast(make_trainer):
+    model = fit(Around(lambda: Square(8, 8, 8)), make_trainer, "bf16+split")
+    assert model.dtypes["layer.weight"] is torch.float32
+    assert model.dtypes["first.weight"] is torch.bfloat16

@@ -1,0 +1,127 @@
+"""What cannot be lean, and what must be."""
+
+import re
+
+import pytest
+import torch
+from support.lean_nets import make_net
+from torch import nn, optim
+from torch.distributed.fsdp import fully_shard
+
+from lightning_vram.optimizers.lean.lost_updates import refuse_lost_updates
+from lightning_vram.optimizers.lean.parameters import LeanParameters
+
+
+class Foreign(optim.AdamW):
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+class Named(optim.AdamW):
+    """The same step under another name."""
+
+
+def refusal(message: str):
+    return pytest.raises(ValueError, match=f"^{re.escape(message)}$")
+
+
+def test_an_unknown_scheme_is_refused():
+    message = (
+        "LeanParameters(scheme) must be one of bf16+master, bf16+split, bf16+kahan, bf16+stochastic, got 'bf16-split'."
+    )
+    with refusal(message):
+        LeanParameters([], "bf16-split")
+
+
+def test_a_parameter_of_another_precision_is_refused_and_no_other_is_converted():
+    parameters = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3, 2, dtype=torch.float64))]
+    message = (
+        "A parameter of shape (3, 2) is torch.float64: only float32, float16 and bfloat16 parameters can be lean. "
+        "Convert it first, or leave it out."
+    )
+    with refusal(message):
+        LeanParameters(parameters, "bf16+split")
+    assert parameters[0].dtype is torch.float32
+
+
+@pytest.mark.parametrize("make", [lambda: nn.LazyLinear(3).weight, lambda: nn.Linear(2, 2, device="meta").weight])
+def test_a_parameter_without_values_is_refused(make):
+    parameter = make()
+    message = (
+        f"A parameter of type {type(parameter).__name__} on {parameter.device} cannot be lean: only plain tensors with "
+        "values can. Initialize lazy and meta parameters first, and leave quantized ones out."
+    )
+    with refusal(message):
+        LeanParameters([parameter], "bf16+split")
+
+
+def test_a_sharded_parameter_is_refused_with_the_way_out(mesh):
+    layer = fully_shard(nn.Linear(2, 2), mesh=mesh)
+    message = (
+        "Sharded parameters (FSDP2) cannot be lean: the shards are the fp32 master weights already. Give "
+        "fully_shard(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)) to compute in 16 bits."
+    )
+    with refusal(message):
+        LeanParameters(layer.parameters(), "bf16+split")
+
+
+def test_parameters_that_are_not_floating_are_passed_over():
+    counts = nn.Parameter(torch.arange(3), requires_grad=False)
+    LeanParameters([counts], "bf16+master")
+    assert counts.dtype is torch.int64
+
+
+@pytest.mark.parametrize("kind", [optim.LBFGS, optim.SparseAdam, Foreign])
+def test_other_optimizers_are_refused_before_any_is_changed(kind):
+    net = make_net()
+    lean = LeanParameters(net.parameters(), "bf16+split")
+    optimizers = [optim.AdamW(net[0].parameters()), kind(list(net.parameters()))]
+    message = (
+        f"Lean parameters cannot be stepped by {kind.__name__}: use one of torch.optim's Adadelta, Adafactor, Adagrad, "
+        "Adam, AdamW, Adamax, ASGD, Muon, NAdam, RAdam, RMSprop, Rprop, SGD, a subclass with the same step, or "
+        'parameters="fp32".'
+    )
+    with refusal(message):
+        lean.attach(optimizers)
+    assert "step" not in vars(optimizers[0])
+
+
+def test_other_optimizers_without_lean_parameters_are_left_alone():
+    net = make_net()
+    lean = LeanParameters(net[0].parameters(), "bf16+split")
+    optimizer = optim.LBFGS(net[1].parameters())
+    lean.attach([optimizer, Named(net[0].parameters())])
+    assert not {"step", "load_state_dict"} & set(vars(optimizer))
+
+
+def test_a_differentiable_step_is_refused():
+    net = make_net()
+    lean = LeanParameters(net.parameters(), "bf16+split")
+    with refusal("Lean parameters cannot be stepped by SGD(differentiable=True): leave that off."):
+        lean.attach([optim.SGD(net.parameters(), differentiable=True)])
+
+
+@pytest.mark.parametrize("kind", [optim.AdamW, Named, optim.LBFGS])
+def test_plain_sixteen_bit_weights_are_refused(kind):
+    net = make_net()
+    net[0].bfloat16()
+    net[1].half()
+    net[0].bias.requires_grad_(False)
+    message = (
+        f"{kind.__name__} would train 3 parameters that are torch.bfloat16 and torch.float16, and lose every update "
+        "below half a unit in the last place (in a test the loss ended at .105 instead of .0266). Use "
+        'LeanMixedPrecision("bf16", parameters="bf16+split"), one of its other schemes, or fp32 weights.'
+    )
+    with refusal(message):
+        refuse_lost_updates([optim.SGD([nn.Parameter(torch.ones(1))]), kind(net.parameters())])
+
+
+def test_frozen_weights_other_optimizers_and_those_that_round_better_pass():
+    net = make_net().bfloat16()
+    rounding = optim.AdamW(net.parameters())
+    rounding.bf16_stochastic_round = True  # as torchao's do
+    compensating = optim.AdamW(net.parameters())
+    compensating.defaults["kahan_sum"] = True  # as torch-optimi's do
+    refuse_lost_updates([rounding, compensating, Foreign(net.parameters()), optim.AdamW(make_net().parameters())])
+    frozen = optim.AdamW(net.requires_grad_(requires_grad=False).parameters())
+    refuse_lost_updates([frozen])

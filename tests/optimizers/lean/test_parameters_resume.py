@@ -1,0 +1,146 @@
+"""States that are saved and loaded: by the same scheme, by a plain run and from one."""
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.lean_nets import EXACT, assert_same_weights, lean_net, make_net, take_steps
+from torch import optim
+
+from lightning_vram.optimizers.lean.parameters import SCHEMES, LeanParameters
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch):
+    monkeypatch.setattr("lightning_vram.optimizers.lean.weight_chunks.CHUNK_ELEMENTS", 400)
+
+
+def through_a_file(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+KINDS: list[Callable[..., optim.Optimizer]] = [
+    optim.AdamW,
+    optim.NAdam,  # keeps a product without dimensions
+    optim.Adafactor,  # keeps statistics of rows and columns
+    optim.Adagrad,  # has a state before the first step
+    lambda parameters: optim.SGD(parameters, lr=0.1, momentum=0.9),
+    lambda parameters: optim.Adam(parameters, fused=True),
+]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("kind", KINDS, ids=["AdamW", "NAdam", "Adafactor", "Adagrad", "SGD", "fused Adam"])
+def test_a_run_goes_on_to_the_bit(scheme, kind):
+    net, lean, optimizer = lean_net(scheme, kind)
+    take_steps(net, optimizer, 0, 1, 2)
+    saved = through_a_file([lean.full_state(net.state_dict()), optimizer.state_dict(), lean.state_dict()])
+    take_steps(net, optimizer, 3, 4)
+
+    resumed = make_net()
+    torch.nn.init.zeros_(resumed[0].weight)
+    resumed.load_state_dict(saved[0])
+    resumed_lean = LeanParameters(resumed.parameters(), scheme)
+    resumed_optimizer = kind(resumed.parameters())
+    resumed_lean.attach([resumed_optimizer])
+    resumed_optimizer.load_state_dict(saved[1])
+    resumed_lean.load_state_dict(saved[2])
+    assert {id(p) for p in resumed_optimizer.state} == {id(p) for p in resumed.parameters()}
+    take_steps(resumed, resumed_optimizer, 3, 4)
+    states = zip(optimizer.state.values(), resumed_optimizer.state.values(), strict=True)
+    for state, expected in states:
+        assert all(state[key].dtype is expected[key].dtype for key in state)
+        assert all(torch.equal(state[key], expected[key]) for key in state)
+    lean.restore()
+    resumed_lean.restore()
+    assert_same_weights(resumed, net)
+
+
+def test_without_the_number_of_steps_other_numbers_are_drawn():
+    results = []
+    for num_steps in (5, 5, 6, 5 + 2**12, 5 + 2**20):
+        net, lean, optimizer = lean_net("bf16+stochastic")
+        lean.load_state_dict({"num_steps": num_steps})
+        take_steps(net, optimizer, 0)
+        assert lean.state_dict() == {"num_steps": num_steps + 1}
+        results.append(net[0].weight.detach())
+    assert [torch.equal(result, results[0]) for result in results] == [True, True, False, False, False]
+
+
+@pytest.mark.parametrize("scheme", EXACT)
+def test_plain_runs_and_lean_runs_go_on_from_one_another(scheme):
+    net, lean, optimizer = lean_net(scheme)
+    plain = make_net()
+    reference = optim.AdamW(plain.parameters())
+    take_steps(net, optimizer, 0, 1)
+    take_steps(plain, reference, 0, 1)
+    ours, theirs = optimizer.state_dict(), reference.state_dict()
+    assert ours["param_groups"] == theirs["param_groups"]
+    for index, state in theirs["state"].items():
+        assert state.keys() == ours["state"][index].keys()
+        assert all(torch.equal(value, ours["state"][index][key]) for key, value in state.items())
+
+    from_ours = make_net()
+    from_ours.load_state_dict(lean.full_state(net.state_dict()))
+    plain_again = optim.AdamW(from_ours.parameters())
+    plain_again.load_state_dict(copy.deepcopy(ours))
+    optimizer.load_state_dict(copy.deepcopy(theirs))
+    for some_net, some in ((net, optimizer), (plain, reference), (from_ours, plain_again)):
+        take_steps(some_net, some, 2)
+    lean.restore()
+    assert_same_weights(net, plain)
+    assert_same_weights(from_ours, plain)
+
+
+@pytest.mark.parametrize("scheme", ["bf16+kahan", "bf16+stochastic"])
+def test_narrow_states_are_loaded_by_plain_runs_and_made_of_wide_ones(scheme):
+    net, _, optimizer = lean_net(scheme)
+    plain = make_net()
+    reference = optim.AdamW(plain.parameters())
+    take_steps(plain, reference, 0)
+    optimizer.load_state_dict(reference.state_dict())
+    for parameter, original in zip(net.parameters(), plain.parameters(), strict=True):
+        state, expected = optimizer.state[parameter], reference.state[original]
+        assert torch.equal(state["exp_avg"], expected["exp_avg"].bfloat16())
+        assert torch.equal(state["step"], expected["step"])
+    reference.load_state_dict(optimizer.state_dict())
+    take_steps(plain, reference, 1)
+
+
+def test_hooks_on_loading_see_the_real_parameters_and_may_change_the_state():
+    net, _, optimizer = lean_net("bf16+split")
+    take_steps(net, optimizer, 0)
+    state = copy.deepcopy(optimizer.state_dict())
+    seen = []
+
+    def before(hooked, state_dict):
+        seen.append(list(hooked.param_groups[0]["params"]))
+        group = {**state_dict["param_groups"][0], "lr": 7.0}
+        return {**state_dict, "param_groups": [group]}
+
+    optimizer.register_load_state_dict_pre_hook(before)
+    optimizer.register_load_state_dict_post_hook(lambda hooked: seen.append(list(hooked.state)))
+    optimizer.load_state_dict(state)
+    assert [[id(p) for p in some] for some in seen] == [[id(p) for p in net.parameters()]] * 2
+    assert optimizer.param_groups[0]["lr"] == 7.0
+    assert state["param_groups"][0]["lr"] == 0.001
+    optimizer.load_state_dict(state)  # the hooks are still there
+    assert len(seen) == 4
+
+
+def test_a_state_that_does_not_fit_is_refused_as_ever_and_changes_nothing():
+    net, _, optimizer = lean_net("bf16+split")
+    take_steps(net, optimizer, 0)
+    other = optim.AdamW(net[0].parameters())
+    groups, states = optimizer.param_groups, optimizer.state
+    with pytest.raises(ValueError, match=r"^loaded state dict contains a parameter group that doesn't match the size"):
+        optimizer.load_state_dict(other.state_dict())
+    assert optimizer.param_groups is groups
+    assert optimizer.state is states
+    take_steps(net, optimizer, 1)

@@ -1,0 +1,236 @@
+"""What others see of an optimizer with lean parameters: hooks, schedulers, groups, closures."""
+
+import gc
+import re
+import weakref
+
+import pytest
+import torch
+from support.lean_nets import EXACT, assert_same_weights, give_gradients, lean_net, make_net, take_steps
+from torch import nn, optim
+from torch.optim.lr_scheduler import OneCycleLR, SequentialLR, StepLR
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from lightning_vram.optimizers.lean.parameters import SCHEMES, LeanParameters
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch):
+    monkeypatch.setattr("lightning_vram.optimizers.lean.weight_chunks.CHUNK_ELEMENTS", 400)
+
+
+def test_hooks_run_once_and_see_the_real_parameters():
+    net, _, optimizer = lean_net("bf16+split")
+    seen = []
+
+    def note(name):
+        def hook(hooked, args, kwargs):
+            seen.append(name)
+            assert hooked is optimizer
+            assert all(one is p for one, p in zip(hooked.param_groups[0]["params"], net.parameters(), strict=True))
+            assert set(map(id, hooked.state)) <= set(map(id, net.parameters()))
+
+        return hook
+
+    handles = [
+        optimizer.register_step_pre_hook(note("before")),
+        optimizer.register_step_post_hook(note("after")),
+        register_optimizer_step_pre_hook(note("global before")),
+        register_optimizer_step_post_hook(note("global after")),
+    ]
+    take_steps(net, optimizer, 0)
+    for handle in handles:
+        handle.remove()
+    assert seen == ["global before", "before", "after", "global after"]
+
+
+def test_a_closure_runs_once_with_gradients_and_its_loss_is_returned():
+    net, _, optimizer = lean_net("bf16+split")
+    calls = []
+
+    def closure():
+        calls.append(torch.is_grad_enabled())
+        optimizer.zero_grad()
+        loss = net(torch.ones(1, 33, dtype=torch.bfloat16)).square().sum()
+        loss.backward()
+        return loss
+
+    before = net[0].weight.clone()
+    with torch.no_grad():
+        first = optimizer.step(closure)
+    assert calls == [True]
+    assert first.item() > optimizer.step(closure=closure).item() > 0
+    assert not torch.equal(net[0].weight, before)
+    assert optimizer.step(lambda: 3.0) == 3.0
+
+
+@pytest.mark.parametrize("is_early", [True, False], ids=["scheduler first", "scheduler last"])
+def test_schedulers_work_as_ever_and_do_not_warn(is_early):
+    # Warnings are errors here: "lr_scheduler.step() before optimizer.step()", "step() has been overridden".
+    net, plain = make_net(), make_net()
+    lean = LeanParameters(net.parameters(), "bf16+split")
+    optimizer = optim.AdamW(net.parameters(), lr=0.1)
+    reference = optim.AdamW(plain.parameters(), lr=0.1)
+
+    def schedulers(of):
+        chain = SequentialLR(of, [StepLR(of, 1, 0.5), StepLR(of, 1, 0.9)], [2])
+        return [chain, OneCycleLR(of, 1.0, total_steps=9)]  # which moves the betas as well
+
+    if is_early:
+        ours = schedulers(optimizer)
+    lean.attach([optimizer])
+    if not is_early:
+        ours = schedulers(optimizer)
+    theirs = schedulers(reference)
+    for seed in range(4):
+        take_steps(net, optimizer, seed)
+        take_steps(plain, reference, seed)
+        for scheduler in (*ours, *theirs):
+            scheduler.step()
+        assert optimizer.param_groups[0]["lr"] == reference.param_groups[0]["lr"]
+        assert optimizer.param_groups[0]["betas"] == reference.param_groups[0]["betas"]
+    lean.restore()
+    assert_same_weights(net, plain)
+
+
+@pytest.mark.parametrize("scheme", EXACT)
+def test_groups_islands_and_several_optimizers_step_as_in_fp32(scheme):
+    net, plain = make_net(), make_net()
+    lean = LeanParameters([net[0].weight, net[1].weight, net[1].bias], scheme)  # one bias stays fp32
+
+    def optimizers(of):
+        groups = [{"params": [of[0].bias, of[1].weight], "lr": 0.3}, {"params": [of[0].weight], "weight_decay": 0.5}]
+        return [optim.AdamW(groups, lr=0.1), optim.SGD([of[0].weight, of[1].bias], lr=0.01)]  # one weight in both
+
+    ours, theirs = optimizers(net), optimizers(plain)
+    lean.attach(ours)
+    lean.attach(ours)  # a second time does nothing
+    for seed in range(3):
+        for some_net, some in ((net, ours), (plain, theirs)):
+            give_gradients(some_net, seed)
+            for optimizer in some:
+                optimizer.step()
+    lean.restore()
+    assert_same_weights(net, plain)
+
+
+def test_parameters_without_gradients_are_passed_over():
+    net, plain = make_net(), make_net()
+    lean = LeanParameters(net.parameters(), "bf16+split")
+    optimizer, reference = optim.AdamW(net.parameters()), optim.AdamW(plain.parameters())
+    lean.attach([optimizer])
+    optimizer.step()
+    assert not optimizer.state
+    for one, some in ((net, optimizer), (plain, reference)):
+        give_gradients(one, 0)
+        one[0].weight.grad = one[1].bias.grad = None
+        some.step()
+    assert len(optimizer.state) == 2
+    lean.restore()
+    assert_same_weights(net, plain)
+
+
+def test_groups_can_be_added_while_training():
+    net, plain, extra, plain_extra = make_net(), make_net(), nn.Linear(3, 3), nn.Linear(3, 3)
+    plain_extra.load_state_dict(extra.state_dict())
+    lean = LeanParameters(net.parameters(), "bf16+split")
+    ours = optim.AdamW(extra.parameters())  # none of them lean, for now
+    theirs = optim.AdamW(plain_extra.parameters())
+    lean.attach([ours])
+    for some, some_net, some_extra in ((ours, net, extra), (theirs, plain, plain_extra)):
+        take_steps(some_extra, some, 0)
+        some.add_param_group({"params": list(some_net.parameters()), "lr": 0.1})
+        give_gradients(some_net, 1)
+        take_steps(some_extra, some, 1)
+    lean.restore()
+    assert_same_weights(net, plain)
+    assert_same_weights(extra, plain_extra)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # PyTorch's Adagrad
+@pytest.mark.parametrize("kind", [optim.SGD, optim.Adagrad])
+def test_sparse_gradients_step_as_in_fp32(kind):
+    tables = [nn.Embedding(5, 3, sparse=True) for _ in range(2)]
+    tables[1].load_state_dict(tables[0].state_dict())
+    lean = LeanParameters(tables[0].parameters(), "bf16+split")
+    optimizers = [kind(table.parameters(), lr=0.1) for table in tables]
+    lean.attach(optimizers[:1])
+    for table, optimizer in zip(tables, optimizers, strict=True):
+        for _ in range(3):
+            optimizer.zero_grad()
+            table(torch.tensor([1, 3, 3])).sum().backward()
+            assert table.weight.grad.is_sparse
+            optimizer.step()
+    lean.restore()
+    assert_same_weights(*tables)
+
+
+def test_a_subclass_may_change_its_groups_in_a_step():
+    class Decaying(optim.SGD):
+        def _init_group(self, group, *rest):
+            group["lr"] = group["lr"] / 2
+            return super()._init_group(group, *rest)
+
+    net, _, optimizer = lean_net("bf16+split", lambda parameters: Decaying(parameters, lr=1.0))
+    take_steps(net, optimizer, 0)
+    assert optimizer.param_groups[0]["lr"] == 0.5  # once, although there are two chunks
+    assert optimizer.param_groups[0]["params"] == list(net.parameters())
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_fused_step_that_overflowed_changes_nothing(scheme):
+    net, lean, optimizer = lean_net(scheme, lambda parameters: optim.AdamW(parameters, lr=0.1, fused=True))
+    take_steps(net, optimizer, 0)
+    before, states = lean.full_state(net.state_dict()), optimizer.state_dict()["state"]
+    states = {index: {key: value.clone() for key, value in state.items()} for index, state in states.items()}
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.tensor(1.0)  # as torch.amp.GradScaler does
+    take_steps(net, optimizer, 1)
+    after = lean.full_state(net.state_dict())
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    for index, state in optimizer.state_dict()["state"].items():
+        assert all(torch.equal(state[key], states[index][key]) for key in state)
+
+
+def test_after_restoring_nothing_is_left():
+    net, lean, optimizer = lean_net("bf16+kahan")
+    take_steps(net, optimizer, 0)
+    stand_in = optimizer.step
+    lean.restore()
+    assert not {"step", "load_state_dict"} & set(vars(optimizer))
+    assert {v.dtype for state in optimizer.state.values() for v in state.values()} == {torch.float32}
+    give_gradients(net, 1)
+    stand_in()  # whoever kept it steps the plain way
+    assert all(state["step"] == 2 for state in optimizer.state.values())
+    assert lean.state_dict() == {"num_steps": 1}
+    gone = weakref.ref(lean)
+    del lean, stand_in
+    assert gone() is None
+
+
+def test_a_replaced_step_below_is_refused_and_one_above_still_works():
+    net = make_net()
+    lean = LeanParameters(net.parameters(), "bf16+split")
+    optimizer = optim.SGD(net.parameters())
+    optimizer.step = lambda closure=None: None
+    message = (
+        "Lean parameters cannot be stepped by this SGD, because its step was replaced on the instance (by "
+        "torch.compile?): replace it afterwards or not at all."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        lean.attach([optimizer])
+    del optimizer.step
+    lean.attach([optimizer])
+    inner = optimizer.step
+    optimizer.step = lambda closure=None: inner(closure)
+    take_steps(net, optimizer, 0)
+    lean.restore()
+    take_steps(net, optimizer, 1)  # the one above stays and reaches the plain step
+    assert "step" in vars(optimizer)
+
+
+def test_nothing_holds_an_optimizer_that_is_no_longer_used():
+    _, lean, optimizer = lean_net("bf16+split")
+    gone = weakref.ref(optimizer)
+    del lean, optimizer  # without restoring
+    gc.collect()
+    assert gone() is None

@@ -1,0 +1,112 @@
+"""Training with lean parameters: the loss, and replicas."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from support.lean_nets import EXACT, assert_same_weights, make_net
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
+
+from lightning_vram.optimizers.lean.parameters import SCHEMES, LeanParameters
+from lightning_vram.optimizers.lean.rounded_states import WideStates
+
+NUM_STEPS = 200
+
+
+def train(parameters: str) -> float:
+    """Loss of a linear regression, in fp32 with the final weights: each .04 away from the right one, steps of 1e-4.
+
+    The weights are some .25, where a unit of bf16 is .001 or .002.
+    """
+    torch.manual_seed(0)
+    target = 0.25 * torch.randn(8, 64)
+    model = nn.Linear(64, 8)
+    with torch.no_grad():
+        model.weight.copy_(target + 0.04 * torch.randn(8, 64).sign())
+        model.bias.zero_()
+    inputs = torch.randn(256, 64)
+    targets = inputs @ target.T
+    lean = LeanParameters(model.parameters(), parameters) if parameters in SCHEMES else None
+    if parameters == "bf16":
+        model.bfloat16()
+    optimizer = AdamW(model.parameters(), lr=1e-4)
+    if lean is not None:
+        lean.attach([optimizer])
+    for _ in range(NUM_STEPS):
+        optimizer.zero_grad()
+        F.mse_loss(model(inputs.to(model.weight.dtype)).float(), targets).backward()
+        optimizer.step()
+    if lean is not None:
+        lean.restore()
+    return F.mse_loss(model.float()(inputs), targets).item()
+
+
+@pytest.fixture(scope="module")
+def fp32_loss() -> float:
+    return train("fp32")
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_loss_of_each_scheme_is_that_of_fp32(scheme, fp32_loss):
+    assert train(scheme) == pytest.approx(fp32_loss, rel=0.01 if scheme in EXACT else 0.05)
+
+
+def test_plain_sixteen_bit_weights_stand_still(fp32_loss):
+    assert train("bf16") > 2 * fp32_loss
+
+
+@pytest.mark.parametrize("scheme", ["bf16+kahan", "bf16+stochastic"])
+def test_averages_in_sixteen_bits_do_not_stand_still(scheme):
+    weight = nn.Parameter(torch.zeros(64, 16))
+    lean = LeanParameters([weight], scheme)
+    optimizer = AdamW([weight], lr=0.0)
+    lean.attach([optimizer])
+    weight.grad = torch.ones_like(weight)
+    for _ in range(1000):
+        optimizer.step()
+    average = optimizer.state[weight]["exp_avg_sq"]
+    assert average.dtype is torch.bfloat16
+    # Rounded to the nearest it stays at .25 or below, where a thousandth of what is missing is half a unit.
+    assert average.mean().item() == pytest.approx(1 - 0.999**1000, rel=0.02)
+
+
+def test_states_that_are_new_are_rounded_at_random_too():
+    state = {"average": torch.full((1000, 4), 1 + 2**-9)}  # a quarter of a unit above one
+    WideStates([]).round([(torch.Size((1000, 4)), state)], torch.Generator().manual_seed(0))
+    assert set(state["average"].flatten().tolist()) == {1.0, 1 + 2**-7}
+    assert state["average"].double().mean().item() == pytest.approx(1 + 2**-9, abs=2**-12)
+
+
+def train_a_replica(rank: int, path: str, scheme: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{path}/store", 2), rank=rank, world_size=2)
+    net = make_net()
+    lean = LeanParameters(net.parameters(), scheme)
+    replica = DistributedDataParallel(net)
+    optimizer = AdamW(replica.parameters(), lr=0.01)
+    lean.attach([optimizer])
+    torch.manual_seed(rank)  # other data, and another global random state
+    for _ in range(3):
+        optimizer.zero_grad()
+        replica(torch.randn(4, 33, dtype=torch.bfloat16)).square().sum().backward()
+        optimizer.step()
+    lean.restore()
+    torch.save(net.state_dict(), f"{path}/{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("scheme", ["bf16+split", "bf16+stochastic"])
+def test_replicas_stay_equal(scheme, tmp_path: Path):
+    mp.start_processes(train_a_replica, (str(tmp_path), scheme), nprocs=2, start_method="fork")
+    nets = [make_net(), make_net()]
+    for rank, net in enumerate(nets):
+        net.load_state_dict(torch.load(tmp_path / f"{rank}.pt"))
+    assert_same_weights(*nets)
+    assert not torch.equal(nets[0][0].weight, make_net()[0].weight)

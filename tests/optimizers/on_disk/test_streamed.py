@@ -1,0 +1,118 @@
+"""States on disk under optimizers that step on shards: the same bits, found by whoever asks for them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.sharded_nets import Net, assert_same, make, on_ranks, sharded, take_step, weights
+from torch.distributed.tensor import DTensor
+
+from lightning_vram.core.host.errors import OffloadError
+from lightning_vram.optimizers.on_disk import states as disk_states
+from lightning_vram.optimizers.on_host.optimizers import HostOptimizers
+
+pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
+
+OPTIMIZERS = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "Adam amsgrad": lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True),
+    "SGD momentum": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-2),
+}
+
+
+def train(net, make_optimizer, num_steps, nvme_path=None, state=None, first=0):
+    with sharded(net) as sharding:
+        host = HostOptimizers(sharding, num_threads=1, nvme_path=nvme_path)
+        optimizer = make_optimizer(net.parameters())
+        host.attach([optimizer])
+        if state is not None:
+            optimizer.load_state_dict(state)
+        for seed in range(first, first + num_steps):
+            take_step(net, optimizer, seed)
+        state = optimizer.state_dict()
+        copied = {
+            index: {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in one.items()}
+            for index, one in state["state"].items()
+        }
+        host.let_go(sharding.remove())
+    return weights(net), {**state, "state": copied}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_ten_steps_give_the_bits_of_states_in_memory(name, mesh, tmp_path):
+    expected, states = train(make(Net), OPTIMIZERS[name], 10)
+    actual, streamed = train(make(Net), OPTIMIZERS[name], 10, tmp_path)
+    assert_same(actual, expected)
+    assert states["state"].keys() == streamed["state"].keys()
+    for index, state in states["state"].items():
+        assert state.keys() == streamed["state"][index].keys()
+        for key, value in state.items():
+            other = streamed["state"][index][key]
+            assert type(other) is type(value)
+            if isinstance(value, DTensor):
+                value, other = value.to_local(), other.to_local()
+            assert torch.equal(other, value), key
+
+
+def test_a_small_ring_streams_in_parts(mesh, tmp_path, monkeypatch):
+    expected, _ = train(make(Net), OPTIMIZERS["AdamW"], 3)
+    init = disk_states.DiskStates.__init__
+    # 4096 is the least; the net is smaller, so that this only cuts between its parameters
+    monkeypatch.setattr(
+        disk_states.DiskStates,
+        "__init__",
+        lambda self, *args, **kw: init(self, *args, **{**kw, "chunk_elements": 4096}),
+    )
+    actual, _ = train(make(Net), OPTIMIZERS["AdamW"], 3, tmp_path)
+    assert_same(actual, expected)
+
+
+def test_a_state_is_loaded_to_the_disk_and_gone_on_with(mesh, tmp_path):
+    expected, _ = train(make(Net), OPTIMIZERS["AdamW"], 4)
+    for first, second in ((None, tmp_path), (tmp_path, None), (tmp_path, tmp_path)):
+        net = make(Net)
+        _, state = train(net, OPTIMIZERS["AdamW"], 2, first)
+        actual, _ = train(net, OPTIMIZERS["AdamW"], 2, second, state, first=2)
+        assert_same(actual, expected)
+
+
+def test_two_ranks_stream_their_shards(tmp_path):
+    on_ranks(tmp_path, _check_two_ranks)
+
+
+def _check_two_ranks():
+    expected, _ = train(make(Net), OPTIMIZERS["AdamW"], 3)
+    actual, _ = train(make(Net), OPTIMIZERS["AdamW"], 3, Path("/tmp"))
+    assert_same(actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("make_optimizer", "folder", "error", "text"),
+    [
+        (OPTIMIZERS["AdamW"], "missing", ValueError, "nvme_path must be a folder that exists"),
+        (torch.optim.Adafactor, ".", ValueError, "nvme_path cannot hold the states of Adafactor"),
+    ],
+)
+def test_what_cannot_be_streamed_is_refused_and_nothing_is_attached(
+    make_optimizer, folder, error, text, mesh, tmp_path
+):
+    net = make(Net)
+    with sharded(net) as sharding:
+        host = HostOptimizers(sharding, num_threads=1, nvme_path=tmp_path / folder)
+        optimizer = make_optimizer(net.parameters())
+        with pytest.raises(error, match=text):
+            host.attach([optimizer])
+        assert "step" not in vars(optimizer)
+        host.let_go(sharding.remove())
+
+
+def test_a_disk_that_is_too_small_is_refused(mesh, tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 100})())
+    net = make(Net)
+    with sharded(net) as sharding:
+        host = HostOptimizers(sharding, num_threads=1, nvme_path=tmp_path)
+        with pytest.raises(OffloadError, match=r"needs .* but 100 B are free"):
+            host.attach([torch.optim.AdamW(net.parameters())])
+        host.let_go(sharding.remove())

@@ -1,0 +1,166 @@
+"""One step in portions: each parameter once, with the settings it began with, states where the optimizer has them."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from lightning_vram.optimizers.stepping.step_round import StepRound, local_part
+
+pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
+
+
+def make_parameters() -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(4, 3, generator=generator)) for _ in range(4)]
+    for parameter in parameters[:3]:
+        parameter.grad = torch.randn(4, 3, generator=generator)
+    return parameters
+
+
+def groups_of(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
+    return [{"params": parameters[:2], "lr": 0.1}, {"params": parameters[2:], "lr": 0.01, "weight_decay": 0.5}]
+
+
+def assert_equal(one: list[nn.Parameter], other: list[nn.Parameter]) -> None:
+    for ours, theirs in zip(one, other, strict=True):
+        assert torch.equal(local_part(ours), theirs)
+
+
+@pytest.mark.parametrize("num_steps", [1, 3])
+@pytest.mark.parametrize("options", [{"fused": True}, {}, {"foreach": True}])
+def test_portions_make_the_step_of_the_whole(options, num_steps):
+    ours, theirs = make_parameters(), make_parameters()
+    optimizer = optim.AdamW(groups_of(ours), **options)
+    reference = optim.AdamW(groups_of(theirs), **options)
+    for _ in range(num_steps):
+        step_round = StepRound(optimizer, is_on_host=False)
+        for portion in ([ours[2]], [ours[0], ours[3]]):
+            step_round.run(step_round.take(portion))
+        step_round.run(step_round.take_rest())
+        reference.step()
+    assert_equal(ours, theirs)
+    assert optimizer.state.keys() == set(ours[:3])
+    for one, other in zip(ours[:3], theirs[:3], strict=True):
+        assert optimizer.state[one].keys() == reference.state[other].keys()
+        assert all(torch.equal(value, reference.state[other][key]) for key, value in optimizer.state[one].items())
+
+
+def test_each_parameter_is_taken_once_and_only_with_a_gradient():
+    parameters = make_parameters()
+    step_round = StepRound(optim.SGD(parameters, lr=0.1), is_on_host=True)
+    assert [member.parameter for member in step_round.take(parameters[1:])] == parameters[1:3]
+    assert step_round.take(parameters[1:3]) == []
+    assert step_round.take([nn.Parameter(torch.ones(1))]) == []  # another's
+    parameters[3].grad = torch.ones(4, 3)
+    assert [member.parameter for member in step_round.take_rest()] == [parameters[0], parameters[3]]
+
+
+def test_settings_are_those_of_the_beginning():
+    ours, theirs = make_parameters(), make_parameters()
+    rate = torch.tensor(0.1)
+    optimizer, reference = optim.AdamW(ours, lr=rate), optim.AdamW(theirs, lr=0.1)
+    step_round = StepRound(optimizer, is_on_host=False)
+    members = step_round.take_rest()
+    rate.fill_(5)
+    optimizer.param_groups[0]["weight_decay"] = 7
+    step_round.run(members)
+    reference.step()
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize(
+    ("options", "is_on_host", "is_fused"),
+    [
+        ({}, True, True),
+        ({}, False, None),
+        ({"fused": False}, True, False),
+        ({"fused": True}, False, True),
+        ({"foreach": True}, True, None),
+        ({"foreach": False}, True, None),
+    ],
+)
+def test_on_the_host_the_fused_kernel_is_used_where_none_was_named(options, is_on_host, is_fused, monkeypatch):
+    seen = []
+    optimizer = optim.AdamW(make_parameters(), **options)
+    step = optim.AdamW.step.__wrapped__
+
+    def note(self: Any, closure: Any = None) -> None:
+        seen.append(self.param_groups[0]["fused"])
+        step(self, closure)
+
+    note.hooked = False
+    monkeypatch.setattr(optim.AdamW, "step", note)
+    step_round = StepRound(optimizer, is_on_host=is_on_host)
+    step_round.run(step_round.take_rest())
+    assert seen == [is_fused]
+    assert optimizer.param_groups[0]["fused"] is options.get("fused")  # the user's stays
+
+
+def test_gradients_are_scaled_first_in_place():
+    ours, theirs = make_parameters(), make_parameters()
+    optimizer, reference = (optim.SGD(some, lr=0.1, fused=True) for some in (ours, theirs))
+    step_round = StepRound(optimizer, is_on_host=True, factor=torch.tensor(0.25))
+    step_round.run(step_round.take([ours[0]]))
+    assert torch.equal(ours[0].grad, theirs[0].grad / 4)
+    assert torch.equal(ours[1].grad, theirs[1].grad)
+    step_round.run(step_round.take_rest())
+    for parameter in theirs[:3]:
+        parameter.grad /= 4
+    reference.step()
+    assert_equal(ours, theirs)
+
+
+def test_states_of_sharded_parameters_are_sharded_alike(mesh):
+    theirs = make_parameters()
+    ours = [nn.Parameter(distribute_tensor(p.detach().clone(), mesh, [Shard(0)])) for p in theirs]
+    for one, other in zip(ours[:3], theirs[:3], strict=True):
+        one.grad = distribute_tensor(other.grad.clone(), mesh, [Shard(0)])
+    optimizer, reference = optim.AdamW(ours), optim.AdamW(theirs, fused=True)
+    moments: list[Any] = []
+    for _ in range(2):
+        step_round = StepRound(optimizer, is_on_host=True)
+        step_round.run(step_round.take_rest())
+        reference.step()
+        moments.append(optimizer.state[ours[0]]["exp_avg"])
+    assert_equal(ours, theirs)
+    assert moments[0] is moments[1]  # written in place
+    for one, other in zip(ours[:3], theirs[:3], strict=True):
+        state = optimizer.state[one]
+        assert not isinstance(state["step"], DTensor)
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert isinstance(state[key], DTensor)
+            assert (state[key].placements, state[key].shape) == (one.placements, one.shape)
+            assert torch.equal(state[key].full_tensor(), reference.state[other][key])
+
+
+def test_hooks_and_attributes_of_the_optimizer_are_seen_by_its_step_but_hooks_are_not_called():
+    class Own(optim.SGD):
+        pass
+
+    parameters = make_parameters()
+    optimizer = Own(parameters, lr=0.1)
+    optimizer.register_step_pre_hook(lambda *args: pytest.fail("for every portion"))
+    step_round = StepRound(optimizer, is_on_host=True)
+    step_round.run(step_round.take_rest())
+    assert optimizer.param_groups[0]["params"] == parameters
+
+
+def test_local_part_is_that_of_a_sharded_tensor_and_anything_else_itself(mesh):
+    tensor = distribute_tensor(torch.ones(2), mesh, [Shard(0)])
+    assert local_part(tensor) is tensor._local_tensor
+    assert local_part(3) == 3
+
+
+def test_states_stay_on_the_host_beside_their_shards_where_the_mesh_is_of_another_device(mesh, monkeypatch):
+    parameter = nn.Parameter(distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)]))
+    parameter.grad = distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)])
+    monkeypatch.setattr(parameter.device_mesh, "_device_type", "meta")  # may be an equal one of an earlier test
+    assert parameter.device_mesh.device_type == "meta"
+    optimizer = optim.AdamW([parameter])
+    step_round = StepRound(optimizer, is_on_host=True)
+    step_round.run(step_round.take_rest())
+    assert local_part(optimizer.state[parameter]["exp_avg"]).device.type == "cpu"

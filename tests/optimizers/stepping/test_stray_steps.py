@@ -1,0 +1,153 @@
+"""Optimizers with lean parameters that nobody attached."""
+
+import copy
+import gc
+
+import pytest
+import torch
+from support.lean_nets import EXACT, assert_same_weights, give_gradients, lean_net, make_net, take_steps
+from torch import nn, optim
+from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+from lightning_vram.optimizers.lean.parameters import LeanParameters
+from lightning_vram.optimizers.stepping.steppable import STEPPABLE
+from lightning_vram.optimizers.stepping.stray_steps import _forget_the_dead, redirect_steps
+
+
+@pytest.mark.parametrize("scheme", EXACT)
+@pytest.mark.parametrize("kind", STEPPABLE)
+def test_they_step_as_in_fp32_from_the_first_step(kind, scheme):
+    net, plain = make_net(), make_net()
+    lean = LeanParameters(net.parameters(), scheme)
+    ours, theirs = ([p for p in some.parameters() if p.dim() == 2] for some in (net, plain))
+    optimizer, reference = kind(ours, lr=0.01), kind(theirs, lr=0.01)
+    for seed in range(3):
+        take_steps(net, optimizer, seed)
+        take_steps(plain, reference, seed)
+    lean.restore()
+    assert_same_weights(net, plain)
+
+
+def test_closure_loss_hooks_and_states_are_those_of_the_real_one():
+    net = make_net()
+    lean = LeanParameters(net.parameters(), "bf16+split")
+    optimizer, seen = optim.AdamW(net.parameters()), []
+
+    def before(hooked, args, kwargs):
+        seen.append("before")
+        hooked.param_groups[0]["params"][0].grad = torch.zeros_like(net[0].weight)  # as clipping does
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(lambda hooked, args, kwargs: seen.append(hooked is optimizer))
+    weight = lean.full_state(net.state_dict())["0.weight"]
+    give_gradients(net, 0)
+    assert optimizer.step(closure=lambda: seen.append("closure") or 3.0) == 3.0
+    assert seen == ["before", "closure", True]
+    assert torch.equal(lean.full_state(net.state_dict())["0.weight"], weight * (1 - 1e-3 * 1e-2))  # its decay alone
+    assert {id(p) for p in optimizer.state} == {id(p) for p in net.parameters()}
+    assert all(state["step"] == 1 for state in optimizer.state.values())
+    assert optimizer.step(lambda: 4.0) == 4.0
+    assert seen == ["before", "closure", True, "before", True]
+
+
+def test_a_second_optimizer_over_the_same_parameters_takes_its_place():
+    net, plain = make_net(), make_net()
+    lean = LeanParameters(net.parameters(), "bf16+split")
+    first, reference = optim.AdamW(net.parameters()), optim.AdamW(plain.parameters())
+    lean.attach([first])
+    take_steps(net, first, 0)
+    take_steps(plain, reference, 0)
+    second = copy.copy(first)  # with its states
+    take_steps(net, second, 1)
+    take_steps(plain, reference, 1)
+    lean.restore()
+    assert_same_weights(net, plain)
+
+
+def test_one_for_each_parameter_may_step_within_the_backward():
+    net, plain = make_net(), make_net()
+    lean = LeanParameters(net.parameters(), "bf16+split")
+    for some in (net, plain):
+        optimizers = {parameter: optim.SGD([parameter], lr=0.1) for parameter in some.parameters()}
+        for parameter, optimizer in optimizers.items():
+            parameter.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+    generator = torch.Generator().manual_seed(0)
+    for one, other in zip(net.parameters(), plain.parameters(), strict=True):
+        gradient = torch.randn(one.shape, generator=generator).bfloat16()
+        (one * gradient).sum().backward()
+        (other * gradient).sum().backward()
+    lean.restore()
+    assert_same_weights(net, plain)
+
+
+@pytest.mark.parametrize("kind", [optim.LBFGS, optim.SparseAdam])
+def test_one_that_cannot_is_refused_and_steps_nothing(kind):
+    net = make_net()
+    lean = LeanParameters(net.parameters(), "bf16+split")
+    optimizer = kind(list(net.parameters()))
+    before = lean.full_state(net.state_dict())
+    give_gradients(net, 0)
+    with pytest.raises(ValueError, match=f"^Lean parameters cannot be stepped by {kind.__name__}: use one of"):
+        optimizer.step(lambda: 0.0)
+    after = lean.full_state(net.state_dict())
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    lean.restore()
+    take_steps(net, optim.SGD(net.parameters()), 1)
+
+
+def test_others_step_as_ever_while_there_are_lean_parameters_and_after():
+    net, other = make_net(), make_net()
+    lean, second = LeanParameters(net[0].parameters(), "bf16+split"), LeanParameters(net[1].parameters(), "bf16+master")
+    optimizer = optim.LBFGS(other.parameters(), max_iter=1)
+    before = other[0].weight.detach().clone()
+    give_gradients(other, 0)
+    optimizer.step(lambda: torch.tensor(1.0))
+    assert not torch.equal(other[0].weight, before)
+    assert "step" not in vars(optimizer)
+    for some, layer in ((second, net[1]), (lean, net[0])):  # each finds its own
+        mine = optim.SGD(layer.parameters())
+        take_steps(layer, mine, 0)
+        assert "step" in vars(mine)
+        some.restore()
+
+
+def test_hooks_go_with_what_they_serve():
+    gc.collect()
+    _forget_the_dead()  # those of other tests
+    before = len(_global_optimizer_pre_hooks)
+    net, lean, optimizer = lean_net("bf16+split")
+    twins = copy.deepcopy((net, lean))
+    assert len(_global_optimizer_pre_hooks) == before + 2
+    own = optim.SGD(twins[0].parameters())
+    take_steps(twins[0], own, 0)
+    assert "step" in vars(own)
+    lean.restore()
+    assert len(_global_optimizer_pre_hooks) == before + 1
+    del twins, own
+    gc.collect()
+    _forget_the_dead()  # as the next that comes does
+    assert len(_global_optimizer_pre_hooks) == before
+    take_steps(net, optimizer, 0)
+
+
+class Owner:
+    pass
+
+
+def test_what_goes_while_hooks_are_called_does_not_disturb_them():
+    owners = [Owner() for _ in range(3)]
+    calls = []
+
+    def redirect(owner, optimizer):
+        calls.append(id(owner))
+        owners.clear()
+        gc.collect()
+
+    for owner in owners:
+        redirect_steps(owner, redirect)
+    del owner
+    weight = nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    optim.SGD([weight], lr=1.0).step()
+    assert len(calls) == 1
+    assert torch.equal(weight, torch.zeros(2))

@@ -1,0 +1,210 @@
+"""Optimizers that nobody has read: right where one rank has all of each parameter, else refused in one line."""
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.sharded_nets import (
+    MODES,
+    assert_same,
+    batch,
+    hosted,
+    loss_of,
+    make,
+    on_ranks,
+    part,
+    take_step,
+    weights,
+    whole,
+)
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD, Optimizer
+
+pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore:.* is none of torch.optim's")]
+
+
+class Factored(Optimizer):
+    """Has a state for each row, as Adafactor, and one beside it."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01})
+        self.num_closures = 2
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            for _ in range(self.num_closures):
+                with torch.enable_grad():
+                    loss = closure()
+                self._move()
+        else:
+            self._move()
+        return loss
+
+    def _move(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state |= {"rows": torch.zeros(parameter.shape[:1]), "moment": torch.zeros(parameter.shape)}
+                rows = parameter.grad.flatten(1).norm(dim=1) if parameter.dim() > 1 else parameter.grad.abs()
+                state["rows"].mul_(0.9).add_(rows)
+                state["moment"] = state["moment"] * 0.5 + parameter.grad  # another tensor at each step
+                parameter.sub_(state["moment"], alpha=group["lr"])
+
+
+def states(net: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    named = dict(net.named_parameters()).items()
+    return {f"{n} {key}": whole(v).clone() for n, p in named for key, v in optimizer.state[p].items()}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_one_that_makes_tensors_beside_parameters_steps_as_plainly_on_one_rank(mesh, mode):
+    net, plain = make(), make()
+    reference = Factored(plain.parameters())
+    with hosted(net, mode) as host:
+        optimizer = Factored(net.parameters())
+        host.attach([optimizer])
+        for seed in range(3):
+            assert torch.equal(take_step(net, optimizer, seed), take_step(plain, reference, seed))
+        assert all(isinstance(p, DTensor) for p in optimizer.param_groups[0]["params"])
+        assert {type(s["moment"]) for s in optimizer.state.values()} == {DTensor}  # so that checkpoints know it
+        assert_same(states(net, optimizer), states(plain, reference))
+    assert "step" not in vars(optimizer)
+    assert_same(weights(net), weights(plain))
+    assert_same(states(net, optimizer), states(plain, reference))
+    take_step(net, optimizer)
+    take_step(plain, reference)
+    assert_same(weights(net), weights(plain))
+
+
+def test_the_model_sees_what_was_written_before_a_second_closure(mesh):
+    net, plain = make(), make()
+
+    def train(net: nn.Module, optimizer: Optimizer) -> list[Tensor]:
+        losses = []
+
+        def closure() -> Tensor:
+            assert all(isinstance(p, DTensor) for p in optimizer.param_groups[0]["params"]) is (net is not plain)
+            net.zero_grad()
+            losses.append(loss_of(net, batch(0)))
+            losses[-1].backward()
+            return losses[-1]
+
+        for _ in range(2):
+            assert optimizer.step(closure) is losses[-1]
+        return losses
+
+    expected = train(plain, Factored(plain.parameters()))
+    with hosted(net) as host:
+        optimizer = Factored(net.parameters())
+        host.attach([optimizer])
+        assert [loss.item() for loss in train(net, optimizer)] == [loss.item() for loss in expected]
+    assert_same(weights(net), weights(plain))
+
+
+def test_hooks_see_the_parameters_of_the_module(mesh):
+    net = make()
+    with hosted(net) as host:
+        optimizer = Factored(net.parameters())
+        host.attach([optimizer])
+        seen = []
+        for register in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook):
+            register(lambda optimizer, args, kwargs: seen.append(optimizer.param_groups[0]["params"]))
+        take_step(net, optimizer)
+        assert [[id(p) for p in params] for params in seen] == [[id(p) for p in net.parameters()]] * 2
+
+
+def test_a_checkpoint_of_it_goes_on_plainly(mesh):
+    net, plain = make(), make()
+    with hosted(net) as host:
+        optimizer = Factored(net.parameters())
+        host.attach([optimizer])
+        take_step(net, optimizer)
+        saved = copy.deepcopy(optimizer.state_dict())
+        take_step(net, optimizer, 1)
+        expected = weights(net)
+        optimizer.load_state_dict(saved)
+        take_step(net, optimizer, 2)
+    reference = Factored(plain.parameters())
+    take_step(plain, reference)
+    take_step(plain, reference, 1)
+    assert_same(expected, weights(plain))
+
+
+class Averaging(Optimizer):
+    """Lets another one step, as Lookahead does."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner = inner
+        super().__init__(inner.param_groups, {})
+        self.param_groups = inner.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = self.inner.step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                slow = self.state[parameter].setdefault("slow", parameter.detach().clone())
+                slow.lerp_(parameter, 0.5)
+                parameter.copy_(slow)
+        return loss
+
+
+def test_one_that_lets_another_step_is_left_alone(mesh):
+    net, plain = make(), make()
+    reference = Averaging(SGD(plain.parameters(), lr=0.1, momentum=0.9, foreach=False))
+    with hosted(net) as host:
+        optimizer = Averaging(SGD(net.parameters(), lr=0.1, momentum=0.9, foreach=False))
+        host.attach([optimizer])
+        for seed in range(3):
+            take_step(net, optimizer, seed)
+            take_step(plain, reference, seed)
+        assert_same(weights(net), weights(plain))
+
+
+MESSAGE = (
+    "Factored cannot step on shards: it does with a parameter what a sharded one cannot do. Use an optimizer of "
+    "torch.optim that steps each element by itself, such as AdamW, or a single device."
+)
+
+
+def fail_on_two() -> None:
+    net = make()
+    with hosted(net) as host:
+        optimizer = Factored(net.parameters())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            host.attach([optimizer])
+        loss_of(net, part(batch(0))).backward()
+        before = weights(net)
+        with pytest.raises(ValueError, match="cannot step on shards") as error:
+            optimizer.step()
+        assert str(error.value) == MESSAGE
+        assert_same(weights(net), before)
+
+
+def fail_in_the_model() -> None:
+    net = make()
+    with hosted(net) as host:
+        optimizer = Factored(net.parameters())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            host.attach([optimizer])
+
+        def closure() -> None:
+            torch.ones(3) + next(net.parameters())
+
+        with pytest.raises(RuntimeError, match="DTensor"):
+            optimizer.step(closure)
+
+
+def test_on_two_ranks_what_sharded_tensors_cannot_do_is_refused_in_one_line(tmp_path):
+    on_ranks(tmp_path, fail_on_two, fail_in_the_model)

@@ -1,0 +1,96 @@
+"""Each wrong argument of the strategy ends in one sentence, before anything has begun."""
+
+import re
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
+
+WRONG = [
+    ({"offload": "cpu"}, ValueError, "(offload) must be one of 'params', 'optimizer', 'none', got 'cpu'."),
+    ({"shard": "half"}, ValueError, "(shard) must be one of 'full', 'grad_op', 'hybrid', got 'half'."),
+    ({"state_dict_type": "local"}, ValueError, "(state_dict_type) must be one of 'full', 'sharded', got 'local'."),
+    (
+        {"wrap": 3},
+        TypeError,
+        "(wrap) must be 'auto', a list of classes or names of classes, or a function of a module's name and the "
+        "module, got 3.",
+    ),
+    (
+        {"wrap": []},
+        TypeError,
+        "(wrap) must be 'auto', a list of classes or names of classes, or a function of a module's name and the "
+        "module, got [].",
+    ),
+    ({"min_params": 0}, ValueError, "(min_params) must be at least 1, got 0."),
+    ({"cpu_threads": -1}, ValueError, "(cpu_threads) must be at least 1, got -1."),
+    (
+        {"data_parallel_replicate_size": 0},
+        ValueError,
+        "(data_parallel_replicate_size) must be at least 1, got 0.",
+    ),
+    (
+        {"data_parallel_replicate_size": 2},
+        ValueError,
+        "(data_parallel_replicate_size=2) is for shard='hybrid', got shard='full'.",
+    ),
+    (
+        {"shard": "grad_op", "reshard_after_forward": True},
+        ValueError,
+        "(shard='grad_op') keeps layers whole between forward and backward, got reshard_after_forward=True. Leave one "
+        "of them out.",
+    ),
+    (
+        {"pin_memory": True, "offload": "none"},
+        ValueError,
+        "(pin_memory=True) pins what is offloaded, got offload='none'.",
+    ),
+    (
+        {"nvme_path": "/scratch", "offload": "none"},
+        ValueError,
+        "(nvme_path) holds states of optimizers that step on the host, got offload='none'.",
+    ),
+    ({"nvme_path": 3}, TypeError, "(nvme_path) must be a path or None, got 3 of type int."),
+    ({"timeout": 0}, ValueError, "(timeout) must be a positive number of seconds or a timedelta, got 0."),
+    (
+        {"timeout": float("inf")},
+        ValueError,
+        "(timeout) must be a positive number of seconds or a timedelta, got inf.",
+    ),
+    ({"timeout": True}, ValueError, "(timeout) must be a positive number of seconds or a timedelta, got True."),
+    ({"timeout": "10"}, ValueError, "(timeout) must be a positive number of seconds or a timedelta, got '10'."),
+]
+FLAGS = ["narrow_transfers", "async_save", "verify", "init_on_meta", "pin_memory", "reshard_after_forward"]
+
+
+@pytest.mark.parametrize(("arguments", "kind", "message"), WRONG, ids=[str(case[0]) for case in WRONG])
+def test_a_wrong_argument_is_refused_in_one_sentence(arguments, kind, message):
+    with pytest.raises(kind, match=f"^{re.escape('FSDPOffloadStrategy' + message)}$"):
+        FSDPOffloadStrategy(**arguments)
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_a_flag_is_true_or_false(flag):
+    with pytest.raises(TypeError, match=rf"^FSDPOffloadStrategy\({flag}\) must be "):
+        FSDPOffloadStrategy(**{flag: "yes"})
+
+
+@pytest.mark.parametrize("wrap", ["auto", ["Linear"], (nn.Linear, "Block"), lambda name, module: name == "head"])
+def test_layers_are_chosen_by_class_by_name_or_by_a_function(wrap):
+    assert FSDPOffloadStrategy(wrap=wrap).arguments.wrap is wrap
+
+
+def test_layers_stay_whole_after_the_forward_where_only_gradients_are_sharded():
+    assert FSDPOffloadStrategy().arguments.reshard_after_forward
+    assert not FSDPOffloadStrategy(shard="grad_op").arguments.reshard_after_forward
+    assert not FSDPOffloadStrategy(reshard_after_forward=False).arguments.reshard_after_forward
+
+
+def test_seconds_and_names_of_folders_are_understood():
+    arguments = FSDPOffloadStrategy(timeout=1.5, nvme_path="scratch").arguments
+    assert arguments.timeout == timedelta(seconds=1.5)
+    assert arguments.nvme_path == Path("scratch")
+    assert FSDPOffloadStrategy().arguments.timeout == timedelta(minutes=10)

@@ -1,0 +1,325 @@
+"""Checkpoints of sharded runs: saved by some ranks, loaded by others, and the training goes on as if nothing was."""
+
+import os
+import pickle
+import re
+import signal
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.checkpoint_nets import make_adamw, make_net, run_ranks, train
+from torch import nn
+from torch.multiprocessing.spawn import ProcessExitedException
+from torch.optim import Optimizer
+
+from lightning_vram.core.processes.rank_errors import CheckpointError
+from lightning_vram.memory.units import format_bytes
+from lightning_vram.strategies.fsdp_offload import checkpoint_writing
+from lightning_vram.strategies.fsdp_offload import checkpointed as checkpointed_strategy
+from lightning_vram.strategies.fsdp_offload.checkpoint_store import CheckpointStore
+from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
+from lightning_vram.techniques.sharded_checkpoints import files as checkpoint_files
+from lightning_vram.techniques.sharded_checkpoints.full_states import gather_module_state, gather_optimizer_state
+from lightning_vram.techniques.sharded_checkpoints.sharded_states import sharded_module_state, sharded_optimizer_state
+from lightning_vram.techniques.sharded_checkpoints.state_trees import count_bytes
+
+pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
+KINDS = pytest.mark.parametrize("sharded", [False, True], ids=["full", "sharded"])
+
+
+def make_store(sharded: bool, asynchronous: bool = False, timeout: timedelta | None = None) -> CheckpointStore:
+    is_main = dist.get_rank() == 0
+    return CheckpointStore(sharded=sharded, asynchronous=asynchronous, is_main=is_main, timeout=timeout)
+
+
+def dump(net: nn.Module, optimizer: Optimizer, sharded: bool) -> dict[str, Any]:
+    if sharded:
+        states = {
+            "state_dict": sharded_module_state(net),
+            "optimizer_states": [sharded_optimizer_state(net, optimizer)],
+        }
+    else:
+        states = {"state_dict": gather_module_state(net), "optimizer_states": [gather_optimizer_state(optimizer)]}
+    return {**states, "epoch": 3, "pytorch-lightning_version": "2.6.6"}
+
+
+def save_and_go_on(folder: Path) -> None:
+    for sharded in (False, True):
+        net = make_net()
+        optimizer = make_adamw(net)
+        train(net, optimizer, 3)
+        make_store(sharded).save(dump(net, optimizer, sharded), folder / f"{sharded}.ckpt")
+        loss = train(net, optimizer, 2, first=3)
+    if dist.get_rank() == 0:
+        torch.save(loss, folder / "loss.pt")
+
+
+def load_and_go_on(folder: Path) -> None:
+    for sharded in (False, True):
+        net = make_net(1)
+        optimizer = make_adamw(net)
+        rest = make_store(not sharded).load(folder / f"{sharded}.ckpt", net, [optimizer])  # each loads either
+        assert rest == {"epoch": 3, "pytorch-lightning_version": "2.6.6"}
+        assert net.note == {"seen": 3}
+        assert train(net, optimizer, 2, first=3) == pytest.approx(torch.load(folder / "loss.pt"), abs=1e-6)
+
+
+@pytest.mark.parametrize(("num_writers", "num_readers"), [(1, 1), (2, 1), (1, 2), (2, 4)])
+def test_a_run_goes_on_with_any_number_of_ranks(tmp_path: Path, num_writers: int, num_readers: int):
+    run_ranks(num_writers, save_and_go_on, tmp_path)
+    run_ranks(num_readers, load_and_go_on, tmp_path)
+
+
+def meet_errors(folder: Path, sharded: bool) -> None:
+    net, store = make_net(), make_store(sharded)
+    optimizer = make_adamw(net)
+    train(net, optimizer)
+    path = folder / "last.ckpt"
+    store.save(dump(net, optimizer, sharded), path)
+    weights = gather_module_state(net)
+    train(net, optimizer)
+    failing, where = (1, "_write_item") if sharded else (0, "save")
+    state, patch = dump(net, optimizer, sharded), pytest.MonkeyPatch()
+    sizes = [format_bytes(count_bytes(state))]
+    dist.broadcast_object_list(sizes)  # of a full one, which rank 0 alone has
+    if dist.get_rank() == failing:
+        owner = torch.distributed.checkpoint.filesystem if sharded else torch
+        patch.setattr(owner, where, fail_as_a_full_disk)
+    with pytest.raises(CheckpointError) as caught:
+        store.save(state, path)
+    patch.undo()
+    text = re.sub(r"[0-9.]+ [KMGT]iB were", "SIZE were", str(caught.value))
+    assert text == (
+        f"The checkpoint {path} could not be saved: the disk of {folder} is full: this takes "
+        f"{sizes[0]}, SIZE were free. Free some, or save to another "
+        "disk; what is there under this name stays until the new one is complete."
+    )
+    dist.barrier()
+    assert [each.name for each in folder.iterdir() if "store" not in each.name] == ["last.ckpt"]
+    store.load(path, net, [optimizer])
+    for key, value in gather_module_state(net).items():
+        assert torch.equal(value, weights[key]) if isinstance(value, torch.Tensor) else value == weights[key]
+    dist.barrier()
+
+    with pytest.raises(FileNotFoundError) as not_found:
+        store.open(folder / "none.ckpt")
+    assert str(not_found.value) == (
+        f"{folder / 'none.ckpt'} is no checkpoint: neither a file nor a folder with .metadata and meta.pt, which a "
+        "sharded one has when it is complete."
+    )
+    with pytest.raises(IsADirectoryError) as no_checkpoint:
+        store.save(dump(net, optimizer, sharded), folder)
+    assert str(no_checkpoint.value) == (
+        f"{folder} is a folder that is no checkpoint; it is not overwritten. Choose another name."
+    )
+    other, other_path = dump(net, optimizer, sharded), folder / "other.ckpt"
+    other["state_dict"].pop("scale", None)
+    store.save(other, other_path)
+    with pytest.raises(ValueError, match=r"^The checkpoint does not fit the module: it lacks scale\. Load"):
+        store.load(other_path, net)
+    if dist.get_rank() == 0:
+        (other_path / ".metadata" if sharded else other_path).write_bytes(b"no checkpoint")
+    dist.barrier()
+    with pytest.raises(CheckpointError) as caught:
+        store.open(other_path)
+    text = re.sub(r", \d+ were", ", SIZE were", str(caught.value))
+    assert text == f"The checkpoint {other_path} could not be read: " + (
+        ".metadata is damaged: it has 13 bytes, SIZE were written. Go on from another checkpoint; verify=False loads "
+        "this one as it is."
+        if sharded
+        else "other.ckpt is damaged, or is no checkpoint (UnpicklingError: Unsupported operand 110)"
+    )
+
+
+def fail_as_a_full_disk(*arguments: object, **options: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+@KINDS
+def test_errors_are_the_same_on_all_ranks_and_the_old_checkpoint_stays(tmp_path: Path, sharded: bool):
+    run_ranks(2, meet_errors, tmp_path, sharded)
+
+
+def save_beside_the_training(folder: Path, sharded: bool) -> None:
+    net, store = make_net(), make_store(sharded, asynchronous=True)
+    optimizer = make_adamw(net)
+    train(net, optimizer, 3)
+    first, second = folder / "first.ckpt", folder / "second.ckpt"
+    gate, patch = threading.Event(), pytest.MonkeyPatch()
+    prepare = checkpoint_writing._prepare  # before anything is written
+    patch.setattr(checkpoint_writing, "_prepare", lambda *paths: (gate.wait(30), prepare(*paths)))
+    checkpoint = dump(net, optimizer, sharded)
+    checkpoint["callbacks"] = {"scores": [1.0]}
+    store.save(checkpoint, first)
+    checkpoint["callbacks"]["scores"].append(2.0)
+    expected = train(net, optimizer, 2, first=3)  # changes parameters and states in place
+    assert not first.exists()
+    dist.barrier()
+    gate.set()
+    store.wait()
+    again = make_net(1)
+    optimizer_again = make_adamw(again)
+    assert store.load(first, again, [optimizer_again])["callbacks"] == {"scores": [1.0]}
+    assert train(again, optimizer_again, 2, first=3) == pytest.approx(expected, abs=1e-6)
+
+    gate.clear()
+    store.save(dump(net, optimizer, sharded), second)
+    store.remove(first)
+    assert first.exists()
+    dist.barrier()
+    gate.set()
+    store.wait()
+    dist.barrier()
+    assert (first.exists(), second.exists()) == (False, True)
+
+    patch.setattr(checkpoint_writing, "publish", fail_as_a_full_disk)
+    store.save(dump(net, optimizer, sharded), first)
+    store.remove(second)
+    with pytest.raises(CheckpointError, match="is full: this takes"):
+        store.save(dump(net, optimizer, sharded), folder / "third.ckpt")
+    patch.undo()
+    dist.barrier()
+    assert (first.exists(), second.exists()) == (False, True)  # the last good one is not removed for one that failed
+    store.save(dump(net, optimizer, sharded), folder / "third.ckpt")
+    store.remove(folder / "third.ckpt")
+    dist.barrier()
+    assert sorted(each.name for each in folder.iterdir() if "store" not in each.name) == ["second.ckpt"]
+
+
+@KINDS
+def test_a_save_beside_the_training_sees_none_of_it(tmp_path: Path, sharded: bool):
+    run_ranks(2, save_beside_the_training, tmp_path, sharded)
+
+
+def save_beside_a_rank_that_hangs(folder: Path, sharded: bool) -> None:
+    net, gate, patch = make_net(), threading.Event(), pytest.MonkeyPatch()
+    store = make_store(sharded, asynchronous=True, timeout=timedelta(seconds=1))
+    patch.setattr(checkpoint_writing, "_prepare", lambda *paths: gate.wait(30))  # on rank 0 alone
+    store.save(dump(net, make_adamw(net), sharded), folder / "last.ckpt")
+    if dist.get_rank() == 1:
+        with pytest.raises(RuntimeError, match="Timed out waiting 1000ms"):
+            store.wait()
+    dist.barrier()
+    gate.set()
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError):
+            store.wait()
+    patch.undo()
+
+
+def test_a_save_beside_the_training_waits_for_a_rank_as_long_as_it_was_told(tmp_path: Path):
+    run_ranks(2, save_beside_a_rank_that_hangs, tmp_path, False)
+
+
+def test_the_strategy_tells_it_its_timeout(monkeypatch: pytest.MonkeyPatch):
+    made: dict[str, Any] = {}
+    monkeypatch.setattr(checkpointed_strategy, "CheckpointStore", lambda **arguments: made.update(arguments))
+    FSDPOffloadStrategy(timeout=12, async_save=True)._make_store(asynchronous=True)
+    assert made["timeout"] == timedelta(seconds=12)
+
+
+def save_and_be_killed(folder: Path, sharded: bool, where: str) -> None:
+    net, store = make_net(), make_store(sharded)
+    optimizer = make_adamw(net)
+    train(net, optimizer, 3)
+    path = folder / where / "last.ckpt"
+    store.save(dump(net, optimizer, sharded), path)
+    loss = train(net, optimizer, 2, first=3)
+    torch.save(loss, folder / "loss.pt")
+    kill = lambda *arguments, **options: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+    patch = pytest.MonkeyPatch()
+    if where == "in the data":
+        patch.setattr(os, "fsync", kill)
+    elif where == "before publishing":
+        patch.setattr(checkpoint_writing, "publish", kill)
+    else:
+        rename = os.rename
+        patch.setattr(checkpoint_files, "_exchange", lambda *paths: False)
+        patch.setattr(os, "rename", lambda *paths: (rename(*paths), kill() if paths[0] == path else None))
+    store.save(dump(net, optimizer, sharded), path)
+
+
+def load_what_is_left(folder: Path, sharded: bool, places: list[str]) -> None:
+    for where in places:
+        net, store = make_net(1), make_store(sharded)
+        optimizer, path = make_adamw(net), folder / where / "last.ckpt"
+        store.load(path, net, [optimizer])
+        assert train(net, optimizer, 2, first=3) == torch.load(folder / "loss.pt")
+        store.save(dump(net, optimizer, sharded), path)
+        assert list(path.parent.iterdir()) == [path]
+
+
+@KINDS
+def test_a_run_that_is_killed_while_it_saves_goes_on_from_the_checkpoint_before(tmp_path: Path, sharded: bool):
+    places = ["in the data", "before publishing"] + ["between the renames"] * sharded
+    for where in places:
+        with pytest.raises(ProcessExitedException, match="SIGKILL"):
+            run_ranks(1, save_and_be_killed, tmp_path, sharded, where)
+    run_ranks(1, load_what_is_left, tmp_path, sharded, places)
+
+
+def test_a_full_checkpoint_without_optimizers_is_refused_for_training(one_rank: None, tmp_path: Path):
+    net, store = make_net(), make_store(sharded=False)
+    store.save({"state_dict": gather_module_state(net)}, tmp_path / "weights.ckpt")
+    store.load(tmp_path / "weights.ckpt", net)
+    with pytest.raises(ValueError, match="save_weights_only") as caught:
+        store.load(tmp_path / "weights.ckpt", net, [make_adamw(net)])
+    assert str(caught.value) == (
+        "The checkpoint has the states of 0 optimizers, configure_optimizers has returned 1; save_weights_only=True "
+        "saves none."
+    )
+
+
+def test_a_file_of_bare_weights_is_no_checkpoint(one_rank: None, tmp_path: Path):
+    net, store = make_net(), make_store(sharded=False)
+    torch.save(gather_module_state(net), tmp_path / "bare.pt")
+    with pytest.raises(ValueError, match="no state_dict") as caught:
+        store.load(tmp_path / "bare.pt", net)
+    assert str(caught.value) == "The file is no checkpoint of a Trainer: it has no state_dict."
+
+
+def test_an_opened_folder_says_whether_it_has_states_of_optimizers(one_rank: None, tmp_path: Path):
+    """For Lightning, which refuses to go on from a checkpoint that was saved with ``save_weights_only``."""
+    net, store = make_net(), make_store(sharded=True)
+    checkpoint = dump(net, make_adamw(net), True)
+    store.save(checkpoint, tmp_path / "all.ckpt")
+    store.save({"state_dict": checkpoint["state_dict"], "epoch": 3}, tmp_path / "weights.ckpt")
+    assert store.open(tmp_path / "all.ckpt")["optimizer_states"] == []
+    assert store.open(tmp_path / "weights.ckpt") == {"epoch": 3}
+
+
+def test_weights_only_reaches_torch(one_rank: None, tmp_path: Path):
+    net = make_net()
+    for sharded in (False, True):
+        store, path = make_store(sharded), tmp_path / str(sharded)
+        store.save({**dump(net, make_adamw(net), sharded), "odd": Path("x")}, path)
+        with pytest.raises(pickle.UnpicklingError, match=r"pathlib\.PosixPath") as caught:
+            store.load(path, net)
+        assert str(caught.value) == (
+            f"The checkpoint {path} could not be read: {'meta.pt' if sharded else path.name} holds pathlib.PosixPath, "
+            "and weights_only=True, the default, reads tensors and plain values only. If you trust who wrote it: "
+            "trainer.fit(..., weights_only=False), or allow the class before, with "
+            "torch.serialization.add_safe_globals."
+        )
+        assert store.load(path, net, weights_only=False)["odd"] == Path("x")
+
+
+def test_full_checkpoints_go_to_remote_places_and_sharded_ones_do_not(one_rank: None):
+    net = make_net()
+    optimizer = make_adamw(net)
+    make_store(sharded=False).save(dump(net, optimizer, False), "memory://run/last.ckpt")
+    store = make_store(sharded=False)
+    assert store.load("memory://run/last.ckpt", net, [optimizer])["epoch"] == 3
+    store.remove("memory://run/last.ckpt")
+    with pytest.raises(FileNotFoundError, match=r"last\.ckpt"):
+        store.load("memory://run/last.ckpt", net)
+    with pytest.raises(ValueError, match="local path") as caught:
+        make_store(sharded=True).save(dump(net, optimizer, True), "memory://run/last.ckpt")
+    assert str(caught.value) == (
+        "Sharded checkpoints need a local path, got 'memory://run/last.ckpt'. Save full checkpoints there."
+    )

@@ -1,0 +1,228 @@
+"""What cannot work on shards is refused before training, in one sentence."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from support.helpers import ForkingOffload, LitTiny, TinyCNN, TinyGPT
+from support.offload_nets import Fused, leave_group
+from torch import nn, optim
+
+from lightning_vram import LeanMixedPrecision
+from lightning_vram.strategies.fsdp_offload.checks import check_layer_drop
+from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
+from lightning_vram.techniques.sharding.apply import FullSharding, ShardingOptions
+from lightning_vram.techniques.sharding.grouping.plan import plan_sharding_groups
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _alone():
+    yield
+    leave_group()
+
+
+@pytest.mark.parametrize("callback", [lambda: StochasticWeightAveraging(1e-2), WeightAveraging], ids=["SWA", "EMA"])
+def test_callbacks_that_copy_the_module_are_refused(callback, make_trainer):
+    callback = callback()
+    with pytest.raises(
+        MisconfigurationException,
+        match=rf"^{type(callback).__name__} does not work with ForkingOffload: it copies the module, and a sharded one "
+        r"cannot be copied\. Average checkpoints afterwards, or train with 'ddp' or a single device\.$",
+    ):
+        make_trainer(strategy=ForkingOffload(), callbacks=[callback]).fit(Fused())
+
+
+def test_pruning_is_refused(make_trainer):
+    with pytest.raises(
+        MisconfigurationException,
+        match=r"^ModelPruning does not work with ForkingOffload: it puts other parameters and masks into the module, "
+        r"which a sharded one does not take\. Prune with 'ddp' or a single device\.$",
+    ):
+        make_trainer(strategy=ForkingOffload(), callbacks=[ModelPruning("l1_unstructured")]).fit(Fused())
+
+
+class Empty(Fused):
+    def __init__(self):
+        super().__init__()
+        self.samples = self.net.samples
+        self.net = nn.Identity()
+        self.net.samples = self.samples
+
+
+def test_a_module_without_parameters_is_refused(make_trainer):
+    with pytest.raises(
+        ValueError,
+        match=r"^ForkingOffload: Empty has no parameters to shard\. Make its layers in __init__ or configure_model, or "
+        r"use a single device\.$",
+    ):
+        make_trainer(strategy=ForkingOffload()).fit(Empty())
+
+
+class OtherPrecision(Precision):
+    pass
+
+
+@pytest.mark.parametrize("plugin", [OtherPrecision, type("OtherMixed", (MixedPrecision,), {})])
+def test_other_precision_plugins_are_refused(plugin):
+    given = plugin("bf16-mixed", "cpu") if issubclass(plugin, MixedPrecision) else plugin()
+    with pytest.raises(
+        TypeError,
+        match=rf"^FSDPOffloadStrategy does not work with the precision plugin {plugin.__name__}: use precision='32-true"
+        r"', 'bf16-mixed', '16-mixed', 'bf16-true', '16-true' or '64-true', or LeanMixedPrecision\.$",
+    ):
+        FSDPOffloadStrategy().precision_plugin = given
+
+
+@pytest.mark.parametrize("plugin", [Precision(), HalfPrecision("bf16-true"), DoublePrecision(), LeanMixedPrecision()])
+def test_precision_plugins_that_work_are_taken(plugin):
+    strategy = FSDPOffloadStrategy()
+    strategy.precision_plugin = plugin
+    assert strategy.precision_plugin is plugin
+
+
+def test_lightnings_mixed_precision_becomes_ours():
+    strategy, scaler = FSDPOffloadStrategy(), torch.amp.GradScaler("cpu", init_scale=8.0)
+    strategy.precision_plugin = MixedPrecision("16-mixed", "cpu", scaler)
+    assert isinstance(strategy.precision_plugin, LeanMixedPrecision)
+    assert strategy.precision_plugin.precision == "16-mixed"
+    assert strategy.precision_plugin.scaler is scaler
+    strategy.precision_plugin = MixedPrecision("bf16-mixed", "cpu")
+    assert strategy.precision_plugin.precision == "bf16-mixed"
+
+
+def test_lean_parameters_are_refused(make_trainer):
+    plugin = LeanMixedPrecision("bf16", parameters="bf16+master")
+    with pytest.raises(
+        ValueError,
+        match=r"^LeanMixedPrecision\(parameters='bf16\+master'\) does not work with ForkingOffload, which keeps "
+        r"float32 weights where they are sharded and sends 16 bit by itself: leave parameters out\.$",
+    ):
+        make_trainer(strategy=ForkingOffload(), plugins=[plugin])
+
+
+class With(LitTiny):
+    """Has the optimizer that it is told to."""
+
+    def __init__(self, make):
+        super().__init__(TinyGPT())
+        self.make = make
+
+    def configure_optimizers(self):
+        return self.make(self.parameters())
+
+
+@pytest.mark.parametrize("make", [optim.LBFGS, lambda p: optim.SparseAdam(list(p))], ids=["LBFGS", "SparseAdam"])
+def test_optimizers_that_cannot_step_on_shards_are_refused(make, make_trainer):
+    with pytest.raises(ValueError, match=r"^\w+ cannot step on shards: .*\. Use another optimizer, such as AdamW\.$"):
+        make_trainer(strategy=ForkingOffload()).fit(With(make))
+
+
+def _fail(trainer, model, tmp_path):
+    """Fit on ranks that each write what they raise."""
+
+    class Telling(type(trainer.strategy)):
+        def tell(self, call, *arguments):
+            try:
+                call(*arguments)
+            except Exception as error:
+                (tmp_path / f"rank{self.global_rank}").write_text(f"{type(error).__name__}: {error}")
+                raise
+
+        def setup_environment(self):
+            self.tell(super().setup_environment)
+
+        def setup(self, trainer):
+            self.tell(super().setup, trainer)
+
+    trainer.strategy.__class__ = Telling
+    with pytest.raises(Exception, match=r"terminated with the following error|exited"):
+        trainer.fit(model)
+    return [file.read_text() for file in sorted(tmp_path.glob("rank*"))]
+
+
+def test_replicas_must_divide_the_ranks(make_trainer, tmp_path):
+    strategy = ForkingOffload(shard="hybrid", data_parallel_replicate_size=3)
+    told = _fail(make_trainer(strategy=strategy, devices=2), Fused(), tmp_path)
+    message = "FSDPOffloadStrategy(data_parallel_replicate_size=3) must divide the number of processes, 2."
+    assert told == [f"ValueError: {message}"] * 2
+
+
+def test_muon_is_refused_where_matrices_are_spread(make_trainer, tmp_path):
+    if not hasattr(optim, "Muon"):
+        pytest.skip("needs torch.optim.Muon")
+    model = With(lambda parameters: optim.Muon([p for p in parameters if p.ndim == 2]))
+    told = _fail(make_trainer(strategy=ForkingOffload(), devices=2), model, tmp_path)
+    assert len(told) == 2
+    assert all(text.startswith("ValueError: Muon cannot step on shards: it looks at the rows") for text in told)
+
+
+class Different(Fused):
+    def configure_model(self):
+        if self.trainer.global_rank:
+            self.net.head = nn.Linear(16, 18)
+
+
+def test_different_modules_on_two_ranks_are_refused_on_both(make_trainer, tmp_path):
+    told = _fail(make_trainer(strategy=ForkingOffload(timeout=20), devices=2), Different(TinyGPT()), tmp_path)
+    assert len(told) == 2
+    assert told[0] == told[1]
+    assert "net.head" in told[0]
+
+
+class Dropping(nn.Module):
+    """Leaves layers out as models of transformers do, by the same mark."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = SimpleNamespace(layerdrop=1.0, encoder_layers=2)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.num_runs = 0
+
+    def forward(self, x):
+        must_run_all = getattr(self, "_is_fsdp_managed_module", False)
+        for layer in self.layers:
+            if torch.rand([]) >= self.config.layerdrop or must_run_all:
+                x, self.num_runs = layer(x), self.num_runs + 1
+        return x
+
+
+def test_on_one_device_layers_are_left_out_as_in_a_plain_run(mesh):
+    net = Dropping()
+    sharding = FullSharding(net, mesh, plan_sharding_groups(net, min_params=1), ShardingOptions())
+    net(torch.ones(1, 4))
+    sharding.remove()
+    assert net.num_runs == 0
+
+
+def test_layers_that_are_not_left_out_on_several_ranks_are_warned_of():
+    net = nn.Sequential(Dropping(), Dropping())
+    with pytest.warns(UserWarning, match="layerdrop") as warnings:
+        check_layer_drop(net, 2, "FSDPOffloadStrategy")
+    assert [str(warning.message) for warning in warnings] == [
+        "FSDPOffloadStrategy: config.layerdrop is 1.0, but all ranks have to run the same layers, and models of "
+        "transformers then leave none out, unlike on a single device. Set it to 0."
+    ]
+    check_layer_drop(net, 1, "FSDPOffloadStrategy")  # a warning is an error
+    net[0].config.layerdrop = net[1].config.layerdrop = 0.0
+    check_layer_drop(net, 2, "FSDPOffloadStrategy")
+
+
+def test_cnn_is_not_refused(make_trainer):
+    make_trainer(strategy=ForkingOffload(), fast_dev_run=True).fit(Fused(TinyCNN()))
+
+
+def test_sparse_gradients_are_refused(make_trainer):
+    model = With(optim.SGD)
+    model.net.embed = torch.nn.Embedding(17, 16, sparse=True)
+    with pytest.raises(
+        ValueError, match=r"net\.embed is Embedding\(sparse=True\), whose gradients FSDP2 does not reduce"
+    ):
+        make_trainer(strategy=ForkingOffload()).fit(model)

@@ -1,0 +1,172 @@
+"""The process group: made once, gone at exit, and made again after a restart."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from lightning.fabric.plugins.environments import LightningEnvironment
+
+from lightning_vram.core.processes import clean_exit
+from lightning_vram.core.processes.clean_exit import leave_group
+from lightning_vram.core.processes.lost_peers import LostPeerError
+from lightning_vram.strategies.fsdp_offload.process_group import connect, default_backend
+
+CPU = torch.device("cpu")
+SHORT = timedelta(seconds=1)
+LONG = timedelta(seconds=60)
+ADDRESS = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
+
+
+class Environment(LightningEnvironment):
+    """Rank ``rank`` of ``world_size``, which meet at ``port``."""
+
+    def __init__(self, rank: int, world_size: int, port: int) -> None:
+        super().__init__()
+        self.set_global_rank(rank)
+        self.set_world_size(world_size)
+        self._main_port = port
+
+    @property
+    def main_address(self) -> str:
+        return "127.0.0.1"
+
+
+@pytest.fixture
+def port(monkeypatch: pytest.MonkeyPatch) -> int:
+    """A free one; what connecting writes into the environment is taken back."""
+    for name in ADDRESS:
+        monkeypatch.setenv(name, "")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+@pytest.fixture
+def at_exit(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
+    """What would run when Python ends."""
+    waiting: list[Callable[[], None]] = []
+    monkeypatch.setattr(clean_exit.atexit, "register", waiting.append)
+    monkeypatch.setattr(clean_exit.atexit, "unregister", lambda f: f in waiting and waiting.remove(f))
+    return waiting
+
+
+@pytest.mark.parametrize(
+    ("device", "backend"), [("cpu", "gloo"), ("cuda:3", "cpu:gloo,cuda:nccl"), ("xpu", "cpu:gloo,xpu:xccl")]
+)
+def test_the_host_is_always_reached_over_gloo(device: str, backend: str):
+    assert default_backend(torch.device(device)) == backend
+
+
+def test_a_device_without_a_backend_is_refused():
+    with pytest.raises(
+        ValueError, match=r"^default_backend\(device\) knows no backend for 'meta'; pass one by name\.$"
+    ):
+        default_backend(torch.device("meta"))
+
+
+def test_the_group_is_made_once_and_destroyed_at_exit(port: int, at_exit: list[Callable[[], None]]):
+    connect(Environment(0, 1, port), "gloo", timeout=LONG, device=CPU)
+    assert (dist.get_backend(), dist.get_world_size(), dist.get_rank()) == ("gloo", 1, 0)
+    assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("127.0.0.1", str(port))
+    assert len(at_exit) == 1
+    connect(Environment(1, 2, port), "nccl", timeout=SHORT, device=CPU)
+    assert dist.get_world_size() == 1
+    assert len(at_exit) == 1
+    at_exit[0]()
+    assert not dist.is_initialized()
+    assert at_exit == []
+
+
+def test_one_may_disconnect_earlier_and_connect_again(port: int, at_exit: list[Callable[[], None]]):
+    for _ in range(2):
+        connect(Environment(0, 1, port), "gloo", timeout=LONG, device=CPU)
+        leave_group()
+        leave_group()
+        assert not dist.is_initialized()
+        assert at_exit == []
+
+
+def test_a_group_of_the_users_own_stays_theirs(one_rank: None, at_exit: list[Callable[[], None]]):
+    connect(Environment(0, 2, 1), "gloo", timeout=SHORT, device=CPU)
+    assert dist.get_world_size() == 1
+    assert at_exit == []
+
+
+def test_a_rank_that_never_comes_is_an_error_after_the_timeout(port: int):
+    message = rf"^Rank 0 of 2 on {socket.gethostname()}, making the process group, waited 1 s for another rank"
+    with pytest.raises(LostPeerError, match=message):
+        connect(Environment(0, 2, port), "gloo", timeout=SHORT, device=CPU)
+    assert not dist.is_initialized()
+
+
+def sum_ranks(rank: int, port: int) -> None:
+    connect(Environment(rank, 2, port), "gloo", timeout=LONG, device=CPU)
+    total = torch.tensor([rank + 1])
+    dist.all_reduce(total)
+    assert total == 3
+    leave_group()
+
+
+@pytest.mark.distributed
+def test_two_ranks_meet(port: int):
+    mp.start_processes(sum_ranks, (port,), nprocs=2, start_method="fork")
+
+
+# Rank 1 is killed in the first attempt. No rank destroys the group: that is left to the exit.
+RESTARTED = """
+import os, pathlib, signal, sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
+if attempt == "0":  # stock torch leaves its addresses in the agent's store
+    dist.init_process_group("gloo")
+    dist.barrier()
+    if rank == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
+
+from lightning_vram.strategies.fsdp_offload.process_group import connect
+
+connect(TorchElasticEnvironment(), "gloo", timeout=timedelta(seconds=60), device=torch.device("cpu"))
+dist.barrier()
+pathlib.Path(sys.argv[1], attempt + rank).touch()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_torchrun_goes_on_at_the_first_restart(tmp_path: Path):
+    script, done = tmp_path / "train.py", tmp_path / "done"
+    script.write_text(RESTARTED)
+    done.mkdir()
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    run = subprocess.Popen(
+        [*torchrun, "--max-restarts=2", str(script), str(done)],
+        env=os.environ | {"PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = run.communicate(timeout=120)
+    finally:
+        if run.poll() is None:
+            os.killpg(run.pid, signal.SIGKILL)
+    assert run.returncode == 0, output
+    assert sorted(file.name for file in done.iterdir()) == ["10", "11"], output
+    assert "terminate called" not in output

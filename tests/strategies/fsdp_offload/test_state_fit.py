@@ -1,0 +1,153 @@
+"""States of other parameters are refused by name, before a kernel reads past their end."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.checkpoint_nets import make_net, train
+from torch import Tensor, nn
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
+
+from lightning_vram.strategies.fsdp_offload.checkpoint_store import CheckpointStore
+from lightning_vram.strategies.fsdp_offload.state_fit import check_form, check_states, in_order
+from lightning_vram.techniques.sharded_checkpoints.full_states import gather_optimizer_state
+from lightning_vram.techniques.sharded_checkpoints.sharded_states import sharded_module_state, sharded_optimizer_state
+
+pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
+WAY_OUT = "Return the optimizer the checkpoint was saved with: the same parameters, in the same order."
+KINDS: list[Callable[..., Optimizer]] = [
+    *(ASGD, Adadelta, Adagrad, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop),
+    lambda parameters: SGD(parameters, 0.1, momentum=0.9),
+    lambda parameters: SGD(parameters, 0.1),
+    lambda parameters: AdamW(parameters, amsgrad=True),
+]
+
+
+def make_states(kind: Callable[..., Optimizer] = AdamW) -> tuple[nn.Module, Optimizer, dict[str, Any]]:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    optimizer = kind(module.parameters())
+    module(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    return module, optimizer, optimizer.state_dict()
+
+
+def check(module: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
+    check_form(state, 0)
+    check_states(module, optimizer, in_order(state), state["param_groups"], 0)
+
+
+def refusal(module: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> str:
+    with pytest.raises(ValueError, match="checkpoint") as caught:
+        check(module, optimizer, state)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_optimizers_own_states_fit(kind: Callable[..., Optimizer]):
+    check(*make_states(kind))
+    module, _, state = make_states(kind)
+    check(module, kind(module.parameters()), state)  # one that has not stepped yet
+
+
+def test_options_of_the_checkpoint_say_which_states_there_are():
+    module, _, state = make_states(lambda parameters: AdamW(parameters, amsgrad=True))
+    check(module, AdamW(module.parameters()), state)
+
+
+def test_another_order_of_parameters_is_refused():
+    module, _, state = make_states()
+    turned = AdamW(reversed(list(module.parameters())))
+    assert refusal(module, turned, state) == (
+        "The checkpoint's state of 1.bias in optimizer 0 is none of AdamW for it: its exp_avg has shape [3, 4], the "
+        f"parameter [2]. {WAY_OUT}"
+    )
+
+
+def test_names_are_compared_where_both_have_them():
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    named = list(module.named_parameters())
+    saved = AdamW(named).state_dict()
+    check(module, AdamW(named), saved)
+    assert refusal(module, AdamW(named[2:] + named[:2]), saved) == (
+        f"The checkpoint has 0.weight where group 0 of optimizer 0 has 1.weight. {WAY_OUT}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"exp_avg": torch.zeros(3)}, "its exp_avg has shape [3], the parameter [3, 4]"),
+        (
+            {"exp_avg": torch.zeros(3, 4, dtype=torch.int64)},
+            "its exp_avg has dtype torch.int64, the parameter torch.float32",
+        ),
+        ({"exp_avg_sq": "x"}, "its exp_avg_sq is no tensor"),
+        ({"step": "x"}, "its step is no number"),
+        ({"step": torch.ones(2)}, "its step is no number"),
+    ],
+)
+def test_a_state_that_no_step_leaves_is_refused(change: dict[str, Any], complaint: str):
+    module, optimizer, state = make_states()
+    state["state"][0].update(change)
+    assert refusal(module, optimizer, state) == (
+        f"The checkpoint's state of 0.weight in optimizer 0 is none of AdamW for it: {complaint}. {WAY_OUT}"
+    )
+
+
+def test_a_state_of_another_optimizer_is_refused():
+    module, _, state = make_states(lambda parameters: SGD(parameters, 0.1, momentum=0.9))
+    assert refusal(module, AdamW(module.parameters()), state) == (
+        f"The checkpoint's state of 0.weight in optimizer 0 is none of AdamW for it: it has no exp_avg. {WAY_OUT}"
+    )
+
+
+def test_an_optimizer_that_nobody_has_read_may_keep_what_it_likes():
+    class Own(Optimizer):
+        def step(self, closure: Any = None) -> None:
+            for parameter in self.param_groups[0]["params"]:
+                self.state[parameter]["rows"] = parameter.sum(0)
+
+    module, optimizer, state = make_states(lambda parameters: Own(parameters, {}))
+    assert state["state"][0]["rows"].shape == (4,)
+    check(module, optimizer, state)
+
+
+@pytest.mark.parametrize("state", [3, {"state": 3}, {"state": {}, "param_groups": [{}]}, {"param_groups": []}])
+def test_what_is_no_state_at_all_is_refused(state: Any):
+    with pytest.raises(ValueError, match="optimizer 1") as caught:
+        check_form(state, 1)
+    assert str(caught.value) == (
+        "The checkpoint's state of optimizer 1 is none: it lacks 'param_groups' or 'state'. The file is damaged, or "
+        "was changed: go on from another checkpoint."
+    )
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["full", "sharded"])
+def test_nothing_is_loaded_if_one_optimizer_does_not_fit(one_rank: None, tmp_path: Path, sharded: bool):
+    net = make_net()
+    weights = [p for p in net.parameters() if p.requires_grad]
+    optimizers = [AdamW(weights[:3], foreach=False), AdamW(weights[3:], foreach=False)]
+    for optimizer in optimizers:
+        train(net, optimizer)
+    if sharded:
+        module_state = sharded_module_state(net)
+        states = [sharded_optimizer_state(net, optimizer) for optimizer in optimizers]
+        name = next(iter(states[1]["state"]))
+    else:
+        module_state = make_net(sharded=False).state_dict()
+        states = [gather_optimizer_state(optimizer) for optimizer in optimizers]
+        name = 0
+    assert isinstance(states[1]["state"][name]["exp_avg"], Tensor)
+    states[1]["state"][name] = {**states[1]["state"][name], "exp_avg": torch.zeros(3, 7)}
+    store = CheckpointStore(sharded=sharded, asynchronous=False, is_main=True)
+    store.save({"state_dict": module_state, "optimizer_states": states}, tmp_path / "a.ckpt")
+    fresh = [AdamW(weights[:3]), AdamW(weights[3:])]
+    checkpoint = store.open(tmp_path / "a.ckpt")
+    with pytest.raises(
+        ValueError, match=r"in optimizer 1 is none of AdamW for it: its exp_avg has shape \[3, 7\], the"
+    ):
+        store.load_optimizers(checkpoint, net, fresh)
+    assert not fresh[0].state

@@ -1,0 +1,215 @@
+"""Runs of ``fsdp_offload`` that are resumed through the Trainer go on as if nothing had been."""
+
+import json
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from support.helpers import ForkingOffload
+from support.offload_nets import Split, adamw, leave_group
+
+from lightning_vram.core.processes.rank_errors import CheckpointError
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),  # of Lightning, about folders that exist
+]
+STEPS = 6  # two epochs of three batches; in the midst of one Lightning begins with its first batch again
+PLAIN, DDP, FULL, SHARDED, LATER = "plain", "ddp", "full", "sharded", "full, saved in a thread"
+
+
+@pytest.fixture(autouse=True)
+def _alone():
+    yield
+    leave_group()
+
+
+class Noting(Split):
+    """Writes the mean loss of each step to a file; its learning rate changes with every one."""
+
+    def __init__(self, file):
+        super().__init__()
+        self.file = file
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        loss = self.trainer.strategy.reduce(outputs["loss"].detach(), reduce_op="mean")
+        if self.trainer.is_global_zero:
+            with self.file.open("a") as file:
+                file.write(json.dumps([self.trainer.global_step, loss.item()]) + "\n")
+
+    def configure_optimizers(self):
+        optimizer = adamw(self.parameters())
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def make_strategy(name):
+    if name == PLAIN:
+        return "auto"
+    if name == DDP:
+        return "ddp_fork"
+    return ForkingOffload(state_dict_type=SHARDED if name == SHARDED else FULL, async_save=name == LATER)
+
+
+@pytest.fixture
+def train(make_trainer, tmp_path):
+    def train(strategy, devices, name, *, make=Noting, ckpt_path=None, weights_only=None, **arguments):
+        """Train, and return the losses by step."""
+        pl.seed_everything(0, verbose=False)
+        file = tmp_path / f"{name}.json"
+        trainer = make_trainer(
+            strategy=make_strategy(strategy),
+            devices=devices,
+            limit_val_batches=0,
+            use_distributed_sampler=False,
+            **arguments,
+        )
+        trainer.fit(make(file), ckpt_path=ckpt_path, weights_only=weights_only)
+        leave_group()
+        return dict(map(json.loads, file.read_text().splitlines()))
+
+    return train
+
+
+@pytest.mark.parametrize(
+    ("saving", "resuming"),
+    [
+        ((FULL, 1), (FULL, 1)),
+        ((SHARDED, 1), (SHARDED, 1)),
+        ((LATER, 2), (FULL, 2)),
+        ((FULL, 2), (FULL, 1)),
+        ((FULL, 1), (SHARDED, 2)),
+        ((SHARDED, 2), (FULL, 1)),
+        ((SHARDED, 1), (FULL, 2)),
+        ((PLAIN, 1), (FULL, 2)),
+        ((FULL, 2), (PLAIN, 1)),
+        ((FULL, 1), (DDP, 2)),
+        ((DDP, 2), (SHARDED, 2)),
+    ],
+    ids=lambda case: f"{case[0]} on {case[1]}",
+)
+def test_a_resumed_run_goes_on_as_one_that_was_not_interrupted(saving, resuming, train, tmp_path):
+    expected = train(PLAIN, 1, "expected")
+    assert len(expected) == STEPS
+    saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1, save_last=True)
+    saved = train(*saving, "saved", max_steps=4, enable_checkpointing=True, callbacks=[saver])
+    assert (tmp_path / "step=2.ckpt").exists()
+    assert (tmp_path / "last.ckpt").exists()
+    resumed = train(*resuming, "resumed", ckpt_path=tmp_path / "step=3.ckpt")
+    assert sorted(saved) == [1, 2, 3, 4]
+    assert sorted(resumed) == [4, 5, 6]
+    for step, loss in (saved | resumed).items():
+        assert abs(loss - expected[step]) <= 1e-6, step
+
+
+class Renaming(Noting):
+    """Saves its weights under other names."""
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["state_dict"] = {f"old.{name}": value for name, value in checkpoint["state_dict"].items()}
+
+    def on_load_checkpoint(self, checkpoint):
+        state = checkpoint["state_dict"]
+        checkpoint["state_dict"] = {name.removeprefix("old."): value for name, value in state.items()}
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_what_hooks_do_to_a_full_checkpoint_counts(devices, train, tmp_path):
+    saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=3, save_top_k=-1)
+    expected = train(FULL, devices, "expected", make=Renaming, enable_checkpointing=True, callbacks=[saver])
+    names = torch.load(tmp_path / "step=3.ckpt", weights_only=True)["state_dict"]
+    assert all(name.startswith("old.") for name in names)
+    resumed = train(FULL, devices, "resumed", make=Renaming, ckpt_path=tmp_path / "step=3.ckpt")
+    assert resumed == {step: loss for step, loss in expected.items() if step > 3}
+
+
+def test_weights_alone_are_validated_but_not_resumed(train, make_trainer, tmp_path):
+    saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=3, save_top_k=-1, save_weights_only=True)
+    train(SHARDED, 1, "saved", enable_checkpointing=True, callbacks=[saver])
+    make_trainer(strategy=make_strategy(SHARDED)).validate(Noting(tmp_path / "x"), ckpt_path=tmp_path / "step=3.ckpt")
+    leave_group()
+    with pytest.raises((ValueError, KeyError), match=r"save_weights_only|weights-only"):
+        train(SHARDED, 1, "resumed", ckpt_path=tmp_path / "step=3.ckpt")
+
+
+class Unsafe:
+    """No class that ``torch.load(weights_only=True)`` knows."""
+
+
+class SavesAnObject(Noting):
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["unsafe"] = Unsafe()
+
+
+@pytest.mark.parametrize("kind", [FULL, SHARDED])
+def test_weights_only_reaches_the_file(kind, train, tmp_path):
+    saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=3, save_top_k=-1)
+    train(kind, 1, "saved", make=SavesAnObject, enable_checkpointing=True, callbacks=[saver])
+    path = tmp_path / "step=3.ckpt"
+    with pytest.raises(Exception, match="weights_only"):
+        train(kind, 1, "refused", ckpt_path=path, weights_only=True)
+    leave_group()
+    assert sorted(train(kind, 1, "resumed", ckpt_path=path, weights_only=False)) == [4, 5, 6]
+
+
+@pytest.mark.parametrize("kind", [FULL, SHARDED, LATER])
+def test_a_checkpoint_can_be_saved_after_the_fit(kind, make_trainer, tmp_path):
+    model = Noting(tmp_path / "losses")
+    trainer = make_trainer(strategy=make_strategy(kind), max_epochs=1, limit_val_batches=0)
+    trainer.fit(model)
+    trainer.save_checkpoint(tmp_path / "after.ckpt")
+    assert (tmp_path / "after.ckpt").exists()
+    other = Noting(tmp_path / "x")
+    make_trainer(strategy=make_strategy(kind)).validate(other, ckpt_path=tmp_path / "after.ckpt")
+    for name, parameter in other.named_parameters():
+        assert torch.equal(parameter, model.get_parameter(name)), name
+
+
+@pytest.mark.parametrize("kind", [FULL, SHARDED, LATER])
+def test_a_checkpoint_can_be_saved_before_any_run(kind, make_trainer, tmp_path):
+    trainer = make_trainer(strategy=make_strategy(kind), devices=1)
+    model = Noting(tmp_path / "losses")
+    trainer.strategy.connect(model)
+    trainer.save_checkpoint(tmp_path / "first.ckpt")
+    torch.manual_seed(1)
+    other = Noting(tmp_path / "x")
+    make_trainer(strategy=make_strategy(kind), devices=1).validate(other, ckpt_path=tmp_path / "first.ckpt")
+    for name, parameter in other.named_parameters():
+        assert torch.equal(parameter, model.get_parameter(name)), name
+
+
+def test_processes_that_have_not_met_save_nothing_together(make_trainer, tmp_path, monkeypatch):
+    trainer = make_trainer(strategy=make_strategy(FULL), devices=1)
+    trainer.strategy.connect(Split())
+    monkeypatch.setattr(type(trainer.strategy), "world_size", 2)
+    with pytest.raises(MisconfigurationException) as caught:
+        trainer.save_checkpoint(tmp_path / "first.ckpt")
+    assert str(caught.value) == (
+        "Trainer.save_checkpoint: the 2 processes, which save together, are not connected before the first fit, "
+        "validate, test or predict. Save after one, or save module.state_dict()."
+    )
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_damaged_checkpoint_is_loaded_if_that_is_wanted(verify, make_trainer, tmp_path):
+    path = tmp_path / "a.ckpt"
+    trainer = make_trainer(strategy=make_strategy(FULL), devices=1)
+    module = Noting(tmp_path / "losses")
+    trainer.strategy.connect(module)
+    trainer.save_checkpoint(path)
+    data = bytearray(path.read_bytes())
+    weight = max(module.parameters(), key=lambda parameter: parameter.numel())
+    data[data.index(weight.detach().numpy().tobytes())] ^= 1  # the last bit of the first weight
+    path.write_bytes(data)
+    trainer = make_trainer(strategy=ForkingOffload(verify=verify), devices=1)
+    if verify:
+        with pytest.raises(CheckpointError, match=r"a\.ckpt is damaged \(Bad CRC-32 for file 'a"):
+            trainer.validate(Noting(tmp_path / "x"), ckpt_path=path)
+    else:
+        trainer.validate(Noting(tmp_path / "x"), ckpt_path=path)

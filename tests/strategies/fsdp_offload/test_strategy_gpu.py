@@ -1,0 +1,266 @@
+"""``fsdp_offload`` on a CUDA device: the same results, what stays on the device, and what crosses the bus."""
+
+import gc
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from support.helpers import assert_equal_weights, saved_bytes
+from support.offload_nets import MODES, FusedCNN, Split, adamw
+from support.written_nets import WAYS, Averaged, Clipped, Normalized
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_vram import LeanMixedPrecision, MicroBatching
+from lightning_vram.core.host.pinned_memory import make_host_tensor
+from lightning_vram.core.processes.clean_exit import leave_group
+from lightning_vram.demos import ByteGPT
+from lightning_vram.memory.units import MIB
+from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.distributed,
+    # The control run and saved_bytes run layers on the device and on the host.
+    pytest.mark.filterwarnings("ignore:.*deterministic.*:UserWarning"),
+]
+NUM_LAYERS, WIDTH, LENGTH = 8, 512, 16
+
+
+@pytest.fixture(autouse=True)
+def _alone() -> Iterator[None]:
+    yield
+    leave_group()
+    gc.collect()
+
+
+class LitBytes(ByteGPT):
+    """Blocks of 12 MiB and hardly any activations; looks at itself after each step."""
+
+    def __init__(self) -> None:
+        super().__init__(NUM_LAYERS, WIDTH, 8, LENGTH, dropout=0.0)
+        self.seen: set[str] = set()
+
+    validation_step = pl.LightningModule.validation_step
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return adamw(self.parameters())
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(torch.arange(4 * (LENGTH + 1)).view(4, LENGTH + 1) % 256, batch_size=1)
+
+    def on_train_batch_end(self, *unused: Any) -> None:
+        for parameter in self.parameters():
+            shard, gradient = getattr(parameter, "_local_tensor", parameter), parameter.grad
+            gradient = getattr(gradient, "_local_tensor", gradient)
+            states = self.trainer.optimizers[0].state[parameter]
+            moments = [getattr(states[key], "_local_tensor", states[key]) for key in ("exp_avg", "exp_avg_sq")]
+            kinds = {"shard": [shard], "gradient": [gradient], "state": moments}
+            for kind, tensors in kinds.items():
+                self.seen |= {f"{kind} on {tensor.device.type}" for tensor in tensors}
+            self.seen |= {f"{kind} pinned" for kind in ("shard", "gradient") if kinds[kind][0].is_pinned()}
+
+
+class Peak(pl.Callback):
+    """Largest bytes on the device after the first step, beside what was there before the fit."""
+
+    def __init__(self) -> None:
+        torch.ones(64, 64, device="cuda") @ torch.ones(64, 64, device="cuda")  # cuBLAS has its own memory
+        gc.collect()
+        self._before = torch.cuda.memory_allocated()
+        self.num_bytes = 0
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            torch.cuda.reset_peak_memory_stats()
+        self.num_bytes = torch.cuda.max_memory_allocated() - self._before
+
+
+class Copies(pl.Callback):
+    """Profiles the step after the second: bytes and streams."""
+
+    def __init__(self) -> None:
+        self._profiler = torch.profiler.profile(acc_events=True)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            finish(trainer)
+            self._profiler.start()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            finish(trainer)
+            self._profiler.stop()
+
+    def _events(self, part: str) -> list[Any]:
+        events = self._profiler.profiler.kineto_results.events()
+        on_device = [event for event in events if str(event.device_type()).endswith("CUDA")]
+        return [event for event in on_device if part in event.name()]
+
+    def num_bytes(self, part: str) -> int:
+        return sum(event.nbytes() for event in self._events(part))
+
+    def streams(self, part: str) -> set[int]:
+        return {event.device_resource_id() for event in self._events(part)}
+
+
+def finish(trainer: pl.Trainer) -> None:
+    trainer.strategy._finish_steps()
+    torch.cuda.synchronize()
+
+
+@pytest.fixture
+def fit(make_trainer: Any) -> Any:
+    def fit(make: Any, mode: str | None = None, *callbacks: pl.Callback, offload: Any = None, **options: Any) -> Any:
+        """Train from scratch; ``mode=None`` is a plain run."""
+        pl.seed_everything(0, verbose=False)
+        model = make()
+        arguments = {"min_params": 100, **MODES[mode], **(offload or {})} if mode is not None else None
+        strategy = FSDPOffloadStrategy(**arguments) if arguments is not None else "auto"
+        defaults = {"accelerator": "gpu", "devices": 1, "max_epochs": 1, "deterministic": "warn"}
+        if mode is None and options.pop("precision", "32-true") == "bf16-mixed":
+            options["plugins"] = [LeanMixedPrecision("bf16")]  # Lightning's clips no fused optimizer
+        make_trainer(strategy=strategy, callbacks=list(callbacks), **{**defaults, **options}).fit(model)
+        return model
+
+    return fit
+
+
+def largest_difference(one: nn.Module, other: nn.Module) -> float:
+    pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
+    return max((a.cpu().double() - b.cpu().double()).abs().max().item() for a, b in pairs)
+
+
+@pytest.mark.parametrize("make", [Split, FusedCNN])
+@pytest.mark.parametrize(("precision", "tolerance"), [("32-true", 2e-6), ("bf16-mixed", 2e-4)])
+@pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}])
+def test_results_are_those_of_a_plain_run(make, precision, tolerance, options, fit):
+    plain = fit(make, None, precision=precision, **options)
+    for mode in MODES:  # AdamW's kernel on the host rounds otherwise than that on the device
+        ours = fit(make, mode, precision=precision, **options)
+        assert largest_difference(ours, plain) <= tolerance, mode
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_shards_on_the_device_train_to_the_bit(precision, fit):
+    plain = fit(Split, None, precision=precision)
+    ours = fit(Split, "none", precision=precision)
+    assert largest_difference(ours, plain) == 0
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_where_weights_are_kept_changes_no_bit(precision, fit):
+    options = {"precision": precision, "gradient_clip_val": 0.1}
+    ours = fit(Split, "params", **options)
+    assert_equal_weights(fit(Split, "optimizer", **options), ours)
+    assert_equal_weights(fit(Split, "params", offload={"narrow_transfers": False}, **options), ours)
+    assert_equal_weights(fit(Split, "params", offload={"pin_memory": False}, **options), ours)
+
+
+@pytest.mark.parametrize("mode", ["params", "optimizer", "none"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_teacher_is_the_average_of_its_student(way, mode, fit):
+    for where in ("step", "end of the batch"):
+        make = partial(Averaged, where, WAYS[way])
+        assert_equal_weights(fit(make, mode), fit(make))
+
+
+@pytest.mark.parametrize("mode", ["params", "optimizer", "none"])
+@pytest.mark.parametrize("make", [Clipped, Normalized])
+def test_weights_that_are_changed_by_hand_are_those_of_a_plain_run(make, mode, fit):
+    assert_equal_weights(fit(make, mode), fit(make))
+    assert_equal_weights(fit(make, mode, precision="bf16-mixed"), fit(make, precision="bf16-mixed"))
+
+
+def test_states_on_a_disk_change_no_bit(fit, tmp_path):
+    assert_equal_weights(fit(Split, "params", offload={"nvme_path": tmp_path}), fit(Split, "params"))
+
+
+def test_three_blocks_are_on_the_device_at_most(fit):
+    model = LitBytes()
+    block_bytes = sum(p.numel() * p.element_size() for p in model.net.blocks[0].parameters())
+    root_bytes = sum(p.numel() * p.element_size() for p in model.parameters()) - NUM_LAYERS * block_bytes
+    batch = next(iter(model.train_dataloader()))
+    activation_bytes = saved_bytes(model, lambda: model._loss(batch))
+    allowed_bytes = 2 * (3 * block_bytes + root_bytes) + activation_bytes
+    plain, ours = Peak(), Peak()
+    fit(LitBytes, None, plain)
+    fit(LitBytes, "params", ours)
+    assert ours.num_bytes <= allowed_bytes
+    assert plain.num_bytes > 3 * NUM_LAYERS * block_bytes > allowed_bytes
+
+
+def test_gradients_and_states_are_on_the_host_and_pinned(fit):
+    model = fit(LitBytes, "params")
+    assert model.seen == {"shard on cpu", "gradient on cpu", "state on cpu", "shard pinned", "gradient pinned"}
+
+
+def test_copies_have_a_stream_of_their_own(fit):
+    copies = Copies()
+    fit(LitBytes, "params", copies)
+    computing = copies.streams("gemm") | copies.streams("cutlass")
+    assert computing
+    for direction in ("HtoD", "DtoH"):
+        assert copies.streams(direction) - computing
+
+
+def test_narrow_weights_and_gradients_are_half_as_many_bytes(fit):
+    narrow, wide = Copies(), Copies()
+    fit(LitBytes, "params", narrow, precision="bf16-mixed")
+    fit(LitBytes, "params", wide, precision="bf16-mixed", offload={"narrow_transfers": False})
+    model = LitBytes()
+    num_narrow = sum(p.numel() for m in model.modules() if isinstance(m, nn.Linear) for p in m.parameters())
+    num_narrow -= model.net.head.weight.numel()  # is the embedding's as well
+    num_wide = sum(p.numel() for p in model.parameters()) - num_narrow
+    assert narrow.num_bytes("DtoH") == pytest.approx(2 * num_narrow + 4 * num_wide, rel=0.01)
+    assert wide.num_bytes("DtoH") == pytest.approx(4 * (num_narrow + num_wide), rel=0.01)
+    assert narrow.num_bytes("HtoD") <= 0.55 * wide.num_bytes("HtoD")
+    assert wide.num_bytes("HtoD") <= 8.5 * (num_narrow + num_wide)  # for the forward, and for the backward
+
+
+class LitWide(pl.LightningModule):
+    """Next to no parameters: 16 MiB for each map of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(12)))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net(batch).float().square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return adamw(self.parameters())
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(torch.randn(3 * 16384, 256), batch_size=16384)
+
+
+def test_a_batch_that_does_not_fit_is_split(fit):
+    total = torch.cuda.get_device_properties(0).total_memory
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    fit(LitWide, "params", MicroBatching(4096))
+    quarter_bytes = torch.cuda.max_memory_reserved()
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(min(1.0, (quarter_bytes + 16 * MIB) / total))
+    callback = MicroBatching(regrow_after_n_batches=None)
+    try:
+        actual = fit(LitWide, "params", callback)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert callback.micro_batch_size is not None
+    assert callback.micro_batch_size < 16384
+    assert_equal_weights(fit(LitWide, "params", MicroBatching(callback.micro_batch_size)), actual)
+
+
+def test_what_is_pinned_is_not_rounded_up():
+    before = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
+    tensor = make_host_tensor(5 * 2**20 + 1, torch.uint8, pin_memory=True)
+    assert tensor.is_pinned()
+    assert tensor.untyped_storage().nbytes() == 5 * 2**20 + 1
+    assert torch.cuda.host_memory_stats().get("allocated_bytes.current", 0) == before  # not torch's, which rounds

@@ -1,0 +1,109 @@
+"""A rank is killed; torchrun starts all again, and the run ends as if nothing had happened."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.fabric.plugins.environments.lightning import find_free_network_port
+
+from lightning_vram.core.processes.lost_peers import LostPeerError
+from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
+from tests.strategies.fsdp_offload.restarting_run import NUM_STEPS, Regression
+
+SCRIPT = Path(__file__).with_name("restarting_run.py")
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    torch.manual_seed(0)
+    model = Regression()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_steps=NUM_STEPS,
+        logger=False,
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(model)
+    return model.state_dict()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "dies_in"), [("full", "step"), ("sharded", "save")])
+def test_a_run_goes_on_where_a_rank_was_killed(kind, dies_in, undisturbed, tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]
+    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[3]), "PYTHONWARNINGS": "ignore"}
+    run = subprocess.run(
+        [*command, str(SCRIPT), str(tmp_path), kind, dies_in],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    end = torch.load(tmp_path / "end.pt")
+    assert end["resumed"]
+    assert end["step"] == NUM_STEPS
+    for name, weight in end["weights"].items():
+        torch.testing.assert_close(weight, undisturbed[name], rtol=0, atol=1e-6)
+
+
+class LoseRankOne(pl.Callback):
+    """It dies before the third step, or does not come until it is told to."""
+
+    def __init__(self, how: str, may_end: Any) -> None:
+        self.how = how
+        self.may_end = may_end
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *unused: object) -> None:
+        if trainer.global_rank == 1 and trainer.global_step == 3:
+            if self.how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            self.may_end.wait()
+            os._exit(0)
+
+
+def _fit_as_rank(rank, port, how, may_end, file):
+    os.environ.update(LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=FSDPOffloadStrategy(min_params=100, timeout=60 if how == "killed" else 10),
+        max_steps=NUM_STEPS,
+        logger=False,
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        callbacks=[LoseRankOne(how, may_end)],
+    )
+    try:
+        trainer.fit(Regression())
+    except LostPeerError as error:
+        file.write_text(str(error))
+        may_end.set()
+
+
+@pytest.mark.parametrize("how", ["killed", "hangs"])
+def test_the_rank_that_is_left_says_where_it_was_and_why(how, tmp_path):
+    context = multiprocessing.get_context("fork")
+    may_end, port, file = context.Event(), find_free_network_port(), tmp_path / "error"
+    ranks = [context.Process(target=_fit_as_rank, args=(rank, port, how, may_end, file)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(120)
+        rank.kill()
+    message = file.read_text()
+    assert message.startswith("Rank 0 of 2 on ")
+    assert "step 3, training_step" in message
+    assert ("it has died" if how == "killed" else "waited 10 s") in message

@@ -1,0 +1,30 @@
+"""The public parts of the package, and each callback as its configuration file makes it."""
+
+import re
+from pathlib import Path
+
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.cli import LightningCLI
+from support.helpers import LitTiny
+
+import lightning_vram
+
+ROOT = Path(__file__).parents[2]
+PUBLIC = [getattr(lightning_vram, name) for name in lightning_vram.__all__]
+CALLBACKS = [part.__name__ for part in PUBLIC if isinstance(part, type) and issubclass(part, Callback)]
+CHANGES_TRAINING = {"AccumulationScheduler"}  # callbacks whose purpose is to change the result
+KEEPS_RESULT = [name for name in CALLBACKS if name not in CHANGES_TRAINING]
+AUTOMATIC_ONLY = {"MicroBatching"}  # refuse manual optimization
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+PRESETS = [path for path in CONFIGS if "quickstart.yaml" not in path.read_text().splitlines()[0]]  # need no other file
+
+
+def snake_case(name: str) -> str:
+    return re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+
+
+def from_config(name: str) -> Callback:
+    args = [f"--config={ROOT / 'configs' / snake_case(name)}.yaml", "--model.net=support.helpers.TinyCNN"]
+    trainer = LightningCLI(LitTiny, args=args, run=False, save_config_callback=None).trainer
+    (callback,) = (c for c in trainer.callbacks if type(c).__name__ == name)
+    return callback

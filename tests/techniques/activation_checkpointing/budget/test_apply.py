@@ -1,0 +1,261 @@
+"""Plans for a byte budget: what is predicted is what is tracked, and nothing else changes."""
+
+import copy
+from contextlib import nullcontext
+
+import pytest
+import torch
+from support.helpers import assert_equal_weights
+from support.networks import make_network
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+
+from lightning_vram import track_memory
+from lightning_vram.demos import ByteGPT
+from lightning_vram.memory.tracking.timeline import Category
+from lightning_vram.techniques.activation_checkpointing.apply import apply_activation_checkpointing
+from lightning_vram.techniques.activation_checkpointing.budget.apply import BudgetedCheckpointing, decisions_of
+from lightning_vram.techniques.activation_checkpointing.budget.plan import CheckpointPlan
+from lightning_vram.techniques.activation_checkpointing.budget.solver import BudgetError
+
+SCALARS = 8192  # what a plan adds for the loss and the like
+
+
+def tracked_step(model: nn.Module, compute_loss, inputs) -> int:
+    """Peak of activation bytes of one step."""
+    with track_memory(model, inputs=inputs) as tracker:
+        compute_loss(model).backward()
+    return tracker.timeline.peak_of(Category.ACTIVATIONS)
+
+
+def plan_for(model: nn.Module, compute_loss, inputs, budget_bytes: int) -> tuple[CheckpointPlan, int]:
+    """Watch a step, make the plan and apply it; returns it with the peak of the watched step."""
+    budgeted = BudgetedCheckpointing(model, apply_activation_checkpointing(model), budget_bytes)
+    with track_memory(model, inputs=inputs) as tracker:
+        with budgeted.observing(inputs):
+            loss = compute_loss(model)
+        plan = budgeted.plan()
+        budgeted.apply(decisions_of(plan))
+        loss.backward()
+    return plan, tracker.timeline.peak_of(Category.ACTIVATIONS)
+
+
+def byte_gpt() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    model = ByteGPT(num_layers=8, width=64, num_heads=4, sequence_length=64, dropout=0.1)
+    return model, torch.randint(256, (4, 65))
+
+
+def byte_gpt_loss(tokens: Tensor):
+    return lambda model: model._loss(tokens)
+
+
+@pytest.mark.parametrize("share", [0.75, 0.5, 0.3])
+def test_byte_gpt_uses_its_budget_and_never_more(share):
+    model, tokens = byte_gpt()
+    compute_loss = byte_gpt_loss(tokens)
+    plain, plain_peak = copy.deepcopy(model), tracked_step(copy.deepcopy(model), compute_loss, tokens)
+    budget_bytes = int(share * plain_peak)
+    plan, first_peak = plan_for(model, compute_loss, tokens, budget_bytes)
+    model.zero_grad()
+    assert abs(plan.plain_peak_bytes - plain_peak) <= SCALARS
+    assert abs(first_peak - plan.minimum_bytes) <= 128 * 1024  # samples of outputs, and the end of a layer, at first
+    assert plan.peak_bytes <= budget_bytes
+    for tensors in (model, plain):
+        optimizer = torch.optim.AdamW(tensors.parameters(), lr=1e-2)
+        torch.manual_seed(3)
+        for _ in range(5):
+            optimizer.zero_grad()
+            peak = tracked_step(tensors, compute_loss, tokens)
+            if tensors is model:
+                assert 0.9 * budget_bytes <= peak <= budget_bytes
+                assert 0.99 * plan.peak_bytes <= peak <= plan.peak_bytes
+            optimizer.step()
+    assert_equal_weights(model, plain)
+
+
+@pytest.mark.parametrize("share", [0.8, 0.65])
+@pytest.mark.parametrize("name", ["resnet50", "vgg13_bn", "unet", "convnext_tiny", "llama", "densenet121"])
+def test_well_known_networks_stay_within_it(name, share):
+    model, inputs = make_network(name)
+    inputs = inputs[:1] if inputs.dim() == 2 else inputs[:1, :, ::2, ::2] if name != "vgg13_bn" else inputs[:1]
+    plain_peak = tracked_step(copy.deepcopy(model), lambda model: model(inputs).square().mean(), inputs)
+    plan, _ = plan_for(model, lambda model: model(inputs).square().mean(), inputs, int(share * plain_peak))
+    model.zero_grad()
+    peak = tracked_step(model, lambda model: model(inputs).square().mean(), inputs)
+    assert peak <= plan.peak_bytes <= share * plain_peak
+
+
+def test_fake_tensors_give_the_same_plan():
+    plans = []
+    for mode in (nullcontext(), FakeTensorMode()):
+        with mode:
+            model, tokens = byte_gpt()
+            plan, _ = plan_for(model, byte_gpt_loss(tokens), tokens, 10**7)
+        plans.append(plan)
+    real, fake = plans
+    assert decisions_of(fake) == decisions_of(real)
+    assert (fake.peak_bytes, fake.plain_peak_bytes) == (real.peak_bytes, real.plain_peak_bytes)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, hidden: Tensor, other: Tensor | None = None) -> Tensor:
+        return hidden + self.down(F.gelu(self.up(hidden if other is None else hidden * other)))
+
+
+class Net(nn.Module):
+    def __init__(self, num_layers: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(num_layers))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden
+
+
+class SkipNet(Net):
+    """As a U-Net: what goes into the first layers lives until the backward of the last."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        first = self.layers[0](hidden)
+        second = self.layers[1](first)
+        third = self.layers[2](second, second)
+        return self.layers[3](third, first) * first
+
+
+class ReusingNet(Net):
+    def forward(self, hidden: Tensor) -> Tensor:
+        for layer in (*self.layers, *self.layers):
+            hidden = layer(hidden)
+        return hidden
+
+
+class ActivatedNet(Net):
+    """What a layer returns is saved inside of it, too, and overwritten outside."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden).relu_()
+        return hidden
+
+
+class FrozenNet(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[:2].requires_grad_(False)
+
+
+@pytest.mark.parametrize("share", [0.9, 0.7])
+@pytest.mark.parametrize("make_model", [Net, SkipNet, ReusingNet, ActivatedNet, FrozenNet])
+def test_models_of_all_shapes_stay_within_it(make_model, share):
+    torch.manual_seed(0)
+    model, inputs = make_model(), torch.randn(64, 16)
+
+    def compute_loss(model):
+        return model(inputs).square().mean()
+
+    plain = copy.deepcopy(model)
+    plain_peak = tracked_step(plain, compute_loss, inputs)
+    plan, _ = plan_for(model, compute_loss, inputs, int(share * plain_peak))
+    model.zero_grad()
+    assert tracked_step(model, compute_loss, inputs) <= plan.peak_bytes <= share * plain_peak
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None)
+        assert one.grad is None or torch.equal(one.grad, other.grad)
+
+
+def test_a_budget_below_the_minimum_says_the_minimum_and_that_budget_works():
+    model, tokens = byte_gpt()
+    with pytest.raises(
+        BudgetError, match=r"^budget=1\.00 KiB is below the minimum of .* Give at least budget='\d+MiB'"
+    ):
+        plan_for(model, byte_gpt_loss(tokens), tokens, 1024)
+    model, tokens = byte_gpt()
+    with pytest.raises(BudgetError) as caught:
+        plan_for(model, byte_gpt_loss(tokens), tokens, 1024)
+    model, tokens = byte_gpt()
+    plan, _ = plan_for(model, byte_gpt_loss(tokens), tokens, caught.value.minimum_bytes)
+    model.zero_grad()
+    assert tracked_step(model, byte_gpt_loss(tokens), tokens) <= caught.value.minimum_bytes == plan.peak_bytes
+
+
+def test_a_budget_that_is_large_enough_leaves_the_model_plain():
+    model, tokens = byte_gpt()
+    plan, _ = plan_for(model, byte_gpt_loss(tokens), tokens, 10**9)
+    assert {choice.kind for choice in plan.choices} == {"plain"}
+    assert plan.recompute_cost == 0
+
+
+def test_a_step_with_two_backwards_is_planned_for_the_larger_forward():
+    model, inputs = nn.ModuleDict({"first": Net(2), "second": Net(4)}), torch.randn(64, 16)
+    handle = apply_activation_checkpointing(model, layers="Layer")
+    budgeted = BudgetedCheckpointing(model, handle, 10**9)
+    with budgeted.observing(inputs):
+        model["first"](inputs).sum().backward()
+        model["second"](inputs).sum().backward()
+    assert [choice.name for choice in budgeted.plan().choices] == [f"second.layers.{number}" for number in range(4)]
+
+
+def test_no_layer_no_plan():
+    model, inputs = Net(), torch.randn(64, 16)
+    budgeted = BudgetedCheckpointing(model, apply_activation_checkpointing(model), 10**9)
+    with budgeted.observing(inputs):
+        inputs.sum()
+    assert budgeted.plan() is None
+
+
+def test_the_handle_undoes_a_plan():
+    model, tokens = byte_gpt()
+    kinds = [type(module) for module in model.modules()]
+    budgeted = BudgetedCheckpointing(model, handle := apply_activation_checkpointing(model), 8 * 10**6)
+    with budgeted.observing(tokens):
+        loss = model._loss(tokens)
+    budgeted.apply(decisions_of(budgeted.plan()))
+    handle.remove()
+    assert [type(module) for module in model.modules()] == kinds
+    loss.backward()  # what was made before still works
+
+
+def test_larger_inputs_than_planned_for_run_checkpointed():
+    model = Net(6)
+    small, large = torch.randn(32, 16), torch.randn(96, 16)
+    budgeted = BudgetedCheckpointing(model, apply_activation_checkpointing(model), 150_000)
+    with budgeted.observing(small):
+        loss = model(small).square().mean()
+    loss.backward()
+    budgeted.apply(decisions_of(budgeted.plan()))
+    assert tracked_step(model, lambda model: model(small).square().mean(), small) > 100_000
+    assert not budgeted.is_outgrown
+    peak = tracked_step(model, lambda model: model(large).square().mean(), large)
+    assert budgeted.is_outgrown
+    assert peak < 150_000
+
+
+def test_other_shapes_of_as_many_bytes_are_planned_for_too():
+    """Attention over longer sequences needs more; afterwards both shapes fit."""
+    torch.manual_seed(0)
+    layers = (nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, norm_first=True) for _ in range(4))
+    model = nn.Sequential(*layers)
+    batches = [torch.randn(16, 8, 16), torch.randn(2, 64, 16)]
+    peaks = [
+        tracked_step(copy.deepcopy(model), lambda model, batch=batch: model(batch).square().mean(), batch)
+        for batch in batches
+    ]
+    assert peaks[1] > 1.3 * peaks[0]
+    budgeted = BudgetedCheckpointing(model, apply_activation_checkpointing(model), peaks[0])
+    for batch in (*batches, *batches, *batches):
+        if not budgeted.has_plan or budgeted.is_outgrown:
+            with budgeted.observing(batch):
+                loss = model(batch).square().mean()
+            loss.backward()
+            del loss
+            budgeted.apply(decisions_of(budgeted.plan()))
+        else:
+            assert tracked_step(model, lambda model, batch=batch: model(batch).square().mean(), batch) <= peaks[0]
+    assert not budgeted.is_outgrown

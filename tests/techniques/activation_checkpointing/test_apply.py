@@ -1,0 +1,917 @@
+"""Checkpointed layers: the same result to the bit, the bytes worked out, the module the user knows."""
+
+import copy
+import pickle
+import random
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+from support.helpers import LitTiny, TinyCNN, TinyGPT, assert_equal_weights, describe_module, saved_bytes
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from torch.nn import functional as F
+from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from lightning_vram.demos import ByteGPT, DigitsResNet
+from lightning_vram.memory.tracking.tracker import track_memory
+from lightning_vram.techniques.activation_checkpointing.apply import apply_activation_checkpointing
+from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
+
+FLOAT = 4
+
+
+class Calls(list):
+    """What a recomputation does not take for a plain container."""
+
+
+class Block(nn.Module):
+    """Counts its forwards in ``calls``; two linear layers with dropout."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.up, self.down, self.dropout = nn.Linear(width, 4 * width), nn.Linear(4 * width, width), nn.Dropout(0.3)
+        self.calls = Calls()  # not a list: a recomputation works on copies of those
+
+    def forward(self, hidden: Tensor, *, scale: float = 1.0) -> Tensor:
+        self.calls.append(torch.is_grad_enabled())
+        return hidden + scale * self.dropout(self.down(torch.tanh(self.up(hidden))))
+
+
+class Net(nn.Module):
+    def __init__(self, make_block=Block, num_blocks: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(make_block() for _ in range(num_blocks))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden
+
+
+def train(model: nn.Module, compute_loss, num_steps: int = 5) -> int:
+    """Train with AdamW from a fixed random state; returns the bytes saved for backward in the last step."""
+    torch.manual_seed(7)
+    random.seed(7)
+    np.random.seed(7)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        with track_memory(model) as tracker:
+            compute_loss(model).backward()
+        optimizer.step()
+    return tracker.timeline.saved_for_backward_bytes
+
+
+def assert_trains_as_plain(make_model, compute_loss, num_steps: int = 5, **arguments) -> tuple[int, int]:
+    """Returns the bytes saved for backward, plain and checkpointed."""
+    torch.manual_seed(0)
+    plain = make_model()
+    checkpointed = copy.deepcopy(plain)
+    apply_activation_checkpointing(checkpointed, **arguments)
+    plain_bytes = train(plain, compute_loss, num_steps)
+    checkpointed_bytes = train(checkpointed, compute_loss, num_steps)
+    assert_equal_weights(checkpointed, plain)
+    for one, other in zip(checkpointed.parameters(), plain.parameters(), strict=True):
+        assert (one.grad is None and other.grad is None) or torch.equal(one.grad, other.grad)
+    return plain_bytes, checkpointed_bytes
+
+
+# --- the numbers of the demos ---
+
+
+BYTE_GPT_SHARES = {  # of the bytes that the plain model saves: more than the first, at most the second
+    "inputs": ({}, 0.0, 0.15),
+    "matmuls": ({"save": SavePolicy("matmuls")}, 0.15, 0.65),
+    "every second layer": ({"every_n_layers": 2}, 0.15, 0.65),
+    "all but the last layer": ({"skip_last": True}, 0.15, 0.30),
+}
+
+
+def test_byte_gpt_saves_what_each_mode_promises_and_trains_the_same():
+    tokens = torch.randint(256, (8, 257), generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(0)
+    plain = ByteGPT(num_layers=8, width=256, num_heads=4, sequence_length=256, dropout=0.1)
+    twins = {name: copy.deepcopy(plain) for name in BYTE_GPT_SHARES}
+    train(plain, lambda model: model._loss(tokens[:1]))
+    plain_bytes = train(copy.deepcopy(plain), lambda model: model._loss(tokens), num_steps=1)
+    for name, twin in twins.items():
+        arguments, more_than, at_most = BYTE_GPT_SHARES[name]
+        apply_activation_checkpointing(twin, **arguments)
+        train(twin, lambda model: model._loss(tokens[:1]))
+        assert_equal_weights(twin, plain)
+        share = train(twin, lambda model: model._loss(tokens), num_steps=1) / plain_bytes
+        assert more_than < share <= at_most, f"{name}: {share:.3f}"
+
+
+@pytest.mark.parametrize("segments", ["sqrt", 5, 36])
+def test_segments_of_an_mlp_stack_save_three_quarters_and_train_the_same(segments):
+    inputs = torch.randn(16, 24, generator=torch.Generator().manual_seed(1))
+    plain_bytes, kept_bytes = assert_trains_as_plain(
+        lambda: nn.Sequential(*(layer for _ in range(36) for layer in (nn.Linear(24, 24), nn.Dropout(0.1), nn.GELU()))),
+        lambda model: model(inputs).square().mean(),
+        segments=segments,
+    )
+    number = 6 if segments == "sqrt" else segments
+    assert kept_bytes <= (0.25 if number < 10 else 0.35) * plain_bytes
+    # the input is there before; each other segment has one, and the loss squares the last output
+    assert kept_bytes - number * inputs.nbytes in range(16)
+
+
+def test_digits_resnet_saves_more_than_half_and_trains_the_same():
+    generator = torch.Generator().manual_seed(1)
+    images, labels = torch.randn(8, 1, 16, 16, generator=generator), torch.arange(8)
+    plain, checkpointed = assert_trains_as_plain(
+        lambda: DigitsResNet(blocks_per_stage=(2, 2), width=16),
+        lambda model: F.cross_entropy(model(images), labels),
+    )
+    assert checkpointed <= 0.45 * plain
+
+
+@pytest.mark.parametrize("model", [ByteGPT(2, 16, 2, 16), DigitsResNet((2,), 4)], ids=["gpt", "resnet"])
+def test_autograd_agrees_with_the_tracker_about_the_saving(model):
+    inputs = torch.randint(256, (4, 16)) if isinstance(model, ByteGPT) else torch.randn(4, 1, 8, 8)
+    plain_bytes = saved_bytes(model, lambda: model(inputs).square().mean())
+    apply_activation_checkpointing(model)
+    assert saved_bytes(model, lambda: model(inputs).square().mean()) <= 0.45 * plain_bytes
+
+
+def test_a_checkpointed_layer_keeps_its_input_and_nothing_else():
+    rows, width = 16, 8
+    hidden = torch.randn(rows, width)
+    model = Net(num_blocks=3)
+    apply_activation_checkpointing(model, determinism_check="none")  # or some samples of the outputs of a first step
+    # inputs of blocks 1 and 2 (block 0's was there before), the output that is squared, loss and its gradient
+    expected = 3 * rows * width * FLOAT + 2 * FLOAT
+    for _ in range(2):
+        assert train(model, lambda model: model(hidden).square().sum(), num_steps=1) == expected
+
+
+def test_every_nth_layer_only():
+    model = Net(num_blocks=4)
+    handle = apply_activation_checkpointing(model, every_n_layers=2)
+    assert [layer.name for layer in handle.selection.layers] == ["blocks.0", "blocks.2"]
+    model(torch.randn(2, 8)).sum().backward()
+    assert [len(block.calls) for block in model.blocks] == [2, 1, 2, 1]
+
+
+# --- the same result, whatever a layer does ---
+
+
+class Keywords(Block):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden=hidden, scale=0.5)
+
+
+class Nested(nn.Module):
+    """Takes and gives nests of tensors, with None and numbers in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, state: dict) -> dict:
+        out = self.block(state["hidden"][0])
+        return {"hidden": [out, state["count"]], "count": state["count"] + 1, "none": None}
+
+
+class NestedNet(Net):
+    def __init__(self) -> None:
+        super().__init__(Nested)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        state = {"hidden": [hidden, 0], "count": 0, "none": None}
+        for block in self.blocks:
+            state = block(state)
+        assert state["count"] == len(self.blocks)
+        return state["hidden"][0]
+
+
+@dataclass
+class State:
+    hidden: Tensor
+
+
+class DataclassBlock(Block):
+    def forward(self, state: State) -> State:
+        return State(super().forward(state.hidden))
+
+
+class DataclassNet(Net):
+    def __init__(self) -> None:
+        super().__init__(DataclassBlock)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(State(hidden)).hidden
+
+
+class AppendingBlock(Block):
+    def forward(self, hidden: Tensor, seen: list) -> Tensor:
+        seen.append(hidden.square().mean())
+        return super().forward(hidden)
+
+
+class AppendingNet(Net):
+    """Its layers hand auxiliary losses over through a list, as mixtures of experts do."""
+
+    def __init__(self) -> None:
+        super().__init__(AppendingBlock)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        seen: list[Tensor] = []
+        for block in self.blocks:
+            hidden = block(hidden, seen)
+        assert len(seen) == len(self.blocks)
+        return hidden + torch.stack(seen).sum()
+
+
+class SharedNet(Net):
+    """Runs each layer twice in a step."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(super().forward(hidden))
+
+
+class CountingBlock(Block):
+    """Has buffers that it writes in place and anew, and reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("in_place", torch.zeros(()))
+        self.register_buffer("anew", torch.zeros(()))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.in_place += hidden.detach().abs().mean()
+        self.anew = 0.9 * self.anew + 0.1 * hidden.detach().abs().mean()
+        return super().forward(hidden * (1 + self.in_place + self.anew))
+
+
+class NormBlock(Block):
+    def __init__(self, norm=lambda: nn.BatchNorm1d(8)) -> None:
+        super().__init__()
+        self.norm = norm()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(self.norm(hidden))
+
+
+class TogglingBlock(NormBlock):
+    """Sets and resets its norm's mode and a weight: a second run that is stopped early does not come to resetting."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.norm.eval()
+        bias = self.up.bias.data
+        self.up.bias.data = bias + 1
+        out = torch.tanh(self.norm(self.up(hidden)[:, :8]))
+        self.up.bias.data = bias
+        self.norm.train()
+        return out
+
+
+class BehindTheBackBlock(CountingBlock):
+    """Writes a buffer through ``.data``: its version does not move."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.in_place.data.lerp_(hidden.detach().abs().mean(), 0.5)
+        return Block.forward(self, hidden * (1 + self.in_place))
+
+
+class ReadingNorm(nn.BatchNorm1d):
+    """Reads its running statistics while training."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        centered = (hidden - self.running_mean.clone()) * self.weight
+        super().forward(hidden)
+        return torch.tanh(centered) * hidden
+
+
+class LazyBlock(Block):
+    """Has a buffer that is None at first, and one under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", None)
+        self.register_buffer("count", torch.ones(()))
+        self.register_buffer("same_count", self.count)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        mean = hidden.detach().mean()
+        self.average = mean if self.average is None else 0.5 * (self.average + mean)
+        self.count += 1
+        return super().forward(hidden * (1 + self.average) / self.same_count)
+
+
+class StatefulBlock(Block):
+    """Counts in plain Python, remembers a tensor, collects losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+        self.remembered = torch.zeros(())
+        self.losses: list[Tensor] = []
+        self.nested = {"inner": Counter()}
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.num_calls += 1
+        self.nested["inner"]["calls"] += 1
+        assert self.nested["inner"]["calls"] == self.num_calls
+        hidden = torch.tanh(hidden / self.num_calls) * (1 + self.remembered)
+        self.remembered = hidden.detach().mean()
+        self.losses.append(hidden.square().mean())
+        assert len(self.losses) == 1
+        return super().forward(hidden)
+
+
+class StatefulNet(Net):
+    def __init__(self) -> None:
+        super().__init__(StatefulBlock)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = super().forward(hidden)
+        for block in self.blocks:
+            hidden = hidden + block.losses.pop()
+        return hidden
+
+
+class HookingBlock(Block):
+    """Hooks its own layers for the time of its forward: a second run that is stopped early leaves them on."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        handle = self.down.register_forward_hook(lambda module, inputs, output: output * 2)
+        out = self.down(torch.tanh(self.up(hidden)))
+        handle.remove()
+        assert not self.down._forward_hooks
+        return out + 0
+
+
+class HookedNet(Net):
+    """Hooks inner layers around the forward only."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        handles = [block.up.register_forward_hook(lambda module, inputs, output: output * 3) for block in self.blocks]
+        hidden = super().forward(hidden)
+        for handle in handles:
+            handle.remove()
+        return hidden
+
+
+class LazyLinearBlock(nn.Module):
+    """Draws its weights in its first call, before a dropout mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.dropout, self.down = nn.LazyLinear(8), nn.Dropout(0.5), nn.Linear(8, 8)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.down(self.dropout(torch.tanh(self.up(hidden))))
+
+
+class RandomBlock(Block):
+    """Draws from every generator there is but torch's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator()
+
+    def __deepcopy__(self, memo):
+        twin = RandomBlock()
+        twin.load_state_dict(self.state_dict())
+        return twin
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        factor = random.random() + np.random.rand() + torch.rand((), generator=self.generator)
+        return super().forward(torch.tanh(hidden * factor))
+
+
+class Graph:
+    """What graph libraries pass around."""
+
+
+class GraphBlock(Block):
+    def forward(self, graph: Graph) -> Graph:
+        graph.x = super().forward(graph.x)
+        return graph
+
+
+class GraphNet(Net):
+    def __init__(self) -> None:
+        super().__init__(GraphBlock)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        graph = Graph()
+        graph.x = hidden
+        return super().forward(graph).x
+
+
+class OverwritingBlock(Block):
+    """Starts with an in-place activation, as pre-activation networks do."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(F.relu_(hidden))))
+
+
+class OverwritingNet(Net):
+    def __init__(self) -> None:
+        super().__init__(OverwritingBlock)
+        self.stem = nn.Linear(8, 8)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(self.stem(hidden))
+
+
+class ModeNet(Net):
+    """Changes its mode between forward and backward, as adversarial training does."""
+
+    def __init__(self) -> None:
+        super().__init__(NormBlock)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.train()
+        out = super().forward(hidden)
+        self.eval()
+        return out
+
+
+class FastWeightsNet(Net):
+    """Runs with other weights than its own, as meta-learning does."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for block in self.blocks:
+            fast = {name: 2 * parameter for name, parameter in block.named_parameters()}
+            hidden = torch.func.functional_call(block, fast, (hidden,))
+        return hidden
+
+
+class StaticBlock(nn.Module):
+    """Its forward is no method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    @staticmethod
+    def forward(hidden: Tensor) -> Tensor:
+        return torch.tanh(torch.tanh(hidden))
+
+
+class StaticNet(Net):
+    def __init__(self) -> None:
+        super().__init__(StaticBlock)
+        self.stem = nn.Linear(8, 8)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(self.stem(hidden))
+
+
+def frozen_norm_block() -> NormBlock:
+    block = NormBlock()
+    block.norm.eval()
+    return block
+
+
+def half_frozen_block() -> Block:
+    block = Block()
+    block.up.requires_grad_(False)
+    return block
+
+
+def spectral_block() -> Block:
+    block = Block()
+    spectral_norm(block.up)
+    return block
+
+
+LAYERS = {
+    "dropout": Net,
+    "keywords": partial(Net, Keywords),
+    "nested inputs and outputs": NestedNet,
+    "dataclass": DataclassNet,
+    "a list it appends to": AppendingNet,
+    "layers used twice": SharedNet,
+    "buffers written in forward": partial(Net, CountingBlock),
+    "batch norm": partial(Net, NormBlock),
+    "batch norm, cumulative": partial(Net, partial(NormBlock, lambda: nn.BatchNorm1d(8, momentum=None))),
+    "batch norm, no statistics": partial(Net, partial(NormBlock, lambda: nn.BatchNorm1d(8, track_running_stats=False))),
+    "batch norm, frozen": partial(Net, frozen_norm_block),
+    "spectral norm": partial(Net, spectral_block),
+    "modes and weights set and reset": partial(Net, TogglingBlock),
+    "buffers written through data": partial(Net, BehindTheBackBlock),
+    "a norm that reads its statistics": partial(Net, partial(NormBlock, lambda: ReadingNorm(8))),
+    "buffers that are none at first or shared": partial(Net, LazyBlock),
+    "state in plain attributes": StatefulNet,
+    "random numbers of the host": partial(Net, RandomBlock, num_blocks=2),
+    "objects it writes to": GraphNet,
+    "hooks of its own": partial(Net, HookingBlock),
+    "hooks around it": HookedNet,
+    "inputs it overwrites": OverwritingNet,
+    "mode changed before backward": ModeNet,
+    "weights of another": FastWeightsNet,
+    "static forward": StaticNet,
+    "frozen weights": partial(Net, half_frozen_block),
+}
+
+
+@pytest.mark.parametrize("make_model", LAYERS.values(), ids=LAYERS)
+def test_result_is_that_of_the_plain_model(make_model):
+    hidden = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
+    plain, checkpointed = assert_trains_as_plain(make_model, lambda model: model(hidden).square().mean())
+    assert checkpointed < plain
+
+
+@pytest.mark.parametrize("make_net", [TinyCNN, TinyGPT], ids=["cnn", "gpt"])
+@pytest.mark.parametrize("context", [partial(torch.autocast, "cpu", torch.bfloat16), torch.autograd.set_detect_anomaly])
+def test_result_is_that_of_the_plain_model_inside(make_net, context, recwarn):
+    torch.manual_seed(1)
+    batch = make_net().samples(4)[:]
+
+    def compute_loss(model: LitTiny) -> Tensor:
+        with context(True) if context is torch.autograd.set_detect_anomaly else context():
+            return model.loss(batch)
+
+    assert_trains_as_plain(lambda: LitTiny(make_net()), compute_loss)
+
+
+def test_running_statistics_move_once_per_step():
+    model = nn.Sequential(*(nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.ReLU()) for _ in range(2)))
+    apply_activation_checkpointing(model)
+    for _ in range(3):
+        model(torch.randn(2, 3, 4, 4)).sum().backward()
+    assert [block[1].num_batches_tracked.item() for block in model] == [3, 3]
+
+
+def test_a_retained_graph_recomputes_the_same_each_time():
+    model = Net(CountingBlock)
+    apply_activation_checkpointing(model)
+    loss = model(torch.randn(4, 8)).square().mean()
+    gradients = [torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for _ in range(2)]
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
+def test_a_gradient_penalty_is_that_of_the_plain_model():
+    hidden = torch.randn(4, 8)
+
+    def compute_loss(model: nn.Module) -> Tensor:
+        inputs = hidden.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
+        return slope.square().mean()
+
+    assert_trains_as_plain(partial(Net, NormBlock), compute_loss, num_steps=2)
+
+
+def test_an_input_overwritten_before_backward_is_an_error_as_in_the_plain_model():
+    model = Net(Keywords, num_blocks=1)
+    apply_activation_checkpointing(model, layers="Block")
+    inner = torch.randn(4, 8, requires_grad=True) * 1
+    for _ in range(2):  # the first call of a layer keeps its inputs in another way
+        inner = inner + 0
+        loss = model.blocks[0](hidden=inner).sum()
+        inner.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_without_gradients_nothing_is_recomputed():
+    model = Net()
+    apply_activation_checkpointing(model)
+    with torch.no_grad():
+        model.eval()(torch.randn(2, 8))
+    assert [list(block.calls) for block in model.blocks] == [[False]] * 3
+
+
+def test_hooks_of_the_layer_fire_once():
+    model = Net(num_blocks=2)
+    apply_activation_checkpointing(model)
+    fired = []
+    model.blocks[0].register_forward_pre_hook(lambda *_: fired.append("pre"))
+    model.blocks[0].register_forward_hook(lambda *_: fired.append("post"))
+    model.blocks[0].register_full_backward_hook(lambda *_: fired.append("backward"))
+    model(torch.randn(2, 8, requires_grad=True)).sum().backward()
+    assert fired == ["pre", "post", "backward"]
+
+
+@pytest.mark.parametrize("by", ["torch", "us"])
+def test_forward_hooks_inside_of_a_layer_fire_in_both_runs_as_with_torchs_checkpoint(by):
+    block = Net(num_blocks=1).blocks[0]
+    if by == "us":
+        apply_activation_checkpointing(nn.ModuleList([block]), layers="Block")
+    run = block if by == "us" else partial(torch_checkpoint, block, use_reentrant=False)
+    fired = []
+    block.up.register_forward_pre_hook(lambda *_: fired.append("pre"))
+    block.up.register_forward_hook(lambda *_: fired.append("post"))
+    block.up.register_full_backward_hook(lambda *_: fired.append("backward"))
+    run(torch.randn(2, 8, requires_grad=True)).sum().backward()
+    assert fired == ["pre", "post", "pre", "post", "backward"]
+
+
+def test_a_failed_forward_can_be_tried_again():
+    model = Net(CountingBlock, num_blocks=2)
+    apply_activation_checkpointing(model)
+    with pytest.raises(RuntimeError, match=r"size of tensor|shapes cannot be multiplied"):
+        model(torch.randn(2, 9))
+    model(torch.randn(2, 8)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+# --- the module the user knows ---
+
+
+def test_names_classes_and_isinstance_stay():
+    plain, model = Net(), Net()
+    apply_activation_checkpointing(model)
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    assert all(isinstance(block, Block) for block in model.blocks)
+    assert repr(model) == repr(plain)
+
+
+@pytest.mark.parametrize("make_twin", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
+@pytest.mark.parametrize("make_net", [Net, TinyCNN], ids=["blocks", "stages"])
+def test_a_copy_is_a_plain_module_that_stands_alone(make_twin, make_net):
+    model = make_net()
+    before = describe_module(model)
+    apply_activation_checkpointing(model)
+    twin = make_twin(model)
+    assert describe_module(twin) == before
+    inputs = torch.randn(2, 8) if make_net is Net else torch.randn(2, 3, 8, 8)
+    twin(inputs).sum().backward()
+    assert all(p.grad is not None for p in twin.parameters())
+    assert all(p.grad is None for p in model.parameters())
+    apply_activation_checkpointing(twin)
+
+
+def test_equal_layers_share_one_class():
+    assert type(Net().blocks[0]) is Block
+    one, other = Net(), Net()
+    apply_activation_checkpointing(one)
+    apply_activation_checkpointing(other)
+    assert type(one.blocks[0]) is type(other.blocks[0]) is not Block
+
+
+class Reducing(Block):
+    """Has its own idea of how it is copied."""
+
+    def __reduce__(self):
+        return Reducing, (), self.__dict__
+
+
+@pytest.mark.parametrize("make_layer", [Reducing, lambda: nn.LSTM(4, 4)], ids=["reduce", "lstm"])
+def test_layers_that_copy_themselves(make_layer):
+    model = nn.ModuleList([make_layer()])
+    kind = type(model[0])
+    apply_activation_checkpointing(model, layers="0")
+    assert type(copy.deepcopy(model)[0]) is kind
+
+
+@pytest.mark.parametrize("make_net", [Net, TinyCNN, TinyGPT], ids=["blocks", "stages", "transformer"])
+def test_undo_leaves_no_trace(make_net):
+    model = make_net()
+    before = describe_module(model)
+    handle = apply_activation_checkpointing(model)
+    assert describe_module(model) != before
+    handle.remove()
+    assert describe_module(model) == before
+    handle.remove()
+    assert describe_module(model) == before
+
+
+def test_a_forward_set_on_the_instance_is_checkpointed_and_comes_back():
+    model = Net(num_blocks=2)
+    block, calls = model.blocks[0], []
+
+    def patched(hidden: Tensor) -> Tensor:
+        calls.append(torch.is_grad_enabled())
+        return Block.forward(block, hidden)
+
+    block.forward = patched
+    handle = apply_activation_checkpointing(model)
+    model(torch.randn(2, 8)).sum().backward()
+    assert len(calls) == 2
+    handle.remove()
+    assert block.forward is patched
+
+
+@pytest.mark.parametrize("make_net", [Net, TinyCNN, TinyGPT], ids=["blocks", "stages", "transformer"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiles_as_one_graph(make_net):
+    torch.manual_seed(0)
+    model = make_net()
+    inputs = {Net: torch.randn(2, 8), TinyCNN: torch.randn(2, 3, 8, 8)}.get(
+        make_net, torch.zeros(2, 5, dtype=torch.long)
+    )
+    if make_net is Net:
+        for block in model.blocks:
+            block.calls = type("Ignored", (), {"append": lambda self, _: None})()
+    apply_activation_checkpointing(model)
+    torch._dynamo.reset()
+    torch.compile(model, backend="aot_eager", fullgraph=True)(inputs).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_compiled_submodule_is_checkpointed_inside():
+    model = Net(num_blocks=2)
+    model.blocks[0] = torch.compile(model.blocks[0], backend="eager")
+    inner = model.blocks[0]._orig_mod
+    handle = apply_activation_checkpointing(model)
+    assert type(inner) is not Block
+    model(torch.randn(2, 8)).sum().backward()
+    handle.remove()
+    assert type(inner) is Block
+
+
+class Registered(nn.Module):
+    """Keeps a list of its subclasses, and wants to know their kind."""
+
+    kinds: ClassVar[dict[str, type]] = {}
+
+    def __init_subclass__(cls, *, kind: str, **kwargs) -> None:
+        super().__init_subclass__(**kwargs)
+        Registered.kinds[cls.__name__] = cls
+
+
+class RegisteredBlock(Registered, kind="block"):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Block()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.inner(hidden)
+
+
+def test_registries_of_the_user_do_not_see_our_class():
+    model = Net(RegisteredBlock)
+    apply_activation_checkpointing(model)
+    assert Registered.kinds == {"RegisteredBlock": RegisteredBlock}
+    model(torch.randn(2, 8)).sum().backward()
+
+
+def test_a_module_made_of_a_checkpointed_class_is_plain_until_it_is_checkpointed():
+    model = Net(num_blocks=2)
+    handle = apply_activation_checkpointing(model)
+    model.target = type(model.blocks[0])()
+    model.target(torch.randn(2, 8)).sum().backward()
+    assert len(model.target.calls) == 1
+    handle.remove()
+    apply_activation_checkpointing(model, layers="target")
+    model.target(torch.randn(2, 8)).sum().backward()
+    assert len(model.target.calls) == 3
+
+
+def test_under_torch_func_layers_run_plain():
+    model = Net(Keywords, num_blocks=2).eval()
+    parameters = dict(model.named_parameters())
+    hidden = torch.randn(4, 8)
+
+    def loss(parameters: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(model, parameters, (hidden,)).square().mean()
+
+    plain = torch.func.grad(loss)(parameters)
+    apply_activation_checkpointing(model)
+    checkpointed = torch.func.grad(loss)(parameters)
+    assert all(torch.equal(checkpointed[name], plain[name]) for name in plain)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    ("make_block", "is_left_plain"),
+    [(CountingBlock, True), (NormBlock, False), (spectral_block, True)],
+    ids=["buffer it reads", "batch norm", "spectral norm"],
+)
+def test_compiled_layers_that_may_read_what_they_wrote_are_left_plain(make_block, is_left_plain):
+    def train_compiled(*, checkpoint: bool) -> nn.Module:
+        torch.manual_seed(0)
+        model = Net(make_block, num_blocks=2)
+        for block in model.blocks:
+            block.calls = None
+            block.forward = partial(type(block).forward, block)  # without the counting
+        if checkpoint:
+            apply_activation_checkpointing(model)
+        return model
+
+    model = train_compiled(checkpoint=True)
+    states = [vars(block)["_activation_checkpointing"] for block in model.blocks]
+    assert [not state.is_compilable for state in states] == [is_left_plain] * 2
+
+
+def test_lazy_layers_draw_the_same_weights():
+    gradients = []
+    for checkpoint in (False, True):
+        torch.manual_seed(0)
+        model = Net(LazyLinearBlock)
+        if checkpoint:
+            apply_activation_checkpointing(model)
+        for _ in range(2):
+            model.zero_grad()
+            model(torch.ones(4, 8)).square().mean().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
+class ResidualBlock(Block):
+    def forward(self, hidden: Tensor, residual: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(hidden.relu_()))) * residual
+
+
+class MixingBlock(Block):
+    def forward(self, hidden: Tensor, other: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(hidden))) + (other.to_dense() if other.is_sparse else other)
+
+
+@pytest.mark.parametrize("kind", ["nan, twice", "sparse"])
+def test_inputs_that_do_not_equal_themselves_are_no_overwritten_ones(kind):
+    model = Net(MixingBlock, num_blocks=1)
+    apply_activation_checkpointing(model, layers="MixingBlock")
+    hidden = torch.full((2, 8), torch.nan if kind == "nan, twice" else 1.0)
+    for _ in range(2):
+        model.blocks[0](hidden, hidden if kind == "nan, twice" else hidden.to_sparse()).sum().backward()
+    assert vars(model.blocks[0])["_activation_checkpointing"].observations[None].overwrites_inputs is False
+
+
+def test_a_layer_that_overwrites_shared_memory_is_refused():
+    model = Net(ResidualBlock, num_blocks=1)
+    apply_activation_checkpointing(model, layers="ResidualBlock")
+    hidden = torch.randn(2, 8, requires_grad=True) * 1
+    with pytest.raises(RuntimeError, match=r"^layer blocks\.0 \(ResidualBlock\) overwrites an input that shares mem"):
+        model.blocks[0](hidden, hidden.view(2, 8))
+
+
+def test_a_layer_that_overwrites_its_input_now_and_then_is_refused():
+    class Moody(Block):
+        def forward(self, hidden: Tensor) -> Tensor:
+            self.calls.append(True)
+            return torch.tanh(self.up(hidden.relu_() if len(self.calls) > 1 else hidden))
+
+    model = Net(Moody, num_blocks=1)
+    apply_activation_checkpointing(model, layers="Moody")
+    model(torch.randn(2, 8) * torch.ones((), requires_grad=True))
+    with pytest.raises(RuntimeError, match=r"^layer blocks\.0 \(Moody\) overwrites its input in some forwards and"):
+        model(torch.randn(2, 8) * torch.ones((), requires_grad=True))
+
+
+class ScaledBlock(Block):
+    """Reads what its caller has put on the tensors that it gets."""
+
+    def forward(self, hiddens: list[Tensor]) -> Tensor:
+        (hidden,) = hiddens
+        return torch.tanh(self.up(hidden)) * hidden.scale
+
+
+class OverwritingScaledBlock(ScaledBlock):
+    def forward(self, hiddens: list[Tensor]) -> Tensor:
+        scale = hiddens[0].scale
+        hiddens[0].relu_().scale = -1.0  # not what the caller has put there
+        return torch.tanh(self.up(hiddens[0])) * scale
+
+
+@pytest.mark.parametrize("make_block", [ScaledBlock, OverwritingScaledBlock])
+@pytest.mark.parametrize("context", [nullcontext, save_on_cpu])
+def test_attributes_of_an_input_are_those_that_the_layer_found_in_each_call(make_block, context):
+    torch.manual_seed(0)
+    model = Net(make_block, num_blocks=1)
+    gradients = []
+    for is_checkpointed in (False, True):
+        if is_checkpointed:
+            apply_activation_checkpointing(model, layers=make_block)
+        for scale in (2.0, 3.0, 4.0):
+            hidden = torch.ones(2, 8) * torch.ones((), requires_grad=True)
+            hidden.scale = scale
+            with context():
+                loss = model.blocks[0]([hidden]).sum()
+            gradients.append(torch.autograd.grad(loss, model.blocks[0].up.weight)[0])
+    for plain, recomputed in zip(gradients[:3], gradients[3:], strict=True):
+        assert torch.equal(plain, recomputed)
+
+
+# --- refusals ---
+
+
+def test_a_pattern_that_matches_nothing_changes_nothing():
+    model = Net()
+    before = describe_module(model)
+    with pytest.raises(ValueError, match=r"^layers='nope' matches no module or class of Net\."):
+        apply_activation_checkpointing(model, layers=["blocks.0", "nope"])
+    assert describe_module(model) == before
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_layer_that_cannot_change_its_class_changes_nothing():
+    model = Net(num_blocks=2)
+    model.scripted = torch.jit.script(nn.Linear(2, 2))
+    before = describe_module(model)
+    with pytest.raises(ValueError, match=r"is scripted and cannot be checkpointed\. Pass the model before"):
+        apply_activation_checkpointing(model, layers=["Block", "scripted"])
+    assert describe_module(model) == before
+
+
+def test_twice_is_refused_and_the_first_stays():
+    model = Net()
+    apply_activation_checkpointing(model, layers="blocks.1")
+    with pytest.raises(ValueError, match=r"^layer Block is checkpointed already\. Use one ActivationCheckpointing"):
+        apply_activation_checkpointing(model, layers="Block")
+    model(torch.randn(2, 8)).sum().backward()
+    assert [len(block.calls) for block in model.blocks] == [1, 2, 1]

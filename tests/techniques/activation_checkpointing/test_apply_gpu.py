@@ -1,0 +1,74 @@
+"""What only a GPU shows of checkpointing: fused attention that draws random numbers, SyncBatchNorm, streams."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_vram.techniques.activation_checkpointing.apply import apply_activation_checkpointing
+from lightning_vram.techniques.activation_checkpointing.budget.apply import BudgetedCheckpointing, decisions_of
+from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
+from lightning_vram.techniques.activation_offload.stage import ActivationOffloading
+
+pytestmark = pytest.mark.gpu
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = (nn.TransformerEncoderLayer(64, 4, 256, dropout=0.2, batch_first=True, norm_first=True) for _ in range(4))
+    return nn.Sequential(*layers).cuda()
+
+
+def train(model: nn.Module, hidden: Tensor, around=None, num_steps: int = 3) -> list[Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    torch.manual_seed(1)
+    for _ in range(num_steps):
+        with torch.autocast("cuda", torch.bfloat16):
+            if around is None:
+                loss = model(hidden).float().square().mean()
+            else:
+                with around:
+                    loss = model(hidden).float().square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("save", [None, "matmuls", "attention"])
+@pytest.mark.parametrize("is_offloaded", [False, True])
+def test_fused_attention_with_dropout_trains_the_same(save, is_offloaded):
+    model, hidden = make_model(), torch.randn(8, 128, 64, device="cuda")
+    twin = copy.deepcopy(model)
+    handle = apply_activation_checkpointing(twin, save=SavePolicy(save) if save is not None else None)
+    offloading = ActivationOffloading(twin, min_offload_bytes=1024) if is_offloaded else None
+    torch.use_deterministic_algorithms(mode=True)
+    assert all(map(torch.equal, train(twin, hidden, offloading), train(model, hidden)))
+    if save is not None:
+        assert handle.num_kept_results() > 0
+
+
+def test_a_budget_holds_in_the_allocator():
+    model, hidden = make_model(), torch.randn(64, 512, 64, device="cuda")
+
+    def step() -> int:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        loss = model(hidden).square().mean()
+        kept = torch.cuda.memory_allocated() - before
+        loss.backward()
+        model.zero_grad(set_to_none=False)
+        return kept
+
+    step()
+    plain_bytes = step()
+    budgeted = BudgetedCheckpointing(model, apply_activation_checkpointing(model), plain_bytes // 2)
+    with budgeted.observing(hidden):
+        loss = model(hidden).square().mean()
+    loss.backward()
+    del loss
+    model.zero_grad(set_to_none=False)
+    budgeted.apply(decisions_of(budgeted.plan()))
+    step()
+    assert step() <= 0.52 * plain_bytes  # the allocator rounds up

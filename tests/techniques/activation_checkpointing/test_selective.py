@@ -1,0 +1,514 @@
+"""Selective checkpointing: what is kept, what runs again, and that nothing else changes."""
+
+import copy
+import gc
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from support.helpers import TinyCNN, TinyGPT, assert_equal_weights
+from support.networks import make_network
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_vram import track_memory
+from lightning_vram.techniques.activation_checkpointing.apply import apply_activation_checkpointing
+from lightning_vram.techniques.activation_checkpointing.errors import RecomputationError
+from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
+
+aten = torch.ops.aten
+FLOAT = 4
+
+
+class Counter(TorchDispatchMode):
+    """Counts operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + F.dropout(self.down(F.gelu(self.up(self.norm(hidden)))), 0.3, self.training)
+
+
+class Net(nn.Module):
+    def __init__(self, make_block=Block, num_blocks: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(make_block() for _ in range(num_blocks))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden
+
+
+def gradients(model: nn.Module, hidden: Tensor, *, num_backwards: int = 1) -> list[Tensor]:
+    torch.manual_seed(1)
+    loss = model(hidden).square().sum()
+    for number in range(num_backwards):
+        loss.backward(retain_graph=number + 1 < num_backwards)
+    found = [hidden.grad, *(parameter.grad for parameter in model.parameters()), *model.buffers()]
+    found = [gradient.clone() for gradient in found if gradient is not None]
+    hidden.grad = None
+    model.zero_grad()
+    return found
+
+
+def assert_same_as_plain(make_model, hidden: Tensor, save, num_steps: int = 3, check="outputs", **how) -> None:
+    results = []
+    for is_plain in (True, False):
+        torch.manual_seed(0)
+        model = make_model()
+        if not is_plain:
+            apply_activation_checkpointing(model, layers="blocks.*", save=SavePolicy(save), determinism_check=check)
+        results.append([gradients(model, hidden, **how) for _ in range(num_steps)])
+    for plain, saving in zip(*results, strict=True):
+        assert len(plain) == len(saving)
+        assert all(map(torch.equal, plain, saving))
+
+
+@pytest.mark.parametrize("save", ["matmuls", "attention", ["aten.addmm"], ["aten.gelu.default", "aten.native_dropout"]])
+def test_gradients_are_those_of_the_plain_model(save):
+    assert_same_as_plain(Net, torch.randn(4, 8, requires_grad=True), save)
+
+
+def test_matrix_products_run_once():
+    model = Net(num_blocks=1)
+    apply_activation_checkpointing(model, layers="blocks.*", save=SavePolicy("matmuls"))
+    with Counter() as counter:
+        loss = model(torch.randn(4, 8)).sum()
+    assert counter.names.count("aten.addmm.default") == 2
+    with Counter() as counter:
+        loss.backward()
+    assert "aten.addmm.default" not in counter.names
+    assert "aten.gelu.default" in counter.names
+
+
+def test_keeps_what_was_asked_for_and_nothing_that_the_second_run_does_not_reach():
+    rows, width = 16, 8
+    hidden = torch.randn(rows, width)
+    model = Net(lambda: nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)))
+    apply_activation_checkpointing(model, layers="blocks.*", save=SavePolicy("matmuls"), determinism_check="none")
+    with track_memory(model, inputs=hidden) as tracker:
+        loss = model(hidden).square().sum()
+        loss.backward()
+    # the inputs of blocks 1 and 2 and the squared output; of each block the wide product, not the last one
+    expected = (3 * rows * width + 3 * rows * 4 * width) * FLOAT
+    assert tracker.timeline.saved_for_backward_bytes - expected in range(16)
+
+
+def test_every_nth_result_only():
+    model = Net(num_blocks=1)
+    policy = SavePolicy(["aten.addmm"], every_n=2)
+    apply_activation_checkpointing(model, layers="blocks.*", save=policy, determinism_check="none")
+    loss = model(torch.randn(4, 8)).sum()
+    with Counter() as counter:
+        loss.backward()
+    assert counter.names.count("aten.addmm.default") == 1
+
+
+class AttentionBlock(nn.Module):
+    """Attention with dropout draws random numbers, and so does what follows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        query, key, value = self.qkv(hidden).chunk(3, -1)
+        return hidden + F.dropout(self.out(random_mixing(query, key, value)), 0.5)
+
+
+@torch.library.custom_op("lightning_vram_tests::random_mixing", mutates_args=())
+def random_mixing(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return query * key * (torch.rand_like(value) > 0.5) + value
+
+
+@random_mixing.register_fake
+def _(query, key, value):
+    return torch.empty_like(query)
+
+
+def _save(ctx, inputs, output):
+    ctx.save_for_backward(inputs[0], output)
+
+
+def _backward(ctx, grad):
+    query, output = ctx.saved_tensors  # at once: checkpoints give each tensor once
+    return grad * output, grad * query, grad
+
+
+random_mixing.register_autograd(_backward, setup_context=_save)
+
+
+def test_a_kept_operator_that_draws_random_numbers_leaves_the_generator_where_it_was():
+    hidden = torch.randn(4, 8, requires_grad=True)
+    assert_same_as_plain(lambda: Net(AttentionBlock), hidden, ["lightning_vram_tests.random_mixing"])
+    model = Net(AttentionBlock, 1)
+    apply_activation_checkpointing(
+        model, layers="blocks.*", save=SavePolicy(["lightning_vram_tests.random_mixing"]), determinism_check="none"
+    )
+    loss = model(hidden).sum()
+    with Counter() as counter:
+        loss.backward()
+    assert "lightning_vram_tests.random_mixing.default" not in counter.names  # else nothing was shown
+
+
+class InplaceBlock(Block):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.down(torch.relu_(self.up(hidden)))
+
+
+class OverwritingNet(Net):
+    """Overwrites what a block returns, which nothing of the block's backward needs."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for block in self.blocks:
+            hidden = block(hidden).mul_(2)
+        return hidden
+
+
+class NestedBlock(Block):
+    def forward(self, hidden: Tensor) -> Tensor:
+        inner = torch.utils.checkpoint.checkpoint(lambda x: F.gelu(self.up(x)), hidden, use_reentrant=False)
+        return self.down(inner) @ hidden.mT @ hidden
+
+
+class SharedBlockNet(Net):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.blocks[0](self.blocks[1](self.blocks[0](hidden)))
+
+
+class ConvBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv1d(4, 4, 3, padding=1), nn.BatchNorm1d(4)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + F.relu(self.norm(self.conv(hidden)))
+
+
+class PenaltyBlock(Block):
+    """A backward inside of the layer."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        with torch.enable_grad():
+            probe = hidden.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(self.up(probe).square().sum(), probe, create_graph=True)
+        return self.down(F.gelu(self.up(hidden))) + slope
+
+
+MODELS = {
+    "layers that overwrite a result": lambda: Net(InplaceBlock),
+    "a net that overwrites what a layer returns": lambda: OverwritingNet(InplaceBlock),
+    "nested checkpoints": lambda: Net(NestedBlock),
+    "a layer twice": SharedBlockNet,
+    "convolutions and batch norm": lambda: Net(ConvBlock),
+    "a backward inside": lambda: Net(PenaltyBlock),
+    "frozen layers": lambda: Net().requires_grad_(False),
+    "recurrent layers": lambda: Net(lambda: FirstOf(nn.LSTM(8, 8))),
+    "gated recurrent layers": lambda: Net(lambda: FirstOf(nn.GRU(8, 8))),
+    "writes through views that count on their own": lambda: Net(UnsafeViewBlock),
+    "such writes after the layer": lambda: UnsafeViewNet(ProductBlock),
+    "foreach writes": lambda: Net(ForeachBlock),
+    "writes through .data": lambda: Net(DataBlock),
+    "a generator of its own": lambda: Net(GeneratorBlock),
+    "torch.func inside": lambda: Net(FunctionalBlock),
+    "layers that read their statistics": lambda: Net(DriftBlock),
+    "inference tensors": lambda: ConstantNet(),
+    "attention": lambda: Net(lambda: nn.TransformerEncoderLayer(8, 2, 16, norm_first=True, batch_first=True)),
+}
+
+
+class UnsafeViewBlock(Block):
+    """A batched product and a linear layer without bias are views that count versions on their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(8, 8, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        scores = hidden @ hidden.mT
+        scores *= 0.5
+        scores += 1
+        return torch.softmax(scores, -1) @ F.silu(self.wide(hidden), inplace=True)
+
+
+class UnsafeViewNet(Net):
+    """Overwrites a product that a layer returned besides what it made of it."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for block in self.blocks:
+            product, activated = block(hidden)
+            product.mul_(2)
+            hidden = product + activated
+        return hidden
+
+
+class ProductBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(8, 8, bias=False)
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        product = self.wide(hidden)
+        return product, torch.tanh(product + hidden)
+
+
+class ForeachBlock(Block):
+    def forward(self, hidden: Tensor) -> Tensor:
+        wide = self.up(hidden)
+        with torch.no_grad():
+            torch._foreach_mul_([wide.detach()], 0.5)
+        return self.down(wide.sin())
+
+
+class DataBlock(Block):
+    def forward(self, hidden: Tensor) -> Tensor:
+        wide = self.up(hidden)
+        wide.data.mul_(0.5)
+        return self.down(wide.sin())
+
+
+class GeneratorBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(0)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        noise = torch.rand(hidden.shape, generator=self.generator)
+        return self.down(F.gelu(self.up(hidden * noise))) * torch.rand(8, generator=self.generator)
+
+
+class FunctionalBlock(Block):
+    """``torch.func`` refuses to run while saved-tensor hooks are set, those of a checkpoint too."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        slope = torch.func.grad(lambda x: self.up(x).sin().sum())(hidden.detach())
+        return self.down(F.gelu(self.up(hidden))) * slope
+
+
+class DriftBlock(nn.Module):
+    """Reads the running statistics of its own norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(4)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        drift = self.norm.running_mean[:, None] + 0
+        return torch.sin(self.norm(self.linear(hidden)) * (1 + drift))
+
+
+class ConstantNet(Net):
+    """Hands its layers an inference tensor."""
+
+    def __init__(self) -> None:
+        super().__init__(ConstantBlock)
+        with torch.inference_mode():
+            self.constant = torch.randn(8)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for block in self.blocks:
+            hidden = block(hidden, self.constant)
+        return hidden
+
+
+class ConstantBlock(Block):
+    def forward(self, hidden: Tensor, constant: Tensor) -> Tensor:
+        return super().forward(hidden) + constant
+
+
+class FirstOf(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.layer(hidden)[0]
+
+
+@pytest.mark.parametrize("how", [{}, {"num_backwards": 3}], ids=["once", "retained"])
+@pytest.mark.parametrize("make_model", MODELS.values(), ids=MODELS)
+def test_result_is_that_of_the_plain_model_with(make_model, how):
+    assert_same_as_plain(make_model, torch.randn(2, 4, 8, requires_grad=True), "matmuls", **how)
+
+
+@pytest.mark.parametrize("context", [lambda: torch.autocast("cpu", torch.bfloat16), lambda: save_on_cpu()])
+def test_result_is_that_of_the_plain_model_under(context):
+    hidden, results = torch.randn(4, 8, requires_grad=True), []
+    for is_plain in (True, False):
+        torch.manual_seed(0)
+        model = Net()
+        if not is_plain:
+            apply_activation_checkpointing(model, save=SavePolicy("matmuls"))
+        with context():
+            results.append([gradients(model, hidden) for _ in range(2)])
+    assert all(map(torch.equal, results[0][1], results[1][1]))
+
+
+class TwiceNormedBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.BatchNorm1d(4)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(self.shared(self.shared(hidden).sin()))))
+
+
+def test_a_norm_twice_in_a_layer_may_be_kept():
+    hidden = torch.randn(2, 4, 8, requires_grad=True)
+    assert_same_as_plain(lambda: Net(TwiceNormedBlock), hidden, ["aten.native_batch_norm"])
+
+
+def test_kept_results_pass_the_hooks_that_are_set_outside():
+    seen = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        seen.append(tuple(tensor.shape))
+        return tensor
+
+    model = Net(num_blocks=1)
+    apply_activation_checkpointing(model, layers="blocks.*", save=SavePolicy("matmuls"), determinism_check="none")
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(torch.randn(4, 8)).sum()
+    assert (4, 32) in seen
+
+
+def test_a_second_run_with_other_operators_is_an_error():
+    class Moody(Block):
+        def forward(self, hidden: Tensor) -> Tensor:
+            wide = self.up(hidden) if torch._C._current_graph_task_id() == -1 else hidden @ self.up.weight.t()
+            return self.down(F.gelu(wide))
+
+    model = Net(Moody, 1)
+    apply_activation_checkpointing(model, layers="blocks.*", save=SavePolicy("matmuls"))
+    loss = model(torch.randn(4, 8)).sum()
+    with pytest.raises(
+        RecomputationError, match=r"^layer blocks\.0 \(Moody\) did not .* ran aten\.mm\.default\(.* where"
+    ):
+        loss.backward()
+
+
+TABLES: dict[int, Tensor] = {}
+
+
+class TableBlock(Block):
+    """Makes a table by a product once per length, outside of the model: the second run finds it."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        length = hidden.shape[0]
+        if length not in TABLES:
+            TABLES[length] = torch.ones(length, 8) @ torch.ones(8, 8)
+        return self.down(F.gelu(self.up(hidden + TABLES[length]) @ torch.ones(32, 32)))
+
+
+def test_a_product_that_is_missing_in_the_second_run_is_an_error():
+    TABLES.clear()
+    model = Net(TableBlock, 1)
+    apply_activation_checkpointing(model, layers="blocks.*", save=SavePolicy("matmuls"))
+    model(torch.randn(4, 8)).sum().backward() if TABLES else None
+    loss = model(torch.randn(5, 8)).sum()
+    with pytest.raises(RecomputationError, match=r"ran aten\..*mm\.default\(.* where its first run had"):
+        loss.backward()
+
+
+def test_noise_in_front_of_a_kept_product_is_an_error():
+    """Both outputs agree, since the product is taken from the first run."""
+    generator = np.random.default_rng(0)
+
+    class Noisy(Block):
+        def forward(self, hidden: Tensor) -> Tensor:
+            return self.down(hidden.repeat(1, 4) * float(generator.random()))
+
+    model = Net(Noisy, 1)
+    apply_activation_checkpointing(model, layers="blocks.*", save=SavePolicy("matmuls"))
+    loss = (model(torch.randn(4, 8)) * model.blocks[0].up.bias.mean()).sin().sum()
+    with pytest.raises(RecomputationError, match=r"aten\.addmm\.default, whose result was kept, got other values"):
+        loss.backward()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # dynamo's own
+def test_a_compiled_module_inside_of_a_layer_runs_compiled():
+    torch._dynamo.reset()
+    results = []
+    for is_plain in (True, False):
+        torch.manual_seed(0)
+        model = Net()
+        for block in model.blocks:
+            block.up = torch.compile(block.up, backend="aot_eager")
+        if not is_plain:
+            apply_activation_checkpointing(model, layers="Block", save=SavePolicy("matmuls"))
+        results.append(gradients(model, torch.ones(4, 8, requires_grad=True)))
+    assert all(map(torch.equal, *results))
+
+
+def test_nothing_is_alive_after_a_step():
+    model = Net()
+    apply_activation_checkpointing(model, save=SavePolicy("matmuls"))
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(2):
+            seen: list[weakref.ref] = []
+
+            class Watch(TorchDispatchMode):
+                def __torch_dispatch__(self, func, types, args=(), kwargs=None, seen=seen):
+                    output = func(*args, **(kwargs or {}))
+                    if func is aten.addmm.default:
+                        seen.append(weakref.ref(output.untyped_storage()))
+                    return output
+
+            with Watch():
+                model(torch.randn(4, 8)).sum().backward()
+            assert len(seen) > 5
+            assert not any(reference() is not None for reference in seen)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("name", ["resnet50", "convnext_tiny", "llama"])
+def test_well_known_networks_train_the_same(name):
+    network, inputs = make_network(name)
+    inputs = inputs[:2] if inputs.dim() == 2 else inputs[:2, :, ::4, ::4]
+    twin = copy.deepcopy(network)
+    apply_activation_checkpointing(twin, save=SavePolicy("matmuls"))
+    for module in (network, twin):
+        optimizer = torch.optim.SGD(module.parameters(), 0.01, momentum=0.9)
+        torch.manual_seed(1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            module(inputs).square().mean().backward()
+            optimizer.step()
+    assert_equal_weights(twin, network)
+
+
+@pytest.mark.parametrize("model", [TinyCNN, TinyGPT])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # dynamo's own
+def test_compiled_layers_keep_them_too(model):
+    torch._dynamo.reset()
+    results = []
+    for is_plain in (True, False):
+        torch.manual_seed(0)
+        net = model().eval()
+        inputs = net.samples(4)[:][0]
+        if not is_plain:
+            apply_activation_checkpointing(net, save=SavePolicy("matmuls"))
+        net = torch.compile(net, backend="aot_eager")
+        net(inputs).square().sum().backward()
+        results.append([parameter.grad for parameter in net.parameters()])
+    assert all(torch.allclose(one, other, rtol=1e-4, atol=1e-6) for one, other in zip(*results, strict=True))

@@ -1,0 +1,143 @@
+"""The error that stored activations make in the gradient is measured on the very graph, and changes nothing."""
+
+import math
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.networks import ViT
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_vram.demos import ByteGPT, DigitsResNet
+from lightning_vram.techniques.activation_compression.gradient_error import gradient_cosine
+from lightning_vram.techniques.activation_compression.stage import CompressionStage
+
+SIDE = 32
+
+
+def byte_gpt() -> tuple[nn.Module, Callable[[], Tensor]]:
+    net, tokens = ByteGPT(2, 64, 4, 64, dropout=0.1).train(), torch.randint(256, (4, 65))
+    return net, lambda: F.cross_entropy(net(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def digits_resnet() -> tuple[nn.Module, Callable[[], Tensor]]:
+    net, images, labels = DigitsResNet().train(), torch.randn(16, 1, 8, 8), torch.randint(10, (16,))
+    return net, lambda: F.cross_entropy(net(images), labels)
+
+
+def vit() -> tuple[nn.Module, Callable[[], Tensor]]:
+    net, images, labels = ViT(96, 2), torch.randn(4, 3, 128, 128), torch.randint(1000, (4,))
+    return net, lambda: F.cross_entropy(net(images), labels)
+
+
+NETWORKS = {"byte_gpt": byte_gpt, "digits_resnet": digits_resnet, "vit": vit}
+LEAST = {"bf16": 0.9999, "fp8": 0.998, "int8": 0.9998}
+
+
+@pytest.mark.parametrize("lossy", LEAST)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_cosine_is_that_of_the_gradients_and_above_what_is_documented(name: str, lossy: str) -> None:
+    torch.manual_seed(0)
+    net, compute_loss = NETWORKS[name]()
+    stage = CompressionStage(net, lossy=lossy)
+    state = torch.get_rng_state()
+    buffers = {key: value.clone() for key, value in net.named_buffers()}
+    exact = torch.autograd.grad(compute_loss(), list(net.parameters()))
+    torch.set_rng_state(state)
+    for key, value in net.named_buffers():
+        value.copy_(buffers[key])
+    with stage.keeping_exact_too(), stage:
+        loss = compute_loss()
+    state = torch.get_rng_state()
+    cosine = gradient_cosine(stage, loss, net.parameters())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(parameter.grad is None for parameter in net.parameters())
+    loss.backward()
+    one, other = (
+        torch.cat([gradient.flatten().double() for gradient in gradients])
+        for gradients in (exact, [parameter.grad for parameter in net.parameters()])
+    )
+    assert cosine == pytest.approx(float(one @ other / (one.norm() * other.norm())), abs=1e-9)
+    assert LEAST[lossy] < cosine < 1.0
+    assert stage.report.kept_bytes < 0.75 * stage.report.saved_bytes
+
+
+def test_without_a_loss_the_cosine_is_one() -> None:
+    net, compute_loss = digits_resnet()
+    stage = CompressionStage(net)
+    with stage.keeping_exact_too(), stage:
+        loss = compute_loss()
+    assert gradient_cosine(stage, loss, net.parameters()) == pytest.approx(1.0, abs=1e-12)
+
+
+def test_exact_gradients_are_exact_to_the_bit_and_only_while_asked_for() -> None:
+    x, w = torch.randn(SIDE, SIDE, requires_grad=True), torch.randn(SIDE, SIDE, requires_grad=True)
+    stage = CompressionStage(lossy="int8")
+    with stage.keeping_exact_too(), stage:
+        loss = ((x * 1) @ w).exp().sum()
+    expected = torch.autograd.grad(((x * 1) @ w).exp().sum(), [x, w])
+    stored = torch.autograd.grad(loss, [x, w], retain_graph=True)
+    with stage.giving_exact():
+        exact = torch.autograd.grad(loss, [x, w], retain_graph=True)
+    again = torch.autograd.grad(loss, [x, w])
+    assert all(map(torch.equal, exact, expected))
+    assert not any(map(torch.equal, stored, expected))
+    assert all(map(torch.equal, stored, again))
+
+
+def test_checkpointed_layers_draw_their_numbers_again_and_others_are_left_in_peace() -> None:
+    net = nn.Sequential(nn.Linear(SIDE, SIDE), nn.Tanh(), nn.Dropout())
+    stage = CompressionStage(net, lossy="bf16")
+    x = torch.randn(SIDE, SIDE, requires_grad=True)
+    with stage.keeping_exact_too(), stage:
+        loss = net(checkpoint(net, net(x), use_reentrant=False)).sum()
+    state = torch.get_rng_state()
+    assert 0.9999 < gradient_cosine(stage, loss, net.parameters()) <= 1.0
+    assert torch.equal(torch.get_rng_state(), state)
+    loss.backward()
+
+
+def test_exact_numbers_are_kept_for_no_longer_than_asked() -> None:
+    x = torch.randn(SIDE, SIDE, requires_grad=True)
+    stage = CompressionStage(lossy="int8")
+    with stage.keeping_exact_too(), stage:
+        pass
+    with stage:
+        loss = (x * 1).exp().sum()
+    message = (
+        "gradient_cosine(stage) has no exact numbers to compare with: enter the stage inside of "
+        "stage.keeping_exact_too()."
+    )
+    with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"):
+        gradient_cosine(stage, loss, [x])
+
+
+def test_zero_missing_and_broken_gradients() -> None:
+    x, unused = torch.randn(SIDE, SIDE, requires_grad=True), torch.ones(2, requires_grad=True)
+    stage = CompressionStage(lossy="int8")
+    with stage.keeping_exact_too(), stage:
+        loss = (x * 1).exp().sum()
+        zero = loss * 0.0
+        broken = loss * torch.nan
+    assert gradient_cosine(stage, loss, [x, unused, torch.ones(1)]) > 0.9
+    assert math.isnan(gradient_cosine(stage, zero, [x]))
+    assert gradient_cosine(stage, broken, [x]) != gradient_cosine(stage, broken, [x])
+    message = "gradient_cosine(parameters) must hold one that requires a gradient, got none."
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        gradient_cosine(stage, loss, [torch.ones(1)])
+
+
+def test_complex_parameters_count_as_two_numbers_each() -> None:
+    w = torch.randn(SIDE, SIDE, dtype=torch.complex64, requires_grad=True)
+    x = torch.randn(SIDE, SIDE, dtype=torch.complex64)
+    stage = CompressionStage(lossy="int8")
+    with stage.keeping_exact_too(), stage:
+        loss = (w @ x * 1j).imag.tanh().sum()
+    cosine = gradient_cosine(stage, loss, [w])
+    stored = torch.view_as_real(torch.autograd.grad(loss, w)[0]).flatten().double()
+    exact = torch.view_as_real(torch.autograd.grad((w @ x * 1j).imag.tanh().sum(), w)[0]).flatten().double()
+    assert cosine == pytest.approx(F.cosine_similarity(stored, exact, dim=0).item(), abs=1e-9)
+    assert 0.999 < cosine < 1.0

@@ -1,0 +1,1171 @@
+"""Saved tensors take fewer bytes, as many as can be worked out, and no gradient changes by a bit unless asked to."""
+
+import copy
+import gc
+import re
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.helpers import TinyCNN, TinyGPT, describe_module, saved_bytes
+from support.networks import make_network
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from lightning_vram.core.hooks.stage import SavedTensorStage, Taken
+from lightning_vram.core.layers.selection import select_layers
+from lightning_vram.demos import ByteGPT, DigitsResNet
+from lightning_vram.techniques.activation_compression import encoded_storage, lossless_codecs
+from lightning_vram.techniques.activation_compression.stage import CompressionStage
+from lightning_vram.techniques.in_place_fusion.recomputation.stage import Recomputation
+
+SIDE = 32  # a float tensor of SIDE x SIDE has 4096 bytes: above the threshold of 1024
+NUMBER_BYTES = 4
+BITS = 32  # bits per number: what a mask shrinks by
+
+
+class LiveBytes(TorchDispatchMode):
+    """A witness of its own: the bytes of all memory that operators made inside of it and that is alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[int, tuple[weakref.ref, int]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        results = func(*args, **(kwargs or {}))
+        given = {arg.untyped_storage()._cdata for arg in tree_leaves(args) if isinstance(arg, Tensor)}
+        for result in tree_leaves(results):
+            if isinstance(result, Tensor) and (storage := result.untyped_storage())._cdata not in given:
+                self.storages[storage._cdata] = weakref.ref(storage), storage.nbytes()
+        return results
+
+    def count(self) -> int:
+        return sum(size for storage, size in self.storages.values() if storage() is not None)
+
+
+def live_bytes(compute_loss: Callable[[], Tensor], context: AbstractContextManager) -> int:
+    """Bytes that are alive after the forward: its graph."""
+    torch.manual_seed(3)
+    with LiveBytes() as live:
+        with context:
+            loss = compute_loss()
+        assert loss.requires_grad
+        return live.count()
+
+
+def gradients(compute_loss: Callable[[], Tensor], wanted: list[Tensor], context: AbstractContextManager) -> list:
+    torch.manual_seed(3)
+    with context:
+        loss = compute_loss()
+    return [loss.detach(), *torch.autograd.grad(loss, wanted, allow_unused=True), torch.get_rng_state()]
+
+
+def is_same(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+def assert_same_gradients(
+    compute_loss: Callable[[], Tensor], wanted: list[Tensor], **options: object
+) -> CompressionStage:
+    """Gradients are equal to plain ones to the bit, twice, and no more bytes are alive. Return the stage."""
+    stage = CompressionStage(**{"min_bytes": 0, **options})
+    expected = gradients(compute_loss, wanted, nullcontext())
+    for _ in range(2):  # what is learned in the first run changes nothing
+        assert all(map(is_same, expected, gradients(compute_loss, wanted, stage)))
+    return stage
+
+
+def matrix(seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(SIDE, SIDE, generator=generator).requires_grad_()
+
+
+# Networks
+
+
+def digits_resnet() -> tuple[nn.Module, Callable[[], Tensor]]:
+    net, images, labels = DigitsResNet().train(), torch.randn(4, 1, 8, 8), torch.randint(10, (4,))
+    return net, lambda: F.cross_entropy(net(images), labels)
+
+
+def byte_gpt() -> tuple[nn.Module, Callable[[], Tensor]]:
+    net, tokens = ByteGPT(1, 32, 4, 32, dropout=0.5).train(), torch.randint(256, (4, 33))
+    return net, lambda: F.cross_entropy(net(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def tiny_cnn() -> tuple[nn.Module, Callable[[], Tensor]]:
+    net, images = TinyCNN(), torch.randn(4, 3, 8, 8)
+    return net, lambda: net(images).square().mean()
+
+
+def tiny_gpt() -> tuple[nn.Module, Callable[[], Tensor]]:
+    net, tokens = TinyGPT(), torch.randint(17, (4, 12))
+    return net, lambda: net(tokens).square().mean()
+
+
+def lstm() -> tuple[nn.Module, Callable[[], Tensor]]:
+    net, x = nn.LSTM(8, 16, 2, dropout=0.5), torch.randn(12, 4, 8)
+    return net, lambda: net(x)[0].square().mean()
+
+
+def attention() -> tuple[nn.Module, Callable[[], Tensor]]:
+    net, x = nn.MultiheadAttention(16, 2, dropout=0.3, batch_first=True), torch.randn(3, 9, 16)
+    mask = torch.rand(3, 9) > 0.8
+    return net, lambda: net(x, x, x, key_padding_mask=mask)[0].square().mean()
+
+
+def network(name: str, size: int) -> tuple[nn.Module, Callable[[], Tensor]]:
+    net, x = make_network(name)
+    x = x[: 1 if name == "vgg13_bn" else 2, :, :size, :size]
+    return net, lambda: net(x).square().mean()
+
+
+NETWORKS = {
+    "digits_resnet": digits_resnet,
+    "byte_gpt": byte_gpt,
+    "tiny_cnn": tiny_cnn,
+    "tiny_gpt": tiny_gpt,
+    "lstm": lstm,
+    "attention": attention,
+    "resnet50": lambda: network("resnet50", 32),
+    "vgg13_bn": lambda: network("vgg13_bn", 128),
+    "unet": lambda: network("unet", 32),
+    "mobilenetv2": lambda: network("mobilenetv2", 32),
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_networks_gradients_are_equal_to_the_bit_and_it_keeps_no_more_than_plain(name: str) -> None:
+    torch.manual_seed(0)
+    net, compute_loss = NETWORKS[name]()
+    other = copy.deepcopy(net)
+    stage = CompressionStage(net, min_bytes=0)
+    for _ in range(2):  # what is learned in the first run changes nothing
+        results = []
+        for model, context in ((other, nullcontext()), (net, stage)):
+            before = copy.deepcopy(net.state_dict())
+            results.append(gradients(compute_loss, list(net.parameters()), context))
+            after = copy.deepcopy(net.state_dict())
+            if model is other:
+                net.load_state_dict(before)
+                expected_state = after
+        assert all(map(is_same, *results))
+        assert all(torch.equal(expected_state[key], value) for key, value in net.state_dict().items())
+    plain = live_bytes(compute_loss, nullcontext())
+    for _ in range(2):
+        stage = CompressionStage(net)
+        assert live_bytes(compute_loss, stage) <= plain
+        assert stage.report.kept_bytes <= stage.report.saved_bytes
+
+
+def test_digits_resnet_keeps_what_is_worked_out_by_hand() -> None:
+    net, compute_loss = digits_resnet()
+    large, small = 4 * 8 * 8 * NUMBER_BYTES, 4 * 4 * 4 * NUMBER_BYTES  # one channel of four images
+    image, stem = 1 * large, (16 + 16) * large  # input of a norm, and of the convolution behind its ReLU
+    first = (2 * (16 + 16) + 64 + 64 + 64) * large  # with a norm on the shortcut, and the output
+    second = (2 * (16 + 16) + 64 + 64) * large
+    third = 2 * 32 * large + 2 * 32 * small + (128 + 128 + 128) * small
+    fourth = 2 * (32 + 32) * small + 128 * small
+    last_relu = 128 * small
+    num_channels = 16 + (16 + 16 + 64 + 64) + (16 + 16 + 64) + (32 + 32 + 128 + 128) + (32 + 32 + 128)
+    statistics = 2 * NUMBER_BYTES * num_channels  # mean and scale of each norm
+    head = 4 * 128 * NUMBER_BYTES + 4 * 10 * NUMBER_BYTES + 4 * 8 + NUMBER_BYTES  # input, log-probs, labels, weight
+    plain = image + stem + first + second + third + fourth + last_relu + statistics + head
+    with CompressionStage(net) as stage:
+        compute_loss()
+    assert stage.report.saved_bytes == plain == 779_588
+    # All other results of ReLU are the inputs of convolutions.
+    assert stage.report.kept_bytes == plain - last_relu + last_relu // BITS == 747_844
+    saved = live_bytes(compute_loss, nullcontext()) - live_bytes(compute_loss, CompressionStage(net))
+    assert saved == last_relu - last_relu // BITS
+
+
+def test_a_gpt_full_of_dropout_keeps_what_is_worked_out_by_hand() -> None:
+    net, compute_loss = byte_gpt()
+    hidden, scores = 4 * 32 * 32 * NUMBER_BYTES, 4 * 4 * 32 * 32 * NUMBER_BYTES
+    masks = 3 * hidden + scores  # after the embedding, attention and the MLP, and inside of attention
+    of_a_mask = 2 * NUMBER_BYTES  # its two values
+    with CompressionStage(net) as stage:
+        compute_loss()
+    plain = saved_bytes(net, compute_loss)
+    assert stage.report.saved_bytes == plain == 677_156
+    kept = plain - masks + masks // BITS + 4 * of_a_mask
+    assert stage.report.kept_bytes == kept == 566_084
+    assert live_bytes(compute_loss, nullcontext()) - live_bytes(compute_loss, CompressionStage(net)) == plain - kept
+
+
+# Indices
+
+
+def pooled(pool: Callable[..., tuple[Tensor, Tensor]], *shape: int) -> Callable[[Tensor], Tensor]:
+    return lambda x: pool(x.reshape(*shape))[0]
+
+
+WITH_INDICES = {
+    "max_pool1d": (lambda x: F.max_pool1d(x, 2), torch.int64),
+    "max_pool1d indices": (lambda x: F.max_pool1d(x, 2, return_indices=True)[0], torch.uint8),
+    "max_pool2d": (pooled(lambda x: F.max_pool2d(x, 2, return_indices=True), 1, 4, 16, 16), torch.uint8),
+    "max_pool2d wide": (pooled(lambda x: F.max_pool2d(x, 2, return_indices=True), 1, 1, 32, 32), torch.int16),
+    "max_pool3d": (pooled(lambda x: F.max_pool3d(x, 2, return_indices=True), 1, 4, 4, 8, 8), torch.uint8),
+    "adaptive2d": (pooled(lambda x: F.adaptive_max_pool2d(x, 8, True), 1, 4, 16, 16), torch.uint8),
+    "adaptive3d": (pooled(lambda x: F.adaptive_max_pool3d(x, 4, True), 1, 4, 4, 8, 8), torch.uint8),
+    "fractional2d": (
+        pooled(lambda x: F.fractional_max_pool2d(x, 2, 8, return_indices=True), 1, 4, 16, 16),
+        torch.uint8,
+    ),
+    "fractional3d": (
+        pooled(lambda x: F.fractional_max_pool3d(x, 2, 2, return_indices=True), 1, 4, 4, 8, 8),
+        torch.uint8,
+    ),
+    "sort": (lambda x: x.sort(0).values, torch.uint8),
+    "stable sort": (lambda x: x.view(-1).sort(stable=True).values, torch.int16),
+    "transposed sort": (lambda x: x.t().sort(0).values, torch.uint8),
+    "topk": (lambda x: x.topk(20, 0).values, torch.uint8),
+    "max": (lambda x: x.max(0).values, torch.uint8),
+    "min": (lambda x: x.min(1).values, torch.uint8),
+    "kthvalue": (lambda x: x.kthvalue(3, 0).values, torch.uint8),
+    "median": (lambda x: x.median(0).values, torch.uint8),
+    "nanmedian": (lambda x: x.nanmedian(0).values, torch.uint8),
+    "mode": (lambda x: x.mode(0).values, torch.uint8),
+    "cummax": (lambda x: x.cummax(0).values, torch.uint8),
+    "cummin": (lambda x: x.cummin(0).values, torch.uint8),
+    "gather by argsort": (lambda x: x.gather(0, x.argsort(0)), torch.uint8),
+    "gather by argmax": (lambda x: x.gather(0, x.argmax(0, keepdim=True)), torch.uint8),
+    "index by argsort": (lambda x: x[x[0].argsort()], torch.uint8),
+    "unpooled": (lambda x: F.max_unpool2d(*F.max_pool2d(x[None], 2, return_indices=True), 2), torch.int16),
+}
+
+
+@pytest.mark.parametrize("name", WITH_INDICES)
+def test_indices_take_the_narrowest_integer_and_come_back(name: str) -> None:
+    run, _ = WITH_INDICES[name]
+    x = matrix()
+    stage = assert_same_gradients(lambda: (run(x) * matrix(1).view(-1)[: run(x).numel()].view(run(x).shape)).sum(), [x])
+    assert stage.report.kinds["indices"] >= 1
+
+
+def test_indices_of_64_bits_become_8_or_16_bits() -> None:
+    x = matrix()
+    for run, width in ((lambda: x.sort(0).values, 1), (lambda: x.view(-1).sort().values, 2)):
+        with CompressionStage() as stage:
+            values = run()
+        assert stage.report.saved_bytes == 8 * SIDE * SIDE
+        assert stage.report.kept_bytes == width * SIDE * SIDE
+        assert values.requires_grad
+
+
+# ReLU
+
+
+def as_function(x: Tensor) -> Tensor:
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            y = F.relu(x)
+            ctx.save_for_backward(y)
+            return y * 1
+
+        @staticmethod
+        def backward(ctx, grad):
+            (y,) = ctx.saved_tensors
+            return grad * y
+
+    return Own.apply(x)
+
+
+def as_function_with_graph_inside(x: Tensor) -> Tensor:
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            with torch.enable_grad():
+                y = F.relu(x.detach().requires_grad_())
+            ctx.save_for_backward(y)
+            return y.detach() * 1
+
+        @staticmethod
+        def backward(ctx, grad):
+            (y,) = ctx.saved_tensors
+            return grad * y
+
+    return Own.apply(x)
+
+
+def as_output_of_function(x: Tensor) -> Tensor:
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            y = F.relu(x)
+            ctx.save_for_backward(y)
+            return y
+
+        @staticmethod
+        def backward(ctx, grad):
+            (y,) = ctx.saved_tensors
+            return grad * y
+
+    return Own.apply(x)
+
+
+def without_grad(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        y = F.relu(x)
+    return x * y
+
+
+def detached(x: Tensor) -> Tensor:
+    y = F.relu(x.detach())
+    return x * y
+
+
+RELUS = {
+    "alone": lambda x, w: F.relu(x) + 1,
+    "module": lambda x, w: nn.ReLU()(x * 2).sum(0),
+    "in front of a product": lambda x, w: F.relu(x) @ w,
+    "in front of two": lambda x, w: F.relu(x) @ w + F.relu(x) * w,
+    "one for two": lambda x, w: (y := F.relu(x)) @ w + y.exp() * y,
+    "view in front of a product": lambda x, w: F.relu(x).view(-1, 4) @ w[:4],
+    "flattened": lambda x, w: F.relu(x).flatten() * w.flatten(),
+    "transposed": lambda x, w: F.relu(x).t() @ w,
+    "part of it": lambda x, w: F.relu(x)[:4] * w[:4],
+    "expanded": lambda x, w: F.relu(x).expand(3, -1, -1) * w,
+    "of a transposed": lambda x, w: F.relu(x.t()) * w,
+    "of a strided": lambda x, w: F.relu(x[::2, ::3]) * 2,
+    "in place": lambda x, w: F.relu_(x * 1) + 1,
+    "in place in front of a product": lambda x, w: F.relu_(x * 1) @ w,
+    "in place on a view": lambda x, w: F.relu_((x * 1).view(-1)).view(SIDE, SIDE) @ w,
+    "in place on a part": lambda x, w: (F.relu_((y := x * 1)[2:5]), y * w)[1],
+    "in place on detached": lambda x, w: x * F.relu_((x * 1).detach()),
+    "of relu": lambda x, w: F.relu(F.relu(x)) * 2,
+    "max pool": lambda x, w: F.max_pool2d(F.relu(x)[None], 2),
+    "dropout": lambda x, w: F.dropout(F.relu(x), 0.5) @ w,
+    "cat": lambda x, w: torch.cat([F.relu(x), F.relu(w)]) + 1,
+    "square": lambda x, w: F.relu(x).square(),
+    "times itself": lambda x, w: (y := F.relu(x)) * y,
+    "half": lambda x, w: F.relu(x.half()).float() + w,
+    "bfloat16": lambda x, w: F.relu(x.bfloat16()).float() + w,
+    "double": lambda x, w: F.relu(x.double()) @ w.double(),
+    "leaky": lambda x, w: F.leaky_relu(x) @ w,
+    "leaky in place": lambda x, w: F.leaky_relu_(x * 1) + 1,
+    "leaky in place in front of a product": lambda x, w: F.leaky_relu_(x * 1, 0.3) @ w,
+    "relu6": lambda x, w: F.relu6(x * 3) @ w,
+    "threshold": lambda x, w: F.threshold(x, 0.1, -1.0) @ w,
+    "threshold in place": lambda x, w: F.threshold_(x * 1, 0.1, 0.0) + w,
+    "prelu": lambda x, w: F.prelu(x, w[0, :1]) @ w,
+    "elu in place": lambda x, w: F.elu_(x * 1) + 1,
+    "clamp": lambda x, w: x.clamp_min(0) @ w,
+    "without grad": lambda x, w: without_grad(x),
+    "detached": lambda x, w: detached(x),
+    "in a function": lambda x, w: as_function(x),
+    "in a function, with a graph": lambda x, w: as_function_with_graph_inside(x),
+    "as the output of a function": lambda x, w: as_output_of_function(x),
+    "nothing needs a gradient": lambda x, w: F.relu(x.detach()) * w,
+    "checkpointed": lambda x, w: checkpoint(lambda x: F.relu(x) @ w, x * 1, use_reentrant=False) + F.relu(x),
+    "rnn": lambda x, w: nn.RNN(SIDE, 4, nonlinearity="relu")(x)[0],
+}
+
+
+@pytest.mark.parametrize("name", RELUS)
+def test_relu_everywhere(name: str) -> None:
+    x, w = matrix(), matrix(1)
+    with torch.no_grad():
+        x.view(-1)[:6] = torch.tensor([torch.nan, -0.0, 0.0, torch.inf, -torch.inf, 1e-45])
+    plain = live_bytes(lambda: RELUS[name](x, w).sum(), nullcontext())
+    assert live_bytes(lambda: RELUS[name](x, w).sum(), CompressionStage(min_bytes=0)) <= plain + (
+        16 if "dropout" in name else 0
+    )
+    assert_same_gradients(lambda: (RELUS[name](x, w) * 1.5).sum(), [x, w])
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_relu_alone_is_kept_as_bits(in_place: bool) -> None:
+    x = matrix()
+    with CompressionStage() as stage:
+        y = F.relu(x * 1, inplace=in_place) + 1
+    assert stage.report.kept_bytes == SIDE * SIDE // 8
+    assert stage.report.saved_bytes == SIDE * SIDE * NUMBER_BYTES
+    assert y.requires_grad
+
+
+def test_relu_whose_values_are_saved_later_refers_to_those_and_keeps_them_as_plain_would() -> None:
+    x, w = matrix(), matrix(1)
+    stage = CompressionStage()
+    with LiveBytes() as live:
+        with stage:
+            y = F.relu(x)
+            product = y @ w
+        assert live.count() == 2 * SIDE * SIDE * NUMBER_BYTES  # y and the product: no bits
+        z = y.sum()
+        del y, product  # the product's node is gone; what it kept is still there for ReLU
+        (gradient,) = torch.autograd.grad(z, x)
+    assert torch.equal(gradient, (x > 0).float())
+
+
+def test_relu_learns_to_leave_alone_what_others_save_and_forgets_it_when_they_stop() -> None:
+    x, w = matrix(), matrix(1)
+    stage = CompressionStage()
+    kinds = []
+    for has_product in (True, True, False, False, True, True):
+        with stage:
+            y = F.relu(x)
+            loss = (y @ w if has_product else y + 1).sum()
+        kinds.append(stage.report.kinds["signs"])
+        assert torch.equal(
+            torch.autograd.grad(loss, x)[0],
+            torch.autograd.grad((F.relu(x) @ w if has_product else F.relu(x) + 1).sum(), x)[0],
+        )
+    assert kinds == [1, 0, 0, 1, 1, 0]
+
+
+def test_relu_in_a_released_graph_is_not_taken_for_a_new_one() -> None:
+    x, w = matrix(), matrix(1)
+    for context in (nullcontext(), saved_tensors_hooks(lambda t: t, lambda t: t)):
+        with CompressionStage(min_bytes=0):
+            with context:
+                y = F.relu(x)
+            y.backward(torch.ones_like(y))
+            product = (y @ w).sum()
+        assert torch.equal(torch.autograd.grad(product, w)[0], y.detach().t() @ torch.ones(SIDE, SIDE))
+
+
+def test_relu_whose_save_failed_is_not_taken_for_a_new_one() -> None:
+    class Failing(SavedTensorStage):
+        num_calls = 0
+
+        def take(self, tensor: Tensor) -> Taken | None:
+            self.num_calls += 1
+            if self.num_calls == 1:
+                raise RuntimeError("the host is full")
+            return None
+
+    x, w = matrix(), matrix(1)
+    with Failing(), CompressionStage(min_bytes=0):
+        y = x * 1
+        with pytest.raises(RuntimeError, match="the host is full"):
+            F.relu_(y)
+        product = (y @ w).sum()
+    assert torch.equal(torch.autograd.grad(product, w)[0], F.relu(x).detach().t() @ torch.ones(SIDE, SIDE))
+
+
+def test_what_another_stage_hands_on_keeps_its_values() -> None:
+    x, w = matrix(), matrix(1)
+
+    def compute_loss() -> Tensor:
+        y = F.relu(x @ w)
+        return (y * 2 + 1).exp().sum() + F.silu(F.relu(y @ w) * 3).tanh().sum()
+
+    for verify in ("first-step", "never"):
+        expected = gradients(compute_loss, [x, w], nullcontext())
+        recomputation = Recomputation(min_bytes=0, verify=verify)
+        found = gradients(compute_loss, [x, w], both(CompressionStage(min_bytes=0), recomputation))
+        assert recomputation.report.num_dropped
+        assert all(map(is_same, expected, found))
+
+
+def test_relu_made_outside_is_not_taken_for_one_inside() -> None:
+    x, w = matrix(), matrix(1)
+    y = F.relu(x)
+    with CompressionStage(min_bytes=0) as stage:
+        product = (y @ w).sum()
+    assert not stage.report.kinds
+    assert torch.equal(torch.autograd.grad(product, w)[0], y.detach().t() @ torch.ones(SIDE, SIDE))
+
+
+@pytest.mark.parametrize("function", [F.relu, lambda x: F.relu_(x * 1), lambda x: F.leaky_relu_(x * 1)])
+def test_double_backward(function: Callable[[Tensor], Tensor]) -> None:
+    for stays in (False, True):
+        results = []
+        for context in (nullcontext(), CompressionStage(min_bytes=0)):
+            x, w = matrix(), matrix(1)
+            with context:
+                loss = ((function(x) @ w).relu() ** 3).sum()
+                if stays:
+                    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+                    penalty = gradient.square().sum()
+            if not stays:
+                (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+                penalty = gradient.square().sum()
+            penalty.backward()
+            results.append([gradient, x.grad, w.grad])
+        assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("error_in", ["their hooks", "the run before"])
+@pytest.mark.parametrize("activation", [F.relu_, lambda y: F.leaky_relu_(y, 0.1)])
+def test_relu_whose_save_failed_elsewhere_is_not_taken_for_a_new_one(error_in: str, activation: Callable) -> None:
+    def fail(tensor: Tensor) -> Tensor:
+        raise RuntimeError("theirs")
+
+    x, w = matrix(), matrix(1)
+    y = x * 1
+    stage = CompressionStage(min_bytes=0)
+    if error_in == "their hooks":
+        with stage:
+            with pytest.raises(RuntimeError, match="theirs"), saved_tensors_hooks(fail, lambda t: t):
+                activation(y)
+            product = (y @ w).sum()
+    else:
+        with stage, pytest.raises(RuntimeError, match="theirs"), saved_tensors_hooks(fail, lambda t: t):
+            activation(y)
+        with stage:
+            product = (y @ w).sum()
+    assert torch.equal(torch.autograd.grad(product, w)[0], y.detach().t() @ torch.ones(SIDE, SIDE))
+
+
+QUIET = {
+    "multiplied": lambda y: y.data.mul_(-1),
+    "zeroed": lambda y: y.data.zero_(),
+    "a part": lambda y: y.data[3].fill_(2.0),
+    "foreach": lambda y: torch._foreach_neg_([y.data]),
+}
+
+
+@pytest.mark.parametrize("write", QUIET)
+@pytest.mark.parametrize("lossy", [None, "int8"])
+def test_what_is_written_to_data_after_the_save_reaches_the_backward_as_in_plain(write: str, lossy: str | None) -> None:
+    results = []
+    for context in (nullcontext(), CompressionStage(min_bytes=0, lossy=lossy)):
+        x, w = matrix(), matrix(1)
+        with context:
+            y = F.relu(x * 1)
+            z = (w * 1).sin() if lossy is not None else w
+            mask = torch.empty_like(x).bernoulli_(0.5, generator=torch.Generator().manual_seed(0))
+            loss = (y * 2).sum() + (w * mask).sum() + (z.cos().sum() if lossy is not None else 0)
+            for tensor in (y, mask, *([z] if lossy is not None else [])):
+                QUIET[write](tensor)
+        results.append(torch.autograd.grad(loss, [x, w]))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.allclose(results[0][1], results[1][1], rtol=0.05, atol=0.05)
+    if lossy is not None:
+        return
+    assert torch.equal(results[0][1], results[1][1])
+
+
+def test_empty_tensors_are_left_alone() -> None:
+    x = torch.randn(0, 4, requires_grad=True)
+    with CompressionStage(min_bytes=0, lossy="int8") as stage:
+        loss = F.dropout(F.relu(x * 1), 0.5).sort(0).values.masked_fill(x > 0, 0.0).sin().sum()
+    loss.backward()
+    assert x.grad.shape == (0, 4)
+    assert not stage.report.kinds
+
+
+def test_a_backward_in_inference_mode() -> None:
+    x, w = matrix(), matrix(1)
+    with CompressionStage(min_bytes=0):
+        mask = x > 0
+        loss = (F.relu(x) + 1).sum() + w.masked_fill(mask, 0.0).sum() + x.masked_fill(mask, 0.0).sum()
+    with torch.inference_mode():
+        gradient = torch.autograd.grad(loss, w)[0]
+    assert torch.equal(gradient, (~mask).float())
+
+
+@pytest.mark.parametrize(("dtype", "block_size"), [(torch.float32, 1), (torch.bfloat16, 2), (torch.float64, 1)])
+def test_what_gets_no_smaller_is_left_alone(dtype: torch.dtype, block_size: int) -> None:
+    x = matrix().to(dtype)
+    with CompressionStage(lossy="int8", block_size=block_size) as stage:
+        y = (x * 1).sin()
+    assert stage.report.kept_bytes <= stage.report.saved_bytes
+    assert not stage.report.kinds  # a number of one byte, and its scale
+    assert y.requires_grad
+
+
+# Masks
+
+
+MASKS = {
+    "dropout": lambda x: F.dropout(x, 0.5),
+    "in place": lambda x: F.dropout(x * 1, 0.3, inplace=True),
+    "native": lambda x: torch.native_dropout(x, 0.5, True)[0],
+    "feature": lambda x: F.dropout2d(x[None, :, :, None], 0.5),
+    "alpha": lambda x: F.alpha_dropout(x, 0.4, training=True),
+    "feature alpha": lambda x: F.feature_alpha_dropout(x[None], 0.4, training=True),
+    "all": lambda x: F.dropout(x, 1.0),
+    "where": lambda x: torch.where(x > 0, x, -x),
+    "masked_fill": lambda x: x.masked_fill(x < 0, -torch.inf).softmax(-1),
+    "masked_select": lambda x: x[x > 0],
+    "by hand": lambda x: x * torch.empty_like(x).bernoulli_(0.5).mul_(2.0),
+    "bernoulli": lambda x: x * torch.bernoulli(torch.full_like(x, 0.25)),
+    "by hand, negative": lambda x: x * torch.empty_like(x).bernoulli_(0.5).sub_(0.5).mul_(-2.0),
+    "by hand, to infinity": lambda x: x * torch.empty_like(x).bernoulli_(0.5).div_(0.0),
+    "negative zeros": lambda x: 1 / (x * torch.empty_like(x).bernoulli_(0.5).mul_(-1.0)),
+    "expanded": lambda x: x * torch.empty(SIDE, 1).bernoulli_(0.5).expand(SIDE, SIDE),
+    "transposed": lambda x: x * torch.empty(SIDE, SIDE).bernoulli_(0.5).t(),
+    "double": lambda x: F.dropout(x.double(), 0.5),
+    "half": lambda x: F.dropout(x.half(), 0.5),
+    "attention with a mask": lambda x: F.scaled_dot_product_attention(x, x, x, attn_mask=torch.rand(SIDE, SIDE) > 0.3),
+    "rrelu": lambda x: F.rrelu(x, training=True),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_come_back_to_the_bit(name: str) -> None:
+    x = matrix()
+    assert_same_gradients(lambda: MASKS[name](x).nan_to_num().sum(), [x])
+
+
+@pytest.mark.parametrize("name", ["dropout", "in place", "native", "alpha", "by hand", "bernoulli", "transposed"])
+def test_masks_are_kept_as_bits(name: str) -> None:
+    x = matrix()
+    with CompressionStage() as stage:
+        loss = MASKS[name](x)
+    assert stage.report.kept_bytes <= SIDE * SIDE // 8 + 2 * NUMBER_BYTES
+    assert loss.requires_grad
+
+
+OVERWRITES = {
+    "a number": lambda mask: mask.view(-1)[5:6].fill_(0.7),
+    "a tensor": lambda mask: mask.mul_(torch.arange(SIDE)),
+    "foreach": lambda mask: torch._foreach_mul_([mask[3]], [0.3]),
+    ".data": lambda mask: mask.data[0].fill_(0.7),
+    "numpy": lambda mask: mask.numpy().__setitem__((3, 4), 0.7),
+    "numpy made before": lambda mask: None,
+    "set_": lambda mask: mask.set_(torch.rand(SIDE, SIDE)),
+    "data =": lambda mask: setattr(mask, "data", torch.rand(SIDE, SIDE)),
+    "out": lambda mask: torch.add(mask, torch.arange(SIDE), out=mask),
+    "custom": lambda mask: mask.numpy().fill(0.3) or mask.numpy().__setitem__(0, 0.7),
+}
+
+
+@pytest.mark.parametrize("name", OVERWRITES)
+@pytest.mark.parametrize("saved_before", [False, True])
+def test_masks_that_are_overwritten_are_masks_no_more(name: str, saved_before: bool) -> None:
+    x, w = matrix(), matrix(1)
+    results = []
+    for context in (nullcontext(), CompressionStage(min_bytes=0)):
+        torch.manual_seed(0)
+        with context:
+            mask = torch.empty(SIDE, SIDE).bernoulli_(0.5)
+            view = mask.numpy()
+            if saved_before:
+                first = (x * mask).sum()
+            OVERWRITES[name](mask)
+            if name == "numpy made before":
+                view[2, 3] = 0.7
+            loss = (w * mask).sum()
+            results.append(torch.autograd.grad(loss, w)[0])
+        if saved_before:
+            del first
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("write", ["numpy", "data", "foreach", "data on a device", "foreach on a device"])
+@pytest.mark.parametrize("kind", ["indices", "bool", "lossy"])
+def test_a_second_save_after_a_quiet_write_is_what_it_is_then(
+    kind: str, write: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "device" in write:  # where a look at the values is too dear
+        for module in (encoded_storage, lossless_codecs):
+            monkeypatch.setattr(module, "can_be_read", lambda tensor: False)
+    x = matrix()
+    results = []
+    for context in (nullcontext(), CompressionStage(min_bytes=0, lossy="int8" if kind == "lossy" else None)):
+        with context:
+            make = {"indices": lambda: x.sort(0).indices, "bool": lambda: x > 0, "lossy": lambda: (x * 0).exp()}[kind]
+            y = make()
+            use = {
+                "indices": lambda y: x.gather(0, y),
+                "bool": lambda y: x.masked_fill(y, 0.0),
+                "lossy": lambda y: x * y,
+            }[kind]
+            first = use(y)
+            if write == "numpy":
+                y.detach().numpy()[:] = y.detach().flip(0).numpy() if kind != "lossy" else 2.0
+            elif write.startswith("data"):
+                y.data.copy_(y.detach().flip(0) if kind != "lossy" else torch.full_like(y, 2.0))
+            elif kind == "bool":
+                torch._foreach_copy_([y.data], [y.flip(0)])
+            else:
+                torch._foreach_copy_([y.data], [y.detach().flip(0) if kind == "indices" else torch.full_like(y, 2.0)])
+            second = use(y).sum()
+        results.append(torch.autograd.grad(second, x, allow_unused=True)[0])
+        del first
+    if kind == "lossy":
+        assert torch.allclose(*results, rtol=0.02)
+    else:
+        assert torch.equal(*results)
+
+
+def test_a_mask_saved_several_times_is_kept_once() -> None:
+    x, w = matrix(), matrix(1)
+    with CompressionStage() as stage:
+        mask = torch.rand(SIDE, SIDE) > 0.5
+        outputs = [x.masked_fill(mask, 0.0), w.masked_fill(mask.t(), 1.0), x.view(-1).masked_fill(mask.view(-1), 0.0)]
+    assert stage.report.kinds["mask"] == 1
+    assert stage.report.kept_bytes == SIDE * SIDE // 8
+    del mask
+    expected = torch.autograd.grad(sum(output.sum() for output in outputs), [x, w])
+    assert [gradient.isfinite().all() for gradient in expected]
+
+
+def test_a_write_after_the_save_raises_as_plain_does() -> None:
+    x = matrix()
+    message = "one of the variables needed for gradient computation has been modified by an inplace operation"
+    for context in (nullcontext(), CompressionStage(min_bytes=0)):
+        for write in (
+            lambda y, mask, indices: y.add_(1),
+            lambda y, mask, indices: mask.mul_(2),
+            lambda y, mask, indices: indices.add_(1),
+        ):
+            with context:
+                y = F.relu(x)
+                mask = torch.empty_like(x).bernoulli_(0.5)
+                indices = x.sort(0).indices
+                loss = (y * 2).sum() + (x * mask).sum() + x.gather(0, indices).sum()
+                write(y, mask, indices)
+            with pytest.raises(RuntimeError, match=message):
+                loss.backward()
+
+
+# Graphs
+
+
+def test_a_graph_that_is_retained_gives_the_same_twice() -> None:
+    x, w = matrix(), matrix(1)
+    with CompressionStage(min_bytes=0):
+        loss = (F.dropout(F.relu(x), 0.5) @ w).sort(0).values.square().sum()
+    first = torch.autograd.grad(loss, [x, w], retain_graph=True)
+    assert all(map(torch.equal, first, torch.autograd.grad(loss, [x, w])))
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        loss.backward()
+
+
+def test_parts_of_a_graph_can_go_one_by_one() -> None:
+    x, w = matrix(), matrix(1)
+    with CompressionStage(min_bytes=0):
+        y = F.relu(x)
+        one, other = (y @ w).sum(), (y * 2).sum()
+    (first,) = torch.autograd.grad(one, w)  # frees what the product kept
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(one, x)
+    assert torch.equal(first, F.relu(x).detach().t() @ torch.ones(SIDE, SIDE))
+    assert torch.equal(torch.autograd.grad(other, x)[0], (x > 0) * 2.0)
+
+
+def test_under_bf16_autocast_gradients_are_equal_to_the_bit() -> None:
+    for make in (tiny_cnn, tiny_gpt, byte_gpt):
+        net, compute = make()
+
+        def compute_loss(compute: Callable[[], Tensor] = compute) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return compute().float()
+
+        assert_same_gradients(compute_loss, list(net.parameters()), module=net)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointed_layers(use_reentrant: bool) -> None:
+    net = nn.Sequential(nn.Linear(SIDE, SIDE), nn.ReLU(), nn.Dropout(), nn.Linear(SIDE, SIDE), nn.ReLU())
+    results = []
+    for context in (nullcontext(), CompressionStage(net, min_bytes=0)):
+        torch.manual_seed(0)
+        net.zero_grad()
+        x = matrix()
+        with context:
+            y = net(checkpoint(net, net(x), use_reentrant=use_reentrant)).sum()
+            y.backward()
+        results.append([x.grad, *(parameter.grad.clone() for parameter in net.parameters())])
+    assert all(map(torch.equal, *results))
+
+
+def test_functional_transforms_inside() -> None:
+    x, w = matrix(), matrix(1)
+
+    def compute_loss() -> Tensor:
+        inner = torch.func.grad(lambda v: (F.relu(v @ w.detach()) ** 2).sum())(x.detach())
+        mapped = torch.func.vmap(lambda row: F.relu(row @ w).sort().values)(x)
+        return (F.relu(x) * inner).sum() + (mapped * inner).sum()
+
+    assert_same_gradients(compute_loss, [x, w])
+
+
+@pytest.mark.parametrize("lossy", [None, "bf16"])
+def test_a_compiled_part_and_an_eager_part(lossy: str | None) -> None:
+    torch.compiler.reset()
+    net = nn.Sequential(nn.Linear(SIDE, SIDE), nn.ReLU(), nn.Linear(SIDE, SIDE))
+    graphs = []
+    compiled = torch.compile(net, backend=lambda graph, inputs: graphs.append(graph) or graph)
+    eager = nn.Sequential(nn.ReLU(), nn.Linear(SIDE, SIDE))
+    aot = torch.compile(copy.deepcopy(net), backend="aot_eager")
+    x = matrix()
+    options = {} if lossy is None else {"lossy": lossy, "layers": [net[0], eager]}
+    with CompressionStage(net, min_bytes=0, **options):
+        loss = (eager(compiled(x)) + aot(x)).sum()
+    loss.backward()
+    found, x.grad = x.grad, None
+    assert len(graphs) == 1  # no break
+    (eager(net(x)) + aot._orig_mod(x)).sum().backward()
+    assert torch.allclose(x.grad, found, rtol=0.05, atol=0.05) if lossy else torch.equal(x.grad, found)
+    torch.compiler.reset()
+
+
+def test_hooks_of_the_users_own_inside_and_outside() -> None:
+    x, w = matrix(), matrix(1)
+    seen = []
+
+    def compute_loss() -> Tensor:
+        y = F.relu(x)
+        with saved_tensors_hooks(lambda t: seen.append(t) or t.clone(), lambda t: t):
+            z = F.relu(y) @ w
+        return (F.relu(z) + 1).sum()
+
+    assert_same_gradients(compute_loss, [x, w])
+    with saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        assert_same_gradients(compute_loss, [x, w])
+    assert seen
+
+
+def test_subclasses_sparse_and_complex_tensors_are_left_alone() -> None:
+    class Own(Tensor):
+        pass
+
+    x = matrix()
+    with CompressionStage(min_bytes=0) as stage:
+        one = F.relu(x.as_subclass(Own)).sum()
+        other = (x.to(torch.complex64).conj() * 1j).abs().sum()
+        third = torch.sparse.mm(torch.eye(SIDE).to_sparse(), x).sum()
+    (one.as_subclass(Tensor) + other + third).backward()
+    assert x.grad.isfinite().all()
+    assert "two values" not in stage.report.kinds
+
+
+def test_fake_tensors_keep_as_many_bytes_as_real_ones() -> None:
+    reports = []
+    for context in (nullcontext(), FakeTensorMode(allow_non_fake_inputs=True)):
+        with context:
+            x, w = torch.randn(SIDE, SIDE, requires_grad=True), torch.randn(SIDE, SIDE, requires_grad=True)
+            for options in ({}, {"lossy": "int8"}, {"lossy": "fp8"}, {"lossy": "bf16"}):
+                with CompressionStage(**options) as stage:
+                    y = F.dropout(F.relu(x) + w, 0.5).sort(0).values @ w
+                    loss = F.relu(F.layer_norm(y, (SIDE,))).masked_fill(y > 0, 1.0).sum()
+                loss.backward()
+                assert x.grad.shape == x.shape
+                reports.append(stage.report)
+    half = len(reports) // 2
+    assert reports[:half] == reports[half:]
+    assert reports[0].kept_bytes < reports[0].saved_bytes
+
+
+def fail(x: Tensor) -> None:
+    y = F.relu(x) @ F.dropout(x, 0.5)
+    raise ZeroDivisionError(y.sort().values.shape)
+
+
+def test_nothing_is_alive_after_a_step_or_an_error() -> None:
+    net, compute_loss = byte_gpt()
+    x = matrix()
+    for options, is_exact in (({}, False), ({"lossy": "int8"}, False), ({"lossy": "int8"}, True)):
+        stage = CompressionStage(net, **options)
+        gc.collect()
+        gc.disable()
+        try:
+            with LiveBytes() as live:
+                for _ in range(2):
+                    with stage.keeping_exact_too() if is_exact else nullcontext(), stage:
+                        compute_loss()
+                    with stage, pytest.raises(ZeroDivisionError):
+                        fail(x)
+                alive = [size for storage, size in live.storages.values() if storage() is not None]
+        finally:
+            gc.enable()
+        assert sum(alive) <= 64  # the empty tensors of version counters
+        assert not stage._memo._made
+        assert not stage._notes._notes
+
+
+def test_saved_tensors_are_freed_while_the_stage_stays_entered() -> None:
+    x = matrix()
+    with LiveBytes() as live, CompressionStage():
+        for _ in range(3):
+            F.dropout(F.relu(x), 0.5).sort(0).values.sum().backward()
+            x.grad = None
+        assert live.count() <= 64
+
+
+# Loss
+
+
+def lossy_net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(SIDE, SIDE), nn.Tanh()) for _ in range(3)])
+
+
+@pytest.mark.parametrize(("lossy", "width"), [("bf16", 2), ("fp8", 1), ("int8", 1)])
+def test_only_what_chosen_layers_save_is_stored_with_a_loss(lossy: str, width: int) -> None:
+    net, x = lossy_net(), matrix()
+    one = SIDE * SIDE
+    scales = 0 if lossy == "bf16" else one // 128 * NUMBER_BYTES
+    with CompressionStage(net, lossy=lossy, layers=[net[1]]) as stage:
+        loss = net(x).sum()
+    # Saved: x, and the results of three tanh. The first tanh is saved whole by tanh itself before layer 1 saves it.
+    assert stage.report.saved_bytes == 4 * one * NUMBER_BYTES
+    assert stage.report.kept_bytes == 3 * one * NUMBER_BYTES + width * one + scales - _given_up(one, width, scales)
+    assert stage.report.kinds == {lossy: 1}
+    assert loss.requires_grad
+
+
+def _given_up(one: int, width: int, scales: int) -> int:
+    """The result of layer 1 is the input of layer 2, which saves it as it is: the codes are given up for it."""
+    return width * one + scales - one * NUMBER_BYTES
+
+
+@pytest.mark.parametrize(("lossy", "width"), [("bf16", 2), ("fp8", 1), ("int8", 1)])
+def test_all_layers_chosen_keep_codes_and_scales_alone(lossy: str, width: int) -> None:
+    net, x = lossy_net(), matrix()
+    one = SIDE * SIDE
+    scales = 0 if lossy == "bf16" else one // 128 * NUMBER_BYTES
+    stage = CompressionStage(net, lossy=lossy, layers=select_layers(net))
+    with stage:
+        loss = net(x * 1).sum()
+    assert stage.report.saved_bytes == 4 * one * NUMBER_BYTES
+    assert stage.report.kept_bytes == 4 * (width * one + scales)
+    exact = torch.autograd.grad(net(x).sum(), list(net.parameters()))
+    stored = torch.autograd.grad(loss, list(net.parameters()))
+    for a, b in zip(exact, stored, strict=True):
+        assert torch.nn.functional.cosine_similarity(a.flatten(), b.flatten(), 0) > 0.995
+    live = live_bytes(lambda: net(x * 1).sum(), nullcontext()) - live_bytes(lambda: net(x * 1).sum(), stage)
+    assert live == 4 * (one * NUMBER_BYTES - width * one - scales)
+
+
+def test_query_key_and_value_share_one_encoding() -> None:
+    x = matrix()
+    qkv = torch.randn(SIDE, 3 * SIDE, requires_grad=True)
+    with CompressionStage(lossy="int8") as stage:
+        q, k, v = (x @ qkv).view(1, SIDE, 3, 2, SIDE // 2).permute(2, 0, 3, 1, 4).unbind(0)
+        loss = F.scaled_dot_product_attention(q, k, v).sum()
+    assert stage.report.kinds["int8"] == 2  # q with k and v, and the result; not the leaves
+    loss.backward()
+    assert x.grad.isfinite().all()
+
+
+EXACT = {
+    "data": lambda x, w: (x.detach() * w).sum(),  # which is not saved for itself: the data has no gradient
+    "integers and masks": lambda x, w: x.masked_fill(x > 0, 0.0).sum(),
+    "statistics": lambda x, w: (x + x.mean(1, keepdim=True).rsqrt()).sum(),
+    "small": lambda x, w: (x[0] * 1).exp().sum(),
+    "one column": lambda x, w: (x.view(-1, 1) * 1).exp().sum(),
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_what_must_be_exact_is_exact(name: str) -> None:
+    x, w = (matrix(seed).detach().abs().requires_grad_() for seed in range(2))
+    with CompressionStage(lossy="int8", min_bytes=1000) as stage:
+        EXACT[name](x, w).backward()
+    assert not stage.report.kinds["int8"]
+
+
+def test_weights_cast_by_autocast_are_exact() -> None:
+    net, x = nn.Linear(SIDE, SIDE, bias=False), matrix()
+    with CompressionStage(net, lossy="fp8") as stage, torch.autocast("cpu", torch.bfloat16):
+        y = net(x)
+    assert stage.report.kinds == {"fp8": 1}  # the cast input, not the cast weight
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = net(x)
+    gradients = [torch.autograd.grad(z.float().sum(), x)[0] for z in (y, expected)]
+    assert torch.equal(*gradients)
+
+
+def test_a_tensor_saved_exactly_elsewhere_is_kept_once() -> None:
+    x, net = matrix(), nn.Linear(SIDE, SIDE)
+    one = SIDE * SIDE * NUMBER_BYTES
+    for exact_first in (False, True):
+        with CompressionStage(net, lossy="int8", layers=[net]) as stage:
+            y = x + 1
+            loss = y.square().sum() + net(y).sum() if exact_first else net(y).sum() + y.square().sum()
+        assert stage.report.kept_bytes == one
+        stored = torch.autograd.grad(loss, [x, net.weight])
+        exact = torch.autograd.grad((x + 1).square().sum() + net(x + 1).sum(), [x, net.weight])
+        assert all(map(torch.equal, stored, exact))
+
+
+class Nested(nn.Module):
+    """Calls a layer inside of itself, twice, and may fail."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor, error: BaseException | None = None) -> Tensor:
+        if error is not None:
+            raise error
+        return self.inner(self.inner(x)).exp()
+
+
+@pytest.mark.parametrize("error", [ValueError("theirs"), KeyboardInterrupt()])
+def test_layers_nested_reused_and_failing_are_left_when_they_are_left(error: BaseException) -> None:
+    layer = Nested(nn.Tanh())
+    x = matrix()
+    stage = CompressionStage(layer, lossy="int8", layers=[layer, layer.inner, layer])
+    before = describe_module(layer)
+    with stage:
+        layer(x)
+        assert stage.report.kinds["int8"] == 3
+        assert not stage._permission.is_inside
+        with pytest.raises(type(error)):
+            layer(x, error)
+        layer(x)
+        assert stage._permission.is_inside == isinstance(error, KeyboardInterrupt)  # until the end of the run
+    with stage:
+        assert not stage._permission.is_inside
+        assert describe_module(layer) != before
+    assert describe_module(layer) == before
+
+
+def test_a_hook_of_the_users_own_that_fails_leaves_no_layer_running() -> None:
+    layer, x = Nested(nn.Tanh()), matrix()
+
+    def fail(module: nn.Module, args: object) -> None:
+        raise ValueError("theirs")
+
+    handle = layer.inner.register_forward_pre_hook(fail)
+    stage = CompressionStage(lossy="int8", layers=[layer.inner])
+    with stage:
+        with pytest.raises(ValueError, match="theirs"):
+            layer(x)
+        assert not stage._permission.is_inside
+    handle.remove()
+
+
+def test_layers_running_in_another_thread_are_not_this_threads() -> None:
+    layer, x = Nested(nn.Tanh()), matrix()
+    is_in, go_on = threading.Event(), threading.Event()
+
+    def wait(*_: object) -> None:
+        is_in.set()
+        go_on.wait(10)
+
+    layer.inner.register_forward_hook(wait)
+    stage = CompressionStage(lossy="int8", layers=[layer])
+    with stage:
+        thread = threading.Thread(target=lambda: layer(x))
+        thread.start()
+        assert is_in.wait(10)
+        assert not stage._permission.is_inside
+        go_on.set()
+        thread.join()
+
+
+def test_a_run_of_children_can_be_chosen() -> None:
+    net = nn.Sequential(
+        *(layer for width in (1, 4) for layer in (nn.Conv2d(width, 4, 3), nn.BatchNorm2d(4), nn.ReLU())), nn.Flatten()
+    )
+    stage = CompressionStage(net, lossy="int8", layers=select_layers(net))
+    with stage:
+        loss = net(torch.randn(4, 1, 16, 16, requires_grad=True)).sum()
+    assert stage.report.kinds["int8"] >= 3
+    loss.backward()
+
+
+# The chain
+
+
+class OnHost(SavedTensorStage):
+    """A stage that takes a copy of everything, as an offload does."""
+
+    class _Copy(Taken):
+        __slots__ = ("_copy", "_like")
+
+        def __init__(self, tensor: Tensor) -> None:
+            self._copy = tensor.untyped_storage().clone()
+            self._like = tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
+
+        @property
+        def num_bytes(self) -> int:
+            return 0
+
+        def give(self) -> Tensor:
+            dtype, *geometry = self._like
+            return torch.empty(0, dtype=dtype).set_(self._copy.clone(), *geometry)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[torch.dtype] = []
+
+    def take(self, tensor: Tensor) -> Taken | None:
+        self.dtypes.append(tensor.dtype)
+        return self._Copy(tensor)
+
+
+def test_what_it_makes_and_what_it_leaves_is_handed_on() -> None:
+    x, w = matrix(), matrix(1)
+    results = []
+    for contexts in ([], [OnHost(), CompressionStage(min_bytes=0)]):
+        torch.manual_seed(0)
+        for context in contexts:
+            context.__enter__()
+        y = F.relu(x) @ w + F.dropout(F.relu(w), 0.5) + F.relu(x)
+        loss = y.sort(0).values.masked_fill(x > 0, 0.0).square().sum()
+        for context in reversed(contexts):
+            context.__exit__(None, None, None)
+        results.append(torch.autograd.grad(loss, [x, w]))
+    assert all(map(torch.equal, *results))
+    stage, compression = contexts
+    assert stage.dtypes.count(torch.uint8) == 6  # signs three times, dropout, indices, mask
+    assert compression.report.kept_bytes == 0
+
+
+@contextmanager
+def both(outer: AbstractContextManager, inner: AbstractContextManager) -> Iterator[None]:
+    with outer, inner:
+        yield
+
+
+def test_signs_given_up_for_a_tensor_that_was_taken_come_from_there() -> None:
+    x, w = matrix(), matrix(1)
+    for view in (lambda y: y, lambda y: y.t(), lambda y: y.view(-1, 8), lambda y: y[:4], lambda y: y.expand(2, -1, -1)):
+
+        def compute_loss(view: Callable = view) -> Tensor:
+            y = view(F.relu(x))
+            return (y * w.view(-1)[: y.shape[-1]]).exp().sum()
+
+        expected = gradients(compute_loss, [x, w], nullcontext())
+        found = gradients(compute_loss, [x, w], both(OnHost(), CompressionStage(min_bytes=0)))
+        assert all(map(is_same, expected, found))
+
+
+# Arguments
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"lossy": "int4"}, ValueError, "CompressionStage(lossy) must be 'bf16', 'fp8', 'int8' or None, got 'int4'."),
+        (
+            {"layers": [nn.ReLU()]},
+            ValueError,
+            "CompressionStage(layers) says where to store with a loss, and lossy=None says not to. "
+            "Set lossy to 'bf16', 'fp8' or 'int8', or leave layers out.",
+        ),
+        (
+            {"lossy": "int8", "layers": ["blocks"]},
+            TypeError,
+            "CompressionStage(layers) must be modules, such as select_layers() finds them by name, "
+            "got 'blocks' of type str.",
+        ),
+        ({"block_size": 0}, ValueError, "CompressionStage(block_size) must be at least 1, got 0."),
+        ({"block_size": 1.5}, TypeError, "CompressionStage(block_size) must be an int, got 1.5 of type float."),
+        ({"min_bytes": -1}, ValueError, "CompressionStage(min_bytes) must not be negative, got -1."),
+        ({"min_bytes": "1KiB"}, TypeError, "CompressionStage(min_bytes) must be an int, got '1KiB' of type str."),
+    ],
+)
+def test_bad_arguments_are_refused(options: dict, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=f"^{re.escape(message)}$"):
+        CompressionStage(**options)
+
+
+def test_nothing_is_done_where_nothing_is_wanted() -> None:
+    x = matrix()
+    with CompressionStage(lossless=False) as stage:
+        loss = F.dropout(F.relu(x), 0.5).sum()
+    assert stage.report.kept_bytes == stage.report.saved_bytes
+    assert loss.requires_grad

@@ -1,0 +1,114 @@
+"""Copies on a side stream of a GPU: the bits of a plain run, the promised memory, host memory that does not grow."""
+
+import copy
+import random
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from support.networks import NETWORKS, make_network
+from torch import Tensor, nn
+
+from lightning_vram.demos import ByteGPT
+from lightning_vram.techniques.activation_offload.stage import ActivationOffloading
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def _deterministic():
+    torch.backends.cudnn.deterministic, before = True, torch.backends.cudnn.deterministic
+    yield
+    torch.backends.cudnn.deterministic = before
+
+
+def step(network: nn.Module, x: Tensor, context: Any, dtype: torch.dtype | None = None) -> int:
+    """Take a step of gradients; return the bytes that were allocated for the backward."""
+    network.zero_grad()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    with torch.autocast("cuda", dtype, enabled=dtype is not None), context:
+        loss = network(x).float().square().mean()
+    torch.cuda.synchronize()
+    if isinstance(context, ActivationOffloading):
+        context.settle()
+    kept = torch.cuda.memory_allocated() - before
+    loss.backward()
+    return kept
+
+
+def assert_equal_gradients(one: nn.Module, other: nn.Module) -> None:
+    for (name, a), b in zip(one.named_parameters(), other.parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None), name
+        assert a.grad is None or torch.equal(a.grad, b.grad), name
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_gradients_are_equal_to_the_bit(name: str, dtype: torch.dtype | None) -> None:
+    network, x = make_network(name)
+    network, x = network.cuda(), x.cuda()
+    ours = copy.deepcopy(network)
+    offloading = ActivationOffloading(ours, min_offload_bytes=1024)
+    for seed in range(3):
+        for module, context in ((network, nullcontext()), (ours, offloading)):
+            torch.manual_seed(seed)
+            step(module, x, context, dtype)
+        assert_equal_gradients(ours, network)
+    assert offloading.report.offloaded_bytes > 0
+    assert offloading.num_away == 0
+    offloading.close()
+
+
+@pytest.mark.parametrize("pin_memory", [True, False])
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_many_steps_of_random_sizes_overlap_and_stay_equal(pin_memory: bool, on_disk: bool, tmp_path) -> None:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(12) for layer in (nn.Linear(512, 512), nn.GELU())]
+    network = nn.Sequential(*layers).cuda()
+    ours = copy.deepcopy(network)
+    generator = random.Random(0)
+    for window_bytes in (0, 1 << 20, "auto", 1 << 30):
+        offloading = ActivationOffloading(
+            ours,
+            min_offload_bytes=1,
+            window_bytes=window_bytes,
+            pin_memory=pin_memory,
+            disk_path=tmp_path if on_disk else None,
+        )
+        for _ in range(10 if on_disk else 50):
+            x = torch.randn(generator.randrange(1, 4000), 512, device="cuda")
+            network.zero_grad()
+            network(x).float().square().mean().backward()
+            ours.zero_grad()
+            with offloading:
+                loss = ours(x).float().square().mean()
+            loss.backward()
+            assert_equal_gradients(ours, network)
+        offloading.close()
+
+
+def test_the_allocator_holds_a_tenth_on_byte_gpt() -> None:
+    torch.manual_seed(0)
+    network, tokens = ByteGPT(8, 256, 4, 256).cuda(), torch.randint(256, (8, 256), device="cuda")
+    step(network, tokens, nullcontext())  # workspaces
+    plain = step(network, tokens, nullcontext())
+    offloading = ActivationOffloading(network)
+    offloading.keep_in_place(tokens)
+    step(network, tokens, offloading)
+    logits = tokens.numel() * 256 * 4  # held by the loss that is held
+    assert step(network, tokens, offloading) <= 0.10 * plain + logits
+    host_bytes = offloading.report.host_bytes
+    for _ in range(20):
+        step(network, tokens, offloading)
+    assert offloading.report.host_bytes == host_bytes
+    offloading.close()
+
+
+def test_tensors_of_the_host_stay() -> None:
+    network = nn.Linear(64, 64).cuda()
+    offloading = ActivationOffloading(network, min_offload_bytes=1)
+    with offloading:
+        assert offloading.take(torch.randn(1000)) is None
+        assert offloading.take(torch.randn(1000, device="cuda")) is not None

@@ -1,0 +1,962 @@
+"""Dropping what is cheap to make again leaves loss, gradients and buffers what they are, to the bit."""
+
+import contextlib
+import copy
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+from lightning_vram.memory.tracking.tracker import track_memory
+from lightning_vram.techniques.in_place_fusion.recomputation.stage import Recomputation
+
+C = 6
+
+
+def randomise(module: nn.Module) -> nn.Module:
+    """Norms at their initial values hide a recomputation that is merely close."""
+    for name, parameter in module.named_parameters():
+        if parameter.dim() == 1:
+            nn.init.normal_(parameter, 1.0 if name.endswith("weight") else 0.0, 0.3)
+    return module
+
+
+class Net(nn.Module):
+    """Convolution, norm and activation, twice, and a sum; forward may be another."""
+
+    def __init__(self, activation: Callable[[Tensor], Tensor] = F.relu, norm: nn.Module | None = None) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, C, 3, padding=1)
+        self.norm = norm if norm is not None else nn.BatchNorm2d(C)
+        self.second = nn.Conv2d(C, C, 3, padding=1)
+        self.other_norm = copy.deepcopy(self.norm)
+        self.last = nn.Conv2d(C, 4, 1)
+        self.activation = activation if isinstance(activation, nn.Module) else None
+        self.function = activation if self.activation is None else None
+
+    def act(self, x: Tensor) -> Tensor:
+        return (self.activation or self.function)(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.act(self.norm(self.first(x)))
+        z = self.act(self.other_norm(self.second(y)) + y)
+        return self.last(z)
+
+
+def check(
+    net: nn.Module,
+    *inputs: Tensor,
+    step: Callable[[nn.Module], Tensor] | None = None,
+    backward: Callable[[Tensor], None] = Tensor.backward,
+    engine: Callable[[nn.Module], Recomputation] = lambda module: Recomputation(module, min_bytes=0, verify="never"),
+    steps: int = 3,
+) -> Recomputation:
+    """Run ``net`` with and without; losses, gradients, buffers must be equal and something must have been dropped."""
+    run = step if step is not None else (lambda module: module(*inputs).square().mean())
+    plain, ours = randomise(net), copy.deepcopy(net)
+    recomputation = engine(ours)
+    for number in range(steps):
+        torch.manual_seed(number)
+        expected = run(plain)
+        backward(expected)
+        torch.manual_seed(number)
+        with recomputation:
+            loss = run(ours)
+        backward(loss)
+        assert torch.equal(loss, expected)
+        for (name, a), b in zip(plain.named_parameters(), ours.parameters(), strict=True):
+            assert (a.grad is None and b.grad is None) or torch.equal(a.grad, b.grad), name
+        for (name, a), b in zip(plain.named_buffers(), ours.named_buffers(), strict=True):
+            assert torch.equal(a, b[1]), name
+        with torch.no_grad():
+            for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
+                for parameter in (a, b):
+                    if parameter.grad is not None:
+                        parameter.sub_(parameter.grad, alpha=0.1)
+                        parameter.grad = None
+    assert recomputation.report.num_dropped > 0
+    return recomputation
+
+
+def image(*shape: int, **kwargs: Any) -> Tensor:
+    torch.manual_seed(9)
+    return torch.randn(*(shape or (2, 3, 8, 8)), **kwargs)
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "relu_": lambda x: F.relu(x, inplace=True),
+    "relu6": nn.ReLU6(),
+    "relu6_": nn.ReLU6(inplace=True),
+    "silu": F.silu,
+    "silu_": lambda x: F.silu(x, inplace=True),
+    "gelu": F.gelu,
+    "gelu_tanh": nn.GELU(approximate="tanh"),
+    "hardswish": F.hardswish,
+    "hardswish_": lambda x: F.hardswish(x, inplace=True),
+    "hardsigmoid": F.hardsigmoid,
+    "hardtanh": F.hardtanh,
+    "leaky": nn.LeakyReLU(0.1),
+    "leaky_": nn.LeakyReLU(0.1, inplace=True),
+    "elu": F.elu,
+    "celu": F.celu,
+    "selu": F.selu,
+    "mish": F.mish,
+    "softplus": F.softplus,
+    "softshrink": F.softshrink,
+    "hardshrink": F.hardshrink,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "logsigmoid": F.logsigmoid,
+    "threshold": lambda x: F.threshold(x, 0.1, 0.2),
+    "prelu": nn.PReLU(C),
+    "glu": lambda x: F.glu(torch.cat([x, x * 2], 1), 1),
+    "rrelu": F.rrelu,
+    "dropout": lambda x: F.dropout(F.silu(x), 0.3),
+    "dropout_": lambda x: F.dropout(x * 2, 0.3, inplace=True),
+    "dropout2d": lambda x: F.dropout2d(F.silu(x), 0.3),
+    "alpha_dropout": lambda x: F.alpha_dropout(F.silu(x), 0.3),
+    "softmax": lambda x: x.softmax(1),
+    "by hand": lambda x: x * torch.sigmoid(x) + x.clamp(-1, 1) / (1 + x.abs()),
+    "pad and pool": lambda x: F.max_pool2d(F.pad(F.silu(x), (1, 1, 1, 1)), 3, 1),
+    "average": lambda x: F.silu(x) * F.adaptive_avg_pool2d(x, 1).sigmoid(),
+    "upsample": lambda x: F.interpolate(F.avg_pool2d(F.silu(x), 2), scale_factor=2, mode="bilinear"),
+    "mask": lambda x: F.silu(x).masked_fill(x < 0.2, 0.0),
+    "views": lambda x: F.silu(x).flatten(1).view_as(x).transpose(2, 3),
+}
+
+NORMS: dict[str, Callable[[], nn.Module]] = {
+    "momentum": lambda: nn.BatchNorm2d(C, momentum=None),
+    "no affine": lambda: nn.BatchNorm2d(C, affine=False),
+    "no statistics": lambda: nn.BatchNorm2d(C, track_running_stats=False),
+    "evaluation": lambda: nn.BatchNorm2d(C).eval(),
+    "instance": lambda: nn.InstanceNorm2d(C, affine=True, track_running_stats=True),
+    "group": lambda: nn.GroupNorm(2, C),
+    "layer": lambda: nn.LayerNorm([C, 8, 8]),
+    "rms": lambda: nn.RMSNorm([8]),
+    "local response": lambda: nn.LocalResponseNorm(3),
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_every_activation_gives_the_same_bits(name: str) -> None:
+    activation = ACTIVATIONS[name]
+    check(Net(activation), image())
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_every_norm_gives_the_same_bits(name: str) -> None:
+    check(Net(F.silu, NORMS[name]()), image())
+
+
+@pytest.mark.parametrize("name", ["relu", "relu_", "silu", "leaky_", "dropout", "mask"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_other_dtypes_give_the_same_bits(name: str, dtype: torch.dtype) -> None:
+    check(Net(ACTIVATIONS[name]).to(dtype), image().to(dtype))
+
+
+@pytest.mark.parametrize("name", ["relu", "silu", "dropout", "pad and pool"])
+def test_channels_last_gives_the_same_bits(name: str) -> None:
+    check(
+        Net(ACTIVATIONS[name]).to(memory_format=torch.channels_last),
+        image().contiguous(memory_format=torch.channels_last),
+    )
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
+def test_autocast_gives_the_same_bits_with_the_backward_inside_it_or_outside(inside: bool) -> None:
+    def step(module: nn.Module) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return module(image()).float().square().mean()
+
+    def backward(loss: Tensor) -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+            loss.backward()
+
+    check(Net(F.silu), step=step, backward=backward)
+
+
+@pytest.mark.parametrize("norm", ["no affine", "no statistics", "evaluation", "momentum", "group", "layer"])
+def test_norms_under_autocast_give_the_same_bits(norm: str) -> None:
+    def step(module: nn.Module) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return module(image()).float().square().mean()
+
+    check(Net(F.silu, NORMS[norm]()), step=step)
+
+
+@pytest.mark.parametrize("dropout", ["mask", "replay"])
+@pytest.mark.parametrize("function", [lambda x: F.dropout(x, 0.4), lambda x: torch.native_dropout(x, 0.4, True)[0]])
+def test_dropout_is_kept_as_bits_or_drawn_again(dropout: Any, function: Callable[[Tensor], Tensor]) -> None:
+    net = Net(lambda x: function(F.silu(x)))
+    engine = lambda module: Recomputation(module, min_bytes=0, dropout=dropout, verify="never")  # noqa: E731
+    check(net, image(), engine=engine)
+
+
+def test_replayed_dropout_leaves_the_generator_where_it_was() -> None:
+    net = Net(lambda x: F.dropout(F.silu(x), 0.4))
+    with Recomputation(net, min_bytes=0, dropout="replay"):
+        loss = net(image()).mean()
+    state = torch.get_rng_state()
+    loss.backward()
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_mask_costs_one_bit_per_element() -> None:
+    """Plain keeps the noise in float32 and the input of the product; ours one bit for the noise."""
+    x = torch.randn(64, 64, requires_grad=True)
+    weight = nn.Parameter(torch.randn(64, 64))
+    with Recomputation(min_bytes=0) as recomputation:
+        (F.dropout(x, 0.5) @ weight).sum()
+    assert recomputation.report.dropped_bytes == 64 * 64 * 4
+    assert recomputation.report.kept_bytes == 64 * 64 // 8 + 64 * 64 * 4
+
+
+def test_a_retained_graph_can_be_walked_again() -> None:
+    def backward(loss: Tensor) -> None:
+        for _ in range(3):
+            loss.backward(retain_graph=True)
+
+    check(Net(F.silu), image(), backward=backward)
+
+
+def test_gradient_penalties_give_the_same_bits() -> None:
+    def step(module: nn.Module) -> Tensor:
+        x = image().requires_grad_()
+        (gradient,) = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
+        return gradient.square().mean()
+
+    check(Net(F.silu), step=step)
+
+
+def test_backward_inside_gives_the_same_bits() -> None:
+    net, x = Net(F.silu), image()
+    plain = copy.deepcopy(net)
+    plain(x).square().mean().backward()
+    with Recomputation(net, min_bytes=0):
+        net(x).square().mean().backward()
+    for a, b in zip(plain.parameters(), net.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_nested_checkpoints_give_the_same_bits(use_reentrant: bool) -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.stem = Net(F.silu), nn.Conv2d(3, 3, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = F.silu(self.stem(x))
+            return checkpoint(self.inner, F.silu(x), use_reentrant=use_reentrant)
+
+    check(Outer(), image())
+
+
+def test_other_hooks_inside_win_and_hooks_around_are_left_alone() -> None:
+    def inside(module: nn.Module) -> Tensor:
+        x = F.silu(module.first(image()))
+        with torch.autograd.graph.save_on_cpu():
+            x = F.silu(module.second(F.silu(x)))
+        return module.last(F.silu(x)).square().mean()
+
+    check(Net(), step=inside)
+
+    def around(module: nn.Module) -> Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            return module(image()).square().mean()
+
+    plain, ours = Net(F.silu), None
+    ours = copy.deepcopy(plain)
+    around(plain).backward()
+    with torch.autograd.graph.save_on_cpu(), Recomputation(ours, min_bytes=0):
+        loss = ours(image()).square().mean()
+    loss.backward()
+    assert torch.equal(plain.first.weight.grad, ours.first.weight.grad)
+
+
+@pytest.mark.parametrize("net", ["LSTM", "packed", "MHA", "GRUCell", "TransformerEncoderLayer"])
+def test_recurrent_and_attention_layers_give_the_same_bits(net: str) -> None:
+    x = image(5, 4, 8)
+    layers: dict[str, Callable[[], nn.Module]] = {
+        "LSTM": lambda: nn.LSTM(8, 8, 2, dropout=0.2),
+        "packed": lambda: nn.LSTM(8, 8),
+        "MHA": lambda: nn.MultiheadAttention(8, 2, dropout=0.1),
+        "GRUCell": lambda: nn.GRUCell(8, 8),
+        "TransformerEncoderLayer": lambda: nn.TransformerEncoderLayer(8, 2, 16),
+    }
+
+    class Wrap(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.head = layers[net](), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = F.silu(self.head(x))
+            if net == "packed":
+                packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([5, 4, 2, 1]))
+                return self.inner(packed)[0].data
+            if net == "MHA":
+                return self.inner(x, x, x)[0]
+            out = self.inner(x[0]) if net == "GRUCell" else self.inner(x)
+            return out[0] if isinstance(out, tuple) else out
+
+    check(Wrap(), x)
+
+
+def test_shared_modules_residuals_and_parametrisations_give_the_same_bits() -> None:
+    class Shared(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.norm(self.first(x))
+            for _ in range(3):
+                y = y + F.relu_(self.norm(self.second(F.silu(y))))
+                y += 1
+            return self.last(y)
+
+    net = Shared()
+    nn.utils.parametrizations.weight_norm(net.second)
+    nn.utils.parametrizations.spectral_norm(net.last)
+    check(net, image())
+
+
+@pytest.mark.parametrize("norm", ["weight_norm", "spectral_norm"])
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_old_weight_norms_give_the_same_bits(norm: str) -> None:
+    net = Net(F.silu)
+    getattr(nn.utils, norm)(net.second)
+
+    class Steps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net
+
+    plain = net
+    ours = Net(F.silu)
+    getattr(nn.utils, norm)(ours.second)
+    ours.load_state_dict(plain.state_dict())
+    plain(image()).square().mean().backward()
+    with Recomputation(ours, min_bytes=0) as recomputation:
+        loss = ours(image()).square().mean()
+    loss.backward()
+    assert recomputation.report.num_dropped
+    for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+
+
+def test_hooks_that_look_and_hooks_that_replace_give_the_same_bits() -> None:
+    net = Net(F.silu)
+    net.norm.register_forward_hook(lambda module, args, output: output * 2)
+    net.second.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+    net.other_norm.register_full_backward_hook(lambda module, grads, outputs: (grads[0] * 0.5,))
+    check(net, image())
+
+
+class MutatingNet(Net):
+    """Overwrites something in the middle of its forward."""
+
+    def __init__(self, mutate: Callable[[Tensor, Tensor, Tensor], None]) -> None:
+        super().__init__(F.silu)
+        self.mutate = mutate
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        h = self.first(x)
+        y = F.silu(self.norm(h))
+        z = self.second(y)
+        with torch.no_grad():
+            self.mutate(x, h, y)
+        return self.last(F.silu(z) * F.silu(y * 2) + y.mean())
+
+
+MUTATIONS: dict[str, Callable[[Tensor, Tensor, Tensor], object]] = {
+    "batch": lambda x, h, y: x.zero_(),
+    "batch view": lambda x, h, y: x[:, 1].zero_(),
+    "batch data": lambda x, h, y: x.data.mul_(2),
+    "norm input": lambda x, h, y: h.mul_(2),
+    "norm input detached": lambda x, h, y: h.detach().mul_(2),
+    "activation": lambda x, h, y: y.mul_(2),
+    "activation view": lambda x, h, y: y.view(-1)[3:].fill_(1),
+    "activation resized view": lambda x, h, y: y[:, :, ::2].zero_(),
+    "copy": lambda x, h, y: y.copy_(h),
+    "foreach": lambda x, h, y: torch._foreach_mul_([h, y], 2.0),
+    "out": lambda x, h, y: torch.mul(h, 2, out=y),
+    "nothing": lambda x, h, y: None,
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_what_autograd_refuses_is_refused_and_what_it_allows_is_equal(name: str) -> None:
+    plain = randomise(MutatingNet(MUTATIONS[name]))
+    ours = copy.deepcopy(plain)
+    outcome: list[Any] = []
+    for module, recomputation in ((plain, None), (ours, Recomputation(ours, min_bytes=0))):
+        if recomputation is None:
+            loss = module(image()).square().mean()
+        else:
+            with recomputation:
+                loss = module(image()).square().mean()
+        try:
+            loss.backward()
+            outcome.append([loss, *(p.grad for p in module.parameters() if p.grad is not None)])
+        except RuntimeError as error:
+            outcome.append("refused" if "modified by an inplace operation" in str(error) else str(error))
+    if isinstance(outcome[0], str) or isinstance(outcome[1], str):
+        assert outcome[0] == outcome[1]
+    else:
+        assert all(torch.equal(a, b) for a, b in zip(*outcome, strict=True))
+
+
+def test_a_write_between_forward_and_backward_is_refused_where_autograd_refuses_it() -> None:
+    for overwrite in (True, False):
+        x = torch.randn(8, 8, requires_grad=True)
+        with Recomputation(min_bytes=0):
+            y = F.silu(x * 2)
+            loss = (y @ y.t()).sum()
+        if overwrite:
+            y.detach().zero_()
+            with pytest.raises(RuntimeError, match=r"modified by an inplace operation: .*expected version 0 instead"):
+                loss.backward()
+        else:
+            loss.backward()
+
+
+def test_a_source_overwritten_between_forward_and_backward_is_refused() -> None:
+    x = torch.randn(8, 8)
+    weight = nn.Parameter(torch.randn(8, 8))
+    with Recomputation(min_bytes=0):
+        held = x @ x
+        loss = (F.silu(held.repeat(2, 1)) @ weight).sum()  # plain keeps the product's input, not ``held``
+    held.zero_()
+    with pytest.raises(RuntimeError, match="was overwritten between the training step and its backward"):
+        loss.backward()
+
+
+def test_data_of_an_activation_overwritten_before_it_is_saved() -> None:
+    """``.data`` has a version of its own: the recipe must not be believed."""
+
+    def step(module: nn.Module) -> Tensor:
+        y = module.norm(module.first(image()))
+        y.data.mul_(2)
+        z = module.second(y)
+        alias = z.data
+        z = F.silu(z)
+        alias.add_(1)
+        return module.last(z * z).square().mean()
+
+    check(Net(), step=step)
+
+
+def test_a_forward_that_fails_leaves_nothing_behind() -> None:
+    net = Net(F.silu)
+    tensors: list[weakref.ref[Tensor]] = []
+
+    def fail(module: nn.Module, args: Any, output: Tensor) -> None:
+        tensors.append(weakref.ref(output))
+        raise KeyError("stop")
+
+    net.other_norm.register_forward_hook(fail)
+    recomputation = Recomputation(net, min_bytes=0)
+    gc.collect()
+    gc.disable()
+    try:
+        try:
+            with recomputation:
+                net(image())
+        except KeyError:
+            pass
+        assert tensors[0]() is None
+    finally:
+        gc.enable()
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+    del net.other_norm._forward_hooks[next(iter(net.other_norm._forward_hooks))]
+    check(net, image(), engine=lambda module: recomputation)
+
+
+def live_tensors() -> int:
+    return sum(issubclass(type(item), Tensor) for item in gc.get_objects())
+
+
+@pytest.mark.parametrize("backward", [True, False], ids=["backward", "no backward"])
+def test_no_tensor_is_left_alive_after_a_step(backward: bool) -> None:
+    net, x = Net(lambda x: F.dropout(F.silu(x), 0.2)), image()
+    recomputation = Recomputation(net, min_bytes=0)
+
+    def step() -> None:
+        with recomputation:
+            loss = net(x).square().mean()
+        if backward:
+            loss.backward()
+        net.zero_grad()
+
+    step()
+    gc.collect()
+    gc.disable()
+    try:
+        before = live_tensors()
+        step()
+        assert live_tensors() == before
+    finally:
+        gc.enable()
+
+
+def test_interleaved_graphs_give_the_same_bits() -> None:
+    def step(module: nn.Module) -> Tensor:
+        a = module(image()).square().mean()
+        b = module(image(3, 3, 8, 8)).square().mean()
+        return a * 2 + b
+
+    check(Net(F.silu), step=step)
+
+
+def test_functions_that_hide_tensors_and_functorch_are_left_alone() -> None:
+    class Hide(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.hidden = F.silu(x)
+            return ctx.hidden * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad * ctx.hidden
+
+    def step(module: nn.Module) -> Tensor:
+        x = Hide.apply(F.silu(module.first(image())))
+        gradient = torch.func.grad(lambda y: F.silu(y).square().sum())(x)
+        batched = torch.vmap(lambda y: F.silu(y) * 2)(x)
+        return module.last(F.silu(gradient + batched)).square().mean()
+
+    check(Net(), step=step)
+
+
+def test_no_grad_and_inference_mode_inside_are_fine() -> None:
+    def step(module: nn.Module) -> Tensor:
+        with torch.no_grad():
+            target = F.silu(module.first(image())) * 2
+        with torch.inference_mode():
+            module(image())
+        return (module(image()).square().mean() * target.mean()) + target.square().mean()
+
+    check(Net(F.silu), step=step)
+
+
+def test_frozen_features_are_not_held_in_the_place_of_what_was_made_of_them() -> None:
+    """Nobody else keeps a frozen layer's output: a small result must not hold it."""
+    frozen, weight = nn.Linear(64, 4096), nn.Parameter(torch.randn(64, 1))
+    frozen.requires_grad_(False)
+    with Recomputation(min_bytes=0) as recomputation:
+        features = frozen(torch.randn(8, 64)).view(8, 64, 64).mean(1)
+        (features @ weight).sum()
+    assert recomputation.report.kept_bytes == 8 * 64 * 4
+
+
+def test_diamonds_are_made_once() -> None:
+    """``x = x * sigmoid(x)`` again and again: without a memory the second run would take 2 ** depth operators."""
+    weight, x = nn.Parameter(torch.randn(8, 8)), torch.randn(8, 8)
+    calls = 0
+
+    class Count(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal calls
+            calls += func is torch.ops.aten.sigmoid.default
+            return func(*args, **(kwargs or {}))
+
+    with torch.no_grad(), Recomputation(min_bytes=0, max_depth=100, verify="never"):
+        y = x
+        for _ in range(20):
+            y = y * torch.sigmoid(y)
+        with torch.enable_grad():
+            loss = (y.repeat(3, 1) @ weight).sum()
+    with Count():
+        loss.backward()
+    assert calls == 20
+
+
+def test_a_kernel_that_gives_other_bits_the_second_time_is_found_and_its_result_kept() -> None:
+    library = torch.library.Library("lightning_vram_test", "FRAGMENT")
+    library.define("drift(Tensor x) -> Tensor", tags=[torch.Tag.pointwise])
+    calls = [0]
+
+    def drift(x: Tensor) -> Tensor:
+        calls[0] += 1
+        return x + calls[0] * 1e-3
+
+    library.impl("drift", drift, "CompositeExplicitAutograd")
+    from lightning_vram.core.operators import families as cheap_operators
+    from lightning_vram.techniques.in_place_fusion.recomputation import recorder as recipe_recorder
+
+    operator = torch.ops.lightning_vram_test.drift.default
+    cheap_operators._FAMILIES[operator] = cheap_operators.Family.ELEMENTWISE
+    cheap_operators.family_of.cache_clear()
+    try:
+        weight = nn.Parameter(torch.randn(8, 8))
+        recomputation = Recomputation(min_bytes=0)
+        x = torch.randn(8, 8)
+        for _ in range(2):
+            with torch.no_grad():
+                pass
+            with recomputation:
+                with torch.no_grad():
+                    y = operator(x)
+                z = y.repeat(2, 1)
+                loss = (z @ weight).sum()
+            weight.grad = None
+            loss.backward()
+            assert torch.equal(weight.grad, z.t() @ torch.ones(16, 8))
+        assert recomputation.report.num_verified == 0
+    finally:
+        del cheap_operators._FAMILIES[operator]
+        cheap_operators.family_of.cache_clear()
+        recipe_recorder._HANDLERS.pop(operator, None)
+
+
+def compare(program: Callable[[Tensor, Tensor], Tensor | None], *, backward_inside: bool = False) -> None:
+    """Run ``program`` on two weights plain and with; twice, so that nothing rests on what the first run verified."""
+    recomputations = [None, Recomputation(min_bytes=0, verify="never"), Recomputation(min_bytes=0)]
+    grads: list[list[Tensor | None]] = []
+    for recomputation in recomputations:
+        grads.append([])
+        for seed in range(2):
+            torch.manual_seed(seed)
+            weights = [torch.randn(8, 8).requires_grad_() for _ in range(2)]
+            with recomputation if recomputation is not None else contextlib.nullcontext():
+                loss = program(*weights)
+                if backward_inside and loss is not None:
+                    loss.backward()
+            if not backward_inside and loss is not None:
+                loss.backward()
+            grads[-1] += [weight.grad for weight in weights]
+    for other in grads[1:]:
+        for a, b in zip(grads[0], other, strict=True):
+            assert (a is None and b is None) or torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+def test_an_input_that_is_used_twice_is_not_overwritten() -> None:
+    def program(a: Tensor, b: Tensor) -> Tensor:
+        x = a @ b
+        v = x + 1
+        return x.square().sum() + (v + torch.relu(v)).sin().sum()
+
+    compare(program)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"foreach": False}], ids=str)
+def test_weights_that_an_optimizer_moves_inside_are_read_as_they_were(kind: Any, options: dict[str, bool]) -> None:
+    def program(a: Tensor, b: Tensor) -> Tensor:
+        parameter = nn.Parameter(torch.ones(8, 8))
+        optimizer = kind([parameter], lr=0.5, **options)
+        first = (torch.sigmoid(parameter).repeat(2, 1) @ a).sum()
+        parameter.grad = torch.ones(8, 8)
+        optimizer.step()
+        return first + (torch.sigmoid(parameter).repeat(2, 1) @ a @ b).sum()
+
+    compare(program)
+
+
+def test_memory_that_something_else_than_an_operator_fills_is_kept() -> None:
+    def program(a: Tensor, b: Tensor) -> Tensor:
+        buffer, copied = torch.zeros(8, 8), (a @ b).detach().clone()
+        buffer.numpy()[:] = torch.initial_seed()
+        copied.numpy()[:] += 1
+        return (a * buffer).sum() + (b * copied).sum()
+
+    compare(program)
+
+
+def test_data_that_is_replaced_is_not_followed() -> None:
+    def program(a: Tensor, b: Tensor) -> Tensor:
+        x = torch.ones(8, 8)
+        y = torch.cat([x, x])
+        z = (a * 2).detach()
+        z.data = torch.full((8, 8), 3.0)
+        loss = (torch.relu(y) * b[0]).sum() + (z * a).sum()
+        x.data = torch.zeros(8, 8)
+        return loss
+
+    compare(program)
+
+
+def test_lazily_negated_sources_keep_their_sign_when_they_are_copied() -> None:
+    def program(a: Tensor, b: Tensor) -> Tensor:
+        x = torch.view_as_complex(torch.ones(8, 8, 2)).conj().imag
+        loss = (torch.sigmoid(torch.cat([x, x])) @ b).sum()
+        x.zero_()
+        return loss
+
+    compare(program)
+
+
+def test_running_statistics_that_move_later_are_read_as_they_were() -> None:
+    def program(a: Tensor, b: Tensor) -> Tensor:
+        norm = nn.BatchNorm1d(8, affine=False).eval()
+        x = a @ b
+        loss = x.square().sum() + (norm(x).detach() * a).sum()
+        norm.train()
+        return loss + norm(b * 3 + 1).sin().sum()
+
+    compare(program)
+
+
+@pytest.mark.parametrize("scale", [0.5, 1e-60, float("inf")])
+def test_a_mask_that_is_scaled_is_scaled_once(scale: float) -> None:
+    def program(a: Tensor, b: Tensor) -> Tensor:
+        noise = torch.empty(8, 8).bernoulli_(0.5).div_(scale)
+        return ((a * noise) @ b).sum() + (a.sin() * noise).sum()
+
+    compare(program)
+
+
+def test_comparisons_and_powers_in_place_give_the_same_bits() -> None:
+    def program(a: Tensor, b: Tensor) -> Tensor:
+        mask, power = torch.relu(a).detach(), (b * 2).detach()
+        mask.gt_(0)
+        power.pow_(2)
+        other = mask + mask
+        return (a * other).sum() + (power * b * a).sum()
+
+    compare(program)
+
+
+def test_a_write_to_a_view_with_gaps_gives_the_same_bits() -> None:
+    def program(a: Tensor, b: Tensor) -> Tensor:
+        x = a @ b
+        y = (x * 1.5)[:, :7]
+        F.leaky_relu_(y, 0.1)
+        return x.square().sum() + F.gelu(y).sum()
+
+    compare(program)
+
+
+@pytest.mark.parametrize("function", [lambda x: x.prod(0), lambda x: x.cumprod(0), F.silu])
+def test_a_backward_inside_runs_the_formulas_of_plain_autograd(function: Callable[[Tensor], Tensor]) -> None:
+    compare(lambda a, b: function(F.silu(a @ b)).square().sum(), backward_inside=True)
+
+
+@pytest.mark.parametrize(
+    "function", [lambda a: 2**a, lambda a: 1 / (10.0 ** (a / 16)), lambda a: torch.xlogy(2.0, a * a)]
+)
+def test_numbers_may_stand_before_tensors(function: Callable[[Tensor], Tensor]) -> None:
+    compare(lambda a, b: (function(a) @ b).sum())
+
+
+def test_a_batch_that_is_converted_and_then_filled_from_outside_is_kept() -> None:
+    def program(a: Tensor, b: Tensor) -> Tensor:
+        batch = torch.ones(8, 8, dtype=torch.uint8).float()
+        batch.numpy()[:] *= torch.initial_seed() + 2
+        return (a * batch).sum() + (b * batch).sum()
+
+    compare(program)
+
+
+def test_buffers_may_move_between_the_step_and_its_backward() -> None:
+    net = Net(F.silu)
+    net.register_buffer("scale", torch.full((64,), 2.0))
+    grads = []
+    for recomputation in (None, Recomputation(net, min_bytes=0)):
+        net.zero_grad()
+        net.scale.fill_(2.0)
+        with recomputation if recomputation is not None else contextlib.nullcontext():
+            loss = (net(image()).flatten(2) * (net.scale * 2)).square().mean()
+        net.scale.mul_(0.5)
+        loss.backward()
+        grads.append(net.first.weight.grad)
+    assert torch.equal(*grads)
+
+
+def test_a_batched_backward_of_replayed_dropout_gives_the_same_bits() -> None:
+    weight, grads = torch.randn(8, 8, requires_grad=True), []
+    for recomputation in (None, Recomputation(min_bytes=0, dropout="replay")):
+        torch.manual_seed(0)
+        with recomputation if recomputation is not None else contextlib.nullcontext():
+            output = (F.dropout(weight.exp(), 0.3) @ weight).sum(0)
+        grads.append(torch.autograd.grad(output, weight, torch.eye(8), is_grads_batched=True)[0])
+    assert torch.equal(*grads)
+
+
+def test_many_shapes_are_tried_a_few_times_and_then_trusted() -> None:
+    recomputation = Recomputation(min_bytes=0)
+    weight, verified = nn.Parameter(torch.randn(8, 8)), []
+    for length in range(2, 42):
+        with recomputation:
+            loss = (F.silu(torch.ones(length, 8) @ weight) @ weight).sum()
+        verified.append(recomputation.report.num_verified)
+        loss.backward()
+    assert sum(verified) == 16
+
+
+@pytest.mark.parametrize("link", [lambda x: x + 1, lambda x: x.view(8, 8)])
+def test_long_chains_end_without_an_error(link: Callable[[Tensor], Tensor]) -> None:
+    def program(a: Tensor, b: Tensor) -> Tensor:
+        x = a @ b
+        for _ in range(1500):
+            x = link(x)
+        return x.sin().sum()
+
+    compare(program)
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+def test_sparse_and_nested_tensors_pass() -> None:
+    def program(a: Tensor, b: Tensor) -> Tensor:
+        table = nn.Embedding(8, 8, sparse=True)
+        optimizer = torch.optim.SGD(table.parameters(), 0.1)
+        for _ in range(2):
+            optimizer.zero_grad(set_to_none=False)
+            (table(torch.tensor([1, 2])) @ a.detach()).sum().backward()
+            optimizer.step()
+        sparse = torch.eye(8).to_sparse()
+        nested = torch.nested.nested_tensor([a[:3], a[3:]], layout=torch.strided)
+        return (torch.cat([sparse, sparse]) @ a).sum() + F.gelu(nested * 2).to_padded_tensor(0.0).sum() + (a @ b).sum()
+
+    compare(program)
+
+
+def test_writes_in_inference_mode_are_seen() -> None:
+    def program(a: Tensor, b: Tensor) -> Tensor:
+        x = torch.ones(8, 8)
+        loss = (torch.sigmoid(x.repeat(2, 1)) @ a @ b).sum()
+        with torch.inference_mode():
+            x.mul_(3)
+        return loss
+
+    compare(program)
+
+
+def test_copies_before_a_write_take_what_was_read_and_no_more() -> None:
+    """Sixty rows of one table, each overwritten: each copy is a row, not the table."""
+    table, weight = torch.zeros(60, 1000), nn.Parameter(torch.randn(2000, 1))
+    with track_memory() as tracker, Recomputation(min_bytes=0):
+        loss = torch.zeros(())
+        for index in range(60):
+            row = table[index]
+            loss = loss + (row.repeat(2) @ weight).sum()
+            with torch.no_grad():
+                row.fill_(index)
+    assert tracker.timeline.peak_bytes < 60 * 1000 * 4 * 4
+    loss.backward()
+    assert torch.equal(weight.grad, torch.zeros_like(weight))
+
+
+def test_results_that_nobody_saves_hold_their_inputs_for_a_few_operators_only() -> None:
+    a = nn.Parameter(torch.randn(64, 64))
+    with track_memory() as tracker, Recomputation(min_bytes=0):
+        kept = [torch.cat([a @ a, a @ a]) for _ in range(40)]
+        live = tracker.timeline.live_bytes
+    assert live <= (40 * 2 + 4 * 2 + 2) * 64 * 64 * 4
+    assert len(kept) == 40
+
+
+def test_what_a_first_run_did_not_need_is_learned_when_a_later_run_needs_it() -> None:
+    net = Net(F.silu)
+    recomputation, dropped = Recomputation(net, min_bytes=0), []
+    for is_frozen in (True, False, False, False):
+        net.first.requires_grad_(not is_frozen)
+        net.norm.requires_grad_(not is_frozen)
+        with recomputation:
+            loss = net(image()).square().mean()
+        dropped.append(recomputation.report.num_dropped)
+        loss.backward()
+    assert dropped[0] < dropped[2] == dropped[3]
+
+
+def test_views_of_what_was_written_in_place_are_found() -> None:
+    dropped = []
+    for inplace in (False, True):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Conv2d(3, C, 3), nn.BatchNorm2d(C), nn.ReLU(inplace), nn.Flatten(), nn.Linear(C * 36, 4))
+        with Recomputation(net, min_bytes=0) as recomputation:
+            net(image()).sum()
+        dropped.append(recomputation.report.dropped_bytes)
+    assert dropped[0] == dropped[1] > 0
+
+
+def test_the_module_dies_with_its_last_reference() -> None:
+    net = Net(F.silu)
+    recomputation = Recomputation(net, min_bytes=0)
+    with recomputation:
+        net(image())
+    reference = weakref.ref(net)
+    gc.disable()
+    try:
+        del net, recomputation
+        assert reference() is None
+    finally:
+        gc.enable()
+
+
+def test_threads_that_overlap_leave_nothing_patched() -> None:
+    before = torch.autograd.graph.disable_saved_tensors_hooks, torch.autograd._engine_run_backward
+    inside, leave = threading.Event(), threading.Event()
+
+    def run() -> None:
+        with Recomputation():
+            inside.set()
+            leave.wait()
+
+    thread = threading.Thread(target=run)
+    with Recomputation():
+        thread.start()
+        inside.wait()
+    leave.set()
+    thread.join()
+    assert (torch.autograd.graph.disable_saved_tensors_hooks, torch.autograd._engine_run_backward) == before
+
+
+def test_fake_tensors_are_dropped_without_being_compared() -> None:
+    with FakeTensorMode():
+        net = nn.Sequential(nn.Conv2d(3, C, 3), nn.BatchNorm2d(C), nn.SiLU(), nn.Conv2d(C, C, 3))
+        with Recomputation(net, min_bytes=0) as recomputation:
+            loss = net(torch.randn(2, 3, 8, 8)).sum()
+        loss.backward()
+    assert recomputation.report.num_dropped > 0
+    assert recomputation.report.num_verified == 0
+
+
+@pytest.mark.parametrize("function", [F.softplus, F.silu, F.gelu, torch.tanh, lambda x: F.relu(x) * x.sigmoid()])
+def test_gradcheck_and_gradgradcheck_pass(function: Callable[[Tensor], Tensor]) -> None:
+    weight = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
+    scale = torch.randn(4, dtype=torch.float64, requires_grad=True)
+
+    def run(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+        with Recomputation(min_bytes=0):
+            y = F.layer_norm(function(x) @ weight, (4,), scale)
+            return function(y) @ weight
+
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(run, (x, weight, scale))
+    assert torch.autograd.gradgradcheck(run, (x, weight, scale))
+
+
+def test_what_was_written_through_a_view_with_gaps_comes_back_in_its_strides() -> None:
+    """Kernels round by strides: the reader must find those of the forward."""
+    seen: list[tuple[int, ...]] = []
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            seen.append(ctx.saved_tensors[0].stride())
+            return grad
+
+    a = torch.randn(8, 8, requires_grad=True)
+    with Recomputation(min_bytes=0, verify="never") as recomputation:
+        x = a @ a
+        loss = x.square().sum()
+        y = (x * 1.5)[:, :7]
+        F.leaky_relu_(y, 0.1)
+        loss = loss + Look.apply(y).sum()
+    loss.backward()
+    assert recomputation.report.num_dropped > 0
+    assert seen == [(8, 1)]

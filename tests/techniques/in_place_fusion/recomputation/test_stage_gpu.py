@@ -1,0 +1,108 @@
+"""The kernels of a GPU give the same bits a second time, or their results are kept; and the allocator agrees."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.networks import NETWORKS, make_network
+from torch import Tensor, nn
+
+from lightning_vram.techniques.in_place_fusion.recomputation.stage import Recomputation
+
+pytestmark = pytest.mark.gpu
+
+KEPT = {"resnet50": 0.60, "densenet121": 0.35, "convnext_tiny": 0.60, "llama": 0.65}
+"""Largest share of what plain allocates for the backward. Bounds of the host, with room for what kernels keep."""
+
+
+@pytest.fixture(autouse=True)
+def _deterministic():
+    torch.backends.cudnn.deterministic, before = True, torch.backends.cudnn.deterministic
+    yield
+    torch.backends.cudnn.deterministic = before
+
+
+def step(network: nn.Module, x: Tensor, dtype: torch.dtype | None, recomputation: Recomputation | None) -> int:
+    """Take a step of gradients; return the bytes that were allocated for the backward."""
+    before = torch.cuda.memory_allocated()
+    with torch.autocast("cuda", dtype, enabled=dtype is not None):
+        if recomputation is None:
+            loss = network(x).float().square().mean()
+        else:
+            with recomputation:
+                loss = network(x).float().square().mean()
+    kept = torch.cuda.memory_allocated() - before
+    loss.backward()
+    return kept
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["nchw", "nhwc"])
+@pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_gradients_and_buffers_are_equal_to_the_bit(name: str, dtype: torch.dtype | None, layout: torch.memory_format):
+    network, x = make_network(name)
+    if x.dim() == 2 and layout is torch.channels_last:
+        pytest.skip("tokens have one layout")
+    network, x = network.cuda(), x.cuda()
+    if x.dim() == 4:
+        network, x = network.to(memory_format=layout), x.contiguous(memory_format=layout)
+    ours = copy.deepcopy(network)
+    recomputation = Recomputation(ours)
+    for seed in range(3):
+        for module, chosen in ((network, None), (ours, recomputation)):
+            torch.manual_seed(seed)
+            module.zero_grad()
+            step(module, x, dtype, chosen)
+        for (key, a), b in zip(network.named_parameters(), ours.parameters(), strict=True):
+            assert torch.equal(a.grad, b.grad), key
+        for (key, a), b in zip(network.named_buffers(), ours.buffers(), strict=True):
+            assert torch.equal(a, b), key
+    assert recomputation.report.num_dropped > 0
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_the_allocator_holds_the_promised_share(name: str):
+    network, x = make_network(name)
+    network, x = network.cuda(), x.cuda()
+    step(network, x, None, None)  # workspaces
+    plain = step(network, x, None, None)
+    recomputation = Recomputation(network)
+    step(network, x, None, recomputation)
+    assert step(network, x, None, recomputation) <= KEPT[name] * plain
+
+
+@pytest.mark.parametrize("dropout", ["mask", "replay"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("probability", [0.1, 0.15, 0.5])
+def test_dropout_is_made_again_to_the_bit(dropout, dtype: torch.dtype, probability: float):
+    weight = torch.randn(256, 256, device="cuda", dtype=dtype).requires_grad_()
+    grads = []
+    for recomputation in (None, Recomputation(min_bytes=0, dropout=dropout, verify="never")):
+        torch.manual_seed(0)
+        if recomputation is None:
+            loss = (F.dropout(F.silu(weight @ weight), probability) @ weight).float().square().mean()
+        else:
+            with recomputation:
+                loss = (F.dropout(F.silu(weight @ weight), probability) @ weight).float().square().mean()
+        grads.append(torch.autograd.grad(loss, weight)[0])
+        state = torch.cuda.get_rng_state()
+    assert torch.equal(*grads)
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+
+
+@pytest.mark.distributed
+def test_synchronized_norms_are_made_again_without_more_communication():
+    torch.distributed.init_process_group("nccl", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        network, x = make_network("mobilenetv2")
+        network = nn.SyncBatchNorm.convert_sync_batchnorm(network).cuda()
+        ours = copy.deepcopy(network)
+        step(network, x.cuda(), None, None)
+        recomputation = Recomputation(ours)
+        step(ours, x.cuda(), None, recomputation)
+        for a, b in zip(network.parameters(), ours.parameters(), strict=True):
+            assert torch.equal(a.grad, b.grad)
+        assert recomputation.report.num_dropped > 0
+    finally:
+        torch.distributed.destroy_process_group()

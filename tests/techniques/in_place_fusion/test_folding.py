@@ -1,0 +1,449 @@
+"""A convolution that does the work of the frozen norm behind it trains both as before, and keeps less for it."""
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from support.networks import resnet50
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_vram.techniques.activation_checkpointing.apply import apply_activation_checkpointing
+from lightning_vram.techniques.in_place_fusion.folding import (
+    BATCH_NORMS,
+    CONVOLUTIONS,
+    fold_frozen_batch_norm,
+    why_not_folded,
+)
+from lightning_vram.techniques.in_place_fusion.links import Link, observe_links
+from lightning_vram.techniques.in_place_fusion.recomputation.stage import Recomputation
+
+NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
+CONVS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+TRANSPOSED = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "no bias": {"bias": False},
+    "strided": {"stride": 2},
+    "dilated": {"dilation": 2},
+    "padded": {"padding": 1},
+}
+PADDINGS: dict[str, dict[str, Any]] = {
+    mode: {"padding": 1, "padding_mode": mode} for mode in ("circular", "reflect", "replicate")
+} | {"same": {"padding": "same"}}
+
+
+def randomise(norm: nn.Module) -> nn.Module:
+    """Statistics and affine parameters of a net that was trained."""
+    torch.manual_seed(3)
+    for tensor in (norm.running_mean, norm.weight, norm.bias):
+        if tensor is not None:
+            nn.init.normal_(tensor, 0.5, 0.7)
+    if norm.running_var is not None:
+        nn.init.uniform_(norm.running_var, 0.1, 3.0)
+    return norm
+
+
+def pair(conv: nn.Module, norm: nn.Module | None = None) -> nn.Sequential:
+    dims = len(conv.kernel_size)
+    norm = norm if norm is not None else NORMS[dims](conv.out_channels)
+    return nn.Sequential(conv, randomise(norm).eval()).double()
+
+
+def fold(net: nn.Sequential) -> Any:
+    return fold_frozen_batch_norm([Link(net[0], net[1])])
+
+
+def data(dims: int, channels: int = 4, dtype: torch.dtype = torch.float64) -> Tensor:
+    torch.manual_seed(5)
+    return torch.randn(2, channels, *((7, 6, 5)[:dims]), dtype=dtype)
+
+
+def step(net: nn.Module, x: Tensor, *args: Any) -> list[Tensor]:
+    """Output, and gradients of the input and of all parameters."""
+    x = x.clone().requires_grad_()
+    y = x
+    for index, member in enumerate(net):
+        y = member(y, *args) if index == 0 else member(y)
+    wanted = [x, *(p for p in net.parameters() if p.requires_grad)]
+    return [y.detach(), *torch.autograd.grad(y.square().sum() + y.sum(), wanted)]
+
+
+def check_equal(net: nn.Sequential, x: Tensor, *args: Any) -> None:
+    plain = copy.deepcopy(net)
+    fold(net)
+    folded = step(net, x, *args)
+    assert net[1](net_output := net[0](x, *args)) is net_output  # else nothing was folded
+    for ours, theirs in zip(folded, step(plain, x, *args), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10 * float(theirs.abs().max()))
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize("kinds", [CONVS, TRANSPOSED], ids=["conv", "transposed"])
+def test_every_convolution_gives_the_same_output_and_gradients(
+    kinds: dict[int, type[nn.Module]], dims: int, groups: int, option: str
+) -> None:
+    torch.manual_seed(0)
+    check_equal(pair(kinds[dims](4, 8, 2, groups=groups, **OPTIONS[option])), data(dims))
+
+
+@pytest.mark.parametrize("mode", PADDINGS)
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_padding_is_of_the_input(dims: int, mode: str) -> None:
+    torch.manual_seed(0)
+    check_equal(pair(CONVS[dims](4, 6, 3, groups=2, **PADDINGS[mode])), data(dims))
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_a_transposed_convolution_takes_an_output_size(dims: int) -> None:
+    torch.manual_seed(0)
+    net = pair(TRANSPOSED[dims](4, 6, 3, stride=2, padding=1, groups=2))
+    size = [2 * n for n in data(dims).shape[2:]]
+    check_equal(net, data(dims), size)
+    assert list(net[0](data(dims), output_size=size).shape[2:]) == size
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        nn.BatchNorm2d(6, affine=False),
+        nn.BatchNorm2d(6, eps=0.1, momentum=None),
+        nn.SyncBatchNorm(6),
+    ],
+    ids=["no affine", "eps", "sync"],
+)
+def test_norms_of_every_kind_are_folded(norm: nn.Module) -> None:
+    torch.manual_seed(0)
+    check_equal(pair(nn.Conv2d(4, 6, 3), norm), data(2))
+
+
+def test_frozen_parameters_stay_without_gradients() -> None:
+    net = pair(nn.Conv2d(4, 6, 3))
+    net[1].requires_grad_(False)
+    check_equal(net, data(2))
+    net = pair(nn.Conv2d(4, 6, 3))
+    net.requires_grad_(False)
+    check_equal(net, data(2))
+
+
+def test_parameters_are_read_live() -> None:
+    net = pair(nn.Conv2d(4, 6, 3))
+    plain = copy.deepcopy(net)
+    fold(net)
+    for member in (net, plain):
+        with torch.no_grad():
+            for tensor in (*member.parameters(), member[1].running_mean, member[1].running_var):
+                tensor.mul_(1.5)
+    torch.testing.assert_close(net(data(2)), plain(data(2)), rtol=1e-10, atol=1e-10)
+
+
+def test_second_derivatives_are_those_of_the_plain_model() -> None:
+    net = pair(nn.Conv2d(2, 2, 2, groups=2))
+    fold(net)
+    x = torch.randn(1, 2, 3, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(net, x)
+    assert torch.autograd.gradgradcheck(net, x)
+
+
+def test_a_norm_in_training_mode_runs_as_ever() -> None:
+    net = pair(nn.Conv2d(4, 6, 3))
+    plain = copy.deepcopy(net)
+    fold(net)
+    for member in (net, plain):
+        member.train()
+    for ours, theirs in zip(step(net, data(2)), step(plain, data(2)), strict=True):
+        assert torch.equal(ours, theirs)
+    for (name, ours), theirs in zip(net.named_buffers(), plain.buffers(), strict=True):
+        assert torch.equal(ours, theirs), name
+    net.eval(), plain.eval()
+    torch.testing.assert_close(net(data(2)), plain(data(2)), rtol=1e-10, atol=1e-10)
+
+
+def test_a_norm_that_lost_its_statistics_runs_as_ever() -> None:
+    net = pair(nn.Conv2d(4, 6, 3))
+    plain = copy.deepcopy(net)
+    fold(net)
+    for member in (net, plain):
+        member[1].running_mean = member[1].running_var = None
+    assert torch.equal(net(data(2)), plain(data(2)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_under_autocast_the_folding_is_in_float32(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    net = pair(nn.Conv2d(4, 6, 3)).float()
+    plain, x = copy.deepcopy(net), data(2, dtype=torch.float32)
+    exact = step(plain, x)
+    fold(net)
+    with torch.autocast("cpu", dtype):
+        ours, theirs = step(net, x), step(plain, x)
+    assert [t.dtype for t in ours] == [t.dtype for t in theirs]
+    for a, b, truth in zip(ours, theirs, exact, strict=True):
+        scale = float(truth.abs().max())
+        assert float((a - truth).abs().max()) < 4 * max(float((b - truth).abs().max()), 1e-3 * scale)
+
+
+@pytest.mark.parametrize("norm_dtype", [torch.bfloat16, torch.float32])
+def test_reduced_and_mixed_parameters_keep_the_dtypes(norm_dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    net = pair(nn.Conv2d(4, 6, 3)).bfloat16()
+    net[1].to(norm_dtype)
+    plain, x = copy.deepcopy(net), data(2, dtype=torch.bfloat16)
+    fold(net)
+    for ours, theirs in zip(step(net, x), step(plain, x), strict=True):
+        assert ours.dtype == theirs.dtype
+        torch.testing.assert_close(ours, theirs, rtol=0.1, atol=0.05 * float(theirs.abs().max()))
+
+
+def test_channels_last_stays() -> None:
+    net = pair(nn.Conv2d(4, 6, 3)).to(memory_format=torch.channels_last)
+    x = data(2).to(memory_format=torch.channels_last)
+    expected = net(x)
+    fold(net)
+    assert net(x).stride() == expected.stride()
+
+
+def test_keys_names_copies_and_pickles_are_those_of_plain_modules() -> None:
+    net = pair(nn.ConvTranspose2d(4, 6, 3, groups=2))
+    plain = copy.deepcopy(net)
+    fold(net)
+    assert list(net.state_dict()) == list(plain.state_dict())
+    assert [name for name, _ in net.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    assert [name for name, _ in net.named_modules()] == [name for name, _ in plain.named_modules()]
+    assert repr(net) == repr(plain)
+    file = io.BytesIO()
+    torch.save(net, file)
+    file.seek(0)
+    for other in (
+        copy.deepcopy(net),
+        copy.copy(net[0]),
+        pickle.loads(pickle.dumps(net)),
+        torch.load(file, weights_only=False),
+    ):
+        for member in other.modules():
+            assert type(member) in (nn.Sequential, nn.ConvTranspose2d, nn.BatchNorm2d)
+            assert "_frozen_batch_norm_folding" not in vars(member)
+    assert torch.equal(copy.deepcopy(net)(data(2)), plain(data(2)))
+
+
+def test_removed_it_is_the_plain_model_to_the_bit() -> None:
+    net = pair(nn.Conv2d(4, 6, 3))
+    expected, before = step(net, data(2)), [vars(member).keys() for member in net]
+    handle = fold(net)
+    assert handle.num_folded == 1
+    net(data(2))
+    handle.remove()
+    handle.remove()
+    assert [type(member) for member in net] == [nn.Conv2d, nn.BatchNorm2d]
+    assert [vars(member).keys() for member in net] == before
+    assert all(torch.equal(a, b) for a, b in zip(step(net, data(2)), expected, strict=True))
+
+
+class Scaled(nn.Conv2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+class WithActivation(nn.BatchNorm2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).relu()
+
+
+class Named(nn.Conv2d):
+    """A subclass that changes nothing."""
+
+
+REFUSED = {
+    "the norm has no running statistics": (nn.Conv2d(4, 6, 1), nn.BatchNorm2d(6, track_running_stats=False)),
+    "the norm has 4 channels, the convolution 6": (nn.Conv2d(4, 6, 1), nn.BatchNorm2d(4)),
+    "the first is not a stock convolution": (Scaled(4, 6, 1), nn.BatchNorm2d(6)),
+    "the second is not a stock batch norm": (nn.Conv2d(4, 6, 1), WithActivation(6)),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_can_never_be_folded_is_refused_and_nothing_is_changed(reason: str) -> None:
+    conv, norm = REFUSED[reason]
+    good = pair(nn.Conv2d(4, 6, 3))
+    with pytest.raises(
+        ValueError, match=f"^{type(conv).__name__} -> {type(norm).__name__} cannot be folded: {reason}.$"
+    ):
+        fold_frozen_batch_norm([Link(*good), Link(conv, norm)])
+    assert type(good[0]) is nn.Conv2d
+    assert why_not_folded(Link(conv, norm)) == reason
+
+
+def test_a_patched_forward_and_a_second_folding_are_refused() -> None:
+    net = pair(nn.Conv2d(4, 6, 3))
+    net[0].forward = lambda x: x
+    assert why_not_folded(Link(*net)) == "the first is not a stock convolution"
+    del net[0].forward
+    fold(net)
+    assert why_not_folded(Link(*net)) == "one of them is folded already"
+    normed = nn.utils.parametrizations.weight_norm(nn.Conv2d(1, 2, 1))
+    assert why_not_folded(Link(normed, nn.BatchNorm2d(2))) == "the first is not a stock convolution"
+    assert why_not_folded(Link(nn.Linear(2, 2), nn.BatchNorm2d(2))) == "the first is not a stock convolution"
+    assert why_not_folded(Link(nn.Conv2d(1, 1, 1), nn.ReLU())) == "the second is not a stock batch norm"
+
+
+def test_subclasses_that_run_the_stock_forward_are_folded() -> None:
+    net = pair(Named(4, 6, 3))
+    check_equal(net, data(2))
+    assert type(copy.deepcopy(net)[0]) is Named
+
+
+def test_another_path_than_the_observed_one_is_an_error() -> None:
+    net = pair(nn.Conv2d(4, 6, 3))
+    fold(net)
+    message = (
+        "^a batch norm that is folded into its convolution was given another tensor than the convolution's output. "
+        "The model took another path than when it was observed: do not fold this pair.$"
+    )
+    for change in (lambda x: x * 2, lambda x: x.mul_(2)):
+        with pytest.raises(RuntimeError, match=message):
+            net[1](change(net[0](data(2))))
+    with torch.inference_mode():
+        assert torch.equal(net(data(2)), net[0](data(2)))
+
+
+def test_inputs_of_wrong_dimensions_are_refused_as_before() -> None:
+    net = pair(nn.Conv2d(4, 6, 3))
+    fold(net)
+    with pytest.raises(ValueError, match=r"expected 4D input \(got 3D input\)"):
+        net(data(2)[0])
+
+
+def test_a_checkpointed_pair_folds_in_both_runs() -> None:
+    net = pair(nn.Conv2d(4, 6, 3))
+    plain = copy.deepcopy(net)
+    fold(net)
+    checkpoint(net, data(2), use_reentrant=False).sum().backward()
+    plain(data(2)).sum().backward()
+    for a, b in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_around_the_norm_alone_runs_it_again_on_what_it_saved(reentrant: bool) -> None:
+    net = pair(nn.Conv2d(4, 4, 1))
+    plain = copy.deepcopy(net)
+    fold(net)
+    for member in (net, plain):
+        y = data(2)
+        for _ in range(2):
+            y = checkpoint(lambda x, norm=member[1]: norm(x).relu(), member[0](y), use_reentrant=reentrant)
+        y.square().sum().backward()
+    for a, b in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-10, atol=1e-10)
+
+
+def test_a_folded_model_can_be_observed_and_checkpointed() -> None:
+    torch.manual_seed(0)
+    net, x = nn.Sequential(Block(), Block()).double().eval(), torch.randn(2, C, SIZE, SIZE, dtype=torch.float64)
+    net(x).sum().backward()
+    expected = [parameter.grad.clone() for parameter in net.parameters()]
+    fold_frozen_batch_norm(observed_links(net, x))
+    checkpointing = apply_activation_checkpointing(net, layers="Block")
+    assert observed_links(net, x) == []
+    net(x).sum().backward()
+    for ours, theirs in zip(net.parameters(), expected, strict=True):
+        torch.testing.assert_close(ours.grad, theirs, rtol=1e-10, atol=1e-10 * float(theirs.abs().max()))
+    checkpointing.remove()
+
+
+def test_replicas_run_as_ever() -> None:
+    net = pair(nn.Conv2d(4, 6, 3))
+    plain = copy.deepcopy(net)
+    fold(net)
+    replica = nn.Sequential(*(member._replicate_for_data_parallel() for member in net))
+    for copied, member in zip(replica, net, strict=True):
+        for name, tensor in [*member.named_parameters(), *member.named_buffers()]:
+            setattr(copied, name, tensor.detach().clone())
+    assert torch.equal(replica(data(2)), plain(data(2)))
+
+
+def test_compiled_in_one_graph() -> None:
+    net = pair(nn.Conv2d(4, 6, 3))
+    expected = net(data(2))
+    fold(net)
+    compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        torch.testing.assert_close(compiled(data(2)), expected, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(net(data(2)), expected, rtol=1e-10, atol=1e-10)
+
+
+def test_under_torch_func() -> None:
+    net = pair(nn.Conv2d(4, 6, 3))
+    parameters = dict(net.named_parameters()) | dict(net.named_buffers())
+    expected = torch.func.functional_call(net, parameters, data(2))
+    fold(net)
+    torch.testing.assert_close(torch.func.functional_call(net, parameters, data(2)), expected)
+    grads = torch.func.vmap(torch.func.grad(lambda x: net(x[None]).sum()))(data(2))
+    x = data(2).requires_grad_()
+    torch.testing.assert_close(grads, torch.autograd.grad(net(x).sum(), x)[0])
+
+
+# Together with recomputation
+
+C, SIZE, NUM_BLOCKS = 8, 16, 4
+
+
+class Block(nn.Module):
+    """The sum of two branches of convolution and norm, and an activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(C, C, 3, padding=1, bias=False), randomise(nn.BatchNorm2d(C))
+        self.other_conv, self.other_norm = nn.Conv2d(C, C, 1, bias=False), randomise(nn.BatchNorm2d(C))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.norm(self.conv(x)) + self.other_norm(self.other_conv(x))).relu()
+
+
+def observed_links(net: nn.Module, x: Tensor) -> list[Link]:
+    with observe_links(net, CONVOLUTIONS, BATCH_NORMS) as observer:
+        net(x).sum().backward()
+    net.zero_grad()
+    return observer.links()
+
+
+def kept_bytes(net: nn.Module, x: Tensor) -> int:
+    recomputation = Recomputation(net, min_bytes=0)
+    for _ in range(2):
+        with recomputation:
+            loss = net(x).sum()
+        loss.backward()
+    return recomputation.report.kept_bytes
+
+
+def test_with_recomputation_half_of_the_convolutions_outputs_are_kept_and_no_folded_weights() -> None:
+    torch.manual_seed(0)
+    net, x = nn.Sequential(*(Block() for _ in range(NUM_BLOCKS))).eval(), torch.randn(2, C, SIZE, SIZE)
+    assert kept_bytes(net, x) == (1 + 2 * NUM_BLOCKS) * x.nbytes  # the input, and what each convolution gives a norm
+    handle = fold_frozen_batch_norm(observed_links(net, x))
+    assert handle.num_folded == 2 * NUM_BLOCKS
+    assert kept_bytes(net, x) == (1 + NUM_BLOCKS) * x.nbytes  # the input, and the activation of each block
+    handle.remove()
+    assert kept_bytes(net, x) == (1 + 2 * NUM_BLOCKS) * x.nbytes
+
+
+def test_of_a_resnet_less_is_kept_than_with_recomputation_alone() -> None:
+    torch.manual_seed(0)
+    net, x = resnet50()[:-1].eval(), torch.randn(2, 3, 64, 64)
+    plain = copy.deepcopy(net).double()
+    recomputed = kept_bytes(net, x)
+    links = observed_links(net, x)
+    assert len(links) == 53
+    fold_frozen_batch_norm(links)
+    folded = kept_bytes(net, x)
+    assert folded / recomputed == pytest.approx(0.851, abs=0.001)
+    net.double().zero_grad()
+    for member in (net, plain):
+        member(x.double()).sum().backward()
+    for (name, a), b in zip(net.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-8, atol=1e-10 * float(b.grad.abs().max()), msg=name)

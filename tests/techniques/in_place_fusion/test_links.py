@@ -1,0 +1,359 @@
+"""A link is reported if, and only if, the tensor between two modules is theirs alone."""
+
+import contextlib
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.networks import resnet50
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_vram.techniques.in_place_fusion.links import observe_links
+from lightning_vram.techniques.in_place_fusion.recomputation.stage import Recomputation
+
+
+def image() -> Tensor:
+    torch.manual_seed(1)
+    return torch.randn(2, 3, 8, 8)
+
+
+class Pair(nn.Module):
+    """Two convolutions and two norms; how they are called comes with it."""
+
+    def __init__(self, body: Callable[["Pair", Tensor], Any]) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
+        self.other_conv, self.other_norm = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
+        self.body = body
+        self.kept: Any = None
+
+    def forward(self, x: Tensor) -> Any:
+        return self.body(self, x)
+
+
+def find(net: nn.Module, *, backward: bool = True, step: Callable[[], Any] | None = None) -> list[tuple[str, str]]:
+    """The links of one training step, by name."""
+    names = {module: name for name, module in net.named_modules()}
+    with observe_links(net, (nn.Conv2d,), (nn.BatchNorm2d,)) as observer:
+        output = net(image().requires_grad_()) if step is None else step()
+        if backward and isinstance(output, Tensor):
+            output.sum().backward()
+    return [(names[link.producer], names[link.consumer]) for link in observer.links()]
+
+
+class SaveOnly(torch.autograd.Function):
+    """Uses its input in the backward, and runs no operator on it before."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        (x,) = ctx.saved_tensors
+        return grad * x, grad
+
+
+def named(m: Pair, x: Tensor) -> Tensor:
+    out = m.conv(x)
+    out = m.norm(out)
+    return F.relu(out, inplace=True)
+
+
+def both_named(m: Pair, x: Tensor) -> Tensor:
+    before = m.conv(x)
+    after = m.norm(before)
+    return F.silu(after) * 2
+
+
+def twice(m: Pair, x: Tensor) -> Tensor:
+    return m.norm(m.conv(m.norm(m.conv(x)).relu()))
+
+
+LINKED: dict[str, Callable[[Pair, Tensor], Any]] = {
+    "nested": lambda m, x: m.norm(m.conv(x)).relu(),
+    "named": named,
+    "both named": both_named,
+    "called twice": twice,
+    "in place after": lambda m, x: m.norm(m.conv(x)).mul_(2).relu_(),
+    "frozen": lambda m, x: m.norm.eval()(m.conv(x)),
+    "with a skip around both": lambda m, x: m.norm(m.conv(x)) + x,
+    "under checkpoint, which ends on time": lambda m, x: checkpoint(
+        lambda y: m.norm(m.conv(y)), x, use_reentrant=False
+    ),
+}
+
+
+def skip(m: Pair, x: Tensor) -> Tensor:
+    y = m.conv(x)
+    return m.norm(y) + y
+
+
+def view_later(m: Pair, x: Tensor) -> Tensor:
+    y = m.conv(x)
+    view = y.view(-1)
+    z = m.norm(y)
+    return z + view.view_as(z)
+
+
+def returned(m: Pair, x: Tensor) -> Any:
+    y = m.conv(x)
+    return m.norm(y), y
+
+
+def kept(m: Pair, x: Tensor) -> Tensor:
+    m.kept = m.conv(x)
+    return m.norm(m.kept)
+
+
+def written_between(m: Pair, x: Tensor) -> Tensor:
+    return m.norm(m.conv(x).mul_(2))
+
+
+def written_later(m: Pair, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        y = m.conv(x)
+        z = m.norm(y)
+        y.zero_()
+    return z + x
+
+
+def two_producers(m: Pair, x: Tensor) -> Tensor:
+    return m.norm(m.conv(x)) + m.norm(m.other_conv(x))
+
+
+def two_consumers(m: Pair, x: Tensor) -> Tensor:
+    y = m.conv(x)
+    return m.norm(y) + m.other_norm(y)
+
+
+def one_call_without(m: Pair, x: Tensor) -> Tensor:
+    return m.norm(m.conv(x)) + m.conv(x)
+
+
+def gradient_hook(m: Pair, x: Tensor) -> Tensor:
+    y = m.conv(x)
+    y.register_hook(lambda grad: grad * 2)
+    return m.norm(y)
+
+
+def retained(m: Pair, x: Tensor) -> Tensor:
+    y = m.conv(x)
+    y.retain_grad()
+    return m.norm(y)
+
+
+def saved_by_another(m: Pair, x: Tensor) -> Tensor:
+    y = m.conv(x)
+    return SaveOnly.apply(y, m.norm(y))
+
+
+def detached(m: Pair, x: Tensor) -> Tensor:
+    y = m.conv(x)
+    m.kept = y.detach()
+    return m.norm(y)
+
+
+def its_data(m: Pair, x: Tensor) -> Tensor:
+    y = m.conv(x)
+    m.kept = y.data
+    return m.norm(y)
+
+
+def in_inference(m: Pair, x: Tensor) -> Any:
+    with torch.inference_mode():
+        return m.norm(m.conv(x)).clone().tolist()
+
+
+def two_arguments(m: Pair, x: Tensor) -> Tensor:
+    return m.norm(input=m.conv(x))
+
+
+APART: dict[str, Callable[[Pair, Tensor], Any]] = {
+    "skip": skip,
+    "a view is read later": view_later,
+    "returned": returned,
+    "kept": kept,
+    "detached": detached,
+    "its data kept": its_data,
+    "first in a reentrant checkpoint": lambda m, x: checkpoint(m.norm, m.conv(x), use_reentrant=True),
+    "written between": written_between,
+    "written later": written_later,
+    "two producers": two_producers,
+    "two consumers": two_consumers,
+    "one call without": one_call_without,
+    "something between": lambda m, x: m.norm(m.conv(x).relu()),
+    "gradient hook": gradient_hook,
+    "retained gradient": retained,
+    "saved by a function of the user": saved_by_another,
+    "inference mode": in_inference,
+    "torch.func": lambda m, x: torch.func.grad(lambda y: m.norm.eval()(m.conv(y)).sum())(x).sum().requires_grad_(),
+    "by keyword": two_arguments,
+    "never called": lambda _, x: x.clone().requires_grad_(),
+}
+
+
+@pytest.mark.parametrize("backward", [True, False], ids=["step", "forward"])
+@pytest.mark.parametrize("name", LINKED)
+def test_what_feeds_only_one_is_linked(name: str, backward: bool) -> None:
+    if "checkpoint" in name and backward:
+        pytest.skip("recomputed modules are left alone")
+    assert find(Pair(LINKED[name]), backward=backward) == [("conv", "norm")]
+
+
+@pytest.mark.parametrize("backward", [True, False], ids=["step", "forward"])
+@pytest.mark.parametrize("name", APART)
+def test_what_others_may_see_is_not(name: str, backward: bool) -> None:
+    assert find(Pair(APART[name]), backward=backward) == []
+
+
+def test_modules_that_run_again_in_the_backward_are_not_linked() -> None:
+    net = Pair(LINKED["under checkpoint, which ends on time"])
+    assert find(net) == []
+
+
+@pytest.mark.parametrize("drop", [True, False])
+def test_a_function_that_only_saves_is_seen_even_if_the_result_is_dropped(drop: bool) -> None:
+    net = Pair(lambda m, x: SaveOnly.apply(m.conv(x), x * 2) if drop else saved_by_another(m, x))
+    assert find(net, backward=False) == []
+
+
+HOOKS: dict[str, Callable[[Pair], Any]] = {
+    "forward of the producer": lambda m: m.conv.register_forward_hook(lambda *_: None),
+    "full backward of the producer": lambda m: m.conv.register_full_backward_hook(lambda *_: None),
+    "pre-backward of the producer": lambda m: m.conv.register_full_backward_pre_hook(lambda *_: None),
+    "pre-forward of the consumer": lambda m: m.norm.register_forward_pre_hook(lambda *_: None),
+    "forward of the consumer": lambda m: m.norm.register_forward_hook(lambda *_: None),
+    "full backward of the consumer": lambda m: m.norm.register_full_backward_hook(lambda *_: None),
+    "of all modules": lambda _: nn.modules.module.register_module_forward_hook(lambda *_: None),
+    "before all modules": lambda _: nn.modules.module.register_module_forward_pre_hook(lambda *_: None),
+    "parametrized": lambda m: nn.utils.parametrizations.weight_norm(m.conv),
+}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_what_a_hook_sees_is_not_linked(name: str) -> None:
+    net = Pair(LINKED["nested"])
+    hook = HOOKS[name](net)
+    try:
+        assert find(net) == []
+    finally:
+        if hasattr(hook, "remove"):
+            hook.remove()
+
+
+def test_a_hook_on_a_container_sees_the_output_of_its_last_module() -> None:
+    net = nn.Sequential(nn.Sequential(nn.ReLU(), nn.Conv2d(3, 3, 1)), nn.BatchNorm2d(3))
+    assert find(net) == [("0.1", "1")]
+    net[0].register_forward_hook(lambda *_: None)
+    assert find(net) == []
+
+
+def test_a_hook_on_what_the_producer_reads_is_no_matter() -> None:
+    net = Pair(LINKED["nested"])
+    net.conv.register_forward_pre_hook(lambda *_: None)
+    assert find(net) == [("conv", "norm")]
+
+
+def test_the_step_is_what_it_was_and_nothing_is_left() -> None:
+    torch.manual_seed(0)
+    net = Pair(both_named)
+    plain = copy.deepcopy(net)
+    plain(image()).sum().backward()
+    assert find(net) == [("conv", "norm")]
+    for (name, a), b in zip(plain.named_parameters(), net.parameters(), strict=True):
+        assert (a.grad is None and b.grad is None) or torch.equal(a.grad, b.grad), name
+    assert all(torch.equal(a, b) for a, b in zip(plain.buffers(), net.buffers(), strict=True))
+    for member, other in zip(net.modules(), plain.modules(), strict=True):
+        assert vars(member).keys() == vars(other).keys()
+        assert not member._forward_hooks
+        assert not member._forward_pre_hooks
+
+
+def test_nothing_is_left_after_an_exception_and_nothing_proven() -> None:
+    def fail(m: Pair, x: Tensor) -> Tensor:
+        m.norm(m.conv(x))
+        raise ArithmeticError
+
+    net = Pair(fail)
+    observer = observe_links(net, (nn.Conv2d,), (nn.BatchNorm2d,))
+    with pytest.raises(ArithmeticError), observer:
+        net(image())
+    assert observer.links() == []
+    assert not any(member._forward_hooks or member._forward_pre_hooks for member in net.modules())
+
+
+def test_a_consumer_that_raises_and_is_forgiven_is_not_linked() -> None:
+    def forgive(m: Pair, x: Tensor) -> Tensor:
+        y = m.conv(x)
+        with contextlib.suppress(ValueError):
+            m.norm(y[0])
+        return m.norm(y)
+
+    assert find(Pair(forgive)) == []
+
+
+@pytest.mark.parametrize("outside", [True, False])
+def test_recomputation_around_or_inside_changes_nothing(outside: bool) -> None:
+    net = Pair(lambda m, x: m.other_norm(m.other_conv(m.norm(m.conv(x)).relu())))
+    recomputation = Recomputation(net, min_bytes=0)
+
+    def step() -> Tensor:
+        with recomputation:
+            return net(image())
+
+    expected = [("conv", "norm"), ("other_conv", "other_norm")]
+    if outside:
+        with recomputation:
+            assert find(net) == expected
+    else:
+        assert find(net, step=step) == expected
+    assert recomputation.report.num_dropped > 0
+
+
+def test_shared_modules_are_one() -> None:
+    conv, norm = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
+    assert find(nn.Sequential(conv, norm, nn.ReLU(), conv, norm)) == [("0", "1")]
+    assert find(nn.Sequential(conv, norm, conv, nn.BatchNorm2d(3))) == []
+
+
+def test_a_reference_cycle_is_collected_first() -> None:
+    def cyclic(m: Pair, x: Tensor) -> Tensor:
+        box: list[Any] = [m.conv(x)]
+        box.append(box)
+        return m.norm(box[0])
+
+    assert find(Pair(cyclic)) == [("conv", "norm")]
+
+
+def test_all_convolutions_of_a_resnet_are_linked() -> None:
+    net = resnet50()
+    image_size = torch.randn(2, 3, 32, 32)
+
+    def step() -> Tensor:
+        return net(image_size)
+
+    links = find(net, step=step)
+    assert len(links) == 53
+    assert len(set(links)) == 53
+
+
+def test_compiled_parts_stay_compiled_and_are_not_linked() -> None:
+    inner = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3))
+    num_graphs = 0
+
+    def backend(graph: Any, _: Any) -> Any:
+        nonlocal num_graphs
+        num_graphs += 1
+        return graph.forward
+
+    compiled = torch.compile(inner, backend=backend, fullgraph=True)
+    net = Pair(lambda m, x: m.norm(m.conv(compiled(x))))
+    net.inner = inner
+    assert find(net) == [("conv", "norm")]
+    assert num_graphs == 1

@@ -1,0 +1,596 @@
+"""Islands compute in float32 inside of autocast, as by hand, and are still islands in copies, pickles and graphs."""
+
+import copy
+import inspect
+import io
+import pickle
+from collections import namedtuple
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
+from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig, LlamaModel
+from transformers.modeling_outputs import BaseModelOutput
+
+from lightning_vram.core.surgery.class_swap import restore_class, swap_class
+from lightning_vram.core.tensors.trees import iterate_leaves
+from lightning_vram.techniques.mixed_precision.fp32_islands import run_in_fp32
+from lightning_vram.techniques.mixed_precision.low_precision_norms import keep_norms_low
+
+WIDTH = 8
+LOW = [torch.bfloat16, torch.float16]
+Pair = namedtuple("Pair", "first second")
+
+
+@dataclass
+class Batch:
+    """Checks what it is given, and computes a field."""
+
+    data: Any
+    note: Any = None
+    size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        assert not hasattr(self, "size")
+        self.size = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    data: Any
+
+
+class Net(nn.Module):
+    """Linear, the island, linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(WIDTH, WIDTH)
+        self.island = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+        self.after = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.island(self.before(x)))
+
+
+class NetByHand(Net):
+    """The same, written by somebody who knows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.before(x)
+        with torch.autocast("cpu", enabled=False):
+            inside = self.island(hidden.float())
+        return self.after(inside.to(hidden.dtype))
+
+
+class Noted(nn.Module):
+    """Notes what it gets, and returns what it is told."""
+
+    def __init__(self, output: Any = None) -> None:
+        super().__init__()
+        self.output = output
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.got, self.is_autocast = (args, kwargs), torch.is_autocast_enabled("cpu")
+        return self.output
+
+    def other(self, x: Tensor) -> Tensor:
+        return x + 1
+
+
+class Failing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise KeyError("theirs")
+
+
+def make_net(kind: type[Net] = Net) -> Net:
+    torch.manual_seed(0)
+    return kind()
+
+
+def make_input() -> Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1), requires_grad=True)
+
+
+def autocast(dtype: torch.dtype = torch.bfloat16) -> torch.autocast:
+    return torch.autocast("cpu", dtype=dtype)
+
+
+def train(net: nn.Module, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    """The output, and the gradients of the input and of all parameters."""
+    x = make_input()
+    with autocast(dtype):
+        output = net(x)
+    return [output.detach(), *torch.autograd.grad(output.float().square().sum(), [x, *net.parameters()])]
+
+
+def assert_same(got: list[Tensor], expected: list[Tensor]) -> None:
+    for one, other in zip(got, expected, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+
+
+def is_island(net: Net) -> bool:
+    """By its result, which must be one of the two."""
+    got = train(net)[0]
+    references = [make_net(), make_net(NetByHand)]
+    for reference in references:
+        reference.load_state_dict(net.state_dict())
+    results = [train(reference)[0] for reference in references]
+    assert not torch.equal(*results)
+    (found,) = (index for index, result in enumerate(results) if torch.equal(got, result))
+    return bool(found)
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_results_and_gradients_are_those_of_float32_by_hand(dtype):
+    net = make_net()
+    plain = train(net, dtype=dtype)
+    run_in_fp32([net.island], "cpu")
+    got = train(net, dtype=dtype)
+    assert_same(got, train(make_net(NetByHand), dtype=dtype))
+    assert not torch.equal(got[0], plain[0])
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda t: t,
+        lambda t: (t, 1),
+        lambda t: ["a", [t]],
+        lambda t: {"a": {"b": t}, "c": None},
+        lambda t: Pair(t, 2),
+        lambda t: BaseModelOutput(last_hidden_state=t),
+        lambda t: Batch(t, note="text"),
+        lambda t: [Frozen({"a": Batch((1, t))}), Batch],
+    ],
+    ids=["tensor", "tuple", "list", "dict", "namedtuple", "ModelOutput", "dataclass", "frozen dataclass"],
+)
+@pytest.mark.parametrize("is_keyword", [False, True], ids=["positional", "keyword"])
+def test_16_bit_tensors_in_any_structure_are_cast_in_and_out(wrap, is_keyword):
+    def leaf(tree: Any) -> Tensor:
+        return next(t for t in iterate_leaves(tree) if isinstance(t, Tensor))
+
+    given = wrap(torch.ones(2, dtype=torch.float16))
+    module = Noted(wrap(torch.full((2,), 3.0)))
+    run_in_fp32([module], "cpu")
+    with autocast():
+        output = module(x=given) if is_keyword else module(given)
+    got = module.got[1]["x"] if is_keyword else module.got[0][0]
+    assert type(got) is type(output) is type(given)
+    assert leaf(got).dtype == torch.float32
+    assert leaf(output).dtype == torch.float16  # that of the input, not that of autocast
+    assert leaf(given).dtype == torch.float16
+    assert not module.is_autocast
+
+
+def test_other_dtypes_and_the_containers_without_16_bit_tensors_are_handed_in_as_they_are():
+    wide, number, cache = torch.ones(2, dtype=torch.float64), torch.tensor(1), {"wide": Batch(torch.ones(2))}
+    module = Noted()
+    run_in_fp32([module], "cpu")
+    with autocast():
+        assert module(torch.ones(2).bfloat16(), wide, number, cache) is None
+    assert module.got[0][1] is wide
+    assert module.got[0][2] is number
+    assert module.got[0][3] is cache  # it may be written into
+
+
+def test_only_float32_results_are_cast_back_and_losses_are_not():
+    wide, number, loss = torch.ones(2, dtype=torch.float64), torch.ones(2, dtype=torch.int32), torch.tensor(1e5)
+    module = Noted((torch.ones(2), wide, number, loss, "text"))
+    run_in_fp32([module], "cpu")
+    with autocast(torch.float16):
+        low, *others = module(torch.ones(2).half())
+    assert low.dtype == torch.float16
+    assert all(one is other for one, other in zip(others, (wide, number, loss, "text"), strict=True))
+
+
+def test_fields_that_need_no_cast_are_the_same_objects_in_a_dataclass_that_does():
+    inner, module = Batch(torch.ones(2)), Noted()
+    given = Batch({"low": torch.ones(2).half(), "inner": inner}, note=inner)
+    run_in_fp32([module], "cpu")
+    with autocast():
+        module(given)
+    (got,), _ = module.got
+    assert got.note is got.data["inner"] is inner
+    assert (got.size, given.size) == (7, 7)
+
+
+@pytest.mark.parametrize(
+    "make", [nn.MSELoss, nn.SmoothL1Loss, nn.BCEWithLogitsLoss, nn.CrossEntropyLoss], ids=lambda make: make.__name__
+)
+def test_losses_of_each_element_stay_float32(make):
+    loss, low = make(reduction="none"), torch.full((2, 3), 300.0).half()
+    expected = loss(low.float(), torch.zeros(2, 3))
+    run_in_fp32([loss], "cpu")
+    with autocast(torch.float16):
+        got = loss(low, torch.zeros(2, 3).half())
+    assert got.dtype == torch.float32  # 300 ** 2 is infinite in float16
+    assert torch.equal(got, expected)
+
+
+def test_float32_in_is_float32_out():
+    output = torch.ones(2)
+    module = Noted(output)
+    run_in_fp32([module], "cpu")
+    with autocast():
+        assert module(torch.ones(2), labels=torch.ones(2, dtype=torch.int64)) is output
+    assert not module.is_autocast
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_without_autocast_for_the_device_the_module_runs_plainly(device_type):
+    given, output = torch.ones(2).bfloat16(), torch.ones(2)
+    module = Noted(output)
+    run_in_fp32([module], device_type)
+    with torch.autocast("cpu", enabled=device_type == "cuda"):
+        assert module(given) is output
+        assert module.is_autocast == (device_type == "cuda")
+    assert module.got[0][0] is given
+
+
+def test_an_exception_leaves_autocast_as_it_was():
+    module = Failing()
+    run_in_fp32([module], "cpu")
+    with autocast(torch.float16):
+        with pytest.raises(KeyError, match="theirs"):
+            module(torch.ones(2).half())
+        assert torch.is_autocast_enabled("cpu")
+        assert torch.get_autocast_dtype("cpu") == torch.float16
+        assert nn.Linear(2, 2)(torch.ones(2)).dtype == torch.float16
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+def test_recomputation_in_backward_is_an_island_too(use_reentrant):
+    net, calls = make_net(), []
+    run_in_fp32([net.island], "cpu")
+    net.island[0].register_forward_hook(lambda _, args, output: calls.append((args[0].dtype, output.dtype)))
+    expected = train(make_net(NetByHand))
+    x = make_input()
+    with autocast():
+        output = checkpoint(net, x, use_reentrant=use_reentrant)
+    output.float().square().sum().backward()  # outside of autocast
+    assert calls == [(torch.float32, torch.float32)] * 2
+    assert_same([output.detach(), x.grad, *(p.grad for p in net.parameters())], expected)
+
+
+def pickled(net: nn.Module) -> nn.Module:
+    return pickle.loads(pickle.dumps(net))
+
+
+def saved(net: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(net, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("make_copy", [copy.deepcopy, pickled, saved])
+def test_an_island_that_was_loaded_may_be_one_again_and_stays_one(make_copy):
+    net = make_net()
+    run_in_fp32([net.island], "cuda")
+    other = make_copy(net)
+    handle = run_in_fp32([other.island], "cpu")  # it goes by the autocast that is meant now
+    assert is_island(other)
+    handle.remove()
+    handle.remove()
+    assert not is_island(other)
+    assert vars(other.island)["_fp32_island"].device_types == ("cuda",)
+
+
+@pytest.mark.parametrize("make_copy", [copy.deepcopy, pickled, saved])
+def test_a_copy_is_an_island_of_its_own(make_copy):
+    net = make_net()
+    handle = run_in_fp32([net.island], "cpu")
+    other = make_copy(net)
+    handle.remove()
+    assert not is_island(net)
+    with torch.no_grad():
+        other.island[0].weight.add_(1.0)  # its own weights count
+    assert is_island(other)
+
+
+def compile_to_one_graph(net: Net) -> Net:
+    torch._dynamo.reset()
+    return torch.compile(net, fullgraph=True, backend="aot_eager")
+
+
+def test_it_compiles_to_one_graph():
+    net = make_net()
+    compiled = compile_to_one_graph(net)
+    before = train(compiled)
+    handle = run_in_fp32([net.island], "cpu")
+    after = train(compiled)  # the graph without the island is not taken
+    handle.remove()
+    assert_same(train(compiled), before)
+    assert_same(after, train(compile_to_one_graph(make_net(NetByHand))))
+    assert not torch.equal(after[0], before[0])
+
+
+@pytest.mark.parametrize("name", ["island", ""], ids=["submodule", "root"])
+def test_the_compiled_gradients_are_those_of_eager_if_torch_keeps_autocast_out_of_the_backward(name):
+    net = make_net()
+    run_in_fp32([net.get_submodule(name)], "cpu")
+    expected = train(net)
+    with torch._functorch.config.patch(backward_pass_autocast="off"):
+        assert_same(train(compile_to_one_graph(net)), expected)
+
+
+class Compiled(nn.Module):
+    """A residual block with an island and a low norm inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner, self.island = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.island(self.inner(self.norm(x)))
+
+
+def test_blocks_that_are_compiled_one_by_one_share_their_graphs():
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    net = nn.Sequential(*(Compiled() for _ in range(10)))
+    islands = run_in_fp32([block.island for block in net], "cpu")
+    norms = keep_norms_low(net, "cpu")
+    for block in net:
+        block.compile(backend=counter, fullgraph=True)
+    x = make_input()
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True), autocast():
+        first, second = net(x), net(x)
+    assert counter.frame_count <= 2
+    with autocast():
+        assert torch.equal(net[0](x), copy.deepcopy(net[0]).forward(x))
+    for handle in (islands, norms):
+        handle.remove()
+    run_in_fp32([block.island for block in net], "cpu")
+    keep_norms_low(net, "cpu")
+    with autocast():
+        assert torch.equal(net(x), first)
+    assert torch.equal(second, first)
+    assert counter.frame_count <= 2  # a second fit takes those of the first
+
+
+@dataclass
+class Wrapped:
+    data: Tensor
+
+
+class TakesData(nn.Linear):
+    def forward(self, x: Wrapped) -> Tensor:
+        return super().forward(x.data)
+
+
+class GivesData(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.island = nn.Linear(WIDTH, WIDTH), TakesData(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.island(Wrapped(self.before(x)))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo, torch 2.11
+def test_a_dataclass_that_is_compiled_gives_the_same_result():
+    torch._dynamo.reset()
+    net = GivesData()
+    run_in_fp32([net.island], "cpu")
+    expected = train(net)
+    assert_same(train(torch.compile(net, backend="eager"))[:1], expected[:1])
+
+
+class Head(nn.Module):
+    """Nobody calls its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h = nn.ModuleDict({"l": nn.Linear(WIDTH, WIDTH)})
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(1))])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.logits(x).softmax(-1)
+
+    def logits(self, x: Tensor) -> Tensor:
+        return self.h["l"](x) * self.scales[0]
+
+
+class WithHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2)
+        self.head = Head()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[1](self.head.logits(self.attention(x, x, x)[0]))
+
+
+@pytest.fixture
+def nothing_compiled(monkeypatch):
+    torch._dynamo.reset()
+    monkeypatch.setattr("lightning_vram.techniques.mixed_precision.fp32_islands._compiled", set())
+
+
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    ("names", "idle"),
+    [
+        (["attention.out_proj"], ["attention.out_proj"]),
+        (["attention", "attention.out_proj"], []),  # within an island that was called
+        (["head", "head.h.l"], ["head"]),
+        (["head.scales"], ["head.scales"]),
+        (["head"], ["head"]),
+        (["layers"], []),  # one of them was called
+        (["layers", "layers.0"], ["layers.0"]),  # but compiled code tells classes alone
+        (["", "head", "head.scales", "attention.out_proj"], []),
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("nothing_compiled")
+def test_modules_that_nobody_calls_are_told(names, idle, is_compiled):
+    net, x = WithHead(), make_input()
+    handle = run_in_fp32([net.get_submodule(name) for name in names], "cpu")
+    assert [net.get_submodule(name) for name in names] == handle.idle
+    with autocast():
+        (torch.compile(net, backend="eager") if is_compiled else net)(x)
+    told = [name for name in idle if name != "layers.0" or not is_compiled]
+    assert handle.idle == [net.get_submodule(name) for name in told]
+    handle.remove()
+    assert run_in_fp32([net.attention.out_proj], "cpu").idle == [net.attention.out_proj]
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+def test_whoever_asks_again_is_told_again():
+    net = make_net()
+    for _ in range(2):
+        handle = run_in_fp32([net.island], "cpu")
+        assert handle.idle == [net.island]
+        net(make_input())
+        assert handle.idle == []
+
+
+def test_an_island_within_a_checkpoint_compiles_to_one_graph():
+    torch._dynamo.reset()
+    net = make_net()
+    run_in_fp32([net.island], "cpu")
+    run = torch.compile(lambda x: checkpoint(net, x, use_reentrant=False), fullgraph=True, backend="aot_eager")
+    with autocast():
+        assert torch.equal(run(make_input()), net(make_input()))
+
+
+def test_keys_names_hooks_and_signature_are_those_of_the_plain_module():
+    net, plain, calls = make_net(), make_net(), []
+    net.island.register_forward_pre_hook(lambda _, args: calls.append(args[0].dtype))
+    net.island.register_forward_hook(lambda _, args, output: calls.append(output.dtype))
+    run_in_fp32([net.island, net], "cpu")
+    assert list(net.state_dict()) == list(plain.state_dict())
+    assert [name for name, _ in net.named_modules()] == [name for name, _ in plain.named_modules()]
+    assert repr(net) == repr(plain)
+    assert inspect.signature(net.forward) == inspect.signature(plain.forward)
+    assert list(inspect.signature(net.forward).parameters) == ["x"]
+    train(net)
+    assert calls == [torch.float32] * 2  # as its caller sees it: inside of another island
+
+
+def test_remove_leaves_nothing_and_may_be_called_again():
+    net = make_net()
+    before = [(type(part), dict(vars(part))) for part in net.modules()]
+    handle = run_in_fp32([net.island, net.before, net.island], "cpu")
+    assert handle.num_modules == 2
+    handle.remove()
+    handle.remove()
+    assert [(type(part), dict(vars(part))) for part in net.modules()] == before
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["first in first out", "last in first out"])
+def test_two_on_one_module_come_off_in_any_order(order):
+    net = make_net()
+    handles = [run_in_fp32([net.island], "cpu") for _ in range(2)]
+    handles[order[0]].remove()
+    assert is_island(net)
+    handles[order[1]].remove()
+    assert type(net.island) is nn.Sequential
+
+
+def test_a_wrapper_that_was_put_on_top_goes_on_when_the_island_is_gone():
+    net = make_net()
+    handle = run_in_fp32([net.island], "cpu")
+    inner = net.island.forward
+    net.island.forward = lambda x: inner(x)
+    assert is_island(net)
+    handle.remove()
+    assert not is_island(net)
+
+
+def test_a_forward_of_the_users_on_the_instance_is_called_and_put_back():
+    module = Noted()
+    module.forward = own = module.other
+    handle = run_in_fp32([module], "cpu")
+    given = torch.tensor([256.0]).bfloat16()
+    for other in (module, pickled(module), copy.deepcopy(module)):
+        with autocast():
+            assert other(given).tolist() == [256.0]  # 257 rounded
+        restore_class(other, "_fp32_island")
+        assert vars(other)["forward"].__self__ is other
+    handle.remove()
+    assert vars(module)["forward"] is own
+
+
+def _run(module: nn.Module, state: list[bool], plain: Any, *args: Any, **kwargs: Any) -> Any:
+    state.append(torch.is_autocast_enabled("cpu"))
+    return plain(*args, **kwargs)
+
+
+@pytest.mark.parametrize("has_own", [False, True], ids=["class", "instance"])
+@pytest.mark.parametrize("order", [("swap", "island"), ("island", "swap")], ids=" then ".join)
+@pytest.mark.parametrize("first_off", ["swap", "island"])
+def test_swapped_classes_go_with_it_in_any_order(order, first_off, has_own):
+    net, state = make_net(), []
+    if has_own:
+        net.island.forward = own = net.island.forward
+    off = {}
+    for what in order:
+        if what == "swap":
+            swap_class(net.island, "_noting", state, _run)
+            off["swap"] = lambda: restore_class(net.island, "_noting")
+        else:
+            off["island"] = run_in_fp32([net.island], "cpu").remove
+    assert is_island(net)
+    assert len(state) == 1  # once, whoever is on top
+    off.pop(first_off)()
+    assert is_island(net) == (first_off == "swap")
+    assert len(state) == (1 if first_off == "swap" else 2)
+    off.popitem()[1]()
+    assert not is_island(net)
+    assert type(net.island) is nn.Sequential
+    assert {name: value for name, value in vars(net.island).items() if not name.startswith("_")} == {
+        "training": True,
+        **({"forward": own} if has_own else {}),
+    }
+
+
+def test_a_swapped_island_compiles_to_one_graph():
+    net = make_net()
+    run_in_fp32([net.island], "cpu")
+    swap_class(net.island, "_passing", None, _pass)
+    assert_same(train(compile_to_one_graph(net)), train(compile_to_one_graph(make_net(NetByHand))))
+
+
+def _pass(module: nn.Module, state: None, plain: Any, *args: Any, **kwargs: Any) -> Any:
+    return plain(*args, **kwargs)
+
+
+def test_the_members_of_a_list_of_modules_are_meant():
+    net = make_net()
+    net.blocks = nn.ModuleList([nn.ModuleDict({"a": net.island}), net.after])
+    handle = run_in_fp32([net.blocks], "cpu")
+    assert handle.num_modules == 2
+    assert [name for name, part in net.named_modules() if "_fp32_island" in vars(part)] == ["island", "after"]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # that they may still be met is the point
+@pytest.mark.parametrize("traced", [False, True], ids=["scripted", "traced"])
+def test_a_scripted_module_is_refused_and_nothing_is_changed(traced):
+    net, layer = make_net(), nn.Linear(2, 2)
+    scripted = torch.jit.trace(layer, torch.ones(1, 2)) if traced else torch.jit.script(layer)
+    message = r"^module Linear cannot change its precision: it is scripted or traced\. Script or trace it afterwards\.$"
+    with pytest.raises(ValueError, match=message):
+        run_in_fp32([net.island, scripted, net.after], "cpu")
+    assert type(net.island) is nn.Sequential
+
+
+@pytest.mark.filterwarnings("ignore")  # theirs
+def test_a_transformers_model_as_an_island_gives_its_own_result_in_16_bit():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaModel(LlamaConfig(vocab_size=20, **sizes)).eval()
+    embeddings = torch.randn(2, 5, 16).bfloat16()
+    expected = model(inputs_embeds=embeddings.float()).last_hidden_state
+    run_in_fp32([model], "cpu")
+    with autocast():
+        got = model(inputs_embeds=embeddings).last_hidden_state
+    assert torch.equal(got, expected.bfloat16())

@@ -1,0 +1,1055 @@
+"""Fewer 16-bit casts of weights; values and gradients are those of autocast without its cache, to the bit."""
+
+import copy
+import pickle
+import re
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+from support.helpers import describe_module
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.func import functional_call
+from torch.nn.utils import parametrizations, prune
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_vram.memory.tracking.tracker import track_memory
+from lightning_vram.techniques.activation_checkpointing.apply import apply_activation_checkpointing
+from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
+from lightning_vram.techniques.activation_compression.stage import CompressionStage
+from lightning_vram.techniques.activation_offload.stage import ActivationOffloading
+from lightning_vram.techniques.in_place_fusion.folding import fold_frozen_batch_norm
+from lightning_vram.techniques.in_place_fusion.links import Link
+from lightning_vram.techniques.in_place_fusion.recomputation.stage import Recomputation
+from lightning_vram.techniques.mixed_precision.shared_casts import SharedCasts
+from lightning_vram.techniques.mixed_precision.weight_casts import WeightCasts
+
+MODES = pytest.mark.parametrize("recast", [False, True], ids=["shared", "recast"])
+bf16 = partial(torch.autocast, "cpu", torch.bfloat16, cache_enabled=False)
+
+
+class Attention(nn.Module):
+    """Attention of a sequence to itself, or to another of other widths."""
+
+    def __init__(self, *, is_cross: bool, **options: int) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True, **options)
+        self.is_cross, self.width = is_cross, options.get("kdim", 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        other = torch.tanh(x.repeat(1, 2, 2)[..., : self.width])
+        output: Tensor = self.attention(x, other, other)[0] if self.is_cross else self.attention(x, x, x)[0]
+        return output
+
+
+class Tied(nn.Module):
+    """Two layers with one weight, which a third layer has, too, frozen and transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.relu(self.first(x)))
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a low-rank one beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.base = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False)
+        self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.base(x) + self.up(self.down(x))
+
+
+class Repeated(nn.Module):
+    """One module several times."""
+
+    def __init__(self, module: nn.Module, num_uses: int = 3) -> None:
+        super().__init__()
+        self.module, self.num_uses = module, num_uses
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.num_uses):
+            x = torch.tanh(self.module(x))
+        return x
+
+
+class OfGPT2(nn.Module):
+    """The layer of transformers that keeps its weight transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = pytest.importorskip("transformers.pytorch_utils").Conv1D(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "linear": (lambda: nn.Linear(8, 4), (3, 8)),
+    "linear without bias": (lambda: nn.Linear(8, 4, bias=False), (2, 3, 8)),
+    "conv 1d": (lambda: nn.Conv1d(4, 6, 3), (2, 4, 8)),
+    "conv 2d": (lambda: nn.Conv2d(4, 6, 3, padding=1, padding_mode="circular"), (2, 4, 8, 8)),
+    "conv 2d, channels last": (lambda: nn.Conv2d(4, 6, 3).to(memory_format=torch.channels_last), (2, 4, 8, 8)),
+    "conv 3d": (lambda: nn.Conv3d(2, 4, 3, groups=2), (2, 2, 5, 5, 5)),
+    "transposed 1d": (lambda: nn.ConvTranspose1d(4, 6, 3, stride=2), (2, 4, 8)),
+    "transposed 2d": (lambda: nn.ConvTranspose2d(4, 6, 3, output_padding=1, stride=2), (2, 4, 5, 5)),
+    "transposed 3d": (lambda: nn.ConvTranspose3d(2, 4, 3), (2, 2, 4, 4, 4)),
+    "attention": (lambda: Attention(is_cross=False), (2, 3, 8)),
+    "attention to another": (lambda: Attention(is_cross=True), (2, 3, 8)),
+    "attention of other widths": (lambda: Attention(is_cross=True, kdim=10, vdim=10), (2, 3, 8)),
+    "transformer": (lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), (2, 3, 8)),
+    "of GPT-2": (OfGPT2, (2, 3, 8)),
+    "tied": (Tied, (3, 8)),
+    "adapted": (Adapted, (3, 8)),
+    "repeated": (lambda: Repeated(nn.Linear(8, 8)), (3, 8)),
+    "repeated conv": (lambda: Repeated(nn.Conv2d(4, 4, 3, padding=1)), (2, 4, 5, 5)),
+    "repeated conv, channels last": (
+        lambda: Repeated(nn.Conv2d(4, 4, 3, padding=1).to(memory_format=torch.channels_last)),
+        (2, 4, 5, 5),
+    ),
+    "repeated attention": (lambda: Repeated(Attention(is_cross=True)), (2, 3, 8)),
+}
+
+
+def make(name: str) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    build, shape = MODELS[name]
+    return build(), torch.randn(shape, requires_grad=True)
+
+
+def gradients(
+    model: nn.Module,
+    x: Tensor,
+    context: Callable[[], AbstractContextManager[object]] = bf16,
+    around: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> list[Tensor]:
+    """Loss, and the gradients of the input and of every parameter that has one."""
+    x = x.detach().requires_grad_()
+    model.zero_grad()
+    with around():
+        with context():
+            output = model(x)
+        loss = output.float().square().sum()
+        del output
+    loss.backward()
+    assert x.grad is not None
+    return [loss, x.grad, *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
+
+
+def assert_same(ones: list[Tensor], others: list[Tensor]) -> None:
+    assert len(ones) == len(others)
+    for one, other in zip(ones, others, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("name", MODELS)
+@MODES
+def test_outputs_and_gradients_have_the_same_bits(name: str, recast: bool, dtype: torch.dtype) -> None:
+    plain, x = make(name)
+    ours = copy.deepcopy(plain)
+    casts = WeightCasts(ours, "cpu", recast_in_backward=recast)
+    autocast = partial(torch.autocast, "cpu", dtype, cache_enabled=False)
+    for _ in range(2):
+        assert_same(gradients(plain, x, autocast), gradients(ours, x, autocast))
+    assert_same(gradients(plain, x, nullcontext), gradients(ours, x, nullcontext))
+    casts.remove()
+
+
+def linears(*widths: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(i, o) for i, o in pairwise(widths)))
+
+
+def live_after_forward(
+    model: nn.Module, x: Tensor, context: Callable[[], AbstractContextManager[object]] = bf16
+) -> int:
+    """Bytes beyond parameters and input: what the graph keeps, and the output in 16 bit."""
+    with track_memory(model, inputs=x) as tracker:
+        with context():
+            output = model(x)
+        live = tracker.timeline.live_bytes
+    del output
+    return live - x.nbytes - sum(parameter.nbytes for parameter in model.parameters())
+
+
+WIDTHS = (64, 96, 128, 160, 192, 224, 256, 128, 64)
+
+
+def test_recast_keeps_no_cast() -> None:
+    """Each layer keeps its input in 16 bit (the output of the one before it); plain: all weights but the first, too."""
+    model, x = linears(*WIDTHS), torch.randn(2, WIDTHS[0])
+    activations = sum(2 * 2 * width for width in WIDTHS)
+    weights = sum(2 * i * o for i, o in pairwise(WIDTHS[1:]))
+    assert live_after_forward(model, x) == activations + weights
+    WeightCasts(model, "cpu", recast_in_backward=True)
+    assert live_after_forward(model, x) == activations
+    assert activations < 0.05 * sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_recast_keeps_no_cast_of_frozen_weights() -> None:
+    model, x = linears(64, 64, 64).requires_grad_(False), torch.randn(2, 64, requires_grad=True)
+    output, weights = 2 * 2 * 64, 2 * 2 * 64 * 64
+    assert live_after_forward(model, x) == output + weights
+    WeightCasts(model, "cpu", recast_in_backward=True)
+    assert live_after_forward(model, x) == output
+
+
+def test_uses_of_a_weight_share_one_cast() -> None:
+    """Three uses, of which plain autocast keeps three casts, the first layer's first excepted: its input is data."""
+    model, x = Repeated(linears(64, 64, 64)), torch.randn(2, 64)
+    weight, activation = 2 * 64 * 64, 2 * 2 * 64
+    activations = activation + 3 * 2 * activation  # the input; in each use what is between the layers, and the output
+    assert live_after_forward(model, x) == 5 * weight + activations
+    casts = WeightCasts(model, "cpu")
+    assert live_after_forward(model, x) == 2 * weight + activations
+    casts.remove()
+    WeightCasts(model, "cpu", recast_in_backward=True)
+    assert live_after_forward(model, x) == activations
+
+
+def test_tied_weights_share_one_cast() -> None:
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), torch.randn(2, 64, requires_grad=True)
+    model[1].weight = model[0].weight
+    WeightCasts(model, "cpu")
+    assert live_after_forward(model, x) == 2 * 64 * 64 + 3 * 2 * 2 * 64
+
+
+@MODES
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_nothing_stays_without_gradients(recast: bool, context: Callable[[], AbstractContextManager[object]]) -> None:
+    model, x = Repeated(nn.Linear(64, 64)), torch.randn(2, 64)
+    WeightCasts(model, "cpu", recast_in_backward=recast)
+    with context():
+        assert live_after_forward(model, x) == 2 * 2 * 64
+
+
+@MODES
+def test_nothing_stays_in_checkpointed_layers(recast: bool) -> None:
+    model, x = Repeated(nn.Linear(64, 64)), torch.randn(2, 64, requires_grad=True)
+    WeightCasts(model, "cpu", recast_in_backward=recast)
+    run = nn.Module()
+    run.model, run.forward = model, lambda x: checkpoint(model, x, use_reentrant=False)
+    assert live_after_forward(run, x) == 2 * 2 * 64
+
+
+def test_the_backward_frees_what_was_shared() -> None:
+    model = Repeated(nn.Linear(64, 64))
+    WeightCasts(model, "cpu")
+    with track_memory(model) as tracker:
+        with bf16():
+            loss = model(torch.randn(2, 64)).float().sum()
+        loss.backward()
+        del loss
+        live = tracker.timeline.live_bytes
+    assert live == 2 * sum(parameter.nbytes for parameter in model.parameters())
+
+
+@MODES
+def test_fake_tensors_tell_the_same_bytes(recast: bool) -> None:
+    def measure() -> int:
+        model = Repeated(linears(64, 64, 64))
+        WeightCasts(model, "cpu", recast_in_backward=recast)
+        return live_after_forward(model, torch.randn(2, 64))
+
+    expected = measure()
+    with FakeTensorMode():
+        assert measure() == expected
+
+
+@MODES
+@pytest.mark.parametrize("name", ["linear", "repeated", "attention", "conv 2d"])
+def test_a_graph_can_be_used_twice(name: str, recast: bool) -> None:
+    plain, x = make(name)
+    ours = copy.deepcopy(plain)
+    WeightCasts(ours, "cpu", recast_in_backward=recast)
+    results = []
+    for model in (plain, ours):
+        with bf16():
+            loss = model(x).float().square().sum()
+        parameters = tuple(model.parameters())
+        first = torch.autograd.grad(loss, parameters, retain_graph=True)
+        second = torch.autograd.grad(loss, parameters)
+        assert_same(list(first), list(second))
+        results.append(list(second))
+    assert_same(*results)
+
+
+@MODES
+@pytest.mark.parametrize("name", ["linear", "repeated", "attention", "conv 2d", "adapted"])
+def test_double_backward_has_the_same_bits(name: str, recast: bool) -> None:
+    plain, x = make(name)
+    ours = copy.deepcopy(plain)
+    WeightCasts(ours, "cpu", recast_in_backward=recast)
+    results = []
+    for model in (plain, ours):
+        with bf16():
+            loss = model(x).float().square().sum()
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        slopes = torch.autograd.grad(loss, [x, *parameters], create_graph=True)
+        penalty = sum(slope.square().sum() for slope in slopes)
+        results.append([*slopes, *torch.autograd.grad(penalty, [x, *parameters])])
+    assert_same(*results)
+
+
+def test_a_weight_that_was_written_is_cast_again() -> None:
+    results = []
+    for ours in (False, True):
+        model, x = linears(8, 8), torch.ones(2, 8, requires_grad=True)  # or else no cast is kept
+        if ours:
+            WeightCasts(model, "cpu")
+        with bf16():
+            before = model(x)
+            with torch.no_grad():
+                model[0].weight.mul_(2)
+            in_place = model(x)
+            model[0].weight.data = model[0].weight.detach() * 3
+            results.append([before, in_place, model(x)])
+    assert_same(*results)
+
+
+def test_a_fused_optimizer_leaves_no_trace_but_after_step_tells() -> None:
+    results = []
+    for ours in (False, True):
+        model, x = linears(8, 8), torch.ones(2, 8, requires_grad=True)  # or else no cast is kept
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+        casts = WeightCasts(model, "cpu") if ours else None
+        with bf16():
+            before = model(model(x))  # twice, or else it is left alone after the step
+        before.float().sum().backward(retain_graph=True)
+        optimizer.step()
+        if casts is not None:
+            casts.after_step(model.parameters())
+        with bf16():
+            results.append([before, model(x)])
+    assert_same(*results)
+    assert not torch.equal(*results[0])
+
+
+WRITTEN = (
+    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+    "[torch.FloatTensor [8, 8]] is at version {now}; expected version {before} instead. It is a weight, which the "
+    "backward casts to bfloat16 again: set recast_in_backward=False (plain autocast keeps a copy and would not notice)."
+)
+
+
+def test_recast_refuses_a_weight_that_was_written() -> None:
+    model, x = linears(8, 8), torch.ones(2, 8, requires_grad=True)
+    WeightCasts(model, "cpu", recast_in_backward=True)
+    with bf16():
+        loss = model(x).float().sum()
+    before = model[0].weight._version
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    with pytest.raises(RuntimeError, match=f"^{re.escape(WRITTEN.format(now=before + 1, before=before))}$"):
+        loss.backward()
+
+
+def test_recast_refuses_a_weight_that_a_fused_optimizer_wrote() -> None:
+    model, other, x = linears(8, 8), nn.Linear(8, 8), torch.ones(2, 8, requires_grad=True)
+    casts = WeightCasts(model, "cpu", recast_in_backward=True)
+    with bf16():
+        loss = model(x).float().sum()
+    loss.backward(retain_graph=True)
+    before = model[0].weight._version, other.weight._version
+    torch.optim.SGD(model.parameters(), lr=0.1, fused=True).step()
+    assert model[0].weight._version == before[0]  # or else after_step is not needed any more
+    casts.after_step(iter((*model.parameters(), *other.parameters())))
+    assert (model[0].weight._version, other.weight._version) == (before[0] + 1, before[1])
+    with pytest.raises(RuntimeError, match=r"^one of the variables needed .* recast_in_backward=False"):
+        loss.backward()
+
+
+def test_sharing_leaves_versions_alone() -> None:
+    model = linears(8, 8)
+    casts = WeightCasts(model, "cpu")
+    casts.after_step(model.parameters())
+    assert model[0].weight._version == linears(8, 8)[0].weight._version
+
+
+class Net(nn.Module):
+    """Something for every technique: norms, activations, dropout, and a layer that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16)
+        self.body = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Dropout(0.3), nn.Linear(32, 16))
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.relu(self.norm(self.conv(x))).flatten(2).transpose(1, 2)
+        for _ in range(2):
+            hidden = hidden + self.body(hidden)
+        return self.head(hidden)
+
+
+def train(model: nn.Module, around: Callable[[], AbstractContextManager[object]] = nullcontext) -> list[Tensor]:
+    torch.manual_seed(1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(3):
+        with around(), bf16():
+            loss = model(torch.randn(4, 3, 8, 8)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [getattr(value, "full_tensor", lambda value=value: value)() for value in model.state_dict().values()]
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+STAGES: dict[str, Callable[[nn.Module], AbstractContextManager[object]]] = {
+    "offload": lambda model: ActivationOffloading(model, min_offload_bytes=0),
+    "compression": CompressionStage,
+    "recomputation": lambda model: Recomputation(model, min_bytes=0, verify="always"),
+    "save_on_cpu": lambda _: save_on_cpu(),
+}
+
+
+@MODES
+@pytest.mark.parametrize("stage", STAGES)
+def test_stages_go_on_working(stage: str, recast: bool) -> None:
+    expected, model = train(net()), net()
+    WeightCasts(model, "cpu", recast_in_backward=recast)
+    assert_same(expected, train(model, partial(STAGES[stage], model)))
+
+
+def test_a_stage_inside_recast_still_gets_the_activations() -> None:
+    model, x = linears(64, 64, 64), torch.randn(512, 64, requires_grad=True)
+    WeightCasts(model, "cpu", recast_in_backward=True)
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(tuple(t.shape)) or t, lambda t: t), bf16():
+        model(x)
+    assert packed == [(512, 64), (512, 64)]
+
+
+@MODES
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_go_on_working(recast: bool, reentrant: bool) -> None:
+    expected, model = train(net()), net()
+    WeightCasts(model, "cpu", recast_in_backward=recast)
+    plain = model.body.forward
+    model.body.forward = lambda x: checkpoint(plain, x, use_reentrant=reentrant)
+    assert_same(expected, train(model))
+
+
+@MODES
+@pytest.mark.parametrize("layers", [["body"], ["body.*", "head"]])
+@pytest.mark.parametrize("check", ["outputs", "operators", "none"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_the_packs_checkpoints_go_on_working(recast: bool, layers: list[str], check: str, is_first: bool) -> None:
+    expected, model = train(net()), net()
+    if is_first:
+        casts = WeightCasts(model, "cpu", recast_in_backward=recast)
+    handle = apply_activation_checkpointing(model, layers=layers, determinism_check=check)
+    if not is_first:
+        casts = WeightCasts(model, "cpu", recast_in_backward=recast)
+    assert_same(expected, train(model))
+    casts.remove()
+    handle.remove()
+    assert {type(module) for module in model.modules()} == {type(module) for module in net().modules()}
+
+
+class Around(nn.Module):
+    """A layer to be checkpointed, and one behind it with the same weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.after = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 8)
+        self.after.weight = self.inner[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.inner(x))
+
+
+@MODES
+def test_a_second_run_may_find_a_cast_that_the_first_did_not(recast: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Around(), torch.randn(3, 8, requires_grad=True)
+    with bf16():
+        expected = torch.autograd.grad(model(x).float().square().sum(), list(model.parameters()))
+    WeightCasts(model, "cpu", recast_in_backward=recast)
+    apply_activation_checkpointing(model, layers=["inner"], determinism_check="operators")
+    with bf16():
+        loss = model(x).float().square().sum()
+    for _ in range(2):  # retained, the graph keeps the later layer's cast while the layer before it runs again
+        assert_same(list(expected), list(torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)))
+
+
+@MODES
+def test_folded_batch_norms_go_on_working(recast: bool) -> None:
+    results = []
+    for ours in (False, True):
+        model = net()
+        model.norm.eval()
+        fold_frozen_batch_norm([Link(model.conv, model.norm)])
+        if ours:
+            WeightCasts(model, "cpu", recast_in_backward=recast)
+        results.append(train(model))
+    assert_same(*results)
+
+
+@MODES
+@pytest.mark.distributed
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("reshard", [True, False])
+def test_fsdp2_goes_on_working(mesh: DeviceMesh, recast: bool, is_first: bool, reshard: bool) -> None:
+    """It frees the weights after the forward, and gathers them again for the backward, into the same parameters."""
+    expected, model = train(net()), net()
+    if is_first:
+        casts = WeightCasts(model, "cpu", recast_in_backward=recast)
+    for part in (model.body, model.head, model):
+        fully_shard(part, mesh=mesh, reshard_after_forward=reshard)
+    if not is_first:
+        casts = WeightCasts(model, "cpu", recast_in_backward=recast)
+    assert_same(expected, train(model))
+    casts.after_step(model.parameters())
+    casts.remove()
+
+
+@pytest.mark.distributed
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_under_fsdp2_no_cast_is_kept_either(mesh: DeviceMesh) -> None:
+    model, x = linears(64, 64, 64), torch.randn(2, 64)
+    WeightCasts(model, "cpu", recast_in_backward=True)
+    fully_shard(model, mesh=mesh)
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(tuple(t.shape)) or t, lambda t: t), bf16():
+        model(x)
+    assert packed == [(2, 64), (2, 64)]
+
+
+@MODES
+def test_copies_and_pickles_are_plain(recast: bool) -> None:
+    model = net()
+    expected = describe_module(model)
+    casts = WeightCasts(model, "cpu", recast_in_backward=recast)
+    with bf16():
+        model(torch.randn(2, 3, 8, 8))
+    assert describe_module(copy.deepcopy(model)) == expected
+    assert describe_module(pickle.loads(pickle.dumps(model))) == expected
+    assert describe_module(model) != expected
+    casts.remove()
+    casts.remove()
+    assert describe_module(model) == expected
+
+
+@MODES
+def test_backwards_of_earlier_forwards_work_after_removal(recast: bool) -> None:
+    plain, ours = linears(8, 8), linears(8, 8)
+    x = torch.ones(2, 8, requires_grad=True)
+    expected = gradients(plain, x)
+    casts = WeightCasts(ours, "cpu", recast_in_backward=recast)
+    assert_same(expected, gradients(ours, x, around=lambda: _removed_afterwards(casts)))
+
+
+@contextmanager
+def _removed_afterwards(casts: WeightCasts) -> Iterator[None]:
+    yield
+    casts.remove()
+
+
+@MODES
+def test_an_error_in_the_forward_leaves_nothing_behind(recast: bool) -> None:
+    plain, x = make("attention")
+    ours = copy.deepcopy(plain)
+    WeightCasts(ours, "cpu", recast_in_backward=recast)
+    before = describe_module(ours)
+    with bf16(), pytest.raises((RuntimeError, AssertionError)):
+        ours(torch.ones(2, 3, 5, requires_grad=True))
+    assert describe_module(ours) == before
+    assert ours.attention.in_proj_weight.dtype == torch.float32
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+    assert_same(gradients(plain, x), gradients(ours, x))
+
+
+@MODES
+def test_threads_do_not_see_each_others_casts(recast: bool) -> None:
+    plain, x = make("repeated attention")
+    ours = copy.deepcopy(plain)
+    WeightCasts(ours, "cpu", recast_in_backward=recast)
+
+    def run(model: nn.Module, number: int) -> list[Tensor]:
+        autocast = partial(
+            torch.autocast, "cpu", dtype=(torch.bfloat16, torch.float16)[number % 2], cache_enabled=False
+        )
+        parameters = [parameter for parameter in model.parameters() if number % 3 or parameter.ndim == 1]
+        with autocast(enabled=number % 5 != 4):
+            loss = model(x * number).float().square().sum()
+        return [loss, *torch.autograd.grad(loss, parameters)]
+
+    expected = [run(plain, number) for number in range(20)]
+    with ThreadPoolExecutor(4) as threads:
+        results = list(threads.map(partial(run, ours), range(20)))
+    for ones, others in zip(expected, results, strict=True):
+        assert_same(ones, others)
+
+
+@MODES
+def test_nested_autocast_of_another_dtype(recast: bool) -> None:
+    class Mixed(Tied):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            with torch.autocast("cpu", torch.float16, cache_enabled=False):
+                x = self.second(self.first(x.float()))
+            with torch.autocast("cpu", enabled=False):
+                x = self.second(x.float())
+            return self.first(x)
+
+    torch.manual_seed(0)
+    plain = Mixed()
+    ours = copy.deepcopy(plain)
+    WeightCasts(ours, "cpu", recast_in_backward=recast)
+    x = torch.randn(3, 8)
+    assert_same(gradients(plain, x), gradients(ours, x))
+
+
+class OwnForward(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.weight.sum()
+
+
+class OwnConvolution(nn.Conv2d):
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return super()._conv_forward(input, weight / weight.std(), bias)
+
+
+class Plain(nn.Linear):
+    """A subclass that changes nothing in the forward."""
+
+
+def patched(module: nn.Module) -> nn.Module:
+    module.forward = lambda x: x
+    return module
+
+
+OTHERS: dict[str, Callable[[], nn.Module]] = {
+    "own forward": lambda: OwnForward(8, 8),
+    "own convolution": lambda: OwnConvolution(4, 4, 1),
+    "64 bit": lambda: nn.Linear(8, 8).double(),
+    "16 bit": lambda: nn.Linear(8, 8).bfloat16(),
+    "parametrized": lambda: parametrizations.weight_norm(nn.Linear(8, 8)),
+    "pruned": lambda: prune.identity(nn.Linear(8, 8), "weight"),
+    "lazy": lambda: nn.LazyLinear(8),
+    "traced": lambda: torch.jit.trace(nn.Linear(8, 8), torch.ones(1, 8)),
+    "patched": lambda: patched(nn.Linear(8, 8)),
+    "bilinear": lambda: nn.Bilinear(8, 8, 8),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_other_modules_are_left_alone(name: str) -> None:
+    module = nn.Sequential(OTHERS[name](), Plain(8, 8))
+    before = [type(part) for part in module]
+    WeightCasts(module, "cpu")
+    assert type(module[0]) is before[0]
+    assert type(module[1]) is not before[1]
+
+
+class OwnParameter(nn.Parameter):
+    def to(self, *args: object, **kwargs: object) -> Tensor:
+        raise AssertionError("nobody knows what this does")
+
+
+@MODES
+def test_weights_that_are_changed_afterwards_are_left_alone(recast: bool) -> None:
+    def change(model: nn.Sequential) -> None:
+        parametrizations.weight_norm(model[0])
+        prune.l1_unstructured(model[1], "weight", 0.5)
+        model[2].bfloat16()
+        model[3].forward = lambda x: x
+        vars(model[4])["weight"] = torch.ones(8, 8)
+        model[5].weight = OwnParameter(model[5].weight.detach())
+
+    plain, ours = linears(*[8] * 7), linears(*[8] * 7)
+    WeightCasts(ours, "cpu", recast_in_backward=recast)
+    change(plain)
+    change(ours)
+    x = torch.randn(2, 8)
+    assert_same(gradients(plain, x), gradients(ours, x))
+
+
+@MODES
+def test_64_bit_stays_64_bit(recast: bool) -> None:
+    plain, ours, x = linears(8, 8), linears(8, 8), torch.randn(2, 8).double()
+    WeightCasts(ours, "cpu", recast_in_backward=recast)
+    assert_same(gradients(plain.double(), x), gradients(ours.double(), x))
+
+
+@MODES
+def test_inference_tensors_run_plain(recast: bool) -> None:
+    with torch.inference_mode():
+        plain, ours = linears(8, 8).requires_grad_(False), linears(8, 8).requires_grad_(False)
+    WeightCasts(ours, "cpu", recast_in_backward=recast)
+    x = torch.randn(2, 8)
+    assert_same(gradients(plain, x), gradients(ours, x))
+
+
+@MODES
+def test_weights_on_another_device_are_not_cast(recast: bool) -> None:
+    model, x = linears(8, 8), torch.randn(2, 8, requires_grad=True)
+    expected = model(x)
+    WeightCasts(model, "cuda", recast_in_backward=recast)
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        assert torch.equal(model(x), expected)
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+
+
+@pytest.mark.parametrize("is_left_alone", [False, True])
+def test_attention_casts_its_output_layer_unless_that_is_left_alone(is_left_alone: bool) -> None:
+    model, x = nn.MultiheadAttention(8, 2), torch.randn(2, 3, 8)
+    WeightCasts(model, "cpu", recast_in_backward=True, skip=[model.out_proj] if is_left_alone else [])
+    packed: list[tuple[int, ...]] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(tuple(t.shape)) or t, lambda t: t), bf16():
+        model(x, x, x, need_weights=False)
+    assert packed.count((8, 8)) == is_left_alone  # casts that autograd keeps
+
+
+def test_skip_leaves_modules_and_what_is_inside_alone() -> None:
+    model = nn.Sequential(linears(8, 8), nn.Linear(8, 8), nn.MultiheadAttention(8, 2))
+    before = [type(module) for module in model.modules()]
+    WeightCasts(model, "cpu", skip=[model[0], model[1], model[2].out_proj])
+    changed = [kind is not type(module) for kind, module in zip(before, model.modules(), strict=True)]
+    assert changed == [False, False, False, False, True, False]
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_attention_that_keeps_nothing_takes_its_fast_path(requires_grad: bool) -> None:
+    torch.manual_seed(0)
+    plain = nn.MultiheadAttention(8, 2, batch_first=True).requires_grad_(requires_grad).eval()
+    ours, x = copy.deepcopy(plain), torch.randn(2, 3, 8)
+    WeightCasts(ours, "cpu", recast_in_backward=True)
+    with bf16(), torch.set_grad_enabled(not requires_grad):
+        assert torch.equal(plain(x, x, x)[0], ours(x, x, x)[0])
+        with torch.profiler.profile(acc_events=True) as profile:
+            ours(x, x, x)
+    assert any("_native_multi_head_attention" in event.key for event in profile.key_averages())
+
+
+@MODES
+def test_compiled_code_is_one_plain_graph(recast: bool) -> None:
+    def operators(model: nn.Module) -> list[str]:
+        graphs: list[torch.fx.GraphModule] = []
+        with bf16():
+            torch.compile(model, backend=lambda graph, _: graphs.append(graph) or graph, fullgraph=True)(x)
+        (graph,) = graphs
+        return [str(node.target) for node in graph.graph.nodes if node.op.startswith("call")]
+
+    plain, ours, x = linears(8, 8, 8), linears(8, 8, 8), torch.ones(2, 8, requires_grad=True)
+    WeightCasts(ours, "cpu", recast_in_backward=recast)
+    assert operators(ours) == operators(plain)
+
+
+@MODES
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_transforms_and_tracing_run_plain(recast: bool) -> None:
+    plain, ours, x = linears(8, 8, 8), linears(8, 8, 8), torch.randn(4, 8)
+    WeightCasts(ours, "cpu", recast_in_backward=recast)
+
+    def slopes(model: nn.Module) -> list[Tensor]:
+        def loss(parameters: dict[str, Tensor], sample: Tensor) -> Tensor:
+            with bf16():
+                return functional_call(model, parameters, (sample,)).float().square().sum()
+
+        parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        each = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, x)
+        return [*each.values(), *torch.func.grad(loss)(parameters, x).values()]
+
+    assert_same(slopes(plain), slopes(ours))
+    for model in (plain, ours):
+        model.append(model[0])  # used again, with its own parameters: only the input is transformed
+    with bf16():
+        inputs = [torch.func.grad(lambda x, model=model: model(x).float().square().sum())(x) for model in (plain, ours)]
+        assert torch.equal(*inputs)
+        assert torch.equal(plain(x), torch.jit.trace(ours, x)(x))
+    replaced = {"0.weight": torch.randn(8, 8, requires_grad=True)}
+    with bf16():
+        assert torch.equal(functional_call(plain, replaced, (x,)), functional_call(ours, replaced, (x,)))
+
+
+def test_recast_steps_aside_where_saved_tensor_hooks_are_forbidden() -> None:
+    plain, ours, x = linears(8, 8), linears(8, 8), torch.ones(2, 8)
+    WeightCasts(ours, "cpu", recast_in_backward=True)
+    expected = gradients(plain, x)
+    assert_same(expected, gradients(ours, x, around=lambda: disable_saved_tensors_hooks("not here")))
+
+
+@MODES
+def test_hooks_on_weights_see_what_they_always_saw(recast: bool) -> None:
+    results = []
+    for ours in (False, True):
+        model, seen = make("repeated")[0], []
+        weight = model.module.weight
+        if ours:
+            WeightCasts(model, "cpu", recast_in_backward=recast)
+        weight.register_hook(lambda grad, seen=seen: seen.append(grad.clone()))
+        weight.register_post_accumulate_grad_hook(lambda weight, seen=seen: seen.append(weight.grad.clone()))
+        model.module.register_forward_hook(lambda module, args, _, seen=seen: seen.append(module.weight.detach()))
+        gradients(model, torch.ones(2, 8))
+        results.append(seen)
+    assert len(results[0]) == 3 + 2
+    assert_same(*results)
+
+
+def test_an_unknown_device_is_refused() -> None:
+    message = "device_type must be one that torch.autocast knows, got 'abacus'."
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        WeightCasts(nn.Linear(2, 2), "abacus")
+
+
+def test_a_model_is_not_changed_twice() -> None:
+    model = linears(8, 8)
+    casts = WeightCasts(model, "cpu")
+    message = (
+        "model is in another running fit, or WeightCasts, with some of its modules, and a module can be in one at a "
+        "time: end that fit, or call remove(), first."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        WeightCasts(nn.Sequential(nn.Linear(8, 8), model), "cpu")
+    casts.remove()
+    WeightCasts(model, "cpu")
+
+
+class Fixed(nn.Linear):
+    """A class that stays what it is."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == "__class__":
+            raise TypeError("no other class")
+        super().__setattr__(name, value)
+
+
+def test_a_class_that_cannot_be_changed_is_left_alone() -> None:
+    model = nn.Sequential(Fixed(8, 8), nn.Linear(8, 8))
+    casts = WeightCasts(model, "cpu")
+    assert type(model[0]) is Fixed
+    assert type(model[1]) is not nn.Linear
+    casts.remove()
+    assert type(model[1]) is nn.Linear
+
+
+def count_shared(output: Tensor) -> int:
+    """How many uses of weights in the graph of ``output`` found a cast."""
+    nodes, seen = [output.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [following for following, _ in node.next_functions]
+    return sum(node.name() == "_UseAgainBackward" for node in seen)
+
+
+def step(casts: WeightCasts, run: Callable[[Tensor], Tensor], num_batches: int = 1) -> int:
+    """Count the uses that found a cast in the last batch of one optimizer step."""
+    for _ in range(num_batches):
+        with bf16():
+            output = run(torch.ones(2, 8, requires_grad=True))
+        num_shared = count_shared(output)
+        output.sum().backward()
+    casts.after_step(())
+    return num_shared
+
+
+@pytest.fixture
+def looked_up(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
+    """Grows by one whenever a cast is looked for."""
+    calls: list[torch.dtype] = []
+    cast = SharedCasts.cast
+
+    def counting(self: SharedCasts, weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, bool]:
+        calls.append(dtype)
+        return cast(self, weight, dtype)
+
+    monkeypatch.setattr(SharedCasts, "cast", counting)
+    return calls
+
+
+def test_a_weight_that_is_used_once_per_step_is_left_alone_after_the_first(looked_up: list[torch.dtype]) -> None:
+    model = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)])
+    casts, nums = WeightCasts(model, "cpu"), []
+    for last in (model[1], model[1], model[2], model[2]):
+        assert step(casts, lambda x, last=last: last(model[1](model[0](x)))) == (last is model[1])
+        nums.append(len(looked_up))
+        looked_up.clear()
+    assert nums == [3, 2, 2, 1]  # the first layer is left alone from the second step on, the last from the fourth
+
+
+def test_a_weight_that_is_used_more_often_later_is_shared_from_the_step_after() -> None:
+    model = Repeated(nn.Linear(8, 8), 1)
+    casts, nums = WeightCasts(model, "cpu"), []
+    for model.num_uses in (1, 1, 6, 6, 6, 1, 6):
+        nums.append(step(casts, model))
+    assert nums == [0, 0, 0, 5, 5, 0, 5]
+
+
+def test_a_weight_that_is_used_several_times_in_every_other_step_is_shared() -> None:
+    model = Repeated(nn.Linear(8, 8), 1)
+    casts, nums = WeightCasts(model, "cpu"), []
+    for model.num_uses in (1, 6, 1, 6, 1, 6):
+        nums.append(step(casts, model))
+    assert nums == [0, 0, 0, 5, 0, 5]
+
+
+def test_tied_weights_are_shared_although_they_were_not_in_the_first_step() -> None:
+    model = Tied()
+    casts = WeightCasts(model, "cpu")
+    assert step(casts, model.first) == 0
+    assert [step(casts, model) for _ in range(3)] == [0, 1, 1]
+
+
+def test_micro_batches_make_it_look_for_casts_ever_more_rarely(looked_up: list[torch.dtype]) -> None:
+    model = nn.Linear(8, 8)
+    casts, steps = WeightCasts(model, "cpu"), []
+    for number in range(1, 41):
+        looked_up.clear()
+        assert step(casts, model, num_batches=3) == 0
+        steps += [number] * bool(looked_up)
+    assert steps == [1, 3, 6, 11, 20, 37]  # after 1, 2, 4, 8 and 16 steps
+
+
+def test_it_waits_no_longer_than_64_steps(looked_up: list[torch.dtype]) -> None:
+    model = nn.Linear(8, 8)
+    casts, steps = WeightCasts(model, "cpu"), []
+    for number in range(1, 400):
+        looked_up.clear()
+        step(casts, model, num_batches=2)
+        steps += [number] * bool(looked_up)
+    assert [later - earlier for earlier, later in pairwise(steps)] == [2, 3, 5, 9, 17, 33, *[65] * 5]
+
+
+def test_a_single_step_with_several_calls_does_not_make_it_look_forever(looked_up: list[torch.dtype]) -> None:
+    model = nn.Linear(8, 8)
+    casts, steps = WeightCasts(model, "cpu"), []
+    for number in range(1, 11):
+        looked_up.clear()
+        step(casts, model, num_batches=2 if number == 3 else 1)
+        steps += [number] * bool(looked_up)
+    assert steps == [1, 4, 5]
+
+
+def test_calls_that_keep_nothing_do_not_make_it_look_for_casts(looked_up: list[torch.dtype]) -> None:
+    model = nn.Linear(8, 8)
+    casts = WeightCasts(model, "cpu")
+    for _ in range(3):
+        step(casts, model)
+        model(torch.ones(2, 8))
+        with bf16(), torch.no_grad():
+            model(torch.ones(2, 8))
+    assert len(looked_up) == 1
+
+
+def test_counting_calls_does_not_compile_again() -> None:
+    model, graphs = nn.Linear(8, 8), []
+    casts = WeightCasts(model, "cpu")
+    compiled = torch.compile(model, backend=lambda graph, _: graphs.append(graph) or graph, fullgraph=True)
+    for num_batches in (1, 3, 2, 1):
+        step(casts, compiled, num_batches)
+        step(casts, model, num_batches)
+    assert len(graphs) == 1
+
+
+@pytest.mark.distributed
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_under_fsdp2_a_weight_goes_on_being_shared(mesh: DeviceMesh) -> None:
+    """After the step the module has its shard, which was never cast."""
+    model = Repeated(nn.Linear(8, 8))
+    casts = WeightCasts(model, "cpu")
+    fully_shard(model, mesh=mesh)
+    assert [step(casts, model) for _ in range(3)] == [2, 2, 2]
+
+
+class Several(nn.Module):
+    """A body that runs in a checkpoint, again, before it or behind it."""
+
+    def __init__(self, order: str, save: Callable[[object], bool] | None) -> None:
+        super().__init__()
+        self.first, self.order, self.save = nn.Linear(8, 8), order, save
+        self.body = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.Softmax(-1), nn.Linear(8, 8))
+
+    def checkpointed(self, x: Tensor) -> Tensor:
+        if self.save is None:
+            return self.body(x)  # by the pack
+        contexts = partial(create_selective_checkpoint_contexts, self.policy)
+        return checkpoint(self.body, x, use_reentrant=False, context_fn=contexts)
+
+    def policy(self, _: object, operator: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if self.save(operator) else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).float()
+        if self.order == "once":
+            return self.checkpointed(x)
+        if self.order == "twice":
+            return self.checkpointed(x) + self.checkpointed(2 * x)
+        if self.order == "plain after":
+            return self.body(self.checkpointed(x).float())
+        before = self.body(x)
+        output = self.checkpointed(x)
+        del before  # with the casts that the first run could have found
+        return output
+
+
+aten = torch.ops.aten
+CHEAP = {aten.native_layer_norm.default, aten._softmax.default, aten.addmm.default}
+SAVED: dict[str, Callable[[object], bool]] = {
+    "casts": lambda operator: operator is aten._to_copy.default,
+    "products": lambda operator: operator is aten.addmm.default,
+    "both": lambda operator: operator in (aten._to_copy.default, aten.addmm.default),
+    "all but some": lambda operator: operator not in CHEAP,
+}
+ORDERS = pytest.mark.parametrize("order", ["once", "twice", "plain after", "plain before"])
+
+
+@MODES
+@ORDERS
+@pytest.mark.parametrize("saved", SAVED)
+def test_selective_checkpoints_go_on_working(recast: bool, order: str, saved: str) -> None:
+    torch.manual_seed(0)
+    model, x = Several(order, SAVED[saved]), torch.randn(8, 8)
+    expected = gradients(model, x)
+    WeightCasts(model, "cpu", recast_in_backward=recast)
+    assert_same(expected, gradients(model, x))
+
+
+@MODES
+@ORDERS
+@pytest.mark.parametrize("save", [["aten._to_copy"], ["aten._to_copy", "aten.addmm"], "matmuls"])
+def test_the_packs_selective_checkpoints_go_on_working(recast: bool, order: str, save: str | list[str]) -> None:
+    torch.manual_seed(0)
+    model, x = Several(order, None), torch.randn(8, 8)
+    expected = gradients(model, x)
+    apply_activation_checkpointing(model, layers=["body"], save=SavePolicy(save))
+    WeightCasts(model, "cpu", recast_in_backward=recast)
+    assert_same(expected, gradients(model, x))
+
+
+@pytest.mark.parametrize("around", [track_memory, Recomputation, lambda _: FlopCounterMode(display=False)])
+def test_other_dispatch_modes_do_not_end_sharing(around: Callable[[nn.Module], AbstractContextManager[object]]) -> None:
+    model = Repeated(nn.Linear(8, 8))
+    WeightCasts(model, "cpu")
+    with around(model), bf16():
+        output = model(torch.ones(2, 8, requires_grad=True))
+    assert count_shared(output) == 2

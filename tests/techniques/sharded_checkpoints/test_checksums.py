@@ -1,0 +1,143 @@
+"""Bytes that a disk has changed are not loaded; folders of before there were checksums are."""
+
+import json
+import zipfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.checkpoint_nets import make_net, run_ranks
+from torch import nn
+
+from lightning_vram.core.processes.rank_errors import CheckpointError
+from lightning_vram.strategies.fsdp_offload.checkpoint_store import CheckpointStore
+from lightning_vram.techniques.sharded_checkpoints.checksums import CHECKSUM_FILE, check_archive
+from lightning_vram.techniques.sharded_checkpoints.sharded_states import sharded_module_state
+
+pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
+WAY_OUT = "Go on from another checkpoint; verify=False loads this one as it is."
+
+
+def make_store(*, sharded: bool, verify: bool = True) -> CheckpointStore:
+    return CheckpointStore(sharded=sharded, asynchronous=False, is_main=True, verify=verify)
+
+
+def save(net: nn.Module, path: Path, *, sharded: bool) -> None:
+    state: dict[str, Any] = sharded_module_state(net) if sharded else make_net(sharded=False).state_dict()
+    make_store(sharded=sharded).save({"state_dict": state, "epoch": 3}, path)
+
+
+def flip(path: Path, bytes_of: torch.Tensor) -> None:
+    """Change one bit of a tensor, wherever it lies."""
+    data = bytearray(path.read_bytes())
+    place = data.index(bytes_of.numpy().tobytes())
+    data[place + 1] ^= 0x10
+    path.write_bytes(data)
+
+
+def refusal(path: Path, net: nn.Module, *, sharded: bool) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        make_store(sharded=sharded).load(path, net)
+    return str(caught.value).removeprefix(f"The checkpoint {path} could not be read: ")
+
+
+def test_a_flipped_bit_of_a_shard_is_refused(one_rank: None, tmp_path: Path):
+    net, path = make_net(), tmp_path / "a.ckpt"
+    save(net, path, sharded=True)
+    before = net.frozen.weight.full_tensor().clone()
+    flip(path / "__0_0.distcp", before.detach())
+    flipped = make_net(1)
+    own = flipped.frozen.weight.full_tensor().clone()
+    assert refusal(path, flipped, sharded=True) == (
+        f"__0_0.distcp is damaged: its bytes are not those that were written. {WAY_OUT}"
+    )
+    assert torch.equal(flipped.frozen.weight.full_tensor(), own)
+    make_store(sharded=True, verify=False).load(path, flipped)
+    assert not torch.equal(flipped.frozen.weight.full_tensor(), before)
+
+
+def test_a_flipped_bit_of_a_file_is_refused(one_rank: None, tmp_path: Path):
+    net, path = make_net(1), tmp_path / "a.ckpt"
+    save(net, path, sharded=False)
+    flip(path, make_net(sharded=False).embed.weight.detach())
+    assert refusal(path, net, sharded=False) == f"a.ckpt is damaged (Bad CRC-32 for file 'archive/data/1'). {WAY_OUT}"
+    make_store(sharded=False, verify=False).load(path, net)
+
+
+def test_files_of_another_save_are_refused(one_rank: None, tmp_path: Path):
+    """As a copy leaves them that was broken off."""
+    old, new = tmp_path / "old.ckpt", tmp_path / "new.ckpt"
+    save(make_net(), old, sharded=True)
+    save(make_net(1), new, sharded=True)
+    (new / "__0_0.distcp").write_bytes((old / "__0_0.distcp").read_bytes())
+    assert refusal(new, make_net(), sharded=True).startswith("__0_0.distcp is damaged: ")
+    (new / "__0_0.distcp").unlink()
+    assert refusal(new, make_net(), sharded=True) == (
+        "its file __0_0.distcp is missing. Go on from another checkpoint."
+    )
+
+
+def test_checksums_are_those_of_the_files(one_rank: None, tmp_path: Path):
+    path = tmp_path / "a.ckpt"
+    save(make_net(), path, sharded=True)
+    written = json.loads((path / CHECKSUM_FILE).read_text())
+    contents = {each.name: each.read_bytes() for each in path.iterdir() if each.name != CHECKSUM_FILE}
+    assert sorted(written) == [".metadata", "__0_0.distcp", "meta.pt"]
+    assert written == {
+        name: {"num_bytes": len(data), "crc32": zlib.crc32(data)} for name, data in sorted(contents.items())
+    }
+
+
+def test_a_folder_without_checksums_is_loaded_and_one_with_broken_ones_is_not(one_rank: None, tmp_path: Path):
+    net, path = make_net(), tmp_path / "a.ckpt"
+    save(net, path, sharded=True)
+    (path / CHECKSUM_FILE).write_text('{"meta.pt": 3}')
+    assert refusal(path, net, sharded=True) == f"checksums.json is damaged. {WAY_OUT}"
+    (path / CHECKSUM_FILE).unlink()
+    assert make_store(sharded=True).load(path, make_net(1)) == {"epoch": 3}
+
+
+def test_what_was_cut_off_is_named(one_rank: None, tmp_path: Path):
+    net, file, folder = make_net(), tmp_path / "a.ckpt", tmp_path / "b.ckpt"
+    save(net, file, sharded=False)
+    save(net, folder, sharded=True)
+    file.write_bytes(file.read_bytes()[:-100])
+    assert refusal(file, net, sharded=False) == f"a.ckpt is damaged (File is not a zip file). {WAY_OUT}"
+    size = (folder / "meta.pt").stat().st_size
+    (folder / "meta.pt").write_bytes(b"")
+    assert refusal(folder, net, sharded=True) == (f"meta.pt is damaged: it has 0 bytes, {size} were written. {WAY_OUT}")
+
+
+def test_ranks_share_the_entries(tmp_path: Path):
+    path = tmp_path / "a.pt"
+    tensors = {str(size): torch.full((size,), float(size)) for size in (10, 20, 30)}
+    torch.save(tensors, path)
+    for tensor in tensors.values():
+        flip(path, tensor)
+    num_parts = len(zipfile.ZipFile(path).namelist())  # one for each
+    found = []
+    for part in range(num_parts):
+        try:
+            check_archive(path, part, num_parts)
+        except CheckpointError as error:
+            found.append(str(error))
+    assert sorted(found) == [f"a.pt is damaged (Bad CRC-32 for file 'a/data/{n}'). {WAY_OUT}" for n in range(3)]
+
+
+def refuse_on_all_ranks(folder: Path) -> None:
+    net, path = make_net(), folder / "a.ckpt"
+    store = CheckpointStore(sharded=True, asynchronous=False, is_main=torch.distributed.get_rank() == 0)
+    store.save({"state_dict": sharded_module_state(net)}, path)
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        names = set(json.loads((path / CHECKSUM_FILE).read_text()))
+        assert names == {".metadata", "__0_0.distcp", "__1_0.distcp", "meta.pt"}
+        (path / "__1_0.distcp").unlink()
+    torch.distributed.barrier()
+    assert refusal(path, net, sharded=True) == "its file __1_0.distcp is missing. Go on from another checkpoint."
+
+
+def test_all_ranks_refuse_what_one_has_found(tmp_path: Path):
+    run_ranks(2, refuse_on_all_ranks, tmp_path)

@@ -1,0 +1,165 @@
+"""Files and folders that take another's place: whole at every moment, also for a process that is killed."""
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lightning_vram.techniques.sharded_checkpoints import files as checkpoint_files
+from lightning_vram.techniques.sharded_checkpoints.files import (
+    delete_leftovers,
+    publish,
+    recover,
+    remove,
+    temporary_path,
+)
+
+
+def make_file(path: Path, text: str) -> None:
+    path.write_text(text)
+
+
+def make_folder(path: Path, text: str) -> None:
+    (path / "inner").mkdir(parents=True)
+    (path / "inner" / "data").write_text(text)
+
+
+def read(path: Path) -> str:
+    return (path / "inner" / "data" if path.is_dir() else path).read_text()
+
+
+MAKERS = pytest.mark.parametrize("make", [make_file, make_folder])
+OTHER_MAKERS = pytest.mark.parametrize("make_other", [make_file, make_folder])
+WAYS = pytest.mark.parametrize("can_exchange", [True, False], ids=["exchange", "two renames"])
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "hpc_ckpt_3.ckpt"
+
+
+def forbid_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_files, "_exchange", lambda one, other: False)
+
+
+@MAKERS
+@OTHER_MAKERS
+@WAYS
+def test_the_new_takes_the_place_of_the_old(
+    path: Path, make: Callable, make_other: Callable, can_exchange: bool, monkeypatch: pytest.MonkeyPatch
+):
+    if not can_exchange:
+        forbid_exchange(monkeypatch)
+    for maker, text in [(make, "first"), (make_other, "second"), (make, "third")]:
+        maker(temporary_path(path), text)
+        publish(temporary_path(path), path)
+        assert read(path) == text
+        assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_link_is_replaced_and_what_it_points_to_is_left(path: Path):
+    target = path.with_name("target")
+    for make in (make_file, make_folder):
+        make_folder(target, "target")
+        path.symlink_to(target)
+        make(temporary_path(path), "new")
+        publish(temporary_path(path), path)
+        assert not path.is_symlink()
+        assert (read(path), read(target)) == ("new", "target")
+        remove(path)
+        remove(target)
+
+
+def test_hidden_names_are_taken_for_no_checkpoint_by_lightning(path: Path):
+    assert temporary_path(path).name.startswith(".")
+    assert "hpc_ckpt_" not in temporary_path(path).name
+    assert temporary_path(path) != temporary_path(path.with_name("hpc_ckpt_4.ckpt"))
+
+
+@MAKERS
+def test_removing_leaves_nothing(path: Path, make: Callable):
+    make(path, "old")
+    make(temporary_path(path), "half")
+    remove(path)
+    remove(path)
+    assert list(path.parent.iterdir()) == []
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_at_call(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, call: int) -> None:
+    """Let the ``call``-th call kill the process after it is done."""
+    real, calls = getattr(owner, name), []
+
+    def count(*arguments: object, **options: object) -> object:
+        result = real(*arguments, **options)
+        calls.append(name)
+        if len(calls) == call:
+            kill()
+        return result
+
+    monkeypatch.setattr(owner, name, count)
+
+
+def is_killed(work: Callable[[], None]) -> bool:
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    process.join()
+    return process.exitcode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "call", "can_exchange", "survivor"),
+    [
+        (os, "fsync", 1, True, "old"),  # while it is written to the disk
+        (os, "fsync", 3, True, "old"),
+        (checkpoint_files, "_exchange", 1, True, "new"),
+        (os, "rename", 1, False, "old"),  # between the two renames
+        (os, "rename", 2, False, "new"),
+        (checkpoint_files, "delete", 1, False, "old"),
+        (checkpoint_files, "delete", 2, False, "new"),
+    ],
+)
+def test_a_process_that_is_killed_leaves_the_old_or_the_new(
+    path: Path,
+    owner: object,
+    name: str,
+    call: int,
+    can_exchange: bool,
+    survivor: str,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    make_folder(path, "old")
+    make_folder(temporary_path(path), "new")
+
+    def work() -> None:
+        if not can_exchange:
+            forbid_exchange(monkeypatch)
+        kill_at_call(monkeypatch, owner, name, call)
+        publish(temporary_path(path), path)
+
+    assert is_killed(work)
+    recover(path)
+    recover(path)
+    assert read(path) == survivor
+    delete_leftovers(path)
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_process_that_is_killed_while_it_removes_leaves_no_half(path: Path, monkeypatch: pytest.MonkeyPatch):
+    make_folder(path, "old")
+
+    def work() -> None:
+        kill_at_call(monkeypatch, os, "rename", 1)
+        remove(path)
+
+    assert is_killed(work)
+    recover(path)
+    assert not path.exists()
+    delete_leftovers(path)
+    assert list(path.parent.iterdir()) == []

@@ -1,0 +1,216 @@
+"""Whole states of sharded modules: the form of a plain module's, and back into the parts where they lie."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.checkpoint_nets import Block, Net, make_adamw, make_net, make_sgd, run_ranks, train, whole
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD
+
+from lightning_vram.techniques.sharded_checkpoints.full_states import (
+    gather_module_state,
+    gather_optimizer_state,
+    load_module_state,
+    load_optimizer_state,
+)
+
+pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
+
+
+def assert_same_tree(one: Any, other: Any, tolerance: float = 0.0) -> None:
+    assert type(one) is type(other)
+    if isinstance(one, dict):
+        assert list(one) == list(other)
+        for key in one:
+            assert_same_tree(one[key], other[key], tolerance)
+    elif isinstance(one, Tensor):
+        assert one.dtype == other.dtype
+        torch.testing.assert_close(one, other, rtol=0, atol=tolerance)
+    elif isinstance(one, list):
+        for first, second in zip(one, other, strict=True):
+            assert_same_tree(first, second, tolerance)
+    else:
+        assert one == other
+
+
+def storages(net: nn.Module) -> list[int]:
+    tensors = (*net.parameters(), *net.buffers())
+    return [(t.to_local() if isinstance(t, DTensor) else t).untyped_storage().data_ptr() for t in tensors]
+
+
+def plain_states(num_steps: int = 2) -> tuple[dict[str, Any], dict[str, Any]]:
+    net = make_net(sharded=False)
+    optimizer = make_adamw(net)
+    train(net, optimizer, num_steps)
+    return net.state_dict(), optimizer.state_dict()
+
+
+def gather_as_a_plain_module(folder: Path) -> None:
+    net = make_net(compiled=True)
+    optimizer = make_adamw(net)
+    train(net, optimizer, 2)
+    module_state, optimizer_state = gather_module_state(net), gather_optimizer_state(optimizer)
+    if dist.get_rank() == 0:
+        train_state, plain_optimizer_state = plain_states()
+        assert_same_tree(module_state, train_state, 1e-6)
+        assert_same_tree(optimizer_state, plain_optimizer_state, 1e-6)
+        assert module_state["embed.weight"] is module_state["head.weight"]  # the file holds it once
+        assert module_state._metadata == train_state._metadata
+    else:
+        assert module_state == optimizer_state == {}
+
+
+def load_in_place(folder: Path) -> None:
+    module_state, optimizer_state = plain_states()
+    if dist.get_rank() == 0:
+        torch.save([module_state, optimizer_state], folder / "plain.pt")
+    dist.barrier()
+    module_state, optimizer_state = torch.load(folder / "plain.pt", mmap=True)
+    net = make_net(1, compiled=True)
+    optimizer, before = make_adamw(net), storages(net)
+    keys = load_module_state(net, module_state, strict=True)
+    load_optimizer_state(optimizer, optimizer_state)
+    assert list(keys) == [[], []]
+    assert storages(net) == before
+    for state in optimizer.state.values():
+        assert "exp_avg" in state
+    for parameter, state in optimizer.state.items():
+        assert type(state["exp_avg"]) is (DTensor if isinstance(parameter, DTensor) else Tensor)
+        assert state["step"].item() == 2
+        assert whole(state["exp_avg"]).shape == parameter.shape
+    plain = make_net(sharded=False)
+    plain_optimizer = make_adamw(plain)
+    plain.load_state_dict(module_state)
+    plain_optimizer.load_state_dict(torch.load(folder / "plain.pt")[1])
+    assert train(net, optimizer, 2, first=2) == pytest.approx(train(plain, plain_optimizer, 2, first=2), abs=1e-6)
+    fresh = torch.load(folder / "plain.pt")
+    assert_same_tree(optimizer_state, fresh[1])  # steps do not write to what was loaded
+    assert_same_tree({**module_state}, {**fresh[0]})
+
+
+def refuse_what_does_not_fit(folder: Path) -> None:
+    state = make_net(1, sharded=False).state_dict()
+    state["head.bias"] = torch.zeros(7)
+    state["left.over"] = torch.zeros(1)
+    del state["scale"]
+    net = make_net()
+    before = {name: whole(value).clone() for name, value in net.named_parameters()}
+    with pytest.raises(ValueError, match="does not fit") as caught:
+        load_module_state(net, state, strict=True)
+    assert str(caught.value) == (
+        "The checkpoint does not fit the module: it lacks scale; it has, and the module has not, left.over; it has "
+        "[7] for head.bias of shape [5]. Load it into the module it was saved from; self.strict_loading = False in "
+        "the LightningModule allows for missing and additional names."
+    )
+    with pytest.raises(ValueError, match=r"module: it has \[7\] for head.bias of shape \[5\]. Load"):
+        load_module_state(net, state, strict=False)
+    for name, value in net.named_parameters():
+        assert torch.equal(whole(value), before[name])
+    state["head.bias"] = torch.zeros(5)
+    keys = load_module_state(net, state, strict=False)
+    assert keys.missing_keys == ["scale"]
+    assert keys.unexpected_keys == ["left.over"]
+    assert not whole(net.head.bias).any()
+
+
+def test_what_is_gathered_is_what_a_plain_module_gives(tmp_path: Path):
+    run_ranks(2, gather_as_a_plain_module, tmp_path)
+
+
+def test_what_a_plain_module_gives_is_loaded_where_the_parts_are(tmp_path: Path):
+    run_ranks(2, load_in_place, tmp_path)
+
+
+def test_what_does_not_fit_is_named_on_every_rank_before_anything_changes(tmp_path: Path):
+    run_ranks(2, refuse_what_does_not_fit, tmp_path)
+
+
+def test_gathered_states_are_copies(one_rank: None):
+    net = make_net()
+    optimizer = make_adamw(net)
+    train(net, optimizer)
+    module_state, optimizer_state = gather_module_state(net), gather_optimizer_state(optimizer)
+    before = [t.clone() for t in (*(v for v in module_state.values() if isinstance(v, Tensor)), module_state["scale"])]
+    before += [state["exp_avg"].clone() for state in optimizer_state["state"].values()]
+    train(net, optimizer)
+    after = [*(v for v in module_state.values() if isinstance(v, Tensor)), module_state["scale"]]
+    after += [state["exp_avg"] for state in optimizer_state["state"].values()]
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+def test_names_of_wrappers_are_left_out_and_put_in(mesh: DeviceMesh):
+    def build(wrapped: bool) -> nn.Module:
+        torch.manual_seed(int(wrapped))
+        block = checkpoint_wrapper(Block()) if wrapped else Block()
+        return nn.Sequential(torch.compile(block, backend="eager") if wrapped else block)
+
+    plain, wrapped = build(wrapped=False), build(wrapped=True)
+    fully_shard(wrapped, mesh=mesh)
+    load_module_state(wrapped, plain.state_dict(), strict=True)
+    assert_same_tree(gather_module_state(wrapped), plain.state_dict())
+    load_module_state(
+        wrapped, {f"0._orig_mod.{name[2:]}": value for name, value in plain.state_dict().items()}, strict=True
+    )
+
+
+def test_an_optimizer_without_state_is_gathered_and_loaded(one_rank: None):
+    net = make_net()
+    optimizer = make_sgd(net)
+    state = gather_optimizer_state(optimizer)
+    assert state["state"] == {}
+    state["param_groups"][0]["lr"] = 0.3
+    load_optimizer_state(optimizer, state)
+    assert optimizer.param_groups[0]["lr"] == 0.3
+    assert not optimizer.state
+
+
+def test_numbers_that_skip_and_take_turns_are_those_of_their_groups(one_rank: None):
+    """Lightning's ``ModelParallelStrategy`` numbers parameters as the module has them, not as the optimizer does."""
+    net = make_net()
+    optimizer = make_adamw(net)
+    train(net, optimizer)
+    state = gather_optimizer_state(optimizer)
+    other = {number: 13 - number for number in range(14)}
+    renumbered = {
+        "state": {other[number]: values for number, values in state["state"].items()},
+        "param_groups": [{**g, "params": [other[number] for number in g["params"]]} for g in state["param_groups"]],
+    }
+    loaded = make_adamw(net)
+    load_optimizer_state(loaded, renumbered)
+    assert_same_tree(gather_optimizer_state(loaded)["param_groups"], state["param_groups"])
+    for parameter, values in optimizer.state.items():
+        assert torch.equal(whole(loaded.state[parameter]["exp_avg"]), whole(values["exp_avg"]))
+
+
+def test_an_optimizer_with_other_groups_is_refused(one_rank: None):
+    net = make_net()
+    state = gather_optimizer_state(make_adamw(net))
+    with pytest.raises(ValueError, match="groups") as caught:
+        load_optimizer_state(SGD([net.scale]), state)
+    sizes = [len(group["params"]) for group in state["param_groups"]]
+    assert str(caught.value) == (
+        f"The checkpoint's optimizer has {sizes} parameters in its groups, SGD of configure_optimizers has [1]. Return "
+        "the optimizer the checkpoint was saved with."
+    )
+
+
+def test_a_file_in_another_dtype_is_cast(mesh: DeviceMesh):
+    net = nn.Linear(3, 2)
+    state = {name: value.double() for name, value in nn.Linear(3, 2).state_dict().items()}
+    fully_shard(net, mesh=mesh)
+    load_module_state(net, state, strict=True)
+    assert net.weight.dtype == torch.float32
+    assert torch.equal(whole(net.weight), state["weight"].float())
+
+
+def test_the_network_of_these_tests_has_tied_weights_buffers_and_a_number():
+    names = [name for name, _ in Net().named_parameters(remove_duplicate=False)]
+    assert {"embed.weight", "head.weight", "scale"} <= set(names)
+    assert list(Net().named_buffers())

@@ -1,0 +1,214 @@
+"""What code within a forward writes to weights that are gathered there."""
+
+from functools import partial
+
+import pytest
+import torch
+from support.sharded_nets import (
+    MODES,
+    Net,
+    assert_same,
+    batch,
+    gradients,
+    hosted,
+    loss_of,
+    make,
+    on_ranks,
+    part,
+    take_step,
+    weights,
+)
+from torch import nn
+from torch.optim import SGD
+
+from lightning_vram.private_names.fsdp2.sharded_tensors import calls_derived_dispatch
+
+needs_dispatch = pytest.mark.skipif(not calls_derived_dispatch, reason="not seen before torch 2.13")
+pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
+
+
+def set_data(weight):
+    weight.data = weight.data * 0.5
+
+
+def write_data(weight):
+    weight.data.mul_(0.5)
+
+
+def copy_data(weight):
+    weight.data.copy_(weight.data * 0.5)
+
+
+@torch.no_grad()
+def write(weight):
+    weight.mul_(0.5)
+
+
+WAYS = {"data =": set_data, "data.mul_": write_data, "data.copy_": copy_data, "mul_": write}
+
+
+class Writing(Net):
+    """Halves the first weight of a block in the block, and the norm's in the root."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way = way
+        self.blocks[0].register_forward_pre_hook(lambda block, args: way(block.up.weight))
+
+    def forward(self, x):
+        self.way(self.norm.weight)
+        return super().forward(x)
+
+
+def compare_writes(way, mode="params", num_steps=3):
+    net, plain = make(partial(Writing, way)), make(partial(Writing, way))
+    optimizer, plain_optimizer = SGD(net.parameters(), 0.1), SGD(plain.parameters(), 0.1)
+    with hosted(net, mode) as host:
+        host.attach([optimizer])
+        for seed in range(num_steps):
+            take_step(net, optimizer, seed)
+            take_step(plain, plain_optimizer, seed)
+        during = weights(net)
+    tolerance = 1e-6 if torch.distributed.get_world_size() > 1 else 0.0
+    assert_same(during, weights(plain), tolerance)
+    assert_same(weights(net), weights(plain), tolerance)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("way", WAYS)
+def test_writes_count_as_in_a_plain_run(mesh, way, mode):
+    compare_writes(WAYS[way], mode)
+
+
+def write_on_two_data():
+    compare_writes(write_data)
+
+
+def set_on_two():
+    compare_writes(set_data)
+
+
+def test_on_two_ranks_each_keeps_its_part(tmp_path):
+    on_ranks(tmp_path, write_on_two_data, set_on_two)
+
+
+class Renormed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(64, 6, max_norm=0.5)
+        self.head = nn.Linear(6, 30)
+
+    def forward(self, x):
+        return self.head(self.embed((x * 10).long().abs() % 64))
+
+
+def test_an_embedding_with_a_largest_norm_is_right_on_one_rank(mesh):
+    net, plain = make(Renormed), make(Renormed)
+    optimizer, plain_optimizer = SGD(net.parameters(), 0.1), SGD(plain.parameters(), 0.1)
+    with hosted(net) as host:
+        host.attach([optimizer])
+        for seed in range(3):
+            take_step(net, optimizer, seed)
+            take_step(plain, plain_optimizer, seed)
+    assert_same(weights(net), weights(plain))
+
+
+def refuse_largest_norm():
+    net = make(Renormed)
+    message = (
+        r"^The embedding of parameter 'embed\.weight' has a max_norm, by which each rank scales the rows of its own "
+        r"batch: the ranks would no longer agree\. Train on one device, or leave max_norm out\.$"
+    )
+    optimizer = SGD(net.parameters(), 0.1)
+    with hosted(net) as host:
+        host.attach([optimizer])
+        with pytest.raises(RuntimeError, match=message):
+            take_step(net, optimizer)
+
+
+def test_an_embedding_with_a_largest_norm_is_refused_on_two_ranks(tmp_path):
+    on_ranks(tmp_path, refuse_largest_norm)
+
+
+def test_a_write_in_a_forward_without_gradients_stays(mesh):
+    net, plain = make(partial(Writing, write_data)), make(partial(Writing, write_data))
+    with hosted(net):
+        for each in (net, plain):
+            with torch.no_grad():
+                each(batch(0))
+        assert torch.equal(loss_of(net, batch(1)), loss_of(plain, batch(1)))
+        loss_of(net, batch(2)).backward()
+        loss_of(plain, batch(2)).backward()
+        assert_same(gradients(net), gradients(plain))
+    assert_same(weights(net), weights(plain))
+
+
+class ByOptimizer(Net):
+    """Halves the norm's weight as its optimizer has it, in the midst of the forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.held = []  # by its optimizer
+
+    def forward(self, x):
+        with torch.no_grad():
+            (self.held or [self.norm.weight])[0].mul_(0.5)
+        return super().forward(x)
+
+
+@needs_dispatch
+def test_a_shard_that_is_written_beside_what_is_gathered_counts_at_once(mesh):
+    net, plain = make(ByOptimizer), make(ByOptimizer)
+    with hosted(net):
+        net.held.append(net.norm.weight)
+        for seed in range(2):
+            assert torch.equal(loss_of(net, batch(seed)), loss_of(plain, batch(seed)))
+    assert_same(weights(net), weights(plain))
+
+
+def refuse_write_by_optimizer():
+    net = make(ByOptimizer)
+    message = (
+        r"^Parameter 'norm\.weight' was written by way of an optimizer's param_groups within a step, in which the "
+        r"ranks compute with a copy of it\. Write to the parameters of the module instead\.$"
+    )
+    with hosted(net):
+        net.held.append(net.norm.weight)
+        with pytest.raises(RuntimeError, match=message):
+            net(batch(0))
+
+
+@needs_dispatch
+def test_a_shard_that_is_written_beside_what_is_gathered_is_refused_on_two_ranks(tmp_path):
+    on_ranks(tmp_path, refuse_write_by_optimizer)
+
+
+class OwnSGD(torch.optim.Optimizer):
+    """One that nobody has read."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.add_(parameter.grad, alpha=-0.1)
+
+
+def step_by_a_foreign_optimizer():
+    net, plain = make(), make()
+    optimizer, plain_optimizer = OwnSGD(net.parameters()), OwnSGD(plain.parameters())
+    with hosted(net) as host:
+        host.attach([optimizer])
+        with host._sharding.inside_step():
+            loss_of(net, part(batch(0))).backward()  # after which the root is gathered again
+            net.norm.weight.data.mul_(0.9)
+            optimizer.step()
+    loss_of(plain, batch(0)).backward()
+    plain.norm.weight.data.mul_(0.9)
+    plain_optimizer.step()
+    assert_same(weights(net), weights(plain), 1e-6)
+
+
+def test_writes_between_a_backward_and_a_foreign_step_count_on_two_ranks(tmp_path):
+    on_ranks(tmp_path, step_by_a_foreign_optimizer)

@@ -1,0 +1,85 @@
+"""Parameters that only some ranks use: who has a gradient in the end, and which."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.sharded_nets import Net, assert_same, batch, gradients, loss_of, make, on_ranks, part, sharded
+from torch import Tensor, nn
+
+from lightning_vram.techniques.sharding.apply import FullSharding, ShardingOptions
+from lightning_vram.techniques.sharding.grouping.plan import ShardingPlan
+
+pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
+
+
+class Scaled(Net):
+    """Scales that are used by choice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList([nn.Parameter(torch.tensor(float(i + 1))) for i in range(3)])
+        self.used = (0,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in self.used:
+            x = x * self.scales[index]
+        return super().forward(x)
+
+
+def average_scalars() -> None:
+    rank = dist.get_rank()
+    net, plain = make(Scaled), make(Scaled)
+    with sharded(net):
+        sides = ((0,), (0, 1))
+        net.used = sides[rank]
+        for seed in range(2):
+            loss_of(net, part(batch(seed))).backward()
+            scales = {name: p.grad for name, p in net.named_parameters() if name.startswith("scales")}
+            for used, half in zip(sides, batch(seed).chunk(2), strict=True):
+                plain.used = used
+                (loss_of(plain, half) / 2).backward()
+            assert_same(gradients(net), gradients(plain), 1e-5)  # averaged already, right after the backward
+            assert scales["scales.2"] is None
+        seen = [torch.zeros(()) for _ in range(2)]
+        dist.all_gather(seen, net.scales[0].grad)
+        assert torch.equal(*seen)
+
+
+def test_parameters_that_are_whole_get_the_mean(tmp_path):
+    on_ranks(tmp_path, average_scalars)
+
+
+def test_one_rank_needs_no_collective(mesh, monkeypatch):
+    net = make(Scaled)
+    with sharded(net) as sharding:
+        monkeypatch.setattr(dist, "all_reduce", lambda *args, **kwargs: pytest.fail("there is nobody else"))
+        loss_of(net, batch(0)).backward()
+        assert net.scales[1].grad is None
+        assert all(group.present == set() for group in sharding.groups)
+        monkeypatch.undo()
+
+
+class Choice(nn.Module):
+    """Calls one of two layers that are alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.chosen = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[self.chosen](x)
+
+
+def call_different_layers() -> None:
+    net = make(Choice)
+    plan = ShardingPlan((("layers.0",), ("layers.1",)), ())
+    sharding = FullSharding(net, dist.init_device_mesh("cpu", (2,)), plan, ShardingOptions())
+    net.chosen = dist.get_rank()
+    with pytest.raises(RuntimeError, match="has called other sharded layers"):
+        net(torch.ones(2, 8)).sum().backward()
+    sharding.remove(make_whole=False)
+
+
+def test_ranks_that_call_different_layers_are_told(tmp_path):
+    on_ranks(tmp_path, call_different_layers)

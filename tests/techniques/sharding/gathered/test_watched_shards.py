@@ -1,0 +1,182 @@
+"""Whoever reads a sharded tensor that is being written waits, whatever way he takes."""
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from support.helpers import PlantedError
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from lightning_vram.techniques.sharding.gathered.watched_shards import WatchedShard, finish_writes, unwatch, watch
+
+pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
+OLD, NEW = 2.0, 7.0
+
+
+def save(tensor: Tensor) -> Tensor:
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+READS: dict[str, Callable[[DTensor], Tensor]] = {
+    "operator": lambda p: p * 1,
+    "second argument": lambda p: torch.mul(torch.ones_like(p), p),
+    "list of tensors": lambda p: torch.stack([p, p])[0],
+    "foreach": lambda p: torch._foreach_mul([p, p], 1.0)[1],
+    "keyword": lambda p: torch.add(input=p, other=0.0),
+    "to_local": lambda p: p.to_local(),
+    "full_tensor": lambda p: p.full_tensor(),
+    "redistribute": lambda p: p.redistribute(placements=[Replicate()]),
+    "local tensor": lambda p: p._local_tensor,
+    "flatten": lambda p: getattr(p, p.__tensor_flatten__()[0][0]),
+    "data": lambda p: p.data.to_local(),
+    "detach": lambda p: p.detach().to_local(),
+    "clone": lambda p: p.clone(),
+    "copy": lambda p: copy.copy(p),
+    "deepcopy": lambda p: copy.deepcopy(p),
+    "pickle": lambda p: pickle.loads(pickle.dumps(p)),
+    "torch.save": save,
+    "copy_ from it": lambda p: torch.zeros_like(p).copy_(p),
+    "norm": lambda p: p.norm() / p.numel() ** 0.5,
+    "item": lambda p: torch.tensor(p.mean().item()),
+    "tolist": lambda p: torch.tensor(p.full_tensor().tolist()),
+}
+
+
+class Write:
+    """Writes past the watch, as another thread would."""
+
+    def __init__(self, tensor: DTensor) -> None:
+        self._local = tensor._local_tensor.detach()
+        self.num_calls = 0
+
+    def __call__(self) -> None:
+        self.num_calls += 1
+        self._local.fill_(NEW)
+
+
+@pytest.fixture
+def shard(mesh) -> DTensor:
+    return distribute_tensor(torch.full((4, 3), OLD), mesh, [Shard(0)])
+
+
+@pytest.fixture
+def parameter(shard) -> DTensor:
+    return nn.Parameter(shard)
+
+
+def values(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+@pytest.mark.parametrize("what", ["shard", "parameter"])
+def test_every_way_to_read_gives_what_was_written(request, what, read):
+    tensor = request.getfixturevalue(what)
+    write = Write(tensor)
+    watch([tensor], write)
+    assert type(tensor) is WatchedShard
+    result = values(read(tensor))
+    assert torch.equal(result, torch.full_like(result, NEW))
+    assert write.num_calls == 1
+    assert type(tensor) is DTensor
+    read(tensor)
+    assert write.num_calls == 1
+
+
+def test_text_shows_what_was_written(parameter):
+    write = Write(parameter)
+    watch([parameter], write)
+    assert "7." in repr(parameter)
+    assert "2." not in f"{parameter}"
+    assert write.num_calls == 1
+
+
+def test_a_gradient_flows_to_a_parameter_that_was_watched(parameter):
+    watch([parameter], Write(parameter))
+    (parameter * parameter).sum().backward()
+    assert torch.equal(parameter.grad.full_tensor(), torch.full((4, 3), 2 * NEW))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", [lambda p: p.add_(1), lambda p: p.data.add_(1), lambda p: p.to_local().add_(1)])
+def test_a_write_comes_after_the_one_under_way(parameter, change):
+    watch([parameter], Write(parameter))
+    change(parameter)
+    assert torch.equal(parameter.to_local(), torch.full((4, 3), NEW + 1))
+
+
+def test_what_is_no_value_needs_no_waiting(parameter):
+    write = Write(parameter)
+    watch([parameter], write)
+    assert parameter.shape == (4, 3)
+    assert parameter.requires_grad
+    assert parameter.grad is None
+    assert parameter.placements == (Shard(0),)
+    assert parameter.numel() == 12
+    assert isinstance(parameter, DTensor)
+    assert isinstance(parameter, nn.Parameter)
+    hash(parameter)
+    assert write.num_calls == 0
+
+
+def test_plain_tensors_are_passed_over():
+    plain = torch.zeros(3)
+    watch([plain], lambda: pytest.fail("it is not watched"))
+    finish_writes(plain)
+    finish_writes("no tensor")
+    unwatch([plain])
+    assert type(plain) is Tensor
+
+
+def test_after_unwatch_nobody_waits(parameter):
+    write = Write(parameter)
+    watch([parameter], write)
+    unwatch([parameter])
+    assert type(parameter) is DTensor
+    assert torch.equal(parameter.to_local(), torch.full((4, 3), OLD))
+    assert write.num_calls == 0
+
+
+def test_a_second_watch_takes_the_place_of_the_first(parameter):
+    write = Write(parameter)
+    watch([parameter], lambda: pytest.fail("an older step"))
+    watch([parameter], write)
+    finish_writes(parameter)
+    assert write.num_calls == 1
+
+
+def test_an_error_of_the_writer_reaches_the_reader(parameter):
+    def fail() -> None:
+        raise PlantedError
+
+    watch([parameter], fail)
+    with pytest.raises(PlantedError):
+        parameter.norm()
+
+
+def test_tensors_that_are_watched_can_die_and_what_waits_for_them_with_them(mesh):
+    tensor = distribute_tensor(torch.ones(3), mesh, [Shard(0)])
+    write = Write(tensor)
+    write.tensor = tensor  # as a group has its shards
+    watch([tensor], write)
+    gone = weakref.ref(write)
+    del tensor, write
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_copy_is_not_watched(parameter):
+    watch([parameter], Write(parameter))
+    copied = copy.deepcopy(parameter)
+    assert type(copied) is DTensor
+    assert list(vars(copied)) == ["_is_param"]

@@ -1,0 +1,308 @@
+"""Sharding plans: what is gathered together, by itself or by the user's word."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.utils import parametrizations
+
+from lightning_vram.techniques.sharding.grouping.plan import ShardingPlan, plan_sharding_groups
+
+
+class Block(nn.Module):
+    """72 parameters; applied to [..., 4]."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, width, bias=False), nn.Linear(width, 4, bias=False)
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.down(self.up(self.norm(hidden)))
+
+
+class Net(nn.Module):
+    """Runs its parts one after another."""
+
+    def __init__(self, **parts: nn.Module) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for part in self.children():
+            for layer in part if isinstance(part, nn.ModuleList) else [part]:
+                hidden = layer(hidden)
+        return hidden
+
+
+def blocks(num_blocks: int, width: int = 8) -> nn.ModuleList:
+    return nn.ModuleList(Block(width) for _ in range(num_blocks))
+
+
+def groups_of(model: nn.Module, wrap="auto", min_params: int = 72) -> tuple[tuple[str, ...], ...]:
+    return plan_sharding_groups(model, wrap, min_params=min_params).groups
+
+
+def test_the_children_of_a_list_and_large_parts_beside_it_are_groups():
+    model = Net(embedding=nn.Linear(4, 18, bias=False), layers=blocks(2), norm=nn.LayerNorm(4))
+    assert groups_of(model) == (("embedding",), ("layers.0",), ("layers.1",))
+
+
+def test_a_small_model_is_one_group_with_its_root():
+    assert groups_of(Net(layers=blocks(3)), min_params=109) == ()
+    assert groups_of(Net(layers=blocks(3)), min_params=108) != ()
+
+
+def test_small_blocks_in_a_row_are_put_together():
+    names = [f"layers.{number}" for number in range(24)]
+    groups = groups_of(Net(layers=blocks(24)), min_params=72 * 5)
+    assert [len(group) for group in groups] == [5, 5, 5, 9]  # the last four are too few
+    assert [name for group in groups for name in group] == names
+
+
+def test_blocks_of_a_dictionary_are_not_put_together():
+    """Which of them run, and when, is not known."""
+    model = Net(heads=nn.ModuleDict({name: Block() for name in "abcd"}))
+    assert groups_of(model, min_params=100) == ()
+    assert groups_of(model) == tuple((f"heads.{name}",) for name in "abcd")
+
+
+def test_layers_of_a_sequential_are_put_together_whatever_their_class():
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.ReLU(), nn.Linear(4, 40), nn.Linear(40, 4), nn.ReLU())
+    assert groups_of(model, min_params=100) == (("0", "1", "3"), ("4",))
+
+
+class Reversed(nn.Sequential):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden)
+
+
+def test_a_sequential_with_a_forward_of_its_own_need_not_run_all():
+    model = Reversed(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 40), nn.Linear(40, 4))
+    assert groups_of(model, min_params=100) == (("2",), ("3",))
+
+
+def test_stages_of_a_sequential_are_looked_into():
+    stages = [nn.Sequential(*(Block() for _ in range(6))) for _ in range(3)]
+    groups = groups_of(Net(stem=nn.Linear(4, 4), stages=nn.Sequential(*stages)), min_params=100)
+    assert groups[0] == ("stages.0.0", "stages.0.1")
+    assert len(groups) == 9
+
+
+def test_experts_of_a_block_are_not_groups():
+    """Which experts run differs between ranks."""
+
+    class Mixture(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = blocks(4)
+
+    assert groups_of(Net(layers=nn.ModuleList([Mixture(), Mixture()]))) == (("layers.0",), ("layers.1",))
+
+
+def test_what_a_model_declares_comes_first():
+    """As transformers' models do."""
+
+    class Declaring(Net):
+        _no_split_modules = ("Block",)
+
+    stages = nn.ModuleList([Net(one=Block(), two=Block()), Net(one=Block(), two=Block())])
+    names = ("encoder.stages.0.one", "encoder.stages.0.two", "encoder.stages.1.one", "encoder.stages.1.two")
+    assert groups_of(Net(encoder=Declaring(stages=stages))) == tuple((name,) for name in names)
+    assert groups_of(Net(encoder=Net(stages=stages))) == (("encoder.stages.0",), ("encoder.stages.1",))
+
+
+def test_declared_modules_that_are_small_go_with_what_is_around_them():
+    class Declaring(Net):
+        _no_split_modules = ("Linear",)
+
+    assert groups_of(Declaring(layers=blocks(4))) == tuple((f"layers.{number}",) for number in range(4))
+
+
+def test_a_model_without_containers_is_cut_at_its_large_parts():
+    body = Net(down=Block(20), up=Block(20), norm=nn.LayerNorm(4))
+    assert groups_of(Net(model=body)) == (("model.down",), ("model.up",))
+
+
+def test_a_module_with_several_names_is_planned_once():
+    block = Block()
+    assert groups_of(Net(layers=nn.ModuleList([block, Block(), block]), again=block)) == (("layers.0",), ("layers.1",))
+
+
+def test_tied_parts_are_one_group():
+    model = Net(embedding=nn.Linear(4, 4), layers=blocks(2, width=20), head=nn.Linear(4, 4))
+    model.head.weight = model.embedding.weight
+    groups = groups_of(model, min_params=16)
+    assert groups == (("embedding", "head"), ("layers.0",), ("layers.1",))
+
+
+def test_a_part_that_shares_with_one_outside_of_all_groups_takes_it_along():
+    model = Net(norm=nn.LayerNorm(4), layers=blocks(2))
+    model.layers[1].norm.weight = model.norm.weight
+    assert groups_of(model) == (("norm", "layers.1.norm"), ("layers.0",), ("layers.1",))
+
+
+def test_a_layer_that_all_blocks_have_is_a_group_inside_of_them():
+    model = Net(layers=blocks(3))
+    shared = model.layers[0].norm
+    for block in model.layers:
+        block.norm = shared
+    assert groups_of(model) == (("layers.0.norm",), ("layers.0",), ("layers.1",), ("layers.2",))
+
+
+def test_a_group_that_keeps_little_beside_what_it_shares_is_given_up():
+    model = Net(first=Block(), second=Block(), last=Block())
+    model.second.up.weight, model.second.down.weight = model.first.up.weight, model.first.down.weight
+    assert groups_of(model) == (("first.up", "second.up"), ("first.down", "second.down"), ("last",))
+
+
+class Reading(Net):
+    """Uses the weight of its embedding for the output."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden) @ self.embedding.weight
+
+
+def test_a_module_whose_weight_an_outer_forward_reads_stays_with_the_outer_one():
+    parts = {"embedding": nn.Linear(4, 4), "layers": blocks(2), "last": nn.Linear(4, 4)}
+    groups = groups_of(Reading(**parts), min_params=16)
+    assert groups == (("layers.0",), ("layers.1",), ("last",))
+    assert groups_of(Net(**parts), min_params=16) == (("embedding",), *groups)
+
+
+def test_blocks_that_share_with_a_module_that_is_read_are_given_up():
+    model = Reading(embedding=nn.Linear(4, 8, bias=False), layers=blocks(3))
+    model.layers[1].up.weight = model.embedding.weight
+    assert groups_of(model) == (("layers.0",), ("layers.2",))
+
+
+def test_parts_of_attention_are_not_groups():
+    model = Net(attention=nn.MultiheadAttention(8, 2), other=nn.MultiheadAttention(8, 2), norm=nn.LayerNorm(8))
+    assert groups_of(model, min_params=64) == (("attention",), ("other",))
+
+
+def test_parts_of_a_parametrization_are_not_groups():
+    model = Net(first=parametrizations.weight_norm(nn.Linear(8, 8)), last=nn.Linear(8, 8))
+    assert groups_of(model, min_params=64) == (("first",), ("last",))
+
+
+def test_parameters_without_a_dimension_are_named_with_all_their_names():
+    model = Net(layers=blocks(2))
+    scale = nn.Parameter(torch.ones(()))
+    model.layers[0].scale = model.scale = scale
+    assert plan_sharding_groups(model, min_params=72).replicated == ("scale", "layers.0.scale")
+
+
+def test_parameters_without_elements_are_named():
+    model = Net(layers=blocks(2))
+    model.layers[1].none = nn.Parameter(torch.ones(3, 0))
+    assert plan_sharding_groups(model, min_params=72).replicated == ("layers.1.none",)
+
+
+def test_what_is_sharded_already_is_left_alone(mesh):
+    model = Net(own=Net(inner=Block(), layers=blocks(2)), layers=blocks(2))
+    model.own.inner.scale = nn.Parameter(torch.ones(1))
+    fully_shard(model.own, mesh=mesh)
+    assert plan_sharding_groups(model, min_params=72) == ShardingPlan((("layers.0",), ("layers.1",)), ())
+    assert groups_of(model, ["Block"]) == (("layers.0",), ("layers.1",))
+    assert groups_of(fully_shard(Net(layers=blocks(2)), mesh=mesh)) == ()
+
+
+@pytest.mark.parametrize("wrap", [["Block"], (Block,), lambda name, part: type(part) is Block])
+def test_a_choice_is_taken_whatever_the_sizes(wrap):
+    model = Net(embedding=nn.Linear(400, 4), layers=blocks(2))
+    assert groups_of(model, wrap, min_params=1_000_000) == (("layers.0",), ("layers.1",))
+
+
+def test_nested_choices_come_inner_first():
+    model = Net(layers=blocks(1), wide=Net(block=Block()))
+    groups = groups_of(model, ["Linear", "Block", "Net"])
+    assert set(groups) == {
+        *((f"layers.0.{name}",) for name in ("up", "down")),
+        *((f"wide.block.{name}",) for name in ("up", "down")),
+        ("layers.0",),
+        ("wide.block",),
+        ("wide",),
+    }
+    position = {name: number for number, (name,) in enumerate(groups)}
+    assert position["wide.block.up"] < position["wide.block"] < position["wide"]
+    assert position["layers.0.down"] < position["layers.0"]
+
+
+def test_tied_parts_of_chosen_modules_are_one_group():
+    model = Net(embedding=nn.Linear(4, 4), layers=blocks(1), head=nn.Linear(4, 4))
+    model.head.weight = model.embedding.weight
+    assert groups_of(model, ["Block"]) == (("layers.0",),)
+    assert groups_of(model, lambda name, _: name == "head") == (("embedding", "head"),)
+
+
+def test_a_function_is_not_asked_for_what_cannot_be_a_group():
+    model = Net(layers=blocks(2))
+    asked = []
+    assert groups_of(model, lambda name, _: asked.append(name) or name == "layers.1") == (("layers.1",),)
+    assert "layers" not in asked
+    assert "" not in asked
+
+
+@pytest.mark.parametrize(
+    ("wrap", "kind", "message"),
+    [
+        (
+            ["Blok"],
+            ValueError,
+            r"^wrap='Blok' matches no module\. The model has the classes Block, LayerNorm, Linear, ",
+        ),
+        ([nn.Conv2d], ValueError, r"^wrap=<class '.*Conv2d'> matches no module\. The model has the classes Block, "),
+        (lambda *_: False, ValueError, r"^wrap=<function .*> matches no module\. The model has the classes Block, "),
+        (
+            ["ModuleList"],
+            ValueError,
+            r"^wrap='ModuleList' matches 'layers', whose parameters are used without calling ",
+        ),
+        ("Block", ValueError, r"^wrap must be 'auto', .*, got 'Block': write a list\.$"),
+        ([], ValueError, r"^wrap must name a class at least, got an empty list\.$"),
+        (None, TypeError, r"^wrap must be 'auto', a list of classes or their names, or a function, got None\.$"),
+        (Block, TypeError, r"^wrap must be 'auto', a list of classes or their names, or a function, got <class "),
+        ([3], TypeError, r"^wrap must be 'auto', a list of classes or their names, or a function, got \[3\]\.$"),
+    ],
+)
+def test_a_wrong_choice_is_told(wrap, kind, message):
+    with pytest.raises(kind, match=message):
+        plan_sharding_groups(Net(layers=blocks(2)), wrap)
+
+
+def test_a_wrong_size_is_told():
+    with pytest.raises(ValueError, match=r"^min_params must be at least 1, got 0\.$"):
+        plan_sharding_groups(Net(layers=blocks(2)), min_params=0)
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_a_parameter_without_a_shape_is_told():
+    with pytest.raises(ValueError, match=r"^Parameter 'layer\.weight' has no shape yet: run the model on a batch "):
+        plan_sharding_groups(Net(layer=nn.LazyLinear(3)))
+
+
+@pytest.mark.parametrize("min_params", [1, 30, 100, 150])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_any_plan_trains_as_the_plain_model_does(min_params, mesh):
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        model = Net(first=nn.Linear(4, 4), layers=blocks(5), tail=nn.Sequential(Block(), nn.Linear(4, 4), nn.ReLU()))
+        model.layers[3].norm = model.layers[0].norm
+        model.layers[4].up.weight = model.layers[1].up.weight
+        model.tail[1].weight = model.first.weight
+        return model
+
+    plain, model = build(), build()
+    for group in groups_of(model, min_params=min_params):
+        fully_shard([model.get_submodule(name) for name in group], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    hidden = torch.randn(3, 4)
+    losses = [one(hidden).square().mean() for one in (plain, model)]
+    for loss in losses:
+        loss.backward()
+    assert torch.equal(*losses)
+    gradients = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, msg=name)

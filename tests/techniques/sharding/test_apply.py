@@ -1,0 +1,732 @@
+"""A module that is sharded: what it computes, who may write to its shards, and what is left afterwards."""
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from support.helpers import PlantedError, describe_module
+from support.sharded_nets import (
+    MODES,
+    NUM_BLOCKS,
+    WIDTH,
+    Apart,
+    Block,
+    Net,
+    assert_same,
+    batch,
+    gradients,
+    like_shard,
+    loss_of,
+    make,
+    on_ranks,
+    part,
+    sharded,
+    weights,
+    whole,
+)
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from lightning_vram.optimizers.on_host.optimizers import HostOptimizers
+from lightning_vram.techniques.mixed_precision.narrow_weights import find_narrow_weights
+from lightning_vram.techniques.sharding import apply as full_sharding
+from lightning_vram.techniques.sharding import group as sharded_group
+from lightning_vram.techniques.sharding.apply import FullSharding, ShardingOptions
+from lightning_vram.techniques.sharding.grouping.plan import ShardingPlan, plan_sharding_groups
+
+pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
+narrow_autocast = partial(torch.autocast, "cpu", torch.bfloat16)
+
+
+def narrow_options(net: nn.Module) -> dict[str, Any]:
+    found = find_narrow_weights(net)
+    names = {name for name, parameter in net.named_parameters() if parameter in found}
+    return {"narrow_dtype": torch.bfloat16, "narrow": names}
+
+
+def backward(net: nn.Module, seed: int = 0) -> Tensor:
+    loss = loss_of(net, part(batch(seed)))
+    loss.backward()
+    return loss.detach()
+
+
+# --- what it computes ---
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("mode", MODES)
+def test_loss_and_gradients_are_those_of_the_plain_module(mesh, mode, reshard):
+    net, plain = make(), make()
+    with sharded(net, mode, reshard_after_forward=reshard):
+        for seed in range(2):  # the second is added to the first
+            assert torch.equal(backward(net, seed), backward(plain, seed))
+            assert_same(gradients(net), gradients(plain))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_under_autocast_narrow_weights_have_the_bits_of_the_plain_module(mesh, mode):
+    net, plain = make(), make()
+    with sharded(net, mode, **narrow_options(net)) as sharding:
+        assert {str(lane.dtype) for group in sharding.groups for lane in group.lanes} == {
+            "torch.float32",  # of the norm
+            "torch.bfloat16",
+        }
+        for seed in range(2):
+            with narrow_autocast():
+                loss, expected = loss_of(net, batch(seed)), loss_of(plain, batch(seed))
+            assert torch.equal(loss, expected)
+            loss.backward()
+            expected.backward()
+            assert_same(gradients(net), gradients(plain))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_where_autocast_is_off_narrow_weights_come_in_float32(mesh, mode):
+    net, plain = make(), make()
+    with sharded(net, mode, **narrow_options(net)):
+        with narrow_autocast():
+            loss_of(net, batch(0)).backward()
+            loss_of(plain, batch(0)).backward()
+        assert torch.equal(backward(net, 1), backward(plain, 1))
+        assert_same(gradients(net), gradients(plain))
+        with narrow_autocast():
+            loss, expected = loss_of(net, batch(2)), loss_of(plain, batch(2))
+        assert torch.equal(loss, expected)
+
+
+class PartlyWide(Net):
+    """Computes its second block in float32, whatever its caller wants."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        with torch.autocast("cpu", enabled=False):
+            x = self.blocks[1](x.float())
+        return self.head(self.norm(self.blocks[2](x)))
+
+
+def test_one_layer_may_be_computed_in_float32(mesh):
+    net, plain = make(PartlyWide), make(PartlyWide)
+    with sharded(net, **narrow_options(net)):
+        for seed in range(2):
+            with narrow_autocast():
+                loss, expected = loss_of(net, batch(seed)), loss_of(plain, batch(seed))
+            assert torch.equal(loss, expected)
+            loss.backward()
+            expected.backward()
+            assert_same(gradients(net), gradients(plain))
+
+
+class Twice(Net):
+    """Calls its first block twice, and the last within a checkpoint."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](self.blocks[0](x))
+        x = checkpoint(self.blocks[1], x, use_reentrant=False)
+        return checkpoint(lambda x: self.head(self.norm(self.blocks[2](x))), x, use_reentrant=False)
+
+
+class Inside(nn.Module):
+    """Checkpoints a part of itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.block, x, use_reentrant=False)
+
+
+class InsideNet(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Inside() for _ in range(NUM_BLOCKS))
+
+
+class Compiled(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.compile(backend="aot_eager")
+
+
+class Scalars(Net):
+    """A parameter without a dimension, and one without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.empty = nn.Parameter(torch.empty(0, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale + self.empty.sum()
+
+
+class Tied(Net):
+    """One weight for the way in and the way out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(20, WIDTH)
+        self.first.weight = nn.Parameter(torch.randn(WIDTH, 20))
+        self.head = nn.Linear(20, WIDTH)
+        self.head.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x.repeat(1, 4)[:, :20])
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.repeat(1, 4)[:, :20])
+
+
+class Frozen(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].requires_grad_(False)
+        self.head.bias.requires_grad_(False)
+
+
+class Unused(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks[0](x))
+
+
+class Buffers(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+
+KINDS = [Twice, InsideNet, Scalars, Tied, Frozen, Unused, Buffers, Compiled]
+
+
+@pytest.mark.parametrize("mode", ["params", "optimizer apart"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_networks_of_all_kinds(mesh, kind, mode):
+    net, plain = make(kind), make(kind)
+    with sharded(net, mode):
+        for seed in range(2):
+            assert torch.equal(backward(net, seed), backward(plain, seed))
+            assert_same(gradients(net), gradients(plain))
+    assert_same(weights(net), weights(plain))
+
+
+def compare_kinds() -> None:
+    for kind in (*KINDS[:-1], Net):
+        for mode in MODES if kind in (Net, Twice) else ("params",):
+            net, plain = make(kind), make(kind)
+            with sharded(net, mode):
+                for seed in range(2):
+                    backward(net, seed)
+                    if kind is Buffers:  # statistics are those of a rank's own part
+                        halves = [loss_of(plain, half) for half in batch(seed).chunk(2)]
+                        (sum(halves) / 2).backward()
+                    else:
+                        loss_of(plain, batch(seed)).backward()
+                assert_same(gradients(net), gradients(plain), 1e-5)
+            assert_same(weights(net), weights(plain))
+
+
+class Fork(nn.Module):
+    """Takes one of two branches, which have the same shape, and leaves a third alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.even, self.odd, self.none = Block(), Block(), Block()
+        self.scales = nn.ParameterList([torch.tensor(1.0), torch.tensor(2.0), torch.tensor(3.0)])
+        self.is_even = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        branch, scale = (self.even, self.scales[0]) if self.is_even else (self.odd, self.scales[1])
+        return branch(x) * scale
+
+
+def compare_branches() -> None:
+    rank = torch.distributed.get_rank()
+    for mode in MODES:
+        for names in ([("even", "odd", "none")], []):  # in a group of their own, or the root's; gathered on all ranks
+            net, plain = make(Fork), make(Fork)
+            scales = tuple(f"scales.{index}" for index in range(3))
+            plan = ShardingPlan(tuple(names), scales)
+            kind, options = MODES[mode]
+            mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+            sharding = kind(net, mesh, plan, ShardingOptions(**options))
+            for seed, sides in enumerate([(True, False), (True, True), (False, True)]):
+                net.is_even = sides[rank]
+                backward(net, seed)
+                halves = []
+                for is_even, half in zip(sides, batch(seed).chunk(2), strict=True):
+                    plain.is_even = is_even
+                    halves.append(loss_of(plain, half))
+                (sum(halves) / 2).backward()
+                assert_same(gradients(net), gradients(plain), 1e-5)
+            net.zero_grad()
+            plain.zero_grad()
+            net.is_even = plain.is_even = True
+            backward(net)
+            loss_of(plain, batch(0)).backward()
+            assert {name for name, p in net.named_parameters() if p.grad is None} == {
+                name for name, p in plain.named_parameters() if p.grad is None
+            }
+            assert net.odd.up.weight.grad is None
+            assert net.scales[1].grad is None
+            assert_same(gradients(net), gradients(plain), 1e-5)
+            sharding.remove()
+
+
+def compare_uneven() -> None:
+    """Shards of which one rank has less, or none."""
+    net, plain = (make(partial(nn.Linear, 3, 1)) for _ in range(2))
+    net.weight.data, plain.weight.data = (torch.arange(3.0)[None] for _ in range(2))
+    x = torch.ones(2, 3)
+    with sharded(net):
+        for _ in range(2):
+            net(x[:1]).sum().backward()
+            (plain(x).sum() / 2).backward()
+        assert_same(gradients(net), gradients(plain), 1e-5)
+        assert_same(weights(net), weights(plain))
+
+
+def test_two_ranks_compute_what_one_would(tmp_path):
+    on_ranks(tmp_path, compare_kinds, compare_branches, compare_uneven)
+
+
+def test_a_graph_can_be_kept_and_gone_through_again(mesh):
+    net, plain = make(), make()
+    with sharded(net):
+        for each in (net, plain):
+            loss = loss_of(each, batch(0))
+            loss.backward(retain_graph=True)
+            loss.backward()
+        assert_same(gradients(net), gradients(plain))
+
+
+def test_two_forwards_may_come_before_one_backward_or_two(mesh):
+    net, plain = make(), make()
+    with sharded(net):
+        for each in (net, plain):
+            first, second = loss_of(each, batch(0)), loss_of(each, batch(1))
+            (first + second).backward()
+            first, second = loss_of(each, batch(2)), loss_of(each, batch(3))
+            second.backward()
+            first.backward()
+        assert_same(gradients(net), gradients(plain))
+
+
+def test_hooks_of_shards_see_every_gradient_when_it_has_been_added(mesh):
+    net, seen = make(), []
+    with sharded(net, "params apart") as sharding:
+        bias = net.head.bias
+        handle = bias.register_post_accumulate_grad_hook(lambda p: seen.append((p is bias, whole(p.grad).clone())))
+        for seed in range(2):
+            backward(net, seed)
+            assert seen[-1][0]
+            assert torch.equal(seen[-1][1], whole(bias.grad))
+        assert len(seen) == 2
+        handle.remove()
+        plain = make()
+        backward(plain, 0)
+        backward(plain, 1)
+        assert_same(gradients(net), gradients(plain))
+        assert sharding.landing is not None
+
+
+def test_parameters_may_be_frozen_and_thawed_between_backwards(mesh):
+    net, plain = make(), make()
+    with sharded(net):
+        for seed, is_trained in enumerate((True, False, True)):
+            for each in (net, plain):
+                each.blocks[0].requires_grad_(is_trained)
+                each.head.bias.requires_grad_(not is_trained)
+                backward(each, seed)
+            assert_same(gradients(net), gradients(plain))
+
+
+# --- shards and their writers ---
+
+
+def test_every_shard_is_in_the_one_block_of_its_lane(mesh):
+    net = make()
+    with sharded(net) as sharding:
+        backward(net)
+        for group in sharding.groups:
+            for lane in group.lanes:
+                for ours in lane.parameters:
+                    for tensor in (ours.sharded_param.to_local(), ours.memory):
+                        assert 0 <= tensor.data_ptr() - lane.shards.data_ptr() < lane.shards.nbytes
+        total = sum(lane.shards.numel() for group in sharding.groups for lane in group.lanes)
+        assert total == sum(parameter.numel() for parameter in net.parameters())
+        assert sharding.group_of().keys() == set(net.parameters())
+
+
+def new_values(net: nn.Module) -> dict[str, Tensor]:
+    fresh = make(seed=1).state_dict()
+    return {name: like_shard(fresh[name], value) for name, value in net.state_dict().items()}
+
+
+def by_state_dict(net: nn.Module) -> None:
+    net.load_state_dict(new_values(net))
+
+
+@torch.no_grad()
+def by_hand(net: nn.Module) -> None:
+    for name, value in new_values(net).items():
+        net.get_parameter(name).copy_(value)
+
+
+def by_data(net: nn.Module) -> None:
+    for name, value in new_values(net).items():
+        net.get_parameter(name).data.copy_(value)
+
+
+@torch.no_grad()
+def by_parts(net: nn.Module) -> None:
+    for name, value in new_values(net).items():
+        net.get_parameter(name).to_local().copy_(value.to_local())
+
+
+@torch.no_grad()
+def all_at_once(net: nn.Module) -> None:
+    values = [value + 0 for value in new_values(net).values()]
+    torch._foreach_zero_(list(net.parameters()))
+    for parameter, value in zip(net.parameters(), values, strict=True):
+        parameter.add_(value)
+
+
+@pytest.mark.parametrize("is_narrow", [False, True])
+@pytest.mark.parametrize("write", [by_state_dict, by_hand, by_data, by_parts, all_at_once])
+@pytest.mark.parametrize("mode", MODES)
+def test_values_that_are_written_to_shards_count_from_the_next_forward(mesh, mode, write, is_narrow):
+    net, plain = make(), make(seed=1)
+    with sharded(net, mode, **narrow_options(net) if is_narrow else {}), narrow_autocast(enabled=is_narrow):
+        loss_of(net, batch(0)).backward()  # what has come to the device must not stay
+        write(net)
+        assert torch.equal(net(batch(1)), plain(batch(1)))
+        assert_same(weights(net), weights(plain))
+        shards = net.state_dict()
+        net.load_state_dict({name: like_shard(value, shards[name]) for name, value in make().state_dict().items()})
+        with torch.no_grad():
+            assert torch.equal(net(batch(1)), make()(batch(1)))
+        write(net)
+        assert torch.equal(net(batch(1)), plain(batch(1)))
+
+
+@pytest.mark.parametrize("mode", ["optimizer", "optimizer apart"])
+def test_a_copy_on_the_device_is_made_once_where_nobody_writes(mesh, mode, monkeypatch):
+    refreshed = []
+    refresh = sharded_group.ShardLane.refresh
+    monkeypatch.setattr(sharded_group.ShardLane, "refresh", lambda lane: (refreshed.append(lane), refresh(lane)))
+    net = make()
+    with sharded(net, mode) as sharding:
+        num_lanes = sum(len(group.lanes) for group in sharding.groups)
+        for seed in range(3):
+            backward(net, seed)
+            net.zero_grad()
+            backward(net, seed)
+        assert len(refreshed) == num_lanes
+        net.head.bias.norm()
+        backward(net)
+        assert len(refreshed) == num_lanes + 1
+
+
+def test_meta_layers_get_values_group_by_group(mesh):
+    with torch.device("meta"):
+        net = Net()
+    with sharded(net, seed=3) as sharding:
+        assert not any(parameter.is_meta for parameter in net.parameters())
+        assert torch.isfinite(backward(net))
+        first = weights(net)
+        assert sharding.remove() == {}  # there was nothing to go back to
+    assert all(isinstance(parameter, DTensor) for parameter in net.parameters())
+    with torch.device("meta"):
+        again = Net()
+    with sharded(again, seed=3):
+        assert_same(weights(again), first)
+
+
+def test_dtypes_may_be_mixed_in_a_group(mesh):
+    def build() -> Net:
+        net = make()
+        net.blocks[0].down.double()
+        net.blocks[0].forward = lambda x, block=net.blocks[0]: x + block.down(block.up(x).double()).float()
+        return net
+
+    net, plain = build(), build()
+    net.blocks[0].forward.__defaults__ = (net.blocks[0],)
+    with sharded(net) as sharding:
+        assert len(sharding.groups[1].lanes) == 2
+        backward(net)
+        backward(plain)
+        assert_same(gradients(net), gradients(plain))
+
+
+def test_memory_of_the_host_is_counted(mesh):
+    num_bytes = sum(parameter.nbytes for parameter in make().parameters())
+    for mode, expected in (("params", num_bytes), ("optimizer", num_bytes), ("none", 0)):
+        with sharded(make(), mode) as sharding:
+            assert sharding.host_bytes == expected
+
+
+# --- pinned memory ---
+
+
+def test_on_its_way_everything_is_in_pinned_memory(mesh, monkeypatch):
+    asked, empty = [], torch.empty
+
+    def make_empty(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
+        if pin_memory:
+            asked.append(args[0])
+        return empty(*args, **kwargs)
+
+    def pin(self: Tensor) -> Tensor:
+        pinned.append(self.numel())
+        return self
+
+    pinned: list[int] = []
+    monkeypatch.setattr(torch, "empty", make_empty)
+    monkeypatch.setattr(Tensor, "pin_memory", pin)
+    monkeypatch.setattr(Tensor, "is_pinned", lambda self: self.numel() in pinned)
+    net, plain = make(), make()
+    with sharded(net, "params apart", pin_memory=True, **narrow_options(net)) as sharding:
+        lanes = [lane for group in sharding.groups for lane in group.lanes]
+        narrow = [lane for lane in lanes if lane.dtype != torch.float32]
+        assert sorted(pinned) == sorted(lane.shards.numel() for lane in (*lanes, *narrow))
+        for _ in range(2):
+            asked.clear()
+            with narrow_autocast():
+                loss_of(net, batch(0)).backward()
+                loss_of(plain, batch(0)).backward()
+            assert sorted(asked) == sorted(lane.shards.numel() for lane in lanes)
+        assert_same(gradients(net), gradients(plain))
+        assert sorted(pinned) == sorted(lane.shards.numel() for lane in (*lanes, *narrow))  # once and for all
+
+
+# --- and back ---
+
+
+def all_hooks(net: nn.Module) -> list[int]:
+    return [len(hooks) for part in net.modules() for key, hooks in sorted(vars(part).items()) if key.endswith("_hooks")]
+
+
+@pytest.mark.parametrize("is_used", [True, False])
+@pytest.mark.parametrize("kind", [Net, Scalars, Tied, Frozen, Buffers])
+@pytest.mark.parametrize("mode", ["params", "optimizer apart", "none"])
+def test_removed_the_module_is_what_it_was(mesh, mode, kind, is_used):
+    net, plain = make(kind), make(kind)
+    before, hooks, parameters = describe_module(net), all_hooks(net), dict(net.named_parameters(remove_duplicate=False))
+    with sharded(net, mode) as sharding:
+        shards = dict(net.named_parameters())
+        if is_used:
+            backward(net)
+            backward(plain)
+        replaced = sharding.remove()
+    assert describe_module(net) == before
+    assert all_hooks(net) == hooks
+    assert not any(isinstance(part, FSDPModule) for part in net.modules())
+    for name, parameter in net.named_parameters(remove_duplicate=False):
+        assert parameter is parameters[name]
+        assert parameter.device.type == "cpu"
+    changed = {name: shard for name, shard in shards.items() if shard is not parameters[name]}
+    assert {id(shard): id(parameter) for shard, parameter in replaced.items()} == {
+        id(shard): id(parameters[name]) for name, shard in changed.items()
+    }
+    assert_same(weights(net), weights(plain))
+    assert_same(gradients(net), gradients(plain))
+    assert [p.requires_grad for p in net.parameters()] == [p.requires_grad for p in plain.parameters()]
+    for seed in (1, 2):
+        assert torch.equal(backward(net, seed), backward(plain, seed))
+    assert_same(gradients(net), gradients(plain))
+    for one, other in zip(net.buffers(), plain.buffers(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_it_can_be_sharded_again(mesh):
+    net, plain = make(), make()
+    for mode in MODES:
+        with sharded(net, mode):
+            assert torch.equal(backward(net), backward(plain))
+            assert_same(gradients(net), gradients(plain))
+        for each in (net, plain):
+            each.zero_grad()
+
+
+def test_what_was_sharded_is_freed_while_its_module_is_sharded(mesh):
+    net = make()
+    weight = net.head.weight
+    with sharded(net):
+        with torch._C.DisableTorchFunctionSubclass():
+            assert weight.numel() == 0
+        with pytest.raises(RuntimeError, match="before it was sharded"):
+            weight.sum()
+    assert weight is net.head.weight
+    assert weight.shape == (20, WIDTH)
+
+
+def test_layers_that_the_user_has_sharded_stay_sharded(mesh):
+    net, plain = make(), make()
+    fully_shard(net.blocks[1], mesh=mesh)
+    shard = net.blocks[1].up.weight
+    with sharded(net) as sharding:
+        assert shard not in sharding.group_of()
+        assert torch.equal(backward(net), backward(plain))
+        assert_same(gradients(net), gradients(plain))
+    assert net.blocks[1].up.weight is shard
+    assert isinstance(net.blocks[1], FSDPModule)
+    assert not isinstance(net.blocks[0], FSDPModule)
+    assert torch.equal(backward(net, 1), backward(plain, 1))
+
+
+@pytest.mark.parametrize("num_before", range(NUM_BLOCKS + 3))
+def test_an_error_in_the_midst_leaves_the_module_as_it_was(mesh, monkeypatch, num_before):
+    net, plain = make(), make()
+    before, parameters = describe_module(net), dict(net.named_parameters())
+    left = [num_before]
+
+    def fail_at_last(shard: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not left[0]:
+                raise PlantedError
+            left[0] -= 1
+            return shard(*args, **kwargs)
+
+        return call
+
+    name = "fully_shard" if num_before < NUM_BLOCKS + 2 else "take_over"
+    left[0] = num_before if name == "fully_shard" else 1
+    monkeypatch.setattr(full_sharding, name, fail_at_last(getattr(full_sharding, name)))
+    with pytest.raises(PlantedError), sharded(net):
+        pytest.fail("it has an error")
+    assert describe_module(net) == before
+    assert {name: id(p) for name, p in net.named_parameters()} == {name: id(p) for name, p in parameters.items()}
+    assert torch.equal(backward(net), backward(plain))
+    assert_same(gradients(net), gradients(plain))
+
+
+def test_the_threads_end_with_the_sharding(mesh):
+    net = make()
+    with sharded(net) as sharding:
+        backward(net)
+    assert not sharding.landing._thread.is_alive()
+
+
+def remove_on_two() -> None:
+    for mode in MODES:
+        for kind in (Net, Scalars, Frozen):
+            net, plain = make(kind), make(kind)
+            before = describe_module(net)
+            with sharded(net, mode):
+                backward(net)
+            assert describe_module(net) == before
+            assert_same(weights(net), weights(plain))
+            assert not gradients(net) or kind is Scalars  # each has that of its part only
+            net.zero_grad()
+            assert torch.equal(backward(net), loss_of(plain, part(batch(0))).detach())
+
+
+def leave_sharded_on_two() -> None:
+    net = make()
+    sharding = FullSharding(
+        net, torch.distributed.device_mesh.init_device_mesh("cpu", (2,)), plan_sharding_groups(net), ShardingOptions()
+    )
+    assert sharding.remove(make_whole=torch.distributed.get_rank() < 0) == {}
+    assert all(isinstance(parameter, DTensor) for parameter in net.parameters())
+
+
+def test_two_ranks_have_their_module_back(tmp_path):
+    on_ranks(tmp_path, remove_on_two, leave_sharded_on_two)
+
+
+def test_apart_is_another_place_than_the_device(mesh):
+    """Of the tests themselves: that buffers and copies on the host are made."""
+    with sharded(make(), "params apart") as sharding:
+        assert isinstance(sharding, Apart)
+        assert sharding.home != sharding.groups[0].device
+
+
+def test_the_state_of_a_sharded_module_can_be_copied(mesh):
+    net = make()
+    with sharded(net):
+        copied = copy.deepcopy(net.state_dict())
+        values = {name: parameter.full_tensor() for name, parameter in net.named_parameters()}
+    assert all(torch.equal(copied[name].full_tensor(), value) for name, value in values.items())
+
+
+def test_removal_after_a_step_that_failed_makes_the_module_whole(mesh):
+    net = make()
+    parameters = list(net.parameters())
+    sharding = FullSharding(net, mesh, plan_sharding_groups(net, min_params=1), ShardingOptions())
+    optimizers = HostOptimizers(sharding, num_threads=1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizers.attach([optimizer])
+    backward(net)
+    optimizer.param_groups[0]["lr"] = "fast"
+    optimizer.step()
+    with pytest.raises(TypeError):
+        optimizers.finish()
+    optimizers.let_go(sharding.remove())
+    assert list(net.parameters()) == parameters
+    assert all(parameter.numel() for parameter in parameters)
+
+
+# --- what a device would wait for ---
+
+
+class _Stream:
+    """A stream of torch.cuda that notes what it is told to wait for."""
+
+    def __init__(self) -> None:
+        self.waited: list[Any] = []
+
+    def wait_event(self, event: Any) -> None:
+        self.waited.append(event)
+
+    wait_stream = wait_event
+
+
+def test_the_computation_waits_for_what_is_fetched_on_its_own_kind_of_stream(mesh, monkeypatch):
+    """The streams of torch.accelerator do not wait for events of torch.cuda, without a word."""
+    net, stream, fetched, reads = make(), _Stream(), object(), []
+    with sharded(net) as sharding:
+        backward(net)
+        group = sharding.groups[0]
+        monkeypatch.setattr(group.device_handle, "current_stream", lambda: stream)
+        for lane in group.lanes:
+            monkeypatch.setattr(lane, "note_read", lambda: reads.append(list(stream.waited)))
+        group.unshard()
+        group._fetched = fetched
+        group.wait_for_unshard()
+        group.wait_for_unshard()  # nothing was fetched since
+        assert stream.waited.count(fetched) == 1
+        assert len(reads) == len(group.lanes)
+        assert all(fetched in waited for waited in reads)
+        group.reshard()
+
+
+def test_a_step_waits_for_readers_of_the_shards_before_it_writes(mesh, monkeypatch):
+    """As for a forward without gradients between the backward and the step, which is still on its way."""
+    net, order = make(), []
+    with sharded(net) as sharding:
+        host = HostOptimizers(sharding, num_threads=1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+        host.attach([optimizer])
+        backward(net)
+        weight = net.head.weight._local_tensor
+        before = weight.clone()
+        group = host._groups[net.head.weight]
+        monkeypatch.setattr(group.lanes[0], "finish_reads", lambda: order.append(torch.equal(weight, before)))
+        optimizer.step()
+        host.finish()
+        host.let_go(sharding.remove())
+    assert order[0]
+    assert not torch.equal(weight, before)
+
+
+def test_a_state_dict_that_is_assigned_is_refused(mesh):
+    net = make()
+    with sharded(net):
+        state = {name: value.clone() for name, value in net.state_dict().items()}
+        with pytest.raises(RuntimeError, match="was replaced by another one while it is sharded"):
+            net.load_state_dict(state, assign=True)

@@ -1,0 +1,244 @@
+"""Shards side by side: what comes to the device, in which dtype, and after which writes."""
+
+from typing import Any
+
+import pytest
+import torch
+from support.sharded_nets import WIDTH, Block, make
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+from lightning_vram.private_names.fsdp2.classes import ParameterBase
+from lightning_vram.private_names.fsdp2.states import groups_of
+from lightning_vram.techniques.sharding import lanes as shard_lanes
+from lightning_vram.techniques.sharding.lanes import ShardLane
+
+pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
+CPU, APART = torch.device("cpu"), torch.device("cpu", 0)
+KINDS = {
+    "shards alone": {},
+    "resident": {"is_resident": True},
+    "narrow": {"dtype": torch.bfloat16},
+    "narrow resident": {"dtype": torch.bfloat16, "is_resident": True},
+    "narrow copy": {"dtype": torch.bfloat16, "device": APART},
+    "narrow copy and resident": {"dtype": torch.bfloat16, "device": APART, "is_resident": True},
+}
+
+
+def parameters_of(module: Any) -> list[Any]:
+    (group,) = groups_of(module)
+    return group.fsdp_params
+
+
+@pytest.fixture
+def net(mesh) -> nn.Module:
+    net = fully_shard(make(Block), mesh=mesh)
+    for parameter in parameters_of(net):
+        parameter.__class__ = ParameterBase
+    return net
+
+
+def make_lane(net: nn.Module, **options: Any) -> ShardLane:
+    given = {
+        "dtype": torch.float32,
+        "home": CPU,
+        "device": CPU,
+        "pin_memory": False,
+        "is_resident": False,
+        **options,
+    }
+    return ShardLane(parameters_of(net), **given)
+
+
+def fetched(lane: ShardLane) -> list[Tensor]:
+    return [tensor.clone() for tensor in lane.fetch()]
+
+
+def assert_fetches(lane: ShardLane, net: nn.Module, dtype: torch.dtype) -> None:
+    """What is fetched are the values of the parameters as they are now."""
+    parts = fetched(lane)
+    assert len(parts) == 4
+    for part, parameter in zip(parts, net.parameters(), strict=True):
+        assert part.dtype == dtype
+        assert torch.equal(part, parameter.full_tensor().detach().flatten().to(dtype))
+
+
+def test_shards_move_into_one_block_of_memory_with_their_values(net):
+    before = [parameter.full_tensor().clone() for parameter in net.parameters()]
+    lane = make_lane(net)
+    offset = 0
+    for parameter, ours, value in zip(net.parameters(), parameters_of(net), before, strict=True):
+        local = parameter.to_local()
+        assert local.data_ptr() == lane.shards.data_ptr() + 4 * offset
+        assert local.storage_offset() == 0
+        assert ours.memory.data_ptr() == local.data_ptr()
+        assert torch.equal(parameter.full_tensor(), value)
+        offset += local.numel()
+    assert lane.shards.numel() == offset
+    assert lane.shards.untyped_storage().nbytes() == 4 * offset
+
+
+WRITES = {
+    "an operator": lambda net: net.up.weight.fill_(3),
+    "data": lambda net: net.up.weight.data.add_(1),
+    "an initializer": lambda net: nn.init.normal_(net.down.weight),
+    "several at once": lambda net: torch._foreach_add_(list(net.parameters()), 1.0),
+    "a state dict": lambda net: net.load_state_dict({k: torch.zeros_like(v) for k, v in net.state_dict().items()}),
+    "numpy": lambda net: net.up.weight.to_local().numpy().fill(4),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+def test_a_fetch_brings_what_was_written_last(net, options, write):
+    lane = make_lane(net, **options)
+    dtype = options.get("dtype", torch.float32)
+    assert_fetches(lane, net, dtype)
+    before = lane.shards.clone()
+    write(net)
+    lane.touch()
+    assert not torch.equal(lane.shards, before)
+    assert_fetches(lane, net, dtype)
+    write(net)
+    lane.refresh()
+    assert_fetches(lane, net, dtype)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+def test_writes_to_the_local_part_need_no_telling(net, options):
+    lane = make_lane(net, **options)
+    fetched(lane)
+    net.down.weight.to_local().fill_(6)
+    assert_fetches(lane, net, options.get("dtype", torch.float32))
+
+
+def test_copies_are_made_again_only_after_a_write(net, monkeypatch):
+    lane = make_lane(net, is_resident=True)
+    refreshes, refresh = [], lane.refresh
+    monkeypatch.setattr(lane, "refresh", lambda: (refreshes.append(1), refresh()))
+    for num_refreshes in (1, 2, 3):
+        fetched(lane)
+        fetched(lane)
+        assert len(refreshes) == num_refreshes
+        if num_refreshes == 1:
+            lane.touch()
+        else:
+            lane.shards.add_(1)
+
+
+@pytest.mark.parametrize("options", [options for kind, options in KINDS.items() if "narrow" in kind])
+def test_a_lane_can_be_widened_for_a_while(net, options):
+    lane = make_lane(net, **options)
+    for is_wide, dtype in ((True, torch.float32), (False, torch.bfloat16), (True, torch.float32)):
+        for parameter in lane.parameters:
+            parameter.all_gather_outputs, parameter._unsharded_param = [torch.ones(1)], "gathered"
+        lane.widen(is_wide=is_wide)
+        assert lane.transfer_dtype == dtype
+        assert_fetches(lane, net, dtype)
+        assert all(parameter.all_gather_outputs == [] for parameter in lane.parameters)
+        assert all(parameter.whole is None for parameter in lane.parameters)
+
+
+@pytest.mark.parametrize(("dtype", "is_wide"), [(torch.float32, True), (torch.bfloat16, False)])
+def test_what_was_gathered_stays_where_the_dtype_does(net, dtype, is_wide):
+    lane = make_lane(net, dtype=dtype)
+    outputs = [torch.ones(1)]
+    lane.parameters[0].all_gather_outputs = outputs
+    lane.widen(is_wide=is_wide)
+    assert lane.parameters[0].all_gather_outputs is outputs
+
+
+@pytest.mark.parametrize("is_wide", [True, False])
+def test_a_resident_copy_is_what_is_fetched_under_autocast_and_without(net, is_wide):
+    lane = make_lane(net, device=APART, is_resident=True)
+    lane.widen(is_wide=is_wide)
+    parts = list(lane.fetch())
+    assert parts[0].data_ptr() == lane._resident.data_ptr()
+    assert len({part.untyped_storage().data_ptr() for part in parts}) == 1
+
+
+NUMEL = 2 * WIDTH * 9 + 9 + WIDTH
+
+
+@pytest.mark.parametrize(
+    ("options", "host_bytes"),
+    [({}, 4 * NUMEL), ({"is_resident": True}, 4 * NUMEL), ({"dtype": torch.bfloat16, "device": APART}, 6 * NUMEL)],
+)
+def test_memory_on_the_host_is_counted(net, options, host_bytes):
+    assert make_lane(net, **options).host_bytes == host_bytes
+
+
+def test_with_a_narrow_copy_the_wide_shards_do_not_leave_the_host(net, monkeypatch):
+    monkeypatch.setattr(shard_lanes, "_record", lambda device: None)
+    lane = make_lane(net, dtype=torch.bfloat16, device=torch.device("meta"))
+    parts = list(lane.fetch())
+    assert [(part.device.type, part.dtype) for part in parts] == [("meta", torch.bfloat16)] * 4
+    assert torch.equal(lane._narrow, lane.shards.bfloat16())
+    lane.widen(is_wide=True)
+    assert {part.dtype for part in lane.fetch()} == {torch.float32}
+
+
+def test_a_refresh_waits_until_what_was_fetched_has_arrived(net, monkeypatch):
+    """Else the copy under way would take half of the old and half of the new."""
+    order = []
+
+    class Event:
+        def synchronize(self) -> None:
+            order.append(lane._narrow[0].item())
+
+    monkeypatch.setattr(shard_lanes, "_record", lambda device: Event())
+    lane = make_lane(net, dtype=torch.bfloat16, device=APART)
+    fetched(lane)
+    with torch.no_grad():
+        net.up.weight.fill_(2)
+    lane.refresh()
+    assert lane._narrow[0] == 2
+    assert len(order) == 1
+    assert order[0] != 2
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": torch.bfloat16, "device": APART}])
+def test_what_stays_on_the_host_is_pinned(net, options, monkeypatch):
+    asked = []
+
+    def make_tensor(numel: int, dtype: torch.dtype, *, pin_memory: bool) -> Tensor:
+        asked.append((numel, dtype, pin_memory))
+        return torch.empty(numel, dtype=dtype)
+
+    monkeypatch.setattr(shard_lanes, "make_host_tensor", make_tensor)
+    make_lane(net, pin_memory=True, **options)
+    assert asked == [(NUMEL, dtype, True) for dtype in (torch.float32, *([torch.bfloat16] if options else []))]
+
+
+class _Read:
+    """An event that notes who waits for it."""
+
+    def __init__(self) -> None:
+        self.num_waits = 0
+
+    def synchronize(self) -> None:
+        self.num_waits += 1
+
+
+@pytest.mark.parametrize(("device", "num_waits"), [(APART, 1), (CPU, 0)])
+def test_who_writes_to_shards_elsewhere_waits_for_the_last_reader(net, monkeypatch, device, num_waits):
+    events = []
+    monkeypatch.setattr(shard_lanes, "_record", lambda device: events.append(_Read()) or events[-1])
+    lane = make_lane(net, device=device)
+    lane.finish_reads()  # nobody has read
+    fetched(lane)
+    lane.note_read()
+    lane.finish_reads()
+    assert [event.num_waits for event in events] == [0, num_waits]
+
+
+def test_who_writes_to_shards_waits_for_what_is_on_its_way_to_a_resident_copy(net, monkeypatch):
+    """Fetches of the shards as they are do not wait for it."""
+    events = []
+    monkeypatch.setattr(shard_lanes, "_record", lambda device: events.append(_Read()) or events[-1])
+    lane = make_lane(net, dtype=torch.bfloat16, device=APART, is_resident=True)
+    lane.refresh()
+    lane.finish_reads()
+    assert [event.num_waits for event in events] == [1]

@@ -1,0 +1,210 @@
+"""Models built on the meta device get memory and values, block by block."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from support.architectures import ARCHITECTURES, TinyLM, compute_loss, make_inputs, make_model
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+from lightning_vram.techniques.sharding.grouping.plan import plan_sharding_groups
+from lightning_vram.techniques.sharding.materialization import has_meta, materialize
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")  # torch and transformers
+
+
+def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return build().train()
+
+
+def values_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+
+
+def materialize_by_group(model: nn.Module, seed: int = 0) -> None:
+    for group in plan_sharding_groups(model, min_params=1000).groups:
+        for name in group:
+            materialize(model.get_submodule(name), seed=seed, model=model)
+    materialize(model, seed=seed)
+
+
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name != "nn_transformer"])
+def test_values_are_distributed_as_those_of_a_model_that_is_built_with_memory(name):
+    plain, model = make_model(name), on_meta(ARCHITECTURES[name])
+    tensors = [*model.parameters(), *model.buffers()]
+    assert has_meta(model)
+    materialize_by_group(model)
+    assert not has_meta(model)
+    assert all(one is other for one, other in zip(tensors, [*model.parameters(), *model.buffers()], strict=True))
+    for (key, actual), expected in zip(values_of(model).items(), values_of(plain).values(), strict=True):
+        spread = expected.double().std() if expected.numel() > 1 else 0
+        if expected.numel() > 100 and expected.is_floating_point() and spread > 0:
+            assert 0.7 < actual.std() / spread < 1.4, key
+        elif spread == 0 or not expected.is_floating_point():
+            assert torch.equal(actual, expected), key
+    for key, parameter in plain.named_parameters():
+        assert model.get_parameter(key).requires_grad == parameter.requires_grad
+    assert compute_loss(name, model, make_inputs(name)).isfinite()
+
+
+def test_positions_that_are_computed_and_not_drawn_are_those_of_the_plain_model():
+    """An encoder of transformers fills the weights of a child that has an initializer itself."""
+    plain, model = make_model("whisper"), on_meta(ARCHITECTURES["whisper"])
+    name = "model.encoder.embed_positions"
+    materialize(model.get_submodule(name), seed=0, model=model)
+    assert torch.equal(model.get_submodule(name).weight, plain.get_submodule(name).weight)
+    assert has_meta(model)
+
+
+def test_values_depend_on_the_seed_and_the_names_only():
+    whole, parts, other = (on_meta(TinyLM) for _ in range(3))
+    materialize(whole, seed=3)
+    torch.manual_seed(1)
+    for name in ("blocks.2", "head", "blocks.0"):
+        materialize(parts.get_submodule(name), seed=3, model=parts)
+    materialize(parts, seed=3)
+    materialize(other, seed=4)
+    assert all(torch.equal(one, two) for one, two in zip(whole.parameters(), parts.parameters(), strict=True))
+    assert not torch.equal(whole.head.weight, other.head.weight)
+    assert not torch.equal(whole.blocks[0].up.weight, whole.blocks[1].up.weight)
+
+
+def test_random_numbers_of_the_caller_are_not_used():
+    before = torch.get_rng_state()
+    materialize(on_meta(TinyLM), seed=3)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_has_values_keeps_them():
+    model = on_meta(TinyLM)
+    model.blocks[0] = TinyLM().blocks[0]
+    weight = model.norm.weight = nn.Parameter(torch.full((16,), 3.0))  # beside a bias without memory
+    before = values_of(model.blocks[0])
+    materialize(model, seed=0)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in values_of(model.blocks[0]).items())
+    assert model.norm.weight is weight
+    assert torch.equal(weight, torch.full((16,), 3.0))
+    assert torch.equal(model.norm.bias, torch.zeros(16))
+    before = values_of(model)
+    materialize(model, seed=1)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in values_of(model).items())
+
+
+def test_tied_parameters_stay_tied_and_keep_their_first_values():
+    model = on_meta(lambda: TinyLM(is_tied=True))
+    materialize(model.embedding, seed=0, model=model)
+    before = model.embedding.weight.clone()
+    assert model.head.weight is model.embedding.weight
+    materialize(model, seed=0)
+    assert model.head.weight is model.embedding.weight
+    assert torch.equal(model.head.weight, before)
+
+
+def test_frozen_parameters_stay_frozen_and_attributes_stay():
+    model = on_meta(lambda: nn.Linear(2, 2))
+    model.weight.requires_grad_(False)
+    model.weight.note = "kept"
+    materialize(model, seed=0)
+    assert [parameter.requires_grad for parameter in model.parameters()] == [False, True]
+    assert model.weight.note == "kept"
+    assert type(model.weight) is nn.Parameter
+
+
+def test_buffers_get_values_whether_they_are_saved_or_not():
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("places", torch.empty(3, dtype=torch.int64), persistent=False)
+            self.reset_parameters()
+
+        def reset_parameters(self) -> None:
+            self.places.copy_(torch.arange(3))
+
+    model = on_meta(lambda: nn.Sequential(Positions(), nn.BatchNorm1d(2)))
+    materialize(model, seed=0)
+    assert model[0].places.tolist() == [0, 1, 2]
+    assert "0.places" not in model.state_dict()
+    assert (model[1].running_mean.tolist(), model[1].running_var.tolist()) == ([0, 0], [1, 1])
+    assert model[1].num_batches_tracked == 0
+
+
+def test_attention_resets_itself():
+    model = on_meta(lambda: nn.MultiheadAttention(4, 2))
+    materialize(model, seed=0)
+    assert torch.equal(model.in_proj_bias, torch.zeros(12))
+    assert model.in_proj_weight.std() > 0
+
+
+def test_an_outer_initializer_has_the_last_word():
+    class GPT(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)) for _ in range(2))
+            self.apply(self._init_weights)
+
+        def _init_weights(self, part: nn.Module) -> None:
+            if isinstance(part, nn.Linear):
+                nn.init.constant_(part.weight, 5.0)
+
+    model = on_meta(GPT)
+    materialize(model.layers[0], seed=0, model=model)
+    assert torch.equal(model.layers[0][0].weight, torch.full((2, 2), 5.0))
+    assert torch.equal(model.layers[0][1].weight, torch.ones(2))
+    assert model.layers[0][0].bias.isfinite().all()
+    assert has_meta(model.layers[1])
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor, self.count = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+
+
+class HalfReset(Scale):
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.count)
+
+
+@pytest.mark.parametrize(("kind", "num_missed"), [(Scale, 2), (HalfReset, 1)])
+def test_what_nobody_initializes_is_told(kind, num_missed):
+    model = on_meta(lambda: nn.Sequential(nn.Linear(2, 2), kind(), kind()))
+    other = copy.deepcopy(model)
+    message = (
+        rf"^Parameters .* have no first values: {kind.__name__} \(factor\)\. Define reset_parameters\(\) in these "
+    )
+    with pytest.raises(TypeError, match=message):
+        materialize(model, seed=0)
+    materialize(other, seed=0, uninitialized_ok=True)
+    assert torch.equal(other[1].factor, torch.zeros(3))
+    assert torch.equal(other[1].count, torch.zeros(3) if num_missed == 2 else torch.ones(3))
+
+
+def test_a_block_can_be_sharded_before_the_next_one_has_memory(mesh):
+    whole, model = on_meta(TinyLM), on_meta(TinyLM)
+    materialize(whole, seed=0)
+    for group in plan_sharding_groups(model, min_params=1000).groups:
+        parts = [model.get_submodule(name) for name in group]
+        for part in parts:
+            materialize(part, seed=0, model=model)
+        fully_shard(parts, mesh=mesh)
+    materialize(model, seed=0)
+    fully_shard(model, mesh=mesh)
+    inputs = make_inputs("tiny_lm")
+    assert torch.equal(compute_loss("tiny_lm", model, inputs), compute_loss("tiny_lm", whole, inputs))
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_lazy_layers_are_refused():
+    model = nn.Sequential(nn.LazyLinear(2))
+    with pytest.raises(
+        ValueError, match=r"^'0\.weight' has no shape yet: run the model on a batch before it is sharded"
+    ):
+        materialize(model, seed=0)
+
+
+def test_a_module_of_another_model_is_refused():
+    with pytest.raises(ValueError, match=r"^materialize\(model\) must contain the module, got Linear without it\.$"):
+        materialize(nn.Linear(1, 1), seed=0, model=nn.Linear(1, 1))

@@ -1,0 +1,240 @@
+"""Weights come in 16 bit once it is proven that nobody can tell."""
+
+from functools import partial
+
+import pytest
+import torch
+from support.sharded_nets import Net, assert_same, batch, gradients, loss_of, make, on_ranks, sharded, weights
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from lightning_vram.techniques.mixed_precision.narrow_weights import find_narrow_weights
+
+pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
+autocast = partial(torch.autocast, "cpu", torch.bfloat16, cache_enabled=False)
+
+
+def narrow(net):
+    found = find_narrow_weights(net)
+    return {"narrow_dtype": torch.bfloat16, "narrow": {n for n, p in net.named_parameters() if p in found}}
+
+
+def train(net, num_steps, loss_of=loss_of):
+    results = []
+    for seed in range(num_steps):
+        net.zero_grad()
+        with autocast():
+            loss = loss_of(net, batch(seed))
+        loss.backward()
+        results.append(gradients(net))
+    return results
+
+
+def compare(kind, num_steps=3, tolerance=0.0, loss_of=loss_of):
+    """Train beside a plain net, and return the dtype in which each weight came at last."""
+    net, plain = make(kind), make(kind)
+    with sharded(net, **narrow(net)) as sharding:
+        for ours, theirs in zip(train(net, num_steps, loss_of), train(plain, num_steps, loss_of), strict=True):
+            assert_same(ours, theirs, tolerance)
+        lanes = [lane for group in sharding.groups for lane in group.lanes if not lane.is_on_trial]
+        dtypes = {parameter.name: lane.transfer_dtype for lane in lanes for parameter in lane.parameters}
+    assert_same(weights(net), weights(plain))
+    return dtypes
+
+
+def narrow_names(dtypes):
+    return {name for name, dtype in dtypes.items() if dtype is torch.bfloat16}
+
+
+def stock_weights(kind):
+    return {name for name, _ in make(kind).named_parameters() if "norm" not in name}
+
+
+def test_stock_layers_are_narrow_from_the_second_batch(mesh):
+    net = make()
+    with sharded(net, **narrow(net)) as sharding:
+        seen = []
+        for group in sharding.groups:
+            for lane in group.lanes:
+                if lane.has_narrow_dtype:
+                    plain_fetch = lane.fetch
+                    lane.fetch = lambda lane=lane, fetch=plain_fetch: seen.append(lane.transfer_dtype) or fetch()
+        train(net, 1)
+        assert set(seen) == {torch.float32}
+        seen.clear()
+        train(net, 1)
+        assert set(seen) == {torch.bfloat16}
+    assert narrow_names(compare(Net)) == stock_weights(Net)
+
+
+class Siamese(Net):
+    def forward(self, x):
+        return super().forward(x) * super().forward(x + 1)
+
+
+class CallsHeadTwice(Net):
+    def forward(self, x):
+        h = super().forward(x)
+        return h + self.head(x)
+
+
+class Penalized(nn.Module):
+    """In one group with the root: its weights are there to be read."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 9), nn.Linear(9, 6)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu()) + self.up.weight.norm()
+
+
+class Clipped(Penalized):
+    def forward(self, x):
+        self.up.weight.data.clamp_(-0.1, 0.1)
+        return self.down(self.up(x).relu())
+
+
+class AsksWithin(Net):
+    """Each block asks, as adapters do."""
+
+    def __init__(self):
+        super().__init__()
+        for block in self.blocks:
+            block.register_forward_pre_hook(lambda block, args: args[0].to(block.up.weight.dtype) / 3)
+
+
+class PartlyWide(nn.Module):
+    """Computes its second layer in float32, in one group with the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 9), nn.Linear(9, 6)
+
+    def forward(self, x):
+        h = self.up(x).relu()
+        with torch.autocast("cpu", enabled=False):
+            return self.down(h.float())
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        (PartlyWide, set()),
+        (Siamese, set()),
+        (CallsHeadTwice, stock_weights(Net) - {"head.weight", "head.bias"}),
+        (Penalized, set()),
+        (Clipped, set()),
+        (AsksWithin, {"head.weight", "head.bias"}),
+    ],
+)
+def test_weights_that_need_32_bit_keep_them(mesh, kind, expected):
+    assert narrow_names(compare(kind)) == expected
+
+
+class Checkpointed(Net):
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(self.norm(x))
+
+
+def test_a_checkpoint_is_no_second_use(mesh):
+    assert narrow_names(compare(Checkpointed)) == stock_weights(Net)
+
+
+class Compiled(Net):
+    """Two blocks are compiled whole; in the second one every layer is called twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[0].compile(backend="aot_eager", fullgraph=True)
+        self.blocks[1] = torch.compile(self.blocks[1], backend="aot_eager", fullgraph=True)
+
+    def forward(self, x):
+        x = self.blocks[1](self.blocks[1](self.blocks[0](x)))
+        return self.head(self.norm(self.blocks[2](x)))
+
+
+def test_compiled_layers_are_left_whole(mesh):
+    wide = {name for name in stock_weights(Compiled) if name.startswith("blocks.1.")}
+    assert narrow_names(compare(Compiled, tolerance=1e-3)) == stock_weights(Compiled) - wide
+
+
+class Late(Net):
+    """Calls all its layers twice from the third batch on."""
+
+    num_batches = 0
+
+    def forward(self, x):
+        self.num_batches += 1
+        return super().forward(x) + (super().forward(x + 1) if self.num_batches > 2 else 0)
+
+
+def test_layers_that_are_called_more_often_later_are_told_of_and_widened(mesh):
+    net, plain = make(Late), make(Late)
+    with sharded(net, **narrow(net)):
+        for is_told, is_equal in [(False, True), (False, True), (True, False), (False, True)]:
+            message = "was called more often before a backward than in the batches before"
+            if is_told:
+                with pytest.warns(UserWarning, match=message):
+                    (ours,) = train(net, 1)
+            else:
+                (ours,) = train(net, 1)
+            (theirs,) = train(plain, 1)
+            assert_same(ours, theirs, 0.0 if is_equal else 0.02)
+
+
+class Branching(Net):
+    """Its last block is used from the third batch on only."""
+
+    num_batches = 0
+
+    def forward(self, x):
+        self.num_batches += 1
+        for block in self.blocks[: 3 if self.num_batches > 2 else 2]:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def test_a_layer_that_was_not_used_yet_waits_for_its_turn(mesh):
+    unused = {f"blocks.2.{name}" for name, _ in make().blocks[2].named_parameters()}
+    assert narrow_names(compare(Branching, num_steps=2)) == stock_weights(Net) - unused
+    assert narrow_names(compare(Branching, num_steps=4)) == stock_weights(Net)
+
+
+def test_what_is_never_used_is_not_waited_for_long(mesh):
+    class Unused(Penalized):
+        def forward(self, x):
+            return self.down(F.pad(x, (0, 3)))
+
+    assert narrow_names(compare(Unused, num_steps=7)) == set()
+    assert narrow_names(compare(Unused, num_steps=9)) == {"up.weight", "up.bias", "down.weight", "down.bias"}
+
+
+class PenalizedOnOne(Penalized):
+    def forward(self, x):
+        y = self.down(self.up(x).relu())
+        return y + self.up.weight.detach().norm() if torch.distributed.get_rank() == 1 else y
+
+
+def agree_on_width():
+    net = make(PenalizedOnOne)
+    with sharded(net, **narrow(net)) as sharding:
+        train(net, 3)
+        (lane,) = (lane for group in sharding.groups for lane in group.lanes)
+        assert lane.transfer_dtype is torch.float32
+
+
+def agree_on_narrowness():
+    net = make()
+    with sharded(net, **narrow(net)) as sharding:
+        train(net, 3)
+        lanes = [lane for group in sharding.groups for lane in group.lanes if lane.has_narrow_dtype]
+        assert lanes
+        assert {lane.transfer_dtype for lane in lanes} == {torch.bfloat16}
+
+
+def test_ranks_agree(tmp_path):
+    on_ranks(tmp_path, agree_on_width, agree_on_narrowness)
