@@ -7,20 +7,20 @@ import lightning_vram.early_signals as early_signals  # noqa: F401 - before the 
 import lightning_vram.early_versions as early_versions  # noqa: F401 - before imports that they would fail in
 
 # isort: split
-from lightning_vram.callbacks.accumulation_scheduler.callback import AccumulationScheduler
-from lightning_vram.callbacks.activation_checkpointing.callback import ActivationCheckpointing
-from lightning_vram.callbacks.activation_compression.callback import ActivationCompression
-from lightning_vram.callbacks.activation_offload.callback import ActivationOffload
-from lightning_vram.callbacks.empty_cache.callback import EmptyCache
-from lightning_vram.callbacks.in_place_fusion.callback import InPlaceFusion
-from lightning_vram.callbacks.micro_batching.callback import MicroBatching
-from lightning_vram.callbacks.slurm_requeue.callback import SlurmRequeue
-from lightning_vram.callbacks.vram_monitor.callback import VRAMMonitor
+from lightning_vram.callbacks.accumulation_scheduler import AccumulationScheduler
+from lightning_vram.callbacks.activation_checkpointing import ActivationCheckpointing
+from lightning_vram.callbacks.activation_compression import ActivationCompression
+from lightning_vram.callbacks.activation_offload import ActivationOffload
+from lightning_vram.callbacks.empty_cache import EmptyCache
+from lightning_vram.callbacks.in_place_fusion import InPlaceFusion
+from lightning_vram.callbacks.micro_batching import MicroBatching
+from lightning_vram.callbacks.slurm_requeue import SlurmRequeue
+from lightning_vram.callbacks.vram_monitor import VRAMMonitor
 from lightning_vram.memory.tracking.tracker import track_memory
-from lightning_vram.precision.plugin import LeanMixedPrecision
-from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
+from lightning_vram.precision import LeanMixedPrecision
+from lightning_vram.strategies.fsdp_offload import FSDPOffloadStrategy
 from lightning_vram.strategies.registration import register_strategies
-from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
+from lightning_vram.techniques.activation_checkpointing import SavePolicy
 from lightning_vram.version import __version__ as __version__
 
 __all__ = [

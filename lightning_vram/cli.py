@@ -27,16 +27,15 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from typing_extensions import override
 
-from lightning_vram.callbacks.slurm_requeue.callback import SlurmRequeue
-from lightning_vram.callbacks.slurm_requeue.job import SlurmJob, check_job
-from lightning_vram.callbacks.vram_monitor.callback import VRAMMonitor
+from lightning_vram.callbacks.slurm_requeue import SlurmJob, SlurmRequeue, check_job
+from lightning_vram.callbacks.vram_monitor import VRAMMonitor
 from lightning_vram.command_checks import check_aliases, check_checkpoint_path
 from lightning_vram.core.processes.rank_errors import CheckpointError
 from lightning_vram.early_signals import let_through
 from lightning_vram.memory.device.allocator import empty_cache
 from lightning_vram.memory.device.measurement import read_measurements
 from lightning_vram.memory.device.out_of_memory import is_out_of_memory
-from lightning_vram.precision.plugin import LeanMixedPrecision
+from lightning_vram.precision import LeanMixedPrecision
 from lightning_vram.private_names.lightning.cli import method_arguments, read_argument
 from lightning_vram.report.comparison import FitResult, comparison_table
 from lightning_vram.report.one_line import condense_error

@@ -5,9 +5,8 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_vram.strategies.fsdp_offload.checkpoint_writing import local_path
-from lightning_vram.techniques.sharded_checkpoints.broken_files import read_values
-from lightning_vram.techniques.sharded_checkpoints.folder import is_sharded_folder
+from lightning_vram.strategies.fsdp_offload import local_path
+from lightning_vram.techniques.sharded_checkpoints import is_sharded_folder, read_values
 
 _MOST_VALUES = 100_000
 

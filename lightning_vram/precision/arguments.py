@@ -13,7 +13,7 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_vram.argument_checks import check_positive_int
 from lightning_vram.core.layers.patterns import check_layers
-from lightning_vram.optimizers.lean.parameters import SCHEMES
+from lightning_vram.optimizers.lean import SCHEMES
 from lightning_vram.precision.overflow_watch import ON_LIMIT
 
 PARAMETERS = ("fp32", *SCHEMES)

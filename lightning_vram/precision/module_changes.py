@@ -16,15 +16,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from lightning_vram.core.layers.selection import LayerPattern, select_layers
 from lightning_vram.core.surgery.compiled_backward import compiled_backward_without_autocast
 from lightning_vram.core.surgery.shadow import Shadow
-from lightning_vram.optimizers.lean.computed_weights import iterate_computing
-from lightning_vram.optimizers.lean.lost_updates import refuse_lost_updates
-from lightning_vram.optimizers.lean.parameters import LeanParameters
+from lightning_vram.optimizers.lean import LeanParameters, iterate_computing, refuse_lost_updates
 from lightning_vram.precision.calls_between_steps import CallsBetweenSteps
 from lightning_vram.private_names.torch.compiled import COMPILED_PART
 from lightning_vram.private_names.torch.modules import NormBase
-from lightning_vram.techniques.mixed_precision.fp32_islands import Float32Islands, run_in_fp32
-from lightning_vram.techniques.mixed_precision.low_precision_norms import keep_norms_low
-from lightning_vram.techniques.mixed_precision.weight_casts import WeightCasts
+from lightning_vram.techniques.mixed_precision import Float32Islands, WeightCasts, keep_norms_low, run_in_fp32
 
 _NORMS = (NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 

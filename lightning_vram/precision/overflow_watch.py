@@ -6,7 +6,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 
 from lightning_vram.private_names.lightning.logging import logging_from, logs_are_due, running_results
-from lightning_vram.techniques.mixed_precision.loss_scaling import LossScaling
+from lightning_vram.techniques.mixed_precision import LossScaling
 
 OnLimit = Literal["error", "bf16", "fp32"]
 ON_LIMIT = ("error", "bf16", "fp32")

@@ -33,7 +33,7 @@ from lightning_vram.precision.overflow_watch import OnLimit, OverflowWatch
 from lightning_vram.precision.run import PrecisionRun, end_dead_runs
 from lightning_vram.precision.scaled_steps import ScaledSteps
 from lightning_vram.private_names.lightning.strategies import call_after_closure
-from lightning_vram.techniques.mixed_precision.grad_scaler_parts import without_optimizers
+from lightning_vram.techniques.mixed_precision import without_optimizers
 
 Parameters = Literal["fp32", "bf16+master", "bf16+split", "bf16+kahan", "bf16+stochastic"]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_vram.core.surgery.shadow import Shadow, instead
-from lightning_vram.techniques.mixed_precision.loss_scaling import LossScaling
+from lightning_vram.techniques.mixed_precision import LossScaling
 
 
 class ScaledSteps:

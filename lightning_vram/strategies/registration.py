@@ -2,8 +2,7 @@
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_vram.strategies.fsdp_offload.arguments import Offload
-from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
+from lightning_vram.strategies.fsdp_offload import FSDPOffloadStrategy, Offload
 
 STRATEGY_NAMES: dict[str, Offload] = {"fsdp_offload": "params", "fsdp_offload_optimizer": "optimizer"}
 

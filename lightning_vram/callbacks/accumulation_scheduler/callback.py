@@ -27,7 +27,7 @@ from lightning_vram.callbacks.accumulation_scheduler.run import AccumulationRun
 from lightning_vram.callbacks.accumulation_scheduler.target import Rounding, check_target, plan_factor
 from lightning_vram.callbacks.accumulation_scheduler.weights import AccumulationWeights
 from lightning_vram.callbacks.accumulation_scheduler.window import AccumulationWindow
-from lightning_vram.callbacks.hook_points.fit_technique import FitTechnique
+from lightning_vram.callbacks.hook_points import FitTechnique
 from lightning_vram.core.batches.weights import BatchWeight, WeightName, check_weight, make_batch_weight
 from lightning_vram.techniques.accumulation_schedule import AccumulationSchedule, read_schedule
 

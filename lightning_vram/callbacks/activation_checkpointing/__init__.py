@@ -1,5 +1,5 @@
 """See :class:`ActivationCheckpointing`."""
 
-from lightning_vram.callbacks.activation_checkpointing.callback import (
-    ActivationCheckpointing as ActivationCheckpointing,
-)
+from lightning_vram.callbacks.activation_checkpointing.callback import ActivationCheckpointing
+
+__all__ = ["ActivationCheckpointing"]

@@ -16,17 +16,24 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_vram.argument_checks import check_bool, check_positive_int
-from lightning_vram.callbacks.hook_points.around_step import Depth, StepSeam
-from lightning_vram.callbacks.hook_points.fit_technique import FitTechnique
+from lightning_vram.callbacks.hook_points import Depth, FitTechnique, StepSeam
 from lightning_vram.core.layers.patterns import check_layers
 from lightning_vram.core.layers.selection import LayerSelection
 from lightning_vram.core.surgery.compiled import is_compiled
 from lightning_vram.memory.tracking.storages import iterate_tensors
 from lightning_vram.memory.units import format_bytes, parse_bytes
-from lightning_vram.techniques.activation_checkpointing.apply import CheckpointingHandle, apply_activation_checkpointing
-from lightning_vram.techniques.activation_checkpointing.budget.apply import BudgetedCheckpointing, Decisions
-from lightning_vram.techniques.activation_checkpointing.budget.shared import SharedPlan, share_largest
-from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy, parse_save
+from lightning_vram.techniques.activation_checkpointing import (
+    CheckpointingHandle,
+    SavePolicy,
+    apply_activation_checkpointing,
+    parse_save,
+)
+from lightning_vram.techniques.activation_checkpointing.budget import (
+    BudgetedCheckpointing,
+    Decisions,
+    SharedPlan,
+    share_largest,
+)
 
 _CHECKS = ("outputs", "operators", "none")
 

@@ -15,15 +15,12 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_vram.argument_checks import check_bool, check_positive_int
-from lightning_vram.callbacks.hook_points.around_step import Depth, StepSeam
-from lightning_vram.callbacks.hook_points.fit_technique import FitTechnique
-from lightning_vram.callbacks.hook_points.moved_parameters import refuse_moved_parameters
+from lightning_vram.callbacks.hook_points import Depth, FitTechnique, StepSeam, refuse_moved_parameters
 from lightning_vram.core.layers.patterns import check_layers
 from lightning_vram.core.layers.selection import select_layers
 from lightning_vram.memory.units import parse_bytes
 from lightning_vram.private_names.lightning.strategies import ddp_arguments
-from lightning_vram.techniques.activation_compression.gradient_error import gradient_cosine
-from lightning_vram.techniques.activation_compression.stage import CompressionStage
+from lightning_vram.techniques.activation_compression import CompressionStage, gradient_cosine
 
 _FORMATS = (None, "bf16", "fp8", "int8")
 METRIC = "vram/gradient_cosine"

@@ -1,3 +1,5 @@
 """See :class:`ActivationOffload`."""
 
-from lightning_vram.callbacks.activation_offload.callback import ActivationOffload as ActivationOffload
+from lightning_vram.callbacks.activation_offload.callback import ActivationOffload
+
+__all__ = ["ActivationOffload"]

@@ -14,13 +14,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_vram.argument_checks import check_bool
-from lightning_vram.callbacks.hook_points.around_step import Depth, StepSeam
-from lightning_vram.callbacks.hook_points.fit_technique import FitTechnique
-from lightning_vram.callbacks.hook_points.moved_parameters import refuse_moved_parameters
+from lightning_vram.callbacks.hook_points import Depth, FitTechnique, StepSeam, refuse_moved_parameters
 from lightning_vram.core.host.errors import OffloadError
 from lightning_vram.memory.units import format_bytes, parse_bytes
-from lightning_vram.techniques.activation_offload.report import OffloadReport
-from lightning_vram.techniques.activation_offload.stage import ActivationOffloading
+from lightning_vram.techniques.activation_offload import ActivationOffloading, OffloadReport
 
 _NUM_STEPS_TO_KNOW = 2  # what stays on the device is known from the second step on
 

@@ -1,3 +1,5 @@
 """See :class:`EmptyCache`."""
 
-from lightning_vram.callbacks.empty_cache.callback import EmptyCache as EmptyCache
+from lightning_vram.callbacks.empty_cache.callback import EmptyCache
+
+__all__ = ["EmptyCache"]

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from typing_extensions import override
 
 from lightning_vram.argument_checks import check_bool, check_positive_int
-from lightning_vram.callbacks.hook_points.lightning_copy import check_trainer
+from lightning_vram.callbacks.hook_points import check_trainer
 from lightning_vram.memory.device.allocator import empty_cache, has_cache, read_allocator
 from lightning_vram.memory.units import format_bytes, parse_bytes
 

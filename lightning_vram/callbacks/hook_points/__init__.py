@@ -3,3 +3,20 @@
 ``before_strategy_setup`` changes a module before it is wrapped, ``around_step`` enters something around each step,
 ``fit_technique`` is a callback that does both and undoes it.
 """
+
+from lightning_vram.callbacks.hook_points.around_step import Depth, StepSeam
+from lightning_vram.callbacks.hook_points.before_strategy_setup import before_strategy_setup
+from lightning_vram.callbacks.hook_points.fit_technique import FitTechnique
+from lightning_vram.callbacks.hook_points.lightning_copy import check_trainer
+from lightning_vram.callbacks.hook_points.moved_parameters import refuse_moved_parameters
+from lightning_vram.callbacks.hook_points.rank_timeout import rank_timeout
+
+__all__ = [
+    "Depth",
+    "FitTechnique",
+    "StepSeam",
+    "before_strategy_setup",
+    "check_trainer",
+    "rank_timeout",
+    "refuse_moved_parameters",
+]

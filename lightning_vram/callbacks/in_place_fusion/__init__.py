@@ -1,3 +1,5 @@
 """See :class:`InPlaceFusion`."""
 
-from lightning_vram.callbacks.in_place_fusion.callback import InPlaceFusion as InPlaceFusion
+from lightning_vram.callbacks.in_place_fusion.callback import InPlaceFusion
+
+__all__ = ["InPlaceFusion"]

@@ -15,11 +15,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_vram.argument_checks import check_bool
-from lightning_vram.callbacks.hook_points.around_step import Depth, StepSeam
-from lightning_vram.callbacks.hook_points.fit_technique import FitTechnique
-from lightning_vram.callbacks.hook_points.moved_parameters import refuse_moved_parameters
+from lightning_vram.callbacks.hook_points import Depth, FitTechnique, StepSeam, refuse_moved_parameters
 from lightning_vram.memory.units import parse_bytes
-from lightning_vram.techniques.in_place_fusion.policy import FrozenNormFolding, Fusion, FusionError, FusionPolicy
+from lightning_vram.techniques.in_place_fusion import FrozenNormFolding, Fusion, FusionError, FusionPolicy
 
 
 class InPlaceFusion(FitTechnique):

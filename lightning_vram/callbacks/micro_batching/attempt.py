@@ -14,7 +14,7 @@ from lightning_vram.core.batches.guard import BatchGuard
 from lightning_vram.core.rollback.step_rollback import BufferCopies, StepState
 from lightning_vram.core.surgery.shadow import Shadow
 from lightning_vram.private_names.lightning.logging import running_results
-from lightning_vram.techniques.micro_batching.norm_counting import NormCounting
+from lightning_vram.techniques.micro_batching import NormCounting
 
 Output = TypeVar("Output")
 

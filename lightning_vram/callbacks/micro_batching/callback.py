@@ -12,9 +12,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_vram.argument_checks import check_positive_int
-from lightning_vram.callbacks.hook_points.before_strategy_setup import before_strategy_setup
-from lightning_vram.callbacks.hook_points.fit_technique import FitTechnique
-from lightning_vram.callbacks.hook_points.rank_timeout import rank_timeout
+from lightning_vram.callbacks.hook_points import FitTechnique, before_strategy_setup, rank_timeout
 from lightning_vram.callbacks.micro_batching.checks import (
     check_gradients,
     check_micro_batching,
@@ -32,10 +30,7 @@ from lightning_vram.core.processes.agreement import RankAgreement
 from lightning_vram.core.surgery.shadow import Shadow
 from lightning_vram.memory.device.room import device_room
 from lightning_vram.private_names.lightning.loops import MAKE_CLOSURE
-from lightning_vram.techniques.micro_batching.agreed_sizes import AgreedSizes, FixedSize
-from lightning_vram.techniques.micro_batching.planning import SizePlanning
-from lightning_vram.techniques.micro_batching.remembered_sizes import MicroBatchSizes
-from lightning_vram.techniques.micro_batching.shares import Weight
+from lightning_vram.techniques.micro_batching import AgreedSizes, FixedSize, MicroBatchSizes, SizePlanning, Weight
 
 Size = int | Literal["auto"]
 

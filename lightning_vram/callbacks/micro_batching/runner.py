@@ -23,9 +23,7 @@ from lightning_vram.core.batches.cutting import BatchCutter, BatchFacts
 from lightning_vram.core.batches.guard import BatchGuard, hand_back
 from lightning_vram.core.processes.agreement import RankAgreementError
 from lightning_vram.memory.device.out_of_memory import is_out_of_memory, release_frames
-from lightning_vram.techniques.micro_batching.agreed_sizes import Agreed, AgreedSizes
-from lightning_vram.techniques.micro_batching.planning import PROBED_SIZES, SizePlanning
-from lightning_vram.techniques.micro_batching.shares import Weight, shares_of
+from lightning_vram.techniques.micro_batching import PROBED_SIZES, Agreed, AgreedSizes, SizePlanning, Weight, shares_of
 
 _SILENCE_SECONDS = 60.0  # and ten times what the longest try took: ranks began the try together
 

@@ -13,7 +13,7 @@ from lightning_vram.core.rollback.gradients import GradientState
 from lightning_vram.core.rollback.step_rollback import BufferCopies, StepState
 from lightning_vram.memory.device.allocator import empty_cache, has_cache
 from lightning_vram.memory.device.out_of_memory import is_out_of_memory
-from lightning_vram.techniques.sharding.recovery import discard_failed_iteration
+from lightning_vram.techniques.sharding import discard_failed_iteration
 
 
 class StepUndo:

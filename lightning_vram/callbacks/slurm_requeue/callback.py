@@ -26,8 +26,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_vram.argument_checks import check_bool
-from lightning_vram.callbacks.hook_points.lightning_copy import check_trainer
-from lightning_vram.callbacks.hook_points.rank_timeout import rank_timeout
+from lightning_vram.callbacks.hook_points import check_trainer, rank_timeout
 from lightning_vram.callbacks.slurm_requeue.exact_resume import ExactResume
 from lightning_vram.callbacks.slurm_requeue.folder import RequeueFolder
 from lightning_vram.callbacks.slurm_requeue.job import SlurmJob, check_job, check_tasks

@@ -22,7 +22,7 @@ from lightning_vram.private_names.lightning.loops import (
     stop_restarting,
     training_data,
 )
-from lightning_vram.techniques.exact_resume.loaders import (
+from lightning_vram.techniques.exact_resume import (
     can_be_stateful,
     forget_position,
     load_loader_state,

@@ -1,3 +1,5 @@
 """See :class:`VRAMMonitor`."""
 
-from lightning_vram.callbacks.vram_monitor.callback import VRAMMonitor as VRAMMonitor
+from lightning_vram.callbacks.vram_monitor.callback import VRAMMonitor
+
+__all__ = ["VRAMMonitor"]

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_vram.argument_checks import check_bool, check_positive_int
-from lightning_vram.callbacks.hook_points.lightning_copy import check_trainer
+from lightning_vram.callbacks.hook_points import check_trainer
 from lightning_vram.callbacks.vram_monitor.max_over_ranks import MaxOverRanks
 from lightning_vram.callbacks.vram_monitor.progress_bar import ProgressBarItem
 from lightning_vram.core.surgery.compiled import is_compiled

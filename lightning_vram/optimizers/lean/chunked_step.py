@@ -10,8 +10,7 @@ from torch.optim import Optimizer
 from lightning_vram.optimizers.lean.flat_tensors import widened
 from lightning_vram.optimizers.lean.rounded_states import WideStates
 from lightning_vram.optimizers.lean.weight_chunks import WeightChunk
-from lightning_vram.optimizers.stepping.state_dtypes import State
-from lightning_vram.optimizers.stepping.steppable import plain_step
+from lightning_vram.optimizers.stepping import State, plain_step
 
 Members = list[tuple[int, nn.Parameter]]
 """Parameters of an optimizer, each with the index of its group."""

@@ -6,7 +6,7 @@ import torch
 from torch import optim
 from torch.optim import Optimizer
 
-from lightning_vram.optimizers.stepping.steppable import iterate_parameters, plain_step
+from lightning_vram.optimizers.stepping import iterate_parameters, plain_step
 
 _KINDS = [kind for kind in vars(optim).values() if isinstance(kind, type) and issubclass(kind, Optimizer)]
 

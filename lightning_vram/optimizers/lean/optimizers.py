@@ -15,10 +15,15 @@ from lightning_vram.optimizers.lean.chunked_step import ChunkedStep
 from lightning_vram.optimizers.lean.frozen_writes import FrozenWrites
 from lightning_vram.optimizers.lean.state_loading import load_wide
 from lightning_vram.optimizers.lean.weight_chunks import WeightChunk, list_rests
-from lightning_vram.optimizers.stepping.shadow import OptimizerShadow
-from lightning_vram.optimizers.stepping.state_dtypes import convert_states, refill_accumulators
-from lightning_vram.optimizers.stepping.steppable import iterate_parameters, why_not_steppable
-from lightning_vram.optimizers.stepping.stray_steps import Step, redirect_steps
+from lightning_vram.optimizers.stepping import (
+    OptimizerShadow,
+    Step,
+    convert_states,
+    iterate_parameters,
+    redirect_steps,
+    refill_accumulators,
+    why_not_steppable,
+)
 from lightning_vram.private_names.torch.optimizers import note_step
 
 _WITH_NARROW_STATES = ("bf16+kahan", "bf16+stochastic")

@@ -10,7 +10,7 @@ import torch
 
 from lightning_vram.optimizers.lean.bit_patterns import round_randomly_
 from lightning_vram.optimizers.lean.flat_tensors import widened
-from lightning_vram.optimizers.stepping.state_dtypes import State, full_sized
+from lightning_vram.optimizers.stepping import State, full_sized
 from lightning_vram.private_names.torch.operators import copy_each
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_vram.optimizers.stepping.steppable import iterate_parameters
+from lightning_vram.optimizers.stepping import iterate_parameters
 from lightning_vram.private_names.torch.optimizers import LOAD_HOOKS
 
 

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adafactor, Adagrad, Muon, Optimizer
 
-from lightning_vram.optimizers.stepping.state_dtypes import State
-from lightning_vram.optimizers.stepping.steppable import STEPPABLE, plain_step
+from lightning_vram.optimizers.stepping import STEPPABLE, State, plain_step
 
 _WHOLE: dict[type[Optimizer], str] = {
     Adafactor: "it keeps sums over rows and columns of whole matrices",

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_vram.optimizers.on_disk.chunks import Span
 from lightning_vram.optimizers.on_disk.layouts import StateLayout
-from lightning_vram.optimizers.stepping.state_dtypes import State
+from lightning_vram.optimizers.stepping import State
 
 
 @dataclass(frozen=True, slots=True)

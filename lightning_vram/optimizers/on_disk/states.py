@@ -19,7 +19,7 @@ from lightning_vram.optimizers.on_disk.file import DiskFile
 from lightning_vram.optimizers.on_disk.layouts import StateLayout
 from lightning_vram.optimizers.on_disk.pieces import Piece, Step, copy_scalars, cut_slots, keep_states
 from lightning_vram.optimizers.on_disk.pipeline import DiskPipeline
-from lightning_vram.optimizers.stepping.state_dtypes import State
+from lightning_vram.optimizers.stepping import State
 
 CHUNK_ELEMENTS = 2**22  # 16 MiB of each fp32 state
 

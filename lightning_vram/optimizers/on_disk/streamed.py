@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from lightning_vram.optimizers.on_disk.layouts import find_layout
 from lightning_vram.optimizers.on_disk.pieces import Piece
 from lightning_vram.optimizers.on_disk.states import DiskStates
-from lightning_vram.optimizers.stepping.step_round import Member, State, StepRound, local_part, publish_state
+from lightning_vram.optimizers.stepping import Member, State, StepRound, local_part, publish_state
 
 
 class StreamedStates:

@@ -1,1 +1,6 @@
 """Optimizers that step on the host, beside the training. May import: optimizers.stepping, techniques, core, memory."""
+
+from lightning_vram.optimizers.on_host.offloaded_adamw import OffloadedAdamW
+from lightning_vram.optimizers.on_host.optimizers import HostOptimizers
+
+__all__ = ["HostOptimizers", "OffloadedAdamW"]

@@ -9,7 +9,7 @@ from torch.optim import AdamW
 
 from lightning_vram.memory.host.cores import cores_of_rank
 from lightning_vram.optimizers.on_host.optimizers import HostOptimizers
-from lightning_vram.techniques.sharding.apply import FullSharding
+from lightning_vram.techniques.sharding import FullSharding
 
 
 class OffloadedAdamW(AdamW):
@@ -38,7 +38,7 @@ class OffloadedAdamW(AdamW):
         >>> import torch.distributed as dist
         >>> import torch
         >>> from torch import nn
-        >>> from lightning_vram.techniques.sharding.apply import FullSharding, ShardingOptions
+        >>> from lightning_vram.techniques.sharding import FullSharding, ShardingOptions
         >>> from lightning_vram.techniques.sharding.grouping.plan import plan_sharding_groups
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         >>> mesh = dist.init_device_mesh("cpu", (1,))

@@ -20,21 +20,25 @@ from torch.utils.hooks import RemovableHandle
 from lightning_vram.core.gradients.sharded_clipping import clip_factor, scale_gradients, sharded_norm
 from lightning_vram.core.host.worker import HostWorker, Ticket
 from lightning_vram.core.surgery.shadow import instead
-from lightning_vram.optimizers.on_disk.streamed import StreamedStates
+from lightning_vram.optimizers.on_disk import StreamedStates
 from lightning_vram.optimizers.on_host.shard_checks import (
     can_step_locally,
     can_step_wholes,
     refuse_optimizer,
 )
-from lightning_vram.optimizers.stepping.shadow import OptimizerShadow
-from lightning_vram.optimizers.stepping.sharded_steps import explain_failures
-from lightning_vram.optimizers.stepping.step_round import Member, StepRound, local_part
-from lightning_vram.optimizers.stepping.steppable import iterate_parameters
-from lightning_vram.optimizers.stepping.stray_steps import Step, redirect_steps
-from lightning_vram.optimizers.stepping.whole_steps import WholeSteps
+from lightning_vram.optimizers.stepping import (
+    Member,
+    OptimizerShadow,
+    Step,
+    StepRound,
+    WholeSteps,
+    explain_failures,
+    iterate_parameters,
+    local_part,
+    redirect_steps,
+)
 from lightning_vram.private_names.torch.optimizers import has_step_hooks, note_step
-from lightning_vram.techniques.sharding.apply import FullSharding
-from lightning_vram.techniques.sharding.group import ShardedGroup
+from lightning_vram.techniques.sharding import FullSharding, ShardedGroup
 
 Result = TypeVar("Result")
 

@@ -3,7 +3,7 @@
 from torch import optim
 from torch.optim import Optimizer
 
-from lightning_vram.optimizers.stepping.steppable import STEPPABLE, plain_step
+from lightning_vram.optimizers.stepping import STEPPABLE, plain_step
 from lightning_vram.private_names.torch.optimizers import is_wrapped_by_scheduler
 
 _WHOLE = (optim.Adafactor, optim.Muon)  # look at the rows and columns of a matrix

@@ -19,16 +19,19 @@ from lightning_vram.core.processes.rank_errors import current_rank, num_ranks, o
 from lightning_vram.private_names.lightning.files import is_local, load_on_host
 from lightning_vram.strategies.fsdp_offload.checkpoint_writing import local_path, remove_checkpoint, write_checkpoint
 from lightning_vram.strategies.fsdp_offload.state_fit import check_form, check_states, in_order
-from lightning_vram.techniques.sharded_checkpoints.broken_files import explained, read_values
-from lightning_vram.techniques.sharded_checkpoints.checksums import check_archive
-from lightning_vram.techniques.sharded_checkpoints.files import recover
-from lightning_vram.techniques.sharded_checkpoints.folder import REST_FILE, ShardedFolder, is_sharded_folder
-from lightning_vram.techniques.sharded_checkpoints.full_states import (
+from lightning_vram.techniques.sharded_checkpoints import (
+    REST_FILE,
+    ShardedFolder,
+    check_archive,
     check_groups,
+    explained,
+    is_sharded_folder,
     load_module_state,
     load_optimizer_state,
+    read_values,
+    recover,
+    snapshot,
 )
-from lightning_vram.techniques.sharded_checkpoints.state_trees import snapshot
 
 PathLike = str | os.PathLike[str]
 

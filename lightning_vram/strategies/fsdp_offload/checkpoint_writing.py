@@ -12,17 +12,18 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 
 from lightning_vram.core.processes.rank_errors import current_rank, on_all_ranks
 from lightning_vram.private_names.lightning.files import is_local, save_whole
-from lightning_vram.techniques.sharded_checkpoints.files import (
+from lightning_vram.techniques.sharded_checkpoints import (
+    count_bytes,
     delete,
     delete_leftovers,
+    is_sharded_folder,
+    naming_full_disk,
     publish,
     remove,
+    save_values,
     temporary_path,
+    write_folder,
 )
-from lightning_vram.techniques.sharded_checkpoints.folder import is_sharded_folder
-from lightning_vram.techniques.sharded_checkpoints.sharded_states import write_folder
-from lightning_vram.techniques.sharded_checkpoints.state_trees import count_bytes
-from lightning_vram.techniques.sharded_checkpoints.written_files import naming_full_disk, save_values
 
 
 def write_checkpoint(

@@ -14,8 +14,12 @@ from typing_extensions import override
 from lightning_vram.private_names.lightning.connectors import find_trainer
 from lightning_vram.strategies.fsdp_offload.checkpoint_store import CheckpointStore
 from lightning_vram.strategies.fsdp_offload.connected import ConnectedStrategy
-from lightning_vram.techniques.sharded_checkpoints.full_states import gather_module_state, gather_optimizer_state
-from lightning_vram.techniques.sharded_checkpoints.sharded_states import sharded_module_state, sharded_optimizer_state
+from lightning_vram.techniques.sharded_checkpoints import (
+    gather_module_state,
+    gather_optimizer_state,
+    sharded_module_state,
+    sharded_optimizer_state,
+)
 
 
 class CheckpointedStrategy(ConnectedStrategy):

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_vram.precision.plugin import LeanMixedPrecision
+from lightning_vram.precision import LeanMixedPrecision
 
 
 def check_run(trainer: pl.Trainer, name: str) -> None:

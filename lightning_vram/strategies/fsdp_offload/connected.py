@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from typing_extensions import override
 
-from lightning_vram.callbacks.slurm_requeue.job import SlurmJob, check_job, check_tasks
+from lightning_vram.callbacks.slurm_requeue import SlurmJob, check_job, check_tasks
 from lightning_vram.core.processes.lost_peers import LostPeerNaming, naming_lost_peers
 from lightning_vram.private_names.lightning.connectors import find_trainer
 from lightning_vram.private_names.lightning.strategies import (

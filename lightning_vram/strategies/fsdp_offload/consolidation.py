@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_vram.strategies.fsdp_offload.checkpoint_writing import write_checkpoint
-from lightning_vram.techniques.sharded_checkpoints.folder import ShardedFolder, is_sharded_folder
+from lightning_vram.techniques.sharded_checkpoints import ShardedFolder, is_sharded_folder
 
 
 def consolidate(folder: Path, output: Path, *, weights_only: bool | None = None, verify: bool = True) -> None:

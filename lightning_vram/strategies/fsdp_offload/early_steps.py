@@ -6,10 +6,10 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_vram.callbacks.accumulation_scheduler.callback import AccumulationScheduler
-from lightning_vram.callbacks.micro_batching.callback import MicroBatching
-from lightning_vram.callbacks.vram_monitor.callback import VRAMMonitor
-from lightning_vram.precision.plugin import LeanMixedPrecision
+from lightning_vram.callbacks.accumulation_scheduler import AccumulationScheduler
+from lightning_vram.callbacks.micro_batching import MicroBatching
+from lightning_vram.callbacks.vram_monitor import VRAMMonitor
+from lightning_vram.precision import LeanMixedPrecision
 
 _HOOKS = ("on_after_backward", "on_before_optimizer_step")
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
-from lightning_vram.optimizers.on_disk.layouts import StateLayout, find_layout, is_elementwise
-from lightning_vram.techniques.sharded_checkpoints.parameter_names import parameters_by_name
+from lightning_vram.optimizers.on_disk import StateLayout, find_layout, is_elementwise
+from lightning_vram.techniques.sharded_checkpoints import parameters_by_name
 
 _WAY_OUT = "Return the optimizer the checkpoint was saved with: the same parameters, in the same order."
 _PLAIN = {"capturable": False, "differentiable": False, "foreign": False, "fused": False}  # the kernel changes no state

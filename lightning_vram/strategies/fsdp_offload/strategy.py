@@ -18,7 +18,7 @@ from lightning_vram.core.processes.rank_errors import on_all_ranks
 from lightning_vram.core.processes.same_modules import check_same_modules, spread_values
 from lightning_vram.core.surgery.attention_fast_path import without_fast_path
 from lightning_vram.memory.host.cores import cores_of_rank
-from lightning_vram.optimizers.on_host.optimizers import HostOptimizers
+from lightning_vram.optimizers.on_host import HostOptimizers
 from lightning_vram.strategies.fsdp_offload.arguments import (
     Offload,
     Shard,
@@ -39,10 +39,9 @@ from lightning_vram.strategies.fsdp_offload.checks import (
 from lightning_vram.strategies.fsdp_offload.clips import ShardedClips
 from lightning_vram.strategies.fsdp_offload.early_steps import may_clip_late, may_step_early
 from lightning_vram.strategies.fsdp_offload.toggles import ToggledOptimizers
-from lightning_vram.techniques.mixed_precision.fp32_islands import list_islands
-from lightning_vram.techniques.mixed_precision.narrow_weights import find_narrow_weights
-from lightning_vram.techniques.sharding.apply import FullSharding, ShardingOptions
-from lightning_vram.techniques.sharding.grouping.plan import plan_sharding_groups
+from lightning_vram.techniques.mixed_precision import find_narrow_weights, list_islands
+from lightning_vram.techniques.sharding import FullSharding, ShardingOptions
+from lightning_vram.techniques.sharding.grouping import plan_sharding_groups
 
 _LOOPS = ("validate_loop", "test_loop", "predict_loop")
 _NARROW = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}

@@ -7,7 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_vram.core.surgery.shadow import Shadow
-from lightning_vram.techniques.sharding.apply import FullSharding
+from lightning_vram.techniques.sharding import FullSharding
 
 
 class ToggledOptimizers:

@@ -3,3 +3,9 @@
 ``apply.py`` swaps the classes of layers, ``recomputed_call.py`` is one call, ``two_runs.py`` compares its two runs,
 ``selective.py`` keeps chosen results. May import: core, memory.
 """
+
+from lightning_vram.techniques.activation_checkpointing.apply import CheckpointingHandle, apply_activation_checkpointing
+from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy, parse_save
+from lightning_vram.techniques.activation_checkpointing.selective import KeptOutputs
+
+__all__ = ["CheckpointingHandle", "KeptOutputs", "SavePolicy", "apply_activation_checkpointing", "parse_save"]

@@ -2,3 +2,8 @@
 
 May import: core, memory.
 """
+
+from lightning_vram.techniques.activation_compression.gradient_error import gradient_cosine
+from lightning_vram.techniques.activation_compression.stage import CompressionStage
+
+__all__ = ["CompressionStage", "gradient_cosine"]

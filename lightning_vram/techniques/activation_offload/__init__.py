@@ -3,3 +3,8 @@
 ``stage.py`` is a stage of the saved-tensor pipeline; items, places and transfers are what it moves, where and how.
 May import: core, memory.
 """
+
+from lightning_vram.techniques.activation_offload.report import OffloadReport
+from lightning_vram.techniques.activation_offload.stage import ActivationOffloading
+
+__all__ = ["ActivationOffloading", "OffloadReport"]

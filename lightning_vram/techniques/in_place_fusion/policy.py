@@ -24,12 +24,15 @@ from lightning_vram.techniques.in_place_fusion.folding import (
     why_not_folded,
 )
 from lightning_vram.techniques.in_place_fusion.hidden_tensors import count_hidden_bytes
-from lightning_vram.techniques.in_place_fusion.inplace_abn.pairs import InPlaceABNHandle, apply_inplace_abn_where_safe
+from lightning_vram.techniques.in_place_fusion.inplace_abn import InPlaceABNHandle, apply_inplace_abn_where_safe
 from lightning_vram.techniques.in_place_fusion.inplace_activations import InplaceObserver, observe_inplace, set_inplace
 from lightning_vram.techniques.in_place_fusion.links import LinkObserver, observe_links
 from lightning_vram.techniques.in_place_fusion.norm_activation import FusedModulesHandle, fuse_norm_activations
-from lightning_vram.techniques.in_place_fusion.recomputation.compiled import apply_compiled_recomputation
-from lightning_vram.techniques.in_place_fusion.recomputation.stage import Recomputation, RecomputationReport
+from lightning_vram.techniques.in_place_fusion.recomputation import (
+    Recomputation,
+    RecomputationReport,
+    apply_compiled_recomputation,
+)
 
 _INVERTIBLE = (nn.LeakyReLU, nn.ELU, nn.Identity)
 _ACTIVATIONS = (*_INVERTIBLE, nn.ReLU, nn.ReLU6, nn.SiLU, nn.GELU, nn.Hardswish, nn.Mish)

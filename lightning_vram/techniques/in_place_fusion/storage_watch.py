@@ -26,7 +26,7 @@ from lightning_vram.private_names.torch.dispatch import TorchDispatchMode
 from lightning_vram.private_names.torch.operator_calls import call_operator
 from lightning_vram.private_names.torch.tensors import storage_key
 from lightning_vram.private_names.torch.trees import tree_leaves
-from lightning_vram.techniques.in_place_fusion.recomputation.stage import Recomputation
+from lightning_vram.techniques.in_place_fusion.recomputation import Recomputation
 
 
 class Memory:

@@ -27,7 +27,7 @@ from lightning_vram.private_names.torch.dispatch import (
     without_dispatch,
 )
 from lightning_vram.private_names.torch.tensors import num_writes
-from lightning_vram.techniques.activation_checkpointing.selective import KeptOutputs
+from lightning_vram.techniques.activation_checkpointing import KeptOutputs
 
 _SELECTIVE_CHECKPOINTS = (torch.utils.checkpoint.__name__, KeptOutputs.__module__)
 """Where their dispatch modes are; those of others derive from these."""

@@ -3,3 +3,9 @@
 ``apply.py`` shards a module; ``group.py`` and ``parameter.py`` take the place of FSDP2's objects. May import: core,
 memory.
 """
+
+from lightning_vram.techniques.sharding.apply import FullSharding, ShardingOptions
+from lightning_vram.techniques.sharding.group import ShardedGroup
+from lightning_vram.techniques.sharding.recovery import can_recover, discard_failed_iteration, is_sharded
+
+__all__ = ["FullSharding", "ShardedGroup", "ShardingOptions", "can_recover", "discard_failed_iteration", "is_sharded"]

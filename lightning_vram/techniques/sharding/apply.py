@@ -22,9 +22,9 @@ from lightning_vram.private_names.fsdp2.states import (
 )
 from lightning_vram.private_names.torch.compiled import is_compiled_part
 from lightning_vram.private_names.torch.modules import own_parameters
-from lightning_vram.techniques.sharding.gathered.view_outputs import ViewProofState
+from lightning_vram.techniques.sharding.gathered import ViewProofState
 from lightning_vram.techniques.sharding.group import ShardedGroup, take_over
-from lightning_vram.techniques.sharding.grouping.plan import ShardingPlan
+from lightning_vram.techniques.sharding.grouping import ShardingPlan
 from lightning_vram.techniques.sharding.materialization import has_meta, materialize
 from lightning_vram.techniques.sharding.narrow_trial import NarrowTrial
 from lightning_vram.techniques.sharding.removal import WholeParameters, detach_fsdp

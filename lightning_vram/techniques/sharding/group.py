@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from lightning_vram.core.host.worker import HostWorker, Ticket
 from lightning_vram.private_names.fsdp2.classes import FSDPParamGroup, GroupBase
-from lightning_vram.techniques.sharding.gathered.settable_shards import make_settable
-from lightning_vram.techniques.sharding.gathered.watched_shards import unwatch, watch
+from lightning_vram.techniques.sharding.gathered import make_settable, unwatch, watch
 from lightning_vram.techniques.sharding.lanes import ShardLane
 from lightning_vram.techniques.sharding.parameter import ShardedParameter
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from torch import nn
 
-from lightning_vram.techniques.sharding.gathered.weight_reads import WeightReads
+from lightning_vram.techniques.sharding.gathered import WeightReads
 from lightning_vram.techniques.sharding.group import ShardedGroup
 from lightning_vram.techniques.sharding.lanes import ShardLane
 

@@ -11,9 +11,7 @@ from lightning_vram.private_names.fsdp2.classes import ParameterBase
 from lightning_vram.private_names.fsdp2.sharded_tensors import compute_local_shape_and_global_offset
 from lightning_vram.private_names.torch.operators import is_mutable
 from lightning_vram.private_names.torch.tensors import gradient_hooks, has_accumulation_hooks, local_part_of
-from lightning_vram.techniques.sharding.gathered.settable_shards import gathered_of, set_gathered
-from lightning_vram.techniques.sharding.gathered.watched_shards import watch
-from lightning_vram.techniques.sharding.gathered.weight_reads import WeightReads, observe
+from lightning_vram.techniques.sharding.gathered import WeightReads, gathered_of, observe, set_gathered, watch
 from lightning_vram.techniques.sharding.lanes import ShardLane
 
 

@@ -3,3 +3,8 @@
 ``observer.py`` watches, ``plan.py`` is plain data, ``solver.py`` chooses, ``apply.py`` does it. May import:
 activation_checkpointing, core, memory.
 """
+
+from lightning_vram.techniques.activation_checkpointing.budget.apply import BudgetedCheckpointing, Decisions
+from lightning_vram.techniques.activation_checkpointing.budget.shared import SharedPlan, share_largest
+
+__all__ = ["BudgetedCheckpointing", "Decisions", "SharedPlan", "share_largest"]

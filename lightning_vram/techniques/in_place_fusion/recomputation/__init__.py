@@ -3,3 +3,8 @@
 ``stage.py`` is a stage of the saved-tensor pipeline and decides, ``recorder.py`` notes how tensors were made,
 ``rebuilding.py`` makes them again. May import: core, memory.
 """
+
+from lightning_vram.techniques.in_place_fusion.recomputation.compiled import apply_compiled_recomputation
+from lightning_vram.techniques.in_place_fusion.recomputation.stage import Recomputation, RecomputationReport
+
+__all__ = ["Recomputation", "RecomputationReport", "apply_compiled_recomputation"]
