@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_vram.core.surgery.class_swap import has_own_forward, plain_class_forward, restore_class, swap_class
+from lightning_vram.core.surgery.class_swap import Swaps, has_own_forward, plain_class_forward
 from lightning_vram.core.tensors.trees import cast_where
 
 _KEY = "_lightning_vram_between_steps"
 
 
-class CallsBetweenSteps:
+class CallsBetweenSteps(Swaps):
     """Of a module and its direct parts, until :meth:`remove`.
 
     Args:
@@ -30,14 +30,14 @@ class CallsBetweenSteps:
     """
 
     def __init__(self, module: nn.Module, device_type: str, dtype: torch.dtype) -> None:
+        super().__init__(_KEY)
         self.device_type, self.dtype = device_type, dtype
         self._is_in_step = False
-        self._changed: list[nn.Module] = []
-        for part in (module, *module.children()):
-            is_called = plain_class_forward(part) is not nn.Module.forward or has_own_forward(part)
-            if is_called and not isinstance(part, torch.jit.ScriptModule):
-                swap_class(part, _KEY, self, _run)
-                self._changed.append(part)
+        with self.all_or_none():
+            for part in (module, *module.children()):
+                is_called = plain_class_forward(part) is not nn.Module.forward or has_own_forward(part)
+                if is_called and not isinstance(part, torch.jit.ScriptModule):
+                    self.add(part, self, _run)
 
     @contextmanager
     def in_step(self) -> Generator[None, None, None]:
@@ -51,12 +51,6 @@ class CallsBetweenSteps:
     def computes(self) -> bool:
         """Whether a call that begins now is one between steps."""
         return not self._is_in_step and not torch.is_autocast_enabled(self.device_type)
-
-    def remove(self) -> None:
-        """Undo. Calling it again does nothing."""
-        for part in self._changed:
-            restore_class(part, _KEY)
-        self._changed = []
 
 
 def _run(module: nn.Module, calls: CallsBetweenSteps, plain: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

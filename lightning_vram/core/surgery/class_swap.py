@@ -9,7 +9,8 @@ the last one runs first, and they are undone in any order.
 import copy
 import copyreg
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -110,6 +111,37 @@ def restore_class(module: nn.Module, key: str) -> None:
     is_ours = any(_key_of(kind) in vars(module) for kind in type(module).__mro__)
     if _FORWARD in vars(module) and "forward" not in vars(module) and not is_ours:  # else what wraps ours calls it
         vars(module)["forward"] = vars(module).pop(_FORWARD)
+
+
+class Swaps:
+    """Modules that are swapped under one key and restored together: the undo of a technique.
+
+    Args:
+        key: See :func:`swap_class`.
+    """
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+        self.modules: list[nn.Module] = []
+
+    def add(self, module: nn.Module, state: object, run: Run) -> None:
+        """See :func:`swap_class`."""
+        swap_class(module, self._key, state, run)
+        self.modules.append(module)
+
+    @contextmanager
+    def all_or_none(self) -> Iterator[None]:
+        """Restore what was added if the block fails."""
+        try:
+            yield
+        except BaseException:
+            self.remove()
+            raise
+
+    def remove(self) -> None:
+        """Give every module its class back. Calling it again does nothing."""
+        while self.modules:
+            restore_class(self.modules.pop(), self._key)
 
 
 def remove_mixin(module: nn.Module, mixin: type) -> None:

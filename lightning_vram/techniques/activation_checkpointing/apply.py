@@ -21,7 +21,7 @@ from torch import nn
 from lightning_vram.core.layers.segments import Segments, select_segments
 from lightning_vram.core.layers.selection import Layer, LayerPattern, LayerSelection, select_layers, thin_out
 from lightning_vram.core.rollback.module_snapshot import iterate_floating_buffers
-from lightning_vram.core.surgery.class_swap import restore_class, swap_class
+from lightning_vram.core.surgery.class_swap import Swaps
 from lightning_vram.private_names.torch.autograd import is_in_transform, is_tracing
 from lightning_vram.private_names.torch.compiled import is_left_to_python
 from lightning_vram.techniques.activation_checkpointing.compiled import compiled_checkpoint
@@ -65,7 +65,7 @@ class _State:
         return recomputing if guard is None else guard(recomputing, arguments)
 
 
-class CheckpointingHandle:
+class CheckpointingHandle(Swaps):
     """Undoes :func:`apply_activation_checkpointing`.
 
     Args:
@@ -73,8 +73,8 @@ class CheckpointingHandle:
     """
 
     def __init__(self, selection: LayerSelection) -> None:
+        super().__init__(_STATE)
         self.selection = selection
-        self._changed: list[nn.Module] = []
         self._disabled: list[nn.Module] = []
 
     def change(self, layer: Layer, recomputing: Recomputing | None, guard: Guard | None = None) -> None:
@@ -96,19 +96,18 @@ class CheckpointingHandle:
 
     def num_kept_results(self) -> int | None:
         """Results of operators that layers kept in their last calls; ``None`` if no call was seen yet."""
-        observations = [o for module in self._changed for o in vars(module)[_STATE].observations.values()]
+        observations = [o for module in self.modules for o in vars(module)[_STATE].observations.values()]
         numbers = [observation.num_kept for observation in observations if observation.num_kept is not None]
         return sum(numbers) if numbers else None
 
     def leave_to_compiler(self) -> None:
         """Let layers run plain in compiled code, whose partitioner decides what it recomputes."""
-        for module in self._changed:
+        for module in self.modules:
             vars(module)[_STATE].is_compilable = False
 
     def remove(self) -> None:
         """Give every layer its class back. Calling it again does nothing."""
-        while self._changed:
-            restore_class(self._changed.pop(), _STATE)
+        super().remove()
         while self._disabled:
             vars(self._disabled.pop())[_TRANSFORMERS_SWITCH] = True
 
@@ -157,15 +156,11 @@ def apply_activation_checkpointing(  # noqa: PLR0913 - the words of the callback
     """
     found = select_segments(model, layers, segments) if segments is not None else select_layers(model, layers)
     handle = CheckpointingHandle(thin_out(found, every_n_layers, skip_last=skip_last))
-    try:
+    with handle.all_or_none():
         for module, chosen in _group_by_module(handle.selection.layers).items():
             recomputing = {layer.span: Recomputing(layer.title, save, determinism_check) for layer in chosen}
-            _swap_class(module, recomputing)
-            handle._changed.append(module)
-    except BaseException:
-        handle.remove()
-        raise
-    modules = set(handle._changed)
+            _swap_class(handle, module, recomputing)
+    modules = set(handle.modules)
     for module in model.modules():
         is_switched_on = vars(module).get(_TRANSFORMERS_SWITCH) is True
         if is_switched_on and not modules.isdisjoint(_family(model, module)):
@@ -255,7 +250,7 @@ def _is_compilable(module: nn.Module) -> bool:
     return not is_left_alone and next(iterate_floating_buffers(module), None) is None
 
 
-def _swap_class(module: nn.Module, recomputing: dict[_Span | None, Recomputing]) -> None:
+def _swap_class(handle: Swaps, module: nn.Module, recomputing: dict[_Span | None, Recomputing]) -> None:
     name = type(module).__name__
     if isinstance(module, torch.jit.ScriptModule):
         raise ValueError(
@@ -265,7 +260,7 @@ def _swap_class(module: nn.Module, recomputing: dict[_Span | None, Recomputing])
         raise ValueError(f"layer {name} is checkpointed already. Use one ActivationCheckpointing with several layers.")
     spans = tuple(span for span in recomputing if span is not None)
     try:
-        swap_class(module, _STATE, _State(spans, _is_compilable(module), recomputing), _run)
+        handle.add(module, _State(spans, _is_compilable(module), recomputing), _run)
     except ValueError as error:
         raise ValueError(f"layer {name} cannot be checkpointed: {error}") from None
 

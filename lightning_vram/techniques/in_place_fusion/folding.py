@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from lightning_vram.core.surgery.class_swap import plain_class_forward, restore_class, swap_class
+from lightning_vram.core.surgery.class_swap import Swaps, plain_class_forward
 from lightning_vram.core.tensors.versions import version_of
 from lightning_vram.private_names.torch.autograd import current_graph_task_id, is_in_transform
 from lightning_vram.private_names.torch.dispatch import FakeTensor
@@ -84,7 +84,7 @@ class _Folding:
         return was_lost
 
 
-class FoldingHandle:
+class FoldingHandle(Swaps):
     """Undoes :func:`fold_frozen_batch_norm`.
 
     Args:
@@ -92,18 +92,13 @@ class FoldingHandle:
     """
 
     def __init__(self, num_folded: int) -> None:
+        super().__init__(_STATE)
         self.num_folded = num_folded
-        self._changed: list[nn.Module] = []
         self._foldings: list[_Folding] = []
 
     def end_step(self) -> bool:
         """Return whether, since the last call, a convolution's output did not go to its norm alone and first."""
         return sum(folding.end_step() for folding in self._foldings) > 0  # all of them are asked
-
-    def remove(self) -> None:
-        """Give every module its class back. Calling it again does nothing."""
-        while self._changed:
-            restore_class(self._changed.pop(), _STATE)
 
 
 def fold_frozen_batch_norm(links: Sequence[Link]) -> FoldingHandle:
@@ -131,7 +126,7 @@ def fold_frozen_batch_norm(links: Sequence[Link]) -> FoldingHandle:
         >>> handle.remove()
     """
     handle = FoldingHandle(len(links))
-    try:
+    with handle.all_or_none():
         for link in links:
             reason = why_not_folded(link)
             if reason is not None:
@@ -140,11 +135,7 @@ def fold_frozen_batch_norm(links: Sequence[Link]) -> FoldingHandle:
             folding = _Folding(link.producer, link.consumer)  # type: ignore[arg-type]
             handle._foldings.append(folding)
             for module, run in ((link.producer, _run_convolution), (link.consumer, _run_norm)):
-                swap_class(module, _STATE, folding, run)
-                handle._changed.append(module)
-    except BaseException:
-        handle.remove()
-        raise
+                handle.add(module, folding, run)
     return handle
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from lightning_vram.core.surgery.class_swap import plain_class_forward, restore_class, swap_class
+from lightning_vram.core.surgery.class_swap import Swaps, plain_class_forward
 from lightning_vram.private_names.torch.autograd import (
     hide_warning_of_hooks,
     is_in_transform,
@@ -77,7 +77,7 @@ class WeightCasts:
             hide_warning_of_hooks()
         self._recast_in_backward = recast_in_backward
         self._casts = SharedCasts()
-        self._modules: list[nn.Module] = []
+        self._swaps = Swaps(_KEY)
         self._places: list[tuple[nn.Module, Place]] = []
         self._sharings: dict[int, Sharing] = {}  # by identity of the first weight, for all modules that have it
         left_alone = {member for module in skip for member in module.modules()}
@@ -85,8 +85,7 @@ class WeightCasts:
             places = find_places(module, left_alone) if module not in left_alone else ()
             if places:
                 with suppress(ValueError):  # a class that cannot be changed: its module is left alone
-                    swap_class(module, _KEY, self._make_state(module, places, device_type), _run)
-                    self._modules.append(module)
+                    self._swaps.add(module, self._make_state(module, places, device_type), _run)
                     self._places += [(module, place) for place in places]
 
     def after_step(self, parameters: Iterable[Tensor]) -> None:
@@ -111,8 +110,7 @@ class WeightCasts:
         """Give every module its class back. Twice does nothing; backwards of earlier forwards still work."""
         self._places.clear()
         self._sharings.clear()
-        while self._modules:
-            restore_class(self._modules.pop(), _KEY)
+        self._swaps.remove()
         self._casts.forget()
 
     def _make_state(self, module: nn.Module, places: tuple[Place, ...], device_type: str) -> "_State":

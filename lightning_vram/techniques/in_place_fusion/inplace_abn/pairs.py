@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_vram.core.surgery.class_swap import restore_class, swap_class
+from lightning_vram.core.surgery.class_swap import Swaps, restore_class, swap_class
 from lightning_vram.private_names.torch.autograd import (
     current_graph_task_id,
     is_in_forward_ad,
@@ -68,11 +68,11 @@ class _ProducerState:
     has_fallen_back: bool = False
 
 
-class InPlaceABNHandle:
+class InPlaceABNHandle(Swaps):
     """Counts what fell back, and undoes :func:`apply_inplace_abn`."""
 
     def __init__(self) -> None:
-        self._changed: list[nn.Module] = []
+        super().__init__(_STATE)
         self._states: list[_ProducerState] = []
 
     @property
@@ -89,11 +89,6 @@ class InPlaceABNHandle:
         """Return whether, since the last call, a norm activated its output and the activation did not get it."""
         handovers = {id(state.handover): state.handover for state in self._states}
         return sum(handover.end_step() for handover in handovers.values()) > 0  # all of them are asked
-
-    def remove(self) -> None:
-        """Give every module its class back. Calling it again does nothing."""
-        while self._changed:
-            restore_class(self._changed.pop(), _STATE)
 
 
 def apply_inplace_abn(
@@ -132,21 +127,16 @@ def apply_inplace_abn(
     if max_error is not None and not max_error > 0:
         raise ValueError(f"apply_inplace_abn(max_error) must be positive, got {max_error}.")
     handle = InPlaceABNHandle()
-    try:
+    with handle.all_or_none():
         for index, link in enumerate(links):
             name = f"link {index}, {_describe(link.producer)} followed by {link.consumer}"
             _check_link(name, link, handle)
             _check_error(name, link, dtype, max_error)
-            if link.consumer not in handle._changed:
-                swap_class(link.consumer, _STATE, Handover(), _run_consumer)
-                handle._changed.append(link.consumer)
+            if link.consumer not in handle.modules:
+                handle.add(link.consumer, Handover(), _run_consumer)
             state = _ProducerState(link.consumer, vars(link.consumer)[_STATE], max_error)
-            swap_class(link.producer, _STATE, state, _run_producer)
-            handle._changed.append(link.producer)
+            handle.add(link.producer, state, _run_producer)
             handle._states.append(state)
-    except BaseException:
-        handle.remove()
-        raise
     return handle
 
 
@@ -171,7 +161,7 @@ def apply_inplace_abn_where_safe(links: Iterable[Link]) -> tuple[InPlaceABNHandl
         handover = handovers.setdefault(link.consumer, handle._states[0].handover)
         handle._states[0].handover = handover
         vars(link.consumer)[_STATE] = handover
-        whole._changed += [module for module in handle._changed if module not in whole._changed]
+        whole.modules += [module for module in handle.modules if module not in whole.modules]
         whole._states += handle._states
     return whole, refused
 
@@ -181,7 +171,7 @@ def apply_inplace_abn_where_safe(links: Iterable[Link]) -> tuple[InPlaceABNHandl
 
 def _check_link(name: str, link: Link, handle: InPlaceABNHandle) -> None:
     for module in (link.producer, link.consumer):
-        is_shared_consumer = module is link.consumer and module in handle._changed
+        is_shared_consumer = module is link.consumer and module in handle.modules
         if _STATE in vars(module) and not is_shared_consumer:
             raise ValueError(f"{name}: {_describe(module)} is linked already. Link each norm once, to one activation.")
         if "forward" in vars(module):
@@ -193,7 +183,7 @@ def _check_link(name: str, link: Link, handle: InPlaceABNHandle) -> None:
             f"{name}: {_describe(link.producer)} does not run as a batch norm of torch.nn. "
             "Link BatchNorm1d, BatchNorm2d, BatchNorm3d or SyncBatchNorm."
         )
-    if link.consumer not in handle._changed:
+    if link.consumer not in handle.modules:
         _check_activation(name, link.consumer)
 
 

@@ -10,13 +10,14 @@ with inductor's decompositions); it recomputes them by itself once the activatio
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_vram.core.surgery.class_swap import restore_class, swap_class
+from lightning_vram.core.surgery.class_swap import Swaps
 
 _KEY = "_compiled_recomputation"
 
@@ -40,21 +41,13 @@ _ACTIVATIONS: tuple[type[nn.Module], ...] = (
 _FORWARDS = frozenset(vars(kind)["forward"] for kind in (*_NORMS, *_ACTIVATIONS))
 
 
-class CompiledRecomputationHandle:
+class CompiledRecomputationHandle(Swaps):
     """Undoes :func:`apply_compiled_recomputation`."""
-
-    def __init__(self) -> None:
-        self._changed: list[nn.Module] = []
 
     @property
     def num_modules(self) -> int:
         """Norms and activations that are recomputed where they are compiled."""
-        return len(self._changed)
-
-    def remove(self) -> None:
-        """Give every module its class back. Calling it again does nothing."""
-        while self._changed:
-            restore_class(self._changed.pop(), _KEY)
+        return len(self.modules)
 
 
 def apply_compiled_recomputation(model: nn.Module) -> CompiledRecomputationHandle:
@@ -69,7 +62,7 @@ def apply_compiled_recomputation(model: nn.Module) -> CompiledRecomputationHandl
     Returns:
         The undo.
     """
-    handle = CompiledRecomputationHandle()
+    handle = CompiledRecomputationHandle(_KEY)
     for module in model.modules():
         if (
             getattr(type(module), "forward", None) not in _FORWARDS
@@ -77,11 +70,8 @@ def apply_compiled_recomputation(model: nn.Module) -> CompiledRecomputationHandl
             or getattr(module, "inplace", False)
         ):
             continue
-        try:
-            swap_class(module, _KEY, None, _run)
-        except ValueError:
-            continue  # scripted, or taken by another technique
-        handle._changed.append(module)
+        with suppress(ValueError):  # scripted, or taken by another technique
+            handle.add(module, None, _run)
     return handle
 
 
