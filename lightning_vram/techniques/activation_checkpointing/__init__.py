@@ -6,6 +6,5 @@
 
 from lightning_vram.techniques.activation_checkpointing.apply import CheckpointingHandle, apply_activation_checkpointing
 from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy, parse_save
-from lightning_vram.techniques.activation_checkpointing.selective import KeptOutputs
 
-__all__ = ["CheckpointingHandle", "KeptOutputs", "SavePolicy", "apply_activation_checkpointing", "parse_save"]
+__all__ = ["CheckpointingHandle", "SavePolicy", "apply_activation_checkpointing", "parse_save"]

@@ -15,6 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_vram.core.hooks.hidden_from_dynamo import hide_from_dynamo
+from lightning_vram.core.hooks.moment import SelectiveCheckpointMode
 from lightning_vram.core.operators.families import iterate_written, written_arguments
 from lightning_vram.core.random_state.operators import differs, find_sources
 from lightning_vram.core.tensors.leaves import flatten_arguments
@@ -87,7 +88,7 @@ class KeptOutputs:
         self.num_saves += 1
 
 
-class _Mode(UnwrappedMode):  # type: ignore[no-untyped-call]
+class _Mode(SelectiveCheckpointMode, UnwrappedMode):  # type: ignore[no-untyped-call]
     supports_higher_order_operators = True
 
     def __init__(self, kept: KeptOutputs) -> None:

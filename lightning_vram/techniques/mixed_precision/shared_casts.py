@@ -16,21 +16,11 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor
 
 from lightning_vram.core.tensors.versions import storage_address
-from lightning_vram.private_names.torch.dispatch import (
-    FakeTensor,
-    TorchDispatchMode,
-    current_dispatch_modes,
-    without_dispatch,
-)
+from lightning_vram.private_names.torch.dispatch import FakeTensor, without_dispatch
 from lightning_vram.private_names.torch.tensors import num_writes
-from lightning_vram.techniques.activation_checkpointing import KeptOutputs
-
-_SELECTIVE_CHECKPOINTS = (torch.utils.checkpoint.__name__, KeptOutputs.__module__)
-"""Where their dispatch modes are; those of others derive from these."""
 
 _Key = tuple[int, torch.dtype, int]  # identity of the weight, dtype of the cast, stream
 
@@ -120,14 +110,6 @@ class SharedCasts:
         self._casts.clear()
 
 
-def is_in_selective_checkpoint() -> bool:
-    """Whether results of operators are kept for, or taken in, a second run, which has to do what the first did.
-
-    Such a result keeps a cast alive that the second run would find, where the first had made it.
-    """
-    return any(map(_is_of_selective_checkpoint, current_dispatch_modes()))
-
-
 def _stream_of(device: torch.device) -> int | None:
     """What kernels of this thread are ordered by; ``None`` if a cast may not be shared with later ones at all."""
     if device.type == "meta":
@@ -135,7 +117,3 @@ def _stream_of(device: torch.device) -> int | None:
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():  # a replay runs without what went before
         return None
     return torch.cuda.current_stream(device).cuda_stream
-
-
-def _is_of_selective_checkpoint(mode: TorchDispatchMode) -> bool:
-    return any(kind.__module__ in _SELECTIVE_CHECKPOINTS for kind in type(mode).__mro__)

@@ -22,13 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
+from lightning_vram.core.hooks.moment import is_in_selective_checkpoint, is_transformed
 from lightning_vram.core.surgery.class_swap import Swaps, plain_class_forward
-from lightning_vram.private_names.torch.autograd import (
-    hide_warning_of_hooks,
-    is_in_transform,
-    is_tracing,
-    may_set_hooks,
-)
+from lightning_vram.private_names.torch.autograd import hide_warning_of_hooks, may_set_hooks
 from lightning_vram.techniques.mixed_precision.autocast_weights import (
     Place,
     find_places,
@@ -37,7 +33,7 @@ from lightning_vram.techniques.mixed_precision.autocast_weights import (
     with_weights,
 )
 from lightning_vram.techniques.mixed_precision.recast_saves import RecastSaves
-from lightning_vram.techniques.mixed_precision.shared_casts import SharedCasts, is_in_selective_checkpoint
+from lightning_vram.techniques.mixed_precision.shared_casts import SharedCasts
 from lightning_vram.techniques.mixed_precision.sharing_decision import Sharing
 
 _KEY = "_weight_casts"
@@ -145,11 +141,12 @@ def _run(module: nn.Module, state: _State, plain: Callable[..., Any], /, *args: 
     sharing = state.sharing
     if sharing is not None:
         sharing.num_calls += 1
+        # A result that is kept keeps a cast alive, which the second run would find where the first had made it.
         if sharing.is_idle or is_in_selective_checkpoint():
             return plain(*args, **kwargs)
     dtype = torch.get_autocast_dtype(state.device_type)
     # A technique below ours (a checkpoint, a folded norm) reads the weights of the module itself.
-    is_stock = getattr(plain, "__func__", None) is state.forward and not _is_transformed()
+    is_stock = getattr(plain, "__func__", None) is state.forward and not is_transformed()
     weights = read_weights(module, state.places, state.device_type) if dtype in _LOW_PRECISION and is_stock else {}
     if not weights or not _is_recorded(weights, args, kwargs):
         return plain(*args, **kwargs)
@@ -178,8 +175,3 @@ def _has_autocast(device_type: str) -> bool:
         return torch.amp.is_autocast_available(device_type)
     except RuntimeError:  # no device at all
         return False
-
-
-def _is_transformed() -> bool:
-    """Whether ``torch.func`` or a tracer is at work."""
-    return is_in_transform() or is_tracing()
