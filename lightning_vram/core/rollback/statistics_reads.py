@@ -11,21 +11,18 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_vram.core.hooks.hidden_from_dynamo import hide_from_dynamo
+from lightning_vram.core.hooks.mode import QuietMode
 from lightning_vram.core.tensors.versions import storage_address
-from lightning_vram.private_names.torch.dispatch import TorchDispatchMode
 from lightning_vram.private_names.torch.modules import NormBase
 from lightning_vram.private_names.torch.operator_calls import call_operator
 from lightning_vram.private_names.torch.trees import tree_leaves
 
 
-class StatisticsReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class StatisticsReads(QuietMode):
     """Watches a first call: :attr:`has_read` tells afterwards."""
 
-    supports_higher_order_operators = True
-
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         members = (member for module in modules for member in module.modules() if isinstance(member, NormBase))
         self._addresses = {storage_address(buffer) for member in members for buffer in member.buffers(recurse=False)}
         self._addresses -= {0}
@@ -36,13 +33,7 @@ class StatisticsReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Whether there are statistics."""
         return bool(self._addresses)
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled parts run compiled."""
-        return True
-
     @override
-    @hide_from_dynamo
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

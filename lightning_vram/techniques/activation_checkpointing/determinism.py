@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_vram.core.hooks.hidden_from_dynamo import hide_from_dynamo
+from lightning_vram.core.hooks.mode import QuietMode
 from lightning_vram.core.tensors.parameter_classes import PARAMETER_CLASSES, PLAIN_TYPES
 from lightning_vram.core.tensors.versions import is_strided, storage_address
 from lightning_vram.private_names.torch.autograd import current_graph_task_id
-from lightning_vram.private_names.torch.dispatch import TorchDispatchMode, without_dispatch
+from lightning_vram.private_names.torch.dispatch import without_dispatch
 from lightning_vram.private_names.torch.operator_calls import call_operator
 from lightning_vram.private_names.torch.operators import TO_COPY, OpOverload, schema_of
 from lightning_vram.private_names.torch.trees import tree_leaves
@@ -57,13 +57,11 @@ class _Record:
     sample: Tensor | None
 
 
-class OperatorTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OperatorTrace(QuietMode):
     """Writes down every operator of a first run; :meth:`comparing` gives the mode for a second.
 
     It costs some ten kernels and a synchronisation per operator.
     """
-
-    supports_higher_order_operators = True
 
     def __init__(self, buffers: Iterable[Tensor] = (), records: list[_Record] | None = None) -> None:
         """Make one.
@@ -72,23 +70,17 @@ class OperatorTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             buffers: Of the layer: statistics go on moving, and what is read of them is not compared.
             records: Of a first run; ``None`` for the first run.
         """
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._buffers = {storage_address(buffer) for buffer in buffers} - {0}
         self._expected = records
         self._backward = current_graph_task_id()
         self._records: list[_Record] = []
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled parts run compiled: they are one operator."""
-        return True
 
     def comparing(self) -> "OperatorTrace":
         """Return a mode that raises ``RecomputationError`` at the first operator that is not as it was here."""
         return OperatorTrace(records=self._records)
 
     @override
-    @hide_from_dynamo
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_vram.core.hooks.hidden_from_dynamo import hide_from_dynamo
+from lightning_vram.core.hooks.mode import QuietMode
 from lightning_vram.core.hooks.moment import SelectiveCheckpointMode
 from lightning_vram.core.operators.families import iterate_written, written_arguments
 from lightning_vram.core.random_state.operators import differs, find_sources
@@ -22,7 +22,7 @@ from lightning_vram.core.tensors.leaves import flatten_arguments
 from lightning_vram.core.tensors.parameter_classes import PARAMETER_CLASSES
 from lightning_vram.core.tensors.versions import storage_address
 from lightning_vram.private_names.torch.autograd import current_graph_task_id
-from lightning_vram.private_names.torch.dispatch import TorchDispatchMode, UnwrappedMode
+from lightning_vram.private_names.torch.dispatch import TorchDispatchMode
 from lightning_vram.private_names.torch.operator_calls import call_operator
 from lightning_vram.private_names.torch.operators import UNSAFE_VIEW
 from lightning_vram.private_names.torch.tensors import base_of, is_view
@@ -88,11 +88,9 @@ class KeptOutputs:
         self.num_saves += 1
 
 
-class _Mode(SelectiveCheckpointMode, UnwrappedMode):  # type: ignore[no-untyped-call]
-    supports_higher_order_operators = True
-
+class _Mode(SelectiveCheckpointMode, QuietMode):
     def __init__(self, kept: KeptOutputs) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._kept = kept
         self._backward = current_graph_task_id()
 
@@ -100,15 +98,9 @@ class _Mode(SelectiveCheckpointMode, UnwrappedMode):  # type: ignore[no-untyped-
         """Whether ``func`` is counted: not in a backward inside of the layer, which may recompute the layer itself."""
         return self._kept.choice.concerns(func) and current_graph_task_id() == self._backward
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled parts of the layer run compiled: they are recomputed as a whole."""
-        return True
 
-
-class _Recording(_Mode):  # type: ignore[no-untyped-call]
+class _Recording(_Mode):
     @override
-    @hide_from_dynamo
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -154,13 +146,12 @@ class _Recording(_Mode):  # type: ignore[no-untyped-call]
                     result.watch(tensor)
 
 
-class _Replaying(_Mode):  # type: ignore[no-untyped-call]
+class _Replaying(_Mode):
     def __init__(self, kept: KeptOutputs) -> None:
         super().__init__(kept)
         self._number = 0
 
     @override
-    @hide_from_dynamo
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -18,17 +18,15 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 from typing_extensions import override
 
-from lightning_vram.core.hooks.hidden_from_dynamo import hide_from_dynamo
+from lightning_vram.core.hooks.mode import QuietMode, count_writes
 from lightning_vram.core.operators.exactness import exact_arguments, iterate_tensors
 from lightning_vram.core.operators.families import iterate_written, written_arguments
 from lightning_vram.core.operators.index_bounds import LARGEST_INDEX
 from lightning_vram.core.tensors.by_memory import ByMemory
 from lightning_vram.core.tensors.parameter_classes import PLAIN_TYPES
 from lightning_vram.core.tensors.versions import storage_address, version_of
-from lightning_vram.private_names.torch.dispatch import UnwrappedMode
 from lightning_vram.private_names.torch.operator_calls import call_operator
 from lightning_vram.private_names.torch.operators import OpOverload, is_on_lists, schema_of
 from lightning_vram.techniques.activation_compression.exact_values import ExactValues
@@ -64,17 +62,15 @@ class Listener(Protocol):
         """An activation that saves its own result has made it, and saves it next."""
 
 
-class ValueNotes(UnwrappedMode):  # type: ignore[no-untyped-call]
+class ValueNotes(QuietMode):
     """Notes what is known about results while it is entered.
 
     Args:
         notes_exact: Whether to note, too, what must not be stored with an error.
     """
 
-    supports_higher_order_operators = True
-
     def __init__(self, *, notes_exact: bool) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._handlers = _HANDLERS[notes_exact]
         self._notes_exact = notes_exact
         self._notes: ByMemory[_Note] = ByMemory()
@@ -83,11 +79,6 @@ class ValueNotes(UnwrappedMode):  # type: ignore[no-untyped-call]
         self._listener: Listener | None = None
         self.exact_values = ExactValues()
         """Followed if it notes what is exact."""
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled callables run compiled: else Dynamo silently runs them eagerly."""
-        return True
 
     @contextmanager
     def heard_by(self, listener: Listener) -> Iterator[None]:
@@ -127,7 +118,6 @@ class ValueNotes(UnwrappedMode):  # type: ignore[no-untyped-call]
         return self._num_writes.get(storage_address(tensor))
 
     @override
-    @hide_from_dynamo
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -192,8 +182,7 @@ class ValueNotes(UnwrappedMode):  # type: ignore[no-untyped-call]
         self._note_write(targets)
         results = func(*args, **kwargs) if kwargs else func(*args)
         if is_on_lists(func):
-            # On the host a dispatch mode keeps these from counting their writes, by which autograd knows of them.
-            increment_version([target for target in targets if not target.is_inference()])
+            count_writes(targets)
         return results
 
     def _activation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:

@@ -12,7 +12,6 @@ import gc
 import sys
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -20,9 +19,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_vram.core.hooks.mode import QuietMode
 from lightning_vram.core.operators.families import iterate_written
 from lightning_vram.private_names.torch.autograd import current_graph_task_id
-from lightning_vram.private_names.torch.dispatch import TorchDispatchMode
 from lightning_vram.private_names.torch.operator_calls import call_operator
 from lightning_vram.private_names.torch.tensors import storage_key
 from lightning_vram.private_names.torch.trees import tree_leaves
@@ -82,22 +81,14 @@ class Memory:
         return self.is_given and not (self.is_touched_again() or self.is_seen_by_hook or self.is_held())
 
 
-class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class StorageWatch(QuietMode):
     """Keeps a :class:`Memory` of every storage that an operator makes while it is entered."""
 
-    supports_higher_order_operators = True
-
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._memories: dict[int, Memory] = {}  # by address of the storage, which may be gone and its address another's
-        self._is_paused = False
         self._has_collected = False
         self.num_made = 0
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled callables run compiled: else Dynamo silently runs them eagerly."""
-        return True
 
     def find(self, tensor: Tensor) -> Memory | None:
         """Return what was seen of the memory of ``tensor``; ``None`` if it was not made while this was entered."""
@@ -112,7 +103,7 @@ class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         on only if somebody else has it.
         """
         memory.give(tensor)
-        with self._paused():
+        with self.paused():
             alias: Tensor = _Alias.apply(tensor)  # type: ignore[no-untyped-call]
         return alias
 
@@ -146,14 +137,6 @@ class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             collect_cycles(self._memories.values())
         for memory in memories.values():
             memory.touch_in_backward()
-
-    @contextmanager
-    def _paused(self) -> Iterator[None]:
-        before, self._is_paused = self._is_paused, True
-        try:
-            yield
-        finally:
-            self._is_paused = before
 
 
 class _Alias(torch.autograd.Function):

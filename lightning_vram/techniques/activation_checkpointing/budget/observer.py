@@ -16,14 +16,13 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_vram.core.hooks.hidden_from_dynamo import hide_from_dynamo
+from lightning_vram.core.hooks.mode import QuietMode
 from lightning_vram.core.hooks.save_watch import SaveWatch
 from lightning_vram.core.hooks.stepping_aside import stepping_aside
 from lightning_vram.core.operators.cost import operator_cost
 from lightning_vram.core.tensors.parameter_classes import PARAMETER_CLASSES
 from lightning_vram.core.tensors.versions import is_strided, version_counter, version_of
 from lightning_vram.memory.tracking.storages import iterate_storages, iterate_tensors
-from lightning_vram.private_names.torch.dispatch import TorchDispatchMode
 from lightning_vram.private_names.torch.operator_calls import call_operator
 from lightning_vram.private_names.torch.tensors import base_of, is_view, storage_key
 from lightning_vram.private_names.torch.trees import tree_leaves
@@ -262,20 +261,12 @@ class _StorageNumbers:
         return self._numbers[key]
 
 
-class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    supports_higher_order_operators = True
-
+class _Operators(QuietMode):
     def __init__(self, observer: StepObserver) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._observer = observer
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled parts run compiled: nothing is known about them but their inputs."""
-        return True
-
     @override
-    @hide_from_dynamo
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

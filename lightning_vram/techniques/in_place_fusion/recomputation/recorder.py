@@ -6,16 +6,14 @@ recipe ends on is copied before it is overwritten, and a value that was overwrit
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 from typing_extensions import override
 
-from lightning_vram.core.hooks.hidden_from_dynamo import hide_from_dynamo
+from lightning_vram.core.hooks.mode import QuietMode, count_writes
 from lightning_vram.core.operators.families import (
     Family,
     family_of,
@@ -26,7 +24,7 @@ from lightning_vram.core.operators.families import (
 )
 from lightning_vram.core.tensors.parameter_classes import PARAMETER_CLASSES, PLAIN_TYPES
 from lightning_vram.core.tensors.versions import is_strided, version_of
-from lightning_vram.private_names.torch.dispatch import FakeTensor, UnwrappedMode
+from lightning_vram.private_names.torch.dispatch import FakeTensor
 from lightning_vram.private_names.torch.operator_calls import call_operator
 from lightning_vram.private_names.torch.operators import BATCH_NORM_WITHOUT_STATISTICS, TO_COPY, is_on_lists
 from lightning_vram.private_names.torch.tensors import num_writes
@@ -57,10 +55,8 @@ _HoldInputs = Callable[[Value], "list[Kept | Dropped] | None"]
 _SCALINGS = frozenset({aten.mul_.Tensor, aten.div_.Tensor, aten.mul_.Scalar, aten.div_.Scalar})
 
 
-class RecipeRecorder(UnwrappedMode):  # type: ignore[no-untyped-call]
+class RecipeRecorder(QuietMode):
     """Notes a :class:`Value` for each result of a cheap operator while it is entered."""
-
-    supports_higher_order_operators = True
 
     def __init__(self, dropout: Literal["mask", "replay"], hold_inputs: "weakref.WeakMethod[_HoldInputs]") -> None:
         """Make a recorder.
@@ -69,7 +65,7 @@ class RecipeRecorder(UnwrappedMode):  # type: ignore[no-untyped-call]
             dropout: How masks can be had again.
             hold_inputs: Decides whether what a growing operator read has to outlive the caller's references to it.
         """
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._dropout = dropout
         self._hold_inputs = hold_inputs
         self._held: deque[Recipe] = deque()
@@ -77,16 +73,10 @@ class RecipeRecorder(UnwrappedMode):  # type: ignore[no-untyped-call]
         self.values = NotedValues()
         self.parameters_move = False
         """Whether parameters are freed between the layers' forwards: recipes then end on copies of the small ones."""
-        self._is_paused = False
         self._position = 0
         self._program = 0, 0
         self._learned: list[Recipe] | None = []  # all recipes of this run
         self._useless: dict[int, Any] = {}  # position -> operator
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled callables run compiled: else Dynamo silently runs them eagerly."""
-        return True
 
     def clear(self, num_saved: int) -> bool:
         """Forget this run, in which autograd saved ``num_saved`` tensors, but for what was learned from it.
@@ -104,15 +94,6 @@ class RecipeRecorder(UnwrappedMode):  # type: ignore[no-untyped-call]
         """Number of the cheap or writing operator that ran last."""
         return self._position
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Let operators pass without a note: for our own. Other modes see them."""
-        before, self._is_paused = self._is_paused, True
-        try:
-            yield
-        finally:
-            self._is_paused = before
-
     def mark_used(self, value: Value) -> None:
         """Note that ``value`` will be made again, so that its recipe is noted in later runs too."""
         if self._learned is None:
@@ -125,7 +106,6 @@ class RecipeRecorder(UnwrappedMode):  # type: ignore[no-untyped-call]
                 waiting.extend(recipe.inputs)
 
     @override
-    @hide_from_dynamo
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -346,8 +326,7 @@ class RecipeRecorder(UnwrappedMode):  # type: ignore[no-untyped-call]
             self._before_write(target, is_told=False)  # fused optimizers count no version either
         result = call_operator(func, args, kwargs)
         if is_on_lists(func):
-            # On the host a dispatch mode keeps these from counting their writes, by which autograd knows of them.
-            increment_version([target for target in targets if not target.is_inference()])
+            count_writes(targets)
         return result
 
     def _before_write(self, target: Tensor, *, is_told: bool = True) -> None:
