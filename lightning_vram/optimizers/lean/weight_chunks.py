@@ -6,7 +6,6 @@ from itertools import groupby
 import torch
 from torch import Tensor, nn
 
-from lightning_vram.optimizers.lean.flat_tensors import views_like, widened
 from lightning_vram.optimizers.lean.weight_codecs import CODECS, SplitCodec, WeightCodec
 from lightning_vram.private_names.torch.operators import copy_each
 
@@ -92,7 +91,7 @@ class WeightChunk:
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Return the part of each parameter in ``flat``, in its shape."""
-        return views_like(flat, self.parameters)
+        return _views_like(flat, self.parameters)
 
     def restore(self) -> None:
         """Give the parameters back their dtype, with the exact weights. Frees what was kept.
@@ -139,6 +138,20 @@ def make_chunks(parameters: Iterable[nn.Parameter], scheme: str) -> list[WeightC
 def list_rests(chunks: Iterable[WeightChunk]) -> list[Tensor]:
     """Return what is kept beside the weights of chunks."""
     return [chunk.rest for chunk in chunks if chunk.rest is not None]
+
+
+def widened(tensors: Sequence[Tensor], device: torch.device | str | None) -> tuple[Tensor, list[Tensor]]:
+    """Copy tensors into one flat fp32 tensor on ``device``, and return it and the views of each in it."""
+    flat = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=torch.float32, device=device)
+    views = _views_like(flat, tensors)
+    if tensors:
+        copy_each(views, [tensor.detach() for tensor in tensors])
+    return flat, views
+
+
+def _views_like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors]) if tensors else ()
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def _change_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:

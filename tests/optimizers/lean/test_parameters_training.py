@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
+from lightning_vram.optimizers.lean.chunked_step import WideStates
 from lightning_vram.optimizers.lean.parameters import SCHEMES, LeanParameters
-from lightning_vram.optimizers.lean.rounded_states import WideStates
 
 NUM_STEPS = 200
 
