@@ -16,7 +16,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_vram.argument_checks import check_bool, check_positive_int
-from lightning_vram.callbacks.hook_points import Depth, FitTechnique, StepSeam
+from lightning_vram.callbacks.hook_points import AroundStep, Depth, FitTechnique
 from lightning_vram.core.layers.patterns import check_layers
 from lightning_vram.core.layers.selection import LayerSelection
 from lightning_vram.core.surgery.compiled import is_compiled
@@ -120,7 +120,7 @@ class ActivationCheckpointing(FitTechnique):
         self._handle: CheckpointingHandle | None = None
         self._is_policy_unproven = False
         self._budgeted: BudgetedCheckpointing | None = None
-        self._seam: StepSeam | None = None
+        self._context: AroundStep | None = None
         self._batch: Any = None  # of the step that is about to be observed
         self._decisions: Decisions | None = None  # made in the step, and not applied yet
         self._planned_bytes = -1  # of the largest batch a plan was made for
@@ -154,7 +154,7 @@ class ActivationCheckpointing(FitTechnique):
 
     def __getstate__(self) -> dict[str, object]:
         # A copy of the callback has not changed any module.
-        run = ("_handle", "_budgeted", "_seam", "_batch", "_decisions")
+        run = ("_handle", "_budgeted", "_context", "_batch", "_decisions")
         return {**vars(self), **dict.fromkeys(run), "_planned_bytes": -1}
 
     @override
@@ -183,7 +183,7 @@ class ActivationCheckpointing(FitTechnique):
                 "the compiler's partitioner: torch._functorch.config.activation_memory_budget takes a share of 0 to 1."
             )
         self._budgeted = BudgetedCheckpointing(pl_module, self._handle, self._budget_bytes, self.determinism_check)
-        self._seam = StepSeam(
+        self._context = AroundStep(
             trainer.strategy, "training_step", Depth.OBSERVATION, lambda *_, **__: self._step(trainer)
         )
 
@@ -215,11 +215,11 @@ class ActivationCheckpointing(FitTechnique):
 
     @override
     def _undo(self) -> None:
-        if self._seam is not None:
-            self._seam.remove()
+        if self._context is not None:
+            self._context.remove()
         if self._handle is not None:
             self._handle.remove()
-        self._seam = self._handle = self._budgeted = self._batch = self._decisions = None
+        self._context = self._handle = self._budgeted = self._batch = self._decisions = None
         self._planned_bytes = -1
 
     def _check_budget(self) -> int | None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_vram.argument_checks import check_bool, check_positive_int
-from lightning_vram.callbacks.hook_points import Depth, FitTechnique, StepSeam, refuse_moved_parameters
+from lightning_vram.callbacks.hook_points import AroundStep, Depth, FitTechnique, refuse_moved_parameters
 from lightning_vram.core.layers.patterns import check_layers
 from lightning_vram.core.layers.selection import select_layers
 from lightning_vram.memory.units import parse_bytes
@@ -86,7 +86,7 @@ class ActivationCompression(FitTechnique):
         self.gradient_cosine: float | None = None
         """Measured last."""
         self._stage: CompressionStage | None = None
-        self._seams: list[StepSeam] = []
+        self._contexts: list[AroundStep] = []
         self._is_measured = False  # the batch that runs
         self._has_warned = False
 
@@ -112,7 +112,7 @@ class ActivationCompression(FitTechnique):
                 )
 
     def __getstate__(self) -> dict[str, object]:
-        return {**vars(self), "_stage": None, "_seams": [], "_is_measured": False}  # a copy is not part of any run
+        return {**vars(self), "_stage": None, "_contexts": [], "_is_measured": False}  # a copy is not part of any run
 
     @override
     def _apply(self, trainer: pl.Trainer) -> None:
@@ -128,12 +128,12 @@ class ActivationCompression(FitTechnique):
             )
         except ValueError as error:
             raise MisconfigurationException(f"ActivationCompression: {error}") from None
-        self._seams.append(
-            StepSeam(trainer.strategy, "training_step", Depth.COMPRESSION, lambda *_, **__: self._step())
+        self._contexts.append(
+            AroundStep(trainer.strategy, "training_step", Depth.COMPRESSION, lambda *_, **__: self._step())
         )
         if self.gradient_cosine_every_n_batches is not None:
-            self._seams.append(
-                StepSeam(
+            self._contexts.append(
+                AroundStep(
                     trainer.strategy,
                     "backward",
                     Depth.COMPRESSION,
@@ -164,8 +164,8 @@ class ActivationCompression(FitTechnique):
 
     @override
     def _undo(self) -> None:
-        while self._seams:
-            self._seams.pop().remove()
+        while self._contexts:
+            self._contexts.pop().remove()
         self._stage = None
         self._is_measured = False
 

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_vram.argument_checks import check_bool
-from lightning_vram.callbacks.hook_points import Depth, FitTechnique, StepSeam, refuse_moved_parameters
+from lightning_vram.callbacks.hook_points import AroundStep, Depth, FitTechnique, refuse_moved_parameters
 from lightning_vram.core.host.errors import OffloadError
 from lightning_vram.memory.units import format_bytes, parse_bytes
 from lightning_vram.techniques.activation_offload import ActivationOffloading, OffloadReport
@@ -75,7 +75,7 @@ class ActivationOffload(FitTechnique):
         self.disk_path = disk_path
         self.pin_memory = pin_memory
         self._offloading: ActivationOffloading | None = None
-        self._seam: StepSeam | None = None
+        self._context: AroundStep | None = None
         self._num_steps = 0
 
     @override
@@ -90,7 +90,7 @@ class ActivationOffload(FitTechnique):
             self._offloading.keep_in_place(batch)
 
     def __getstate__(self) -> dict[str, object]:
-        return {**vars(self), "_offloading": None, "_seam": None, "_num_steps": 0}  # a copy is not part of any run
+        return {**vars(self), "_offloading": None, "_context": None, "_num_steps": 0}  # a copy is not part of any run
 
     @override
     def _apply(self, trainer: pl.Trainer) -> None:
@@ -110,7 +110,7 @@ class ActivationOffload(FitTechnique):
                 "ActivationOffload moves activations from the device to the host, but the model is on the host: "
                 "nothing is gained. disk_path= moves them to disk."
             )
-        self._seam = StepSeam(trainer.strategy, "training_step", Depth.OFFLOAD, lambda *_, **__: self._step())
+        self._context = AroundStep(trainer.strategy, "training_step", Depth.OFFLOAD, lambda *_, **__: self._step())
 
     @contextmanager
     def _step(self) -> Iterator[None]:
@@ -126,11 +126,11 @@ class ActivationOffload(FitTechnique):
 
     @override
     def _undo(self) -> None:
-        if self._seam is not None:
-            self._seam.remove()
+        if self._context is not None:
+            self._context.remove()
         if self._offloading is not None:
             self._offloading.close()
-        self._seam = self._offloading = None
+        self._context = self._offloading = None
         self._num_steps = 0
 
 

@@ -4,7 +4,7 @@
 ``fit_technique`` is a callback that does both and undoes it.
 """
 
-from lightning_vram.callbacks.hook_points.around_step import Depth, StepSeam
+from lightning_vram.callbacks.hook_points.around_step import AroundStep, Depth
 from lightning_vram.callbacks.hook_points.before_strategy_setup import before_strategy_setup
 from lightning_vram.callbacks.hook_points.fit_technique import FitTechnique
 from lightning_vram.callbacks.hook_points.lightning_copy import check_trainer
@@ -12,9 +12,9 @@ from lightning_vram.callbacks.hook_points.moved_parameters import refuse_moved_p
 from lightning_vram.callbacks.hook_points.rank_timeout import rank_timeout
 
 __all__ = [
+    "AroundStep",
     "Depth",
     "FitTechnique",
-    "StepSeam",
     "before_strategy_setup",
     "check_trainer",
     "rank_timeout",

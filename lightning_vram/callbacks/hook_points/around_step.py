@@ -25,44 +25,44 @@ class Depth(IntEnum):
     OBSERVATION = 3
 
 
-class _SeamedStep:
-    """Stands in for one method of a strategy as long as anybody has a seam there."""
+class _SurroundedStep:
+    """Stands in for one method of a strategy as long as anybody enters a context around it."""
 
     def __init__(self, strategy: Strategy, name: str) -> None:
         self._strategy = strategy
         self._name = name
         self._inner = getattr(strategy, name)
-        self._seams: list[StepSeam] = []
+        self._contexts: list[AroundStep] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step."""
-        seams = tuple(self._seams)  # one may be removed inside
+        contexts = tuple(self._contexts)  # one may be removed inside
         with ExitStack() as stack:
-            for seam in seams:
-                stack.enter_context(seam.around(*args, **kwargs))
+            for context in contexts:
+                stack.enter_context(context.around(*args, **kwargs))
             result = self._inner(*args, **kwargs)
-            for seam in reversed(seams):
-                if seam.look is not None:
-                    seam.look(result)
+            for context in reversed(contexts):
+                if context.look is not None:
+                    context.look(result)
         return result
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Callable[..., Any]]]:
-        """In a copy of the strategy, such as a worker process gets of the trainer, nobody has a seam."""
+        """In a copy of the strategy, such as a worker process gets of the trainer, there are none."""
         return pass_on, (self._inner,)
 
-    def add(self, seam: "StepSeam") -> None:
-        self._seams.append(seam)
-        self._seams.sort(key=lambda seam: seam.depth)
+    def add(self, context: "AroundStep") -> None:
+        self._contexts.append(context)
+        self._contexts.sort(key=lambda context: context.depth)
 
-    def remove(self, seam: "StepSeam") -> None:
-        if seam in self._seams:
-            self._seams.remove(seam)
+    def remove(self, context: "AroundStep") -> None:
+        if context in self._contexts:
+            self._contexts.remove(context)
         # One that somebody else's stand-in was put over stays and does nothing.
-        if not self._seams and vars(self._strategy).get(self._name) is self:
+        if not self._contexts and vars(self._strategy).get(self._name) is self:
             delattr(self._strategy, self._name)
 
 
-class StepSeam:
+class AroundStep:
     """A context around each call of one step of a strategy, such as ``training_step``, until :meth:`remove`."""
 
     def __init__(
@@ -78,7 +78,7 @@ class StepSeam:
         Args:
             strategy: Of the trainer that is about to run.
             name: Of the method.
-            depth: Among the seams of one step.
+            depth: Among the contexts around one step.
             around: Makes the context for one call; gets the arguments of the call.
             look: Is shown what a call returned, inside the context.
         """
@@ -86,8 +86,8 @@ class StepSeam:
         self.around = around
         self.look = look
         step = vars(strategy).get(name)
-        if not isinstance(step, _SeamedStep):
-            step = _SeamedStep(strategy, name)
+        if not isinstance(step, _SurroundedStep):
+            step = _SurroundedStep(strategy, name)
             setattr(strategy, name, step)
         step.add(self)
         self._step = step

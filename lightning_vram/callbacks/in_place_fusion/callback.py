@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_vram.argument_checks import check_bool
-from lightning_vram.callbacks.hook_points import Depth, FitTechnique, StepSeam, refuse_moved_parameters
+from lightning_vram.callbacks.hook_points import AroundStep, Depth, FitTechnique, refuse_moved_parameters
 from lightning_vram.memory.units import parse_bytes
 from lightning_vram.techniques.in_place_fusion import FrozenNormFolding, Fusion, FusionError, FusionPolicy
 
@@ -74,7 +74,7 @@ class InPlaceFusion(FitTechnique):
         self.fold_frozen_bn = fold_frozen_bn
         self.min_bytes = parse_bytes(min_bytes, "InPlaceFusion(min_bytes)")
         self.dropout = dropout
-        self._seams: list[StepSeam] = []
+        self._contexts: list[AroundStep] = []
         self._fusion: Fusion | FrozenNormFolding | None = None
         self._signature_without_use: int | None = None
 
@@ -88,7 +88,9 @@ class InPlaceFusion(FitTechnique):
         if stage != "fit" and self.fold_frozen_bn:
             name = {"validate": "validation_step", "test": "test_step", "predict": "predict_step"}[stage]
             self._fusion = folding = FrozenNormFolding(pl_module, _tell)
-            self._seams.append(StepSeam(trainer.strategy, name, Depth.RECOMPUTATION, lambda *_, **__: folding.step()))
+            self._contexts.append(
+                AroundStep(trainer.strategy, name, Depth.RECOMPUTATION, lambda *_, **__: folding.step())
+            )
 
     @override
     def on_train_batch_start(
@@ -99,15 +101,15 @@ class InPlaceFusion(FitTechnique):
             self._apply(trainer)
 
     def __getstate__(self) -> dict[str, object]:
-        return {**vars(self), "_seams": [], "_fusion": None}  # a copy is not part of any run
+        return {**vars(self), "_contexts": [], "_fusion": None}  # a copy is not part of any run
 
     @override
     def _apply(self, trainer: pl.Trainer) -> None:
         self._signature_without_use = None
         policy = FusionPolicy(self.mode, self.inplace, self.abn, self.fold_frozen_bn, self.min_bytes, self.dropout)
         self._fusion = fusion = Fusion(trainer.lightning_module, policy, _tell)
-        self._seams.append(
-            StepSeam(
+        self._contexts.append(
+            AroundStep(
                 trainer.strategy,
                 "training_step",
                 Depth.RECOMPUTATION,
@@ -133,8 +135,8 @@ class InPlaceFusion(FitTechnique):
 
     @override
     def _undo(self) -> None:
-        while self._seams:
-            self._seams.pop().remove()
+        while self._contexts:
+            self._contexts.pop().remove()
         if self._fusion is not None:
             self._fusion.remove()
         self._fusion = None
