@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_vram.core.hooks.moment import is_transformed
 from lightning_vram.core.layers.segments import Segments, select_segments
 from lightning_vram.core.layers.selection import Layer, LayerPattern, LayerSelection, select_layers, thin_out
 from lightning_vram.core.rollback.module_snapshot import iterate_floating_buffers
 from lightning_vram.core.surgery.class_swap import Swaps
-from lightning_vram.private_names.torch.autograd import is_in_transform, is_tracing
 from lightning_vram.private_names.torch.compiled import is_left_to_python
 from lightning_vram.techniques.activation_checkpointing.compiled import compiled_checkpoint
 from lightning_vram.techniques.activation_checkpointing.key_value_cache import drop_empty_caches
@@ -171,7 +171,7 @@ def apply_activation_checkpointing(  # noqa: PLR0913 - the words of the callback
 
 def _run(module: nn.Module, state: _State, plain: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Stands in for ``module.forward``, which is ``plain``."""
-    if not torch.is_grad_enabled() or _is_transformed():
+    if not torch.is_grad_enabled() or is_transformed():
         return plain(*args, **kwargs)
     if torch.compiler.is_compiling():
         return _run_compiled(state, module, plain, args, kwargs)
@@ -231,11 +231,6 @@ def _run_in_turn(modules: Sequence[nn.Module], value: Any) -> Any:
     for module in modules:
         value = module(value)
     return value
-
-
-def _is_transformed() -> bool:
-    """Whether ``torch.func`` or a tracer is at work: neither knows the saved-tensor hooks checkpoints are made of."""
-    return is_in_transform() or is_tracing()
 
 
 def _is_compilable(module: nn.Module) -> bool:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from lightning_vram.private_names.torch.autograd import is_in_transform, is_tracing
+from lightning_vram.core.hooks.moment import is_in_backward, is_transformed
 from lightning_vram.private_names.torch.modules import SEE_INPUT, SEE_OUTPUT, has_hooks, have_all_modules_hooks
 from lightning_vram.private_names.torch.tensors import has_gradient_hooks
 from lightning_vram.private_names.torch.trees import tree_leaves
@@ -28,7 +28,6 @@ from lightning_vram.techniques.in_place_fusion.storage_watch import (
     Memory,
     StorageWatch,
     collect_cycles,
-    is_in_backward,
     tensors_in,
 )
 
@@ -212,8 +211,7 @@ def is_plain(value: Any) -> bool:
         and not value.is_inference()
         and not is_in_backward()
         and not (value.requires_grad and not torch.is_grad_enabled())  # what a reentrant checkpoint was given
-        and not is_in_transform()
-        and not is_tracing()
+        and not is_transformed()
     )
 
 

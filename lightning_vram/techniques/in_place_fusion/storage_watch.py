@@ -20,8 +20,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_vram.core.hooks.mode import QuietMode
+from lightning_vram.core.hooks.moment import is_in_backward
 from lightning_vram.core.operators.families import iterate_written
-from lightning_vram.private_names.torch.autograd import current_graph_task_id
 from lightning_vram.private_names.torch.operator_calls import call_operator
 from lightning_vram.private_names.torch.tensors import storage_key
 from lightning_vram.private_names.torch.trees import tree_leaves
@@ -164,11 +164,6 @@ def collect_cycles(memories: Iterable[Memory]) -> None:
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Find the tensors in a tree of arguments or results."""
     return (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
-
-
-def is_in_backward() -> bool:
-    """Whether autograd runs a backward in this thread."""
-    return current_graph_task_id() != -1
 
 
 def _is_recomputing() -> bool:

@@ -20,13 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_vram.core.hooks.moment import is_in_backward, is_transformed
 from lightning_vram.core.surgery.class_swap import Swaps, restore_class, swap_class
-from lightning_vram.private_names.torch.autograd import (
-    current_graph_task_id,
-    is_in_forward_ad,
-    is_in_transform,
-    is_tracing,
-)
+from lightning_vram.private_names.torch.autograd import is_in_forward_ad
 from lightning_vram.private_names.torch.dispatch import FakeTensor
 from lightning_vram.private_names.torch.modules import BatchNormBase, check_dimensions
 from lightning_vram.techniques.in_place_fusion.inplace_abn.function import (
@@ -273,7 +269,7 @@ def _run_consumer(
 ) -> Tensor:
     if handover.take(input):
         return input
-    if handover.is_pending and input.requires_grad and not _is_in_backward():
+    if handover.is_pending and input.requires_grad and not is_in_backward():
         raise RuntimeError(
             f"{activation} got a tensor that is not the output of the batch norm before it, which is activated "
             "already. Link only norms whose output goes to the activation, unchanged and first."
@@ -283,7 +279,7 @@ def _run_consumer(
 
 def _is_recorded(norm: Any, input: Tensor) -> bool:
     """Whether a gradient is recorded by autograd alone, and the plain norm would not refuse the input."""
-    if not torch.is_grad_enabled() or _is_transformed() or input.dim() < 2 or is_in_forward_ad():
+    if not torch.is_grad_enabled() or is_transformed() or input.dim() < 2 or is_in_forward_ad():
         return False
     if norm.training and _process_group(norm) is None and input.numel() <= input.shape[1]:
         return False
@@ -291,7 +287,7 @@ def _is_recorded(norm: Any, input: Tensor) -> bool:
 
 
 def _is_safe(norm: Any, state: _ProducerState, dtype: torch.dtype, activation: InvertibleActivation) -> bool:
-    if state.has_fallen_back or _is_in_backward():
+    if state.has_fallen_back or is_in_backward():
         return not state.has_fallen_back  # a recomputed forward must take the path that the forward took
     if state.num_forwards % CHECK_EVERY_N_FORWARDS == 0:
         error = _read_error(norm, dtype, activation)
@@ -321,12 +317,3 @@ def _process_group(norm: Any) -> dist.ProcessGroup | None:
         return None
     group: dist.ProcessGroup | None = norm.process_group or dist.group.WORLD
     return group if dist.get_world_size(group) > 1 else None
-
-
-def _is_transformed() -> bool:
-    """Whether ``torch.func`` or a tracer is at work."""
-    return is_in_transform() or is_tracing()
-
-
-def _is_in_backward() -> bool:
-    return current_graph_task_id() != -1
