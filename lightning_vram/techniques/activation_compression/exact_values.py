@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_vram.core.operators.exactness import gives_exact_result, is_constant, is_pointwise, iterate_tensors
 from lightning_vram.core.operators.families import written_arguments
-from lightning_vram.core.tensors.by_memory import ByMemory
+from lightning_vram.core.tensors.by_storage import ByStorage
 from lightning_vram.core.tensors.versions import storage_address
 from lightning_vram.private_names.torch.operators import schema_of
 from lightning_vram.private_names.torch.tensors import base_of, is_view
@@ -31,7 +31,7 @@ class ExactValues:
     """The exact tensors of a run."""
 
     def __init__(self) -> None:
-        self._origins: ByMemory[Origin] = ByMemory()
+        self._origins: ByStorage[Origin] = ByStorage()
         self.lasting: frozenset[int] = frozenset()
         """Addresses of the storages of further weights: buffers."""
 

@@ -6,7 +6,7 @@ A wrong guess costs bytes, as many as plain autograd would have kept, and never 
 import torch
 from torch import Tensor
 
-from lightning_vram.core.tensors.by_memory import ByMemory
+from lightning_vram.core.tensors.by_storage import ByStorage
 from lightning_vram.core.tensors.versions import version_of
 
 _Place = tuple[int, torch.Size]  # number of the save of signs in a run, and its shape
@@ -18,7 +18,7 @@ class LearnedSigns:
     def __init__(self) -> None:
         self._in_vain: set[_Place] = set()
         self._now_in_vain: set[_Place] = set()
-        self._asked: ByMemory[tuple[int, _Place]] = ByMemory()  # of this run: version and place
+        self._asked: ByStorage[tuple[int, _Place]] = ByStorage()  # of this run: version and place
         self._num_saves = 0
 
     def was_asked(self, tensor: Tensor) -> bool:

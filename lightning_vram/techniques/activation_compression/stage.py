@@ -28,8 +28,7 @@ from typing_extensions import override
 from lightning_vram.core.hooks.hidden_from_dynamo import hide_from_dynamo
 from lightning_vram.core.hooks.stage import SavedTensorStage, Taken
 from lightning_vram.core.layers.selection import LayerSelection
-from lightning_vram.core.tensors.by_memory import ByMemory
-from lightning_vram.core.tensors.storage_memo import StorageMemo
+from lightning_vram.core.tensors.by_storage import ByStorage, StorageMemo
 from lightning_vram.core.tensors.versions import alias, storage_address
 from lightning_vram.private_names.torch.autocast import without_autocast
 from lightning_vram.private_names.torch.dispatch import TorchDispatchMode
@@ -115,9 +114,9 @@ class CompressionStage(SavedTensorStage):
         self._signs = LearnedSigns()
         self._memo: StorageMemo[EncodedStorage] = StorageMemo()
         self._wholes: StorageMemo[torch.UntypedStorage] = StorageMemo()  # kept as they are
-        self._made_of: ByMemory[weakref.WeakSet[EncodedStorage]] = ByMemory()  # at any version of it
-        self._counted: ByMemory[bool] = ByMemory()
-        self._counted_whole: ByMemory[bool] = ByMemory()
+        self._made_of: ByStorage[weakref.WeakSet[EncodedStorage]] = ByStorage()  # at any version of it
+        self._counted: ByStorage[bool] = ByStorage()
+        self._counted_whole: ByStorage[bool] = ByStorage()
         self._which = WhichGiven()
         self._activation = NewActivation()
         self._being_saved: Tensor | None = None  # by autograd, and not offered by another stage

@@ -24,7 +24,7 @@ from lightning_vram.core.hooks.mode import QuietMode, count_writes
 from lightning_vram.core.operators.exactness import exact_arguments, iterate_tensors
 from lightning_vram.core.operators.families import iterate_written, written_arguments
 from lightning_vram.core.operators.index_bounds import LARGEST_INDEX
-from lightning_vram.core.tensors.by_memory import ByMemory
+from lightning_vram.core.tensors.by_storage import ByStorage
 from lightning_vram.core.tensors.parameter_classes import PLAIN_TYPES
 from lightning_vram.core.tensors.versions import storage_address, version_of
 from lightning_vram.private_names.torch.operator_calls import call_operator
@@ -73,7 +73,7 @@ class ValueNotes(QuietMode):
         super().__init__()
         self._handlers = _HANDLERS[notes_exact]
         self._notes_exact = notes_exact
-        self._notes: ByMemory[_Note] = ByMemory()
+        self._notes: ByStorage[_Note] = ByStorage()
         self._num_writes: dict[int, int] = {}  # by address of the storage
         self._last_clone: weakref.ref[Tensor] | None = None
         self._listener: Listener | None = None

@@ -1,17 +1,15 @@
 """Which saved tensors may leave the device: large ones on it, that nobody holds there anyway."""
 
-import threading
-import weakref
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_vram.core.tensors.by_storage import ByStorage
 from lightning_vram.core.tensors.versions import storage_address
 from lightning_vram.memory.tracking.storages import iterate_storages, iterate_tensors
 from lightning_vram.private_names.torch.autograd import current_graph_task_id
 from lightning_vram.private_names.torch.dispatch import FakeTensor
-from lightning_vram.private_names.torch.tensors import storage_key
 
 
 class OffloadCandidates:
@@ -23,8 +21,7 @@ class OffloadCandidates:
 
     def __init__(self, min_bytes: int) -> None:
         self._min_bytes = max(1, min_bytes)
-        self._lock = threading.Lock()
-        self._in_place: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._in_place: ByStorage[bool] = ByStorage()
         self._parameters: set[int] = set()  # addresses of their storages
         self._may_be_host = True  # whether the host is the device
 
@@ -33,27 +30,23 @@ class OffloadCandidates:
         tensors = [] if module is None else [*module.parameters(), *module.buffers()]
         self._parameters = {storage_address(tensor) for tensor in tensors} | {0}
         self._may_be_host = all(tensor.device.type == "cpu" for tensor in tensors)
-        self._forget_dead()
 
     def keep_in_place(self, nest: Any) -> None:
         """Let the memory of all tensors in ``nest`` stay as long as it lives."""
-        self._forget_dead()
         for tensor in iterate_tensors(nest):
             for storage, _ in iterate_storages(tensor):
-                self.keep_storage(storage)
+                self._in_place.note_storage(storage, True)  # noqa: FBT003
 
-    def keep_storage(self, storage: torch.UntypedStorage) -> None:
-        """Let ``storage`` stay as long as it lives."""
-        with self._lock:
-            self._in_place[storage_key(storage)] = weakref.ref(storage)
+    def keep_memory(self, tensor: Tensor) -> None:
+        """Let the memory of ``tensor`` stay as long as it lives."""
+        self._in_place.note(tensor, True)  # noqa: FBT003
 
     def may_travel(self, tensor: Tensor) -> bool:
         """Whether ``tensor``, or a part of its memory, may be sent away."""
         address = storage_address(tensor)
         if address in self._parameters or tensor.untyped_storage().nbytes() < self._min_bytes:
             return False
-        known = self._in_place.get(address)
-        if known is not None and known() is not None:
+        if self._in_place.find(tensor):
             return False
         if current_graph_task_id() != -1:  # in a backward: needed again at once, or by the next backward
             return False
@@ -70,7 +63,3 @@ class OffloadCandidates:
                 return False
         self._may_be_host = False  # a module on the host that computes elsewhere: FSDP2 with offload
         return True
-
-    def _forget_dead(self) -> None:
-        with self._lock:
-            self._in_place = {address: known for address, known in self._in_place.items() if known() is not None}

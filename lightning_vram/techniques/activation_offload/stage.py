@@ -25,7 +25,7 @@ from typing_extensions import override
 from lightning_vram.argument_checks import check_bool
 from lightning_vram.core.hooks.stage import SavedTensorStage, Taken, innermost_stage
 from lightning_vram.core.hooks.unfinished_saves import is_unfinished
-from lightning_vram.core.tensors.storage_memo import StorageMemo
+from lightning_vram.core.tensors.by_storage import StorageMemo
 from lightning_vram.core.tensors.versions import alias
 from lightning_vram.private_names.torch.autocast import without_autocast
 from lightning_vram.private_names.torch.autograd import current_graph_task_id, num_nodes
@@ -139,7 +139,8 @@ class ActivationOffloading(SavedTensorStage):
         Args:
             nest: Any nest of tensors.
         """
-        self._candidates.keep_in_place(nest)
+        with self._lock:
+            self._candidates.keep_in_place(nest)
 
     def settle(self) -> None:
         """Let go of device memory that copies held which are finished by now."""
@@ -239,7 +240,7 @@ class ActivationOffloading(SavedTensorStage):
         if run.expected_bytes - window_bytes <= position and position + num_bytes <= run.expected_bytes:
             self._kept_bytes += num_bytes
             if innermost_stage() is not self:
-                self._candidates.keep_storage(tensor.untyped_storage())
+                self._candidates.keep_memory(tensor)
                 return None
             item = OffloadedItem(run, self._routes.find(tensor), num_bytes, None)
             item.keep(as_bytes(flat), window_bytes)

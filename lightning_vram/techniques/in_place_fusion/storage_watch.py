@@ -22,8 +22,9 @@ from typing_extensions import override
 from lightning_vram.core.hooks.mode import QuietMode
 from lightning_vram.core.hooks.moment import is_in_backward
 from lightning_vram.core.operators.families import iterate_written
+from lightning_vram.core.tensors.by_storage import ByStorage
+from lightning_vram.core.tensors.versions import storage_address
 from lightning_vram.private_names.torch.operator_calls import call_operator
-from lightning_vram.private_names.torch.tensors import storage_key
 from lightning_vram.private_names.torch.trees import tree_leaves
 from lightning_vram.techniques.in_place_fusion.recomputation import Recomputation
 
@@ -31,8 +32,7 @@ from lightning_vram.techniques.in_place_fusion.recomputation import Recomputatio
 class Memory:
     """What was seen of one storage: by whom it was made, read, written, and whether anybody could read it later."""
 
-    def __init__(self, storage: torch.UntypedStorage, number: int) -> None:
-        self.storage = weakref.ref(storage)
+    def __init__(self, number: int) -> None:
         self.number = number  # in the order of making
         self.num_reads = 0
         self.num_writes = 0
@@ -86,15 +86,13 @@ class StorageWatch(QuietMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._memories: dict[int, Memory] = {}  # by address of the storage, which may be gone and its address another's
+        self._memories: ByStorage[Memory] = ByStorage()
         self._has_collected = False
         self.num_made = 0
 
     def find(self, tensor: Tensor) -> Memory | None:
         """Return what was seen of the memory of ``tensor``; ``None`` if it was not made while this was entered."""
-        storage = _storage_of(tensor)
-        memory = self._memories.get(storage_key(storage)) if storage is not None else None
-        return memory if memory is not None and memory.storage() is storage else None
+        return self._memories.find(tensor)
 
     def hand_over(self, tensor: Tensor, memory: Memory) -> Tensor:
         """Return an alias of ``tensor`` for the one module that may have it, so that ``tensor`` itself can die.
@@ -114,20 +112,19 @@ class StorageWatch(QuietMode):
         kwargs = kwargs or {}
         if self._is_paused:
             return call_operator(func, args, kwargs)
-        written = {_address_of(tensor) for tensor in iterate_written(func, args, kwargs)}
-        read = {_address_of(tensor): tensor for tensor in tensors_in((args, kwargs))}
+        written = {storage_address(tensor) for tensor in iterate_written(func, args, kwargs)}
+        read = {storage_address(tensor): tensor for tensor in tensors_in((args, kwargs))}
         known = {address: memory for address, tensor in read.items() if (memory := self.find(tensor)) is not None}
         if known and not _is_recomputing():
             self._touch(known, written)
         result = call_operator(func, args, kwargs)
         for tensor in tensors_in(result):
-            storage = _storage_of(tensor)
-            if storage is not None and storage_key(storage) not in read:
+            if storage_address(tensor) not in read:
                 self.num_made += 1
-                self._memories[storage_key(storage)] = Memory(storage, self.num_made)
+                self._memories.note(tensor, Memory(self.num_made))
         return result
 
-    def _touch(self, memories: dict[int | None, Memory], written: set[int | None]) -> None:
+    def _touch(self, memories: dict[int, Memory], written: set[int]) -> None:
         if not is_in_backward():
             for address, memory in memories.items():
                 memory.touch(is_write=address in written)
@@ -174,15 +171,3 @@ def _is_recomputing() -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
-    try:
-        return tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):  # sparse, or a wrapper around other tensors
-        return None
-
-
-def _address_of(tensor: Tensor) -> int | None:
-    storage = _storage_of(tensor)
-    return storage_key(storage) if storage is not None else None

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_vram.core.hooks.stage import SavedTensorStage, Taken, exact_only
-from lightning_vram.core.tensors.by_memory import ByMemory
+from lightning_vram.core.tensors.by_storage import ByStorage
 from lightning_vram.techniques.activation_compression.stage import CompressionStage
 
 SIDE = 32
@@ -209,7 +209,7 @@ def test_the_inputs_of_checkpoints_are_exact(use_reentrant: bool) -> None:
 
 
 def test_notes_by_memory_are_of_one_life_of_an_address() -> None:
-    notes: ByMemory[str] = ByMemory()
+    notes: ByStorage[str] = ByStorage()
     x = torch.ones(4)
     notes.note(x, "ones")
     assert notes.find(x[1:]) == "ones"

@@ -6,13 +6,11 @@ model or of the user's code is needed. It works on fake tensors, too. What autog
 hooks, operators by a dispatch mode; storages are told apart by weak references, for addresses are used again.
 """
 
-import weakref
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -20,11 +18,12 @@ from lightning_vram.core.hooks.mode import QuietMode
 from lightning_vram.core.hooks.save_watch import SaveWatch
 from lightning_vram.core.hooks.stepping_aside import stepping_aside
 from lightning_vram.core.operators.cost import operator_cost
+from lightning_vram.core.tensors.by_storage import ByStorage
 from lightning_vram.core.tensors.parameter_classes import PARAMETER_CLASSES
 from lightning_vram.core.tensors.versions import is_strided, version_counter, version_of
 from lightning_vram.memory.tracking.storages import iterate_storages, iterate_tensors
 from lightning_vram.private_names.torch.operator_calls import call_operator
-from lightning_vram.private_names.torch.tensors import base_of, is_view, storage_key
+from lightning_vram.private_names.torch.tensors import base_of, is_view
 from lightning_vram.private_names.torch.trees import tree_leaves
 from lightning_vram.techniques.activation_checkpointing.budget.plan import (
     CallProfile,
@@ -230,35 +229,24 @@ class _StorageNumbers:
     """Numbers storages; one that dies takes its number with it."""
 
     def __init__(self) -> None:
-        self._numbers: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._numbers: ByStorage[int] = ByStorage()
         self._births: list[tuple[int | None, int]] = []  # call in which it was made, and the round
 
     def number(self, tensor: Tensor, birth: tuple[int | None, int] = (None, 0)) -> list[tuple[int, int]]:
         """Return number and bytes of each storage of ``tensor``; unknown ones were made at ``birth``."""
         found = []
         for storage, _ in iterate_storages(tensor):
-            known = self._numbers.get(storage_key(storage))
-            if known is None:
-                known = self._add(storage, birth)
-            found.append((known[1], int(storage.nbytes())))
+            number = self._numbers.find_storage(storage)
+            if number is None:
+                number = len(self._births)
+                self._births.append(birth)
+                self._numbers.note_storage(storage, number)
+            found.append((number, int(storage.nbytes())))
         return found
 
     def is_older(self, number: int, birth: tuple[int | None, int]) -> bool:
         """Whether a storage was made before or outside of this call."""
         return self._births[number] != birth
-
-    def _add(
-        self, storage: torch.UntypedStorage, birth: tuple[int | None, int]
-    ) -> tuple[weakref.ref[torch.UntypedStorage], int]:
-        key, number = storage_key(storage), len(self._births)
-        self._births.append(birth)
-
-        def forget(reference: weakref.ref[torch.UntypedStorage]) -> None:
-            if key in self._numbers and self._numbers[key][0] is reference:
-                del self._numbers[key]
-
-        self._numbers[key] = (weakref.ref(storage, forget), number)
-        return self._numbers[key]
 
 
 class _Operators(QuietMode):
