@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -51,38 +51,20 @@ class Taken(ABC):
         """Return the tensor with its shape, strides, dtype and device, each time it is asked. Without gradients."""
 
 
-class Stage(Protocol):
-    """What can be asked to take a tensor over."""
-
-    def take(self, tensor: Tensor) -> Taken | None:
-        """See :meth:`SavedTensorStage.take`."""
-
-
 class _Chain(threading.local):
     """The stages entered in this thread, innermost last."""
 
     def __init__(self) -> None:
-        self.stages: list[Stage] = []
+        self.stages: list[SavedTensorStage] = []
         self.exactness = 0
 
 
 _chain = _Chain()
 
 
-def innermost_stage() -> Stage | None:
+def innermost_stage() -> "SavedTensorStage | None":
     """Return the stage that autograd asks, and that one about to be entered would ask next."""
     return _chain.stages[-1] if _chain.stages else None
-
-
-@contextmanager
-def in_chain(stage: Stage) -> Iterator[None]:
-    """Let ``stage`` be the innermost inside the block."""
-    hide_warning_of_hooks()
-    _chain.stages.append(stage)
-    try:
-        yield
-    finally:
-        _chain.stages.remove(stage)
 
 
 @contextmanager
@@ -115,7 +97,7 @@ class SavedTensorStage(ABC):
         self._module = module
         self._buffers: set[int] = set()  # addresses of their storages
         self._exit: ExitStack | None = None
-        self._next: Stage | None = None
+        self._next: SavedTensorStage | None = None
 
     @abstractmethod
     def take(self, tensor: Tensor) -> Taken | None:
@@ -138,10 +120,12 @@ class SavedTensorStage(ABC):
         module = self._module
         self._buffers = {storage_address(buffer) for buffer in module.buffers()} - {0} if module is not None else set()
         self._next = innermost_stage()
+        hide_warning_of_hooks()
         with ExitStack() as stack:
             hooks = saved_tensors_hooks(self._pack, self._unpack)
             stack.enter_context(hooks)
-            stack.enter_context(in_chain(self))
+            _chain.stages.append(self)
+            stack.callback(_chain.stages.remove, self)
             mode = self.begin(stack)
             stack.enter_context(stepping_aside(hooks, mode))
             self._exit = stack.pop_all()
@@ -188,7 +172,8 @@ def unpack(packed: Any) -> Tensor:
     if isinstance(packed, Tensor):
         return packed
     counter, version, *_ = packed
-    check_version(counter, version, packed[3] if len(packed) > 2 else counter.shape)
+    if num_writes(counter) != version:
+        check_version(counter, version, packed[3] if len(packed) > 2 else counter.shape)
     if len(packed) == 2:
         saved: Tensor = counter
         return saved

@@ -3,61 +3,15 @@
 from collections import Counter
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_vram.core.operators.families import in_place_form
-from lightning_vram.core.tensors.versions import check_version, version_counter
-from lightning_vram.private_names.torch.tensors import num_writes
-from lightning_vram.techniques.in_place_fusion.recomputation.kept import Kept
-from lightning_vram.techniques.in_place_fusion.recomputation.recipes import Recipe, Value, WriteRecipe
+from lightning_vram.core.tensors.versions import check_version
+from lightning_vram.techniques.in_place_fusion.recomputation.recipes import Dropped, Recipe, Value, WriteRecipe
 
 _MAX_STEPS = 400  # values looked at to find the ends of one recipe: long chains of views end here
 _MAX_LEVELS = 100  # of recursion
-
-
-class Dropped:
-    """A tensor that autograd saved and that is made again when its backward comes."""
-
-    __slots__ = (
-        "__weakref__",
-        "_counter",
-        "_num_saved",
-        "_shape",
-        "_sources",
-        "_value",
-        "_version",
-        "cache",
-        "depth",
-        "num_waiting",
-    )
-
-    def __init__(self, value: Value, sources: "list[Kept | Dropped]", depth: int, tensor: Tensor) -> None:
-        self._value = value
-        self._sources = sources  # keeps them alive
-        self.depth = depth  # operators to run one after the other
-        self._counter = version_counter(tensor)
-        self._version = num_writes(tensor)
-        self._shape = tensor.shape
-        self._num_saved = 0
-        self.num_waiting = 0
-        self.cache: Tensor | None = None  # made, and more that wait for it
-
-    def save(self) -> "Dropped":
-        """Note one more operator that will ask for it."""
-        self._num_saved += 1
-        self.num_waiting += 1
-        return self
-
-    def restore(self) -> Tensor:
-        """Make it again, once for all that wait. Raises ``RuntimeError`` as autograd does if it was overwritten."""
-        check_version(self._counter, self._version, self._shape)
-        if self.num_waiting == 0:
-            self.num_waiting = self._num_saved  # a retained graph asks again
-        tensor = rebuild(self._value)
-        self.num_waiting -= 1
-        if self.num_waiting == 0:
-            self.cache = None
-        return tensor
 
 
 def find_sources(value: Value, max_depth: int) -> tuple[list[Value], int] | None:
@@ -105,18 +59,34 @@ def _outlived_its_base(value: Value) -> bool:
     return base.recipe is None and base() is None and base.find_kept() is None
 
 
-def rebuild(value: Value, *, is_trial: bool = False) -> Tensor:
-    """Make ``value`` again, in the strides it had. To be called without gradients and outside of autocast.
+# What follows is to be called without gradients and outside of autocast.
 
-    Args:
-        value: What to make.
-        is_trial: Leave nothing behind for those that wait for the values on the way.
-    """
-    return _Rebuilding(value, is_trial=is_trial).make(value)
+
+def restore(dropped: Dropped) -> Tensor:
+    """Make a tensor again, once for all that wait. Raises ``RuntimeError`` as autograd does if it was overwritten."""
+    check_version(dropped.counter, dropped.version, dropped.shape)
+    if dropped.num_waiting == 0:
+        dropped.num_waiting = dropped.num_saved  # a retained graph asks again
+    tensor = _Rebuilding(dropped.value, is_trial=False).make(dropped.value)
+    dropped.num_waiting -= 1
+    if dropped.num_waiting == 0:
+        dropped.cache = None
+    return tensor
+
+
+def gives_same_bits(value: Value, tensor: Tensor) -> bool:
+    """Whether ``value``, made again, is ``tensor`` to the bit, in the same strides."""
+    again = _Rebuilding(value, is_trial=True).make(value)
+    if (again.shape, again.stride(), again.dtype) != (tensor.shape, tensor.stride(), tensor.dtype):
+        return False
+    return torch.equal(again, tensor) or bool(((again == tensor) | ((again != again) & (tensor != tensor))).all())
 
 
 class _Rebuilding:
-    """One walk back to the ends; what it needs more than once it makes once and holds no longer than needed."""
+    """One walk back to the ends; what it needs more than once it makes once and holds no longer than needed.
+
+    A trial leaves nothing behind for those that wait for the values on the way.
+    """
 
     def __init__(self, value: Value, *, is_trial: bool) -> None:
         self._is_trial = is_trial

@@ -5,14 +5,14 @@ was made of.
 """
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from lightning_vram.techniques.in_place_fusion.recomputation.kept import Kept
-    from lightning_vram.techniques.in_place_fusion.recomputation.rebuilding import Dropped
+from lightning_vram.core.tensors.versions import version_counter
+from lightning_vram.private_names.torch.tensors import num_writes
+from lightning_vram.techniques.in_place_fusion.recomputation.kept import Kept
 
 
 class Value(weakref.ref[Tensor]):
@@ -30,10 +30,10 @@ class Value(weakref.ref[Tensor]):
     index: int  # among the results of its recipe
     version: int
     address: int  # of its storage
-    kept: "weakref.ref[Kept] | None"
+    kept: weakref.ref[Kept] | None
     dropped: "weakref.ref[Dropped] | None"
 
-    def find_kept(self) -> "Kept | None":
+    def find_kept(self) -> Kept | None:
         """Return what keeps it alive for backward as it is, if something does."""
         kept = self.kept() if self.kept is not None else None
         return kept if kept is not None and not kept.is_overwritten else None
@@ -41,6 +41,32 @@ class Value(weakref.ref[Tensor]):
     def find_dropped(self) -> "Dropped | None":
         """Return what will make it again, if it was dropped."""
         return self.dropped() if self.dropped is not None else None
+
+
+class Dropped:
+    """A tensor that autograd saved and that is made again when its backward comes."""
+
+    __slots__ = (
+        *("__weakref__", "cache", "counter", "depth", "num_saved", "num_waiting"),
+        *("shape", "sources", "value", "version"),
+    )
+
+    def __init__(self, value: Value, sources: "list[Kept | Dropped]", depth: int, tensor: Tensor) -> None:
+        self.value = value
+        self.sources = sources  # keeps them alive
+        self.depth = depth  # operators to run one after the other
+        self.counter = version_counter(tensor)
+        self.version = num_writes(tensor)
+        self.shape = tensor.shape
+        self.num_saved = 0
+        self.num_waiting = 0
+        self.cache: Tensor | None = None  # made, and more that wait for it
+
+    def save(self) -> "Dropped":
+        """Note one more operator that will ask for it."""
+        self.num_saved += 1
+        self.num_waiting += 1
+        return self
 
 
 class MaskValue(Value):
