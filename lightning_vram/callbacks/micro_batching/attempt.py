@@ -11,8 +11,10 @@ from torchmetrics import Metric
 from lightning_vram.callbacks.micro_batching.batch_logging import BatchLogging
 from lightning_vram.callbacks.micro_batching.metric_states import MetricStates
 from lightning_vram.core.batches.guard import BatchGuard
+from lightning_vram.core.batches.path import BatchSplitError
 from lightning_vram.core.rollback.step_rollback import BufferCopies, StepState
 from lightning_vram.core.surgery.shadow import Shadow
+from lightning_vram.memory.device.out_of_memory import is_out_of_memory
 from lightning_vram.private_names.lightning.logging import running_results
 from lightning_vram.techniques.micro_batching import NormCounting
 
@@ -74,20 +76,20 @@ class MicroBatchTry:
         self._is_training = is_training
         self._norms: NormCounting | None = None
         self.is_again = is_again
-        self.number = self.num_parts = 1  # of the part under way, and of all
+        self._number = self._num_parts = 1  # of the part under way, and of all
 
     def run(self, micro_batches: Sequence[MicroBatch], step: Step[Output]) -> list[tuple[MicroBatch, Output]]:
         """Run ``step`` on each of them; returns what it returned, without the idle ones."""
         parts = [part for part in micro_batches if not part.is_idle]
         num_samples = sum(part.size for part in parts)
-        self.num_parts = len(parts)
+        self._num_parts = len(parts)
         self._metrics.begin(len(parts))
         if self._is_training and len(parts) > 1:
             self._norms = NormCounting(self._module)
         outputs = []
         with self._logging or nullcontext():
             for number, part in enumerate(micro_batches, 1):
-                self.number = min(number, len(parts))  # the idle ones are the last part again
+                self._number = min(number, len(parts))  # the idle ones are the last part again
                 if part.is_idle:
                     self._run_idle(part, step)
                     continue
@@ -114,6 +116,19 @@ class MicroBatchTry:
         if self._norms is not None:
             self._norms.restore()
         self._metrics.restore()
+
+    def add_note(self, error: BaseException) -> None:
+        """Tell the user that the cut may be the cause of an error of the model. Its type stays, for who catches it."""
+        is_of_cut = isinstance(error, BatchSplitError) or not isinstance(error, Exception) or is_out_of_memory(error)
+        if self._num_parts == 1 or is_of_cut:
+            return
+        error.add_note(
+            f"MicroBatching had cut the batch: this was part {self._number} of {self._num_parts}. If the whole batch "
+            "runs without this error, the cut is the cause. So it is with a batch that is padded to its longest "
+            "sample, and a model that takes the length from the longest sample it gets: trim each part in "
+            "MicroBatching(split=...), or in split_batch(batch, size) of the LightningModule. What is the same for all "
+            "samples is named in shared_keys=."
+        )
 
     def _run_idle(self, part: MicroBatch, step: Step[Output]) -> None:
         device = self._trainer.strategy.root_device

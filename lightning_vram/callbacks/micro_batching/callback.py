@@ -25,12 +25,12 @@ from lightning_vram.callbacks.micro_batching.evaluation import MicroBatchEvaluat
 from lightning_vram.callbacks.micro_batching.runner import MicroBatchRunner
 from lightning_vram.core.batches.cutting import BatchCutter
 from lightning_vram.core.batches.path import check_shared_keys
-from lightning_vram.core.batches.weights import WeightName, make_batch_weight
+from lightning_vram.core.batches.weights import BatchWeight, WeightName, make_batch_weight
 from lightning_vram.core.processes.agreement import RankAgreement
 from lightning_vram.core.surgery.shadow import Shadow
 from lightning_vram.memory.device.room import device_room
 from lightning_vram.private_names.lightning.loops import MAKE_CLOSURE
-from lightning_vram.techniques.micro_batching import AgreedSizes, FixedSize, MicroBatchSizes, SizePlanning, Weight
+from lightning_vram.techniques.micro_batching import AgreedSizes, FixedSize, MicroBatchSizes, SizePlanning
 
 Size = int | Literal["auto"]
 
@@ -278,7 +278,7 @@ def _check_size(name: str, size: object) -> None:
     check_positive_int(name, size)
 
 
-def _read_weight(weight: Any) -> Weight | Literal["sum"] | None:
+def _read_weight(weight: Any) -> BatchWeight | Literal["sum"] | None:
     if isinstance(weight, str):
         if weight == "samples":
             return None

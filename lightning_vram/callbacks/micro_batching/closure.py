@@ -7,23 +7,25 @@ again, since what they wrote into the module was taken back.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from lightning.pytorch.utilities.memory import recursive_detach
+from lightning.pytorch.utilities.rank_zero import WarningCache
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_vram.callbacks.micro_batching.attempt import MicroBatch
-from lightning_vram.callbacks.micro_batching.outputs import combine_extras
 from lightning_vram.callbacks.micro_batching.quiet_hooks import quiet_hooks
 from lightning_vram.callbacks.micro_batching.runner import MicroBatchRunner
+from lightning_vram.core.batches.combining import OutputCombineError, combine_outputs
 from lightning_vram.core.gradients.reduction import expect_buffer_sync, reduce_gradients, sync_buffers
 from lightning_vram.core.rollback.step_rollback import iterate_members
 from lightning_vram.private_names.lightning.loops import (
@@ -37,6 +39,7 @@ from lightning_vram.private_names.lightning.loops import (
 )
 from lightning_vram.private_names.torch.modules import own_parameters
 
+_warnings = WarningCache()
 _BEFORE, _AFTER = "on_before_backward", "on_after_backward"
 
 
@@ -148,7 +151,7 @@ class MicroBatchClosure(Closure):
         losses = [result.loss for part, result in ran if result.loss is not None and part.factor]
         combined.loss = torch.stack(losses or [result.loss for _, result in ran if result.loss is not None]).sum()
         if any(result.extra for _, result in ran):
-            combined.extra = combine_extras(
+            combined.extra = _combine_extras(
                 self._trainer.lightning_module, [result.asdict() for _, result in ran], [part for part, _ in ran]
             )
         return combined
@@ -167,3 +170,39 @@ def _detached(result: ClosureResult, factor: float) -> ClosureResult:
     kept = ClosureResult(None, extra=recursive_detach(result.extra))
     kept.loss = None if result.loss is None else _weighted(result.loss, factor)
     return kept
+
+
+def combine_step_outputs(module: pl.LightningModule, outputs: Sequence[Any], parts: Sequence[MicroBatch]) -> Any:
+    """Combine by the module's own ``combine_outputs(outputs, sizes)``, else by the rule of the package.
+
+    Raises:
+        OutputCombineError: If there is no way to combine them.
+    """
+    sizes = [part.size for part in parts]
+    own = getattr(module, "combine_outputs", None)
+    if callable(own):
+        return own(list(outputs), sizes)
+    return combine_outputs(outputs, sizes, [part.share for part in parts])
+
+
+def _combine_extras(
+    module: pl.LightningModule, outputs: Sequence[Mapping[str, Any]], parts: Sequence[MicroBatch]
+) -> dict[str, Any]:
+    """Combine what training steps returned beside their loss.
+
+    It goes to ``on_train_batch_end``, if anybody looks at it. So what cannot be combined does not end a run that has
+    just survived an out-of-memory error: it is handed over as a list, with a warning.
+    """
+    if callable(getattr(module, "combine_outputs", None)) or any(one.keys() != outputs[0].keys() for one in outputs):
+        whole = combine_step_outputs(module, outputs, parts)
+        return {key: value for key, value in whole.items() if key != "loss"}
+    combined: dict[str, Any] = {}
+    for key in outputs[0]:
+        values = [one[key] for one in outputs]
+        try:
+            combined[key] = combine_step_outputs(module, [{key: value} for value in values], parts)[key]
+        except OutputCombineError as error:
+            _warnings.warn(f"on_train_batch_end gets a list of outputs[{key!r}], one for each micro-batch: {error}")
+            combined[key] = values
+    del combined["loss"]
+    return combined

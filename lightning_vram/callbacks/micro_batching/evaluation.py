@@ -6,7 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_vram.callbacks.micro_batching.outputs import combine_step_outputs
+from lightning_vram.callbacks.micro_batching.closure import combine_step_outputs
 from lightning_vram.callbacks.micro_batching.runner import MicroBatchRunner
 from lightning_vram.core.gradients.reduction import sync_buffers
 from lightning_vram.core.surgery.shadow import Shadow

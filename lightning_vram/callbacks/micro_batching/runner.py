@@ -17,13 +17,13 @@ from torch import Tensor
 from lightning_vram.callbacks.micro_batching.attempt import MicroBatch, MicroBatchTry, Step
 from lightning_vram.callbacks.micro_batching.checks import why_counts_must_be_equal
 from lightning_vram.callbacks.micro_batching.metric_states import MetricStates
-from lightning_vram.callbacks.micro_batching.notes import add_cut_note
 from lightning_vram.callbacks.micro_batching.undo import StepUndo
-from lightning_vram.core.batches.cutting import BatchCutter, BatchFacts
+from lightning_vram.core.batches.cutting import BatchCutter, BatchFacts, shares_of
 from lightning_vram.core.batches.guard import BatchGuard, hand_back
+from lightning_vram.core.batches.weights import BatchWeight
 from lightning_vram.core.processes.agreement import RankAgreementError
 from lightning_vram.memory.device.out_of_memory import is_out_of_memory, release_frames
-from lightning_vram.techniques.micro_batching import PROBED_SIZES, Agreed, AgreedSizes, SizePlanning, Weight, shares_of
+from lightning_vram.techniques.micro_batching import PROBED_SIZES, Agreed, AgreedSizes, SizePlanning
 
 _SILENCE_SECONDS = 60.0  # and ten times what the longest try took: ranks began the try together
 
@@ -47,7 +47,7 @@ class MicroBatchRunner:
         trainer: pl.Trainer,
         cutter: BatchCutter,
         sizes: AgreedSizes,
-        weight: Weight | Literal["sum"] | None,
+        weight: BatchWeight | Literal["sum"] | None,
         *,
         is_training: bool,
         planning: SizePlanning | None = None,
@@ -201,8 +201,7 @@ class MicroBatchRunner:
             if not self.retries or not isinstance(error, Exception) or not is_out_of_memory(error):
                 if attempt.is_again:
                     error.add_note(f"MicroBatching ran {size} samples at once here, since more ran out of memory.")
-                if isinstance(error, Exception):
-                    add_cut_note(error, number=attempt.number, count=attempt.num_parts)
+                attempt.add_note(error)
                 raise
             if size > 1:  # of a single sample it is what the user gets to see
                 release_frames(error)

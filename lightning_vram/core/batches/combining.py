@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from lightning_vram.core.batches.kinds import is_uniform
 from lightning_vram.core.batches.leaves import describe, is_array, is_constant
 from lightning_vram.core.batches.path import BatchPath
+from lightning_vram.core.batches.reading import is_uniform
 from lightning_vram.core.batches.structure import take_apart
 from lightning_vram.core.batches.weighted_mean import weighted_mean, weighted_mean_of_numbers
 

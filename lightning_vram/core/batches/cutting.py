@@ -5,9 +5,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_vram.core.batches.errors import BatchSplitError, SplitArgumentError
+import torch
+from torch import Tensor
+
+from lightning_vram.core.batches.path import BatchSplitError, SplitArgumentError
 from lightning_vram.core.batches.splitting import BatchSplitter
 from lightning_vram.core.batches.structure import refresh
+from lightning_vram.core.batches.weights import BatchWeight
 
 SplitFunction = Callable[[Any, int], Sequence[Any]]
 
@@ -106,3 +110,26 @@ class BatchCutter:
                 f"expected {len(sizes)}: of {size} samples each, the last one of what is left."
             )
         return list(zip(parts, sizes, strict=True))
+
+
+def shares_of(parts: Sequence[Any], sizes: Sequence[int], weight: BatchWeight | None) -> list[float]:
+    """Return how much each micro-batch counts in its batch, together 1.
+
+    Args:
+        parts: The micro-batches.
+        sizes: Their numbers of samples.
+        weight: What a micro-batch counts, such as its number of tokens; ``None`` for samples. Where all weights are
+            zero, samples count. The host waits for weights that are tensors, once for all of them.
+    """
+    by_samples = [size / sum(sizes) for size in sizes]
+    if weight is None or len(parts) == 1:
+        return by_samples
+    weights = _read([weight(part) for part in parts])
+    total = sum(weights)
+    return [one / total for one in weights] if total > 0 else by_samples
+
+
+def _read(weights: Sequence[float | Tensor]) -> list[float]:
+    tensors = [one.detach().reshape(()) for one in weights if isinstance(one, Tensor)]
+    values = iter(torch.stack(tensors).tolist() if tensors else ())
+    return [next(values) if isinstance(one, Tensor) else float(one) for one in weights]

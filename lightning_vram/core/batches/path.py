@@ -3,9 +3,18 @@
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from lightning_vram.core.batches.errors import SplitArgumentError
-from lightning_vram.core.batches.kinds import is_plain
+from torch import Tensor
+
+from lightning_vram.core.batches.leaves import is_constant
 from lightning_vram.core.batches.structure import Parts, take_apart
+
+
+class BatchSplitError(ValueError):
+    """A batch cannot be cut into samples; the message names the entry and the ways out."""
+
+
+class SplitArgumentError(BatchSplitError):
+    """It cannot be cut in the way the user gave: that is to be mended, where another batch may run whole."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +93,18 @@ def check_shared_keys(name: str, names: object) -> None:
     """
     if isinstance(names, str) or not isinstance(names, Collection) or not all(isinstance(one, str) for one in names):
         raise TypeError(f"{name} must be a list of names of entries, such as ['mask'] or [] for none, got {names!r}.")
+
+
+def is_plain(values: Sequence[object]) -> bool:
+    """Return whether there is nothing but constants inside: no tensor and no unknown object."""
+    return all(_is_plain(value) for value in values)
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, str) or value is None:
+        return True
+    parts = take_apart(value)
+    return is_constant(value) and not isinstance(value, Tensor) if parts is None else is_plain(parts.values)
 
 
 def iterate(value: object, path: BatchPath, shared: SharedKeys) -> Iterator[tuple[BatchPath, object]]:

@@ -8,11 +8,16 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_vram.core.batches.errors import BatchSplitError
-from lightning_vram.core.batches.kinds import are_pictures, are_too_many_for_columns, is_plain, is_uniform
 from lightning_vram.core.batches.leaves import count_rows, describe
-from lightning_vram.core.batches.path import BatchPath, SharedKeys, iterate
-from lightning_vram.core.batches.reading import Misfit, Reading, Role
+from lightning_vram.core.batches.path import BatchPath, BatchSplitError, SharedKeys, is_plain, iterate
+from lightning_vram.core.batches.reading import (
+    Misfit,
+    Reading,
+    Role,
+    are_pictures,
+    are_too_many_for_columns,
+    is_uniform,
+)
 from lightning_vram.core.batches.structure import take_apart
 
 HOOK = "define split_batch(batch, size) on the LightningModule"

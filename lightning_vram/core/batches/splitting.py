@@ -8,14 +8,13 @@ What it costs: some microseconds of Python for each entry; no memory, but for sp
 A step that writes into a tensor of its micro-batch writes into the batch.
 """
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_vram.core.batches.errors import BatchSplitError
-from lightning_vram.core.batches.leaves import count_elements, count_rows, cut_rows, is_constant
-from lightning_vram.core.batches.path import BatchPath, SharedKeys, iterate
+from lightning_vram.core.batches.leaves import count_elements, count_rows, cut_rows, describe, is_constant
+from lightning_vram.core.batches.path import BatchPath, BatchSplitError, SharedKeys, iterate
 from lightning_vram.core.batches.reading import Reading, Role
-from lightning_vram.core.batches.shape_key import describe_shapes
 from lightning_vram.core.batches.sizing import HOOK, find_reading
 from lightning_vram.core.batches.structure import refresh, take_apart
 from lightning_vram.memory.device.out_of_memory import is_out_of_memory
@@ -23,6 +22,7 @@ from lightning_vram.memory.device.out_of_memory import is_out_of_memory
 __all__ = ["BatchSplitError", "BatchSplitter"]
 
 _ROOT = BatchPath()
+_MAX_LENGTH = 160  # of the name of a shape
 
 
 class BatchSplitter:
@@ -99,8 +99,15 @@ class BatchSplitter:
 
         Args:
             batch: Any object, also one that cannot be cut.
+
+        Returns:
+            Up to 160 characters; of a longer description the beginning, and a hash of all of it.
         """
-        return describe_shapes(batch)
+        text = _describe_all(batch)
+        if len(text) <= _MAX_LENGTH:
+            return text
+        digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        return f"{text[: _MAX_LENGTH - len(digest) - 4]}... {digest}"
 
     def elements(self, batch: Any) -> int:
         """Return the number of elements of what follows the samples: a measure of how large a batch is.
@@ -155,3 +162,15 @@ class BatchSplitter:
             return sum(count_elements(inner) for _, inner in iterate(value, path, self._shared))
         children = zip(parts.values, path.children(parts), strict=True)
         return sum(self._count(inner, child, reading) for inner, child in children)
+
+
+def _describe_all(value: Any) -> str:
+    parts = take_apart(value)
+    if parts is None:
+        return describe(value)
+    if parts.is_list:
+        inner = [_describe_all(part) for part in parts.values]
+        inside = f"{len(inner)} x {inner[0]}" if len(inner) > 1 and len(set(inner)) == 1 else ", ".join(inner)
+    else:
+        inside = ", ".join(f"{k}: {_describe_all(part)}" for k, part in zip(parts.labels, parts.values, strict=True))
+    return f"{type(value).__name__}({inside})"

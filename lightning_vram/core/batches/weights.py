@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor
 
-from lightning_vram.core.batches.errors import BatchSplitError
+from lightning_vram.core.batches.path import BatchSplitError
 from lightning_vram.core.batches.sizing import HOOK
 from lightning_vram.core.batches.splitting import BatchSplitter
 

@@ -4,7 +4,6 @@ from lightning_vram.techniques.micro_batching.agreed_sizes import Agreed, Agreed
 from lightning_vram.techniques.micro_batching.norm_counting import NormCounting
 from lightning_vram.techniques.micro_batching.planning import PROBED_SIZES, SizePlanning
 from lightning_vram.techniques.micro_batching.remembered_sizes import MicroBatchSizes
-from lightning_vram.techniques.micro_batching.shares import Weight, shares_of
 
 __all__ = [
     "PROBED_SIZES",
@@ -14,6 +13,4 @@ __all__ = [
     "MicroBatchSizes",
     "NormCounting",
     "SizePlanning",
-    "Weight",
-    "shares_of",
 ]

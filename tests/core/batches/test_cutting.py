@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from lightning_vram.core.batches.cutting import BatchCutter, BatchFacts
-from lightning_vram.core.batches.errors import BatchSplitError, SplitArgumentError
-from lightning_vram.techniques.micro_batching.shares import shares_of
+from lightning_vram.core.batches.cutting import BatchCutter, BatchFacts, shares_of
+from lightning_vram.core.batches.path import BatchSplitError, SplitArgumentError
 
 
 class Graph:
