@@ -6,9 +6,8 @@
 
 from lightning_vram.callbacks.hook_points.around_step import AroundStep, Depth
 from lightning_vram.callbacks.hook_points.before_strategy_setup import before_strategy_setup
+from lightning_vram.callbacks.hook_points.checks import check_trainer, refuse_moved_parameters
 from lightning_vram.callbacks.hook_points.fit_technique import FitTechnique
-from lightning_vram.callbacks.hook_points.lightning_copy import check_trainer
-from lightning_vram.callbacks.hook_points.moved_parameters import refuse_moved_parameters
 from lightning_vram.callbacks.hook_points.rank_timeout import rank_timeout
 
 __all__ = [

@@ -9,11 +9,12 @@ outside.
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from enum import IntEnum
+from functools import partial
 from typing import Any
 
 from lightning.pytorch.strategies import Strategy
 
-from lightning_vram.core.surgery.shadow import pass_on
+from lightning_vram.core.surgery.shadow import Shadow
 
 
 class Depth(IntEnum):
@@ -25,41 +26,23 @@ class Depth(IntEnum):
     OBSERVATION = 3
 
 
-class _SurroundedStep:
+class _SurroundedStep(Shadow):
     """Stands in for one method of a strategy as long as anybody enters a context around it."""
 
     def __init__(self, strategy: Strategy, name: str) -> None:
-        self._strategy = strategy
-        self._name = name
-        self._inner = getattr(strategy, name)
-        self._contexts: list[AroundStep] = []
+        self.contexts: list[AroundStep] = []
+        super().__init__(strategy, name, partial(partial, self._run))
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step."""
-        contexts = tuple(self._contexts)  # one may be removed inside
+    def _run(self, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        contexts = tuple(self.contexts)  # one may be removed inside
         with ExitStack() as stack:
             for context in contexts:
                 stack.enter_context(context.around(*args, **kwargs))
-            result = self._inner(*args, **kwargs)
+            result = inner(*args, **kwargs)
             for context in reversed(contexts):
                 if context.look is not None:
                     context.look(result)
         return result
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Callable[..., Any]]]:
-        """In a copy of the strategy, such as a worker process gets of the trainer, there are none."""
-        return pass_on, (self._inner,)
-
-    def add(self, context: "AroundStep") -> None:
-        self._contexts.append(context)
-        self._contexts.sort(key=lambda context: context.depth)
-
-    def remove(self, context: "AroundStep") -> None:
-        if context in self._contexts:
-            self._contexts.remove(context)
-        # One that somebody else's stand-in was put over stays and does nothing.
-        if not self._contexts and vars(self._strategy).get(self._name) is self:
-            delattr(self._strategy, self._name)
 
 
 class AroundStep:
@@ -86,12 +69,16 @@ class AroundStep:
         self.around = around
         self.look = look
         step = vars(strategy).get(name)
-        if not isinstance(step, _SurroundedStep):
+        if not isinstance(step, _SurroundedStep) or not step.contexts:  # one without only passes calls on
             step = _SurroundedStep(strategy, name)
-            setattr(strategy, name, step)
-        step.add(self)
+        step.contexts.append(self)
+        step.contexts.sort(key=lambda context: context.depth)
         self._step = step
 
     def remove(self) -> None:
         """Take it away. Calling it again does nothing."""
-        self._step.remove(self)
+        contexts = self._step.contexts
+        if self in contexts:
+            contexts.remove(self)
+        if not contexts:
+            self._step.remove()

@@ -6,36 +6,32 @@ FSDP wrapping and ``configure_optimizers``. It is shadowed on the strategy for o
 """
 
 from collections.abc import Callable
-from types import MethodType
-from typing import Any
+from functools import partial
 
 import lightning.pytorch as pl
 
-from lightning_vram.core.surgery.shadow import pass_on
+from lightning_vram.core.surgery.shadow import Shadow
 
 Action = Callable[[], None]
 
 
-class _BeforeStrategySetup:
+class _BeforeStrategySetup(Shadow):
     """Stands in for ``strategy.setup`` once: steps aside, runs the actions in order, then calls it."""
 
     def __init__(self, strategy: pl.strategies.Strategy) -> None:
-        self.strategy = strategy
         self.actions: list[Action] = []
+        super().__init__(strategy, "setup", partial(partial, self._run))
 
-    def __call__(self, trainer: pl.Trainer) -> None:
+    def _run(self, setup: Callable[[pl.Trainer], None], trainer: pl.Trainer) -> None:
+        actions = self.actions
         self.withdraw()
-        for action in self.actions:
+        for action in actions:
             action()
-        self.strategy.setup(trainer)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """In a copy of the strategy, such as a worker process gets of the trainer, there is nothing to do."""
-        return pass_on, (MethodType(type(self.strategy).setup, self.strategy),)
+        setup(trainer)
 
     def withdraw(self) -> None:
-        if vars(self.strategy).get("setup") is self:
-            del vars(self.strategy)["setup"]
+        self.actions = []
+        self.remove()
 
 
 def before_strategy_setup(trainer: pl.Trainer, action: Action) -> None:
@@ -46,9 +42,8 @@ def before_strategy_setup(trainer: pl.Trainer, action: Action) -> None:
         action: What to do with ``trainer.lightning_module``. If it raises, the run ends there.
     """
     shadow = vars(trainer.strategy).get("setup")
-    if not isinstance(shadow, _BeforeStrategySetup):
+    if not isinstance(shadow, _BeforeStrategySetup) or not shadow.actions:  # one without only passes calls on
         shadow = _BeforeStrategySetup(trainer.strategy)
-        trainer.strategy.setup = shadow  # type: ignore[method-assign]
     shadow.actions.append(action)
 
 

@@ -10,7 +10,7 @@ from lightning_vram.callbacks.hook_points.before_strategy_setup import (
     before_strategy_setup,
     withdraw_from_strategy_setup,
 )
-from lightning_vram.callbacks.hook_points.lightning_copy import check_trainer
+from lightning_vram.callbacks.hook_points.checks import check_trainer
 
 
 class FitTechnique(Callback, ABC):

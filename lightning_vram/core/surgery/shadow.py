@@ -14,6 +14,8 @@ class Shadow:
         make: Gets what was there, and returns what is called instead.
     """
 
+    _wrapped_by_lr_sched = True  # else schedules warn of an optimizer's overridden step, or cannot wrap it
+
     def __init__(self, owner: object, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         self._owner = owner
         self._name = name
@@ -27,8 +29,11 @@ class Shadow:
         return self._call(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Callable[..., Any]]]:
-        """In a copy of the owner, such as a worker process gets of the trainer, nothing stands in."""
-        return pass_on, (self._inner,)
+        """In a copy of the owner, such as a worker process gets of the trainer, nothing stands in.
+
+        Optimizers leave what is on the instance out of theirs.
+        """
+        return _pass_on, (self._inner,)
 
     def remove(self) -> None:
         """Put back what was there. Calling it again does nothing."""
@@ -51,6 +56,6 @@ def _return_first(call: Callable[..., Any], inner: Callable[..., Any]) -> Callab
     return call
 
 
-def pass_on(inner: Callable[..., Any]) -> Callable[..., Any]:
+def _pass_on(inner: Callable[..., Any]) -> Callable[..., Any]:
     """What a stand-in becomes in a pickle: what it stands in for."""
     return inner

@@ -1,8 +1,26 @@
-"""Strategies that move parameters in ways no saved tensor survives."""
+"""What several callbacks refuse."""
 
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+
+def check_trainer(name: str, trainer: object) -> None:
+    """Refuse a Trainer of ``pytorch_lightning``, whose classes are others: what depends on them would not apply.
+
+    Args:
+        name: Class of the callback.
+        trainer: What the callback was given.
+
+    Raises:
+        MisconfigurationException: If ``trainer`` is no ``lightning.pytorch.Trainer``.
+    """
+    if not isinstance(trainer, pl.Trainer):
+        package = type(trainer).__module__.partition(".")[0]
+        raise MisconfigurationException(
+            f"{name} works with lightning.pytorch, got a Trainer of {package}. "
+            "Replace 'import pytorch_lightning as pl' by 'import lightning.pytorch as pl'."
+        )
 
 
 def refuse_moved_parameters(name: str, trainer: pl.Trainer, use: str) -> None:
