@@ -82,6 +82,8 @@ class AccumulationScheduler(FitTechnique):
         >>> trainer = pl.Trainer(callbacks=[AccumulationScheduler({0: 8, 4: 4})], logger=False)
     """
 
+    uses_gradients = True  # and changes them: see FSDPOffloadStrategy
+
     def __init__(
         self,
         by_epoch: dict[int, int] | None = None,

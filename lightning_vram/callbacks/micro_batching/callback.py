@@ -123,6 +123,8 @@ class MicroBatching(FitTechnique):
         >>> trainer = pl.Trainer(callbacks=[MicroBatching("auto")], logger=False)
     """
 
+    uses_gradients = True  # a backward may run again: see FSDPOffloadStrategy
+
     def __init__(
         self,
         size: Size = "auto",

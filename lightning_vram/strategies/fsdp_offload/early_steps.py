@@ -1,15 +1,14 @@
-"""When an optimizer may step in the backward: nobody may look at gradients, or change them, after it."""
+"""When an optimizer may step in the backward: nobody may look at gradients, or change them, after it.
+
+A callback says by an attribute ``uses_gradients`` whether it does; of one that does not say it, the hooks that it has
+tell.
+"""
 
 from collections.abc import Iterator
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
-
-from lightning_vram.callbacks.accumulation_scheduler import AccumulationScheduler
-from lightning_vram.callbacks.micro_batching import MicroBatching
-from lightning_vram.callbacks.vram_monitor import VRAMMonitor
-from lightning_vram.precision import LeanMixedPrecision
 
 _HOOKS = ("on_after_backward", "on_before_optimizer_step")
 
@@ -42,13 +41,13 @@ def _obstacles(trainer: pl.Trainer) -> Iterator[str]:
 
 
 def _obstacles_in(callback: pl.Callback) -> Iterator[str]:
-    if isinstance(callback, AccumulationScheduler | MicroBatching):
-        yield type(callback).__name__  # they change gradients, or run a backward again
-    elif not isinstance(callback, VRAMMonitor) and not type(callback).__module__.startswith("lightning."):
+    uses_gradients = getattr(callback, "uses_gradients", None)
+    if uses_gradients:
+        yield type(callback).__name__
+    elif uses_gradients is None and not type(callback).__module__.startswith("lightning."):
         yield from (hook for hook in _HOOKS if is_overridden(hook, callback, parent=pl.Callback))
 
 
 def _is_scaled(trainer: pl.Trainer) -> bool:
     """Whether gradients are scaled, so that a step may be left out."""
-    precision = trainer.precision_plugin
-    return isinstance(precision, LeanMixedPrecision) and precision.scaler is not None
+    return getattr(trainer.precision_plugin, "scaler", None) is not None

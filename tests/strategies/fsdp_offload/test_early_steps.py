@@ -52,6 +52,14 @@ class Reader(pl.Callback):
         assert pl_module.net.head.weight.grad is not None
 
 
+class Timer(Reader):
+    uses_gradients = False
+
+
+class Backwards(pl.Callback):
+    uses_gradients = True
+
+
 CASES = [
     (Asking, dict, (True, True)),
     (Asking, lambda: {"callbacks": [VRAMMonitor()]}, (True, True)),
@@ -59,6 +67,8 @@ CASES = [
     (Asking, lambda: {"gradient_clip_val": 0.1}, (False, True)),
     (Asking, lambda: {"callbacks": [MicroBatching(2)]}, (False, True)),
     (Asking, lambda: {"callbacks": [Reader()]}, (False, True)),
+    (Asking, lambda: {"callbacks": [Timer()]}, (True, True)),
+    (Asking, lambda: {"callbacks": [Backwards()]}, (False, True)),
     (Asking, lambda: {"plugins": [LeanMixedPrecision("bf16")]}, (True, True)),
     (Asking, lambda: {"plugins": [LeanMixedPrecision("fp16")]}, (False, False)),
     (Asking, lambda: {"detect_anomaly": True}, (False, True)),
