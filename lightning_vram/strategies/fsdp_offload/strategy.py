@@ -59,9 +59,10 @@ class FSDPOffloadStrategy(CheckpointedStrategy):
     Optimizers step on the host, on the shards of each rank, in a thread of their own: in the backward, layer by layer,
     where nothing looks at gradients afterwards; otherwise beside the next forward. A callback with hooks after the
     backward that leave gradients alone says so by its attribute ``uses_gradients = False``; one that needs them without
-    such hooks says ``True``. Reading a parameter, a gradient or a state waits for the step that writes it. Those of ``torch.optim`` that step each element by itself use the kernel
-    that you name: with ``fused=True``, ``foreach=True`` or ``foreach=False`` on the CPU the weights are to the bit the
-    plain ones. Where you name none, as in ``AdamW(parameters)``, they use the fused one, which is the fastest on the
+    such hooks says ``True``. Reading a parameter, a gradient or a state waits for the step that writes it.
+
+    Optimizers of ``torch.optim`` that step each element by itself use the kernel that you name: with ``fused=True``,
+    ``foreach=True`` or ``foreach=False`` on the CPU the weights are to the bit the plain ones. Where you name none, as in ``AdamW(parameters)``, they use the fused one, which is the fastest on the
     host, and a plain run another: both differ by roundings, as they do between the host's kernels and a GPU's. Others
     step on whole tensors on one device, and on sharded ones on several, while everything waits.
 
