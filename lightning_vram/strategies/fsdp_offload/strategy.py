@@ -62,9 +62,10 @@ class FSDPOffloadStrategy(CheckpointedStrategy):
     such hooks says ``True``. Reading a parameter, a gradient or a state waits for the step that writes it.
 
     Optimizers of ``torch.optim`` that step each element by itself use the kernel that you name: with ``fused=True``,
-    ``foreach=True`` or ``foreach=False`` on the CPU the weights are to the bit the plain ones. Where you name none, as in ``AdamW(parameters)``, they use the fused one, which is the fastest on the
-    host, and a plain run another: both differ by roundings, as they do between the host's kernels and a GPU's. Others
-    step on whole tensors on one device, and on sharded ones on several, while everything waits.
+    ``foreach=True`` or ``foreach=False`` on the CPU the weights are to the bit the plain ones. Where you name none, as
+    in ``AdamW(parameters)``, they use the fused one, which is the fastest on the host, and a plain run another: both
+    differ by roundings, as they do between the host's kernels and a GPU's. Others step on whole tensors on one device,
+    and on sharded ones on several, while everything waits.
 
     Mixed precision is :class:`~lightning_vram.LeanMixedPrecision`'s, whether given as ``precision="bf16-mixed"`` or as
     a plugin. Weights that autocast casts at every use, of linear layers, convolutions and attention, are then sent to
