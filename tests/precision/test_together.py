@@ -77,11 +77,10 @@ class NormThenActivation(TinyCNN):
         nn.Sequential.__init__(self, nn.Flatten(), nn.Linear(192, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 10))
 
 
-@pytest.mark.parametrize("mode", ["auto", "modules"])
 @pytest.mark.parametrize("fp32_modules", [(), nn.LayerNorm], ids=["low norms", "island"])
-def test_norms_in_16_bit_are_fused_or_left_alone(mode, fp32_modules, make_trainer):
+def test_norms_in_16_bit_are_fused_or_left_alone(fp32_modules, make_trainer):
     fitted = []
-    for callbacks in ([], [InPlaceFusion(mode=mode)]):
+    for callbacks in ([], [InPlaceFusion()]):
         model = build(NormThenActivation)
         plugin = LeanMixedPrecision("bf16", low_precision_norms=not fp32_modules, fp32_modules=fp32_modules)
         make_trainer(callbacks=callbacks, plugins=[plugin]).fit(model)

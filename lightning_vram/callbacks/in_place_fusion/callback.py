@@ -11,7 +11,7 @@ from typing import Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_deprecation, rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_vram.argument_checks import check_bool
@@ -29,10 +29,9 @@ class InPlaceFusion(FitTechnique):
     checkpoints.
 
     Args:
-        mode: ``"general"`` drops the results of all cheap operators in eager code. ``"modules"`` lets activations
-            behind a norm keep the norm's input and costs no Python per operator, but saves less; in compiled code it
-            lets the compiler recompute norms and activations. ``"auto"`` does the first in eager and the second in
-            compiled code.
+        mode: ``"general"`` drops the results of all cheap operators in eager code. ``"auto"`` does that and, in
+            compiled code, lets the compiler recompute norms and activations. ``"modules"`` is deprecated: it is read
+            as ``"auto"``, and refused from version 0.3 on.
         inplace: Let activations overwrite their input, in training steps, where one observed step has proven that
             nobody else reads it. As the next two, only for models that take the same path in every step. In manual
             optimization the observed step has other gradients of ``prod`` and ``cumprod``, equal up to rounding.
@@ -63,12 +62,18 @@ class InPlaceFusion(FitTechnique):
         min_bytes: int | str = 1024,
         dropout: Literal["mask", "replay"] = "mask",
     ) -> None:
-        _check_choice("mode", mode, ("auto", "general", "modules"))
+        if mode == "modules":
+            rank_zero_deprecation(
+                "InPlaceFusion(mode='modules') is deprecated and now does what mode='auto' does, which saves more; "
+                "version 0.3 refuses it. Write mode='auto', or leave mode out."
+            )
+            mode = "auto"
+        _check_choice("mode", mode, ("auto", "general"))
         check_bool("InPlaceFusion(inplace)", inplace)
         _check_choice("abn", abn, (None, "invert"))
         check_bool("InPlaceFusion(fold_frozen_bn)", fold_frozen_bn)
         _check_choice("dropout", dropout, ("mask", "replay"))
-        self.mode = mode
+        self.mode: Literal["auto", "general"] = mode
         self.inplace = inplace
         self.abn = abn
         self.fold_frozen_bn = fold_frozen_bn
@@ -114,7 +119,7 @@ class InPlaceFusion(FitTechnique):
                 "training_step",
                 Depth.RECOMPUTATION,
                 lambda *_, **__: self._step(trainer, fusion),
-                fusion.look,
+                fusion.report_hidden,
             )
         )
 

@@ -1,21 +1,24 @@
 """All of in-place fusion on one module: what works in every step, and what one observed step has to prove first.
 
-Recomputation and fused pairs work from the first training step on. Folding frozen batch norms, inverting activations
+Recomputation works from the first training step on. Folding frozen batch norms, inverting activations
 and writing in place need to know which module feeds which and who else looks. That is observed in the first step that
 records a gradient, and they apply from the next on: its backward must find the modules as its forward did.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 
 from lightning_vram.core.surgery.compiled import is_compiled
 from lightning_vram.memory.units import format_bytes
+from lightning_vram.private_names.torch.tensors import storage_key
+from lightning_vram.private_names.torch.trees import tree_leaves
 from lightning_vram.techniques.in_place_fusion.folding import (
     BATCH_NORMS,
     CONVOLUTIONS,
@@ -23,14 +26,11 @@ from lightning_vram.techniques.in_place_fusion.folding import (
     fold_frozen_batch_norm,
     why_not_folded,
 )
-from lightning_vram.techniques.in_place_fusion.hidden_tensors import count_hidden_bytes
 from lightning_vram.techniques.in_place_fusion.inplace_abn import InPlaceABNHandle, apply_inplace_abn_where_safe
 from lightning_vram.techniques.in_place_fusion.inplace_activations import InplaceObserver, observe_inplace, set_inplace
 from lightning_vram.techniques.in_place_fusion.links import LinkObserver, observe_links
-from lightning_vram.techniques.in_place_fusion.norm_activation import FusedModulesHandle, fuse_norm_activations
 from lightning_vram.techniques.in_place_fusion.recomputation import (
     Recomputation,
-    RecomputationReport,
     apply_compiled_recomputation,
 )
 
@@ -42,7 +42,7 @@ _ACTIVATIONS = (*_INVERTIBLE, nn.ReLU, nn.ReLU6, nn.SiLU, nn.GELU, nn.Hardswish,
 class FusionPolicy:
     """What to do; see :class:`~lightning_vram.callbacks.in_place_fusion.callback.InPlaceFusion` for the words."""
 
-    mode: Literal["auto", "general", "modules"] = "auto"
+    mode: Literal["auto", "general"] = "auto"
     inplace: bool = False
     abn: Literal["invert"] | None = None
     fold_frozen_bn: bool = False
@@ -60,10 +60,6 @@ class FusionError(ValueError):
     """What the policy asks for is impossible on this module."""
 
 
-class _Undo(Protocol):
-    def remove(self) -> None: ...
-
-
 class Fusion:
     """Fusion at work on one module, until :meth:`remove`.
 
@@ -77,28 +73,21 @@ class Fusion:
         self._module = module
         self._policy = policy
         self._tell = tell
-        self._undos: list[_Undo] = []
+        self._undos: list[Callable[[], None]] = []
         self._checked: list[FoldingHandle | InPlaceABNHandle] = []
         self._safe_names: list[str] = []
         self._links: LinkObserver | None = None
         self._places: InplaceObserver | None = None
         self._stage = _Stage.OBSERVING
-        self._recomputation: Recomputation | None = None
-        self._fused: FusedModulesHandle | None = None
+        self._num_compiled = 0
+        self._recomputation = Recomputation(module, min_bytes=policy.min_bytes, dropout=policy.dropout)
         self.is_useful = True
         """False once a step has shown that there is nothing to save."""
-        if policy.mode == "modules" and not self._needs_links:
-            self._fuse(())
-        if policy.mode != "modules":
-            self._recomputation = Recomputation(module, min_bytes=policy.min_bytes, dropout=policy.dropout)
         if policy.mode != "general" and is_compiled(module):
-            self._undos.append(compiled := apply_compiled_recomputation(module))
+            compiled = apply_compiled_recomputation(module)
+            self._undos.append(compiled.remove)
+            self._num_compiled = compiled.num_modules
             tell(f"lets the compiler recompute {compiled.num_modules} norms and activations.")
-
-    @property
-    def report(self) -> RecomputationReport | None:
-        """What recomputation did in the last step; ``None`` if it is not in use."""
-        return self._recomputation.report if self._recomputation is not None else None
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -111,8 +100,7 @@ class Fusion:
         if self._stage is _Stage.OBSERVED:
             self._change()
         with ExitStack() as stack:
-            if self._recomputation is not None:
-                stack.enter_context(self._recomputation)
+            stack.enter_context(self._recomputation)
             if self._stage is _Stage.OBSERVING:
                 self._observe(stack)
             elif self._safe_names:
@@ -138,14 +126,18 @@ class Fusion:
             )
         if self._policy.abn is not None:
             # One in place returns the memory it was given: whether others read that could not be told.
-            stack.callback(_switch_off_inplace(self._module))
+            activations: list[Any] = [m for m in self._module.modules() if isinstance(m, _INVERTIBLE)]
+            for activation in activations:
+                if getattr(activation, "inplace", False):
+                    activation.inplace = False
+                    stack.callback(setattr, activation, "inplace", True)  # noqa: FBT003
         if self._policy.inplace:
             self._places = stack.enter_context(observe_inplace(self._module))
 
     def _end_step(self) -> bool:
         return sum(handle.end_step() for handle in self._checked) > 0  # all of them are asked
 
-    def look(self, outputs: Any) -> None:
+    def report_hidden(self, outputs: Any) -> None:
         """Tell, in the first step, what cannot be reached: ``outputs`` is what the step returned."""
         if self._stage is _Stage.OBSERVING:
             num_functions, hidden_bytes = count_hidden_bytes(outputs)
@@ -158,15 +150,14 @@ class Fusion:
     def remove(self) -> None:
         """Make the module what it was. Calling it again does nothing."""
         while self._undos:
-            self._undos.pop().remove()
+            self._undos.pop()()
 
     def _change(self) -> None:
         self._stage = _Stage.CHANGED
         try:
             folded = self._fold() if self._policy.fold_frozen_bn else []
-            inverted = self._invert(folded) if self._policy.abn is not None else []
-            if self._policy.mode == "modules" and self._needs_links:
-                self._fuse([*folded, *inverted])
+            if self._policy.abn is not None:
+                self._invert(folded)
         except ValueError as error:
             self.remove()
             raise FusionError(str(error)) from None
@@ -189,16 +180,12 @@ class Fusion:
                 "fold_frozen_bn out."
             )
         handle = fold_frozen_batch_norm(frozen)
-        self._undos.append(handle)
+        self._undos.append(handle.remove)
         self._checked.append(handle)
         self._tell(f"folds {len(frozen)} frozen batch norms into their convolutions.")
         return [link.consumer for link in frozen]
 
-    def _fuse(self, leave_out: Collection[nn.Module]) -> None:
-        self._fused = fuse_norm_activations(self._module, leave_out)
-        self._undos.append(self._fused)
-
-    def _invert(self, folded: list[nn.Module]) -> list[nn.Module]:
+    def _invert(self, folded: list[nn.Module]) -> None:
         assert self._links is not None
         links = [link for link in self._links.links(allow_shared=True) if isinstance(link.producer, BATCH_NORMS)]
         links = [link for link in links if link.producer not in folded]
@@ -214,24 +201,19 @@ class Fusion:
         if not handle.num_links:
             name = self._name(chosen[0].producer)
             raise ValueError(f"abn='invert': {name!r} cannot be inverted: {refused[0]}")
-        self._undos.append(handle)
+        self._undos.append(handle.remove)
         self._checked.append(handle)
         left = f"; {len(refused)} are left as they are, the first because {refused[0]}" if refused else "."
         self._tell(f"inverts {handle.num_links} activations behind batch norms{left}")
-        return [module for link in chosen for module in (link.producer, link.consumer)]
 
     def _summarise(self) -> None:
-        report = self.report
-        if report is not None and not report.num_saved:
+        report = self._recomputation.report
+        if not report.num_saved:
             return  # no gradient was recorded: a step that was skipped, weights that are still frozen
         needs_more = self._policy.inplace or self._needs_links
         self._stage = _Stage.OBSERVED if needs_more else _Stage.CHANGED
-        if self._fused is not None:
-            self._tell(f"keeps the input of a norm for {self._fused.num_fused} activations behind one.")
-        num_compiled = sum(getattr(undo, "num_modules", 0) for undo in self._undos)
-        num_saving = (report.num_dropped if report is not None else 0) + num_compiled
-        self.is_useful = bool(num_saving or needs_more or (self._fused is not None and self._fused.num_fused))
-        if report is None or not report.num_dropped:
+        self.is_useful = bool(report.num_dropped + self._num_compiled or needs_more)
+        if not report.num_dropped:
             return
         whole = format_bytes(report.dropped_bytes + report.kept_bytes)
         self._tell(
@@ -244,17 +226,6 @@ class Fusion:
     def _name(self, module: nn.Module) -> str:
         names: dict[nn.Module, str] = {member: name for name, member in self._module.named_modules()}
         return names[module]
-
-
-def _switch_off_inplace(module: nn.Module) -> Callable[[], None]:
-    members = [m for m in module.modules() if isinstance(m, _INVERTIBLE) and getattr(m, "inplace", False)]
-
-    def switch(*, on: bool) -> None:
-        for member in members:
-            setattr(member, "inplace", on)  # noqa: B010  # not declared on nn.Module
-
-    switch(on=False)
-    return lambda: switch(on=True)
 
 
 class FrozenNormFolding:
@@ -295,3 +266,30 @@ class FrozenNormFolding:
         if self._undo is not None:
             self._undo.remove()
         self._undo = None
+
+
+def count_hidden_bytes(outputs: Any) -> tuple[int, int]:
+    """Add up what custom functions in the graph of ``outputs`` hold past ``save_for_backward``: no hook sees it.
+
+    Args:
+        outputs: Any nest with tensors.
+
+    Returns:
+        The functions that hide tensors, and the bytes of these tensors, each memory once.
+    """
+    tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+    waiting: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    seen: set[Any] = set(waiting)
+    functions: set[str] = set()
+    storages: dict[int, int] = {}
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, BackwardCFunction):
+            tensors = [leaf for leaf in tree_leaves(list(vars(node).values())) if isinstance(leaf, Tensor)]
+            functions |= {type(node).__name__} if tensors else set()
+            storages |= {storage_key(tensor.untyped_storage()): tensor.untyped_storage().nbytes() for tensor in tensors}
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
+    return len(functions), sum(storages.values())

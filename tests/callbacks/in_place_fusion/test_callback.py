@@ -89,7 +89,7 @@ def messages(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"mode": "module"}, "InPlaceFusion(mode) must be one of 'auto', 'general', 'modules', got 'module'."),
+        ({"mode": "module"}, "InPlaceFusion(mode) must be one of 'auto', 'general', got 'module'."),
         ({"abn": "inplace"}, "InPlaceFusion(abn) must be one of None, 'invert', got 'inplace'."),
         ({"dropout": 1}, "InPlaceFusion(dropout) must be one of 'mask', 'replay', got 1."),
         ({"inplace": 1}, "InPlaceFusion(inplace) must be True or False, got 1 of type int."),
@@ -118,7 +118,7 @@ def test_it_tells_once_what_it_keeps(make_trainer, messages):
 
 
 @pytest.mark.parametrize("activation", [nn.ReLU, nn.SiLU, nn.LeakyReLU])
-@pytest.mark.parametrize("mode", ["auto", "general", "modules"])
+@pytest.mark.parametrize("mode", ["auto", "general"])
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.filterwarnings("ignore:InPlaceFusion found nothing")
 def test_every_mode_leaves_weights_equal_to_the_bit(make_trainer, mode, inplace, activation):
@@ -145,20 +145,21 @@ def test_activations_are_in_place_during_the_fit_and_not_after_it(make_trainer, 
     assert any(message.startswith("InPlaceFusion runs 3 activations in place: ") for message in messages())
 
 
-def test_pairs_are_fused_during_the_fit_and_not_after_it(make_trainer, messages):
-    model = LitStack()
-    before = describe_module(model)
-    fit(model, make_trainer, InPlaceFusion(mode="modules"))
-    assert messages() == ["InPlaceFusion keeps the input of a norm for 3 activations behind one."]
-    assert describe_module(model) == before
+def test_the_mode_that_is_gone_warns_and_does_what_auto_does():
+    with pytest.warns(DeprecationWarning, match="is deprecated") as caught:
+        callback = InPlaceFusion(mode="modules")
+    assert [str(warning.message) for warning in caught] == [
+        "InPlaceFusion(mode='modules') is deprecated and now does what mode='auto' does, which saves more; "
+        "version 0.3 refuses it. Write mode='auto', or leave mode out."
+    ]
+    assert callback.mode == "auto"
 
 
-@pytest.mark.parametrize("options", [{}, {"mode": "modules"}], ids=["general", "modules"])
-def test_frozen_norms_are_folded_in_fine_tuning(make_trainer, messages, options):
+def test_frozen_norms_are_folded_in_fine_tuning(make_trainer, messages):
     plain = fit(LitStack(frozen=True), make_trainer)
     model = LitStack(frozen=True)
     before = describe_module(model)
-    fit(model, make_trainer, InPlaceFusion(fold_frozen_bn=True, **options))
+    fit(model, make_trainer, InPlaceFusion(fold_frozen_bn=True))
     assert "InPlaceFusion folds 3 frozen batch norms into their convolutions." in messages()
     assert describe_module(model) == before
     for a, b in zip(plain.state_dict().values(), model.state_dict().values(), strict=True):
@@ -227,18 +228,14 @@ class Residual(nn.Module):
         return self.head(self.act(x + y).mean((2, 3)))
 
 
-@pytest.mark.parametrize("options", [{"mode": "modules"}, {"abn": "invert"}], ids=["fused", "inverted"])
-def test_an_activation_that_is_used_twice_is_linked_where_it_follows_a_norm(make_trainer, messages, options):
+def test_an_activation_that_is_used_twice_is_linked_where_it_follows_a_norm(make_trainer, messages):
     runs = []
-    for callbacks in ([], [InPlaceFusion(**options)]):
+    for callbacks in ([], [InPlaceFusion(abn="invert")]):
         model = LitStack(nn.LeakyReLU)
         torch.manual_seed(0)
         model.net = Residual(nn.LeakyReLU)
         runs.append(fit(model, make_trainer, *callbacks))
-    assert any(
-        message.startswith(("InPlaceFusion keeps the input of a norm for 1", "InPlaceFusion inverts 1"))
-        for message in messages()
-    )
+    assert any(message.startswith("InPlaceFusion inverts 1") for message in messages())
     for a, b in zip(runs[0].state_dict().values(), runs[1].state_dict().values(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
@@ -351,7 +348,7 @@ def test_a_step_that_fails_leaves_nothing_behind(make_trainer):
 
     model = Failing()
     before = describe_module(model)
-    trainer = make_trainer(callbacks=[InPlaceFusion(mode="modules", inplace=True)])
+    trainer = make_trainer(callbacks=[InPlaceFusion(inplace=True)])
     with pytest.raises(KeyError):
         trainer.fit(model)
     assert describe_module(model) == before
@@ -380,7 +377,7 @@ def test_strategies_that_move_parameters_are_refused(make_trainer):
         callback.setup(trainer, LitStack(), "fit")
 
 
-@pytest.mark.parametrize("options", [{"mode": "modules"}, {"abn": "invert"}, {"fold_frozen_bn": True}], ids=str)
+@pytest.mark.parametrize("options", [{"abn": "invert"}, {"fold_frozen_bn": True}], ids=str)
 def test_checkpoints_of_the_users_own_find_the_modules_as_the_forward_did(make_trainer, options):
     class Checkpointing(LitStack):
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -393,7 +390,7 @@ def test_checkpoints_of_the_users_own_find_the_modules_as_the_forward_did(make_t
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-def test_a_path_that_changes_leaves_fused_pairs_equal_to_the_bit(make_trainer):
+def test_a_path_that_changes_leaves_weights_equal_to_the_bit(make_trainer):
     class Changing(LitStack):
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
             stage = self.net.body[0]
@@ -402,7 +399,7 @@ def test_a_path_that_changes_leaves_fused_pairs_equal_to_the_bit(make_trainer):
             return (z + y if batch_idx == 2 else z).square().mean()
 
     plain = fit(Changing(), make_trainer)
-    assert_equal_weights(fit(Changing(), make_trainer, InPlaceFusion(mode="modules", min_bytes=0)), plain)
+    assert_equal_weights(fit(Changing(), make_trainer, InPlaceFusion(min_bytes=0)), plain)
 
 
 @pytest.mark.parametrize("options", [{"abn": "invert"}, {"fold_frozen_bn": True}], ids=str)
@@ -467,7 +464,7 @@ def test_norms_that_cannot_be_inverted_are_left_as_they_are(make_trainer, messag
 
 
 def test_a_second_fit_of_the_same_callback_starts_anew(make_trainer):
-    callback, plain = InPlaceFusion(mode="modules", inplace=True), LitStack()
+    callback, plain = InPlaceFusion(inplace=True), LitStack()
     ours = copy.deepcopy(plain)
     for _ in range(2):
         fit(plain, make_trainer)

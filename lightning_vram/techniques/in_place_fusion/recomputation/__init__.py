@@ -5,6 +5,6 @@
 """
 
 from lightning_vram.techniques.in_place_fusion.recomputation.compiled import apply_compiled_recomputation
-from lightning_vram.techniques.in_place_fusion.recomputation.stage import Recomputation, RecomputationReport
+from lightning_vram.techniques.in_place_fusion.recomputation.stage import Recomputation
 
-__all__ = ["Recomputation", "RecomputationReport", "apply_compiled_recomputation"]
+__all__ = ["Recomputation", "apply_compiled_recomputation"]

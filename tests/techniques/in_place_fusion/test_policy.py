@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_vram.techniques.in_place_fusion.hidden_tensors import count_hidden_bytes
+from lightning_vram.techniques.in_place_fusion.policy import count_hidden_bytes
 
 
 class Hide(torch.autograd.Function):
