@@ -4,7 +4,6 @@
 May import: core, memory.
 """
 
-from lightning_vram.techniques.activation_offload.report import OffloadReport
-from lightning_vram.techniques.activation_offload.stage import ActivationOffloading
+from lightning_vram.techniques.activation_offload.stage import ActivationOffloading, OffloadReport
 
 __all__ = ["ActivationOffloading", "OffloadReport"]

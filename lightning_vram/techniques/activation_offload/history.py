@@ -1,13 +1,15 @@
 """Which forward is running, and how much one like it saved when it ran last: then one knows what comes last."""
 
 import weakref
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from lightning_vram.techniques.activation_offload.items import OffloadedItem
+from typing import Any, Protocol
 
 _MAX_KINDS = 256  # remembered; batches may have any length
 _FEWEST_TO_PRUNE = 64
+
+
+class _Saved(Protocol):
+    number: int
+    num_bytes: int
 
 
 class Run:
@@ -25,10 +27,10 @@ class Run:
         self.largest_bytes = largest_bytes
         self.saved_bytes = 0
         self.resident_bytes = 0  # on the device and not given back to autograd yet
-        self.items: list[weakref.ref[OffloadedItem]] = []
+        self.items: list[weakref.ref[Any]] = []
         self._prune_at = _FEWEST_TO_PRUNE
 
-    def append(self, item: "OffloadedItem") -> None:
+    def append(self, item: _Saved) -> None:
         """Note that ``item`` is saved, and number it."""
         item.number = len(self.items)
         self.items.append(weakref.ref(item))

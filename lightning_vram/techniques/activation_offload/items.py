@@ -1,20 +1,25 @@
 """What was offloaded, one item per storage: where its bytes are, and who may still ask for them."""
 
 import weakref
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from lightning_vram.core.hooks.stage import Taken
 from lightning_vram.core.host.arena import unseen
+from lightning_vram.core.host.errors import OffloadError
 from lightning_vram.core.host.transfers import Arrival
 from lightning_vram.core.tensors.versions import alias, version_counter
 from lightning_vram.private_names.torch.autograd import current_graph_task_id
 from lightning_vram.private_names.torch.dispatch import FakeTensor
 from lightning_vram.private_names.torch.tensors import num_writes
+from lightning_vram.techniques.activation_offload.geometry import Geometry, to_view
 from lightning_vram.techniques.activation_offload.history import Run
-from lightning_vram.techniques.activation_offload.places import Parcel
-from lightning_vram.techniques.activation_offload.routes import Route
+from lightning_vram.techniques.activation_offload.places import Parcel, Place
+
+_LOOK_AHEAD = 64  # items that are looked at for one that may be fetched
 
 
 class _Loan(NamedTuple):
@@ -41,6 +46,7 @@ class OffloadedItem:
     __slots__ = (
         "__weakref__",
         "_arrival",
+        "_counted_bytes",
         "_device",
         "_lent",
         "_load",
@@ -48,32 +54,31 @@ class OffloadedItem:
         "_num_handles",
         "_num_waiting",
         "_packed_dtype",
-        "_route",
+        "_place",
         "_snapshot",
-        "counted_bytes",
         "num_bytes",
         "number",
         "parcel",
         "run",
     )
 
-    def __init__(self, run: Run, route: Route, num_bytes: int, packed_dtype: torch.dtype | None) -> None:
+    def __init__(self, run: Run, place: Place, num_bytes: int, packed_dtype: torch.dtype | None) -> None:
         self.run = run
         self.number = 0
         self.num_bytes = num_bytes
         self.parcel: Parcel | None = None
-        self._route = route
+        self._place = place
         self._packed_dtype = packed_dtype  # of a tensor that travels in bfloat16
         self._arrival: Arrival | None = None
         self._device: Tensor | None = None
         self._lent: weakref.ref[torch.UntypedStorage] | None = None
         self._loan: _Loan | None = None
         self._snapshot: tuple[Tensor, int] | None = None
-        self._load = self._num_handles = self._num_waiting = self.counted_bytes = 0
+        self._load = self._num_handles = self._num_waiting = self._counted_bytes = 0
         run.append(self)
 
     def __del__(self) -> None:
-        self.uncount()
+        self._uncount()
 
     @property
     def is_here(self) -> bool:
@@ -85,11 +90,11 @@ class OffloadedItem:
     def keep(self, flat: Tensor, window_bytes: int) -> None:
         """Leave the bytes where they are; copies in flight and what is kept share the window."""
         self._hold(flat, None)
-        self._route.copies.settle(window_bytes - self.run.resident_bytes)
+        self._place.copies.settle(window_bytes - self.run.resident_bytes)
 
     def send(self, flat: Tensor, tensor: Tensor, window_bytes: int) -> None:
         """Send the bytes of ``tensor`` away."""
-        self.parcel = self._route.place.put(flat, window_bytes)
+        self.parcel = self._place.put(flat, window_bytes)
         if self.parcel.departure.source is not None:
             self._snapshot = version_counter(tensor), num_writes(tensor)
 
@@ -101,19 +106,19 @@ class OffloadedItem:
         if self.parcel is None or type(tensor) is FakeTensor or tensor.device.type != "cpu":
             return True
         with unseen(tensor):
-            flat = self._route.wrap(tensor.untyped_storage()).narrow(0, start_bytes, self.num_bytes)
+            flat = self._place.wrap(tensor.untyped_storage()).narrow(0, start_bytes, self.num_bytes)
             if self._packed_dtype is not None:
                 flat = flat.view(self._packed_dtype).to(torch.bfloat16).view(torch.uint8)
             sent = torch.empty_like(flat)
-            self.parcel.fetch(sent, self._route.copies.mark()).wait(sent)
+            self.parcel.fetch(sent, self._place.copies.mark()).wait(sent)
             return torch.equal(sent, flat)
 
     def fetch(self) -> Tensor:
         """Begin to bring the bytes back; returns them, see :meth:`hand_over`."""
         assert self.parcel is not None
         packed = self._packed_dtype
-        target = self._route.make(self.num_bytes if packed is None else self.num_bytes // packed.itemsize * 2)
-        self._hold(target, self.parcel.fetch(target, self._route.copies.mark()))
+        target = self._place.make(self.num_bytes if packed is None else self.num_bytes // packed.itemsize * 2)
+        self._hold(target, self.parcel.fetch(target, self._place.copies.mark()))
         return target
 
     def find(self) -> Tensor | None:
@@ -133,7 +138,7 @@ class OffloadedItem:
             packed, flat = flat, flat.view(torch.bfloat16).to(self._packed_dtype).view(torch.uint8)
             if self._device is packed:
                 self._device = flat
-            self._arrival = self._route.copies.note_made(flat)
+            self._arrival = self._place.copies.note_made(flat)
         if self._loan is None and type(flat) is not FakeTensor:
             self._loan = _Loan(version_counter(flat), num_writes(flat), current_graph_task_id())
         return flat
@@ -159,27 +164,55 @@ class OffloadedItem:
         if self._device is not None:
             self.note_given(load)
 
-    def pass_over(self) -> None:
-        """Drop a copy nobody asked for, or at least do not count it: the backward took another way."""
+    def fetch_ahead(self, window_bytes: int) -> None:
+        """Begin to fetch what was saved before this, which is about to be handed over, as far as the window reaches."""
+        items = self.run.items
+        room = window_bytes - self.run.resident_bytes + self._counted_bytes
+        for number in range(self.number - 1, max(-1, self.number - 1 - _LOOK_AHEAD), -1):
+            earlier = items[number]()
+            if earlier is None or earlier.is_here:
+                continue
+            if earlier.num_bytes > room:
+                return
+            try:
+                earlier.fetch()
+            except (torch.OutOfMemoryError, OffloadError):  # whoever needs it now may still have it
+                return
+            room -= earlier.num_bytes
+
+    def make_room(self, window_bytes: int) -> None:
+        """Pass over what was saved after this and nobody asked for, if it fills the window.
+
+        The backward took another way: of two losses of one forward only the first, say.
+        """
+        run = self.run
+        if run.resident_bytes and run.resident_bytes + self.num_bytes > window_bytes:
+            for reference in run.items[self.number + 1 :]:
+                later = reference()
+                if later is not None:
+                    later._pass_over()
+
+    def _pass_over(self) -> None:
+        """Drop a copy nobody asked for, or at least do not count it."""
         if self.parcel is not None and self._num_waiting == self._num_handles:
             self._device = self._arrival = self._loan = None
-        self.uncount()
+        self._uncount()
 
-    def uncount(self) -> None:
+    def _uncount(self) -> None:
         """Count it no longer among what waits on the device."""
-        self.run.resident_bytes -= self.counted_bytes
-        self.counted_bytes = 0
+        self.run.resident_bytes -= self._counted_bytes
+        self._counted_bytes = 0
 
     def _hold(self, flat: Tensor, arrival: Arrival | None) -> None:
-        self.uncount()  # what it holds already, if that was written to
+        self._uncount()  # what it holds already, if that was written to
         self._device, self._arrival, self._loan, self._lent = flat, arrival, None, None
         self._load += 1
         self._num_waiting = self._num_handles
-        self.counted_bytes = self.num_bytes
+        self._counted_bytes = self.num_bytes
         self.run.resident_bytes += self.num_bytes
 
     def _let_go(self) -> None:
-        self.uncount()
+        self._uncount()
         flat = self._device
         if self.parcel is None or flat is None:
             return
@@ -192,7 +225,7 @@ class OffloadedItem:
         if storage is None or loan is None:
             return None
         flat = alias(loan.counter)  # which is told of writes to this one, too
-        flat.data = self._route.wrap(storage)
+        flat.data = self._place.wrap(storage)
         return flat
 
     def _lent_storage(self) -> torch.UntypedStorage | None:
@@ -209,3 +242,41 @@ class OffloadedItem:
         source = self.parcel.departure.source
         counter, version = self._snapshot
         return source if num_writes(counter) == version else None
+
+
+_Bring = Callable[[OffloadedItem, int], tuple[Tensor, int]]
+
+
+class OffloadHandle(Taken):
+    """A tensor that was offloaded: how it lies in the bytes of its item, which it may share with others.
+
+    Args:
+        bring: Returns the bytes of an item for a handle that was asked at some load last, and what to say next time.
+        item: The bytes.
+        tensor: The tensor that was saved.
+        offset: Its first element, counted from the first byte of the item.
+    """
+
+    __slots__ = ("_bring", "_dtype", "_geometry", "_load", "item")
+
+    def __init__(self, bring: _Bring, item: OffloadedItem, tensor: Tensor, offset: int) -> None:
+        self.item = item
+        self._load = item.note_handle()
+        self._bring = bring
+        self._dtype = tensor.dtype
+        self._geometry = Geometry(tensor, offset)
+
+    def __del__(self) -> None:
+        self.item.forget_handle(self._load)
+
+    @property
+    def num_bytes(self) -> int:  # noqa: D102
+        return 0 if self.item.parcel is not None else self.item.num_bytes
+
+    def before_write(self) -> None:  # noqa: D102
+        if self.item.parcel is not None:
+            self.item.parcel.departure.precede()
+
+    def give(self) -> Tensor:  # noqa: D102
+        flat, self._load = self._bring(self.item, self._load)
+        return to_view(flat, self._dtype, self._geometry)

@@ -1,124 +1,143 @@
-"""Where offloaded bytes go: host memory, or a file. Both take flat bytes and give them back."""
+"""Where the bytes of each device go, host memory or a file, and the copies that bring them there and back."""
 
-from abc import ABC, abstractmethod
+import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from lightning_vram.core.host.arena import HostArena, HostBlock
-from lightning_vram.core.host.disk_ring import DiskBlock, DiskRing
-from lightning_vram.core.host.transfers import Arrival, Copies, Departure
+from lightning_vram.core.host.arena import HostArena, unseen
+from lightning_vram.core.host.disk_ring import DiskRing
+from lightning_vram.core.host.transfers import Arrival, Copies, Departure, make_copies
+from lightning_vram.private_names.torch.dispatch import FakeTensor
 
 
-class Parcel(ABC):
+class Parcel(NamedTuple):
     """Bytes that were sent away; they are gone with this object."""
 
-    __slots__ = ("departure",)
-
-    def __init__(self, departure: Departure) -> None:
-        self.departure = departure
-
-    @abstractmethod
-    def fetch(self, target: Tensor, moment: Any) -> Arrival:
-        """Begin to copy them into ``target``, which was made before ``moment``."""
+    departure: Departure
+    fetch: Callable[[Tensor, Any], Arrival]
+    """Begins to copy them into a tensor that was made before some moment."""
 
 
-class Place(ABC):
-    """Takes bytes of one device."""
+class Place:
+    """Takes flat bytes of one device and gives them back.
+
+    Args:
+        arena: Host memory of this device only: what lay there before may still be read by copies, and the copies of
+            two devices do not wait for each other. ``None``: not there.
+        ring: A file. ``None``, too: fake tensors would be written to it.
+        copies: From and to the device.
+        like: A tensor on the device, for its kind: real or fake.
+    """
+
+    def __init__(self, arena: HostArena | None, ring: DiskRing | None, copies: Copies, like: Tensor) -> None:
+        self.arena = arena
+        self._ring = ring
+        self.copies = copies
+        with unseen(like):
+            self._like = like.new_empty(0, dtype=torch.uint8)
+
+    def put(self, source: Tensor, window_bytes: int) -> Parcel:
+        """Send bytes away; at most ``window_bytes`` of the device are held for copies in flight."""
+        copies, like = self.copies, self._like
+        if self.arena is not None:
+            block = self.arena.take(source.numel())
+            departure = copies.send(source, block.pieces, window_bytes)
+            return Parcel(departure, lambda target, moment: copies.fetch(block.pieces, target, moment))
+        if self._ring is None:
+            return Parcel(Departure(), lambda target, moment: Arrival())
+        written = self._ring.write(source, copies, window_bytes)  # in parts: no departure stands for all
+        return Parcel(Departure(), lambda target, moment: written.read(target, lambda: make_copies(like), moment))
+
+    def make(self, num_bytes: int) -> Tensor:
+        """Return memory on the device, which whoever counts memory may see."""
+        return self._like.new_empty(num_bytes)
+
+    def wrap(self, storage: torch.UntypedStorage) -> Tensor:
+        """Return the bytes of ``storage`` as a flat tensor."""
+        with unseen(self._like):
+            return self._like.new_empty(0).set_(storage)
+
+
+class OffloadPlaces:
+    """Makes a place for each device as its tensors ask for one, and owns the memory and the file.
+
+    Args:
+        disk_path: Folder for a file instead of host memory.
+        pin_memory: Whether to pin host memory.
+
+    Raises:
+        ValueError: If ``disk_path`` is no folder.
+        OffloadError: If no file can be made there.
+    """
+
+    def __init__(self, disk_path: str | os.PathLike[str] | None, *, pin_memory: bool) -> None:
+        self._disk_path = disk_path
+        self._pin_memory = pin_memory
+        self._places: dict[tuple[torch.device, Any], Place] = {}
+        self._ring: DiskRing | None = None
+        self.open()
 
     @property
     def host_bytes(self) -> int:
-        """Host memory that it has to itself."""
-        return 0
+        """Host memory taken; fake memory if no other was."""
+        real_bytes = self._ring.staging_bytes if self._ring is not None else 0
+        fake_bytes = 0
+        for (_, fake_mode), place in self._places.items():
+            num_bytes = place.arena.total_bytes if place.arena is not None else 0
+            if fake_mode is None:
+                real_bytes += num_bytes
+            else:
+                fake_bytes += num_bytes
+        return real_bytes or fake_bytes
 
     @property
-    def num_blocks(self) -> int:
-        """Storages that lie in that."""
-        return 0
-
-    def close(self) -> None:  # noqa: B027 - not all have any
-        """Give that memory back."""
-
-    @abstractmethod
-    def put(self, source: Tensor, window_bytes: int) -> Parcel:
-        """Send flat bytes away; at most ``window_bytes`` of the device are held for copies in flight."""
-
-
-class HostPlace(Place):
-    """Host memory.
-
-    Args:
-        arena: Of this device only: what lay there before may still be read by copies, and the copies of two devices
-            do not wait for each other.
-        copies: From and to the device.
-    """
-
-    def __init__(self, arena: HostArena, copies: Copies) -> None:
-        self._arena = arena
-        self._copies = copies
+    def disk_bytes(self) -> int:
+        """Size of the file."""
+        return self._ring.total_bytes if self._ring is not None else 0
 
     @property
-    def host_bytes(self) -> int:  # noqa: D102
-        return self._arena.total_bytes
+    def num_away(self) -> int:
+        """Storages that are away."""
+        on_disk = self._ring.num_blocks if self._ring is not None else 0
+        return on_disk + sum(place.arena.num_blocks for place in self._places.values() if place.arena is not None)
 
-    @property
-    def num_blocks(self) -> int:  # noqa: D102
-        return self._arena.num_blocks
+    def open(self) -> None:
+        """Make the file, if there is to be one and it was closed."""
+        if self._disk_path is not None and self._ring is None:
+            self._ring = DiskRing(self._disk_path, pin_memory=self._pin_memory)
 
-    def close(self) -> None:  # noqa: D102
-        self._arena.close()
+    def close(self) -> None:
+        """Give host memory and file back."""
+        for place in self._places.values():
+            place.copies.close()
+            if place.arena is not None:
+                place.arena.close()
+        self._places.clear()
+        if self._ring is not None:
+            self._ring.close()
+            self._ring = None
 
-    def put(self, source: Tensor, window_bytes: int) -> Parcel:  # noqa: D102
-        block = self._arena.take(source.numel())
-        return _HostParcel(block, self._copies, self._copies.send(source, block.pieces, window_bytes))
+    def settle(self) -> None:
+        """Let go of what finished copies held on the device."""
+        for place in self._places.values():
+            place.copies.settle()
 
-
-class DiskPlace(Place):
-    """A file."""
-
-    def __init__(self, ring: DiskRing, copies: Copies, make_copies: Callable[[], Copies]) -> None:
-        self._ring = ring
-        self._copies = copies
-        self._make_copies = make_copies
-
-    def put(self, source: Tensor, window_bytes: int) -> Parcel:  # noqa: D102
-        return _DiskParcel(self._ring.write(source, self._copies, window_bytes), self._make_copies)
-
-
-class _HostParcel(Parcel):
-    __slots__ = ("_block", "_copies")
-
-    def __init__(self, block: HostBlock, copies: Copies, departure: Departure) -> None:
-        super().__init__(departure)
-        self._block = block
-        self._copies = copies
-
-    def fetch(self, target: Tensor, moment: Any) -> Arrival:
-        return self._copies.fetch(self._block.pieces, target, moment)
-
-
-class _DiskParcel(Parcel):
-    __slots__ = ("_block", "_make_copies")
-
-    def __init__(self, block: DiskBlock, make_copies: Callable[[], Copies]) -> None:
-        super().__init__(Departure())  # in parts: none of them stands for all
-        self._block = block
-        self._make_copies = make_copies
-
-    def fetch(self, target: Tensor, moment: Any) -> Arrival:
-        return self._block.read(target, self._make_copies, moment)
-
-
-class NoPlace(Place):
-    """Takes fake tensors for a file: there is nothing to write."""
-
-    def put(self, source: Tensor, window_bytes: int) -> Parcel:  # noqa: D102
-        return _NoParcel(Departure())
-
-
-class _NoParcel(Parcel):
-    __slots__ = ()
-
-    def fetch(self, target: Tensor, moment: Any) -> Arrival:
-        return Arrival()
+    def find(self, tensor: Tensor) -> Place:
+        """Return the place for the device of ``tensor``."""
+        fake_mode = tensor.fake_mode if isinstance(tensor, FakeTensor) else None
+        key = (tensor.device, fake_mode)
+        place = self._places.get(key)
+        if place is None:
+            # Tensors of two fake modes do not mix.
+            self._places = {old: known for old, known in self._places.items() if old[1] in (None, fake_mode)}
+            is_fake = fake_mode is not None
+            arena = None
+            if self._ring is None:
+                like = tensor.new_empty(0) if is_fake else None
+                arena = HostArena(pin_memory=self._pin_memory and not is_fake, like=like)
+            ring = self._ring if not is_fake else None
+            place = self._places[key] = Place(arena, ring, make_copies(tensor), tensor)
+        return place

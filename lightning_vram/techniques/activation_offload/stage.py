@@ -16,6 +16,7 @@ import threading
 import weakref
 from collections.abc import Hashable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -32,16 +33,32 @@ from lightning_vram.private_names.torch.autograd import current_graph_task_id, n
 from lightning_vram.private_names.torch.dispatch import TorchDispatchMode
 from lightning_vram.techniques.activation_offload.candidates import OffloadCandidates
 from lightning_vram.techniques.activation_offload.geometry import as_bytes, find_span, to_flat
-from lightning_vram.techniques.activation_offload.handle import OffloadHandle
 from lightning_vram.techniques.activation_offload.history import ForwardHistory, Run
-from lightning_vram.techniques.activation_offload.items import OffloadedItem
+from lightning_vram.techniques.activation_offload.items import OffloadedItem, OffloadHandle
 from lightning_vram.techniques.activation_offload.late_handle import LateHandle
-from lightning_vram.techniques.activation_offload.prefetching import fetch_ahead, make_room
-from lightning_vram.techniques.activation_offload.report import OffloadReport
-from lightning_vram.techniques.activation_offload.routes import OffloadRoutes
+from lightning_vram.techniques.activation_offload.places import OffloadPlaces
 
 _WINDOW_SHARE = 16  # "auto": this part of what a forward saves
 _PACKED_DTYPES = (torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class OffloadReport:
+    """What an :class:`ActivationOffloading` did since it was entered last.
+
+    Args:
+        offloaded_bytes: Bytes of the device that were sent away. Each storage counts once.
+        kept_bytes: Bytes that were large enough and stayed, because they are needed again at once.
+        num_offloaded: Storages that were sent away.
+        host_bytes: Host memory taken so far, whether in use or not.
+        disk_bytes: Size of the file.
+    """
+
+    offloaded_bytes: int
+    kept_bytes: int
+    num_offloaded: int
+    host_bytes: int
+    disk_bytes: int
 
 
 class ActivationOffloading(SavedTensorStage):
@@ -112,7 +129,7 @@ class ActivationOffloading(SavedTensorStage):
         self._memo: StorageMemo[OffloadedItem] = StorageMemo()
         self._candidates = OffloadCandidates(min_offload_bytes)
         self._history = ForwardHistory()
-        self._routes = OffloadRoutes(disk_path, pin_memory=pin_memory and torch.accelerator.is_available())
+        self._places = OffloadPlaces(disk_path, pin_memory=pin_memory and torch.accelerator.is_available())
         self._late: list[weakref.ref[LateHandle]] = []  # saved by the last operator that saved any
         self._late_operator = -1
         self._offloaded_bytes = self._kept_bytes = self._num_offloaded = 0
@@ -124,14 +141,14 @@ class ActivationOffloading(SavedTensorStage):
             offloaded_bytes=self._offloaded_bytes,
             kept_bytes=self._kept_bytes,
             num_offloaded=self._num_offloaded,
-            host_bytes=self._routes.host_bytes,
-            disk_bytes=self._routes.disk_bytes,
+            host_bytes=self._places.host_bytes,
+            disk_bytes=self._places.disk_bytes,
         )
 
     @property
     def num_away(self) -> int:
         """Storages that are away now, of all steps."""
-        return self._routes.num_away
+        return self._places.num_away
 
     def keep_in_place(self, nest: Any) -> None:
         """Name tensors that are held anyway, such as the batch: their memory does not travel as long as it lives.
@@ -145,18 +162,18 @@ class ActivationOffloading(SavedTensorStage):
     def settle(self) -> None:
         """Let go of device memory that copies held which are finished by now."""
         with self._lock:
-            self._routes.settle()
+            self._places.settle()
 
     def close(self) -> None:
         """Give host memory and file back. What is still away in host memory can be brought back, from disk not."""
         with self._lock:
             self._memo.clear()
-            self._routes.close()
+            self._places.close()
 
     @override
     def begin(self, stack: ExitStack) -> TorchDispatchMode | None:
         self._candidates.begin(self._module)
-        self._routes.open()
+        self._places.open()
         self._offloaded_bytes = self._kept_bytes = self._num_offloaded = 0
         self._history.start()
         self.settle()
@@ -180,7 +197,7 @@ class ActivationOffloading(SavedTensorStage):
     def _send(self, tensor: Tensor) -> Taken | None:
         with self._lock:
             item, offset = self._find_item(tensor)
-            return OffloadHandle(self, item, tensor, offset) if item is not None else self.hand_on(tensor)
+            return OffloadHandle(self._bring, item, tensor, offset) if item is not None else self.hand_on(tensor)
 
     def _finish_late(self) -> None:
         handles = [handle for reference in self._late if (handle := reference()) is not None]
@@ -189,21 +206,16 @@ class ActivationOffloading(SavedTensorStage):
             for handle in handles:
                 handle.finish()
 
-    def bring(self, item: OffloadedItem, load: int) -> tuple[Tensor, int]:
-        """Return the bytes of an item to a handle that was asked at ``load`` last, and what to say next time.
-
-        Raises:
-            OffloadError: If the disk failed.
-        """
+    def _bring(self, item: OffloadedItem, load: int) -> tuple[Tensor, int]:
         with self._lock:
             if current_graph_task_id() != -1:  # a stage inside may look at what it saved in a forward, too
                 self._history.end_forward()
             window_bytes = self._find_window(item.run)
             flat = item.find()
             if flat is None:
-                make_room(item, window_bytes)
+                item.make_room(window_bytes)
                 flat = item.fetch()
-            fetch_ahead(item, window_bytes)
+            item.fetch_ahead(window_bytes)
             return item.hand_over(flat), item.note_given(load)
 
     def _find_item(self, tensor: Tensor) -> tuple[OffloadedItem | None, int]:
@@ -242,10 +254,10 @@ class ActivationOffloading(SavedTensorStage):
             if innermost_stage() is not self:
                 self._candidates.keep_memory(tensor)
                 return None
-            item = OffloadedItem(run, self._routes.find(tensor), num_bytes, None)
+            item = OffloadedItem(run, self._places.find(tensor), num_bytes, None)
             item.keep(as_bytes(flat), window_bytes)
             return item
-        item = OffloadedItem(run, self._routes.find(tensor), num_bytes, packed)
+        item = OffloadedItem(run, self._places.find(tensor), num_bytes, packed)
         item.send(as_bytes(flat if packed is None else flat.to(torch.bfloat16)), tensor, window_bytes)
         self._offloaded_bytes += num_bytes
         self._num_offloaded += 1

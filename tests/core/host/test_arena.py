@@ -15,7 +15,7 @@ from lightning_vram.core.host.arena import HostArena
 from lightning_vram.core.host.chunked_space import ChunkedSpace
 from lightning_vram.memory.tracking.tracker import track_memory
 from lightning_vram.memory.units import GIB, KIB, MIB
-from lightning_vram.techniques.activation_offload.routes import OffloadRoutes
+from lightning_vram.techniques.activation_offload.places import OffloadPlaces
 
 
 @pytest.fixture
@@ -171,11 +171,11 @@ def test_space_comes_back_if_filling_a_block_is_interrupted(monkeypatch) -> None
 
 
 def test_each_device_has_memory_of_its_own() -> None:
-    routes = OffloadRoutes(None, pin_memory=False)
+    places = OffloadPlaces(None, pin_memory=False)
     with FakeTensorMode():
         tensors = [torch.empty(100, dtype=torch.uint8, device=f"cuda:{index}") for index in range(2)]
-    parcels = [routes.find(tensor).place.put(tensor, 0) for tensor in tensors]
-    assert routes.host_bytes == 2 * MIB
-    assert routes.num_away == len(parcels) == 2
-    routes.close()
-    assert (routes.host_bytes, routes.num_away) == (0, 0)
+    parcels = [places.find(tensor).put(tensor, 0) for tensor in tensors]
+    assert places.host_bytes == 2 * MIB
+    assert places.num_away == len(parcels) == 2
+    places.close()
+    assert (places.host_bytes, places.num_away) == (0, 0)
