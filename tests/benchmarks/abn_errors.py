@@ -11,12 +11,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from lightning_vram.techniques.in_place_fusion.inplace_abn.function import (
+from lightning_vram.techniques.in_place_fusion.inplace_abn.function import Normalization, normalize_and_activate
+from lightning_vram.techniques.in_place_fusion.inplace_abn.inversion import (
     InvertibleActivation,
-    Normalization,
-    normalize_and_activate,
+    predict_inversion_error,
 )
-from lightning_vram.techniques.in_place_fusion.inplace_abn.inversion_error import predict_inversion_error
 
 EPS = 1e-5
 GAMMAS = (1.0, 0.01, 0.001)

@@ -8,7 +8,7 @@ left. The idea is InPlace-ABN (Rota Bulo et al. 2018, https://arxiv.org/abs/1712
 meaning, and the output is that of the plain layers, by the same kernels.
 
 What it costs: the inverse of the activation in the backward, and accuracy. Rounding of the output is divided by gamma
-on the way back: ``inversion_error.py`` says by how much, per channel. It does not help where
+on the way back: ``inversion.py`` says by how much, per channel. It does not help where
 nothing else keeps the output, under ``no_grad``, or after ReLU and others that cannot be inverted.
 """
 
@@ -25,44 +25,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_vram.private_names.torch.operators import batch_norm_and_statistics
+from lightning_vram.techniques.in_place_fusion.inplace_abn.inversion import InvertibleActivation
 
 _aten = torch.ops.aten
-
-
-@dataclass(frozen=True)
-class InvertibleActivation:
-    """LeakyReLU, ELU, or neither.
-
-    Args:
-        negative_slope: Factor of what is below zero; 1 leaves it as it is.
-        alpha: Of an ELU, which then takes the place of the slope. ``None``: no ELU.
-    """
-
-    negative_slope: float = 1.0
-    alpha: float | None = None
-
-    def apply_(self, value: Tensor) -> Tensor:
-        """Activate in place."""
-        if self.alpha is not None:
-            return F.elu(value, self.alpha, inplace=True)
-        return value if self.negative_slope == 1 else F.leaky_relu(value, self.negative_slope, inplace=True)
-
-    def invert(self, output: Tensor) -> Tensor:
-        """Compute the input from the output; what an ELU has rounded to ``-alpha`` stays finite."""
-        if self.alpha is None:
-            # the inverse of a leaky ReLU is one
-            return output if self.negative_slope == 1 else F.leaky_relu(output, 1 / self.negative_slope)
-        lowest = torch.finfo(output.dtype).eps / 2 - 1
-        below = output.clamp(max=0).div_(self.alpha).clamp_(min=lowest).log1p_()
-        return below.add_(output.clamp(min=0))
-
-    def differentiate(self, gradient: Tensor, output: Tensor) -> Tensor:
-        """Compute the gradient of the input from that of the output."""
-        if self.alpha is not None:
-            return _as_tensor(_aten.elu_backward(gradient, self.alpha, 1, 1, is_result=True, self_or_result=output))
-        if self.negative_slope == 1:
-            return gradient
-        return _as_tensor(_aten.leaky_relu_backward(gradient, output, self.negative_slope, self_is_result=True))
 
 
 @dataclass(frozen=True)
@@ -315,8 +280,3 @@ def _no_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
     """What ``custom_bwd`` does, without the cast of the inputs that comes with ``custom_fwd``."""
     is_available = torch.amp.is_autocast_available(device_type)
     return torch.autocast(device_type, enabled=False) if is_available else contextlib.nullcontext()
-
-
-def _as_tensor(value: Any) -> Tensor:
-    assert isinstance(value, Tensor)
-    return value

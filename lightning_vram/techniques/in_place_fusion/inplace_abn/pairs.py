@@ -13,52 +13,76 @@ fuses the two itself, and our modules break its graph. Hooks that read the norm'
 
 import functools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_vram.core.hooks.moment import is_in_backward, is_transformed
 from lightning_vram.core.surgery.class_swap import Swaps, restore_class, swap_class
 from lightning_vram.private_names.torch.autograd import is_in_forward_ad
-from lightning_vram.private_names.torch.dispatch import FakeTensor
-from lightning_vram.private_names.torch.modules import BatchNormBase, check_dimensions
-from lightning_vram.techniques.in_place_fusion.inplace_abn.function import (
-    InvertibleActivation,
-    Normalization,
-    normalize_and_activate,
+from lightning_vram.private_names.torch.modules import check_dimensions
+from lightning_vram.techniques.in_place_fusion.inplace_abn.function import Normalization, normalize_and_activate
+from lightning_vram.techniques.in_place_fusion.inplace_abn.inversion import InvertibleActivation
+from lightning_vram.techniques.in_place_fusion.inplace_abn.refusals import (
+    STATE,
+    Link,
+    check_pair,
+    limit_error,
+    read_activation,
+    read_error,
 )
-from lightning_vram.techniques.in_place_fusion.inplace_abn.handover import Handover
-from lightning_vram.techniques.in_place_fusion.inplace_abn.inversion_error import predict_inversion_error
 
 CHECK_EVERY_N_FORWARDS = 100
 """How often a pair reads gamma and beta in training, from its first forward on: on a GPU it waits for them."""
 
-MAX_ERROR = 1e-3
-MAX_ERROR_16_BIT = 2e-2
-"""In 16 bits a fresh norm (gamma 1, beta 0) has a predicted error of 3.9e-3 (bfloat16) or 4.9e-4 (float16)."""
 
-_STATE = "_invertible_norms"
+@dataclass
+class _Handover:
+    """Activated outputs on their way from norms to one activation. By storage: FSDP2 hands on an alias."""
 
+    _under_way: list[StorageWeakRef] = field(default_factory=list)
+    _lost: bool = False
 
-class Link(Protocol):
-    """A norm whose output goes to one activation, unchanged, and nowhere else."""
+    def give(self, output: Tensor) -> None:
+        """Note that ``output`` is activated."""
+        self._forget_expired()
+        self._under_way.append(_refer_to(output))
+
+    def take(self, input: Tensor) -> bool:
+        """Whether ``input`` was given, once."""
+        if not self._under_way:
+            return False
+        storage = _refer_to(input)
+        if storage in self._under_way:
+            self._under_way.remove(storage)
+            return True
+        self._forget_expired()
+        return False
+
+    def end_step(self) -> bool:
+        """Forget what is under way. Returns whether an output was given and never taken."""
+        was_lost, self._under_way = self._lost or bool(self._under_way), []
+        self._lost = False
+        return was_lost
 
     @property
-    def producer(self) -> nn.Module:
-        """BatchNorm1d, 2d, 3d or SyncBatchNorm."""
+    def is_pending(self) -> bool:
+        """Whether an output is alive that never arrived."""
+        return bool(self._under_way)
 
-    @property
-    def consumer(self) -> nn.Module:
-        """LeakyReLU, ELU or Identity; several norms may share it, and it may be called on other tensors."""
+    def _forget_expired(self) -> None:
+        """Forget outputs that never arrived, because a forward was interrupted."""
+        self._lost = self._lost or any(storage.expired() for storage in self._under_way)  # type: ignore[no-untyped-call]
+        self._under_way = [storage for storage in self._under_way if not storage.expired()]  # type: ignore[no-untyped-call]
 
 
 @dataclass
 class _ProducerState:
     consumer: nn.Module
-    handover: Handover
+    handover: _Handover
     max_error: float | None
     num_forwards: int = 0
     has_fallen_back: bool = False
@@ -68,7 +92,7 @@ class InPlaceABNHandle(Swaps):
     """Counts what fell back, and undoes :func:`apply_inplace_abn`."""
 
     def __init__(self) -> None:
-        super().__init__(_STATE)
+        super().__init__(STATE)
         self._states: list[_ProducerState] = []
 
     @property
@@ -101,7 +125,7 @@ def apply_inplace_abn(
         dtype: What the activations are computed in, for the check made here. ``None``: the dtype of the norm's
             weights; under autocast that is not what the first forward will find.
         max_error: Largest predicted error, see
-            :func:`~lightning_vram.techniques.in_place_fusion.inplace_abn.inversion_error.predict_inversion_error`.
+            :func:`~lightning_vram.techniques.in_place_fusion.inplace_abn.inversion.predict_inversion_error`.
             ``None``: 1e-3, and 2e-2 in 16 bits.
 
     Returns:
@@ -125,12 +149,10 @@ def apply_inplace_abn(
     handle = InPlaceABNHandle()
     with handle.all_or_none():
         for index, link in enumerate(links):
-            name = f"link {index}, {_describe(link.producer)} followed by {link.consumer}"
-            _check_link(name, link, handle)
-            _check_error(name, link, dtype, max_error)
+            check_pair(index, link, handle.modules, dtype, max_error)
             if link.consumer not in handle.modules:
-                handle.add(link.consumer, Handover(), _run_consumer)
-            state = _ProducerState(link.consumer, vars(link.consumer)[_STATE], max_error)
+                handle.add(link.consumer, _Handover(), _run_consumer)
+            state = _ProducerState(link.consumer, vars(link.consumer)[STATE], max_error)
             handle.add(link.producer, state, _run_producer)
             handle._states.append(state)
     return handle
@@ -143,100 +165,23 @@ def apply_inplace_abn_where_safe(links: Iterable[Link]) -> tuple[InPlaceABNHandl
         The undo of all, and why each of the others was refused.
     """
     whole, refused = InPlaceABNHandle(), []
-    handovers: dict[nn.Module, Handover] = {}
+    handovers: dict[nn.Module, _Handover] = {}
     for link in links:
         if link.consumer in handovers:  # an activation that several norms feed is swapped once
-            restore_class(link.consumer, _STATE)
+            restore_class(link.consumer, STATE)
         try:
             handle = apply_inplace_abn([link])
         except ValueError as error:
             refused.append(str(error).partition(": ")[2])
             if link.consumer in handovers:
-                swap_class(link.consumer, _STATE, handovers[link.consumer], _run_consumer)
+                swap_class(link.consumer, STATE, handovers[link.consumer], _run_consumer)
             continue
         handover = handovers.setdefault(link.consumer, handle._states[0].handover)
         handle._states[0].handover = handover
-        vars(link.consumer)[_STATE] = handover
+        vars(link.consumer)[STATE] = handover
         whole.modules += [module for module in handle.modules if module not in whole.modules]
         whole._states += handle._states
     return whole, refused
-
-
-# --- what is refused ---
-
-
-def _check_link(name: str, link: Link, handle: InPlaceABNHandle) -> None:
-    for module in (link.producer, link.consumer):
-        is_shared_consumer = module is link.consumer and module in handle.modules
-        if _STATE in vars(module) and not is_shared_consumer:
-            raise ValueError(f"{name}: {_describe(module)} is linked already. Link each norm once, to one activation.")
-        if "forward" in vars(module):
-            raise ValueError(
-                f"{name}: forward was replaced on the instance of {_describe(module)}. Leave the pair out."
-            )
-    if type(link.producer).forward not in (BatchNormBase.forward, nn.SyncBatchNorm.forward):
-        raise ValueError(
-            f"{name}: {_describe(link.producer)} does not run as a batch norm of torch.nn. "
-            "Link BatchNorm1d, BatchNorm2d, BatchNorm3d or SyncBatchNorm."
-        )
-    if link.consumer not in handle.modules:
-        _check_activation(name, link.consumer)
-
-
-def _check_activation(name: str, consumer: nn.Module) -> None:
-    way_out = "Use LeakyReLU, or leave the pair to the recomputation of InPlaceFusion, which needs no inverse."
-    forward = type(consumer).forward
-    if forward not in (nn.LeakyReLU.forward, nn.ELU.forward, nn.Identity.forward):
-        is_cut = isinstance(consumer, (nn.ReLU, nn.ReLU6))
-        reason = "what was below zero is gone" if is_cut else "its output does not tell its input"
-        raise ValueError(f"{name}: {type(consumer).__name__} cannot be inverted, {reason}. {way_out}")
-    for argument in ("negative_slope", "alpha"):
-        value = getattr(consumer, argument, 1.0) if forward is not nn.Identity.forward else 1.0
-        if not 0 < value < float("inf"):
-            raise ValueError(f"{name}: with {argument}={value} it cannot be inverted; it must be above 0. {way_out}")
-
-
-def _check_error(name: str, link: Link, dtype: torch.dtype | None, max_error: float | None) -> None:
-    norm: Any = link.producer
-    parameter = next((value for value in (norm.weight, norm.bias, norm.running_mean) if value is not None), None)
-    dtype = dtype or (parameter.dtype if parameter is not None else torch.get_default_dtype())
-    limit = _limit_error(max_error, dtype)
-    error = _read_error(norm, dtype, _read_activation(link.consumer))
-    if not error <= limit:
-        gamma = float(norm.weight.detach().abs().min()) if norm.weight is not None else 1.0
-        raise ValueError(
-            f"{name}: with gamma down to {gamma:.3g} in {str(dtype).removeprefix('torch.')}, its input is recovered "
-            f"with a predicted relative error of {error:.2g}, above {limit:.2g}. Train in float32, raise max_error, or "
-            "leave the pair to the recomputation of InPlaceFusion, which is exact."
-        )
-
-
-def _limit_error(max_error: float | None, dtype: torch.dtype) -> float:
-    if max_error is not None:
-        return max_error
-    return MAX_ERROR_16_BIT if torch.finfo(dtype).bits == 16 else MAX_ERROR
-
-
-def _read_error(norm: Any, dtype: torch.dtype, activation: InvertibleActivation) -> float:
-    """The worst channel's predicted error; zero where there are no values to read: fake tensors, graph capture."""
-    parameters = [value for value in (norm.weight, norm.bias) if value is not None]
-    is_abstract = any(value.is_meta or isinstance(value.data, FakeTensor) for value in parameters)
-    if is_abstract or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
-        return 0.0
-    return float(predict_inversion_error(norm.weight, norm.bias, dtype, activation).max())
-
-
-def _read_activation(consumer: nn.Module) -> InvertibleActivation:
-    if isinstance(consumer, nn.LeakyReLU):
-        return InvertibleActivation(negative_slope=consumer.negative_slope)
-    return InvertibleActivation(alpha=consumer.alpha if isinstance(consumer, nn.ELU) else None)
-
-
-def _describe(module: nn.Module) -> str:
-    return f"{type(module).__name__}({getattr(module, 'num_features', '')})"
-
-
-# --- what the modules do ---
 
 
 def _never_compiled(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -253,7 +198,7 @@ def _never_compiled(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @_never_compiled
 def _run_producer(norm: Any, state: _ProducerState, plain: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
-    activation = _read_activation(state.consumer)
+    activation = read_activation(state.consumer)
     if not _is_recorded(norm, input) or not _is_safe(norm, state, input.dtype, activation):
         return plain(input)
     check_dimensions(norm, input)
@@ -265,11 +210,11 @@ def _run_producer(norm: Any, state: _ProducerState, plain: Callable[[Tensor], Te
 
 @_never_compiled
 def _run_consumer(
-    activation: nn.Module, handover: Handover, plain: Callable[[Tensor], Tensor], input: Tensor
+    activation: nn.Module, handover: _Handover, plain: Callable[[Tensor], Tensor], input: Tensor
 ) -> Tensor:
     if handover.take(input):
         return input
-    if handover.is_pending and input.requires_grad and not is_in_backward():
+    if handover.is_pending and input.requires_grad and current_graph_task_id() == -1:
         raise RuntimeError(
             f"{activation} got a tensor that is not the output of the batch norm before it, which is activated "
             "already. Link only norms whose output goes to the activation, unchanged and first."
@@ -279,7 +224,7 @@ def _run_consumer(
 
 def _is_recorded(norm: Any, input: Tensor) -> bool:
     """Whether a gradient is recorded by autograd alone, and the plain norm would not refuse the input."""
-    if not torch.is_grad_enabled() or is_transformed() or input.dim() < 2 or is_in_forward_ad():
+    if not torch.is_grad_enabled() or is_in_transform() or is_tracing() or input.dim() < 2 or is_in_forward_ad():
         return False
     if norm.training and _process_group(norm) is None and input.numel() <= input.shape[1]:
         return False
@@ -287,11 +232,11 @@ def _is_recorded(norm: Any, input: Tensor) -> bool:
 
 
 def _is_safe(norm: Any, state: _ProducerState, dtype: torch.dtype, activation: InvertibleActivation) -> bool:
-    if state.has_fallen_back or is_in_backward():
+    if state.has_fallen_back or current_graph_task_id() != -1:
         return not state.has_fallen_back  # a recomputed forward must take the path that the forward took
     if state.num_forwards % CHECK_EVERY_N_FORWARDS == 0:
-        error = _read_error(norm, dtype, activation)
-        state.has_fallen_back = not error <= _limit_error(state.max_error, dtype)
+        error = read_error(norm, dtype, activation)
+        state.has_fallen_back = not error <= limit_error(state.max_error, dtype)
     state.num_forwards += 1
     return not state.has_fallen_back
 
@@ -317,3 +262,7 @@ def _process_group(norm: Any) -> dist.ProcessGroup | None:
         return None
     group: dist.ProcessGroup | None = norm.process_group or dist.group.WORLD
     return group if dist.get_world_size(group) > 1 else None
+
+
+def _refer_to(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]

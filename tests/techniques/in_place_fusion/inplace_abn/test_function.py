@@ -8,12 +8,11 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_vram.techniques.in_place_fusion.inplace_abn.function import (
+from lightning_vram.techniques.in_place_fusion.inplace_abn.function import Normalization, normalize_and_activate
+from lightning_vram.techniques.in_place_fusion.inplace_abn.inversion import (
     InvertibleActivation,
-    Normalization,
-    normalize_and_activate,
+    predict_inversion_error,
 )
-from lightning_vram.techniques.in_place_fusion.inplace_abn.inversion_error import predict_inversion_error
 from tests.benchmarks import abn_errors
 
 C = 5

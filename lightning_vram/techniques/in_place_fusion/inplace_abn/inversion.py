@@ -1,15 +1,54 @@
-"""Predict how well the backward of an in-place activated batch norm recovers the norm's input.
+"""Invert the activation behind a batch norm, and predict how well the norm's input is recovered by it.
 
-``function.py`` keeps the output alone, and goes back from it through the activation and
-gamma. The output is rounded, and the way back enlarges the rounding: the more, the smaller gamma is beside beta. This
-says by how much, before anything is trained. It costs a few operators on ``[C]`` values. It does not know the data:
-``xhat`` is taken to be normal.
+``function.py`` keeps the output alone, and goes back from it through the activation and gamma. The output is rounded,
+and the way back enlarges the rounding: the more, the smaller gamma is beside beta. What is predicted here, before
+anything is trained, costs a few operators on ``[C]`` values and does not know the data: ``xhat`` is taken to be normal.
 """
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_vram.techniques.in_place_fusion.inplace_abn.function import InvertibleActivation
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class InvertibleActivation:
+    """LeakyReLU, ELU, or neither.
+
+    Args:
+        negative_slope: Factor of what is below zero; 1 leaves it as it is.
+        alpha: Of an ELU, which then takes the place of the slope. ``None``: no ELU.
+    """
+
+    negative_slope: float = 1.0
+    alpha: float | None = None
+
+    def apply_(self, value: Tensor) -> Tensor:
+        """Activate in place."""
+        if self.alpha is not None:
+            return F.elu(value, self.alpha, inplace=True)
+        return value if self.negative_slope == 1 else F.leaky_relu(value, self.negative_slope, inplace=True)
+
+    def invert(self, output: Tensor) -> Tensor:
+        """Compute the input from the output; what an ELU has rounded to ``-alpha`` stays finite."""
+        if self.alpha is None:
+            # the inverse of a leaky ReLU is one
+            return output if self.negative_slope == 1 else F.leaky_relu(output, 1 / self.negative_slope)
+        lowest = torch.finfo(output.dtype).eps / 2 - 1
+        below = output.clamp(max=0).div_(self.alpha).clamp_(min=lowest).log1p_()
+        return below.add_(output.clamp(min=0))
+
+    def differentiate(self, gradient: Tensor, output: Tensor) -> Tensor:
+        """Compute the gradient of the input from that of the output."""
+        if self.alpha is not None:
+            return _as_tensor(_aten.elu_backward(gradient, self.alpha, 1, 1, is_result=True, self_or_result=output))
+        if self.negative_slope == 1:
+            return gradient
+        return _as_tensor(_aten.leaky_relu_backward(gradient, output, self.negative_slope, self_is_result=True))
 
 
 def predict_inversion_error(
@@ -54,3 +93,8 @@ def _mean_exponential_below_zero(power: int, gamma: Tensor, beta: Tensor) -> Ten
     """Mean of ``exp(-power * y)`` for y < 0 and of 0 above, of y ~ N(beta, gamma^2)."""
     share: Tensor = torch.special.ndtr((power * gamma.square() - beta) / gamma)
     return (power**2 * gamma.square() / 2 - power * beta).exp() * share
+
+
+def _as_tensor(value: Any) -> Tensor:
+    assert isinstance(value, Tensor)
+    return value
