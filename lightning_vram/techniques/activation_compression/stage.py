@@ -16,8 +16,10 @@ neither does one to ``.data`` after the stage was left; between two saves of one
 
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -33,8 +35,8 @@ from lightning_vram.core.tensors.versions import alias, storage_address
 from lightning_vram.private_names.torch.autocast import without_autocast
 from lightning_vram.private_names.torch.dispatch import TorchDispatchMode
 from lightning_vram.techniques.activation_compression.arguments import check_compression
+from lightning_vram.techniques.activation_compression.choice import EncodingChoice
 from lightning_vram.techniques.activation_compression.encoded_storage import (
-    Encode,
     Encoded,
     EncodedStorage,
     WhichGiven,
@@ -42,21 +44,24 @@ from lightning_vram.techniques.activation_compression.encoded_storage import (
     source_of_elements,
     stream_of,
 )
-from lightning_vram.techniques.activation_compression.learned_signs import LearnedSigns
-from lightning_vram.techniques.activation_compression.lossless_codecs import (
-    Encoding,
-    narrow_indices,
-    pack_mask,
-    pack_signs,
-    pack_two_values,
-)
-from lightning_vram.techniques.activation_compression.lossy_codecs import LossyFormat, decode, encode
+from lightning_vram.techniques.activation_compression.lossy_codecs import LossyFormat
 from lightning_vram.techniques.activation_compression.lossy_permission import LossyPermission, is_checkpoint
-from lightning_vram.techniques.activation_compression.report import CompressionReport
-from lightning_vram.techniques.activation_compression.sign_savers import NewActivation
 from lightning_vram.techniques.activation_compression.value_notes import ValueNotes
 
 _MAX_SHARE = 16  # a view of less than that part of its memory is left alone: it is a part of something else's buffer
+
+
+@dataclass
+class CompressionReport:
+    """What one run saved for its backward. Memory that several tensors share counts once."""
+
+    saved_bytes: int = 0
+    """Bytes that plain autograd would have kept, parameters and buffers not counted."""
+    kept_bytes: int = 0
+    num_saved: int = 0
+    """Tensors that autograd asked to keep."""
+    kinds: Counter[str] = field(default_factory=Counter)
+    """Encodings by kind: ``"mask"``, ``"two values"``, ``"indices"``, ``"signs"``, and those with a loss."""
 
 
 class CompressionStage(SavedTensorStage):
@@ -105,20 +110,16 @@ class CompressionStage(SavedTensorStage):
     ) -> None:
         super().__init__(module)
         check_compression(lossy, layers, block_size, min_bytes)
-        self._lossless = lossless
         self._lossy = lossy
         self._permission = LossyPermission(lossy, layers, min_bytes) if lossy is not None else None
-        self._block_size = block_size
         self._min_bytes = min_bytes
         self._notes = ValueNotes(notes_exact=lossy is not None)
-        self._signs = LearnedSigns()
+        self._choice = EncodingChoice(self._notes, lossless=lossless, lossy=lossy, block_size=block_size)
         self._memo: StorageMemo[EncodedStorage] = StorageMemo()
-        self._wholes: StorageMemo[torch.UntypedStorage] = StorageMemo()  # kept as they are
         self._made_of: ByStorage[weakref.WeakSet[EncodedStorage]] = ByStorage()  # at any version of it
         self._counted: ByStorage[bool] = ByStorage()
         self._counted_whole: ByStorage[bool] = ByStorage()
         self._which = WhichGiven()
-        self._activation = NewActivation()
         self._being_saved: Tensor | None = None  # by autograd, and not offered by another stage
         self._is_checkpointed = False
         self._keeps_exact = False
@@ -171,7 +172,7 @@ class CompressionStage(SavedTensorStage):
 
     def on_activation(self, result: Tensor) -> None:
         """Expect it to be saved next, if autograd would ask this stage for that."""
-        self._activation.note(result, self._pack)
+        self._choice.activation.note(result, self._pack)
 
     @hide_from_dynamo
     def on_exact_argument(self, tensor: Tensor) -> None:
@@ -202,7 +203,7 @@ class CompressionStage(SavedTensorStage):
         num_writes = self._notes.num_writes(tensor)
         is_lossy = self._may_be_lossy(tensor)
         if not is_lossy:
-            self._signs.note_values(tensor)
+            self._choice.signs.note_values(tensor)
         if num_writes is not None:
             made = self._find_shared(tensor, num_writes, is_lossy=is_lossy)
             if made is not None:
@@ -216,10 +217,8 @@ class CompressionStage(SavedTensorStage):
     def _clear(self) -> None:
         self._notes.clear()
         self._memo.clear()
-        self._signs.end_run()
-        self._wholes.clear()
+        self._choice.end_run()
         self._made_of.clear()
-        self._activation.clear()
         self._counted.clear()
         self._counted_whole.clear()
 
@@ -240,7 +239,7 @@ class CompressionStage(SavedTensorStage):
         return None
 
     def _encode(self, tensor: Tensor, *, is_lossy: bool) -> EncodedStorage | None:
-        encode, kind = self._choose(tensor, is_lossy=is_lossy)
+        encode, kind = self._choice.choose(tensor, is_lossy=is_lossy, is_autograds=tensor is self._being_saved)
         if encode is None:
             return None
         try:
@@ -267,24 +266,6 @@ class CompressionStage(SavedTensorStage):
             self._made_of.note(tensor, of_memory)
         of_memory.add(made)
 
-    def _choose(self, tensor: Tensor, *, is_lossy: bool) -> tuple[Encode | None, str]:
-        if self._lossless:
-            if tensor.dtype is torch.bool:
-                return pack_mask, "mask"
-            largest = self._notes.largest_index(tensor)
-            if largest is not None:
-                return partial(narrow_indices, largest=largest), "indices"
-            # Another stage may read the values of what it hands on.
-            condition = self._activation.find_condition(tensor) if tensor is self._being_saved else None
-            if condition is not None and not self._signs.was_asked(tensor):
-                is_worth_it = self._signs.is_worth_it(tensor) or is_lossy  # then nobody else keeps the values
-                return (partial(pack_signs, condition=condition) if is_worth_it else None), "signs"
-            if self._notes.may_be_two_valued(tensor) and tensor.device.type == "cpu":
-                return pack_two_values, "two values"
-        if is_lossy and self._lossy is not None and self._wholes.find(tensor, self._notes.watch(tensor)) is None:
-            return partial(_encode_lossy, to=self._lossy, block_size=self._block_size), self._lossy
-        return None, ""
-
     def _leave(self, tensor: Tensor, num_writes: int | None) -> Taken | None:
         """Leave a tensor as it is; what was made of its memory before is given up for it."""
         handed = self.hand_on(tensor)
@@ -294,7 +275,7 @@ class CompressionStage(SavedTensorStage):
             if made is not None and source is not None and made.dtype is tensor.dtype:
                 self._give_up(made, source)
         if self._lossy is not None:
-            self._wholes.note(tensor, tensor.untyped_storage(), self._notes.watch(tensor))
+            self._choice.wholes.note(tensor, tensor.untyped_storage(), self._notes.watch(tensor))
         self._count_whole(tensor, handed.num_bytes if handed is not None else tensor.untyped_storage().nbytes())
         return handed
 
@@ -310,8 +291,3 @@ class CompressionStage(SavedTensorStage):
 
 def _return(elements: Tensor) -> Tensor:
     return elements
-
-
-def _encode_lossy(numbers: Tensor, to: LossyFormat, block_size: int) -> Encoding:
-    dtype, size = numbers.dtype, numbers.numel()
-    return Encoding(encode(numbers, to, block_size), lambda pieces: decode(pieces, to, dtype, size))
