@@ -15,13 +15,13 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import Optimizer
 
 from lightning_vram.core.tensors.versions import storage_address
-from lightning_vram.optimizers.stepping import iterate_parameters, plain_step
+from lightning_vram.optimizers.stepping import iterate_parameters, steps_like
 from lightning_vram.private_names.torch.dispatch import is_traceable_wrapper_subclass
 from lightning_vram.private_names.torch.modules import forward_pre_hooks
 
 _NARROW = (torch.bfloat16, torch.float16)
 _DTYPES = (torch.float32, *_NARROW)
-_KINDS = [kind for kind in vars(optim).values() if isinstance(kind, type) and issubclass(kind, Optimizer)]
+_KINDS = {kind for kind in vars(optim).values() if isinstance(kind, type) and issubclass(kind, Optimizer)} - {Optimizer}
 
 
 def check_parameter(parameter: nn.Parameter) -> None:
@@ -132,9 +132,8 @@ def refuse_lost_updates(optimizers: Iterable[Optimizer]) -> None:
     Raises:
         ValueError: If one holds a trainable fp16 or bf16 parameter.
     """
-    plain_steps = {plain_step(kind) for kind in _KINDS if kind is not Optimizer}
     for optimizer in optimizers:
-        if plain_step(type(optimizer)) not in plain_steps or _has_remedy(optimizer):
+        if not steps_like(type(optimizer), _KINDS) or _has_remedy(optimizer):
             continue
         narrow = [p for p in iterate_parameters(optimizer) if p.requires_grad and p.dtype in _NARROW]
         if narrow:

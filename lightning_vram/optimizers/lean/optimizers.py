@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_vram.core.surgery.shadow import instead
 from lightning_vram.memory.tracking.kept_beside import forget_beside, keep_beside
 from lightning_vram.optimizers.lean.chunked_step import ChunkedStep
 from lightning_vram.optimizers.lean.frozen_writes import FrozenWrites
@@ -17,10 +16,9 @@ from lightning_vram.optimizers.lean.state_loading import load_wide
 from lightning_vram.optimizers.lean.weight_chunks import WeightChunk, list_rests
 from lightning_vram.optimizers.stepping import (
     OptimizerShadow,
-    Step,
+    StepTakeOver,
     convert_states,
     iterate_parameters,
-    redirect_steps,
     refill_accumulators,
     why_not_steppable,
 )
@@ -29,8 +27,8 @@ from lightning_vram.private_names.torch.optimizers import note_step
 _WITH_NARROW_STATES = ("bf16+kahan", "bf16+stochastic")
 
 
-class LeanOptimizers:
-    """All those that are attached. Others attach themselves when they step first, until :meth:`end_standing_in`.
+class LeanOptimizers(StepTakeOver):
+    """All those that are attached.
 
     Args:
         chunks: Of all lean parameters.
@@ -39,16 +37,14 @@ class LeanOptimizers:
     """
 
     def __init__(self, chunks: Iterable[WeightChunk], scheme: str, names: Mapping[str, nn.Parameter]) -> None:
+        super().__init__()
         self.num_steps = 0
         self._chunks = list(chunks)
         self._places = {parameter: chunk for chunk in self._chunks for parameter in chunk.parameters}
         self._has_narrow_states = scheme in _WITH_NARROW_STATES
         self._names = names
-        self._stand_ins: list[OptimizerShadow] = []
-        self._optimizers: list[Optimizer] = []
-        self._stepping: Optimizer | None = None  # by what stands in for its step
         self._has_stepped: set[int] = set()  # optimizers, by id, since frozen parameters were looked at
-        self._watch()
+        self._frozen_writes = FrozenWrites(names)
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
         """Let optimizers step in chunks from now on.
@@ -59,69 +55,42 @@ class LeanOptimizers:
         Raises:
             ValueError: If one with lean parameters cannot; then none is changed.
         """
-        fresh = [optimizer for optimizer in optimizers if not self._is_attached(optimizer)]
+        fresh = [optimizer for optimizer in optimizers if not self._is_taken(optimizer)]
         objections = {optimizer: why_not_steppable(optimizer) for optimizer in fresh}
         for optimizer, objection in objections.items():
-            if objection and self._has_lean(optimizer):
+            if objection and self._has_ours(optimizer):
                 raise ValueError(objection)
         for optimizer in (optimizer for optimizer, objection in objections.items() if objection is None):
             refill_accumulators(optimizer, self._places)
             self._convert_states(optimizer)
-            # Hooks run once, around all chunks, and see the optimizer as it is.
-            step = partial(self._stand_in_step, Optimizer.profile_hook_step(self._step), optimizer)
-            self._stand_ins += [
-                OptimizerShadow(optimizer, "step", instead(step)),
-                OptimizerShadow(optimizer, "load_state_dict", partial(partial, self._load, optimizer)),
-            ]
-            self._optimizers.append(optimizer)
+            self._take_over(optimizer)
+            load = OptimizerShadow(optimizer, "load_state_dict", partial(partial, self._load, optimizer))
+            self._stand_ins.append(load)
             keep_beside(optimizer, partial(list_rests, self._chunks))  # a method of self would hold the optimizer
 
     def end_standing_in(self) -> None:
         """Let the optimizers step plainly again, before their parameters are restored."""
-        self._handle.remove()
+        super().end_standing_in()
         self._frozen_writes.stop()
-        for stand_in in reversed(self._stand_ins):
-            stand_in.remove()
 
     def let_go(self) -> None:
         """Give the states the dtype of the parameters, after those are restored, and forget all."""
-        for optimizer in self._optimizers:
+        for optimizer in self._taken:
             forget_beside(optimizer)
             convert_states(optimizer, self._places, None, None)
-        self._stand_ins, self._optimizers, self._chunks, self._places = [], [], [], {}
+        self._stand_ins, self._taken, self._chunks, self._places = [], [], [], {}
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy is attached to no optimizer."""
-        return {**vars(self), "_stand_ins": [], "_optimizers": [], "_handle": None, "_stepping": None}
+        left_out = ("_stand_ins", "_taken", "_stepping", "_handle", "_frozen_writes")
+        return {key: value for key, value in vars(self).items() if key not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__init__()
         vars(self).update(state)
-        self._watch()
-
-    def _watch(self) -> None:
         self._frozen_writes = FrozenWrites(self._names)
-        self._handle = redirect_steps(self, LeanOptimizers._take_in)
 
-    def _take_in(self, optimizer: Optimizer) -> Step | None:
-        """Attach an optimizer that steps, where it has to be, and say how to go on with this step."""
-        if optimizer is self._stepping or not self._has_lean(optimizer):
-            return None
-        self.attach([optimizer])  # unless it is: a step that was bound before it was goes past what stands in
-        return partial(self._step, optimizer)
-
-    def _stand_in_step(
-        self, hooked_step: Callable[..., Any], optimizer: Optimizer, /, *args: Any, **kwargs: Any
-    ) -> Any:
-        outer, self._stepping = self._stepping, optimizer
-        try:
-            return hooked_step(optimizer, *args, **kwargs)
-        finally:
-            self._stepping = outer
-
-    def _is_attached(self, optimizer: Optimizer) -> bool:
-        return any(optimizer is known for known in self._optimizers)
-
-    def _has_lean(self, optimizer: Optimizer) -> bool:
+    def _has_ours(self, optimizer: Optimizer) -> bool:
         return any(parameter in self._places for parameter in iterate_parameters(optimizer))
 
     def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adafactor, Adagrad, Muon, Optimizer
 
-from lightning_vram.optimizers.stepping import STEPPABLE, State, plain_step
+from lightning_vram.optimizers.stepping import STEPPABLE, State, make_twin, plain_step, steps_like
 
 _WHOLE: dict[type[Optimizer], str] = {
     Adafactor: "it keeps sums over rows and columns of whole matrices",
@@ -43,7 +43,7 @@ class StateLayout:
 
 def is_elementwise(kind: type[Optimizer]) -> bool:
     """Whether the step of an optimizer class treats each weight by itself: we have read those of PyTorch."""
-    return plain_step(kind) in {plain_step(known) for known in _ELEMENTWISE}
+    return steps_like(kind, _ELEMENTWISE)
 
 
 def find_layout(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> StateLayout:
@@ -65,7 +65,9 @@ def find_layout(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dty
         raise _refusal(kind, _why_not(kind))
     stand_in = nn.Parameter(torch.zeros(_STAND_IN_SHAPE, dtype=dtype, device="cpu"))
     stand_in.grad = torch.zeros_like(stand_in)
-    twin = _make_twin(optimizer, group, stand_in)
+    twin = make_twin(kind, vars(optimizer), [{**group, "params": [stand_in]}], defaultdict(dict))
+    if isinstance(optimizer, Adagrad):  # makes its state when it is built
+        twin.state[stand_in] = {"step": torch.zeros((), device="cpu"), "sum": torch.zeros_like(stand_in)}
     with torch.no_grad():
         plain_step(kind)(twin)
     state: State = twin.state[stand_in]
@@ -79,19 +81,8 @@ def find_layout(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dty
     return StateLayout(tuple((key, value.dtype) for key, value in elementwise.items()), tuple(others))
 
 
-def _make_twin(optimizer: Optimizer, group: Mapping[str, Any], stand_in: nn.Parameter) -> Optimizer:
-    """Copy an optimizer, for one parameter and with a state of its own."""
-    twin: Optimizer = object.__new__(type(optimizer))
-    vars(twin).update(vars(optimizer))
-    twin.param_groups = [{**group, "params": [stand_in]}]
-    twin.state = defaultdict(dict)
-    if isinstance(optimizer, Adagrad):  # makes its state when it is built
-        twin.state[stand_in] = {"step": torch.zeros((), device="cpu"), "sum": torch.zeros_like(stand_in)}
-    return twin
-
-
 def _why_not(kind: type[Optimizer]) -> str:
-    reasons = (why for whole, why in _WHOLE.items() if plain_step(kind) is plain_step(whole))
+    reasons = (why for whole, why in _WHOLE.items() if steps_like(kind, [whole]))
     return next(reasons, "its step is not known to treat each weight by itself")
 
 

@@ -19,23 +19,19 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_vram.core.gradients.sharded_clipping import clip_factor, scale_gradients, sharded_norm
 from lightning_vram.core.host.worker import HostWorker, Ticket
-from lightning_vram.core.surgery.shadow import instead
 from lightning_vram.optimizers.on_disk import StreamedStates
-from lightning_vram.optimizers.on_host.shard_checks import (
-    can_step_locally,
-    can_step_wholes,
-    refuse_optimizer,
-)
 from lightning_vram.optimizers.stepping import (
     Member,
     OptimizerShadow,
-    Step,
     StepRound,
+    StepTakeOver,
     WholeSteps,
+    can_step_wholes,
     explain_failures,
     iterate_parameters,
     local_part,
-    redirect_steps,
+    refuse_optimizer,
+    why_not_steppable,
 )
 from lightning_vram.private_names.torch.optimizers import has_step_hooks, note_step
 from lightning_vram.techniques.sharding import FullSharding, ShardedGroup
@@ -43,7 +39,7 @@ from lightning_vram.techniques.sharding import FullSharding, ShardedGroup
 Result = TypeVar("Result")
 
 
-class HostOptimizers:
+class HostOptimizers(StepTakeOver):
     """All optimizers of one sharded module. They stay the same objects.
 
     Args:
@@ -59,6 +55,7 @@ class HostOptimizers:
     def __init__(
         self, sharding: FullSharding, *, num_threads: int, nvme_path: str | os.PathLike[str] | None = None
     ) -> None:
+        super().__init__()
         self.may_step_early: Callable[[Optimizer], bool] = lambda optimizer: False
         self._sharding = sharding
         self._is_on_host = sharding.home.type == "cpu"
@@ -66,10 +63,7 @@ class HostOptimizers:
         self._worker = HostWorker("stepping optimizers", num_threads) if sharding.landing is not None else None
         self._groups = sharding.group_of()
         self._attached: list[Optimizer] = []
-        self._local: list[Optimizer] = []  # those that step here
-        self._stand_ins: list[OptimizerShadow] = []
-        self._handles: list[RemovableHandle] = [redirect_steps(self, HostOptimizers._take_in)]
-        self._stepping: Optimizer | None = None
+        self._handles: list[RemovableHandle] = []
         self._early: StepRound | None = None
         self._submitted: list[tuple[ShardedGroup, Ticket]] = []  # jobs of the step that is being begun
         self._nvme_path = nvme_path
@@ -90,7 +84,7 @@ class HostOptimizers:
         """
         for optimizer in optimizers:  # one may have been made before the module was sharded
             _replace_parameters(optimizer, self._sharding.shards)
-        fresh = [one for one in optimizers if self._has_shards(one) and not self._is_attached(one)]
+        fresh = [one for one in optimizers if self._has_ours(one) and not any(one is known for known in self._attached)]
         for optimizer in fresh:
             refuse_optimizer(optimizer, is_split=self._is_split)
         streamed = self._stream(fresh)
@@ -100,14 +94,11 @@ class HostOptimizers:
                 optimizer.register_state_dict_pre_hook(self._finish_before),
                 optimizer.register_load_state_dict_pre_hook(self._finish_before),
             ]
-            if can_step_locally(optimizer):
-                self._local.append(optimizer)
+            if why_not_steppable(optimizer) is None:
                 if id(optimizer) in streamed:
                     self._streamed[id(optimizer)] = streamed[id(optimizer)]
                     self._handles.append(optimizer.register_load_state_dict_post_hook(self._load_streamed))
-                # Hooks run once, around all portions, and see the optimizer as it is.
-                step = partial(self._stand_in_step, Optimizer.profile_hook_step(self._step), optimizer)
-                self._stand_ins.append(OptimizerShadow(optimizer, "step", instead(step)))
+                self._take_over(optimizer)
             else:
                 self._attach_foreign(optimizer)
 
@@ -119,17 +110,16 @@ class HostOptimizers:
             f"it steps on {'whole' if is_whole else 'sharded'} tensors, while everything else waits.",
             stacklevel=3,
         )
-        if is_whole:
-            whole = WholeSteps(optimizer, partial(self._written, optimizer))
-            hooked_step = Optimizer.profile_hook_step(lambda optimizer, closure=None: whole.step(closure))
-            make = instead(partial(self._stand_in_step, hooked_step, optimizer))
-        else:
-            make = explain_failures(optimizer, is_split=self._is_split)
         self._handles += [
             optimizer.register_step_pre_hook(self._give_up_wholes),
             optimizer.register_step_post_hook(self._written),
         ]
-        self._stand_ins.append(OptimizerShadow(optimizer, "step", make))
+        if is_whole:
+            whole = WholeSteps(optimizer, partial(self._written, optimizer))
+            self._stand_in(optimizer, lambda optimizer, closure=None: whole.step(closure))
+        else:
+            explained = explain_failures(optimizer, is_split=self._is_split)
+            self._stand_ins.append(OptimizerShadow(optimizer, "step", explained))
 
     def clip_norm(self, optimizer: Optimizer, max_norm: float, *, may_wait: bool) -> None:
         """Clip gradients to a common 2-norm, as ``torch.nn.utils.clip_grad_norm_`` does. A collective.
@@ -142,7 +132,7 @@ class HostOptimizers:
         parameters = [parameter for parameter in iterate_parameters(optimizer) if parameter.grad is not None]
         norm = self._compute(lambda: sharded_norm(parameters))
         factor = clip_factor(norm, max_norm)
-        if may_wait and any(optimizer is one for one in self._local):
+        if may_wait and self._is_taken(optimizer):
             self._factors[id(optimizer)] = factor
         else:
             self._compute(lambda: scale_gradients([local_part(parameter.grad) for parameter in parameters], factor))
@@ -168,11 +158,10 @@ class HostOptimizers:
             self._worker.stop()
         for handle in self._handles:
             handle.remove()
-        for stand_in in reversed(self._stand_ins):
-            stand_in.remove()
+        self.end_standing_in()
         for optimizer in self._attached:
             _replace_parameters(optimizer, replaced)
-        self._attached, self._local, self._stand_ins, self._handles, self._groups = [], [], [], [], {}
+        self._attached, self._taken, self._stand_ins, self._handles, self._groups = [], [], [], [], {}
 
     # --- steps ---
 
@@ -233,22 +222,6 @@ class HostOptimizers:
         self._worker.submit(lambda: results.append(compute())).wait()
         return results[0]
 
-    def _stand_in_step(
-        self, hooked_step: Callable[..., Any], optimizer: Optimizer, /, *args: Any, **kwargs: Any
-    ) -> Any:
-        outer, self._stepping = self._stepping, optimizer
-        try:
-            return hooked_step(optimizer, *args, **kwargs)
-        finally:
-            self._stepping = outer
-
-    def _take_in(self, optimizer: Optimizer) -> Step | None:
-        """Attach an optimizer that steps, where it has to be, and say how to go on with this step."""
-        if optimizer is self._stepping or not self._has_shards(optimizer):
-            return None
-        self.attach([optimizer])  # unless it is: a step that was bound before it was goes past what stands in
-        return partial(self._step, optimizer) if any(optimizer is one for one in self._local) else None
-
     def _give_up_wholes(self, optimizer: Optimizer, *unused: Any) -> None:
         """Let the shards have what was written to what is gathered, before they are stepped."""
         for group in {self._groups[p] for p in iterate_parameters(optimizer) if p in self._groups}:
@@ -272,10 +245,7 @@ class HostOptimizers:
     def _finish_before(self, optimizer: Optimizer, *unused: Any) -> None:
         self.finish()
 
-    def _is_attached(self, optimizer: Optimizer) -> bool:
-        return any(optimizer is known for known in self._attached)
-
-    def _has_shards(self, optimizer: Optimizer) -> bool:
+    def _has_ours(self, optimizer: Optimizer) -> bool:
         return any(parameter in self._groups for parameter in iterate_parameters(optimizer))
 
 

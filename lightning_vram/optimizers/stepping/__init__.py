@@ -3,30 +3,39 @@
 May import: techniques, core, memory.
 """
 
-from lightning_vram.optimizers.stepping.shadow import OptimizerShadow
-from lightning_vram.optimizers.stepping.sharded_steps import explain_failures
+from lightning_vram.optimizers.stepping.foreign_steps import WholeSteps, can_step_wholes, explain_failures
 from lightning_vram.optimizers.stepping.state_dtypes import convert_states, full_sized, refill_accumulators
 from lightning_vram.optimizers.stepping.step_round import Member, State, StepRound, local_part, publish_state
-from lightning_vram.optimizers.stepping.steppable import STEPPABLE, iterate_parameters, plain_step, why_not_steppable
-from lightning_vram.optimizers.stepping.stray_steps import Step, redirect_steps
-from lightning_vram.optimizers.stepping.whole_steps import WholeSteps
+from lightning_vram.optimizers.stepping.steppable import (
+    STEPPABLE,
+    iterate_parameters,
+    make_twin,
+    plain_step,
+    refuse_optimizer,
+    steps_like,
+    why_not_steppable,
+)
+from lightning_vram.optimizers.stepping.take_over import OptimizerShadow, StepTakeOver
 
 __all__ = [
     "STEPPABLE",
     "Member",
     "OptimizerShadow",
     "State",
-    "Step",
     "StepRound",
+    "StepTakeOver",
     "WholeSteps",
+    "can_step_wholes",
     "convert_states",
     "explain_failures",
     "full_sized",
     "iterate_parameters",
     "local_part",
+    "make_twin",
     "plain_step",
     "publish_state",
-    "redirect_steps",
     "refill_accumulators",
+    "refuse_optimizer",
+    "steps_like",
     "why_not_steppable",
 ]

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_vram.core.gradients.sharded_clipping import scale_gradients
-from lightning_vram.optimizers.stepping.steppable import plain_step
+from lightning_vram.optimizers.stepping.steppable import make_twin, plain_step
 from lightning_vram.private_names.fsdp2.sharded_tensors import DTensorSpec, TensorMeta
 from lightning_vram.private_names.torch.tensors import local_part_of
 
@@ -106,9 +106,8 @@ class StepRound:
         for index, stand_in, state in zip(groups, stand_ins, states, strict=True):
             seen.setdefault(index, {**self._groups[index], "params": []})["params"].append(stand_in)
             all_states[stand_in] = state
-        stepper: Any = object.__new__(type(self.optimizer))
-        vars(stepper).update(self._attributes, param_groups=list(seen.values()), state=all_states)
-        plain_step(type(self.optimizer))(stepper)
+        kind = type(self.optimizer)
+        plain_step(kind)(make_twin(kind, self._attributes, list(seen.values()), all_states))
 
 
 def local_part(value: Any) -> Any:

@@ -1,9 +1,9 @@
-"""Which optimizers can step in chunks, on parameters that stand in for the real ones.
+"""Which optimizers can step in portions, on parameters that stand in for the real ones.
 
 Those whose step treats each parameter by itself and looks only at its groups and its state: we have read them.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import nn, optim
@@ -26,6 +26,11 @@ STEPPABLE: tuple[type[Optimizer], ...] = (
     optim.Rprop,
     optim.SGD,
 )
+_WHOLE = (optim.Adafactor, optim.Muon)  # look at the rows and columns of a matrix
+_NEVER = {
+    optim.LBFGS: "it evaluates the model within a step, on one long vector of all parameters",
+    optim.SparseAdam: "its gradients are sparse, which FSDP2 does not reduce",
+}
 
 
 def plain_step(kind: type[Optimizer]) -> Callable[..., Any]:
@@ -35,14 +40,33 @@ def plain_step(kind: type[Optimizer]) -> Callable[..., Any]:
     return plain
 
 
+def steps_like(kind: type[Optimizer], known: Iterable[type[Optimizer]]) -> bool:
+    """Whether an optimizer class has the step of one of ``known``."""
+    return plain_step(kind) in {plain_step(one) for one in known}
+
+
+def has_own_step(optimizer: Optimizer) -> bool:
+    """Whether the step of ``optimizer`` is that of its class."""
+    step = vars(optimizer).get("step")
+    # The schedulers' wrapper only notes that the step was called. Ours notes it, too.
+    return step is None or is_wrapped_by_scheduler(step)
+
+
+def make_twin(kind: type[Optimizer], attributes: Mapping[str, Any], groups: list[dict[str, Any]], state: Any) -> Any:
+    """Return an optimizer of a class with the ``attributes`` of another one, and groups and state of its own."""
+    twin = object.__new__(kind)
+    vars(twin).update(attributes, param_groups=groups, state=state)
+    return twin
+
+
 def why_not_steppable(optimizer: Optimizer) -> str | None:
-    """Say why an optimizer cannot step in chunks, and the way out; ``None`` if it can.
+    """Say why an optimizer cannot step in portions, and the way out for lean parameters; ``None`` if it can.
 
     Its step has to be one of PyTorch's that treat each parameter by itself, and must be neither differentiable nor
     replaced on the instance.
     """
     name = type(optimizer).__name__
-    if plain_step(type(optimizer)) not in {plain_step(kind) for kind in STEPPABLE}:
+    if not steps_like(type(optimizer), STEPPABLE):
         able = ", ".join(kind.__name__ for kind in STEPPABLE)
         return (
             f"Lean parameters cannot be stepped by {name}: use one of torch.optim's {able}, a subclass with the same "
@@ -50,14 +74,33 @@ def why_not_steppable(optimizer: Optimizer) -> str | None:
         )
     if optimizer.defaults.get("differentiable"):
         return f"Lean parameters cannot be stepped by {name}(differentiable=True): leave that off."
-    step = vars(optimizer).get("step")
-    # The schedulers' wrapper only notes that the step was called. Ours notes it, too.
-    if step is not None and not is_wrapped_by_scheduler(step):
+    if not has_own_step(optimizer):
         return (
             f"Lean parameters cannot be stepped by this {name}, because its step was replaced on the instance (by "
             "torch.compile?): replace it afterwards or not at all."
         )
     return None
+
+
+def refuse_optimizer(optimizer: Optimizer, *, is_split: bool) -> None:
+    """Refuse an optimizer whose result on shards would be another one.
+
+    Args:
+        optimizer: Any.
+        is_split: Whether the parameters are spread over several ranks.
+
+    Raises:
+        ValueError: If it is such a one.
+    """
+    name = type(optimizer).__name__
+    for kind, reason in _NEVER.items():
+        if isinstance(optimizer, kind):
+            raise ValueError(f"{name} cannot step on shards: {reason}. Use another optimizer, such as AdamW.")
+    if is_split and steps_like(type(optimizer), _WHOLE):
+        raise ValueError(
+            f"{name} cannot step on shards: it looks at the rows and columns of whole matrices. Use an optimizer that "
+            "steps each element by itself, such as AdamW, or a single device."
+        )
 
 
 def iterate_parameters(optimizer: Optimizer) -> Iterable[nn.Parameter]:

@@ -1,10 +1,13 @@
-"""Let an optimizer that nobody has read step on plain parameters, where one rank has all of each.
+"""Let an optimizer that nobody has read step.
 
 Sharded tensors are no use to those that look at the shape of a parameter, or make tensors beside it. Where a shard is
-the whole parameter, a plain one over the same memory takes its place while the optimizer steps.
+the whole parameter, a plain one over the same memory takes its place while the optimizer steps. Elsewhere it steps on
+sharded tensors, and is told where they cannot do what it asks.
 """
 
+import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +16,18 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_vram.optimizers.stepping.step_round import State, as_sharded, local_part
-from lightning_vram.optimizers.stepping.steppable import iterate_parameters, plain_step
+from lightning_vram.optimizers.stepping.steppable import has_own_step, iterate_parameters, plain_step
+
+Step = Callable[..., Any]
+
+
+def can_step_wholes(optimizer: Optimizer) -> bool:
+    """Whether plain parameters may take the place of those of ``optimizer`` for a step.
+
+    Not where its step was replaced, nor where it lets another optimizer step, which has the parameters, too.
+    """
+    others = (value for key, value in vars(optimizer).items() if key != "step")
+    return has_own_step(optimizer) and not any(isinstance(value, Optimizer) for value in others)
 
 
 class WholeSteps:
@@ -83,3 +97,46 @@ class WholeSteps:
     def _exchange(self, others: dict[nn.Parameter, nn.Parameter]) -> None:
         for group in self._optimizer.param_groups:
             group["params"] = [others.get(parameter, parameter) for parameter in group["params"]]
+
+
+def explain_failures(optimizer: Optimizer, *, is_split: bool) -> Callable[[Step], Step]:
+    """Return what makes a step of ``optimizer`` another one that is the same until it fails.
+
+    Args:
+        optimizer: Of any class.
+        is_split: Whether the parameters are spread over several ranks.
+    """
+    advice = "such as AdamW, or a single device" if is_split else "such as AdamW"
+    message = (
+        f"{type(optimizer).__name__} cannot step on shards: it does with a parameter what a sharded one cannot do. Use "
+        f"an optimizer of torch.optim that steps each element by itself, {advice}."
+    )
+    return partial(_make_step, message)
+
+
+def _make_step(message: str, inner: Step) -> Step:
+    def step(closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+        of_model: list[Exception] = []
+
+        def call_closure() -> Any:
+            assert closure is not None
+            try:
+                return closure()
+            except Exception as error:
+                of_model.append(error)
+                raise
+
+        try:
+            return inner(*args, **kwargs) if closure is None else inner(call_closure, *args, **kwargs)
+        except Exception as error:
+            if error in of_model or not _is_of_sharded_tensors(error):
+                raise
+            raise ValueError(message) from error
+
+    return step
+
+
+def _is_of_sharded_tensors(error: Exception) -> bool:
+    modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
+    # What comes from C++ has no such frame, but names the class.
+    return "DTensor" in str(error) or any(module.startswith(DTensor.__module__) for module in modules)

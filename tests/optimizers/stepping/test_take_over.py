@@ -11,7 +11,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from lightning_vram.optimizers.lean.parameters import LeanParameters
 from lightning_vram.optimizers.stepping.steppable import STEPPABLE
-from lightning_vram.optimizers.stepping.stray_steps import _forget_the_dead, redirect_steps
+from lightning_vram.optimizers.stepping.take_over import _forget_the_dead, redirect_steps
 
 
 @pytest.mark.parametrize("scheme", EXACT)

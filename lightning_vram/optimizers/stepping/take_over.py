@@ -1,0 +1,124 @@
+"""Step in the place of optimizers: of those one was told of, and of those that are made in the midst of training."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+from weakref import ref
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from lightning_vram.core.surgery.shadow import Shadow, instead
+from lightning_vram.optimizers.stepping.steppable import make_twin
+
+Step = Callable[[Callable[[], Any] | None], Any]
+Owner = TypeVar("Owner")
+
+_handles: list[tuple["ref[Any]", RemovableHandle]] = []
+
+
+class OptimizerShadow(Shadow):
+    """As :class:`~lightning_vram.core.surgery.shadow.Shadow`, also for the ``step`` that learning rate schedules watch.
+
+    Copies and pickles of an optimizer leave its instance attributes out, and so a stand-in too.
+    """
+
+    _wrapped_by_lr_sched = True  # else a scheduler warns of an overridden step, or cannot wrap it
+
+
+class StepTakeOver(ABC):
+    """Base of those that step in the place of optimizers, which stay the same objects.
+
+    Optimizers that nobody has told of are attached when they step first, until :meth:`end_standing_in`.
+    """
+
+    def __init__(self) -> None:
+        self._taken: list[Optimizer] = []  # whose step is :meth:`_step`
+        self._stand_ins: list[OptimizerShadow] = []
+        self._stepping: Optimizer | None = None  # by what stands in for its step
+        self._handle = redirect_steps(self, StepTakeOver._take_in)
+
+    @abstractmethod
+    def attach(self, optimizers: Sequence[Optimizer]) -> None:
+        """Call :meth:`_take_over` for those of ``optimizers`` that are to step here."""
+
+    @abstractmethod
+    def _has_ours(self, optimizer: Optimizer) -> bool:
+        """Whether it has parameters that it must not step by itself."""
+
+    @abstractmethod
+    def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        """Step it. Its hooks run before and after."""
+
+    def end_standing_in(self) -> None:
+        """Let all optimizers step by themselves again."""
+        self._handle.remove()
+        for stand_in in reversed(self._stand_ins):
+            stand_in.remove()
+
+    def _take_over(self, optimizer: Optimizer) -> None:
+        self._taken.append(optimizer)
+        self._stand_in(optimizer, self._step)
+
+    def _stand_in(self, optimizer: Optimizer, step: Callable[..., Any]) -> None:
+        # Hooks run once, around all portions, and see the optimizer as it is.
+        call = partial(self._call, Optimizer.profile_hook_step(step), optimizer)
+        self._stand_ins.append(OptimizerShadow(optimizer, "step", instead(call)))
+
+    def _call(self, hooked_step: Callable[..., Any], optimizer: Optimizer, /, *args: Any, **kwargs: Any) -> Any:
+        outer, self._stepping = self._stepping, optimizer
+        try:
+            return hooked_step(optimizer, *args, **kwargs)
+        finally:
+            self._stepping = outer
+
+    def _take_in(self, optimizer: Optimizer) -> Step | None:
+        """Attach an optimizer that steps, where it has to be, and say how to go on with this step."""
+        if optimizer is self._stepping or not self._has_ours(optimizer):
+            return None
+        self.attach([optimizer])  # unless it is: a step that was bound before it was goes past what stands in
+        return partial(self._step, optimizer) if self._is_taken(optimizer) else None
+
+    def _is_taken(self, optimizer: Optimizer) -> bool:
+        return any(optimizer is one for one in self._taken)
+
+
+def redirect_steps(owner: Owner, redirect: Callable[[Owner, Optimizer], Step | None]) -> RemovableHandle:
+    """Ask, whenever any optimizer of this process steps, whether something else is to be done instead.
+
+    Args:
+        owner: Is not kept alive. When it is gone, nothing is asked.
+        redirect: Gets the owner and the optimizer. Returns what is called with the closure in place of the step as its
+            class has it, between the same hooks; ``None``: the step is left alone. Whatever it raises ends the step.
+
+    Returns:
+        A handle whose ``remove`` ends it.
+    """
+    weak = ref(owner)
+
+    def before_step(
+        optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        living = weak()
+        step = None if living is None else redirect(living, optimizer)
+        if step is None:
+            return None
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        # The step under way cannot be stopped, but a step begins with its closure.
+        empty = make_twin(type(optimizer), vars(optimizer), [], {})
+        return (empty, partial(step, closure)), {}
+
+    _forget_the_dead()
+    handle = register_optimizer_step_pre_hook(before_step)
+    _handles.append((weak, handle))
+    return handle
+
+
+def _forget_the_dead() -> None:
+    """Take away hooks whose owners went without a word; not when they go, which may be while hooks are called."""
+    for weak, handle in list(_handles):
+        if weak() is None:
+            handle.remove()
+            _handles.remove((weak, handle))
