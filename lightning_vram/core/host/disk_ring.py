@@ -6,29 +6,24 @@ space is used again in every step. Jobs are done in the order they were asked fo
 what lay there was read. The thread needs nobody to get on with its work, and hands an error to whoever asks next.
 """
 
-import errno
 import os
 import queue
-import shutil
-import tempfile
-import threading
 import weakref
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 from torch import Tensor
 
 from lightning_vram.core.host.arena import unseen
 from lightning_vram.core.host.chunked_space import Block, ChunkedSpace
-from lightning_vram.core.host.disk_worker import DiskWorker, Job, make_staging
-from lightning_vram.core.host.errors import OffloadError
+from lightning_vram.core.host.disk_file import DiskFile
+from lightning_vram.core.host.disk_worker import DiskWorker, make_staging
 from lightning_vram.core.host.transfers import Arrival, Copies, Departure
+from lightning_vram.core.host.worker import PATIENCE_SECONDS, Ticket
 from lightning_vram.memory.units import MIB, format_bytes
 
 STAGING_BYTES = 8 * MIB  # of one buffer
 NUM_STAGING_BUFFERS = 4  # on the way out; the thread has one more for the way back
-_PATIENCE_SECONDS = 1.0  # between two looks whether the thread is still there
 
 
 class DiskRing:
@@ -45,23 +40,13 @@ class DiskRing:
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, pin_memory: bool, staging_bytes: int = STAGING_BYTES) -> None:
-        self._folder = Path(folder)
-        if not self._folder.is_dir():
-            raise ValueError(f"disk_path must be a folder that exists, got {str(folder)!r}.")
-        if not hasattr(os, "preadv"):
-            raise OffloadError("disk_path needs a system with pread and pwrite: Linux or macOS. Leave it out.")
-        try:
-            self._file = cast(BinaryIO, tempfile.TemporaryFile(dir=self._folder, buffering=0))  # noqa: SIM115 - close()
-        except OSError as error:
-            raise OffloadError(
-                f"disk_path={str(folder)!r}: no file can be made there ({error}). Name a folder that can be written to."
-            ) from error
+        self._file = DiskFile(folder, "disk_path")
         self._pin_memory = pin_memory
         self._staging_bytes = staging_bytes
         self._num_buffers = 0
         self._buffers: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
         self._space: ChunkedSpace[int] = ChunkedSpace()
-        self._worker = DiskWorker(str(folder), self._file)
+        self._worker = DiskWorker(self._file)
         weakref.finalize(self, self._worker.stop, wait=False)
 
     @property
@@ -85,7 +70,7 @@ class DiskRing:
         Raises:
             OffloadError: If the disk is full, or something went wrong before.
         """
-        self._worker.check()
+        self._worker.check_alive()
         block = self._space.take(source.numel(), self._make_chunks)
         extents, start = [], 0
         for piece in block.pieces:
@@ -102,21 +87,19 @@ class DiskRing:
     ) -> Arrival:
         """Begin to read the bytes at ``extents``, positions and lengths; see :meth:`DiskBlock.read`."""
         worker, size, pin_memory = self._worker, self._staging_bytes, self._pin_memory
-        worker.check()
-        arrival = _DiskArrival(worker)
+        copied: list[Arrival] = []
 
         def read() -> None:
             copies, buffer = worker.copies(make_copies), worker.buffer(size, pin_memory=pin_memory)
             start = 0
             for position, length in extents:
                 worker.read(buffer, length, position)
-                arrival.copied = copies.fetch([buffer[:length]], target.narrow(0, start, length), moment)
-                arrival.copied.finish()
+                copied[:] = [copies.fetch([buffer[:length]], target.narrow(0, start, length), moment)]
+                copied[0].finish()
                 start += length
             copies.settle()  # else they would hold the target until they are asked for the next
 
-        worker.submit(lambda: arrival.run(read))
-        return arrival
+        return _DiskArrival(worker.submit(read), copied)
 
     def close(self) -> None:
         """End the thread after what it has to do, and give file and buffers back."""
@@ -138,26 +121,17 @@ class DiskRing:
             return loan
         while True:
             try:
-                loan = _Loan(self._buffers.get(timeout=_PATIENCE_SECONDS), self._buffers)
+                loan = _Loan(self._buffers.get(timeout=PATIENCE_SECONDS), self._buffers)
             except queue.Empty:
-                self._worker.check()
+                self._worker.check_alive()
             else:
-                self._worker.check()  # an error: the loan ends with it
+                self._worker.check_alive()  # an error: the loan ends with it
                 return loan
 
     def _make_chunks(self, sizes: list[int]) -> list[int]:
-        """Grow the file; a full disk is found out here, not in the middle of a step's writes."""
-        end, needed = self._space.total_bytes, sum(sizes)
-        free = shutil.disk_usage(self._folder).free
-        error: OSError | None = None
-        if needed <= free:
-            error = _reserve(self._file.fileno(), end, needed)
-        if needed > free or error is not None:
-            raise OffloadError(
-                f"disk_path={str(self._folder)!r} needs {format_bytes(needed)} beside the {format_bytes(end)} it has, "
-                f"but {format_bytes(free)} are free there. Free some, name a folder on another disk, set "
-                'compress="bf16", or use a smaller batch.'
-            ) from error
+        end = self._file.num_bytes
+        way_out = 'set compress="bf16", or use a smaller batch'
+        self._file.grow(sum(sizes), f"beside the {format_bytes(end)} it has", way_out)
         return [end + sum(sizes[:index]) for index in range(len(sizes))]
 
 
@@ -197,27 +171,17 @@ class _Loan:
 
 
 class _DiskArrival(Arrival):
-    def __init__(self, worker: "DiskWorker") -> None:
-        self.copied = Arrival()
-        self._worker = worker
-        self._is_done = threading.Event()
-
-    def run(self, read: Job) -> None:
-        try:
-            read()
-        except BaseException as error:  # whoever waits raises it
-            self._worker.fail(error)
-        finally:
-            self._is_done.set()
+    def __init__(self, ticket: Ticket, copied: list[Arrival]) -> None:
+        self._ticket = ticket
+        self._copied = copied  # the last part, once that is on its way
 
     def wait(self, target: Tensor) -> None:
-        while not self._is_done.wait(_PATIENCE_SECONDS):
-            self._worker.check()
-        self._worker.check_error()
-        self.copied.wait(target)
+        self._ticket.wait()
+        for part in self._copied:
+            part.wait(target)
 
 
-def _write_job(worker: DiskWorker, loan: _Loan, length: int, position: int, departure: Departure) -> Job:
+def _write_job(worker: DiskWorker, loan: _Loan, length: int, position: int, departure: Departure) -> Callable[[], None]:
     def write() -> None:
         try:
             departure.wait()
@@ -231,14 +195,3 @@ def _write_job(worker: DiskWorker, loan: _Loan, length: int, position: int, depa
 def _narrow(source: Tensor, start: int, length: int) -> Tensor:
     with unseen(source):
         return source.narrow(0, start, length)
-
-
-def _reserve(file: int, start: int, length: int) -> OSError | None:
-    """Reserve file space; return why there is none. A file system that cannot reserve is believed to have it."""
-    if not hasattr(os, "posix_fallocate"):
-        return None
-    try:
-        os.posix_fallocate(file, start, length)
-    except OSError as error:
-        return error if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else None
-    return None

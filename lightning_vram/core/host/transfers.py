@@ -9,7 +9,6 @@ The current stream is asked for at each call: the backward runs in a thread of a
 """
 
 import weakref
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -54,58 +53,36 @@ class Arrival:
         """Block until the bytes have left the host."""
 
 
-class Copies(ABC):
-    """Copies flat tensors of bytes between one device and host memory in pieces."""
+class Copies:
+    """Copies flat tensors of bytes between one device and host memory in pieces.
 
-    @abstractmethod
+    These are done at once: without a stream of its own nobody could wait for a copy that is left to itself.
+    """
+
     def send(self, source: Tensor, pieces: Sequence[Tensor], window_bytes: int) -> Departure:
         """Copy ``source`` to the host; at most ``window_bytes`` of the device are held for copies in flight."""
-
-    @abstractmethod
-    def mark(self) -> Any:
-        """Return the present moment of the computation: memory that was made before it may be written after it."""
-
-    @abstractmethod
-    def fetch(self, pieces: Sequence[Tensor], target: Tensor, moment: Any) -> Arrival:
-        """Copy from the host into ``target``, which was made before ``moment``."""
-
-    @abstractmethod
-    def note_made(self, target: Tensor) -> Arrival:
-        """Return what lets other streams wait for what the current one makes in ``target``."""
-
-    @abstractmethod
-    def settle(self, window_bytes: int | None = None) -> None:
-        """Let go of what finished copies hold, and of all but ``window_bytes`` of what is on its way out."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Let go of everything: what is still in flight comes before whatever gets its memory next."""
-
-
-class PlainCopies(Copies):
-    """Copies at once: without a stream of its own nobody could wait for a copy that is left to itself."""
-
-    def send(self, source: Tensor, pieces: Sequence[Tensor], window_bytes: int) -> Departure:  # noqa: D102
         with unseen(source):
             scatter(source, pieces, is_blocking=True)
         return Departure()
 
-    def mark(self) -> Any:  # noqa: D102
-        return None
+    def mark(self) -> Any:
+        """Return the present moment of the computation: memory that was made before it may be written after it."""
 
-    def fetch(self, pieces: Sequence[Tensor], target: Tensor, moment: Any) -> Arrival:  # noqa: D102
+    def fetch(self, pieces: Sequence[Tensor], target: Tensor, moment: Any) -> Arrival:
+        """Copy from the host into ``target``, which was made before ``moment``."""
         with unseen(target):
             gather(pieces, target, is_blocking=True)
         return Arrival()
 
-    def note_made(self, target: Tensor) -> Arrival:  # noqa: D102
+    def note_made(self, target: Tensor) -> Arrival:
+        """Return what lets other streams wait for what the current one makes in ``target``."""
         return Arrival()
 
-    def settle(self, window_bytes: int | None = None) -> None:  # noqa: D102
-        return
+    def settle(self, window_bytes: int | None = None) -> None:
+        """Let go of what finished copies hold, and of all but ``window_bytes`` of what is on its way out."""
 
-    def close(self) -> None:  # noqa: D102
-        return
+    def close(self) -> None:
+        """Let go of everything: what is still in flight comes before whatever gets its memory next."""
 
 
 class StreamCopies(Copies):
@@ -255,4 +232,4 @@ def make_copies(tensor: Tensor) -> Copies:
     """Return what copies to and from the device of ``tensor``."""
     if type(tensor) is Tensor and tensor.device.type in STREAM_DEVICES:
         return StreamCopies(tensor.device)
-    return PlainCopies()
+    return Copies()

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import torch
 
-_PATIENCE_SECONDS = 1.0  # between two looks whether the thread is still there
+PATIENCE_SECONDS = 1.0  # between two looks whether the thread is still there
 
 
 class Ticket:
@@ -30,7 +30,7 @@ class Ticket:
             BaseException: What the job, or one before it, has raised.
             RuntimeError: If the thread is no longer there.
         """
-        while not self._is_done.wait(_PATIENCE_SECONDS):
+        while not self._is_done.wait(PATIENCE_SECONDS):
             self._worker.check_alive()
         self._worker.check()
 
@@ -44,18 +44,21 @@ class HostWorker:
 
     Args:
         name: Of the thread.
-        num_threads: That an operator of PyTorch uses in a job. Those of the other threads stay as they are.
+        num_threads: That an operator of PyTorch uses in a job; ``None``: as many as elsewhere. Those of the other
+            threads stay as they are.
+        on_end: Called in the thread when it ends.
     """
 
-    def __init__(self, name: str, num_threads: int) -> None:
+    def __init__(self, name: str, num_threads: int | None = None, *, on_end: Callable[[], None] | None = None) -> None:
         self._errors: list[BaseException] = []
         self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Ticket] | None] = queue.SimpleQueue()
         started, num_before = threading.Event(), torch.get_num_threads()
-        args = (self._jobs, self._errors, started, num_threads)
+        args = (self._jobs, self._errors, started, num_threads, on_end or _nothing)
         self._thread = threading.Thread(target=_work, args=args, name=name, daemon=True)
         self._thread.start()
         started.wait()
-        torch.set_num_threads(num_before)  # what the thread set counts for all that are made later
+        if num_threads is not None:
+            torch.set_num_threads(num_before)  # what the thread set counts for all that are made later
         self._end = weakref.finalize(self, self._jobs.put, None)
 
     def submit(self, job: Callable[[], None]) -> Ticket:
@@ -100,12 +103,18 @@ class HostWorker:
         ticket = Ticket(self)
         self._jobs.put((_nothing, ticket))
         while self._thread.is_alive() and not ticket.is_done:
-            ticket._is_done.wait(_PATIENCE_SECONDS)
+            ticket._is_done.wait(PATIENCE_SECONDS)
 
-    def stop(self) -> None:
-        """End the thread after what it has to do."""
+    def stop(self, *, wait: bool = True) -> None:
+        """End the thread after what it has to do.
+
+        Args:
+            wait: Whether to return when it has ended. Not in a finalizer: the garbage collector calls it in the midst
+                of anything, even of what a thread does with the lock that waiting needs.
+        """
         if self._end.detach():
             self._jobs.put(None)
+        if wait and self._thread is not threading.current_thread():
             self._thread.join()
 
 
@@ -117,10 +126,12 @@ def _work(
     jobs: "queue.SimpleQueue[tuple[Callable[[], None], Ticket] | None]",
     errors: list[BaseException],
     started: threading.Event,
-    num_threads: int,
+    num_threads: int | None,
+    on_end: Callable[[], None],
 ) -> None:
-    torch.get_num_threads()  # else the first operator would set what all threads have
-    torch.set_num_threads(num_threads)
+    if num_threads is not None:
+        torch.get_num_threads()  # else the first operator would set what all threads have
+        torch.set_num_threads(num_threads)
     started.set()
     while (item := jobs.get()) is not None:
         job, ticket = item
@@ -132,3 +143,4 @@ def _work(
         finally:
             ticket.end()
         del item, job, ticket  # else they would live until the next comes
+    on_end()

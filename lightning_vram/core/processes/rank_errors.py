@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from lightning_vram.core.host.errors import OffloadError
+from lightning_vram.core.host.arena import OffloadError
 
 Result = TypeVar("Result")
 _KINDS: dict[str, type[Exception]] = {

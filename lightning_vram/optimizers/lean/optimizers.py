@@ -37,7 +37,6 @@ class LeanOptimizers(StepTakeOver):
     """
 
     def __init__(self, chunks: Iterable[WeightChunk], scheme: str, names: Mapping[str, nn.Parameter]) -> None:
-        super().__init__()
         self.num_steps = 0
         self._chunks = list(chunks)
         self._places = {parameter: chunk for chunk in self._chunks for parameter in chunk.parameters}
@@ -45,6 +44,7 @@ class LeanOptimizers(StepTakeOver):
         self._names = names
         self._has_stepped: set[int] = set()  # optimizers, by id, since frozen parameters were looked at
         self._frozen_writes = FrozenWrites(names)
+        super().__init__()
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
         """Let optimizers step in chunks from now on.
@@ -86,9 +86,9 @@ class LeanOptimizers(StepTakeOver):
         return {key: value for key, value in vars(self).items() if key not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__init__()
         vars(self).update(state)
         self._frozen_writes = FrozenWrites(self._names)
+        super().__init__()
 
     def _has_ours(self, optimizer: Optimizer) -> bool:
         return any(parameter in self._places for parameter in iterate_parameters(optimizer))

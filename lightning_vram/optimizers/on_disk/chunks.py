@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from lightning_vram.optimizers.on_disk.file import PAGE_BYTES
+from lightning_vram.core.host.disk_file import PAGE_BYTES
 from lightning_vram.optimizers.on_disk.layouts import StateLayout
 
 PART_ELEMENTS = 4096

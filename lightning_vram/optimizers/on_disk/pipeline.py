@@ -5,7 +5,6 @@ writes it and at once reads what comes next. So nothing is waited for but the bu
 all the memory this takes.
 """
 
-import ctypes
 import mmap
 from collections import deque
 from collections.abc import Callable, Container, Sequence
@@ -14,9 +13,9 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 import torch
 from torch import Tensor
 
-from lightning_vram.core.host.errors import OffloadError
+from lightning_vram.core.host.arena import OffloadError
+from lightning_vram.core.host.disk_file import DiskFile, bytes_of
 from lightning_vram.optimizers.on_disk.chunks import Chunk, Extent
-from lightning_vram.optimizers.on_disk.file import DiskFile
 from lightning_vram.private_names.torch.dispatch import without_dispatch
 
 
@@ -91,16 +90,16 @@ class DiskPipeline:
             turn.result()
         except Exception as error:
             raise OffloadError(
-                f"nvme_path={self._file.folder!r}: optimizer states could not be written or read ({error}). They are "
+                f"{self._file.name}: optimizer states could not be written or read ({error}). They are "
                 "lost: go on from a checkpoint, with nvme_path on another disk or without."
             ) from error
 
 
 def _move(file: DiskFile, buffer: Tensor, written: Sequence[Extent], read: Sequence[Extent]) -> None:
     for extent in written:
-        file.write(_memory(buffer, extent), extent.position)
+        file.write(bytes_of(buffer, extent.offset, extent.length), extent.position)
     for extent in read:
-        file.read(_memory(buffer, extent), extent.position)
+        file.read(bytes_of(buffer, extent.offset, extent.length), extent.position)
 
 
 def _make_buffer(num_bytes: int) -> Tensor:
@@ -111,8 +110,3 @@ def _make_buffer(num_bytes: int) -> Tensor:
         memory.madvise(mmap.MADV_DONTFORK)
     with without_dispatch():
         return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-def _memory(buffer: Tensor, extent: Extent) -> memoryview:
-    """Return bytes of ``buffer`` without NumPy."""
-    return memoryview((ctypes.c_char * extent.length).from_address(buffer.data_ptr() + extent.offset)).cast("B")

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_vram.core.host.errors import OffloadError
+from lightning_vram.core.host.arena import OffloadError
+from lightning_vram.core.host.disk_file import DiskFile
 from lightning_vram.optimizers.on_disk.chunks import PART_ELEMENTS, Chunk, StatePlaces
-from lightning_vram.optimizers.on_disk.file import DiskFile
 from lightning_vram.optimizers.on_disk.layouts import StateLayout
 from lightning_vram.optimizers.on_disk.pieces import Piece, Step, copy_scalars, cut_slots, keep_states
 from lightning_vram.optimizers.on_disk.pipeline import DiskPipeline
@@ -64,7 +64,12 @@ class DiskStates:
         self._scalars: dict[int, State] = {}  # of those that have a state
         self._planned: tuple[tuple[int, ...], list[Chunk]] = ((), [])
         self._why_over: str | None = None
-        self._file = DiskFile(folder, self._places.total_bytes)
+        self._file = DiskFile(folder, "nvme_path", is_direct=True)
+        try:  # an empty file cannot be mapped
+            self._file.grow(max(self.total_bytes, 1), "for the states of the optimizer", "or leave nvme_path out")
+        except BaseException:
+            self._file.close()
+            raise
         self._pipeline = DiskPipeline(self._file, self._places.buffer_bytes(chunk_elements), num_buffers, num_threads)
         self._finalizer = weakref.finalize(self, _close, self._pipeline, self._file)
 
@@ -170,7 +175,7 @@ class DiskStates:
 
     def close(self) -> None:
         """Delete the file and give the memory back."""
-        self._why_over = f"nvme_path={self._file.folder!r}: closed already, the states there are gone."
+        self._why_over = f"{self._file.name}: closed already, the states there are gone."
         self._pipeline.close()
         self._finalizer()
 

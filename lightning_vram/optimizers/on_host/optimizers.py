@@ -55,7 +55,6 @@ class HostOptimizers(StepTakeOver):
     def __init__(
         self, sharding: FullSharding, *, num_threads: int, nvme_path: str | os.PathLike[str] | None = None
     ) -> None:
-        super().__init__()
         self.may_step_early: Callable[[Optimizer], bool] = lambda optimizer: False
         self._sharding = sharding
         self._is_on_host = sharding.home.type == "cpu"
@@ -70,6 +69,7 @@ class HostOptimizers(StepTakeOver):
         self._streamed: dict[int, StreamedStates] = {}  # by id of the optimizer
         self._factors: dict[int, Tensor] = {}  # by which gradients are yet to be scaled; by id of the optimizer
         sharding.on_landed = self._landed
+        super().__init__()
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
         """Let optimizers step here from now on.

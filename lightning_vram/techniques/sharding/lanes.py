@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_vram.core.host.pinned_memory import make_host_tensor
+from lightning_vram.core.host.arena import make_host_tensor
 from lightning_vram.private_names.torch.tensors import local_part_of, num_writes, set_local_part
 
 

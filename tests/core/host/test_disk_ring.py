@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_vram.core.host import disk_ring, disk_worker
+from lightning_vram.core.host import disk_file, disk_ring
+from lightning_vram.core.host.arena import OffloadError
 from lightning_vram.core.host.disk_ring import DiskBlock, DiskRing
-from lightning_vram.core.host.errors import OffloadError
-from lightning_vram.core.host.transfers import PlainCopies
+from lightning_vram.core.host.transfers import Copies
 from lightning_vram.memory.units import GIB, MIB
 from lightning_vram.techniques.activation_offload.stage import ActivationOffloading
 
@@ -30,12 +30,12 @@ def ring(tmp_path):
 
 def write(ring: DiskRing, num_bytes: int, seed: int = 0) -> tuple[DiskBlock, Tensor]:
     source = torch.randint(256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
-    return ring.write(source, PlainCopies(), 0), source
+    return ring.write(source, Copies(), 0), source
 
 
 def read(block: DiskBlock, num_bytes: int) -> Tensor:
     target = torch.empty(num_bytes, dtype=torch.uint8)
-    block.read(target, PlainCopies, None).wait(target)
+    block.read(target, Copies, None).wait(target)
     return target
 
 
@@ -57,7 +57,7 @@ def test_space_is_used_again_and_staging_is_bounded(ring) -> None:
         arrivals = []
         for block, source in reversed(written):
             target = torch.empty(source.numel(), dtype=torch.uint8)
-            arrivals.append((block.read(target, PlainCopies, None), target, source))
+            arrivals.append((block.read(target, Copies, None), target, source))
         del written, block  # the reads go on
         for arrival, target, source in arrivals:
             arrival.wait(target)
@@ -78,7 +78,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path, monkeypatch) ->
     def refuse(**_):
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(disk_ring.tempfile, "TemporaryFile", refuse)  # root may write anywhere
+    monkeypatch.setattr(disk_file.tempfile, "TemporaryFile", refuse)  # root may write anywhere
     with pytest.raises(RuntimeError) as error:
         DiskRing(tmp_path, pin_memory=False)
     assert str(error.value) == (
@@ -89,7 +89,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path, monkeypatch) ->
 
 def test_a_full_disk_is_refused_before_anything_is_written(ring, tmp_path, monkeypatch) -> None:
     block, source = write(ring, 1000)
-    monkeypatch.setattr(disk_ring.shutil, "disk_usage", lambda _: SimpleNamespace(free=MIB))
+    monkeypatch.setattr(disk_file.shutil, "disk_usage", lambda _: SimpleNamespace(free=MIB))
     with pytest.raises(RuntimeError) as error:
         write(ring, 2 * MIB)
     assert str(error.value) == (
@@ -108,8 +108,8 @@ def test_a_disk_that_cannot_reserve_space_is_refused_or_believed(ring, monkeypat
     def refuse(*_):
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(disk_ring.os, "posix_fallocate", refuse, raising=False)
-    monkeypatch.setattr(disk_ring.shutil, "disk_usage", lambda _: SimpleNamespace(free=GIB))
+    monkeypatch.setattr(disk_file.os, "posix_fallocate", refuse, raising=False)
+    monkeypatch.setattr(disk_file.shutil, "disk_usage", lambda _: SimpleNamespace(free=GIB))
     with pytest.raises(RuntimeError, match=r"but 1\.00 GiB are free there"):
         write(ring, 1000)
     code = errno.EOPNOTSUPP
@@ -117,13 +117,13 @@ def test_a_disk_that_cannot_reserve_space_is_refused_or_believed(ring, monkeypat
     assert torch.equal(read(block, 1000), source)
 
 
-@pytest.mark.parametrize("call", ["pwrite", "preadv"])
+@pytest.mark.parametrize("call", ["pwritev", "preadv"])
 def test_what_goes_wrong_in_the_thread_is_raised_at_the_next_call(ring, tmp_path, monkeypatch, call: str) -> None:
     def fail(*_):
         raise OSError(errno.EIO, "Input/output error")
 
     block, _ = write(ring, 1000)
-    monkeypatch.setattr(disk_worker.os, call, fail)
+    monkeypatch.setattr(disk_file.os, call, fail)
 
     def use() -> None:
         for seed in range(20):  # more than there are buffers
@@ -143,9 +143,9 @@ def test_what_goes_wrong_in_the_thread_is_raised_at_the_next_call(ring, tmp_path
 
 
 def test_short_writes_and_reads_go_on(ring, monkeypatch) -> None:
-    pwrite, preadv = os.pwrite, os.preadv
-    monkeypatch.setattr(disk_worker.os, "pwrite", lambda file, view, at: pwrite(file, view[:1000], at))
-    monkeypatch.setattr(disk_worker.os, "preadv", lambda file, views, at: preadv(file, [views[0][:777]], at))
+    pwritev, preadv = os.pwritev, os.preadv
+    monkeypatch.setattr(disk_file.os, "pwritev", lambda file, views, at: pwritev(file, [views[0][:1000]], at))
+    monkeypatch.setattr(disk_file.os, "preadv", lambda file, views, at: preadv(file, [views[0][:777]], at))
     block, source = write(ring, 50_000)
     assert torch.equal(read(block, 50_000), source)
 
@@ -178,7 +178,7 @@ def test_forgotten_it_closes_itself_and_waits_for_no_thread(tmp_path, monkeypatc
     assert joined == []
     thread.join(30)
     assert not thread.is_alive()
-    assert file.closed
+    assert file.is_closed
 
 
 def test_a_training_step_reports_a_broken_disk(tmp_path, monkeypatch) -> None:
@@ -189,7 +189,7 @@ def test_a_training_step_reports_a_broken_disk(tmp_path, monkeypatch) -> None:
     offloading = ActivationOffloading(min_offload_bytes=1, disk_path=tmp_path)
     with offloading:
         loss = weight.sin().sin().sum()
-    monkeypatch.setattr(disk_worker.os, "preadv", fail)
+    monkeypatch.setattr(disk_file.os, "preadv", fail)
     with pytest.raises(RuntimeError, match="could not be written or read"):
         loss.backward()
     offloading.close()
@@ -202,8 +202,8 @@ def test_a_training_step_reports_a_broken_disk(tmp_path, monkeypatch) -> None:
 def test_each_device_has_copies_of_its_own(ring) -> None:
     made = []
 
-    def make(name: str) -> Callable[[], PlainCopies]:
-        return lambda: made.append(name) or PlainCopies()
+    def make(name: str) -> Callable[[], Copies]:
+        return lambda: made.append(name) or Copies()
 
     one, other = make("cuda:0"), make("cuda:1")
     block, source = write(ring, 100)
@@ -220,7 +220,7 @@ def test_staging_buffers_are_not_lost(ring, monkeypatch, error: type[BaseExcepti
     def fail(*_, **__):
         raise error
 
-    where = disk_ring if at == "make_staging" else PlainCopies
+    where = disk_ring if at == "make_staging" else Copies
     monkeypatch.setattr(where, at, fail)
     for _ in range(5):
         with pytest.raises(error):
@@ -232,7 +232,7 @@ def test_staging_buffers_are_not_lost(ring, monkeypatch, error: type[BaseExcepti
 
 
 def test_a_disk_that_writes_nothing_is_broken(ring, monkeypatch) -> None:
-    monkeypatch.setattr(disk_worker.os, "pwrite", lambda *_: 0)
+    monkeypatch.setattr(disk_file.os, "pwritev", lambda *_: 0)
     block, _ = write(ring, 1000)
-    with pytest.raises(OffloadError, match="nothing can be written at byte 0"):
+    with pytest.raises(OffloadError, match="nothing can be read or written at byte 0"):
         read(block, 1000)

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
+from lightning_vram.core.host import disk_file
 from lightning_vram.memory.units import MIB, format_bytes
-from lightning_vram.optimizers.on_disk import file as disk_file
 from lightning_vram.optimizers.on_disk import pipeline as disk_pipeline
 from lightning_vram.optimizers.on_disk.chunks import StatePlaces
 from lightning_vram.optimizers.on_disk.layouts import StateLayout, find_layout

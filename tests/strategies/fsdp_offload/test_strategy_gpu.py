@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_vram import LeanMixedPrecision, MicroBatching
-from lightning_vram.core.host.pinned_memory import make_host_tensor
+from lightning_vram.core.host.arena import make_host_tensor
 from lightning_vram.core.processes.clean_exit import leave_group
 from lightning_vram.demos import ByteGPT
 from lightning_vram.memory.units import MIB

@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_vram.core.hooks.stage import SavedTensorStage, Taken
 from lightning_vram.core.host import arena as host_arena
+from lightning_vram.core.host.arena import OffloadError
 from lightning_vram.core.host.disk_ring import STAGING_BYTES
-from lightning_vram.core.host.errors import OffloadError
 from lightning_vram.demos import ByteGPT
 from lightning_vram.memory.tracking.tracker import track_memory
 from lightning_vram.memory.units import KIB, MIB

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_vram.core.host.pinned_memory import make_host_tensor
+from lightning_vram.core.host.arena import make_host_tensor
 
 
 @pytest.fixture

@@ -1,10 +1,11 @@
-"""A file without a name for optimizer states: all its space is there from the start, and it vanishes with the process.
+"""A file without a name: it vanishes with the process, killed or not.
 
-Long runs of bytes go past the page cache where the system can do that: it takes a third of the processor time, keeps
-up the rate of the disk, and leaves the cache to others. The ends of runs and short ones go through the cache. Linux
-keeps both, and tensors over a mapping of the file, in agreement as long as they are not used at the same time.
+Long runs of bytes may go past the page cache where the system can do that: it takes a third of the processor time,
+keeps up the rate of the disk, and leaves the cache to others. The ends of runs and short ones go through the cache.
+Linux keeps both, and tensors over a mapping of the file, in agreement as long as they are not used at the same time.
 """
 
+import ctypes
 import errno
 import mmap
 import os
@@ -14,7 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from lightning_vram.core.host.errors import OffloadError
+from torch import Tensor
+
+from lightning_vram.core.host.arena import OffloadError
 from lightning_vram.memory.units import MIB, format_bytes
 
 PAGE_BYTES = 4096
@@ -22,51 +25,77 @@ _MIN_DIRECT_BYTES = MIB
 
 
 class DiskFile:
-    """A file in ``folder``, which exists as long as this object is not closed.
+    """An empty file in ``folder``, which exists as long as this object is not closed.
 
     Args:
-        folder: On a local disk that is fast.
+        folder: On a local disk that is fast: an NVMe drive, not a network file system.
+        argument: What the user calls the folder, for messages.
+        is_direct: Whether long runs go past the page cache. Memory and file must begin at the same byte of a page.
+
+    Attributes:
+        name: Argument and folder, for messages.
         num_bytes: Its size.
 
     Raises:
         ValueError: If ``folder`` is no folder.
-        OffloadError: If no file can be made there, or the disk is too small for it.
+        OffloadError: If no file can be made there.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], num_bytes: int) -> None:
-        self.folder = str(folder)
-        self._num_bytes = max(num_bytes, 1)  # an empty file cannot be mapped
+    def __init__(self, folder: str | os.PathLike[str], argument: str, *, is_direct: bool = False) -> None:
+        self.name = f"{argument}={str(folder)!r}"
+        self.num_bytes = 0
+        self._folder = folder
         if not Path(folder).is_dir():
-            raise ValueError(f"nvme_path must be a folder that exists, got {self.folder!r}.")
+            raise ValueError(f"{argument} must be a folder that exists, got {str(folder)!r}.")
         if not hasattr(os, "preadv"):
-            raise OffloadError("nvme_path needs a system with preadv and pwritev: Linux or macOS. Leave it out.")
+            raise OffloadError(f"{argument} needs a system with preadv and pwritev: Linux or macOS. Leave it out.")
         try:
             self._file = cast(BinaryIO, tempfile.TemporaryFile(dir=folder, buffering=0))  # noqa: SIM115 - close()
         except OSError as error:
             raise OffloadError(
-                f"nvme_path={self.folder!r}: no file can be made there ({error}). Name a folder that can be written to."
+                f"{self.name}: no file can be made there ({error}). Name a folder that can be written to."
             ) from error
-        try:
-            self._reserve()
-        except BaseException:
-            self._file.close()
-            raise
         self._mapping: mmap.mmap | None = None
-        self._direct = _open_direct(self._file.fileno())
+        self._direct = _open_direct(self._file.fileno()) if is_direct else None
         self._is_direct = self._direct is not None
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether it is gone."""
+        return self._file.closed
+
+    def grow(self, num_bytes: int, purpose: str, way_out: str) -> None:
+        """Reserve space at the end: a full disk is found out here, not in the middle of a step.
+
+        Args:
+            num_bytes: How much.
+            purpose: For the message: what it needs that for.
+            way_out: For the message: what else to do than to name another disk.
+
+        Raises:
+            OffloadError: If there is not enough. The file is what it was.
+        """
+        free = shutil.disk_usage(self._folder).free
+        error = _reserve(self._file.fileno(), self.num_bytes, num_bytes) if num_bytes <= free else None
+        if num_bytes > free or error is not None:
+            raise OffloadError(
+                f"{self.name} needs {format_bytes(num_bytes)} {purpose}, but {format_bytes(free)} are free there. Free "
+                f"some, name a folder on another disk, {way_out}."
+            ) from error
+        self.num_bytes += num_bytes
+
     def read(self, buffer: memoryview, position: int) -> None:
-        """Fill ``buffer``, whose address is ``position`` up to whole pages, with the bytes at ``position``."""
+        """Fill ``buffer`` with the bytes at ``position``."""
         self._move(os.preadv, buffer, position)
 
     def write(self, buffer: memoryview, position: int) -> None:
-        """Write ``buffer``, whose address is ``position`` up to whole pages, to ``position``."""
+        """Write ``buffer`` to ``position``."""
         self._move(os.pwritev, buffer, position)
 
     def mapped(self) -> mmap.mmap:
         """Return the whole file as memory: pages of the file, which the system takes back when it needs them."""
         if self._mapping is None:
-            self._mapping = mmap.mmap(self._file.fileno(), self._num_bytes)
+            self._mapping = mmap.mmap(self._file.fileno(), self.num_bytes)
             if hasattr(mmap, "MADV_SEQUENTIAL"):  # checkpoints go through it from end to end: twice as fast
                 self._mapping.madvise(mmap.MADV_SEQUENTIAL)
         return self._mapping
@@ -107,27 +136,22 @@ class DiskFile:
             return self._direct, length // PAGE_BYTES * PAGE_BYTES
         return self._file.fileno(), min(length, PAGE_BYTES - position % PAGE_BYTES)
 
-    def _reserve(self) -> None:
-        free = shutil.disk_usage(self.folder).free
-        error = _reserve(self._file.fileno(), self._num_bytes) if self._num_bytes <= free else None
-        if self._num_bytes > free or error is not None:
-            raise OffloadError(
-                f"nvme_path={self.folder!r} needs {format_bytes(self._num_bytes)} for the states of the optimizer, but "
-                f"{format_bytes(free)} are free there. Free some, name a folder on another disk, or leave nvme_path "
-                "out."
-            ) from error
+
+def bytes_of(buffer: Tensor, start: int, length: int) -> memoryview:
+    """Return bytes of a flat tensor of bytes, without NumPy."""
+    return memoryview((ctypes.c_char * length).from_address(buffer.data_ptr() + start)).cast("B")
 
 
-def _reserve(file: int, num_bytes: int) -> OSError | None:
+def _reserve(file: int, start: int, length: int) -> OSError | None:
     """Reserve file space; return why there is none. A file system that cannot reserve is believed to have it."""
     try:
         if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(file, 0, num_bytes)
+            os.posix_fallocate(file, start, length)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             return error
-    if os.fstat(file).st_size < num_bytes:
-        os.ftruncate(file, num_bytes)
+    if os.fstat(file).st_size < start + length:
+        os.ftruncate(file, start + length)
     return None
 
 

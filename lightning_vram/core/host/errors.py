@@ -1,5 +1,0 @@
-"""What goes wrong with host memory and disks."""
-
-
-class OffloadError(RuntimeError):
-    """The host or the disk is too small, or fails."""
