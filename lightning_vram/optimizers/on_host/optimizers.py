@@ -143,7 +143,7 @@ class HostOptimizers(StepTakeOver):
         Raises:
             BaseException: What one of them has raised.
         """
-        self._sharding.finish_steps()
+        self._sharding.wait_for_steps()
         if self._worker is not None:
             self._worker.check()
 
@@ -212,7 +212,7 @@ class HostOptimizers(StepTakeOver):
             return
         ticket = self._worker.submit(job)
         self._submitted.append((group, ticket))
-        group.begin_step(ticket, _list_tensors(members))
+        group.steps.begin(ticket, _list_tensors(members))
 
     def _compute(self, compute: Callable[[], Result]) -> Result:
         """Let the threads of the steps do something at once."""
@@ -251,7 +251,7 @@ class HostOptimizers(StepTakeOver):
 
 def _run(run: Callable[[Sequence[Member]], None], group: ShardedGroup, members: Sequence[Member]) -> None:
     for lane in group.lanes:
-        lane.finish_reads()  # of a forward without gradients, after the backward
+        lane.wait_for_copies()  # of a forward without gradients, after the backward
     run(members)
     for lane in group.lanes:
         lane.refresh()

@@ -22,8 +22,7 @@ from lightning_vram.private_names.fsdp2.states import (
 )
 from lightning_vram.private_names.torch.compiled import is_compiled_part
 from lightning_vram.private_names.torch.modules import own_parameters
-from lightning_vram.techniques.sharding.gathered import ViewProofState
-from lightning_vram.techniques.sharding.group import ShardedGroup, take_over
+from lightning_vram.techniques.sharding.group import ShardedGroup, ViewProofState, take_over
 from lightning_vram.techniques.sharding.grouping import ShardingPlan
 from lightning_vram.techniques.sharding.materialization import has_meta, materialize
 from lightning_vram.techniques.sharding.narrow_trial import NarrowTrial
@@ -167,10 +166,10 @@ class FullSharding:
         """Of the parameters that the module had before."""
         return self._whole.shards
 
-    def finish_steps(self) -> None:
+    def wait_for_steps(self) -> None:
         """Wait until no shard is being written."""
         for group in self.groups:
-            group.finish_step()
+            group.steps.wait()
 
     @property
     def host_bytes(self) -> int:
@@ -191,7 +190,7 @@ class FullSharding:
             self.landing.drain()
         for group in self.groups:
             with suppress(Exception):  # of a step that failed, which has been told, or will be by who finishes steps
-                group.finish_step()
+                group.steps.wait()
         replaced: dict[nn.Parameter, nn.Parameter] = {}
         if make_whole and self._whole.can_restore:
             # Those of FSDP2 itself, where an error came before they were taken over.

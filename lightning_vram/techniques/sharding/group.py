@@ -1,4 +1,4 @@
-"""A group of parameters whose shards are on the host, as FSDP2 sees it."""
+"""A group of parameters whose shards are on the host, and a layer with one, as FSDP2 sees them."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -9,10 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_vram.core.host.worker import HostWorker, Ticket
-from lightning_vram.private_names.fsdp2.classes import FSDPParamGroup, GroupBase
-from lightning_vram.techniques.sharding.gathered import make_settable, unwatch, watch
+from lightning_vram.private_names.fsdp2.classes import FSDPParamGroup, GroupBase, StateBase
+from lightning_vram.private_names.torch.tensors import base_of
+from lightning_vram.private_names.torch.trees import tree_map_only
+from lightning_vram.techniques.sharding.gathered import make_settable
 from lightning_vram.techniques.sharding.lanes import ShardLane
 from lightning_vram.techniques.sharding.parameter import ShardedParameter
+from lightning_vram.techniques.sharding.steps import ShardSteps
 
 Arrival = tuple[ShardedParameter, Tensor]
 
@@ -50,12 +53,11 @@ class ShardedGroup(GroupBase):
 
     lanes: list[ShardLane]
     owner: GroupOwner
+    steps: ShardSteps
     present: set[ShardedParameter]  # that had a gradient here, in this backward
     doubtful: list[Arrival]  # of those that had none
     _fetched: torch.Event | None
     _landing: Ticket | None
-    _pending: Ticket | None
-    _watched: list[Tensor]
     _num_calls: int
     _num_returns: int
     _last_calls: int
@@ -69,7 +71,7 @@ class ShardedGroup(GroupBase):
         """Fetch the shards, and gather them."""
         is_skipped = not self.unshard_in_backward and self.is_before_backward
         if self.is_sharded and not self.is_gathering and not is_skipped:
-            self.finish_step()
+            self.steps.wait()
             self._choose_width()
             self._fetch(async_op)
         super().unshard(async_op)
@@ -118,7 +120,7 @@ class ShardedGroup(GroupBase):
         for lane in self.lanes:
             for parameter, shard in zip(lane.parameters, lane.fetch(), strict=True):
                 parameter.fetched = shard
-        self._guard()
+        self.steps.guard()
 
     # --- when its gradients are there ---
 
@@ -128,7 +130,7 @@ class ShardedGroup(GroupBase):
         if not self.reduce_grads:
             super().post_backward(*unused)
             return
-        self.finish_landing()
+        self.wait_for_gradients()
         absent = self._fill_in()
         arrivals = self._reduce()
         self._num_returns += 1
@@ -147,7 +149,7 @@ class ShardedGroup(GroupBase):
     def finalize_backward(self) -> None:
         """Wait until the gradients are on the host."""
         super().finalize_backward()  # type: ignore[no-untyped-call]
-        self.finish_landing()
+        self.wait_for_gradients()
         self._last_calls, self.has_more_calls = self._num_calls, self._num_calls > self._most_calls
         self._num_calls = self._num_returns = 0
         self._may_return = False
@@ -170,7 +172,7 @@ class ShardedGroup(GroupBase):
                 parameter.land(gradient)
         self.present = set()
 
-    def finish_landing(self) -> None:
+    def wait_for_gradients(self) -> None:
         """Wait until what was sent has come."""
         landing, self._landing = self._landing, None
         if landing is not None:
@@ -192,14 +194,12 @@ class ShardedGroup(GroupBase):
         for parameter, buffer in self._buffers():
             parameter.begin_reduction(buffer)
         try:
-            self.reduce_parts((lane.parameters, self._choose_reduce_dtype(lane)) for lane in self.lanes)
+            has_peers = self.mesh_info.mesh.size() > 1
+            narrow = {lane for lane in self.lanes if has_peers and lane.transfer_dtype.itemsize < 4}
+            self.reduce_parts((lane.parameters, torch.float32 if lane in narrow else None) for lane in self.lanes)
         finally:
             sent = [(parameter, parameter.end_reduction()) for parameter in self.fsdp_params]
         return [(parameter, gradient) for parameter, gradient in sent if gradient is not None]
-
-    def _choose_reduce_dtype(self, lane: ShardLane) -> torch.dtype | None:
-        has_peers = self.mesh_info.mesh.size() > 1
-        return torch.float32 if lane.transfer_dtype.itemsize < 4 and has_peers else None
 
     def _buffers(self) -> Iterable[tuple[ShardedParameter, Tensor | None]]:
         """Where on the host gradients go, side by side."""
@@ -218,40 +218,6 @@ class ShardedGroup(GroupBase):
             parameter.land(gradient)
         self.owner.landed(self)
 
-    # --- steps ---
-
-    def begin_step(self, ticket: Ticket, watched: Iterable[Tensor]) -> None:
-        """Note that the shards are written until ``ticket`` is done.
-
-        Args:
-            ticket: Of the step.
-            watched: Tensors that are not to be read until then.
-        """
-        watched = list(watched)
-        self._pending, self._watched = ticket, self._watched + watched  # steps are done in their order
-        watch(watched, self.finish_step)
-
-    def finish_step(self) -> None:
-        """Wait until the shards are written."""
-        pending, self._pending = self._pending, None
-        watched, self._watched = self._watched, []
-        if pending is not None:
-            try:
-                pending.wait()
-            finally:
-                unwatch(watched)
-                self._guard()
-
-    def _guard(self) -> None:
-        """Let copies of shards be made again once somebody has got hold of one, who may write to it."""
-        for lane in self.lanes:
-            if lane.has_copies:
-                watch((parameter.sharded_param for parameter in lane.parameters), partial(self._touch, lane))
-
-    def _touch(self, lane: ShardLane) -> None:
-        self.finish_step()
-        lane.touch()
-
     def show_writes(self) -> None:
         """Let streams that gather, of all groups, wait for a step on the device: FSDP2 does in the root's forward."""
         if self.copy_in_stream is not None:
@@ -266,6 +232,26 @@ class ShardedGroup(GroupBase):
         self._num_calls = self._num_returns = 0
         self._may_return = False
         self.present, self.doubtful = set(), []
+
+
+class ViewProofState(StateBase):
+    """Takes the place of the class of FSDP2's object.
+
+    FSDP2 gathers a layer's parameters for the backward in a hook on its output. Where that is a view, as that of a
+    linear layer on more than two dimensions, an operator in place makes a new one without the hook; the tensor that
+    is viewed keeps its own.
+    """
+
+    def find_hooked(self, output: Any) -> Any:
+        """Return ``output`` with what is viewed in place of the views."""
+        return tree_map_only(Tensor, _hold, output)
+
+
+def _hold(tensor: Tensor) -> Tensor:
+    base = base_of(tensor)
+    if base is None or not base.requires_grad or base.is_leaf:  # a parameter would collect hooks
+        return tensor
+    return base
 
 
 def take_over(
@@ -286,9 +272,9 @@ def take_over(
     host: Any = group
     host.__class__ = ShardedGroup
     host.owner, host.present, host.doubtful = owner, set(), []
-    host._fetched = host._landing = host._pending = None
+    host._fetched = host._landing = None
     host._last_calls, host._most_calls, host.has_more_calls = 0, 1, False
-    host._watched, host._num_calls, host._num_returns, host._may_return = [], 0, 0, False
+    host._num_calls, host._num_returns, host._may_return = 0, 0, False
 
     def key(parameter: Any) -> tuple[str, str, bool]:
         # Adapters are read in ways that need 32 bit; the frozen weights beside them are not.
@@ -296,6 +282,7 @@ def take_over(
         return str(own), str(dtype_of(parameter) or own), parameter.sharded_param.requires_grad
 
     host.lanes = []
+    host.steps = ShardSteps(host.lanes)
     for parameter in host.fsdp_params:
         parameter.__class__ = ShardedParameter
     for _, alike in groupby(sorted(host.fsdp_params, key=key), key):
@@ -306,7 +293,7 @@ def take_over(
         )
         host.lanes.append(lane)
         for parameter in parameters:
-            parameter.begin(lane, partial(host._touch, lane))
+            parameter.begin(lane, partial(host.steps.touch, lane))
         make_settable(parameter.sharded_param for parameter in parameters)
     host.lanes.sort(key=lambda lane: lane.shards.numel())  # the computation waits for all but the last to be reduced
     return host  # type: ignore[no-any-return]

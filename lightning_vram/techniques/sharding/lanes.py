@@ -97,7 +97,7 @@ class ShardLane:
     @torch.no_grad()
     def refresh(self) -> None:
         """Take over into the copies what was written to the shards. Called by one thread at a time."""
-        self.finish_reads()
+        self.wait_for_copies()
         source = self.shards
         if self._narrow is not None:
             source = self._narrow.copy_(self.shards)
@@ -111,7 +111,7 @@ class ShardLane:
         """Note that the current stream, when it gets there, has read what was fetched."""
         self._fetched = _record(self.device)
 
-    def finish_reads(self) -> None:
+    def wait_for_copies(self) -> None:
         """Wait until the device has read what another thread is to write: shards on the host, copies anywhere."""
         if self.shards.device != self.device or self.has_copies:
             # Where weights were fetched as they are, nobody has waited for what came to the resident copy.

@@ -55,12 +55,12 @@ class ShardedParameter(ParameterBase):
 
         Optimizers have the shard, and code within a training step has what is gathered: either may be frozen.
         """
-        whole = self.whole
-        both = [self.sharded_param] if whole is None else [self.sharded_param, whole]
-        if any(one.requires_grad != self._wants_gradient for one in both):
-            self._wants_gradient = not self._wants_gradient
-            for one in both:
-                one.requires_grad_(self._wants_gradient)
+        shard, whole, before = self.sharded_param, self.whole, self._wants_gradient
+        if shard.requires_grad != before or (whole is not None and whole.requires_grad != before):
+            self._wants_gradient = not before
+            for one in (shard, whole):
+                if one is not None:
+                    one.requires_grad_(not before)
 
     def to_sharded(self) -> None:
         """As FSDP2 does it, when both agree."""

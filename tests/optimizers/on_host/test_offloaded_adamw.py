@@ -53,8 +53,12 @@ def test_a_step_in_the_backward_has_the_same_result(mesh):
     optimizer = OffloadedAdamW(shard(net, mesh), lr=1e-2, step_in_backward=True, num_threads=1)
     begun = []
     sharding_landed = optimizer._sharding.on_landed
-    optimizer._sharding.on_landed = lambda group: (sharding_landed(group), begun.append(group._pending is not None))
 
+    def landed(group):
+        sharding_landed(group)
+        begun.append(group.steps._pending is not None)
+
+    optimizer._sharding.on_landed = landed
     for seed in range(NUM_STEPS):
 
         def closure(seed=seed):

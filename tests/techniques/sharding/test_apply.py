@@ -716,7 +716,7 @@ def test_a_step_waits_for_readers_of_the_shards_before_it_writes(mesh, monkeypat
         weight = net.head.weight._local_tensor
         before = weight.clone()
         group = host._groups[net.head.weight]
-        monkeypatch.setattr(group.lanes[0], "finish_reads", lambda: order.append(torch.equal(weight, before)))
+        monkeypatch.setattr(group.lanes[0], "wait_for_copies", lambda: order.append(torch.equal(weight, before)))
         optimizer.step()
         host.finish()
         host.let_go(sharding.remove())

@@ -227,10 +227,10 @@ def test_who_writes_to_shards_elsewhere_waits_for_the_last_reader(net, monkeypat
     events = []
     monkeypatch.setattr(shard_lanes, "_record", lambda device: events.append(_Read()) or events[-1])
     lane = make_lane(net, device=device)
-    lane.finish_reads()  # nobody has read
+    lane.wait_for_copies()  # nobody has read
     fetched(lane)
     lane.note_read()
-    lane.finish_reads()
+    lane.wait_for_copies()
     assert [event.num_waits for event in events] == [0, num_waits]
 
 
@@ -240,5 +240,5 @@ def test_who_writes_to_shards_waits_for_what_is_on_its_way_to_a_resident_copy(ne
     monkeypatch.setattr(shard_lanes, "_record", lambda device: events.append(_Read()) or events[-1])
     lane = make_lane(net, dtype=torch.bfloat16, device=APART, is_resident=True)
     lane.refresh()
-    lane.finish_reads()
+    lane.wait_for_copies()
     assert [event.num_waits for event in events] == [1]

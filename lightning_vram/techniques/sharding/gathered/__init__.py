@@ -1,12 +1,10 @@
 """What is done with a weight while it is gathered: reads, writes, uses. May import: core, memory."""
 
 from lightning_vram.techniques.sharding.gathered.settable_shards import gathered_of, make_settable, set_gathered
-from lightning_vram.techniques.sharding.gathered.view_outputs import ViewProofState
 from lightning_vram.techniques.sharding.gathered.watched_shards import unwatch, watch
 from lightning_vram.techniques.sharding.gathered.weight_reads import WeightReads, observe
 
 __all__ = [
-    "ViewProofState",
     "WeightReads",
     "gathered_of",
     "make_settable",

@@ -1,4 +1,4 @@
-"""Shards that take the values which code gives a parameter by ``parameter.data = values``.
+"""Parameters, shards and gathered ones, that take the values which code gives them by ``parameter.data = values``.
 
 Averages of weights are often moved so. A ``DTensor`` takes them without a word, and keeps the values it had.
 """
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from lightning_vram.core.tensors.parameter_classes import OURS, while_plain
+from lightning_vram.core.tensors.counted_parameter import CountedParameter
+from lightning_vram.core.tensors.parameter_classes import OURS, add_parameter_class, while_plain
 
 _GATHERED = f"{OURS}gathered"
 
@@ -37,6 +38,25 @@ class SettableShard(DTensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return while_plain(self, DTensor, lambda: self.__reduce_ex__(protocol))
+
+
+class GatheredParameter(CountedParameter):
+    """What the class of a gathered parameter is. What is written to it is counted: its shard gets it in the end.
+
+    Its memory is FSDP2's: ``parameter.data = values`` copies into it.
+    """
+
+    @property
+    def data(self) -> Tensor:
+        """As of any parameter."""
+        return super().data
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        set_values(self.data, values)
+
+
+add_parameter_class(GatheredParameter)
 
 
 def gathered_of(shard: Tensor) -> Tensor | None:

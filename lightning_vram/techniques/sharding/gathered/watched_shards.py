@@ -32,7 +32,7 @@ class WatchedShard(AskedDTensor):
         watched = [leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is WatchedShard]
         after = [tell for leaf in watched if (tell := vars(leaf).get(_AFTER)) is not None]
         for leaf in watched:
-            finish_writes(leaf)
+            wait_until_written(leaf)
         result = func(*args, **(kwargs or {}))
         for tell in after:
             tell(func)
@@ -41,14 +41,14 @@ class WatchedShard(AskedDTensor):
     # What full_tensor() and others read past any dispatch.
     @override
     def give_local(self) -> Tensor:
-        finish_writes(self)
+        wait_until_written(self)
         return local_part_of(self)
 
     @property
     def data(self) -> Tensor:
         """As that of its own class, when it is written."""
         if _AFTER not in vars(self):  # else nothing is being written
-            finish_writes(self)
+            wait_until_written(self)
             return self.data
         gathered = gathered_of(self)
         assert gathered is not None
@@ -56,21 +56,21 @@ class WatchedShard(AskedDTensor):
 
     @data.setter
     def data(self, values: Tensor) -> None:
-        finish_writes(self)
+        wait_until_written(self)
         self.data = values
 
     def __deepcopy__(self, memo: Any) -> Any:
-        finish_writes(self)
+        wait_until_written(self)
         return self.__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """As that of ``DTensor``, when it is written."""
-        finish_writes(self)
+        wait_until_written(self)
         return self.__reduce_ex__(protocol)
 
     def __repr__(self, *args: Any, **kwargs: Any) -> str:  # type: ignore[override]
         """As that of ``DTensor``, when it is written."""
-        finish_writes(self)
+        wait_until_written(self)
         return repr(self)
 
 
@@ -102,7 +102,7 @@ def unwatch(tensors: Iterable[Tensor]) -> None:
             vars(tensor).pop(_AFTER, None)
 
 
-def finish_writes(value: Any) -> None:
+def wait_until_written(value: Any) -> None:
     """Wait until ``value``, should it be a tensor that is watched, is written."""
     if type(value) is WatchedShard:
         wait = vars(value).get(_WAIT)

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_vram.core.tensors.parameter_classes import OURS, add_parameter_class
 from lightning_vram.private_names.torch.autograd import current_graph_task_id
 from lightning_vram.private_names.torch.trees import tree_leaves
-from lightning_vram.techniques.sharding.gathered.parameter import GatheredParameter
+from lightning_vram.techniques.sharding.gathered.settable_shards import GatheredParameter
 
 _READS = f"{OURS}reads"
 _CASTING = frozenset(

@@ -13,7 +13,7 @@ from support.helpers import PlantedError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from lightning_vram.techniques.sharding.gathered.watched_shards import WatchedShard, finish_writes, unwatch, watch
+from lightning_vram.techniques.sharding.gathered.watched_shards import WatchedShard, unwatch, wait_until_written, watch
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
 OLD, NEW = 2.0, 7.0
@@ -132,8 +132,8 @@ def test_what_is_no_value_needs_no_waiting(parameter):
 def test_plain_tensors_are_passed_over():
     plain = torch.zeros(3)
     watch([plain], lambda: pytest.fail("it is not watched"))
-    finish_writes(plain)
-    finish_writes("no tensor")
+    wait_until_written(plain)
+    wait_until_written("no tensor")
     unwatch([plain])
     assert type(plain) is Tensor
 
@@ -151,7 +151,7 @@ def test_a_second_watch_takes_the_place_of_the_first(parameter):
     write = Write(parameter)
     watch([parameter], lambda: pytest.fail("an older step"))
     watch([parameter], write)
-    finish_writes(parameter)
+    wait_until_written(parameter)
     assert write.num_calls == 1
 
 

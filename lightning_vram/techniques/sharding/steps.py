@@ -1,0 +1,56 @@
+"""Steps that go on beside the training: whoever wants to read what one writes waits for it."""
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+from torch import Tensor
+
+from lightning_vram.core.host.worker import Ticket
+from lightning_vram.techniques.sharding.gathered import unwatch, watch
+from lightning_vram.techniques.sharding.lanes import ShardLane
+
+
+class ShardSteps:
+    """Of the shards of one group.
+
+    Args:
+        lanes: Where these lie.
+    """
+
+    def __init__(self, lanes: Sequence[ShardLane]) -> None:
+        self._lanes = lanes
+        self._pending: Ticket | None = None
+        self._watched: list[Tensor] = []
+
+    def begin(self, ticket: Ticket, watched: Iterable[Tensor]) -> None:
+        """Note that the shards are written until ``ticket`` is done.
+
+        Args:
+            ticket: Of the step.
+            watched: Tensors that are not to be read until then.
+        """
+        watched = list(watched)
+        self._pending, self._watched = ticket, self._watched + watched  # steps are done in their order
+        watch(watched, self.wait)
+
+    def wait(self) -> None:
+        """Wait until the shards are written."""
+        pending, self._pending = self._pending, None
+        watched, self._watched = self._watched, []
+        if pending is not None:
+            try:
+                pending.wait()
+            finally:
+                unwatch(watched)
+                self.guard()
+
+    def guard(self) -> None:
+        """Let copies of shards be made again once somebody has got hold of one, who may write to it."""
+        for lane in self._lanes:
+            if lane.has_copies:
+                watch((parameter.sharded_param for parameter in lane.parameters), partial(self.touch, lane))
+
+    def touch(self, lane: ShardLane) -> None:
+        """Have copies of the shards in ``lane`` made again, once those are written."""
+        self.wait()
+        lane.touch()
