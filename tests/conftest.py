@@ -46,11 +46,32 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m is looked at
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _mark_slow(config, items)
     if config.option.one_of_each:
-        first = set({item.nodeid.partition("[")[0]: item for item in reversed(items)}.values())
+        quick_first = sorted(items, key=lambda item: item.get_closest_marker("slow") is not None)
+        first = set({item.nodeid.partition("[")[0]: item for item in reversed(quick_first)}.values())
         config.hook.pytest_deselected(items=[item for item in items if item not in first])
         items[:] = [item for item in items if item in first]
+
+
+def _mark_slow(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of a test that is ``slow_except("this", "that")`` those run always, all its other parametrisations are slow."""
+    missing: dict[str, set[str]] = {}
+    for item in items:
+        if (mark := item.get_closest_marker("slow_except")) is None:
+            continue
+        missing.setdefault(item.nodeid.partition("[")[0], set(mark.args)).discard(item.callspec.id)
+        if item.callspec.id not in mark.args:
+            item.add_marker(pytest.mark.slow)
+    if any(missing.values()) and not any("[" in argument for argument in config.args):
+        raise pytest.UsageError(f"slow_except: no such parametrisations: { {k: v for k, v in missing.items() if v} }")
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # half a second each time that a test collects garbage, for what stays to the end
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

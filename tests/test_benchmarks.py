@@ -16,6 +16,7 @@ from tests.benchmarks.recomputation import Chain, measure_overhead, measure_shar
 from tests.benchmarks.variants import GPU_PEERS, VARIANTS
 
 
+@pytest.mark.slow_except("memory")
 @pytest.mark.parametrize("suite", ["memory", "speed"])
 def test_a_suite_writes_device_versions_and_rows(suite, monkeypatch, tmp_path, capsys):
     path = tmp_path / "sub" / "result.json"
@@ -72,6 +73,7 @@ def test_what_compression_does_to_the_gradient_is_measured():
     assert compression_errors.measure("DigitsResNet", None)[0] <= 0.97
 
 
+@pytest.mark.slow
 def test_the_precision_plugin_is_measured_on_shapes_of_gpu_size():
     rows = {row["variant"]: row for row in mixed_precision.measure_fake(num_layers=4)}
     assert rows["bf16, recast"]["peak_of_lightning"] < 0.95
@@ -80,6 +82,7 @@ def test_the_precision_plugin_is_measured_on_shapes_of_gpu_size():
     assert peaks == sorted(peaks, reverse=True)
 
 
+@pytest.mark.slow
 def test_the_precision_plugin_is_measured_in_a_trainer():
     rows = mixed_precision.measure(WORKLOADS[1], repeats=1)
     assert rows[0]["seconds_of_lightning"] == 1
@@ -95,6 +98,7 @@ def alone():
     gc.collect()
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("optimizer", list(offload_overlap.OPTIMIZERS))
 def test_the_time_that_a_step_hides_is_measured(optimizer, alone):
@@ -116,6 +120,7 @@ def test_the_rate_of_a_step_on_the_host_is_measured(alone):
     assert ours["gb_per_second"] * ours["seconds"] * 1e9 == pytest.approx(28 * num_parameters)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_memory_and_speed_of_the_strategy_are_measured(alone):
     names = [name for name, variant in fsdp_offload.VARIANTS.items() if not variant.needs_gpu]

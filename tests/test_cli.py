@@ -114,6 +114,7 @@ def test_the_strategy_is_left_out_of_the_plain_fit(strategy, capsys):
     assert "plain against fsdp_offload" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.slow_except("quickstart", "activation_checkpointing", "empty_cache")
 @pytest.mark.parametrize("path", [path for path in CONFIGS if path not in PRESETS], ids=lambda path: path.stem)
 def test_the_command_each_config_begins_with(path, monkeypatch, capsys):
     command = path.read_text().splitlines()[0].removeprefix("# lightning-vram ").split()

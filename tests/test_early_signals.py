@@ -104,6 +104,7 @@ def test_importing_it_holds_back_in_a_task_of_slurm(name, variables, held, tmp_p
     assert run.stdout.strip() == str(sorted(map(int, held)))
 
 
+@pytest.mark.slow
 def test_a_signal_does_not_end_the_command_while_it_starts():
     environment = os.environ | {"SLURM_PROCID": "0", "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
@@ -205,6 +206,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_program_that_is_stopped_does_not_wait_for_workers(tmp_path, monkeypatch):
     FakeSlurm(tmp_path, monkeypatch)
     script = tmp_path / "train.py"

@@ -38,6 +38,7 @@ def test_plain_torch_users_need_no_lightning(package):
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONWARNINGS": "ignore"})
 
 
+@pytest.mark.slow_except("train", "track_memory", "empty_cache", "in_place_fusion", "activation_checkpointing")
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("**/*.py")), ids=lambda path: path.stem)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_examples_run(path, monkeypatch, tmp_path, capsys):

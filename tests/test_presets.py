@@ -75,6 +75,7 @@ def test_the_presets_are_told_from_the_parts():
     assert {path.stem for path in CONFIGS} - {path.stem for path in PRESETS} >= {"quickstart", "slurm_requeue"}
 
 
+@pytest.mark.slow_except("single_gpu")
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
 def test_a_preset_is_a_whole_run_that_writes_where_it_runs(path, tmp_path):
     main(["fit", f"--config={path}", *small(path), *QUIET, "--trainer.fast_dev_run=true"])
@@ -123,6 +124,7 @@ def test_a_job_has_one_folder_over_all_restarts(variables, folder, monkeypatch, 
     assert checkpoints_of(result) == f"{folder}/checkpoints"
 
 
+@pytest.mark.slow
 def test_a_job_that_comes_back_goes_on_from_its_last_step(monkeypatch, tmp_path):
     step, batches = ByteGPT.training_step, []
 

@@ -67,6 +67,14 @@ def test_training_is_unchanged_in(name, module, make_trainer):
     assert_equal_weights(*weights)
 
 
+@pytest.mark.slow_except(
+    "cnn-whole-ActivationCheckpointing",
+    "gpt-layer-ActivationCheckpointing",
+    "gpt-layer-ActivationCompression",
+    "gpt-layer-ActivationOffload",
+    "gpt-layer-InPlaceFusion",
+    "gpt-layer-MicroBatching",
+)
 @pytest.mark.parametrize("name", KEEPS_RESULT)
 @pytest.mark.parametrize("part", ["whole", "layer"])
 def test_training_is_unchanged_when_compiled(name, part, make_model, make_trainer):

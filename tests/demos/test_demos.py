@@ -8,6 +8,7 @@ from lightning_vram.demos import ByteGPT, DigitsData, DigitsResNet, SourceText
 from lightning_vram.demos.source_text import read_sources
 
 
+@pytest.mark.slow
 def test_byte_gpt_learns_source_text(make_trainer):
     pl.seed_everything(0, verbose=False)
     model = ByteGPT(num_layers=2, width=128, num_heads=4, sequence_length=128)
@@ -18,6 +19,7 @@ def test_byte_gpt_learns_source_text(make_trainer):
     assert trainer.callback_metrics["val_loss"] < 3.2
 
 
+@pytest.mark.slow
 def test_digits_resnet_learns_digits(make_trainer):
     pl.seed_everything(0, verbose=False)
     trainer = make_trainer(max_epochs=5)

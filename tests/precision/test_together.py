@@ -187,6 +187,7 @@ def fit_sharded(plugin, make_trainer, path, callbacks=(), inf_at=None):
     return one
 
 
+@pytest.mark.slow_except("16-mixed")
 @pytest.mark.distributed
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 def test_sharded_results_are_those_of_lightning(precision, make_trainer, tmp_path):

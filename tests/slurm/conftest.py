@@ -8,10 +8,12 @@ from slurm.cluster import Cluster, find_missing
 from slurm.node_namespaces import NamespaceCluster, lacks_namespaces
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m is looked at
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:  # of all folders
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.slurm)
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")

@@ -24,6 +24,7 @@ def test_registering_again_does_nothing():
     assert dict(StrategyRegistry) == before
 
 
+@pytest.mark.slow
 def test_lightnings_own_names_stay_its_own():
     code = (
         "from lightning.pytorch.strategies import StrategyRegistry as r; before = set(r);"

@@ -297,6 +297,7 @@ def test_training_is_unchanged_with_manual_optimization(mode, make_trainer):
     assert_equal_weights(*fitted)
 
 
+@pytest.mark.slow_except("gpt-layer-matmuls", "cnn-layer-budget")
 @pytest.mark.parametrize("mode", ["matmuls", "budget"])
 @pytest.mark.parametrize("part", ["whole", "layer"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # dynamo's, and ours

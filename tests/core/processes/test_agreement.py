@@ -92,6 +92,7 @@ def wait_for_a_rank_that_never_comes(rank: int, path: str, by_call: bool) -> Non
     dist.destroy_process_group()
 
 
+@pytest.mark.slow_except("True")
 @pytest.mark.distributed
 @pytest.mark.parametrize("by_call", [True, False])
 def test_a_rank_that_never_comes_is_an_error_and_no_hang(tmp_path, by_call):
@@ -123,6 +124,7 @@ def make_alone(rank: int, path: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_group_that_a_rank_does_not_make_is_an_error(tmp_path):
     start(make_alone, tmp_path)
@@ -209,6 +211,7 @@ def gather_alone(rank: int, path: str, ends_later: bool) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow_except("False")
 @pytest.mark.distributed
 @pytest.mark.parametrize("ends_later", [True, False])
 def test_a_rank_that_does_not_come_to_a_gathering_is_an_error(tmp_path, ends_later):

@@ -41,6 +41,7 @@ def mask_of(method: str, *, daemon: bool = True) -> set[int]:
     return mask
 
 
+@pytest.mark.slow_except("fork")
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_a_daemon_begins_with_the_signals_blocked_and_this_process_goes_on_without(shield, method):
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
@@ -48,6 +49,7 @@ def test_a_daemon_begins_with_the_signals_blocked_and_this_process_goes_on_witho
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
 
 
+@pytest.mark.slow_except("fork")
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_what_was_blocked_before_stays_blocked(shield, method, monkeypatch):
     resource_tracker.ensure_running()

@@ -69,6 +69,7 @@ def load_and_go_on(folder: Path) -> None:
         assert train(net, optimizer, 2, first=3) == pytest.approx(torch.load(folder / "loss.pt"), abs=1e-6)
 
 
+@pytest.mark.slow_except("2-1")
 @pytest.mark.parametrize(("num_writers", "num_readers"), [(1, 1), (2, 1), (1, 2), (2, 4)])
 def test_a_run_goes_on_with_any_number_of_ranks(tmp_path: Path, num_writers: int, num_readers: int):
     run_ranks(num_writers, save_and_go_on, tmp_path)
@@ -254,6 +255,7 @@ def load_what_is_left(folder: Path, sharded: bool, places: list[str]) -> None:
         assert list(path.parent.iterdir()) == [path]
 
 
+@pytest.mark.slow
 @KINDS
 def test_a_run_that_is_killed_while_it_saves_goes_on_from_the_checkpoint_before(tmp_path: Path, sharded: bool):
     places = ["in the data", "before publishing"] + ["between the renames"] * sharded

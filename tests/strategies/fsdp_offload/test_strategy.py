@@ -251,6 +251,7 @@ class Compiled(Fused):
         self.net.blocks[1] = torch.compile(self.net.blocks[1], backend="aot_eager")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # dynamo's
 def test_compiled_layers(check):
     check(Compiled, modes=("params",), limit_val_batches=0)

@@ -77,6 +77,7 @@ def train(make_trainer, tmp_path):
     return train
 
 
+@pytest.mark.slow_except("full on 1-full on 1", "sharded on 2-full on 1")
 @pytest.mark.parametrize(
     ("saving", "resuming"),
     [
@@ -119,6 +120,7 @@ class Renaming(Noting):
         checkpoint["state_dict"] = {name.removeprefix("old."): value for name, value in state.items()}
 
 
+@pytest.mark.slow_except("1")
 @pytest.mark.parametrize("devices", [1, 2])
 def test_what_hooks_do_to_a_full_checkpoint_counts(devices, train, tmp_path):
     saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=3, save_top_k=-1)
@@ -147,6 +149,7 @@ class SavesAnObject(Noting):
         checkpoint["unsafe"] = Unsafe()
 
 
+@pytest.mark.slow_except("sharded")
 @pytest.mark.parametrize("kind", [FULL, SHARDED])
 def test_weights_only_reaches_the_file(kind, train, tmp_path):
     saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=3, save_top_k=-1)
@@ -158,6 +161,7 @@ def test_weights_only_reaches_the_file(kind, train, tmp_path):
     assert sorted(train(kind, 1, "resumed", ckpt_path=path, weights_only=False)) == [4, 5, 6]
 
 
+@pytest.mark.slow_except("full", "full, saved in a thread")
 @pytest.mark.parametrize("kind", [FULL, SHARDED, LATER])
 def test_a_checkpoint_can_be_saved_after_the_fit(kind, make_trainer, tmp_path):
     model = Noting(tmp_path / "losses")
@@ -171,6 +175,7 @@ def test_a_checkpoint_can_be_saved_after_the_fit(kind, make_trainer, tmp_path):
         assert torch.equal(parameter, model.get_parameter(name)), name
 
 
+@pytest.mark.slow_except("sharded")
 @pytest.mark.parametrize("kind", [FULL, SHARDED, LATER])
 def test_a_checkpoint_can_be_saved_before_any_run(kind, make_trainer, tmp_path):
     trainer = make_trainer(strategy=make_strategy(kind), devices=1)

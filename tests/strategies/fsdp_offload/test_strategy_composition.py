@@ -46,12 +46,20 @@ def check(make_trainer):
     return check
 
 
+@pytest.mark.slow_except(
+    "Fused-ActivationCheckpointing",
+    "Fused-ActivationOffload",
+    "Fused-MicroBatching",
+    "FusedCNN-InPlaceFusion",
+    "FusedCNN-AccumulationScheduler",
+)
 @pytest.mark.parametrize("name", CALLBACKS)
 @pytest.mark.parametrize("make", [Fused, FusedCNN])
 def test_callbacks(name, make, check):
     check(make, lambda: {"callbacks": [from_config(name)]}, modes=("params", "none"))
 
 
+@pytest.mark.slow_except("ActivationOffload", "SlurmRequeue")
 @pytest.mark.parametrize("name", CALLBACKS)
 def test_callbacks_with_accumulation_clipping_and_autocast(name, check):
     arguments = {} if name in CHANGES_TRAINING else {"accumulate_grad_batches": 2}
@@ -98,6 +106,7 @@ def test_manual_optimization_with_the_precision_plugin(make_trainer):
     assert_equal_weights(*fitted)
 
 
+@pytest.mark.slow_except("ActivationCheckpointing", "MicroBatching")
 @pytest.mark.parametrize("name", CALLBACKS)
 def test_callbacks_on_two_ranks(name, make_trainer):
     fitted = []

@@ -31,9 +31,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "accumulate": {"accumulate_grad_batches": 2},
     "clip_accumulate": {"gradient_clip_val": MAX_NORM, "accumulate_grad_batches": 2},
 }
+PRECISIONS = ("bf16-mixed", "bf16-true", "16-mixed")
 FEW = ("tiny_lm", "tied_llama", "mixtral", "conv_bn")
 CASES = [(name, variant) for name in ARCHITECTURES for variant in ("plain", "clip_accumulate")]
 CASES += [(name, variant) for name in FEW for variant in ("clip", "accumulate")]
+SAMPLE = [case for case in CASES if case[1] == "clip_accumulate" or (case[0] in FEW and case[1] == "plain")]
+SOME = [("tiny_lm", "clip"), ("tied_llama", "clip_accumulate"), ("conv_bn", "plain")]
 ENCODER_DECODERS = ("t5", "whisper")
 TOLERANCE = 1e-6
 LOSS_TOLERANCE = 0.02  # relative; a loss in bfloat16 is rounded by up to 0.004 of it
@@ -129,6 +132,7 @@ def max_difference(weights: Weights, expected: Weights) -> float:
 # --- one process ---
 
 
+@pytest.mark.slow_except(*("-".join(case) for case in CASES if case[0] in FEW))
 @pytest.mark.parametrize(("name", "variant"), CASES)
 def test_weights_of_one_process_are_those_of_a_plain_run_to_the_bit(name, variant, one_rank):
     expected, losses = train_plainly(name, variant, is_split=name in ENCODER_DECODERS)
@@ -137,6 +141,7 @@ def test_weights_of_one_process_are_those_of_a_plain_run_to_the_bit(name, varian
     assert model.losses == losses
 
 
+@pytest.mark.slow_except("t5-clip_accumulate")
 @pytest.mark.parametrize("variant", ["plain", "clip_accumulate"])
 @pytest.mark.parametrize("name", ENCODER_DECODERS)
 def test_the_order_in_which_decoder_layers_are_summed_is_all_that_differs(name, variant, one_rank):
@@ -145,6 +150,7 @@ def test_the_order_in_which_decoder_layers_are_summed_is_all_that_differs(name, 
     assert 0 < difference <= TOLERANCE
 
 
+@pytest.mark.slow_except("t5")
 @pytest.mark.parametrize("name", ENCODER_DECODERS)
 def test_an_encoder_decoder_in_one_group_is_summed_as_in_a_plain_run(name, one_rank):
     expected, _ = train_plainly(name, "clip_accumulate")
@@ -159,7 +165,8 @@ def test_where_shards_are_kept_and_for_how_long_does_not_change_weights(name, va
     assert_equal(train(make_case(name, variant), variant, make_strategy(**arguments)), expected)
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-mixed"])
+@pytest.mark.slow_except(*(f"{name}-{precision}" for name in FEW for precision in PRECISIONS))
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_precisions_are_those_of_lightning_to_the_bit(name, precision, one_rank):
     variant = {"bf16-mixed": "clip_accumulate", "16-mixed": "clip", "bf16-true": "plain"}[precision]
@@ -176,6 +183,7 @@ def test_weights_that_are_sent_in_full_width_give_the_same(name, one_rank):
     assert_equal(train(make_case(name, "plain"), "plain", strategy, precision="bf16-mixed"), expected)
 
 
+@pytest.mark.slow_except(*FEW)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_plain_runs_differ_with_clipping_and_accumulation(name):
     plain, both = (train_plainly(name, variant)[0] for variant in ("plain", "clip_accumulate"))
@@ -253,11 +261,15 @@ def check_weights(results: dict[Row, tuple[Weights, list[float]]], *, freezes_no
     assert {row: difference for row, difference in differences.items() if difference > TOLERANCE} == {}
 
 
-@pytest.mark.parametrize(("num_ranks", "min_params"), [(2, 1000), pytest.param(4, 5000, marks=pytest.mark.slow)])
-def test_weights_of_several_ranks_are_those_of_a_plain_run(num_ranks, min_params, tmp_path):
-    cases = CASES
-    if num_ranks == 4:
-        cases = [case for case in CASES if case[1] == "clip_accumulate" or (case[0] in FEW and case[1] == "plain")]
+@pytest.mark.parametrize(
+    ("num_ranks", "min_params", "cases"),
+    [
+        pytest.param(2, 1000, SOME, id="some on 2"),
+        pytest.param(2, 1000, CASES, id="all on 2", marks=pytest.mark.slow),
+        pytest.param(4, 5000, SAMPLE, id="on 4", marks=pytest.mark.slow),
+    ],
+)
+def test_weights_of_several_ranks_are_those_of_a_plain_run(num_ranks, min_params, cases, tmp_path):
     rows = [(name, variant, "32-true") for name, variant in cases]
     run_ranks(num_ranks, partial(train_rows, rows=rows, min_params=min_params), tmp_path)
     results = load_rows(tmp_path, num_ranks)
@@ -265,6 +277,7 @@ def test_weights_of_several_ranks_are_those_of_a_plain_run(num_ranks, min_params
     check_weights(results, freezes_norms=True)  # they would look at the samples of their rank only
 
 
+@pytest.mark.slow
 def test_synchronized_batch_norms_see_the_whole_batch(tmp_path, monkeypatch):
     monkeypatch.setattr(nn.SyncBatchNorm, "forward", norm_over_ranks)
     rows = [(name, "clip_accumulate", "32-true") for name in ("conv_bn", "resnet")]
@@ -272,6 +285,7 @@ def test_synchronized_batch_norms_see_the_whole_batch(tmp_path, monkeypatch):
     check_weights(load_rows(tmp_path, 2), freezes_norms=False)
 
 
+@pytest.mark.slow
 def test_losses_of_two_ranks_in_low_precision_are_near_those_of_a_plain_run(tmp_path):
     run_ranks(2, partial(train_rows, rows=LOW_PRECISION), tmp_path)
     for row, (_, losses) in load_rows(tmp_path, 2).items():

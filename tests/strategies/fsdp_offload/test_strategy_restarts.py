@@ -93,6 +93,7 @@ def _fit_as_rank(rank, port, how, may_end, file):
         may_end.set()
 
 
+@pytest.mark.slow_except("killed")
 @pytest.mark.parametrize("how", ["killed", "hangs"])
 def test_the_rank_that_is_left_says_where_it_was_and_why(how, tmp_path):
     context = multiprocessing.get_context("fork")

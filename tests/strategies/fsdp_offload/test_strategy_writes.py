@@ -51,6 +51,7 @@ def check(make_trainer):
     return check
 
 
+@pytest.mark.slow_except("data =-step", "foreach-before zero_grad", "lerp_-end of the batch", "data.mul_-step")
 @pytest.mark.parametrize("where", ["step", "end of the batch", "before zero_grad"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_teacher_is_the_average_of_its_student(where, way, check):
@@ -68,6 +69,7 @@ def test_weights_that_are_changed_by_hand_are_those_of_a_plain_run(make, check):
     check(make, ("params", "all in the root"))
 
 
+@pytest.mark.slow_except("params-Sharpness", "optimizer-ClippedByOptimizer", "none-DecayedByHand")
 @pytest.mark.parametrize("make", [ClippedByOptimizer, Sharpness, DecayedByHand])
 @pytest.mark.parametrize("mode", ["params", "all in the root", "optimizer", "none"])
 def test_what_is_changed_by_way_of_the_optimizer_counts_in_the_step(make, mode, check):

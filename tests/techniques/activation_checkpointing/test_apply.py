@@ -94,6 +94,7 @@ BYTE_GPT_SHARES = {  # of the bytes that the plain model saves: more than the fi
 }
 
 
+@pytest.mark.slow
 def test_byte_gpt_saves_what_each_mode_promises_and_trains_the_same():
     tokens = torch.randint(256, (8, 257), generator=torch.Generator().manual_seed(1))
     torch.manual_seed(0)
@@ -696,6 +697,7 @@ def test_a_forward_set_on_the_instance_is_checkpointed_and_comes_back():
     assert block.forward is patched
 
 
+@pytest.mark.slow_except("blocks")
 @pytest.mark.parametrize("make_net", [Net, TinyCNN, TinyGPT], ids=["blocks", "stages", "transformer"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiles_as_one_graph(make_net):

@@ -1,6 +1,7 @@
 """Models of transformers, with their own checkpointing on and off, and with key-value caches."""
 
 import copy
+import itertools
 import os
 import subprocess
 import sys
@@ -70,12 +71,12 @@ def compare_with_plain(name: str, *, is_enabled: bool) -> None:
     assert [vars(module).get("gradient_checkpointing") for module in model.modules()] == before
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_gradients_are_those_of_the_plain_model(name):
+@pytest.mark.slow
+def test_gradients_are_those_of_the_plain_model():
     # On some processors MKL multiplies the same small matrices otherwise at other addresses. It can be told not to, but
     # only before it is first used.
     environment = {**os.environ, "MKL_CBWR": "COMPATIBLE", "PYTHONPATH": str(Path(__file__).parents[3])}
-    subprocess.run([sys.executable, "-W", "ignore", __file__, name], env=environment, check=True)
+    subprocess.run([sys.executable, "-W", "ignore", __file__], env=environment, check=True)
 
 
 def test_nothing_is_recomputed_twice():
@@ -99,5 +100,9 @@ def test_a_filled_cache_is_refused():
 
 
 if __name__ == "__main__":
-    for uses_own in (False, True):
-        compare_with_plain(sys.argv[1], is_enabled=uses_own)
+    for name, uses_own in itertools.product(MODELS, (False, True)):
+        try:
+            compare_with_plain(name, is_enabled=uses_own)
+        except Exception as error:
+            error.add_note(f"in {name}")
+            raise

@@ -481,6 +481,7 @@ def test_nothing_is_alive_after_a_step():
         gc.enable()
 
 
+@pytest.mark.slow_except("llama")
 @pytest.mark.parametrize("name", ["resnet50", "convnext_tiny", "llama"])
 def test_well_known_networks_train_the_same(name):
     network, inputs = make_network(name)

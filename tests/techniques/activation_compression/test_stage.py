@@ -144,6 +144,7 @@ NETWORKS = {
 }
 
 
+@pytest.mark.slow_except(*(name for name in NETWORKS if name not in ("vgg13_bn", "resnet50")))
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_networks_gradients_are_equal_to_the_bit_and_it_keeps_no_more_than_plain(name: str) -> None:
     torch.manual_seed(0)

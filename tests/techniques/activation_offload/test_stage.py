@@ -487,6 +487,7 @@ def to_fake(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
     return module
 
 
+@pytest.mark.slow
 def test_the_device_holds_a_tenth_of_what_plain_keeps_on_byte_gpt() -> None:
     mode = FakeTensorMode()
     module = to_fake(ByteGPT(8, 256, 4, 256), mode)

@@ -188,7 +188,11 @@ def train(loader, num_epochs, first=0, on_batch=lambda epoch, index: None):
 
 BREAKS = [
     *((name, "no workers") for name in LOADERS),
-    *((name, "workers") for name in ("shuffled", "replacement, generator", "weighted", "distributed", "eager", "late")),
+    ("shuffled", "workers"),
+    *(
+        pytest.param(name, "workers", marks=pytest.mark.slow)
+        for name in ("replacement, generator", "weighted", "distributed", "eager", "late")
+    ),
     ("shuffled, generator", "persistent"),
     ("distributed, no batches", "persistent"),
 ]

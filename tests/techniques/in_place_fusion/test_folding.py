@@ -432,6 +432,7 @@ def test_with_recomputation_half_of_the_convolutions_outputs_are_kept_and_no_fol
     assert kept_bytes(net, x) == (1 + 2 * NUM_BLOCKS) * x.nbytes
 
 
+@pytest.mark.slow
 def test_of_a_resnet_less_is_kept_than_with_recomputation_alone() -> None:
     torch.manual_seed(0)
     net, x = resnet50()[:-1].eval(), torch.randn(2, 3, 64, 64)

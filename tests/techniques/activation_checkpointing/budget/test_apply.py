@@ -51,6 +51,7 @@ def byte_gpt_loss(tokens: Tensor):
     return lambda model: model._loss(tokens)
 
 
+@pytest.mark.slow_except("0.75")
 @pytest.mark.parametrize("share", [0.75, 0.5, 0.3])
 def test_byte_gpt_uses_its_budget_and_never_more(share):
     model, tokens = byte_gpt()
@@ -75,6 +76,7 @@ def test_byte_gpt_uses_its_budget_and_never_more(share):
     assert_equal_weights(model, plain)
 
 
+@pytest.mark.slow_except("llama-0.65", "unet-0.65")
 @pytest.mark.parametrize("share", [0.8, 0.65])
 @pytest.mark.parametrize("name", ["resnet50", "vgg13_bn", "unet", "convnext_tiny", "llama", "densenet121"])
 def test_well_known_networks_stay_within_it(name, share):

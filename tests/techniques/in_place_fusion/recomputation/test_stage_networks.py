@@ -26,6 +26,7 @@ KEPT_IN_BF16 = {"resnet50": 0.30, "densenet121": 0.20, "vit_small": 0.42, "llama
 PEAK = {"resnet50": 0.61}
 
 
+@pytest.mark.slow_except("mobilenetv2", "vit_small")
 @pytest.mark.parametrize("name", KEPT)
 def test_share_of_the_bytes_kept_for_backward(name: str) -> None:
     row = measure_shares(name, None)
@@ -34,6 +35,7 @@ def test_share_of_the_bytes_kept_for_backward(name: str) -> None:
     assert peak <= PEAK.get(name, 1.0), f"{peak:.3f}"
 
 
+@pytest.mark.slow_except("vit_small")
 @pytest.mark.parametrize("name", KEPT_IN_BF16)
 def test_share_of_the_bytes_kept_under_autocast(name: str) -> None:
     row = measure_shares(name, torch.bfloat16)
@@ -42,6 +44,7 @@ def test_share_of_the_bytes_kept_under_autocast(name: str) -> None:
     assert peak <= 1.0, f"{peak:.3f}"
 
 
+@pytest.mark.slow_except("mobilenetv2-float32", "unet-bf16 autocast", "vit_small-float32")
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "bf16 autocast"])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_five_steps_leave_weights_and_buffers_equal_to_the_bit(name: str, dtype: torch.dtype | None) -> None:
