@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lightning_vram.core.hooks.moment import is_in_backward, is_transformed
 from lightning_vram.core.surgery.class_swap import Swaps, restore_class, swap_class
 from lightning_vram.private_names.torch.autograd import is_in_forward_ad
 from lightning_vram.private_names.torch.modules import check_dimensions
@@ -214,7 +215,7 @@ def _run_consumer(
 ) -> Tensor:
     if handover.take(input):
         return input
-    if handover.is_pending and input.requires_grad and current_graph_task_id() == -1:
+    if handover.is_pending and input.requires_grad and not is_in_backward():
         raise RuntimeError(
             f"{activation} got a tensor that is not the output of the batch norm before it, which is activated "
             "already. Link only norms whose output goes to the activation, unchanged and first."
@@ -224,7 +225,7 @@ def _run_consumer(
 
 def _is_recorded(norm: Any, input: Tensor) -> bool:
     """Whether a gradient is recorded by autograd alone, and the plain norm would not refuse the input."""
-    if not torch.is_grad_enabled() or is_in_transform() or is_tracing() or input.dim() < 2 or is_in_forward_ad():
+    if not torch.is_grad_enabled() or is_transformed() or input.dim() < 2 or is_in_forward_ad():
         return False
     if norm.training and _process_group(norm) is None and input.numel() <= input.shape[1]:
         return False
@@ -232,7 +233,7 @@ def _is_recorded(norm: Any, input: Tensor) -> bool:
 
 
 def _is_safe(norm: Any, state: _ProducerState, dtype: torch.dtype, activation: InvertibleActivation) -> bool:
-    if state.has_fallen_back or current_graph_task_id() != -1:
+    if state.has_fallen_back or is_in_backward():
         return not state.has_fallen_back  # a recomputed forward must take the path that the forward took
     if state.num_forwards % CHECK_EVERY_N_FORWARDS == 0:
         error = read_error(norm, dtype, activation)
