@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_vram.core.hooks.stage import Taken
-from lightning_vram.core.host.arena import unseen
-from lightning_vram.core.host.errors import OffloadError
+from lightning_vram.core.host.arena import OffloadError, unseen
 from lightning_vram.core.host.transfers import Arrival
 from lightning_vram.core.tensors.versions import alias, version_counter
 from lightning_vram.private_names.torch.autograd import current_graph_task_id
