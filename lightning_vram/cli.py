@@ -4,7 +4,6 @@ The only place of the package that prints. Mistakes of the user end in one line 
 ``LIGHTNING_VRAM_DEBUG=1`` to see where one was found.
 """
 
-import argparse
 import difflib
 import os
 import pickle
@@ -30,22 +29,20 @@ from typing_extensions import override
 from lightning_vram.callbacks.slurm_requeue import SlurmJob, SlurmRequeue, check_job
 from lightning_vram.callbacks.vram_monitor import VRAMMonitor
 from lightning_vram.command_checks import check_aliases, check_checkpoint_path
+from lightning_vram.command_files import FILE_COMMANDS, PROGRAM
 from lightning_vram.core.processes.rank_errors import CheckpointError
 from lightning_vram.early_signals import let_through
 from lightning_vram.memory.device.allocator import empty_cache
-from lightning_vram.memory.device.measurement import read_measurements
 from lightning_vram.memory.device.out_of_memory import is_out_of_memory
 from lightning_vram.precision import LeanMixedPrecision
 from lightning_vram.private_names.lightning.cli import method_arguments, read_argument
 from lightning_vram.report.comparison import FitResult, comparison_table
 from lightning_vram.report.one_line import condense_error
-from lightning_vram.report.tables import memory_table
 from lightning_vram.strategies.registration import STRATEGY_NAMES
 
-PROGRAM = "lightning-vram"
 DEBUG_VARIABLE = "LIGHTNING_VRAM_DEBUG"
 EXIT_USAGE = 2
-_SUBCOMMANDS = ("fit", "validate", "test", "predict")
+_FIT_COMMANDS = ("fit", "validate", "test", "predict")
 _OWN_PACKAGE = "lightning_vram"
 _PART_ARGUMENTS = ("callbacks", "plugins")  # of the Trainer
 _SAVES_NO_MEMORY = (VRAMMonitor.__name__, SlurmRequeue.__name__)
@@ -75,7 +72,8 @@ class VRAMCLI(LightningCLI):
                 "parser_mode": "omegaconf+",
                 "prog": PROGRAM,
                 "description": "Train in a fraction of the GPU memory. `lightning-vram report FILE` prints what "
-                "VRAMMonitor recorded.",
+                "VRAMMonitor recorded, `lightning-vram consolidate FOLDER FILE` makes one file of a sharded "
+                "checkpoint.",
             },
             save_config_kwargs={"overwrite": True},
             **kwargs,
@@ -84,7 +82,7 @@ class VRAMCLI(LightningCLI):
     @staticmethod
     @override
     def subcommands() -> dict[str, set[str]]:
-        return {name: skipped for name, skipped in LightningCLI.subcommands().items() if name in _SUBCOMMANDS}
+        return {name: skipped for name, skipped in LightningCLI.subcommands().items() if name in _FIT_COMMANDS}
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -210,8 +208,8 @@ def main(args: Sequence[str] | None = None) -> None:
     # Raised inside Lightning 2.6 on torch 2.13, once per run; nothing a user can do about it.
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
     arguments = list(sys.argv[1:] if args is None else args)
-    if arguments[:1] == ["report"]:
-        _report(arguments[1:])
+    if arguments and arguments[0] in FILE_COMMANDS:
+        _run_on_files(*arguments)
         return
     _check_command(arguments)
     cli = VRAMCLI.__new__(VRAMCLI)  # kept when its __init__, which runs the whole command, raises
@@ -226,7 +224,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _check_command(arguments: Sequence[str]) -> None:
-    commands = (*_SUBCOMMANDS, "report")
+    commands = (*_FIT_COMMANDS, *FILE_COMMANDS)
     if arguments and (arguments[0].startswith("-") or arguments[0] in commands):
         return
     found = arguments[0] if arguments else ""
@@ -235,15 +233,17 @@ def _check_command(arguments: Sequence[str]) -> None:
     _fail(f"expected a command, one of {', '.join(commands)}, {got}." + (f" Did you mean {close[0]}?" if close else ""))
 
 
-def _report(args: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog=f"{PROGRAM} report", description="Print what VRAMMonitor recorded.")
-    parser.add_argument("path", type=Path, help="the file, vram.jsonl in the run's log folder")
-    path = parser.parse_args(args).path
+def _run_on_files(command: str, *args: str) -> None:
     try:
-        measurements = read_measurements(path)
-    except (OSError, ValueError) as error:
+        result = FILE_COMMANDS[command](args)
+    except (OSError, *_SAYS_ALL) as error:
+        if os.environ.get(DEBUG_VARIABLE):
+            raise
         _fail(condense_error(str(error)))
-    _console().print(memory_table(measurements))
+    if isinstance(result, str):
+        print(result)
+    else:
+        _console().print(result)
 
 
 def _is_mistake_of_user(error: Exception, *, is_running: bool) -> bool:

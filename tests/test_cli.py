@@ -5,13 +5,16 @@ import warnings
 from itertools import pairwise
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import yaml
 from support.evil import Evil
+from support.helpers import LitTiny, TinyCNN, assert_equal_weights
+from support.offload_nets import leave_group
 from support.parts import CONFIGS, PRESETS
 
-from lightning_vram import LeanMixedPrecision
+from lightning_vram import FSDPOffloadStrategy, LeanMixedPrecision
 from lightning_vram.cli import main
 from lightning_vram.memory.device.measurement import read_measurements
 
@@ -39,6 +42,9 @@ pytestmark = [
 def in_tmp_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["lightning-vram"])  # LightningCLI warns about arguments of pytest's
+
+
+COMMANDS = "expected a command, one of fit, validate, test, predict, report, consolidate"
 
 
 def fail(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -294,11 +300,15 @@ def test_a_broken_checkpoint_is_one_line(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "expected a command, one of fit, validate, test, predict, report, got none."),
-        (["foo"], "expected a command, one of fit, validate, test, predict, report, got 'foo'."),
-        (["fitt"], "expected a command, one of fit, validate, test, predict, report, got 'fitt'. Did you mean fit?"),
+        ([], f"{COMMANDS}, got none."),
+        (["foo"], f"{COMMANDS}, got 'foo'."),
+        (
+            ["fitt"],
+            f"{COMMANDS}, got 'fitt'. Did you mean fit?",
+        ),
         (["fit"], "the following arguments are required: fit.model"),
         (["report", "nope.jsonl"], "[Errno 2] No such file or directory: 'nope.jsonl'"),
+        (["consolidate", "nope", "a.ckpt"], "nope is no sharded checkpoint: a folder with .metadata and meta.pt."),
     ],
 )
 def test_a_wrong_subcommand_is_one_line(arguments, message, capsys):
@@ -327,7 +337,53 @@ def test_debug_shows_where(monkeypatch):
         main(["fit", QUICKSTART, "--model.init_args.width=130"])
 
 
+def fit_sharded(value: object = 1) -> LitTiny:
+    model = LitTiny(TinyCNN())
+    strategy = FSDPOffloadStrategy(state_dict_type="sharded")
+    trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=1, max_steps=2, logger=False, barebones=False)
+    data = torch.utils.data.DataLoader(TinyCNN().samples(8), batch_size=4)
+    try:
+        trainer.fit(model, data)
+        trainer.strategy.save_checkpoint({**trainer._checkpoint_connector.dump_checkpoint(), "more": value}, "sharded")
+    finally:
+        leave_group()
+    return model
+
+
+@pytest.mark.distributed
+def test_a_sharded_checkpoint_becomes_a_file_for_a_plain_trainer(capsys):
+    model = fit_sharded()
+    main(["consolidate", "sharded", "one/plain.ckpt"])
+    assert capsys.readouterr().out.splitlines()[-1] == "one/plain.ckpt: 14.7 KiB, for any Trainer."
+    plain, trainer = LitTiny(TinyCNN()), pl.Trainer(accelerator="cpu", devices=1, max_steps=2, logger=False)
+    trainer.fit(plain, torch.utils.data.DataLoader(TinyCNN().samples(8), batch_size=4), ckpt_path="one/plain.ckpt")
+    assert trainer.global_step == 2
+    assert_equal_weights(plain, model)
+    states, (optimizer,) = torch.load("one/plain.ckpt")["optimizer_states"], trainer.optimizers
+    assert len(states) == 1
+    assert len(states[0]["state"]) == len(optimizer.state) > 0
+
+
+@pytest.mark.distributed
+def test_what_is_not_consolidated_is_one_line(capsys):
+    fit_sharded(Evil(Path("was_run")))
+    assert fail(["consolidate", "sharded", "plain.ckpt"], capsys).startswith("meta.pt holds posix.mkdir, and")
+    assert not Path("was_run").exists()
+    assert fail(["consolidate", "sharded", "sharded"], capsys) == "sharded is a folder: name the file to make."
+    main(["consolidate", "sharded", "plain.ckpt", "--weights_only", "false"])
+    assert Path("was_run").exists()
+    shard = next(Path("sharded").glob("*.distcp"))
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    arguments = ["consolidate", "sharded", "plain.ckpt", "--weights_only=false"]
+    assert "is damaged" in fail(arguments, capsys)
+    main([*arguments, "--verify=false"])
+
+
 def test_help_names_the_report(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
-    assert "report" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "report" in out
+    assert "consolidate" in out

@@ -16,17 +16,20 @@ def consolidate(folder: Path, output: Path, *, weights_only: bool | None = None,
 
     Args:
         folder: As ``FSDPOffloadStrategy`` or Lightning's ``ModelParallelStrategy`` wrote it.
-        output: The file to make; what is there is replaced, once the new one is complete.
+        output: The file to make; a file that is there is replaced, once the new one is complete.
         weights_only: For all that is no tensor: see ``torch.load``.
         verify: Whether to compare the files with their checksums first, if there are any.
 
     Raises:
         FileNotFoundError: If ``folder`` is no sharded checkpoint.
+        IsADirectoryError: If ``output`` is a folder.
         CheckpointError: If it is damaged, or the file cannot be written.
         pickle.UnpicklingError: If it holds what ``weights_only`` does not allow.
     """
     if not is_sharded_folder(folder):
         raise FileNotFoundError(f"{folder} is no sharded checkpoint: a folder with .metadata and meta.pt.")
+    if output.is_dir():
+        raise IsADirectoryError(f"{output} is a folder: name the file to make.")
     source = ShardedFolder(folder, weights_only=weights_only, verify=verify)
     checkpoint = {**source.read_states(), **source.read_rest()}
     roots = sorted((key for key in checkpoint if re.fullmatch(r"optimizer_\d+", key)), key=lambda key: int(key[10:]))

@@ -1,0 +1,47 @@
+"""The commands that read a file or a folder and train nothing: ``report`` and ``consolidate``.
+
+They return what is printed; what they raise is a mistake of the user.
+"""
+
+from argparse import ArgumentParser
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rich.table import Table
+
+from lightning_vram.memory.device.measurement import read_measurements
+from lightning_vram.memory.units import format_bytes
+from lightning_vram.report.tables import memory_table
+from lightning_vram.strategies.fsdp_offload import consolidate
+
+PROGRAM = "lightning-vram"
+
+
+def report_file(args: Sequence[str]) -> Table:
+    """Read what ``VRAMMonitor`` recorded."""
+    parser = ArgumentParser(prog=f"{PROGRAM} report", description="Print what VRAMMonitor recorded.")
+    parser.add_argument("path", type=Path, help="the file, vram.jsonl in the run's log folder")
+    return memory_table(read_measurements(parser.parse_args(args).path))
+
+
+def consolidate_folder(args: Sequence[str]) -> str:
+    """Make one file of a sharded checkpoint."""
+    parser = ArgumentParser(
+        prog=f"{PROGRAM} consolidate",
+        description="Make one checkpoint file, which any Trainer loads, of the folder of a sharded checkpoint. Takes "
+        "host memory for all of it.",
+    )
+    parser.add_argument("folder", type=Path, help="of fsdp_offload or ModelParallelStrategy")
+    parser.add_argument("file", type=Path, help="to write; one that is there is replaced")
+    answers = {"choices": ("true", "false"), "default": "true"}
+    parser.add_argument("--weights_only", **answers, help="false: also read classes, which run code of who wrote it")
+    parser.add_argument("--verify", **answers, help="false: do not compare files with their checksums first")
+    given = parser.parse_args(args)
+    consolidate(given.folder, given.file, weights_only=given.weights_only == "true", verify=given.verify == "true")
+    return f"{given.file}: {format_bytes(given.file.stat().st_size)}, for any Trainer."
+
+
+FILE_COMMANDS: dict[str, Callable[[Sequence[str]], Table | str]] = {
+    "report": report_file,
+    "consolidate": consolidate_folder,
+}
