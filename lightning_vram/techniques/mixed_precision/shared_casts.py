@@ -13,6 +13,7 @@ which it is worth while.
 
 import weakref
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -108,6 +109,27 @@ class SharedCasts:
     def forget(self) -> None:
         """Use none of the casts made so far again: weights may have changed without a trace."""
         self._casts.clear()
+
+
+@dataclass(eq=False, slots=True)
+class Sharing:
+    """Uses of a weight by some modules, which may share casts.
+
+    Args:
+        casts: To look in.
+        has_run: Whether one of them ran under autocast, recorded by autograd.
+        has_shared: Whether a use found the cast of another.
+    """
+
+    casts: SharedCasts
+    has_run: bool = False
+    has_shared: bool = False
+
+    def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """See :meth:`SharedCasts.cast`."""
+        cast, is_shared = self.casts.cast(weight, dtype)
+        self.has_shared |= is_shared
+        return cast
 
 
 def _stream_of(device: torch.device) -> int | None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from lightning_vram.core.hooks.moment import is_in_selective_checkpoint, is_transformed
-from lightning_vram.core.surgery.class_swap import Swaps, plain_class_forward
+from lightning_vram.core.surgery.class_swap import Swaps, plain_class_forward, restore_class
 from lightning_vram.private_names.torch.autograd import hide_warning_of_hooks, may_set_hooks
 from lightning_vram.techniques.mixed_precision.autocast_weights import (
     Place,
@@ -33,8 +33,7 @@ from lightning_vram.techniques.mixed_precision.autocast_weights import (
     with_weights,
 )
 from lightning_vram.techniques.mixed_precision.recast_saves import RecastSaves
-from lightning_vram.techniques.mixed_precision.shared_casts import SharedCasts
-from lightning_vram.techniques.mixed_precision.sharing_decision import Sharing
+from lightning_vram.techniques.mixed_precision.shared_casts import SharedCasts, Sharing
 
 _KEY = "_weight_casts"
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
@@ -74,46 +73,53 @@ class WeightCasts:
         self._recast_in_backward = recast_in_backward
         self._casts = SharedCasts()
         self._swaps = Swaps(_KEY)
-        self._places: list[tuple[nn.Module, Place]] = []
-        self._sharings: dict[int, Sharing] = {}  # by identity of the first weight, for all modules that have it
+        sharings: dict[int, Sharing] = {}  # by identity of the first weight, for all modules that have it
+        self._undecided: list[tuple[nn.Module, Sharing]] = []
         left_alone = {member for module in skip for member in module.modules()}
         for module in model.modules():
             places = find_places(module, left_alone) if module not in left_alone else ()
-            if places:
-                with suppress(ValueError):  # a class that cannot be changed: its module is left alone
-                    self._swaps.add(module, self._make_state(module, places, device_type), _run)
-                    self._places += [(module, place) for place in places]
+            if not places:
+                continue
+            sharing = None
+            if not recast_in_backward:
+                sharing = sharings.setdefault(id(parameter_at(module, places[0])), Sharing(self._casts))
+            with suppress(ValueError):  # a class that cannot be changed: its module is left alone
+                self._swaps.add(module, _State(device_type, plain_class_forward(module), places, sharing), _run)
+                if sharing is not None:
+                    self._undecided.append((module, sharing))
 
     def after_step(self, parameters: Iterable[Tensor]) -> None:
         """Say that an optimizer has changed ``parameters``: fused kernels do so without a trace.
 
-        Casts made before are not used for another forward, and modules whose casts found no second use are left alone
-        until they run several times between two calls of this. With ``recast_in_backward``, a backward that would need
-        one of these as it was raises ``RuntimeError``.
+        Casts made before are not used for another forward. Modules whose weights found no second use in the first step
+        that ran them get their class back. With ``recast_in_backward``, a backward that would need one of these as it
+        was raises ``RuntimeError``.
 
         Args:
             parameters: Those of the optimizer, ours or not.
         """
-        for sharing in self._sharings.values():
-            if sharing.num_calls:
-                sharing.settle()
+        self._restore_unshared()
         self._casts.forget()  # all: FSDP2 steps on shards, which are others than the weights of the forward
         if self._recast_in_backward:
-            ours = {id(parameter_at(module, place)) for module, place in self._places}
+            modules = self._swaps.modules
+            ours = {id(parameter_at(module, place)) for module in modules for place in vars(module)[_KEY].places}
             increment_version([parameter for parameter in parameters if id(parameter) in ours])
 
     def remove(self) -> None:
         """Give every module its class back. Twice does nothing; backwards of earlier forwards still work."""
-        self._places.clear()
-        self._sharings.clear()
+        self._undecided.clear()
         self._swaps.remove()
         self._casts.forget()
 
-    def _make_state(self, module: nn.Module, places: tuple[Place, ...], device_type: str) -> "_State":
-        sharing = None
-        if not self._recast_in_backward:
-            sharing = self._sharings.setdefault(id(parameter_at(module, places[0])), Sharing(self._casts))
-        return _State(device_type, plain_class_forward(module), places, sharing)
+    def _restore_unshared(self) -> None:
+        waiting = [(module, sharing) for module, sharing in self._undecided if not sharing.has_run]
+        if len(waiting) == len(self._undecided):
+            return
+        for module, sharing in self._undecided:
+            if sharing.has_run and not sharing.has_shared:
+                restore_class(module, _KEY)
+        self._undecided = waiting
+        self._swaps.modules = [module for module in self._swaps.modules if _KEY in vars(module)]
 
 
 @dataclass(eq=False, slots=True)
@@ -135,7 +141,7 @@ class _State:
 
 def _run(module: nn.Module, state: _State, plain: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Stands in for ``module.forward``, which is ``plain``."""
-    is_compiling = torch.compiler.is_compiling()  # such code is not to depend on the count below
+    is_compiling = torch.compiler.is_compiling()
     if is_compiling or not (torch.is_grad_enabled() and torch.is_autocast_enabled(state.device_type)):
         return plain(*args, **kwargs)
     sharing = state.sharing
