@@ -1,10 +1,10 @@
 """Loss scale, layers that stay in float32, norms in 16 bits, casts of weights. May import: core, memory."""
 
+from lightning_vram.techniques.mixed_precision.autocast_weights import find_narrow_weights
 from lightning_vram.techniques.mixed_precision.fp32_islands import Float32Islands, list_islands, run_in_fp32
 from lightning_vram.techniques.mixed_precision.grad_scaler_parts import without_optimizers
 from lightning_vram.techniques.mixed_precision.loss_scaling import LossScaling
 from lightning_vram.techniques.mixed_precision.low_precision_norms import keep_norms_low
-from lightning_vram.techniques.mixed_precision.narrow_weights import find_narrow_weights
 from lightning_vram.techniques.mixed_precision.weight_casts import WeightCasts
 
 __all__ = [

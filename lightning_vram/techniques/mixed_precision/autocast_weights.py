@@ -3,6 +3,7 @@
 :mod:`~lightning_vram.techniques.mixed_precision.weight_casts` decides what they are.
 """
 
+from collections import Counter
 from collections.abc import Collection
 from typing import Any
 
@@ -24,6 +25,7 @@ _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _FORWARDS = frozenset(kind.forward for kind in (nn.Linear, *_CONVOLUTIONS, *_TRANSPOSED, nn.MultiheadAttention))
 _CONV_FORWARDS = frozenset(class_conv_forward(kind) for kind in _CONVOLUTIONS)
 _TRANSFORMERS = ("transformers.pytorch_utils", "Conv1D.forward")  # by name: it may not be installed
+_BIASES = {"weight": "bias", "in_proj_weight": "in_proj_bias"}
 _ATTENTION_WEIGHTS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 
 
@@ -77,6 +79,28 @@ def with_weights(module: nn.Module, weights: dict[Place, Tensor]) -> nn.Module:
         else:
             attributes[child] = with_weights(module.get_submodule(child), {(None, name): weight})
     return twin
+
+
+def find_narrow_weights(module: nn.Module, leave_out: Collection[nn.Module] = ()) -> set[nn.Parameter]:
+    """Return the float32 weights and biases that stock layers of ``module`` read under autocast, and nobody else.
+
+    Those of linear layers, convolutions, attention and transformers' ``Conv1D``: they need not come in 32 bit. A weight with several owners is not
+    among them: a tied embedding is read in float32. What is used by name elsewhere, past the layer, is not seen.
+
+    Args:
+        module: Any module.
+        leave_out: Modules that compute in float32.
+    """
+    owners = Counter(id(p) for part in module.modules() for p in own_parameters(part).values() if p is not None)
+    narrow: set[nn.Parameter] = set()
+    for part in module.modules():
+        if part in leave_out:
+            continue
+        for child, name in find_places(part, leave_out):
+            holder = part if child is None else part.get_submodule(child)
+            found = [own_parameters(holder).get(name), own_parameters(holder).get(_BIASES.get(name, ""))]
+            narrow.update(p for p in found if p is not None and p.dtype is torch.float32 and owners[id(p)] == 1)
+    return narrow
 
 
 def _has_stock_forward(module: nn.Module) -> bool:

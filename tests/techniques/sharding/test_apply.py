@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_vram.optimizers.on_host.optimizers import HostOptimizers
-from lightning_vram.techniques.mixed_precision.narrow_weights import find_narrow_weights
+from lightning_vram.techniques.mixed_precision.autocast_weights import find_narrow_weights
 from lightning_vram.techniques.sharding import apply as full_sharding
 from lightning_vram.techniques.sharding import group as sharded_group
 from lightning_vram.techniques.sharding.apply import FullSharding, ShardingOptions

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_vram.techniques.mixed_precision.narrow_weights import find_narrow_weights
+from lightning_vram.techniques.mixed_precision.autocast_weights import find_narrow_weights
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
 autocast = partial(torch.autocast, "cpu", torch.bfloat16, cache_enabled=False)
