@@ -7,10 +7,9 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -26,19 +25,18 @@ from lightning_vram.precision.arguments import (
     refuse_second_run,
     refuse_strategy,
 )
-from lightning_vram.precision.choice import DTYPES, Choice, Precision16, check_choice, resolve_precision
-from lightning_vram.precision.foreign_states import find_state, is_scaler_state, write_scale
+from lightning_vram.precision.choice import DTYPES, Choice, check_choice, resolve_precision
 from lightning_vram.precision.module_changes import ModuleChanges, Settings
-from lightning_vram.precision.overflow_watch import OnLimit, OverflowWatch
+from lightning_vram.precision.overflow_watch import OnLimit
 from lightning_vram.precision.run import PrecisionRun, end_dead_runs
+from lightning_vram.precision.scaled import ScaledPrecision
 from lightning_vram.precision.scaled_steps import ScaledSteps
 from lightning_vram.private_names.lightning.strategies import call_after_closure
-from lightning_vram.techniques.mixed_precision import without_optimizers
 
 Parameters = Literal["fp32", "bf16+master", "bf16+split", "bf16+kahan", "bf16+stochastic"]
 
 
-class LeanMixedPrecision(MixedPrecision):
+class LeanMixedPrecision(ScaledPrecision):
     """Compute in bfloat16 or float16 where that is enough, and keep the rest in float32.
 
     Without further arguments results are those of ``Trainer(precision="bf16-mixed")`` or ``"16-mixed"`` to the bit,
@@ -52,7 +50,7 @@ class LeanMixedPrecision(MixedPrecision):
     - A step whose gradients overflowed is skipped on all ranks, counted, logged (``vram/overflow_steps``,
       ``vram/loss_scale``), and the learning rate waits for the next one.
     - Neither the backward nor the optimizer runs under autocast, in manual optimization either.
-    - A weight that is used several times in a step is cast once, as long as that copy is alive anyway.
+    - A weight that the first step used several times is cast once in each, as long as that copy is alive anyway.
 
     With ``parameters="bf16+..."`` weights are in bfloat16 during a fit, but those of ``fp32_modules`` and of norms;
     checkpoints and the module after the fit hold what the optimizer knows of them, in the type that they had. So a
@@ -99,8 +97,6 @@ class LeanMixedPrecision(MixedPrecision):
         >>> trainer = pl.Trainer(plugins=[LeanMixedPrecision("bf16", recast_in_backward=True)], logger=False)
     """
 
-    precision: Any  # "32-true" after a fall-back
-
     def __init__(  # noqa: PLR0913 - set by name in configuration files
         self,
         precision: Choice = "auto",
@@ -114,39 +110,20 @@ class LeanMixedPrecision(MixedPrecision):
         on_overflow_limit: OnLimit = "error",
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
-        self._choice = check_choice(precision)
+        choice = check_choice(precision)
         check_arguments(fp32_modules, parameters, max_consecutive_overflows, on_overflow_limit, scaler)
         check_bool("LeanMixedPrecision(low_precision_norms)", low_precision_norms)
         check_bool("LeanMixedPrecision(recast_in_backward)", recast_in_backward)
         check_bool("LeanMixedPrecision(hold_lr_on_overflow)", hold_lr_on_overflow)
-        check_combination(self._choice, parameters, scaler)
+        check_combination(choice, parameters, scaler)
         patterns = (fp32_modules,) if isinstance(fp32_modules, str | type) else tuple(fp32_modules)
         self.settings = Settings(patterns, low_precision_norms, recast_in_backward, parameters)
         self._holds_lr = hold_lr_on_overflow
-        self._on_limit = on_overflow_limit
-        self._overflows = OverflowWatch(max_consecutive_overflows)
-        self._given_scaler = scaler
-        # Lightning's names; what "auto" stands for is known when the device is.
-        self.precision = self._choice or "bf16-mixed"
-        self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.scaler = scaler
-        self._run: PrecisionRun | None = None
-        self._has_fallen_back = False
-        self._ended: dict[str, Any] = {}  # the state of the last fit, once it has ended
-
-    @property
-    def overflow_steps(self) -> int:
-        """Optimizer steps that were skipped so far, the one included that was made last."""
-        steps = self._run.steps if self._run is not None else None
-        return self._overflows.num_steps + (steps.num_overflowed if steps is not None else 0)
+        super().__init__(choice, max_consecutive_overflows, on_overflow_limit, scaler)
 
     def __repr__(self) -> str:
         """As it is told apart from others in messages of Lightning."""
         return f"{type(self).__name__}({self.precision!r})"
-
-    def __getstate__(self) -> dict[str, Any]:
-        """In a copy, such as worker processes get of the trainer, there is no run."""
-        return vars(self) | {"_run": None, "scaler": self.scaler and without_optimizers(self.scaler)}
 
     # --- set up and undo ---
 
@@ -234,8 +211,8 @@ class LeanMixedPrecision(MixedPrecision):
 
     @override
     def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
-        if self._run is not None and self._run.steps is not None:
-            tensor = self._run.steps.scale(tensor)
+        if self._steps is not None:
+            tensor = self._steps.scale(tensor)
         return Precision.pre_backward(self, tensor, module)
 
     @override
@@ -263,8 +240,8 @@ class LeanMixedPrecision(MixedPrecision):
         clip_val: int | float = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
-        if clip_val > 0 and self._run is not None and self._run.steps is not None:
-            self._run.steps.unscale(optimizer)
+        if clip_val > 0 and self._steps is not None:
+            self._steps.unscale(optimizer)
         Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
 
     @override
@@ -286,42 +263,6 @@ class LeanMixedPrecision(MixedPrecision):
         output = steps.step(optimizer, **kwargs)
         return result if result is not None else output
 
-    def _after_scale_moved(self, num_overflowed: int) -> None:
-        run = self._run
-        assert run is not None
-        assert run.steps is not None
-        is_enough = self._overflows.note(num_overflowed)
-        self._overflows.log(run.module, run.steps.scaling)
-        if num_overflowed and run.held is not None:
-            run.held.hold()
-        if is_enough and not run.is_tuning:
-            if self._on_limit == "error":
-                raise self._overflows.error(run.steps.scaling.scale_value)
-            rank_zero_warn(
-                f"LeanMixedPrecision: gradients overflowed in {self._overflows.num_consecutive} optimizer steps in a "
-                f"row. The run goes on in {self._on_limit}."
-            )
-            self._fall_back(run)
-
-    def _start_in(self, precision: Precision16, run: PrecisionRun | None) -> None:
-        self._has_fallen_back = False
-        self.precision = precision
-        if precision != "16-mixed":
-            self.scaler = None
-            return
-        self.scaler = self.scaler or self._given_scaler or torch.amp.GradScaler(self.device)
-        if run is not None:
-            run.steps = ScaledSteps(self.scaler, run.over_ranks(), self._after_scale_moved)
-
-    def _fall_back(self, run: PrecisionRun) -> None:
-        self._has_fallen_back = True
-        self.precision = "bf16-mixed" if self._on_limit == "bf16" else "32-true"
-        self._overflows.num_consecutive = 0
-        if run.steps is not None:
-            run.steps.scaling.end()
-        run.end_scaling()
-        self.scaler = None
-
     def _without_autocast(self) -> AbstractContextManager[Any]:
         if not torch.is_autocast_enabled(self.device):
             return nullcontext()
@@ -332,55 +273,6 @@ class LeanMixedPrecision(MixedPrecision):
         if not torch.is_autocast_enabled(self.device):
             return closure
         return partial(_run_under, self.autocast_context_manager(), closure)
-
-    # --- checkpoints ---
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        state = {
-            "precision": self.precision,
-            "has_fallen_back": self._has_fallen_back,
-            "overflows": self._overflows.state_dict(),
-        }
-        if self.scaler is not None and self.scaler.is_enabled():
-            state["scaler"] = self.scaler.state_dict()
-        return state | (self._run.state_dict() if self._run is not None else self._ended)
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if is_scaler_state(state_dict):
-            self._load_scale(state_dict)
-            return
-        if self._run is None or not self._run.changes.is_training:  # an evaluation says nothing about the fit before
-            return
-        self._overflows.load_state_dict(state_dict["overflows"])
-        if state_dict["has_fallen_back"]:
-            self._overflows.num_consecutive = 0
-            if self.scaler is not None and self._on_limit != "error":
-                self._fall_back(self._run)
-        elif self._has_fallen_back:  # in a search for a batch size, say
-            self._start_in("16-mixed", self._run)
-            assert self._run.steps is not None
-            self._run.steps.begin(self._run.trainer.optimizers)
-        self._load_scale(state_dict.get("scaler", {}))
-        self._run.load_state_dict(state_dict)
-
-    def _load_scale(self, state: dict[str, Any]) -> None:
-        if self.scaler is not None and state:
-            self.scaler.load_state_dict(state)
-
-    @override
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        if self.scaler is not None and self.scaler.is_enabled():
-            write_scale(checkpoint, self.scaler.state_dict())
-
-    @override
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        state = find_state(checkpoint, type(self).__qualname__)
-        if state is not None:
-            self.load_state_dict(state)
-        if self._run is not None:
-            self._run.changes.load_weights(checkpoint.get("state_dict", {}))
 
 
 def _has_gradients(optimizer: Optimizer) -> bool:

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_vram.precision.arguments import refuse_optimizers
-from lightning_vram.precision.held_schedules import HeldSchedules
 from lightning_vram.precision.module_changes import ModuleChanges
+from lightning_vram.precision.paused_schedules import PausedSchedules
 from lightning_vram.precision.scaled_steps import ScaledSteps
 from lightning_vram.private_names.lightning.callbacks import is_searching_rate
 from lightning_vram.private_names.lightning.strategies import MockOptimizer
@@ -31,7 +31,7 @@ class PrecisionRun:
         trainer: That runs it.
         changes: Of the module.
         steps: In float16, while it trains.
-        held: Schedules that wait for steps that were skipped.
+        paused: Schedules that wait for steps that were skipped.
         has_warned: Whether the first training step is over.
     """
 
@@ -39,7 +39,7 @@ class PrecisionRun:
     trainer: pl.Trainer
     changes: ModuleChanges
     steps: ScaledSteps | None = None
-    held: HeldSchedules | None = None
+    paused: PausedSchedules | None = None
     has_warned: bool = False
 
     def __post_init__(self) -> None:
@@ -61,7 +61,7 @@ class PrecisionRun:
         if self.steps is not None:
             self.steps.begin(optimizers)
             if holds_lr and self.module.automatic_optimization and schedules:
-                self.held = HeldSchedules(self.module, schedules)
+                self.paused = PausedSchedules(self.module, schedules)
 
     def end_scaling(self) -> None:
         """Go on without a scale. Calling it again does nothing."""
@@ -94,8 +94,8 @@ class PrecisionRun:
 
     def remove(self) -> None:
         """Undo what was changed. Calling it again does nothing."""
-        if self.held is not None:
-            self.held.remove()
+        if self.paused is not None:
+            self.paused.remove()
         self.end_scaling()
         self.changes.remove()
         _alive.discard(self)
@@ -103,16 +103,16 @@ class PrecisionRun:
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps of the run."""
         state: dict[str, Any] = {}
-        if self.held is not None:
-            state["held"] = self.held.state_dict()
+        if self.paused is not None:
+            state["held"] = self.paused.state_dict()
         if self.changes.lean is not None:
             state["lean"] = self.changes.lean.state_dict()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint, with what both have."""
-        if self.held is not None and "held" in state:
-            self.held.load_state_dict(state["held"])
+        if self.paused is not None and "held" in state:
+            self.paused.load_state_dict(state["held"])
         if self.changes.lean is not None and "lean" in state:
             self.changes.lean.load_state_dict(state["lean"])
 

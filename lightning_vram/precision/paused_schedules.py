@@ -1,4 +1,4 @@
-"""Hold the learning rate where the optimizer did not step.
+"""Pause the learning rate where the optimizer did not step.
 
 Lightning steps a schedule after every batch that could have stepped the optimizer: 16 times where gradients of 12
 batches overflowed and 4 steps were made. Schedules that go by epochs are left alone, and so are those of manual
@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from lightning_vram.core.surgery.shadow import Shadow
 
 
-class HeldSchedules:
+class PausedSchedules:
     """Stands in for ``lr_scheduler_step`` of a LightningModule, until :meth:`remove`.
 
     Args:
@@ -29,7 +29,7 @@ class HeldSchedules:
         self._num_missed = [0] * len(self._configs)  # steps of the optimizer that a schedule has to wait for
         self._shadow = Shadow(module, "lr_scheduler_step", self._make_step)
 
-    def hold(self) -> None:
+    def pause(self) -> None:
         """Take note of an optimizer step that was skipped."""
         self._num_missed = [number + 1 for number in self._num_missed]
 
