@@ -8,17 +8,14 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_vram.core.processes.rank_errors import on_all_ranks
-from lightning_vram.core.processes.same_modules import check_same_modules, spread_values
 from lightning_vram.core.surgery.attention_fast_path import without_fast_path
-from lightning_vram.memory.host.cores import cores_of_rank
-from lightning_vram.optimizers.on_host import HostOptimizers
 from lightning_vram.strategies.fsdp_offload.arguments import (
     Offload,
     Shard,
@@ -26,7 +23,6 @@ from lightning_vram.strategies.fsdp_offload.arguments import (
     Wrap,
     check_arguments,
 )
-from lightning_vram.strategies.fsdp_offload.checkpointed import CheckpointedStrategy
 from lightning_vram.strategies.fsdp_offload.checks import (
     check_cores,
     check_gradients,
@@ -36,18 +32,12 @@ from lightning_vram.strategies.fsdp_offload.checks import (
     check_run,
     fitting_precision,
 )
-from lightning_vram.strategies.fsdp_offload.clips import ShardedClips
-from lightning_vram.strategies.fsdp_offload.early_steps import may_clip_late, may_step_early
-from lightning_vram.strategies.fsdp_offload.toggles import ToggledOptimizers
-from lightning_vram.techniques.mixed_precision import find_narrow_weights, list_islands
-from lightning_vram.techniques.sharding import FullSharding, ShardingOptions
-from lightning_vram.techniques.sharding.grouping import plan_sharding_groups
+from lightning_vram.strategies.fsdp_offload.sharded import ShardedStrategy
 
 _LOOPS = ("validate_loop", "test_loop", "predict_loop")
-_NARROW = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
-class FSDPOffloadStrategy(CheckpointedStrategy):
+class FSDPOffloadStrategy(ShardedStrategy):
     """Trains any LightningModule sharded over its devices (FSDP2), and keeps on the host what is not computed with.
 
     Registered as ``"fsdp_offload"``, and with ``offload="optimizer"`` as ``"fsdp_offload_optimizer"``, on any number of
@@ -174,11 +164,6 @@ class FSDPOffloadStrategy(CheckpointedStrategy):
         )
         given = (accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         super().__init__(arguments, process_group_backend, *given)
-        self._sharding: FullSharding | None = None
-        self._host_optimizers: HostOptimizers | None = None
-        self._clips: ShardedClips | None = None
-        self._toggles: ToggledOptimizers | None = None
-        self._has_failed = False
         self._inference_modes: dict[Any, bool] = {}
 
     @override
@@ -220,54 +205,9 @@ class FSDPOffloadStrategy(CheckpointedStrategy):
             self.setup_precision_plugin()
         self._turn_off_inference_mode(trainer)
 
-    def _shard(self, module: nn.Module) -> None:
-        arguments = self.arguments
-        check_same_modules(module)
-        spread_values(module)
-        narrow_dtype = None
-        if arguments.narrow_transfers and isinstance(self.precision_plugin, MixedPrecision):
-            narrow_dtype = _NARROW.get(self.precision_plugin.precision)
-        narrow = find_narrow_weights(module, list_islands(module)) if narrow_dtype is not None else set()
-        seed = torch.tensor(torch.initial_seed() % 2**31)
-        self._sharding = FullSharding(
-            module,
-            self.device_mesh,
-            plan_sharding_groups(module, arguments.wrap, min_params=arguments.min_params),
-            ShardingOptions(
-                on_host=arguments.offload != "none",
-                is_resident=arguments.offload == "optimizer",
-                reshard_after_forward=arguments.reshard_after_forward,
-                pin_memory=self._pins_memory,
-                narrow_dtype=narrow_dtype,
-                narrow={name for name, parameter in module.named_parameters() if parameter in narrow},
-                uninitialized_ok=self._to_load is not None,
-                seed=int(self.broadcast(seed)),
-                num_threads=self._num_threads,
-            ),
-        )
-
-    def _attach(self, trainer: pl.Trainer) -> None:
-        assert self._sharding is not None
-        self._host_optimizers = HostOptimizers(
-            self._sharding, num_threads=self._num_threads, nvme_path=self.arguments.nvme_path
-        )
-        self._host_optimizers.attach(self.optimizers)
-        self._host_optimizers.may_step_early = lambda optimizer: may_step_early(trainer)
-        self._clips = ShardedClips(self.precision_plugin, self._host_optimizers, lambda: may_clip_late(trainer))
-        self._toggles = ToggledOptimizers(trainer.lightning_module, self._sharding)
-
     @override
     def model_to_device(self) -> None:
         """Nothing: parameters stay where they are sharded, and buffers went to the device with them."""
-
-    @property
-    def _pins_memory(self) -> bool:
-        pins = self.arguments.pin_memory
-        return self.root_device.type != "cpu" and self.arguments.offload != "none" if pins is None else pins
-
-    @property
-    def _num_threads(self) -> int:
-        return self.arguments.cpu_threads or cores_of_rank(self.num_processes)
 
     def _turn_off_inference_mode(self, trainer: pl.Trainer) -> None:
         """FSDP2 keeps tensors from one step to the next, which those of inference mode may not be."""
@@ -296,27 +236,6 @@ class FSDPOffloadStrategy(CheckpointedStrategy):
             self.cluster_environment.teardown()
             self.accelerator.teardown()
             self.checkpoint_io.teardown()
-
-    def _unshard(self) -> None:
-        sharding, self._sharding = self._sharding, None
-        optimizers, self._host_optimizers = self._host_optimizers, None
-        clips, self._clips = self._clips, None
-        toggles, self._toggles = self._toggles, None
-        for stand_in in (clips, toggles):
-            if stand_in is not None:
-                stand_in.remove()
-        if sharding is None:
-            return
-        try:
-            if optimizers is not None and not self._has_failed:
-                optimizers.finish()
-        except BaseException:
-            self._has_failed = True
-            raise
-        finally:
-            replaced = sharding.remove(make_whole=not self._has_failed or self.world_size == 1)
-            if optimizers is not None:
-                optimizers.let_go(replaced)
 
     # --- steps ---
 
@@ -359,8 +278,3 @@ class FSDPOffloadStrategy(CheckpointedStrategy):
         super().load_model_state_dict(checkpoint, strict)
         if self._sharding is not None:  # a tuner goes back to where it began
             self._load_module(self._sharding.module)
-
-    @override
-    def _finish_steps(self) -> None:
-        if self._host_optimizers is not None:
-            self._host_optimizers.finish()

@@ -84,8 +84,9 @@ def with_weights(module: nn.Module, weights: dict[Place, Tensor]) -> nn.Module:
 def find_narrow_weights(module: nn.Module, leave_out: Collection[nn.Module] = ()) -> set[nn.Parameter]:
     """Return the float32 weights and biases that stock layers of ``module`` read under autocast, and nobody else.
 
-    Those of linear layers, convolutions, attention and transformers' ``Conv1D``: they need not come in 32 bit. A weight with several owners is not
-    among them: a tied embedding is read in float32. What is used by name elsewhere, past the layer, is not seen.
+    Those of linear layers, convolutions, attention and transformers' ``Conv1D``: they need not come in 32 bit. A weight
+    with several owners is not among them: a tied embedding is read in float32. What is used by name elsewhere, past the
+    layer, is not seen.
 
     Args:
         module: Any module.

@@ -1,0 +1,58 @@
+"""What does a part of Lightning's work while parameters are sharded, until each stand-in is removed."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.plugins.precision import Precision
+from torch.optim import Optimizer
+
+from lightning_vram.core.gradients.sharded_clipping import clip_sharded_values
+from lightning_vram.core.surgery.shadow import Shadow, instead
+from lightning_vram.optimizers.on_host import HostOptimizers
+from lightning_vram.optimizers.stepping import iterate_parameters
+from lightning_vram.techniques.sharding import FullSharding
+
+
+def clip_on_shards(precision: Precision, optimizers: HostOptimizers, may_wait: Callable[[], bool]) -> list[Shadow]:
+    """Clip, by whatever plugin clips, on the local parts of gradients.
+
+    What PyTorch has for it goes through the dispatch of ``DTensor``, which takes longer than the arithmetic.
+
+    Args:
+        precision: The plugin.
+        optimizers: Of the run.
+        may_wait: Asked whether gradients may be scaled when the step is made.
+    """
+
+    def clip_norm(optimizer: Optimizer, clip_val: float) -> None:
+        optimizers.clip_norm(optimizer, clip_val, may_wait=may_wait())
+
+    def clip_value(optimizer: Optimizer, clip_val: float) -> None:
+        clip_sharded_values(iterate_parameters(optimizer), clip_val)
+
+    return [
+        Shadow(precision, "clip_grad_by_norm", instead(clip_norm)),
+        Shadow(precision, "clip_grad_by_value", instead(clip_value)),
+    ]
+
+
+def follow_toggles(module: pl.LightningModule, sharding: FullSharding) -> list[Shadow]:
+    """Let what is gathered in the midst of a step follow ``toggle_optimizer`` of manual optimization.
+
+    Args:
+        module: Whose optimizers, which have the shards, are toggled.
+        sharding: Of it.
+    """
+    follow = partial(_then, sharding.agree_on_gradients)
+    return [Shadow(module, name, follow) for name in ("toggle_optimizer", "untoggle_optimizer")]
+
+
+def _then(follow: Callable[[], None], inner: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = inner(*args, **kwargs)
+        follow()
+        return result
+
+    return call
