@@ -146,9 +146,9 @@ def _run(module: nn.Module, state: _State, plain: Callable[..., Any], /, *args: 
         return plain(*args, **kwargs)
     sharing = state.sharing
     if sharing is not None:
-        sharing.num_calls += 1
+        sharing.has_run = True
         # A result that is kept keeps a cast alive, which the second run would find where the first had made it.
-        if sharing.is_idle or is_in_selective_checkpoint():
+        if is_in_selective_checkpoint():
             return plain(*args, **kwargs)
     dtype = torch.get_autocast_dtype(state.device_type)
     # A technique below ours (a checkpoint, a folded norm) reads the weights of the module itself.
