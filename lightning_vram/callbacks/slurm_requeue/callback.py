@@ -10,7 +10,6 @@ import atexit
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -22,7 +21,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_vram.argument_checks import check_bool
@@ -30,7 +29,7 @@ from lightning_vram.callbacks.hook_points import check_trainer, rank_timeout
 from lightning_vram.callbacks.slurm_requeue.exact_resume import ExactResume
 from lightning_vram.callbacks.slurm_requeue.folder import RequeueFolder
 from lightning_vram.callbacks.slurm_requeue.job import SlurmJob, check_job, check_tasks
-from lightning_vram.callbacks.slurm_requeue.job_stop import JobStopped, requeue, save_together
+from lightning_vram.callbacks.slurm_requeue.job_stop import JobStopped, StopPoints, save_together
 from lightning_vram.callbacks.slurm_requeue.start import go_on, open_folder
 from lightning_vram.core.processes.agreement import RankAgreement
 from lightning_vram.core.processes.clean_exit import leave_group_at_exit
@@ -45,9 +44,7 @@ from lightning_vram.private_names.lightning.connectors import (
     checkpoint_connector,
     cluster_environment,
     signal_connector,
-    validates_by_clock,
 )
-from lightning_vram.private_names.lightning.loops import is_accumulating, is_sequential, validation_follows
 
 _fits = count(1)  # of this program: the same on all ranks
 _folders: list[RequeueFolder] = []  # of those, on rank 0
@@ -110,10 +107,9 @@ class SlurmRequeue(Callback):
         self._signals = StopSignals((signal.SIGTERM, _parse_signal(requeue_signal)))
         self._shield = DaemonShield(self._signals.signals)
         check_job(SlurmJob.from_environment())
-        self._job: SlurmJob | None = None
         self._folder: RequeueFolder | None = None
         self._agreement: RankAgreement | None = None
-        self._vote: StopVote | None = None
+        self._stops: StopPoints | None = None
         self._resume: ExactResume | None = None
         self._shadows: list[Shadow] = []
         self._environment: SLURMEnvironment | None = None
@@ -125,8 +121,7 @@ class SlurmRequeue(Callback):
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         if sum(isinstance(callback, SlurmRequeue) for callback in callbacks) > 1:
             raise MisconfigurationException("SlurmRequeue is among the callbacks twice: give it once.")
-        environment = cluster_environment(trainer)
-        check_tasks(environment, trainer.num_devices, trainer.num_nodes)
+        check_tasks(cluster_environment(trainer), trainer.num_devices, trainer.num_nodes)
         self._release()
         timeout = rank_timeout(trainer)
         self._agreement = RankAgreement(timeout)
@@ -137,17 +132,18 @@ class SlurmRequeue(Callback):
             self._signals.unblock()
             let_through()
             return
-        self._job = job
         self._peers = naming_lost_peers(
             trainer.global_rank, trainer.world_size, lambda: f"step {trainer.global_step}, after a batch", timeout
         )
         self._take_over(trainer)
+        vote = StopVote(self._agreement, self._signals)
+        self._stops = StopPoints(trainer, job, vote, self._peers, self._resume, partial(self._is_trial, trainer))
+        leave_group_at_exit()
         if stage == "fit":
-            self._set_up_fit(trainer, job)
+            self._set_up_fit(trainer, job, self._stops)
 
     def _take_over(self, trainer: pl.Trainer) -> None:
         """From Lightning, whose handlers wait for other ranks."""
-        assert self._agreement is not None
         environment = cluster_environment(trainer)
         if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
             self._environment, environment.auto_requeue = environment, False
@@ -162,30 +158,30 @@ class SlurmRequeue(Callback):
                 "SlurmRequeue finds no scontrol, by which a job asks to be requeued: "
                 "bind it, and SLURM's configuration, into the container."
             )
-        self._vote = StopVote(self._agreement, self._signals)
-        leave_group_at_exit()
 
-    def _set_up_fit(self, trainer: pl.Trainer, job: SlurmJob) -> None:
+    def _set_up_fit(self, trainer: pl.Trainer, job: SlurmJob, stops: StopPoints) -> None:
         assert self._agreement is not None
-        self._folder = folder = open_folder(trainer, self._agreement, self.dirpath, job, next(_fits))
+        stops.folder = self._folder = folder = open_folder(trainer, self._agreement, self.dirpath, job, next(_fits))
         atexit.unregister(_end_program)
         if trainer.is_global_zero:
             _folders.append(folder)
-        connector, loop = checkpoint_connector(trainer), trainer.fit_loop.epoch_loop
         self._shadows += [
-            Shadow(connector, "resume_start", lambda start: partial(self._start, trainer, start)),
-            Shadow(trainer.fit_loop, "run", lambda run: partial(self._run, trainer, run)),
-            Shadow(loop, "advance", lambda advance: partial(self._advance, trainer, advance)),
+            Shadow(
+                checkpoint_connector(trainer), "resume_start", lambda start: partial(self._start, trainer, job, start)
+            ),
+            Shadow(trainer.fit_loop, "run", partial(partial, self._run, trainer)),
+            Shadow(trainer.fit_loop.epoch_loop, "advance", partial(partial, stops.advance)),
         ]
 
-    def _start(self, trainer: pl.Trainer, start: Callable[..., None], /, *args: Any, **kwargs: Any) -> None:
-        if self._folder is None or self._job is None or self._resume is None or self._resume.trials.are_undone:
+    def _start(
+        self, trainer: pl.Trainer, job: SlurmJob, start: Callable[..., None], /, *args: Any, **kwargs: Any
+    ) -> None:
+        if self._folder is None or self._resume is None or self._resume.trials.are_undone:
             start(*args, **kwargs)
-        else:
-            trusts = None if self.weights_only is None else not self.weights_only
-            has_ended = go_on(trainer, self._job, self._folder, start, *args, trusts=trusts, **kwargs)
-            if has_ended:
-                self._resume.expect_end()
+            return
+        trusts = None if self.weights_only is None else not self.weights_only
+        if go_on(trainer, job, self._folder, start, *args, trusts=trusts, **kwargs):
+            self._resume.expect_end()
 
     def _run(self, trainer: pl.Trainer, run: Callable[[], None]) -> None:
         """Keep a fit that has ended, for a restart of a program that has more to do."""
@@ -202,23 +198,6 @@ class SlurmRequeue(Callback):
         """Whether a tuner has taken the callbacks away, and tries something."""
         return self not in trainer.callbacks  # type: ignore[attr-defined]
 
-    # --- where a fit may stop ---
-
-    def _advance(self, trainer: pl.Trainer, advance: Any, fetcher: Any) -> None:
-        loop = trainer.fit_loop.epoch_loop
-        assert self._vote is not None
-        with self._peers:
-            is_stopping = self._vote.exchange() and not self._is_trial(trainer)
-        if is_stopping and not loop.restarting and self._is_between_steps(trainer, fetcher):
-            self._stop(trainer)
-        advance(fetcher)
-
-    def _is_between_steps(self, trainer: pl.Trainer, fetcher: Any) -> bool:
-        """Whether a checkpoint of this moment goes on here. Lightning's counters do not tell what follows a batch."""
-        loop = trainer.fit_loop.epoch_loop
-        by_clock = validates_by_clock(trainer)  # ranks' clocks differ
-        return not is_accumulating(loop) and (by_clock or not validation_follows(loop, fetcher))
-
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._resume is not None:
@@ -231,63 +210,26 @@ class SlurmRequeue(Callback):
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._begin_evaluation(trainer, trainer.num_val_batches)
+        if self._stops is not None:
+            self._stops.begin_evaluation(trainer.num_val_batches)
 
     @override
-    def on_validation_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        self._evaluate(trainer)
+    def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        if self._stops is not None:
+            self._stops.evaluate()
+
+    on_test_batch_end = on_validation_batch_end
+    on_predict_batch_end = on_validation_batch_end
 
     @override
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._begin_evaluation(trainer, trainer.num_test_batches)
-
-    @override
-    def on_test_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        self._evaluate(trainer)
+        if self._stops is not None:
+            self._stops.begin_evaluation(trainer.num_test_batches)
 
     @override
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._begin_evaluation(trainer, trainer.num_predict_batches)
-
-    @override
-    def on_predict_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        self._evaluate(trainer)
-
-    def _begin_evaluation(self, trainer: pl.Trainer, num_batches: list[int | float]) -> None:
-        if self._vote is not None and not trainer.sanity_checking:
-            known = sum(num_batches) if is_sequential(trainer) else min(num_batches, default=0)
-            with self._peers:
-                self._vote.limit(known)
-
-    def _evaluate(self, trainer: pl.Trainer) -> None:
-        if self._vote is None or trainer.sanity_checking:
-            return
-        with self._peers:
-            is_stopping = self._vote.exchange_limited()
-        if not is_stopping:
-            return
-        if trainer.state.fn != "fit" or not is_accumulating(trainer.fit_loop.epoch_loop):
-            self._stop(trainer)
-
-    # --- stopping ---
-
-    def _stop(self, trainer: pl.Trainer) -> None:
-        """Save, requeue, leave. On all ranks."""
-        assert self._job is not None
-        assert self._vote is not None
-        done = "nothing to save"
-        if self._folder is not None and self._resume is not None:
-            start = time.perf_counter()
-            save_together(trainer, self._folder, self._resume)
-            if trainer.is_global_zero:  # there are callbacks that save after an exception
-                atexit.register(self._folder.touch)
-            done = f"saved {self._folder.checkpoint} in {time.perf_counter() - start:.1f} s"
-        asked = requeue(self._job) if trainer.is_global_zero else (0, "")
-        code, outcome = trainer.strategy.broadcast(asked)
-        rank_zero_info(f"SlurmRequeue: {self._vote.name} at step {trainer.global_step}: {done}; {outcome}.")
-        raise JobStopped(code)
-
-    # --- state and end ---
+        if self._stops is not None:
+            self._stops.begin_evaluation(trainer.num_predict_batches)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -336,7 +278,7 @@ class SlurmRequeue(Callback):
         self._signals.remove(harmless=self._signals.signals if has_failed else (requeue_signal,))
         self._shield.lower()
         self._shadows, self._resume, self._environment, self._agreement = [], None, None, None
-        self._folder, self._job, self._vote, self._peers = None, None, None, nullcontext()
+        self._folder, self._stops, self._peers = None, None, nullcontext()
 
 
 def _end_program() -> None:

@@ -10,16 +10,18 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
 
-from lightning_vram.callbacks.slurm_requeue.fit_end import end_loading, read_end, restore_end
 from lightning_vram.callbacks.slurm_requeue.tuner_trials import TunerTrials
 from lightning_vram.core.processes.agreement import RankAgreement
 from lightning_vram.core.random_state.defaults import read_random_states, restore_random_states
 from lightning_vram.core.surgery.shadow import Shadow
+from lightning_vram.private_names.lightning.logging import update_metrics
 from lightning_vram.private_names.lightning.loops import (
     LOAD_LOADER_STATES,
     set_sampler_epoch,
     stop_restarting,
+    stop_restarting_all,
     training_data,
 )
 from lightning_vram.techniques.exact_resume import (
@@ -31,6 +33,7 @@ from lightning_vram.techniques.exact_resume import (
     remove_state,
 )
 
+_METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 _NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"
 
 
@@ -81,7 +84,7 @@ class ExactResume:
             "loaders": [self._place_of(loader, epoch_has_ended=epoch_has_ended) for loader in self._loaders],
             "random": self._agreement.gather(mine),
             "found": self.trials.state_dict(),
-            "end": self._agreement.gather(read_end(self._trainer)) if self.fit_has_ended else None,
+            "end": self._agreement.gather(_read_end(self._trainer)) if self.fit_has_ended else None,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -123,11 +126,15 @@ class ExactResume:
         """Let a fit that had nothing left to do be as the one that has come to its end."""
         state, self._to_load = self._to_load, None
         assert state is not None
-        end_loading(self._trainer)
+        stop_restarting_all(self._trainer.fit_loop)  # as loops do when they run
+        self._trainer.fit_loop.on_iteration_done()
         random = self._random_of(state)
         if random is not None:
             restore_random_states(random, self._trainer.strategy.root_device)
-            restore_end(self._trainer, state["end"][self._trainer.global_rank])
+            end = state["end"][self._trainer.global_rank]
+            for kind in _METRICS:
+                update_metrics(self._trainer, kind, end[kind])
+            self._trainer.should_stop = end["should_stop"]
 
     def remove(self) -> None:
         """Leave loops and loaders as they were. Calling it again does nothing."""
@@ -220,3 +227,13 @@ def _without_warning(reset: Callable[[], None], is_resumable: Callable[[], bool]
         if is_resumable():
             warnings.filterwarnings("ignore", _NOT_RESUMABLE)
         reset()
+
+
+def _read_end(trainer: pl.Trainer) -> dict[str, Any]:
+    """What a trainer is left with, on this rank, and no checkpoint of Lightning's has: metrics, on the host."""
+    metrics = {kind: {name: _on_host(value) for name, value in getattr(trainer, kind).items()} for kind in _METRICS}
+    return metrics | {"should_stop": bool(trainer.should_stop)}
+
+
+def _on_host(value: Any) -> Any:
+    return value.cpu() if isinstance(value, Tensor) else value

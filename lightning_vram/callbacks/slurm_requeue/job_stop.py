@@ -1,14 +1,102 @@
 """End a job that SLURM is about to end, so that it can go on: one checkpoint of all ranks, and a request."""
 
+import atexit
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
 import lightning.pytorch as pl
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_vram.callbacks.slurm_requeue.exact_resume import ExactResume
 from lightning_vram.callbacks.slurm_requeue.folder import RequeueFolder
 from lightning_vram.callbacks.slurm_requeue.job import Fate, SlurmJob
+from lightning_vram.core.processes.stop_vote import StopVote
+from lightning_vram.private_names.lightning.connectors import validates_by_clock
+from lightning_vram.private_names.lightning.loops import is_accumulating, is_sequential, validation_follows
 
 
 class JobStopped(SystemExit):
     """Ends the program, all ranks together, after the checkpoint has been saved. Its code is 0 if the job goes on."""
+
+
+class StopPoints:
+    """Where a run may stop, and how it does: it saves, is requeued and ends, on all ranks.
+
+    Args:
+        trainer: That runs.
+        job: It is part of.
+        vote: Of its ranks.
+        peers: Entered around a vote.
+        resume: Of the fit, if it is one.
+        is_trial: Asked whether a tuner tries something.
+
+    Attributes:
+        folder: Where a fit saves.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        job: SlurmJob,
+        vote: StopVote,
+        peers: AbstractContextManager[None],
+        resume: ExactResume | None,
+        is_trial: Callable[[], bool],
+    ) -> None:
+        self._trainer = trainer
+        self._job = job
+        self._vote = vote
+        self._peers = peers
+        self._resume = resume
+        self._is_trial = is_trial
+        self.folder: RequeueFolder | None = None
+
+    def advance(self, advance: Callable[[Any], None], fetcher: Any) -> None:
+        """Stand in for ``advance``, which runs the next batch of a fit."""
+        with self._peers:
+            is_stopping = self._vote.exchange() and not self._is_trial()
+        loop = self._trainer.fit_loop.epoch_loop
+        if is_stopping and not loop.restarting and self._is_between_steps(fetcher):
+            self._stop()
+        advance(fetcher)
+
+    def begin_evaluation(self, num_batches: list[int | float]) -> None:
+        """Agree on the votes of an evaluation, of so many batches of each loader."""
+        if not self._trainer.sanity_checking:
+            known = sum(num_batches) if is_sequential(self._trainer) else min(num_batches, default=0)
+            with self._peers:
+                self._vote.limit(known)
+
+    def evaluate(self) -> None:
+        """Vote after a batch of an evaluation."""
+        trainer = self._trainer
+        if trainer.sanity_checking:
+            return
+        with self._peers:
+            is_stopping = self._vote.exchange_limited()
+        if is_stopping and (trainer.state.fn != "fit" or not is_accumulating(trainer.fit_loop.epoch_loop)):
+            self._stop()
+
+    def _is_between_steps(self, fetcher: Any) -> bool:
+        """Whether a checkpoint of this moment goes on here. Lightning's counters do not tell what follows a batch."""
+        loop = self._trainer.fit_loop.epoch_loop
+        by_clock = validates_by_clock(self._trainer)  # ranks' clocks differ
+        return not is_accumulating(loop) and (by_clock or not validation_follows(loop, fetcher))
+
+    def _stop(self) -> None:
+        trainer, done = self._trainer, "nothing to save"
+        if self.folder is not None and self._resume is not None:
+            start = time.perf_counter()
+            save_together(trainer, self.folder, self._resume)
+            if trainer.is_global_zero:  # there are callbacks that save after an exception
+                atexit.register(self.folder.touch)
+            done = f"saved {self.folder.checkpoint} in {time.perf_counter() - start:.1f} s"
+        asked = requeue(self._job) if trainer.is_global_zero else (0, "")
+        code, outcome = trainer.strategy.broadcast(asked)
+        rank_zero_info(f"SlurmRequeue: {self._vote.name} at step {trainer.global_step}: {done}; {outcome}.")
+        raise JobStopped(code)
 
 
 def save_together(trainer: pl.Trainer, folder: RequeueFolder, resume: ExactResume) -> None:

@@ -83,15 +83,10 @@ def go_on(
         MisconfigurationException: If the checkpoint is another user's.
         pickle.UnpicklingError: If it holds more than is trusted.
     """
-    newest: Path | None = None
-    stranger: int | None = None
+    found = None, None, trusts
     if trainer.is_global_zero and job.restart_count > 0:
-        given = [] if checkpoint_path is None else [Path(checkpoint_path)]
-        newest = folder.newest([*_last_checkpoints(trainer), *given])
-        if newest in (folder.checkpoint, folder.ended):
-            stranger = folder.stranger(newest)
-            trusts = folder.is_private() if trusts is None else trusts
-    newest, stranger, trusts = trainer.strategy.broadcast((newest, stranger, trusts))
+        found = _find(trainer, folder, checkpoint_path, trusts=trusts)
+    newest, stranger, trusts = trainer.strategy.broadcast(found)
     if newest is None:
         start(checkpoint_path, **options)
         return False
@@ -116,6 +111,17 @@ def go_on(
             "torch.serialization.add_safe_globals."
         ) from error
     return has_ended
+
+
+def _find(
+    trainer: pl.Trainer, folder: RequeueFolder, checkpoint_path: Any, *, trusts: bool | None
+) -> tuple[Path | None, int | None, bool | None]:
+    """The newest checkpoint, if there is one; whose it is, if not this user's; and whether to trust it."""
+    given = [] if checkpoint_path is None else [Path(checkpoint_path)]
+    newest = folder.newest([*_last_checkpoints(trainer), *given])
+    if newest is None or newest not in (folder.checkpoint, folder.ended):
+        return newest, None, trusts
+    return newest, folder.stranger(newest), folder.is_private() if trusts is None else trusts
 
 
 def _last_checkpoints(trainer: pl.Trainer) -> list[Path]:
