@@ -9,12 +9,13 @@ others. A step of many small kernels can take twice as long while it is tracked.
 import statistics
 import time
 from collections import deque
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -25,48 +26,16 @@ from typing_extensions import override
 
 from lightning_vram.argument_checks import check_bool, check_positive_int
 from lightning_vram.callbacks.hook_points import check_trainer
-from lightning_vram.callbacks.vram_monitor.max_over_ranks import MaxOverRanks
-from lightning_vram.callbacks.vram_monitor.progress_bar import ProgressBarItem
+from lightning_vram.callbacks.vram_monitor.readings import Readings
 from lightning_vram.core.surgery.compiled import is_compiled
-from lightning_vram.memory.device.allocator import has_cache
-from lightning_vram.memory.device.measurement import SIZE_NAMES, Measurement, largest, write_measurement
+from lightning_vram.core.surgery.shadow import Shadow
+from lightning_vram.memory.device.measurement import Measurement, largest, write_measurement
 from lightning_vram.memory.device.out_of_memory import read_out_of_memory
-from lightning_vram.memory.device.phase_peaks import PhasePeaks
-from lightning_vram.memory.device.probe import MemoryProbe
 from lightning_vram.memory.tracking.timeline import Phase
 from lightning_vram.memory.units import format_bytes
 
 _NUM_FIRST_BATCHES = 2  # the first shows at once what a step takes, the second holds the optimizer's state as well
 _NUM_TIMED_BATCHES = 1000
-
-
-@dataclass
-class _Run:
-    """What is known from setup to teardown.
-
-    Args:
-        stage: Running stage.
-        allocator_peaks: Peaks since the last reading, for each stage.
-        probe: The reading under way.
-        batch_idx: Of the batch it reads.
-        metric: Reduces over the ranks.
-        largest: The reading with the highest peak of a stage other than training, until the stage ends.
-        last: The last reading, of all ranks.
-        file: Where readings are written.
-        bar_item: What is shown in the progress bar.
-        previous_end: When the last training batch ended.
-    """
-
-    stage: str = "train"
-    allocator_peaks: dict[str, PhasePeaks] = field(default_factory=dict)
-    probe: MemoryProbe | None = None
-    batch_idx: int = 0
-    metric: MaxOverRanks | None = None
-    largest: Measurement | None = None
-    last: Measurement | None = None
-    file: Path | None = None
-    bar_item: ProgressBarItem | None = None
-    previous_end: float | None = None
 
 
 class VRAMMonitor(Callback):
@@ -125,7 +94,11 @@ class VRAMMonitor(Callback):
         self.path = path
         self.peaks: dict[str, Measurement] = {}
         self._seconds: deque[float] = deque(maxlen=_NUM_TIMED_BATCHES)
-        self._run = _Run()
+        self._readings = Readings(track)
+        self._last: Measurement | None = None  # reading, of all ranks
+        self._file: Path | None = None
+        self._bar: Shadow | None = None
+        self._previous_end: float | None = None  # of a training batch
 
     @property
     def seconds_per_batch(self) -> float | None:
@@ -142,9 +115,10 @@ class VRAMMonitor(Callback):
             self._seconds.clear()
         folder = trainer.log_dir  # on all ranks: it is broadcast
         if self.path is not None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            self._run.file = Path(folder or ".") / self.path
-        self._run.bar_item = ProgressBarItem("vram", self._show)
-        self._run.bar_item.attach(trainer)
+            self._file = Path(folder or ".") / self.path
+        bar = trainer.progress_bar_callback
+        if bar is not None and self._bar is None:  # TQDM's, Rich's or a user's
+            self._bar = Shadow(bar, "get_metrics", partial(partial, self._show))
         if self.track and is_compiled(pl_module):
             rank_zero_warn(
                 "VRAMMonitor(track=True) has no effect on a compiled module: tracking would run it uncompiled."
@@ -152,18 +126,18 @@ class VRAMMonitor(Callback):
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._abort()
-        if self._run.bar_item is not None:
-            self._run.bar_item.detach()
-        self._run = _Run()
+        self._readings.abort()
+        if self._bar is not None:
+            self._bar.remove()
+        vars(self).update(self._between_runs())
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         if read_out_of_memory(exception) is not None:
-            if (measurement := self._read_failed_batch(trainer)) is not None:
+            if (measurement := self._readings.end_alone(trainer)) is not None:
                 exception.add_note(f"VRAMMonitor, in the batch that ran out of memory: {_describe(measurement)}")
-            if self._run.last is not None:
-                exception.add_note(f"VRAMMonitor, last reading before memory ran out: {_describe(self._run.last)}")
+            if self._last is not None:
+                exception.add_note(f"VRAMMonitor, last reading before memory ran out: {_describe(self._last)}")
         self.teardown(trainer, pl_module, "fit")
 
     @override
@@ -178,37 +152,35 @@ class VRAMMonitor(Callback):
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
-        self._switch_phase(Phase.BACKWARD)
+        self._readings.switch_phase(Phase.BACKWARD)
 
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._switch_phase(Phase.FORWARD)
+        self._readings.switch_phase(Phase.FORWARD)
 
     @override
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        self._switch_phase(Phase.OPTIMIZER_STEP)
+        self._readings.switch_phase(Phase.OPTIMIZER_STEP)
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
     ) -> None:
         now = time.perf_counter()
-        if self._run.previous_end is not None and not (self._run.probe is not None and self._run.probe.is_tracking):
-            self._seconds.append(now - self._run.previous_end)
-        self._end(trainer, batch_idx)
-        self._run.previous_end = time.perf_counter()
+        if self._previous_end is not None and not self._readings.is_tracking:
+            self._seconds.append(now - self._previous_end)
+        self._publish(trainer, self._readings.end(trainer, batch_idx))
+        self._previous_end = time.perf_counter()
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._abort()  # a batch that was skipped after it began
+        self._readings.abort()  # a batch that was skipped after it began
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        flushed = self._flush(trainer)  # the batches since the last reading
-        if flushed is not None:
-            self._publish(trainer, self._reduce(trainer, flushed))
+        self._publish(trainer, self._readings.end_training(trainer, self._last))
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -230,11 +202,11 @@ class VRAMMonitor(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        self._end(trainer, batch_idx)
+        self._publish(trainer, self._readings.end(trainer, batch_idx))
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._end_stage(trainer)
+        self._publish(trainer, self._readings.end_stage(trainer, self._last))
         self._switch_stage("train", trainer)
 
     @override
@@ -254,114 +226,30 @@ class VRAMMonitor(Callback):
     on_predict_end = on_validation_end
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_run": _Run()}  # a copy starts between runs
+        return vars(self) | self._between_runs()
 
-    def _switch_stage(self, stage: str, trainer: pl.Trainer) -> None:
-        self._abort()
-        device = trainer.strategy.root_device
-        if has_cache(device):
-            self._peaks_of(self._run.stage, device).read()
-        self._run.stage = stage
-        self._run.previous_end = None  # what lies between batches of different stages is no batch
-
-    def _peaks_of(self, stage: str, device: torch.device) -> PhasePeaks:
-        return self._run.allocator_peaks.setdefault(stage, PhasePeaks(device))
-
-    def _switch_phase(self, phase: Phase) -> None:
-        if self._run.probe is not None:
-            self._run.probe.switch(phase)
-
-    def _tracks(self, trainer: pl.Trainer) -> bool:
-        wanted = not has_cache(trainer.strategy.root_device) if self.track is None else self.track
-        return wanted and not is_compiled(trainer.lightning_module)
+    def _between_runs(self) -> dict[str, Any]:
+        return {"_readings": Readings(self.track), "_last": None, "_file": None, "_bar": None, "_previous_end": None}
 
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         every_n_batches = self.every_n_batches or trainer.log_every_n_steps  # type: ignore[attr-defined]
         is_nth = every_n_batches > 0 and (batch_idx + 1) % every_n_batches == 0
-        if trainer.sanity_checking or not (is_nth or batch_idx < _NUM_FIRST_BATCHES):
-            return
-        self._abort()
-        self._run.batch_idx = batch_idx
-        device = trainer.strategy.root_device
-        peaks = self._peaks_of(self._run.stage, device) if has_cache(device) else None
-        self._run.probe = MemoryProbe(device, peaks, track=self._tracks(trainer))
-        self._run.probe.start(pl_module, trainer.optimizers, batch)
+        if not trainer.sanity_checking and (is_nth or batch_idx < _NUM_FIRST_BATCHES):
+            self._readings.begin(trainer, pl_module, batch, batch_idx)
 
-    def _end(self, trainer: pl.Trainer, batch_idx: int) -> None:
-        if self._run.probe is None:
-            return
-        probe, self._run.probe = self._run.probe, None
-        measurement = probe.finish(self._run.stage, trainer.current_epoch, batch_idx, trainer.global_step)
-        self._run.allocator_peaks.pop(self._run.stage, None)
+    def _switch_stage(self, stage: str, trainer: pl.Trainer) -> None:
+        self._readings.switch_stage(stage, trainer)
+        self._previous_end = None  # what lies between batches of different stages is no batch
+
+    def _show(self, get_metrics: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
+        """Stand in for ``get_metrics`` of the progress bar."""
+        peak = {"vram": format_bytes(largest(self.peaks.values()).peak_allocated_bytes)} if self.peaks else {}
+        return get_metrics(*args) | peak
+
+    def _publish(self, trainer: pl.Trainer, measurement: Measurement | None) -> None:
         if measurement is None:
             return
-        if self._run.stage == "train":
-            self._publish(trainer, self._reduce(trainer, measurement))
-        else:
-            self._keep_largest(measurement)
-
-    def _end_stage(self, trainer: pl.Trainer) -> None:
-        """Reduce and publish once: ranks may have seen different numbers of batches, even none."""
-        flushed = self._flush(trainer)
-        if flushed is not None:
-            self._keep_largest(flushed)
-        found, self._run.largest = self._run.largest, None
-        device = trainer.strategy.root_device
-        if trainer.sanity_checking or not (has_cache(device) or self._tracks(trainer)):
-            return
-        nothing = Measurement(
-            self._run.stage, trainer.current_epoch, 0, trainer.global_step, str(device), "tracker", -1, -1
-        )
-        measurement = self._reduce(trainer, found or nothing)
-        if measurement.peak_allocated_bytes >= 0:
-            self._publish(trainer, measurement)
-
-    def _flush(self, trainer: pl.Trainer) -> Measurement | None:
-        """Read the allocator's peaks since the last reading."""
-        self._abort()
-        device = trainer.strategy.root_device
-        if not has_cache(device):
-            return None
-        probe = MemoryProbe(device, self._peaks_of(self._run.stage, device), track=False)
-        batch_idx = max(0, trainer.fit_loop.epoch_loop.batch_idx) if self._run.stage == "train" else 0
-        epoch = self._run.last.epoch if self._run.last is not None else trainer.current_epoch
-        measurement = probe.finish(self._run.stage, epoch, batch_idx, trainer.global_step)
-        self._run.allocator_peaks.pop(self._run.stage, None)
-        return measurement
-
-    def _keep_largest(self, measurement: Measurement) -> None:
-        known = self._run.largest
-        self._run.largest = measurement if known is None else largest([known, measurement])
-
-    def _read_failed_batch(self, trainer: pl.Trainer) -> Measurement | None:
-        """End the reading under way, if there is one, without the other ranks: they may not be there."""
-        if self._run.probe is None:
-            return None
-        probe, self._run.probe = self._run.probe, None
-        return probe.finish(self._run.stage, trainer.current_epoch, self._run.batch_idx, trainer.global_step)
-
-    def _abort(self) -> None:
-        if self._run.probe is not None:
-            self._run.probe.abort()
-            self._run.probe = None
-
-    def _reduce(self, trainer: pl.Trainer, measurement: Measurement) -> Measurement:
-        """Take each size's maximum over the ranks."""
-        if self._run.metric is None:
-            self._run.metric = MaxOverRanks(len(SIZE_NAMES)).to(trainer.strategy.root_device)
-        sizes = measurement.sizes()
-        self._run.metric.reset()
-        self._run.metric.update(torch.tensor([sizes.get(name, -1) for name in SIZE_NAMES]))
-        maxima: list[int] = self._run.metric.compute().tolist()
-        known = {name: size for name, size in zip(SIZE_NAMES, maxima, strict=True) if size >= 0}
-        measurement = measurement.with_sizes({"allocated_bytes": -1, "peak_allocated_bytes": -1, **known})
-        return replace(measurement, seconds_per_batch=self.seconds_per_batch)
-
-    def _show(self) -> str | None:
-        return format_bytes(largest(self.peaks.values()).peak_allocated_bytes) if self.peaks else None
-
-    def _publish(self, trainer: pl.Trainer, measurement: Measurement) -> None:
-        self._run.last = measurement
+        self._last = measurement = replace(measurement, seconds_per_batch=self.seconds_per_batch)
         stage = measurement.stage
         self.peaks[stage] = largest([self.peaks[stage], measurement]) if stage in self.peaks else measurement
         prefix = "vram" if stage == "train" else f"vram/{stage}"
@@ -369,8 +257,8 @@ class VRAMMonitor(Callback):
             logger.log_metrics(
                 {f"{prefix}/{name}": float(size) for name, size in measurement.sizes().items()}, step=measurement.step
             )
-        if self._run.file is not None and trainer.is_global_zero:
-            write_measurement(self._run.file, measurement)
+        if self._file is not None and trainer.is_global_zero:
+            write_measurement(self._file, measurement)
 
 
 def _describe(measurement: Measurement) -> str:

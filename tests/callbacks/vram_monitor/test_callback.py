@@ -14,12 +14,12 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.data import DataLoader
 
 from lightning_vram import VRAMMonitor
-from lightning_vram.callbacks.vram_monitor.max_over_ranks import MaxOverRanks
+from lightning_vram.callbacks.vram_monitor.readings import MaxOverRanks
 from lightning_vram.memory.device.allocator import AllocatorBytes
 from lightning_vram.memory.device.measurement import read_measurements
 from lightning_vram.memory.tracking.timeline import Category, Phase
 
-MODULE = "lightning_vram.callbacks.vram_monitor.callback"
+MODULE = "lightning_vram.callbacks.vram_monitor.readings"
 
 
 def readings(folder: Path, stage: str = "train") -> list[tuple[int, int]]:
