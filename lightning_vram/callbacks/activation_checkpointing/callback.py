@@ -19,9 +19,9 @@ from lightning_vram.argument_checks import check_bool, check_positive_int
 from lightning_vram.callbacks.hook_points import AroundStep, Depth, FitTechnique
 from lightning_vram.core.layers.patterns import check_layers
 from lightning_vram.core.layers.selection import LayerSelection
-from lightning_vram.core.surgery.compiled import is_compiled
 from lightning_vram.memory.tracking.storages import iterate_tensors
 from lightning_vram.memory.units import format_bytes, parse_bytes
+from lightning_vram.private_names.torch.compiled import is_compiled
 from lightning_vram.techniques.activation_checkpointing import (
     CheckpointingHandle,
     SavePolicy,

@@ -33,6 +33,7 @@ from lightning_vram.memory.device.measurement import Measurement, largest, write
 from lightning_vram.memory.device.out_of_memory import read_out_of_memory
 from lightning_vram.memory.tracking.timeline import Phase
 from lightning_vram.memory.units import format_bytes
+from lightning_vram.private_names.torch.compiled import is_compiled
 
 _NUM_FIRST_BATCHES = 2  # the first shows at once what a step takes, the second holds the optimizer's state as well
 _NUM_TIMED_BATCHES = 1000

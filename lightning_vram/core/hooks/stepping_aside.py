@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.autograd import graph
 
+from lightning_vram.core.surgery.held_setting import HeldSetting
 from lightning_vram.private_names.torch.autograd import (
     RunBackward,
     engine_run_backward,
@@ -58,8 +59,6 @@ class _Active(threading.local):
 
 
 _active = _Active()
-_lock = threading.Lock()
-_num_users = 0
 # Bound for good: whoever imports one of ours by name inside a step keeps it.
 _disable: Callable[[str], AbstractContextManager[None]] = graph.disable_saved_tensors_hooks
 _backward: RunBackward | None = engine_run_backward()
@@ -72,34 +71,12 @@ def stepping_aside(hooks: Hooks, mode: TorchDispatchMode | None = None) -> Itera
     To be entered right after the hooks: where several are nested, they are taken off from the innermost on.
     """
     _active.entered.append((hooks, mode))
-    _install()
+    _functions.acquire()
     try:
         yield
     finally:
-        _uninstall()
+        _functions.release()
         _active.entered.pop()
-
-
-def _install() -> None:
-    global _num_users  # threads share the functions that are replaced
-    with _lock:
-        _num_users += 1
-        if _num_users > 1:
-            return
-        graph.disable_saved_tensors_hooks = _disable_without_ours  # type: ignore[assignment]
-        if _backward is not None:  # without it a backward inside may round differently in few operators
-            replace_run_backward(_run_backward)
-
-
-def _uninstall() -> None:
-    global _num_users
-    with _lock:
-        _num_users -= 1
-        if _num_users:
-            return
-        graph.disable_saved_tensors_hooks = _disable  # type: ignore[assignment]
-        if _backward is not None:
-            replace_run_backward(_backward)
 
 
 @contextmanager
@@ -131,3 +108,13 @@ def _run_backward(*args: Any, **kwargs: Any) -> Any:
             mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             stack.callback(mode.__enter__)
         return _backward(*args, **kwargs)
+
+
+def _replace_functions(functions: tuple[Any, Any]) -> None:
+    graph.disable_saved_tensors_hooks, run_backward = functions
+    if _backward is not None:  # without it a backward inside may round differently in few operators
+        replace_run_backward(run_backward)
+
+
+_ours: tuple[Any, Any] = (_disable_without_ours, _run_backward)
+_functions = HeldSetting(lambda: (_disable, _backward), _replace_functions, _ours)

@@ -144,6 +144,27 @@ class Swaps:
             restore_class(self.modules.pop(), self._key)
 
 
+def mixin_for(mixin: type, original: type) -> type:
+    """Return ``mixin``, or a class of its own derived from it, to be the first base beside ``original``.
+
+    Python lets an object change its class only where both keep attributes in the same place. A class whose first base
+    has no ``__dict__`` (``class Model(ABC, nn.Module)``, ``Generic[T]``) keeps them right behind that base; a mixin
+    that comes before it has to do so, too.
+
+    Args:
+        mixin: Derives from ``object`` alone.
+        original: The class of an object whose new class has both as its bases.
+    """
+    kind = original
+    while kind.__base__ is not None and kind.__base__.__dictoffset__:
+        kind = kind.__base__
+    start = kind.__base__
+    if start is None or start is object:
+        return mixin
+    # Generic refuses to be a base without parameters, unless it reads of other bases as they were written
+    return type(start)(mixin.__name__, (start, mixin), {"__orig_bases__": (mixin,)})
+
+
 def remove_mixin(module: nn.Module, mixin: type) -> None:
     """Take the class out that somebody mixed ``mixin`` into (FSDP2), from below what has been swapped since, too."""
     module.__class__ = _without(type(module), mixin)

@@ -25,6 +25,8 @@ from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._functorch import config
 
+from lightning_vram.private_names.lightning.compile import is_compiled_by_lightning
+
 __all__ = ["OptimizedModule"]
 
 COMPILED_PART = "_orig_mod"
@@ -40,6 +42,15 @@ set_backward_autocast = partial(setattr, config, _AUTOCAST)
 def uncompiled(module: nn.Module) -> nn.Module:
     """Return the module that ``torch.compile(module)`` was given; any other as it is."""
     return module._orig_mod if isinstance(module, OptimizedModule) else module
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``module`` or a part of it is compiled: by ``torch.compile(module)`` or ``module.compile()``.
+
+    A LightningModule that was compiled and then given to a Trainer counts: Lightning compiles its steps. A
+    compiled function that a step calls cannot be seen.
+    """
+    return is_compiled_by_lightning(module) or any(map(is_compiled_part, module.modules()))
 
 
 def is_compiled_part(module: nn.Module) -> bool:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
-from lightning_vram.core.surgery.compiled import is_compiled
 from lightning_vram.memory.units import format_bytes
+from lightning_vram.private_names.torch.compiled import is_compiled
 from lightning_vram.private_names.torch.tensors import storage_key
 from lightning_vram.private_names.torch.trees import tree_leaves
 from lightning_vram.techniques.in_place_fusion.folding import (

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from lightning_vram.core.host.worker import HostWorker
-from lightning_vram.core.surgery.class_layout import mixin_for
+from lightning_vram.core.surgery.class_swap import mixin_for
 from lightning_vram.private_names.fsdp2.states import (
     RANKS_MARK,
     announce_backward,
