@@ -8,8 +8,9 @@ from torchmetrics import Metric
 
 from lightning_vram.callbacks.hook_points import refuse_moved_parameters
 from lightning_vram.core.gradients.reduction import has_collectives_in_forward, why_reducer_is_needed
+from lightning_vram.core.tensors.shards import is_sharded
 from lightning_vram.private_names.torch.tensors import has_accumulation_hooks
-from lightning_vram.techniques.sharding import can_recover, is_sharded
+from lightning_vram.techniques.sharding import can_recover
 
 _NAME = "MicroBatching"
 

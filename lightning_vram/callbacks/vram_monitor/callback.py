@@ -27,7 +27,6 @@ from typing_extensions import override
 from lightning_vram.argument_checks import check_bool, check_positive_int
 from lightning_vram.callbacks.hook_points import check_trainer
 from lightning_vram.callbacks.vram_monitor.readings import Readings
-from lightning_vram.core.surgery.compiled import is_compiled
 from lightning_vram.core.surgery.shadow import Shadow
 from lightning_vram.memory.device.measurement import Measurement, largest, write_measurement
 from lightning_vram.memory.device.out_of_memory import read_out_of_memory

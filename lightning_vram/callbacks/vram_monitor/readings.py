@@ -8,12 +8,12 @@ from torch import Tensor
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_vram.core.surgery.compiled import is_compiled
 from lightning_vram.memory.device.allocator import has_cache
 from lightning_vram.memory.device.measurement import SIZE_NAMES, Measurement, largest
 from lightning_vram.memory.device.phase_peaks import PhasePeaks
 from lightning_vram.memory.device.probe import MemoryProbe
 from lightning_vram.memory.tracking.timeline import Phase
+from lightning_vram.private_names.torch.compiled import is_compiled
 
 
 class Readings:

@@ -1,9 +1,15 @@
-"""Clip gradients, some of them in 16 bit, by a norm that is computed in float32."""
+"""Clip gradients: some of them in 16 bit, by a norm in float32; those of sharded parameters, on their local parts."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.utils import get_total_norm
+
+from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
+from lightning_vram.private_names.torch.operators import multiply_each
 
 _NARROW = (torch.bfloat16, torch.float16)
 
@@ -21,20 +27,67 @@ def clip_gradient_norm(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     Returns:
         The norm before, a scalar of float32, or float64 where gradients are.
     """
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    gradients = _gradients_of(parameters)
     if not gradients:
         return torch.tensor(0.0)
     device = gradients[0].device
     norms = [_norm(gradient).to(device) for gradient in gradients]
     dtype = torch.float64 if any(norm.dtype is torch.float64 for norm in norms) else torch.float32
     norm: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(dtype) for norm in norms]))
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    factor = clip_factor(norm, max_norm)
     for gradient in gradients:
         if gradient.dtype in _NARROW:  # a 16-bit product would round the factor first
             gradient.copy_(gradient.float().mul_(factor.to(gradient.device)))
         else:
             gradient.mul_(factor.to(gradient.device))
     return norm
+
+
+def sharded_norm(parameters: Iterable[Tensor]) -> Tensor:
+    """Return the common 2-norm of all gradients, the same on every rank. A collective, unless nothing is sharded.
+
+    On one rank it is that of ``torch.nn.utils.get_total_norm`` to the bit.
+
+    Args:
+        parameters: Sharded over the last dimension of one mesh, or whole on every rank; with gradients or without.
+    """
+    gradients = _gradients_of(parameters)
+    sharded = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
+    if not sharded or sharded[0].device_mesh.size() == 1:
+        return get_total_norm([local_part(gradient) for gradient in gradients])
+    mesh = sharded[0].device_mesh
+    dimension = next(i for i, place in enumerate(sharded[0].placements) if isinstance(place, Shard))
+    total = get_total_norm([local_part(gradient) for gradient in sharded]).double().square()
+    dist.all_reduce(total, group=mesh.get_group(dimension))
+    for gradient in gradients:
+        if not isinstance(gradient, DTensor):
+            total += torch.linalg.vector_norm(gradient).to(total.device).double().square()
+    return total.sqrt().float()
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """Return what gradients of this norm are scaled by, as ``torch.nn.utils.clip_grads_with_norm_`` has it."""
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+
+@torch.no_grad()
+def apply_clip_factor(gradients: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply plain gradients by what :func:`clip_factor` returned, in place."""
+    if factor.device.type == "cpu" and factor == 1:
+        return  # as most often; it would take a third of the time of a step
+    if gradients:
+        multiply_each(list(gradients), factor.to(gradients[0].device))
+
+
+@torch.no_grad()
+def clip_sharded_values(parameters: Iterable[Tensor], limit: float) -> None:
+    """Clip every element of the gradients to ``[-limit, limit]``, in place."""
+    for gradient in _gradients_of(parameters):
+        local_part(gradient).clamp_(-limit, limit)
+
+
+def _gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 def _norm(gradient: Tensor) -> Tensor:

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_vram.core.gradients.dense_reduction import average_dense
-from lightning_vram.core.gradients.sparse_reduction import average_sparse, sparse_zeros
+from lightning_vram.core.gradients.averaging import average_dense, average_sparse, sparse_zeros
 from lightning_vram.private_names.torch.distributed import (
     can_sync_buffers,
     delays_reductions,

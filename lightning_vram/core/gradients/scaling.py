@@ -4,8 +4,8 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
 from lightning_vram.private_names.torch.operators import multiply_each
 from lightning_vram.private_names.torch.tensors import sparse_values
 
@@ -31,9 +31,7 @@ def scale_gradients(parameters: Iterable[Tensor], factor: float | Tensor) -> Non
 
 def _values(gradient: Tensor) -> Tensor:
     """The memory that holds a gradient: of this rank, and without zeros that are not stored."""
-    values = gradient.detach()
-    if isinstance(values, DTensor):
-        values = values.to_local()
+    values: Tensor = local_part(gradient.detach())
     if values.layout is torch.sparse_coo:
         return sparse_values(values)
     return values if values.layout is torch.strided else values.values()

@@ -14,9 +14,9 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lightning_vram.core.rollback.attribute_layout import CONTAINERS, DICTS, AttributeLayout, Undo, position_keepers
+from lightning_vram.core.tensors.shards import is_shard
 from lightning_vram.private_names.torch.modules import PARAMETERS
 
 _MAX_ITEMS = 1000
@@ -101,7 +101,7 @@ class AttributeState:
 def put_parameters_back(registered: dict[str, Tensor | None], before: dict[str, Tensor | None]) -> None:
     """Fill the dict in which a module has its parameters with those from before."""
     # FSDP2 moves sharded and unsharded parameters in and out itself.
-    if not any(map(_is_sharded, (*registered.values(), *before.values()))):
+    if not any(map(is_shard, (*registered.values(), *before.values()))):
         _refill(registered, before)
 
 
@@ -130,7 +130,3 @@ def _keep_what_is_cheap(container: Any) -> Undo | None:
             del container[name]
 
     return shorten
-
-
-def _is_sharded(parameter: Tensor | None) -> bool:
-    return type(parameter) is not nn.Parameter and isinstance(parameter, DTensor)  # the first is quick

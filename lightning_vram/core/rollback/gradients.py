@@ -9,9 +9,9 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from lightning_vram.memory.device.out_of_memory import is_out_of_memory
+from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
 
 
 class GradientState:
@@ -34,20 +34,15 @@ class GradientState:
             for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
                 parameter.grad = gradient
                 if gradient is not None:
-                    _local(gradient).copy_(next(copies))
+                    local_part(gradient).copy_(next(copies))
 
 
 def _copy_all(gradients: list[Tensor]) -> list[Tensor]:
     with torch.no_grad():
         try:
-            return [_local(gradient).detach().clone() for gradient in gradients]
+            return [local_part(gradient).detach().clone() for gradient in gradients]
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
         # Outside of the handler: the error holds on to the copies made so far.
-        return [_local(gradient).detach().to("cpu", copy=True) for gradient in gradients]
-
-
-def _local(gradient: Tensor) -> Tensor:
-    """This rank's part of a sharded gradient; any other as it is."""
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient  # itself, as no gradient is recorded
+        return [local_part(gradient).detach().to("cpu", copy=True) for gradient in gradients]

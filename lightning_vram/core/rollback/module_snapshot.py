@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lightning_vram.core.rollback.statistics_reads import StatisticsReads
 from lightning_vram.core.tensors.parameter_classes import PARAMETER_CLASSES
+from lightning_vram.core.tensors.shards import is_shard
 from lightning_vram.core.tensors.versions import storage_address
 from lightning_vram.memory.units import MIB
 from lightning_vram.private_names.torch.compiled import OptimizedModule
@@ -80,7 +80,7 @@ class _LeafState:
         """Put the state from before the first run back; returns what undoes that."""
         attributes = vars(self.module)  # nn.Module's own way to set attributes is slow
         is_training, registered = attributes["training"], attributes[PARAMETERS]
-        now = [(p, p.data, p.requires_grad) for p in registered.values() if p is not None and not _is_sharded(p)]
+        now = [(p, p.data, p.requires_grad) for p in registered.values() if p is not None and not is_shard(p)]
         attributes["training"] = self.is_training
         attributes[PARAMETERS] = parameters = _keep_sharded(self.parameters, registered)
         hooks = attributes[FORWARD_HOOKS], attributes[FORWARD_PRE_HOOKS]
@@ -255,13 +255,9 @@ def _replace(attributes: dict[str, Any], others: dict[str, Any]) -> None:
 def _keep_sharded(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
     """Parameters from before, but where FSDP2 moves sharded and unsharded ones in and out: those that stand there."""
     is_same = list(map(id, before.values())) == list(map(id, now.values()))
-    if is_same or any(map(_is_sharded, (*before.values(), *now.values()))):
+    if is_same or any(map(is_shard, (*before.values(), *now.values()))):
         return now
     return before.copy()
-
-
-def _is_sharded(parameter: Tensor | None) -> bool:
-    return type(parameter) is not nn.Parameter and isinstance(parameter, DTensor)  # the first is quick
 
 
 def _is_statistic(module: nn.Module, name: str) -> bool:

@@ -10,7 +10,8 @@ from torch.optim import Optimizer
 from lightning_vram.optimizers.on_disk.layouts import find_layout
 from lightning_vram.optimizers.on_disk.pieces import Piece
 from lightning_vram.optimizers.on_disk.states import DiskStates
-from lightning_vram.optimizers.stepping import Member, State, StepRound, local_part, publish_state
+from lightning_vram.optimizers.stepping import Member, State, StepRound, publish_state
+from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
 
 
 class StreamedStates:

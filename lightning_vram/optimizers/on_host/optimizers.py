@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_vram.core.gradients.sharded_clipping import clip_factor, scale_gradients, sharded_norm
+from lightning_vram.core.gradients.clipping import apply_clip_factor, clip_factor, sharded_norm
 from lightning_vram.core.host.worker import HostWorker, Ticket
 from lightning_vram.optimizers.on_disk import StreamedStates
 from lightning_vram.optimizers.stepping import (
@@ -29,10 +29,10 @@ from lightning_vram.optimizers.stepping import (
     can_step_wholes,
     explain_failures,
     iterate_parameters,
-    local_part,
     refuse_optimizer,
     why_not_steppable,
 )
+from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
 from lightning_vram.private_names.torch.optimizers import has_step_hooks, note_step
 from lightning_vram.techniques.sharding import FullSharding, ShardedGroup
 
@@ -135,7 +135,7 @@ class HostOptimizers(StepTakeOver):
         if may_wait and self._is_taken(optimizer):
             self._factors[id(optimizer)] = factor
         else:
-            self._compute(lambda: scale_gradients([local_part(parameter.grad) for parameter in parameters], factor))
+            self._compute(lambda: apply_clip_factor([local_part(parameter.grad) for parameter in parameters], factor))
 
     def finish(self) -> None:
         """Wait until all steps are over.

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_vram.optimizers.stepping.step_round import State, as_sharded, local_part
+from lightning_vram.optimizers.stepping.step_round import State, as_sharded
 from lightning_vram.optimizers.stepping.steppable import has_own_step, iterate_parameters, plain_step
+from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
 
 Step = Callable[..., Any]
 

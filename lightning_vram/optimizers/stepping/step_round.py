@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_vram.core.gradients.sharded_clipping import scale_gradients
+from lightning_vram.core.gradients.clipping import apply_clip_factor
 from lightning_vram.optimizers.stepping.steppable import make_twin, plain_step
-from lightning_vram.private_names.fsdp2.sharded_tensors import DTensorSpec, TensorMeta
-from lightning_vram.private_names.torch.tensors import local_part_of
+from lightning_vram.private_names.fsdp2.sharded_tensors import DTensorSpec, TensorMeta, local_part
 
 State = dict[str, Any]
 
@@ -90,7 +89,7 @@ class StepRound:
     def scale(self, members: Sequence[Member]) -> None:
         """Multiply gradients by the factor, if there is one."""
         if self._factor is not None:
-            scale_gradients([member.gradient for member in members], self._factor)
+            apply_clip_factor([member.gradient for member in members], self._factor)
 
     @torch.no_grad()
     def step_stand_ins(self, groups: Sequence[int], stand_ins: Sequence[nn.Parameter], states: Sequence[State]) -> None:
@@ -108,11 +107,6 @@ class StepRound:
             all_states[stand_in] = state
         kind = type(self.optimizer)
         plain_step(kind)(make_twin(kind, self._attributes, list(seen.values()), all_states))
-
-
-def local_part(value: Any) -> Any:
-    """Return the local part of a ``DTensor``; anything else as it is."""
-    return local_part_of(value) if isinstance(value, DTensor) else value
 
 
 def publish_state(member: Member, local: State) -> None:

@@ -11,11 +11,15 @@
   is being written is read by ``full_tensor()``
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from lightning_vram.private_names.torch.tensors import local_part_of
 
 __all__ = ["DTensorSpec", "TensorMeta", "compute_local_shape_and_global_offset"]
 
@@ -34,6 +38,11 @@ class AskedDTensor(DTensor):
     @property
     def _local_tensor(self) -> Tensor:  # type: ignore[override]
         return self.give_local()
+
+
+def local_part(value: Any) -> Any:
+    """Return this rank's part of a ``DTensor``, the very tensor, past autograd; anything else as it is."""
+    return local_part_of(value) if isinstance(value, DTensor) else value
 
 
 def wrap_like(part: Tensor, like: DTensor) -> DTensor:

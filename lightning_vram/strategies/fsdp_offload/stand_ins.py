@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.plugins.precision import Precision
 from torch.optim import Optimizer
 
-from lightning_vram.core.gradients.sharded_clipping import clip_sharded_values
+from lightning_vram.core.gradients.clipping import clip_sharded_values
 from lightning_vram.core.surgery.shadow import Shadow, instead
 from lightning_vram.optimizers.on_host import HostOptimizers
 from lightning_vram.optimizers.stepping import iterate_parameters

@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_vram.core.processes.rank_errors import on_all_ranks
-from lightning_vram.core.surgery.attention_fast_path import without_fast_path
 from lightning_vram.core.surgery.held_setting import without_fast_path
 from lightning_vram.strategies.fsdp_offload.arguments import (
     Offload,

@@ -6,6 +6,6 @@ memory.
 
 from lightning_vram.techniques.sharding.apply import FullSharding, ShardingOptions
 from lightning_vram.techniques.sharding.group import ShardedGroup
-from lightning_vram.techniques.sharding.recovery import can_recover, discard_failed_iteration, is_sharded
+from lightning_vram.techniques.sharding.recovery import can_recover, discard_failed_iteration
 
-__all__ = ["FullSharding", "ShardedGroup", "ShardingOptions", "can_recover", "discard_failed_iteration", "is_sharded"]
+__all__ = ["FullSharding", "ShardedGroup", "ShardingOptions", "can_recover", "discard_failed_iteration"]

@@ -5,26 +5,15 @@ PyTorch 2.13 can reset these, but not all: gradients of whole parameters that we
 would be added to those of the next backward, and of a layer whose gathering itself ran out of memory the buffers stay.
 """
 
-from collections.abc import Iterator
-from typing import Any
-
-import torch.distributed as dist
 from torch import nn
 
+from lightning_vram.core.tensors.shards import sharded_modules
 from lightning_vram.private_names.fsdp2.states import can_reset, discard_step, groups_of, is_root
-
-if dist.is_available():
-    from torch.distributed.fsdp import FSDPModule  # absent from builds without torch.distributed
 
 
 def can_recover() -> bool:
     """Whether this PyTorch can reset FSDP2 after an exception: 2.13 or newer."""
     return can_reset()
-
-
-def is_sharded(module: nn.Module) -> bool:
-    """Whether there are FSDP2 modules in ``module``."""
-    return next(_sharded(module), None) is not None
 
 
 def discard_failed_iteration(module: nn.Module) -> None:
@@ -42,7 +31,7 @@ def discard_failed_iteration(module: nn.Module) -> None:
     Raises:
         RuntimeError: If this PyTorch cannot do it, or ``module`` is only a part of an FSDP2 model.
     """
-    parts = list(_sharded(module))
+    parts = list(sharded_modules(module))
     if not parts:
         return
     if not can_recover():
@@ -59,8 +48,3 @@ def discard_failed_iteration(module: nn.Module) -> None:
         root.reset_iter_state()
     for parameter in (p for part in parts for group in groups_of(part) for p in group.fsdp_params):
         discard_step(parameter)
-
-
-def _sharded(module: nn.Module) -> Iterator[Any]:
-    if dist.is_available():
-        yield from (part for part in module.modules() if isinstance(part, FSDPModule))

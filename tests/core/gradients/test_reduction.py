@@ -15,7 +15,7 @@ from torch.distributed.tensor import distribute_module, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_vram.core.gradients import dense_reduction
+from lightning_vram.core.gradients import averaging
 from lightning_vram.core.gradients.reduction import (
     expect_buffer_sync,
     has_collectives_in_forward,
@@ -80,7 +80,7 @@ def assert_same(one: dict[str, Tensor | None], other: dict[str, Tensor | None]) 
 
 
 def compare(rank: int, bucket_bytes: int, as_view: bool) -> None:
-    dense_reduction._BUCKET_BYTES = bucket_bytes
+    averaging._BUCKET_BYTES = bucket_bytes
     theirs, ours = make(gradient_as_bucket_view=as_view), make(gradient_as_bucket_view=as_view)
     for step in range(3):
         torch.manual_seed(10 * step + rank)
@@ -224,10 +224,10 @@ class LargestHeld(TorchDispatchMode):
 
 
 def test_a_tensor_that_fills_a_bucket_is_not_copied(one_rank, monkeypatch):
-    monkeypatch.setattr(dense_reduction, "_BUCKET_BYTES", 1024)
+    monkeypatch.setattr(averaging, "_BUCKET_BYTES", 1024)
     tensors = [torch.ones(256), torch.ones(16, 32), *(torch.ones(100) for _ in range(5))]
     with LargestHeld() as held:
-        dense_reduction.average_dense(tensors, dist.group.WORLD)
+        averaging.average_dense(tensors, dist.group.WORLD)
     assert held.sizes == [800, 800]  # small ones in pairs from the end; all else goes as it is
     assert all(bool((tensor == 1).all()) for tensor in tensors)
 
@@ -235,7 +235,7 @@ def test_a_tensor_that_fills_a_bucket_is_not_copied(one_rank, monkeypatch):
 def average_other_strides(rank: int) -> None:
     values = torch.arange(24.0).view(1, 2, 3, 4) * (rank + 1)
     tensor = values.to(memory_format=torch.channels_last) if rank == 1 else values.clone()
-    dense_reduction.average_dense([tensor], dist.group.WORLD)
+    averaging.average_dense([tensor], dist.group.WORLD)
     assert torch.equal(tensor, torch.arange(24.0).view(1, 2, 3, 4) * 1.5)
 
 

@@ -30,7 +30,11 @@ from lightning_vram.core.hooks.hidden_from_dynamo import hide_from_dynamo
 from lightning_vram.core.hooks.stage import SavedTensorStage, Taken, pack_in_place, unpack
 from lightning_vram.core.hooks.unfinished_saves import saving
 from lightning_vram.core.tensors.parameter_classes import PARAMETER_CLASSES, PLAIN_TYPES
-from lightning_vram.core.tensors.versions import alias, is_strided, storage_address
+from lightning_vram.core.tensors.versions import (
+    alias,
+    is_strided,
+    storage_address,
+)
 from lightning_vram.private_names.torch.autocast import without_autocast
 from lightning_vram.private_names.torch.dispatch import FakeTensor, TorchDispatchMode
 from lightning_vram.private_names.torch.tensors import base_of, is_view, num_writes
@@ -106,7 +110,7 @@ class Recomputation(SavedTensorStage):
     @override
     def begin(self, stack: ExitStack) -> TorchDispatchMode | None:
         self.report = RecomputationReport()
-        parameters_move = self._module is not None and _is_sharded(self._module)
+        parameters_move = self._module is not None and is_sharded(self._module)
         self._recorder.parameters_move = parameters_move
         self._costs = HoldingCosts(self._buffers, parameters_move=parameters_move)
         stack.callback(self._clear)
@@ -274,15 +278,6 @@ def _references_of_autograds_own() -> int:
     with torch.enable_grad(), counter:
         nn.functional.hardswish(torch.ones(1).requires_grad_() * 1, inplace=True)
     return counter.num_references
-
-
-def _is_sharded(module: nn.Module) -> bool:
-    """Whether FSDP2 shards ``module`` or a part of it, so that parameters come and go with the layers."""
-    if not torch.distributed.is_available():
-        return False
-    from torch.distributed.fsdp import FSDPModule  # absent from builds without torch.distributed
-
-    return any(isinstance(part, FSDPModule) for part in module.modules())
 
 
 def _unanimous(fates: dict[Any, _Fate]) -> _Fate | None:

@@ -9,10 +9,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
-from lightning_vram.core.gradients.sharded_clipping import (
+from lightning_vram.core.gradients.clipping import (
+    apply_clip_factor,
     clip_factor,
     clip_sharded_values,
-    scale_gradients,
     sharded_norm,
 )
 
@@ -57,11 +57,11 @@ def test_scaled_by_the_factor_gradients_have_the_bits_of_pytorch(max_norm):
     parameters, expected = plain_parameters(), plain_parameters()
     factor = clip_factor(sharded_norm(parameters), max_norm)
     assert factor <= 1
-    scale_gradients([p.grad for p in parameters if p.grad is not None], factor)
+    apply_clip_factor([p.grad for p in parameters if p.grad is not None], factor)
     clip_grad_norm_(expected, max_norm)
     for one, other in zip(parameters[:-1], expected[:-1], strict=True):
         assert torch.equal(one.grad, other.grad)
-    scale_gradients([], factor)
+    apply_clip_factor([], factor)
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
@@ -69,7 +69,7 @@ def test_a_norm_that_is_not_finite_goes_on_as_pytorch_has_it(bad):
     parameters, expected = plain_parameters(), plain_parameters()
     for some in (parameters, expected):
         some[0].grad[0, 0] = bad
-    scale_gradients([p.grad for p in parameters[:-1]], clip_factor(sharded_norm(parameters), 1.0))
+    apply_clip_factor([p.grad for p in parameters[:-1]], clip_factor(sharded_norm(parameters), 1.0))
     clip_grad_norm_(expected, 1.0)
     for one, other in zip(parameters[:-1], expected[:-1], strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=0, equal_nan=True)
