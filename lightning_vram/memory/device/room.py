@@ -1,30 +1,12 @@
 """How much more a device can give, and what a piece of work took of it."""
 
-from typing import Protocol
-
 import torch
 
 from lightning_vram.memory.device.allocator import PeakWatch, has_cache, read_allocator
 
 
-class DeviceRoom(Protocol):
-    """Measures work on a device: :meth:`reset`, do it, ask. All numbers are bytes in tensors of this process."""
-
-    def reset(self) -> None:
-        """Let the peak start again from what is allocated now."""
-
-    def peak_since_reset(self) -> int:
-        """Return the most bytes that were allocated at once since :meth:`reset`."""
-
-    def allocated_bytes(self) -> int:
-        """Return the bytes that are allocated now."""
-
-    def room_bytes(self) -> int:
-        """Return the bytes that could be allocated on top of those that are."""
-
-
-class AllocatorRoom:
-    """The :class:`DeviceRoom` of a device with a caching allocator.
+class DeviceRoom:
+    """Measures work on a device: :meth:`reset`, do it, ask. All numbers are bytes in tensors of this process.
 
     Peaks stay right when ``PhasePeaks`` or another one starts them again by
     ``reset_peaks``; a bare ``torch.cuda.reset_peak_memory_stats`` is not seen.
@@ -68,4 +50,4 @@ class AllocatorRoom:
 
 def device_room(device: torch.device) -> DeviceRoom | None:
     """Return the room of ``device``, or ``None`` where no allocator tells (the CPU, MPS)."""
-    return AllocatorRoom(device) if has_cache(device) else None
+    return DeviceRoom(device) if has_cache(device) else None

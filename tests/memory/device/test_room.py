@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_vram.memory.device.allocator import PeakWatch, reset_peaks
-from lightning_vram.memory.device.room import AllocatorRoom, DeviceRoom, device_room
+from lightning_vram.memory.device.room import DeviceRoom, device_room
 from lightning_vram.memory.units import GIB, MIB
 
 CUDA = torch.device("cuda", 0)
@@ -46,7 +46,7 @@ def fake(monkeypatch):
 def test_devices_without_an_allocator_have_no_room():
     assert device_room(torch.device("cpu")) is None
     with pytest.raises(ValueError, match=r"^device 'cpu' has no caching allocator; "):
-        AllocatorRoom(torch.device("cpu"))
+        DeviceRoom(torch.device("cpu"))
 
 
 def test_room_is_what_is_free_and_what_is_cached(fake):
@@ -59,16 +59,16 @@ def test_room_is_what_is_free_and_what_is_cached(fake):
 @pytest.mark.parametrize(("fraction", "room_gib"), [(1.0, 65), (0.5, 30), (0.1, 0)])
 def test_room_ends_at_the_share_of_this_process(fake, fraction, room_gib):
     fake.fraction = fraction
-    assert AllocatorRoom(CUDA).room_bytes() == room_gib * GIB
+    assert DeviceRoom(CUDA).room_bytes() == room_gib * GIB
 
 
 def test_a_backend_that_tells_no_share_has_none(fake, monkeypatch):
     monkeypatch.delattr(torch.cuda, "get_per_process_memory_fraction")
-    assert AllocatorRoom(CUDA).room_bytes() == 65 * GIB
+    assert DeviceRoom(CUDA).room_bytes() == 65 * GIB
 
 
 def test_peak_counts_from_the_reset(fake):
-    room: DeviceRoom = AllocatorRoom(CUDA)
+    room: DeviceRoom = DeviceRoom(CUDA)
     fake.reach(30 * GIB, then=12 * GIB)
     assert room.peak_since_reset() == 30 * GIB
     room.reset()
@@ -78,7 +78,7 @@ def test_peak_counts_from_the_reset(fake):
 
 
 def test_peaks_survive_those_of_others(fake):
-    room, watch = AllocatorRoom(CUDA), PeakWatch(CUDA)
+    room, watch = DeviceRoom(CUDA), PeakWatch(CUDA)
     room.reset()
     fake.reach(30 * GIB, then=12 * GIB)
     reset_peaks(CUDA)  # a phase ends
@@ -94,7 +94,7 @@ def test_peaks_survive_those_of_others(fake):
 
 
 def test_peaks_of_another_device_do_not_count(fake):
-    room = AllocatorRoom(CUDA)
+    room = DeviceRoom(CUDA)
     room.reset()
     fake.peak = 70 * GIB
     reset_peaks(OTHER)
@@ -104,7 +104,7 @@ def test_peaks_of_another_device_do_not_count(fake):
 
 @pytest.mark.gpu
 def test_the_room_of_a_real_device():
-    room = AllocatorRoom(CUDA)
+    room = DeviceRoom(CUDA)
     torch.cuda.empty_cache()
     room.reset()
     start, before = room.allocated_bytes(), room.room_bytes()
