@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lightning_vram.core.layers.selection import LayerPattern, select_layers
+from lightning_vram.core.layers.patterns import LayerPattern
+from lightning_vram.core.layers.selection import select_layers
 from lightning_vram.core.surgery.held_setting import compiled_backward_without_autocast
 from lightning_vram.core.surgery.shadow import Shadow
 from lightning_vram.optimizers.lean import LeanParameters, iterate_computing, refuse_lost_updates

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_vram.argument_checks import check_bool
 from lightning_vram.core.gradients.clipping import clip_gradient_norm
-from lightning_vram.core.layers.selection import LayerPattern
+from lightning_vram.core.layers.patterns import LayerPattern
 from lightning_vram.core.surgery.held_setting import without_fast_path
 from lightning_vram.precision.arguments import (
     check_arguments,

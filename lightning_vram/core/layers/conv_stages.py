@@ -1,6 +1,7 @@
 """Find convolution-norm-activation stages: runs of children of a plain ``nn.Sequential``, as VGG networks have."""
 
 from collections.abc import Iterator
+from typing import TypeGuard
 
 from torch import nn
 from torch.nn.modules import activation, dropout, normalization, pooling
@@ -25,9 +26,7 @@ def find_conv_stages(module: nn.Module) -> Iterator[tuple[int, int]]:
     Args:
         module: Any module; only an ``nn.Sequential`` with the stock ``forward`` has stages.
     """
-    if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
-        return
-    if "forward" in vars(module):  # set on the instance: it may do anything
+    if not is_stock_sequential(module):
         return
     children = list(module)
     starts = [index for index, child in enumerate(children) if isinstance(child, ConvBase)]
@@ -38,6 +37,13 @@ def find_conv_stages(module: nn.Module) -> Iterator[tuple[int, int]]:
         run = children[start:stop]
         if any(isinstance(child, _NORMS) for child in run) and any(_is_activation(child) for child in run):
             yield start, stop
+
+
+def is_stock_sequential(module: nn.Module) -> TypeGuard[nn.Sequential]:
+    """Whether ``module`` is an ``nn.Sequential`` with the stock ``forward``."""
+    if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
+        return False
+    return "forward" not in vars(module)  # set on the instance: it may do anything
 
 
 def _follows(child: nn.Module) -> bool:

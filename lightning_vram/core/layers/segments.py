@@ -12,9 +12,12 @@ from typing import Literal
 
 from torch import nn
 
-from lightning_vram.core.layers.selection import Layer, LayerPattern, LayerSelection, find_sequential_bodies
+from lightning_vram.core.layers.conv_stages import is_stock_sequential
+from lightning_vram.core.layers.patterns import LayerPattern
+from lightning_vram.core.layers.selection import Layer, LayerSelection, name_layers, outermost, select_layers
 
 Segments = int | Literal["sqrt"]
+_MIN_BODY = 4  # layers of a Sequential that is found by itself: heads and the like have fewer
 
 
 def select_segments(
@@ -24,8 +27,8 @@ def select_segments(
 
     Args:
         model: The whole model.
-        layers: ``"auto"``: the outermost ``nn.Sequential`` s with two or more layers of parameters; else patterns that
-            match ``nn.Sequential`` s, as in :func:`~lightning_vram.core.layers.selection.select_layers`.
+        layers: ``"auto"``: the outermost ``nn.Sequential`` s with four or more layers; else patterns, as in
+            :func:`~lightning_vram.core.layers.selection.select_layers`; what they match must have two or more.
         segments: Number per body, at least 2, or ``"sqrt"`` of its layers. Layers are children with parameters; what
             has none (activations, dropout) goes with the layer before it.
 
@@ -36,7 +39,7 @@ def select_segments(
         ValueError: If there is no sequential body, or one has fewer layers than segments.
     """
     chosen: list[Layer] = []
-    for body in find_sequential_bodies(model, layers):
+    for body in _find_bodies(model, layers):
         starts = _layer_starts(body.module)
         number = max(2, round(len(starts) ** 0.5)) if segments == "sqrt" else segments
         if number > len(starts):
@@ -52,3 +55,27 @@ def select_segments(
 def _layer_starts(body: nn.Module) -> list[int]:
     """Positions of the children with parameters."""
     return [place for place, child in enumerate(body.children()) if any(True for _ in child.parameters())]
+
+
+def _find_bodies(model: nn.Module, layers: LayerPattern | Sequence[LayerPattern]) -> list[Layer]:
+    """Find the ``nn.Sequential`` s of ``model``, itself among them, that can be cut into segments."""
+    names = {"": model, **name_layers(model)}
+    sequentials = {name: len(_layer_starts(part)) for name, part in names.items() if is_stock_sequential(part)}
+    bodies = {name: num_layers for name, num_layers in sequentials.items() if num_layers > 1}
+    if isinstance(layers, str) and layers == "auto":
+        large = {name for name, num_layers in bodies.items() if num_layers >= _MIN_BODY}
+        found = outermost(large, names) if "" not in large else [Layer("", model)]
+        if not found:
+            raise ValueError(
+                f"segments finds no nn.Sequential with {_MIN_BODY} or more layers in {type(model).__name__}: the "
+                "layers of a ModuleList are called by the model's own code. Use every_n_layers, or name a shorter body."
+            )
+        return found
+    selection = select_layers(model, layers)
+    for layer in selection.layers:
+        if layer.name not in bodies:
+            raise ValueError(
+                f"segments needs nn.Sequential bodies with two or more layers, but layers={layers!r} matches "
+                f"{layer.name!r} ({type(layer.module).__name__}). Use every_n_layers, or name the nn.Sequential."
+            )
+    return list(selection.layers)

@@ -1,7 +1,5 @@
 """Choose layers of a model: by class, by name or glob, or by finding the blocks it repeats."""
 
-import difflib
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -10,15 +8,13 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from lightning_vram.core.layers.conv_stages import find_conv_stages
+from lightning_vram.core.layers.patterns import LayerPattern, has_no_forward, match_layers, show_names
 from lightning_vram.private_names.torch.compiled import COMPILED_PART, uncompiled
 from lightning_vram.private_names.torch.modules import own_children
 
-LayerPattern = str | type[nn.Module]
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _TRANSFORMERS_LAYER = "transformers.modeling_layers.GradientCheckpointingLayer"
 _METRIC = "torchmetrics.metric.Metric"  # some hold networks; nothing of theirs is trained
-_SHOWN_NAMES = 5
-_MIN_BODY = 4  # layers of a Sequential that is found by itself: heads and the like have fewer
 
 
 @dataclass(frozen=True)
@@ -68,7 +64,7 @@ def select_layers(model: nn.Module, layers: LayerPattern | Sequence[LayerPattern
     Raises:
         ValueError: If a pattern matches nothing, or ``"auto"`` finds no candidate.
     """
-    names = _name_layers(model)
+    names = name_layers(model)
     if isinstance(layers, str) and layers == "auto":
         found = _find_repeated_layers(model, names)
         nested: list[str] = []
@@ -76,8 +72,8 @@ def select_layers(model: nn.Module, layers: LayerPattern | Sequence[LayerPattern
         patterns = [layers] if isinstance(layers, str | type) else layers
         matched: set[str] = set()
         for pattern in patterns:
-            matched.update(_match(pattern, names, type(model).__name__))
-        found = _outermost(matched, names)
+            matched.update(match_layers(pattern, names, type(model).__name__))
+        found = outermost(matched, names)
         inside = {part for layer in found for part in layer.module.modules()} - {layer.module for layer in found}
         nested = [name for name in names if name in matched and names[name] in inside]
     return LayerSelection(tuple(found), tuple(nested))
@@ -105,47 +101,7 @@ def _body_of(layer: Layer) -> nn.Module | None:
     return layer.module if layer.span else None
 
 
-def find_sequential_bodies(model: nn.Module, layers: LayerPattern | Sequence[LayerPattern]) -> list[Layer]:
-    """Find the ``nn.Sequential`` s of ``model`` that can be cut into segments.
-
-    Args:
-        model: The whole model; it may be one itself.
-        layers: ``"auto"``: the outermost with four or more children that have parameters. Otherwise patterns, as in
-            :func:`select_layers`; what they match must have two or more.
-
-    Raises:
-        ValueError: If there is none, or a pattern matches something else.
-    """
-    names = {"": model, **_name_layers(model)}
-    bodies = {name: _count_layers(module) for name, module in names.items() if _count_layers(module) > 1}
-    if isinstance(layers, str) and layers == "auto":
-        large = {name for name, num_layers in bodies.items() if num_layers >= _MIN_BODY}
-        found = _outermost(large, names) if "" not in large else [Layer("", model)]
-        if not found:
-            raise ValueError(
-                f"segments finds no nn.Sequential with {_MIN_BODY} or more layers in {type(model).__name__}: the "
-                "layers of a ModuleList are called by the model's own code. Use every_n_layers, or name a shorter body."
-            )
-        return found
-    selection = select_layers(model, layers)
-    for layer in selection.layers:
-        if layer.name not in bodies:
-            raise ValueError(
-                f"segments needs nn.Sequential bodies with two or more layers, but layers={layers!r} matches "
-                f"{layer.name!r} ({type(layer.module).__name__}). Use every_n_layers, or name the nn.Sequential."
-            )
-    return list(selection.layers)
-
-
-def _count_layers(module: nn.Module) -> int:
-    """Number of children with parameters of an ``nn.Sequential`` with the stock forward; 0 for others."""
-    is_plain = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
-    if not is_plain or "forward" in vars(module):
-        return 0
-    return sum(any(True for _ in child.parameters()) for child in module.children())
-
-
-def _name_layers(model: nn.Module) -> dict[str, nn.Module]:
+def name_layers(model: nn.Module) -> dict[str, nn.Module]:
     """All modules but the root under every name a user knows, compiled ones replaced by what they compile."""
     names: dict[str, nn.Module] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -153,11 +109,11 @@ def _name_layers(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in names.items() if name}
 
 
-def _outermost(matched: set[str], names: dict[str, nn.Module]) -> list[Layer]:
+def outermost(matched: set[str], names: dict[str, nn.Module]) -> list[Layer]:
     """The matches that lie in no other, each module once, in the model's order."""
     found: dict[nn.Module, str] = {}
     for name in names:
-        if name in matched and not _has_ancestor(name, matched):
+        if name in matched and matched.isdisjoint(_ancestors(name)):
             found.setdefault(names[name], name)
     inside = {part for module in found for part in module.modules() if part is not module}  # under another name
     return [Layer(name, module) for module, name in found.items() if module not in inside]
@@ -184,7 +140,7 @@ def _find_repeated_layers(model: nn.Module, names: dict[str, nn.Module]) -> list
         raise ValueError(
             f"layers='auto' finds no candidate in {type(model).__name__}: no _no_split_modules, no container with two "
             "or more layers of one class, no convolution-norm-activation stage. Name the layers by class or pattern; "
-            f"the model's modules are {_show(list(names))}."
+            f"the model's modules are {show_names(list(names))}."
         )
     return layers
 
@@ -195,7 +151,7 @@ def _find_declared_layers(model: nn.Module, names: dict[str, nn.Module]) -> list
     made_for_it = {name for name, module in names.items() if _has_base(module, _TRANSFORMERS_LAYER)}
     holders = {holder for name in made_for_it for holder in _ancestors(name)}
     declared = {name for name, module in names.items() if type(module).__name__ in unsplit}
-    return _outermost(made_for_it | (declared - holders), names)
+    return outermost(made_for_it | (declared - holders), names)
 
 
 def _iterate_repeated(module: nn.Module, name: str) -> Iterator[Layer]:
@@ -221,7 +177,7 @@ def _iterate_children(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Mo
         if inner is None:
             continue
         child_name = f"{name}.{child}" if name else child
-        if isinstance(module, _CONTAINERS) and _has_no_forward(inner):
+        if isinstance(module, _CONTAINERS) and has_no_forward(inner):
             yield from _iterate_children(inner, child_name)
         else:
             yield child_name, uncompiled(inner)
@@ -229,14 +185,10 @@ def _iterate_children(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Mo
 
 def _is_block(module: nn.Module) -> bool:
     """Whether recomputing the module can save anything: it computes in several operations and has parameters."""
-    if _has_no_forward(module) or _has_base(module, _METRIC):
+    if has_no_forward(module) or _has_base(module, _METRIC):
         return False
     is_composite = any(True for _ in module.children()) or not type(module).__module__.startswith("torch.nn.")
     return is_composite and any(True for _ in module.parameters())
-
-
-def _has_no_forward(module: nn.Module) -> bool:
-    return isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward
 
 
 def _has_base(module: nn.Module, name: str) -> bool:
@@ -247,64 +199,6 @@ def _has_base(module: nn.Module, name: str) -> bool:
 def _count_parameters(*modules: nn.Module) -> int:
     parameters = {p for module in modules for p in module.parameters()}
     return sum(parameter.numel() for parameter in parameters if not isinstance(parameter, UninitializedParameter))
-
-
-def _match(pattern: LayerPattern, names: dict[str, nn.Module], model: str) -> list[str]:
-    if isinstance(pattern, type):
-        found = [name for name, module in names.items() if isinstance(module, pattern)]
-        kind = f"{pattern.__module__}.{pattern.__qualname__}"
-        if not found:
-            raise ValueError(f"layers={kind} matches no module of {model}. {_suggest(pattern.__name__, names)}")
-        return found
-    try:
-        glob = re.compile(_translate(pattern))
-    except re.error as error:
-        raise ValueError(f"layers={pattern!r} is no pattern: {error}. Globs know *, **, ? and [abc].") from None
-    found = [n for n, module in names.items() if glob.fullmatch(n) or pattern in _class_names(type(module))]
-    if not found:
-        raise ValueError(f"layers={pattern!r} matches no module or class of {model}. {_suggest(pattern, names)}")
-    return [leaf for name in found for leaf in _expand(name, names)]
-
-
-def _translate(pattern: str) -> str:
-    parts = re.split(r"(\*\*|\*|\?|\[[^\]]*\])", pattern)
-    wild = {"**": ".*", "*": r"[^.]*", "?": r"[^.]"}
-    return "".join(wild.get(part) or (_translate_set(part) if part[:1] == "[" else re.escape(part)) for part in parts)
-
-
-def _translate_set(part: str) -> str:
-    inner = part[1:-1].replace("\\", r"\\").replace("^", r"\^")
-    return f"[^{inner[1:]}]" if inner[:1] == "!" else f"[{inner}]"
-
-
-def _class_names(kind: type) -> set[str]:
-    """Names a class answers to: its own and those of its bases below ``nn.Module``, short and qualified."""
-    kinds = [base for base in kind.__mro__ if issubclass(base, nn.Module) and base is not nn.Module]
-    return {name for base in kinds for name in (base.__name__, f"{base.__module__}.{base.__qualname__}")}
-
-
-def _expand(name: str, names: dict[str, nn.Module]) -> list[str]:
-    if not _has_no_forward(names[name]):
-        return [name]
-    return [leaf for child in own_children(names[name]) for leaf in _expand(f"{name}.{child}", names)]
-
-
-def _suggest(pattern: str, names: dict[str, nn.Module]) -> str:
-    classes = {type(module).__name__ for module in names.values()}
-    globs = {re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names}
-    close = difflib.get_close_matches(pattern, sorted({*globs, *names, *classes}), n=_SHOWN_NAMES, cutoff=0.5)
-    if close:
-        return f"Close names: {_show(close)}."
-    return f"It has {_show(sorted(globs, key=lambda name: name.count('.')))} and the classes {_show(sorted(classes))}."
-
-
-def _show(names: Sequence[str]) -> str:
-    shown = ", ".join(repr(name) for name in names[:_SHOWN_NAMES])
-    return f"{shown} and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else shown
-
-
-def _has_ancestor(name: str, matched: set[str]) -> bool:
-    return any(ancestor in matched for ancestor in _ancestors(name))
 
 
 def _ancestors(name: str) -> list[str]:
