@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_vram.core.surgery.class_swap import Swaps, has_own_forward, plain_class_forward
-from lightning_vram.core.tensors.trees import cast_where
+from lightning_vram.core.tensors.nests import cast_where
 
 _KEY = "_lightning_vram_between_steps"
 

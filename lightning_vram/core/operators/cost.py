@@ -10,7 +10,7 @@ kernels (:data:`ATTENTION`): much arithmetic for few bytes of result. Names that
 """
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from math import prod
 from typing import Any
@@ -36,10 +36,9 @@ from lightning_vram.private_names.torch.operators import (
     OpOverload,
     OpOverloadPacket,
     all_operator_names,
-    packet_name,
     schema_of,
 )
-from lightning_vram.private_names.torch.trees import tree_leaves
+from lightning_vram.private_names.torch.trees import tensors_in
 
 BALANCE = 160.0
 """FLOPs a GPU does in the time it moves one byte.
@@ -88,20 +87,6 @@ _LEFT_MATRIX_SECOND = _names("aten", "addmm baddbmm addmv", ACTIVATED_PRODUCT)
 _SHOWN_NAMES = 5
 
 
-def is_costly(func: Any) -> bool:
-    """Tell whether ``func`` is a matrix product, a convolution, a recurrent kernel or attention.
-
-    Args:
-        func: Operator as a dispatch mode sees it: an overload, a packet of overloads or a higher-order operator.
-
-    Returns:
-        ``False`` for all else, and for operators of other libraries: those are named by the user
-        (:func:`resolve_operators`).
-    """
-    name = _qualified_name(func)
-    return name in MATMULS or name in ATTENTION
-
-
 def operator_cost(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> float:
     """Estimate what one call of an operator costs, in FLOP equivalents.
 
@@ -116,10 +101,10 @@ def operator_cost(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out
         memory, and for what gives no tensor and writes to none.
     """
     name = _qualified_name(func)
-    results = list(_iterate_tensors(outputs))
+    results = list(tensors_in(outputs))
     if name in _FREE or _is_view(func) or not (results or _is_mutable(func)):
         return 0.0
-    given = list(_iterate_tensors((args, kwargs)))
+    given = list(tensors_in((args, kwargs)))
     written_bytes = sum(map(_touched_bytes, results))
     read_bytes = sum(
         min(_touched_bytes(tensor), written_bytes) if name in _LOOKUPS else _touched_bytes(tensor) for tensor in given
@@ -190,8 +175,6 @@ def _qualified_name(func: Any) -> str:
     """``"aten::mm"``, without the overload."""
     if isinstance(func, OpOverload):
         return str(schema_of(func).name)
-    if isinstance(func, OpOverloadPacket):
-        return packet_name(func)
     if isinstance(func, HigherOrderOperator):
         name: Any = func.name
         return f"higher_order::{name()}"
@@ -210,10 +193,6 @@ def _is_view(func: Any) -> bool:
 @cache
 def _is_mutable(func: Any) -> bool:
     return not isinstance(func, OpOverload) or bool(schema_of(func).is_mutable)
-
-
-def _iterate_tensors(tree: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
 
 
 def _touched_bytes(tensor: Tensor) -> int:
@@ -252,10 +231,10 @@ def _count_flops_without_formula(name: str, args: Sequence[Any], outputs: Any) -
         query, key, value = (tensor.shape for tensor in args[:3])
         return 2 * int(prod(query[:-1])) * int(key[-2]) * int(query[-1] + value[-1])
     if name in _RECURRENT:  # every weight meets every row of the input
-        weights = [tensor for tensor in _iterate_tensors(args[1:]) if tensor.dim() == 2]
+        weights = [tensor for tensor in tensors_in(args[1:]) if tensor.dim() == 2]
         num_rows: int = args[0].numel() // args[0].shape[-1]
         return sum(2 * tensor.numel() * num_rows for tensor in weights)
-    result: Any = next(_iterate_tensors(outputs), None)
+    result: Any = next(tensors_in(outputs), None)
     if name in _FLAT_PRODUCTS:
         return int(2 * result.numel() * args[name in _LEFT_MATRIX_SECOND].shape[-1])
     if name == "aten::addbmm":  # the batch is summed

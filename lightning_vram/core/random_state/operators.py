@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_vram.core.random_state.defaults import device_generator
 from lightning_vram.core.random_state.host import states_differ
-from lightning_vram.core.tensors.leaves import flatten_arguments
+from lightning_vram.core.tensors.nests import flatten_arguments
 
 Source = tuple[Callable[[], Any], Callable[[Any], Any]]
 """How to read the state of a generator, and how to set it."""

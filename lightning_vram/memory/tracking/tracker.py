@@ -18,7 +18,7 @@ gradients, take formulas that round otherwise, and ``Custom(tensor)`` of a tenso
 """
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from enum import Enum, auto
 from functools import cache
@@ -27,8 +27,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -36,6 +34,7 @@ from torch.optim.optimizer import (
 )
 from typing_extensions import override
 
+from lightning_vram.memory.tracking.following import follow_modules, follow_resizes
 from lightning_vram.memory.tracking.kept_beside import kept_beside
 from lightning_vram.memory.tracking.ledger import (
     BACKWARD,
@@ -46,7 +45,6 @@ from lightning_vram.memory.tracking.ledger import (
     Moment,
     label_all,
 )
-from lightning_vram.memory.tracking.module_scope import listen
 from lightning_vram.memory.tracking.storages import iterate_tensors
 from lightning_vram.memory.tracking.timeline import Category, MemoryTimeline, Phase
 from lightning_vram.private_names.torch.autograd import current_graph_task_id
@@ -59,7 +57,7 @@ from lightning_vram.private_names.torch.dispatch import (
 )
 from lightning_vram.private_names.torch.operator_calls import call_operator
 from lightning_vram.private_names.torch.operators import OpOverload, is_made_of_others, run_others, schema_of
-from lightning_vram.private_names.torch.trees import tree_leaves
+from lightning_vram.private_names.torch.trees import tensors_in
 
 
 def track_memory(
@@ -129,8 +127,8 @@ class MemoryTracker:
             if gc.isenabled():
                 gc.disable()
                 stack.callback(gc.enable)
-            _follow_modules(stack, self._ledger, self._module, self._end_steps)
-            _follow_resizes(stack, self._ledger)
+            follow_modules(stack, self._ledger, self._module, self._end_steps)
+            follow_resizes(stack, self._ledger)
             for handle in (
                 register_optimizer_step_pre_hook(self._before_step),
                 register_optimizer_step_post_hook(self._after_step),
@@ -187,7 +185,7 @@ class MemoryTracker:
                 owner = owners.get(id(parameter), "")
                 label_all(self._ledger, [(owner, parameter.grad)], Category.GRADIENTS)
                 state = optimizer.state.get(parameter, {})
-                label_all(self._ledger, ((owner, leaf) for leaf in _tensors(state)), Category.OPTIMIZER_STATE)
+                label_all(self._ledger, ((owner, leaf) for leaf in tensors_in(state)), Category.OPTIMIZER_STATE)
             label_all(self._ledger, (("", tensor) for tensor in kept_beside(optimizer)), Category.OPTIMIZER_STATE)
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -250,12 +248,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _write_down(self, result: Any, results: "_Results", func: Any) -> None:
         if results is _Results.NEW:
-            for tensor in _tensors(result):
+            for tensor in tensors_in(result):
                 # DTensor works shapes out on fake tensors of its own, once per operator.
                 if self._is_fake or not isinstance(tensor, FakeTensor):
                     self._ledger.add(tensor, str(func))
         elif results is _Results.CHANGED:
-            for tensor in _tensors(result):
+            for tensor in tensors_in(result):
                 self._ledger.update(tensor)
 
 
@@ -286,58 +284,5 @@ def _results_of(func: Any) -> _Results:
     return _Results.CHANGED if schema.is_mutable else _Results.VIEWS
 
 
-def _tensors(nest: Any) -> Iterator[Tensor]:
-    if isinstance(nest, Tensor):  # the common case, without the cost of flattening
-        return iter((nest,))
-    return (leaf for leaf in tree_leaves(nest) if isinstance(leaf, Tensor))
-
-
 def _held_tensors(module: nn.Module | None, inputs: Any) -> list[Tensor]:
     return [*(module.parameters() if module is not None else ()), *iterate_tensors(inputs)]
-
-
-def _follow_modules(stack: ExitStack, ledger: Ledger, root: nn.Module | None, on_forward: Callable[[], None]) -> None:
-    """Keep the name of the innermost running module in the ledger."""
-    names = {id(module): name for name, module in root.named_modules()} if root is not None else {}
-    outer: list[tuple[nn.Module, str, bool]] = []
-
-    def enter(module: nn.Module, *_: Any) -> None:
-        on_forward()
-        outer.append((module, ledger.module, ledger.is_in_reducer))
-        ledger.module = names.get(id(module), ledger.module)
-        ledger.is_in_reducer = isinstance(module, DistributedDataParallel)
-
-    def leave(module: nn.Module, *_: Any) -> None:
-        while outer:  # a module left by an exception that its hook did not see is skipped
-            left, ledger.module, ledger.is_in_reducer = outer.pop()
-            if left is module:
-                return
-
-    stack.callback(listen(enter, leave))
-    stack.callback(register_module_forward_pre_hook(enter).remove)
-    stack.callback(register_module_forward_hook(leave, always_call=True).remove)
-
-
-def _follow_resizes(stack: ExitStack, ledger: Ledger) -> None:
-    """Note ``UntypedStorage.resize_``, with which FSDP frees and fills parameters: it does not dispatch."""
-    if not _resizing:
-        torch.UntypedStorage.resize_ = _resize_and_tell  # type: ignore[method-assign, assignment]
-    _resizing.append(ledger)
-
-    def stop() -> None:
-        _resizing.remove(ledger)
-        if not _resizing:
-            del torch.UntypedStorage.resize_  # the one of its base shows again
-
-    stack.callback(stop)
-
-
-_resizing: list[Ledger] = []
-
-
-def _resize_and_tell(storage: torch.UntypedStorage, size: int) -> Any:
-    was_empty = storage.nbytes() == 0
-    result = super(torch.UntypedStorage, storage).resize_(size)
-    for ledger in _resizing:
-        (ledger.fill_storage if was_empty else ledger.update_storage)(storage)
-    return result

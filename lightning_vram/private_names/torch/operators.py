@@ -7,7 +7,6 @@
 * ``torch._ops.OpOverload._overloadname``: which signature | 2.11 - | recomputation and compression fail
 * ``torch._ops.OpOverload._op_dk``: runs one of its kernels | 2.11 - | tracking fails without gradients
 * ``torch._C._dispatch_has_kernel_for_dispatch_key``: whether it has one in C++ | 2.11 - | tracking fails
-* ``torch._ops.OpOverloadPacket._qualified_op_name``: its name | 2.11 - | an operator asked about cannot be named
 * ``torch._C._dispatch_get_all_op_names``: names of all operators | 2.11 - | a misspelled operator raises another error
 * ``torch._foreach_copy_``: copy many tensors at once | 2.11 - | nothing works
 * ``torch._foreach_mul_``: multiply many tensors at once | 2.11 - | loss scaling and clipping of shards fail
@@ -74,11 +73,6 @@ def overload_name(function: Any) -> str:
     """Return the name of the signature of an operator overload."""
     name: str = function._overloadname
     return name
-
-
-def packet_name(packet: Any) -> str:
-    """Return the name of an operator with all its signatures, such as ``"aten::mm"``."""
-    return str(packet._qualified_op_name)
 
 
 def all_operator_names() -> list[str]:

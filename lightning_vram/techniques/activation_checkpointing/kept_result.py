@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from lightning_vram.core.hooks.saved_output import SavedOutput
-from lightning_vram.core.tensors.leaves import Rebuild, flatten_output
+from lightning_vram.core.tensors.nests import Rebuild, flatten_output
 from lightning_vram.core.tensors.versions import alias, storage_address, version_of
 
 if TYPE_CHECKING:

@@ -22,9 +22,9 @@ from torch.utils.checkpoint import checkpoint
 from lightning_vram.core.hooks.stage import exact_only
 from lightning_vram.core.random_state.host import DrawnNumbers, HostRandomState
 from lightning_vram.core.rollback.module_snapshot import ModuleSnapshot, WrittenBuffers
-from lightning_vram.core.tensors.leaves import flatten_arguments
+from lightning_vram.core.tensors.nests import flatten_arguments
 from lightning_vram.core.tensors.versions import version_of
-from lightning_vram.memory.tracking.module_scope import module_scope
+from lightning_vram.memory.tracking.following import module_scope
 from lightning_vram.memory.tracking.storages import iterate_storages
 from lightning_vram.techniques.activation_checkpointing.kept_arguments import (
     FirstInput,

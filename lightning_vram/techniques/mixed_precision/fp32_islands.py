@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from lightning_vram.core.surgery.class_swap import has_own_forward, plain_class_forward
-from lightning_vram.core.tensors.trees import cast_where, iterate_leaves
+from lightning_vram.core.tensors.nests import cast_where, iterate_leaves
 from lightning_vram.private_names.torch.modules import LossBase
 from lightning_vram.techniques.mixed_precision.precision_swaps import PrecisionState, PrecisionSwap, PrecisionSwaps
 

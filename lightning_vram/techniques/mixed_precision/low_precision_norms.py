@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_vram.core.surgery.class_swap import has_own_forward, plain_class_forward
-from lightning_vram.core.tensors.trees import cast_where
+from lightning_vram.core.tensors.nests import cast_where
 from lightning_vram.private_names.torch.autograd import is_in_transform
 from lightning_vram.techniques.mixed_precision.precision_swaps import PrecisionState, PrecisionSwap, PrecisionSwaps
 

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from lightning_vram.core.surgery.class_swap import restore_class, swap_class
-from lightning_vram.core.tensors.trees import iterate_leaves
+from lightning_vram.core.tensors.nests import iterate_leaves
 from lightning_vram.techniques.mixed_precision.fp32_islands import run_in_fp32
 from lightning_vram.techniques.mixed_precision.low_precision_norms import keep_norms_low
 

@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from lightning_vram.core.layers.selection import Layer
-from lightning_vram.core.tensors.leaves import flatten_arguments
+from lightning_vram.core.tensors.nests import flatten_arguments
 from lightning_vram.techniques.activation_checkpointing.apply import Arguments, CheckpointingHandle
 from lightning_vram.techniques.activation_checkpointing.budget.observer import Shapes, StepObserver, covers, shapes_of
 from lightning_vram.techniques.activation_checkpointing.budget.plan import CheckpointPlan, StepProfile

@@ -1,17 +1,54 @@
-"""Look at, and cast, the tensors in what modules take and return: pytrees, and dataclasses, which torch does not open.
+"""Take apart, look at, and cast what modules take and return: pytrees, and dataclasses, which torch does not open.
 
-Nothing that was handed in is changed.
+Nothing that was handed in is changed. ``tree_flatten`` makes a function that refers to itself for every call: garbage
+that only the cyclic collector finds, dozens of times per layer and step. Arguments and results are flat nearly always,
+and are taken apart without it then.
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_vram.private_names.torch.trees import tree_is_leaf, tree_leaves, tree_map
+from lightning_vram.private_names.torch.trees import tree_flatten, tree_is_leaf, tree_leaves, tree_map, tree_unflatten
+
+Rebuild = Callable[[Sequence[Any]], Any]
+
+
+def flatten_arguments(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[list[Any], Rebuild]:
+    """Return the leaves of positional and keyword arguments, and what makes arguments of as many others."""
+    args, kwargs = arguments
+    values = [*args, *kwargs.values()]
+    if all(map(tree_is_leaf, values)):
+        return values, partial(_make_arguments, len(args), tuple(kwargs))
+    leaves, structure = tree_flatten(arguments)
+    return leaves, partial(_unflatten, structure)
+
+
+def flatten_output(output: Any) -> tuple[list[Any], Rebuild]:
+    """Return the leaves of what was returned, and what makes the like of as many others."""
+    if isinstance(output, Tensor):
+        return [output], _first
+    if type(output) is tuple and all(map(tree_is_leaf, output)):
+        return list(output), tuple
+    leaves, structure = tree_flatten(output)
+    return leaves, partial(_unflatten, structure)
+
+
+def _first(leaves: Sequence[Any]) -> Any:
+    return leaves[0]
+
+
+def _make_arguments(num_args: int, names: tuple[str, ...], leaves: Sequence[Any]) -> Any:
+    return tuple(leaves[:num_args]), dict(zip(names, leaves[num_args:], strict=True))
+
+
+def _unflatten(structure: Any, leaves: Sequence[Any]) -> Any:
+    return tree_unflatten(leaves, structure)
 
 
 def iterate_leaves(tree: Any, _open: frozenset[int] = frozenset()) -> Iterator[Any]:
