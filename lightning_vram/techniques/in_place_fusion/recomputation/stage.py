@@ -30,6 +30,7 @@ from lightning_vram.core.hooks.hidden_from_dynamo import hide_from_dynamo
 from lightning_vram.core.hooks.stage import SavedTensorStage, Taken, pack_in_place, unpack
 from lightning_vram.core.hooks.unfinished_saves import saving
 from lightning_vram.core.tensors.parameter_classes import PARAMETER_CLASSES, PLAIN_TYPES
+from lightning_vram.core.tensors.shards import is_sharded
 from lightning_vram.core.tensors.versions import (
     alias,
     is_strided,
