@@ -109,7 +109,7 @@ def fold_frozen_batch_norm(links: Sequence[Link]) -> FoldingHandle:
 
     Args:
         links: Pairs of which it is proven that the norm alone reads the convolution's output, as
-            ``observe_links`` does. Filter them with :func:`why_not_folded`.
+            ``LinkObserver`` does. Filter them with :func:`why_not_folded`.
 
     Returns:
         The undo.

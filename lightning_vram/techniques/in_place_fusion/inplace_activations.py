@@ -71,18 +71,17 @@ _DO_NOT_KEEP_OUTPUT = {
 _KEPT = "the module before keeps its output for backward"
 
 
-def observe_inplace(module: nn.Module) -> "InplaceObserver":
-    """Observe which activations inside ``module`` may overwrite their input, in the block it is entered for.
+class InplaceObserver:
+    """Observes which activations inside a module may overwrite their input, while it is entered, once.
+
+    Run a training step in the block, backward included or not; the results are there after it.
 
     Args:
-        module: Any module. It is left as it was. Run a training step of it in the block, backward included or not.
-
-    Returns:
-        A context manager, to be asked after the block.
+        module: Any module. It is left as it was.
 
     Example:
         >>> net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.LeakyReLU(), nn.Sigmoid(), nn.ReLU())
-        >>> with observe_inplace(net) as observer:
+        >>> with InplaceObserver(net) as observer:
         ...     loss = net(torch.randn(2, 3, 8, 8)).sum()
         >>> observer.safe, observer.refused
         (['1'], {'3': 'the module before keeps its output for backward'})
@@ -91,11 +90,6 @@ def observe_inplace(module: nn.Module) -> "InplaceObserver":
         True
         >>> handle.remove()
     """
-    return InplaceObserver(module)
-
-
-class InplaceObserver:
-    """See :func:`observe_inplace`. To be entered once; the results are there after the block."""
 
     def __init__(self, module: nn.Module) -> None:
         self.safe: list[str] = []

@@ -40,31 +40,21 @@ class Link:
     consumer: nn.Module
 
 
-def observe_links(
-    module: nn.Module, producers: tuple[type[nn.Module], ...], consumers: tuple[type[nn.Module], ...]
-) -> "LinkObserver":
-    """Observe which modules inside ``module`` feed which, in the block that the result is entered for.
+class LinkObserver:
+    """Observes which modules inside a module feed which, while it is entered, once; ask for :meth:`links` afterwards.
 
     Args:
         module: Any module. It is left as it was.
         producers: Classes of the modules whose outputs are followed.
         consumers: Classes of the modules that may take them.
 
-    Returns:
-        A context manager; ask it for its ``links()`` after the block.
-
     Example:
         >>> net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU())
-        >>> with observe_links(net, (nn.Conv2d,), (nn.BatchNorm2d,)) as observer:
+        >>> with LinkObserver(net, (nn.Conv2d,), (nn.BatchNorm2d,)) as observer:
         ...     loss = net(torch.randn(2, 3, 8, 8)).sum()
         >>> [(link.producer is net[0], link.consumer is net[1]) for link in observer.links()]
         [(True, True)]
     """
-    return LinkObserver(module, producers, consumers)
-
-
-class LinkObserver:
-    """See :func:`observe_links`. To be entered once."""
 
     def __init__(
         self, module: nn.Module, producers: tuple[type[nn.Module], ...], consumers: tuple[type[nn.Module], ...]
@@ -213,7 +203,3 @@ def is_plain(value: Any) -> bool:
         and not (value.requires_grad and not torch.is_grad_enabled())  # what a reentrant checkpoint was given
         and not is_transformed()
     )
-
-
-def _has_hooks(module: nn.Module, kinds: tuple[str, ...]) -> bool:
-    return any(getattr(module, kind, None) for kind in kinds)

@@ -27,8 +27,8 @@ from lightning_vram.techniques.in_place_fusion.folding import (
     why_not_folded,
 )
 from lightning_vram.techniques.in_place_fusion.inplace_abn import InPlaceABNHandle, apply_inplace_abn_where_safe
-from lightning_vram.techniques.in_place_fusion.inplace_activations import InplaceObserver, observe_inplace, set_inplace
-from lightning_vram.techniques.in_place_fusion.links import LinkObserver, observe_links
+from lightning_vram.techniques.in_place_fusion.inplace_activations import InplaceObserver, set_inplace
+from lightning_vram.techniques.in_place_fusion.links import LinkObserver
 from lightning_vram.techniques.in_place_fusion.recomputation import (
     Recomputation,
     apply_compiled_recomputation,
@@ -122,7 +122,7 @@ class Fusion:
     def _observe(self, stack: ExitStack) -> None:
         if self._needs_links:
             self._links = stack.enter_context(
-                observe_links(self._module, (*CONVOLUTIONS, *BATCH_NORMS), (*BATCH_NORMS, *_ACTIVATIONS))
+                LinkObserver(self._module, (*CONVOLUTIONS, *BATCH_NORMS), (*BATCH_NORMS, *_ACTIVATIONS))
             )
         if self._policy.abn is not None:
             # One in place returns the memory it was given: whether others read that could not be told.
@@ -132,7 +132,7 @@ class Fusion:
                     activation.inplace = False
                     stack.callback(setattr, activation, "inplace", True)  # noqa: FBT003
         if self._policy.inplace:
-            self._places = stack.enter_context(observe_inplace(self._module))
+            self._places = stack.enter_context(InplaceObserver(self._module))
 
     def _end_step(self) -> bool:
         return sum(handle.end_step() for handle in self._checked) > 0  # all of them are asked
@@ -252,7 +252,7 @@ class FrozenNormFolding:
                     "the output of a folded convolution did not go to its batch norm. Leave fold_frozen_bn out."
                 )
             return
-        observer = observe_links(self._module, CONVOLUTIONS, BATCH_NORMS)
+        observer = LinkObserver(self._module, CONVOLUTIONS, BATCH_NORMS)
         # Operators are seen one by one only outside of inference mode.
         with torch.inference_mode(mode=False), torch.no_grad(), observer:
             yield

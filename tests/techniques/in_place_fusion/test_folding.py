@@ -18,7 +18,7 @@ from lightning_vram.techniques.in_place_fusion.folding import (
     fold_frozen_batch_norm,
     why_not_folded,
 )
-from lightning_vram.techniques.in_place_fusion.links import Link, observe_links
+from lightning_vram.techniques.in_place_fusion.links import Link, LinkObserver
 from lightning_vram.techniques.in_place_fusion.recomputation.stage import Recomputation
 
 NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
@@ -406,7 +406,7 @@ class Block(nn.Module):
 
 
 def observed_links(net: nn.Module, x: Tensor) -> list[Link]:
-    with observe_links(net, CONVOLUTIONS, BATCH_NORMS) as observer:
+    with LinkObserver(net, CONVOLUTIONS, BATCH_NORMS) as observer:
         net(x).sum().backward()
     net.zero_grad()
     return observer.links()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_vram.techniques.in_place_fusion import inplace_activations
-from lightning_vram.techniques.in_place_fusion.inplace_activations import InplaceObserver, observe_inplace, set_inplace
+from lightning_vram.techniques.in_place_fusion.inplace_activations import InplaceObserver, set_inplace
 from lightning_vram.techniques.in_place_fusion.recomputation.stage import Recomputation
 
 C = 8
@@ -78,7 +78,7 @@ def observe(
 ) -> tuple[InplaceObserver, Any]:
     """Observe one step. ``keep``: hold the result, and with it the graph, beyond the block."""
     output = None
-    with observe_inplace(net) as observer:
+    with InplaceObserver(net) as observer:
         result = run()
         if backward:
             loss_of(result).backward()
@@ -347,7 +347,7 @@ def test_a_step_that_fails_proves_nothing_and_leaves_nothing() -> None:
         raise ArithmeticError
 
     net = Body(fail)
-    observer = observe_inplace(net)
+    observer = InplaceObserver(net)
     with pytest.raises(ArithmeticError), observer:
         net(torch.randn(2, 3, 8, 8))
     assert observer.safe == []

@@ -12,7 +12,7 @@ from support.networks import resnet50
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_vram.techniques.in_place_fusion.links import observe_links
+from lightning_vram.techniques.in_place_fusion.links import LinkObserver
 from lightning_vram.techniques.in_place_fusion.recomputation.stage import Recomputation
 
 
@@ -38,7 +38,7 @@ class Pair(nn.Module):
 def find(net: nn.Module, *, backward: bool = True, step: Callable[[], Any] | None = None) -> list[tuple[str, str]]:
     """The links of one training step, by name."""
     names = {module: name for name, module in net.named_modules()}
-    with observe_links(net, (nn.Conv2d,), (nn.BatchNorm2d,)) as observer:
+    with LinkObserver(net, (nn.Conv2d,), (nn.BatchNorm2d,)) as observer:
         output = net(image().requires_grad_()) if step is None else step()
         if backward and isinstance(output, Tensor):
             output.sum().backward()
@@ -281,7 +281,7 @@ def test_nothing_is_left_after_an_exception_and_nothing_proven() -> None:
         raise ArithmeticError
 
     net = Pair(fail)
-    observer = observe_links(net, (nn.Conv2d,), (nn.BatchNorm2d,))
+    observer = LinkObserver(net, (nn.Conv2d,), (nn.BatchNorm2d,))
     with pytest.raises(ArithmeticError), observer:
         net(image())
     assert observer.links() == []
