@@ -7,7 +7,6 @@ from torch import Tensor
 
 from lightning_vram.core.tensors.by_storage import StorageMemo
 from lightning_vram.techniques.activation_compression.encoded_storage import Encode
-from lightning_vram.techniques.activation_compression.learned_signs import LearnedSigns
 from lightning_vram.techniques.activation_compression.lossless_codecs import (
     Encoding,
     narrow_indices,
@@ -16,7 +15,7 @@ from lightning_vram.techniques.activation_compression.lossless_codecs import (
     pack_two_values,
 )
 from lightning_vram.techniques.activation_compression.lossy_codecs import LossyFormat, decode, encode
-from lightning_vram.techniques.activation_compression.sign_savers import NewActivation
+from lightning_vram.techniques.activation_compression.signs import LearnedSigns, NewActivation
 from lightning_vram.techniques.activation_compression.value_notes import ValueNotes
 
 

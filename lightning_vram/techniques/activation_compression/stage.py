@@ -34,7 +34,6 @@ from lightning_vram.core.tensors.by_storage import ByStorage, StorageMemo
 from lightning_vram.core.tensors.versions import alias, storage_address
 from lightning_vram.private_names.torch.autocast import without_autocast
 from lightning_vram.private_names.torch.dispatch import TorchDispatchMode
-from lightning_vram.techniques.activation_compression.arguments import check_compression
 from lightning_vram.techniques.activation_compression.choice import EncodingChoice
 from lightning_vram.techniques.activation_compression.encoded_storage import (
     Encoded,
@@ -45,7 +44,11 @@ from lightning_vram.techniques.activation_compression.encoded_storage import (
     stream_of,
 )
 from lightning_vram.techniques.activation_compression.lossy_codecs import LossyFormat
-from lightning_vram.techniques.activation_compression.lossy_permission import LossyPermission, is_checkpoint
+from lightning_vram.techniques.activation_compression.lossy_permission import (
+    LossyPermission,
+    check_compression,
+    is_checkpoint,
+)
 from lightning_vram.techniques.activation_compression.value_notes import ValueNotes
 
 _MAX_SHARE = 16  # a view of less than that part of its memory is left alone: it is a part of something else's buffer
@@ -229,7 +232,7 @@ class CompressionStage(SavedTensorStage):
     def _may_be_lossy(self, tensor: Tensor) -> bool:
         if self._permission is None or self._is_checkpointed or not self._permission.allows(tensor):
             return False
-        return not self._notes.is_exact(tensor)
+        return tensor not in self._notes.exact_values
 
     def _find_shared(self, tensor: Tensor, num_writes: int, *, is_lossy: bool) -> EncodedStorage | None:
         for kind in ("lossless", "lossy") if is_lossy else ("lossless",):

@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import Any, Protocol
 
 import torch
@@ -34,19 +33,11 @@ from lightning_vram.techniques.activation_compression.exact_values import ExactV
 aten = torch.ops.aten
 
 
-class Kind(Enum):
-    """What a note says that memory holds."""
-
-    INDICES = auto()
-    TWO_VALUES = auto()
-
-
 @dataclass(slots=True)
 class _Note:
-    kind: Kind
     dtype: torch.dtype
     version: int
-    largest: int = 0  # index
+    largest: int | None  # index; None: two values
 
 
 class Listener(Protocol):
@@ -78,7 +69,7 @@ class ValueNotes(QuietMode):
         self._last_clone: weakref.ref[Tensor] | None = None
         self._listener: Listener | None = None
         self.exact_values = ExactValues()
-        """Followed if it notes what is exact."""
+        """What must not get an error; followed if ``notes_exact``."""
 
     @contextmanager
     def heard_by(self, listener: Listener) -> Iterator[None]:
@@ -98,16 +89,12 @@ class ValueNotes(QuietMode):
     def largest_index(self, tensor: Tensor) -> int | None:
         """Return the largest value that the memory of ``tensor`` can hold, if it holds indices as they were made."""
         note = self._find(tensor)
-        return note.largest if note is not None and note.kind is Kind.INDICES else None
+        return note.largest if note is not None else None
 
     def may_be_two_valued(self, tensor: Tensor) -> bool:
         """Whether the memory of ``tensor`` was made as a mask, and scaled at most."""
         note = self._find(tensor)
-        return note is not None and note.kind is Kind.TWO_VALUES
-
-    def is_exact(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` must not get an error: a second result of an operator, a statistic, made of weights."""
-        return tensor in self.exact_values
+        return note is not None and note.largest is None
 
     def watch(self, tensor: Tensor) -> int:
         """Count the writes to the memory of ``tensor`` from now on, or go on; return how many there were."""
@@ -133,9 +120,9 @@ class ValueNotes(QuietMode):
         is_true = note is not None and note.version == version_of(tensor) and note.dtype is tensor.dtype
         return note if is_true else None
 
-    def _note(self, tensor: Tensor, kind: Kind, version: int, largest: int = 0) -> None:
+    def _note(self, tensor: Tensor, version: int, largest: int | None = None) -> None:
         if type(tensor) in PLAIN_TYPES:
-            self._notes.note(tensor, _Note(kind, tensor.dtype, version, largest))
+            self._notes.note(tensor, _Note(tensor.dtype, version, largest))
 
     def _note_write(self, targets: Iterable[Tensor], *, is_certain: bool = True) -> None:
         for target in targets:
@@ -151,30 +138,24 @@ class ValueNotes(QuietMode):
     def _indexed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         results = func(*args, **kwargs) if kwargs else func(*args)
         indices = results if isinstance(results, Tensor) else results[-1]
-        self._note(indices, Kind.INDICES, version_of(indices), LARGEST_INDEX[func](args, kwargs))
+        self._note(indices, version_of(indices), LARGEST_INDEX[func](args, kwargs))
         return results
 
     def _mask(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         result = func(*args, **kwargs) if kwargs else func(*args)
-        self._note(result, Kind.TWO_VALUES, version_of(result))
+        self._note(result, version_of(result))
         return result
 
     def _mask_in_place(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        """Drawing a mask, or adding to one or scaling it."""
         target = args[0]
+        is_mask = func in _DRAWING or (
+            self.may_be_two_valued(target) and (not isinstance(args[1], Tensor) or args[1].dim() == 0)
+        )
         self._note_write((target,))
         result = func(*args, **kwargs) if kwargs else func(*args)
-        if target.nbytes == target.untyped_storage().nbytes():
-            self._note(target, Kind.TWO_VALUES, version_of(target) + 1)  # autograd counts the write after this returns
-        return result
-
-    def _scaling(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        target, scale = args[0], args[1]
-        is_mask = self.may_be_two_valued(target) and (not isinstance(scale, Tensor) or scale.dim() == 0)
-        is_mask = is_mask and target.nbytes == target.untyped_storage().nbytes()
-        self._note_write((target,))
-        result = func(*args, **kwargs) if kwargs else func(*args)
-        if is_mask:
-            self._note(target, Kind.TWO_VALUES, version_of(target) + 1)
+        if is_mask and target.nbytes == target.untyped_storage().nbytes():
+            self._note(target, version_of(target) + 1)  # autograd counts the write after this returns
         return result
 
     def _writing(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
@@ -224,14 +205,15 @@ _Handler = Callable[[ValueNotes, Any, tuple[Any, ...], dict[str, Any] | None], A
 _UNKNOWN: Any = object()
 _LOSSLESS: dict[Any, _Handler | None] = {}  # None: nothing to note
 _HANDLERS: dict[bool, dict[Any, _Handler | None]] = {False: _LOSSLESS, True: {}}
+_DRAWING = frozenset([aten.bernoulli_.float, aten.bernoulli_.Tensor])
 _IN_PLACE = [getattr(aten, name) for name in ("add_", "sub_", "mul_", "div_")]
 _HANDLER_OF: dict[Any, _Handler] = {
     **dict.fromkeys(LARGEST_INDEX, ValueNotes._indexed),
     **dict.fromkeys([aten.bernoulli.default, aten.bernoulli.p], ValueNotes._mask),
-    **dict.fromkeys([aten.bernoulli_.float, aten.bernoulli_.Tensor], ValueNotes._mask_in_place),
+    **dict.fromkeys(_DRAWING, ValueNotes._mask_in_place),
     **dict.fromkeys([aten.relu.default, aten.relu_.default, aten.leaky_relu_.default], ValueNotes._activation),
     **dict.fromkeys(
-        [getattr(f, overload) for f in _IN_PLACE for overload in ("Tensor", "Scalar")], ValueNotes._scaling
+        [getattr(f, overload) for f in _IN_PLACE for overload in ("Tensor", "Scalar")], ValueNotes._mask_in_place
     ),
 }
 
