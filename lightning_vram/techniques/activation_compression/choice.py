@@ -20,14 +20,7 @@ from lightning_vram.techniques.activation_compression.value_notes import ValueNo
 
 
 class EncodingChoice:
-    """What :class:`~lightning_vram.techniques.activation_compression.stage.CompressionStage` was made for.
-
-    Args:
-        notes: What is known of values.
-        lossless: Whether to do what changes no gradient.
-        lossy: How to store what may get an error.
-        block_size: Neighbours that share a scale.
-    """
+    """Chooses by the arguments of ``CompressionStage`` and by what ``notes`` knows of values."""
 
     def __init__(self, notes: ValueNotes, *, lossless: bool, lossy: LossyFormat | None, block_size: int) -> None:
         self._notes = notes

@@ -59,29 +59,21 @@ class NewActivation:
         self._result = None
 
     def find_condition(self, tensor: Tensor) -> _Condition | None:
-        """Return :func:`find_sign_condition` of ``tensor`` if it is the noted one, for the first time."""
+        """Return what stands for ``tensor`` if the noted activation is saving it, for the first time.
+
+        Returns:
+            A function of the values. It gives ``True`` where the backward must find a positive number, and ``False``
+            where it must find zero. ``None`` if the values are needed, or may be.
+        """
         result = self._result() if self._result is not None else None
         if result is None or result is not tensor.untyped_storage():
             return None
         self._result = None
-        return find_sign_condition(tensor)
-
-
-def find_sign_condition(tensor: Tensor) -> _Condition | None:
-    """Return what stands for ``tensor``, if an activation is saving its own result and reads only its signs.
-
-    Args:
-        tensor: What is being saved, in the hook that is called for it.
-
-    Returns:
-        A function of the values. It gives ``True`` where the backward must find a positive number, and ``False``
-        where it must find zero. ``None`` if the values are needed, or may be.
-    """
-    if is_view(tensor):  # an activation that overwrites a view has another node in front of its own
-        return None
-    node = tensor.grad_fn
-    condition = _find_nodes().get(type(node))
-    return condition if condition is not None and not has_own_result(node) else None
+        if is_view(tensor):  # an activation that overwrites a view has another node in front of its own
+            return None
+        node = tensor.grad_fn
+        condition = _find_nodes().get(type(node))
+        return condition if condition is not None and not has_own_result(node) else None
 
 
 _Place = tuple[int, torch.Size]  # number of the save of signs in a run, and its shape

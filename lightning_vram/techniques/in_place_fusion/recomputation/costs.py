@@ -13,12 +13,7 @@ from lightning_vram.techniques.in_place_fusion.recomputation.recipes import Reci
 
 
 class HoldingCosts:
-    """The costs in one run.
-
-    Args:
-        buffers: Addresses of storages that stay whether they are saved or not, as parameters do.
-        parameters_move: Whether parameters are freed between the layers' forwards.
-    """
+    """The costs in one run, given the storages of buffers, and whether parameters are freed between the forwards."""
 
     def __init__(self, buffers: set[int], *, parameters_move: bool) -> None:
         self.buffers = buffers

@@ -69,16 +69,9 @@ class DrawRecipe(Recipe):
 def note_draw(
     function: Any, like: Tensor, probability: float, generator: torch.Generator | None = None
 ) -> DrawRecipe | None:
-    """Note the state of a generator before a mask is drawn.
+    """Return how to draw again the mask, made like ``like``, that ``function`` is about to draw.
 
-    Args:
-        function: The operator that is about to draw.
-        like: A tensor as the mask will be.
-        probability: Of a one, or of a zero, as ``function`` takes it.
-        generator: ``None``: that of the device.
-
-    Returns:
-        How to draw it again; ``None`` where the device has no generator that can be set.
+    ``None`` where the device has no generator that can be set.
     """
     source = (generator.get_state, generator.set_state) if generator is not None else default_source(like.device)
     return DrawRecipe(function, like, probability, generator, source) if source is not None else None

@@ -116,8 +116,10 @@ class _Rebuilding:
 
     def _count(self, value: Value) -> None:
         self._num_uses[id(value)] += 1
-        is_first = self._num_uses[id(value)] == 1
-        if is_first and value.recipe is not None and value.find_kept() is None and not _has_cache(value):
+        if self._num_uses[id(value)] > 1 or value.recipe is None or value.find_kept() is not None:
+            return
+        dropped = value.find_dropped()
+        if dropped is None or dropped.cache is None:
             for source in value.recipe.inputs:
                 self._count(source)
 
@@ -153,8 +155,3 @@ class _Rebuilding:
             return False  # strides of their own
         is_shared = id(source) in self._is_shared or source.find_dropped() is not None
         return not is_shared and source.find_kept() is None
-
-
-def _has_cache(value: Value) -> bool:
-    dropped = value.find_dropped()
-    return dropped is not None and dropped.cache is not None

@@ -19,7 +19,7 @@ class Value(weakref.ref[Tensor]):
     """What a tensor held when it had ``version``; calling it gives the tensor while that lives.
 
     A weak reference with fields, since one is made for every cheap operator: the two objects it saves are a
-    microsecond. Made by ``NotedValues``. Never compared: equality of weak references compares tensors.
+    microsecond. Made by ``RecipeNotes``. Never compared: equality of weak references compares tensors.
     """
 
     __slots__ = ("__weakref__", "address", "dropped", "index", "kept", "recipe", "version")

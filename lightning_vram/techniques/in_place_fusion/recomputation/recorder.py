@@ -64,7 +64,7 @@ def _view(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: dict[str
     for index, result in enumerate((results,) if is_one else results):
         # Autograd will let it share the version of its base, which counts from zero until then.
         version = version_of(args[0] if shares_version(func) else result)
-        values.append(notes.values.note(result, recipe, version, index))
+        values.append(notes.note(result, recipe, version, index))
     if not is_one:
         recipe.siblings = [weakref.ref(value) for value in values]
     return results
@@ -82,7 +82,7 @@ def _growing(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: dict[
     def release(_: Any) -> None:
         recipe.held = None
 
-    value = notes.values.note(result, recipe, version_of(result), on_death=release)
+    value = notes.note(result, recipe, on_death=release)
     hold_inputs = notes.hold_inputs()
     recipe.held = hold_inputs(value) if hold_inputs is not None else None
     if recipe.held:  # for the operators to come; a result that nobody saves must not hold them for long
@@ -97,7 +97,7 @@ def _copy_of(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: dict[
         return _elementwise(notes, func, args, kwargs)
     recipe = notes.recipe(func, args, kwargs)
     result = func(*args, **kwargs) if kwargs else func(*args)
-    notes.values.note(result, recipe, version_of(result), kind=CopyValue)
+    notes.note(result, recipe, kind=CopyValue)
     return result
 
 
@@ -108,7 +108,7 @@ def _several_results(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwarg
         notes.note(results, recipe)
     else:
         tensors = [(index, tensor) for index, tensor in enumerate(results) if isinstance(tensor, Tensor)]
-        recipe.siblings = [weakref.ref(notes.note(tensor, recipe, index)) for index, tensor in tensors]
+        recipe.siblings = [weakref.ref(notes.note(tensor, recipe, index=index)) for index, tensor in tensors]
     return results
 
 
@@ -124,7 +124,7 @@ def _batch_norm(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: di
     statistics = [arg for arg in args[3:5] if isinstance(arg, Tensor)] if len(args) > _NUM_WITHOUT_STATISTICS else []
     if in_training:  # the kernel moves the running statistics and does not tell
         for statistic in statistics:
-            if notes.values.is_kept(statistic) or notes.values.find(statistic) is not None:
+            if notes.is_known(statistic):
                 notes.before_write(statistic, is_told=False)
     inputs: list[Value] = []
     if in_training or not statistics:
@@ -149,9 +149,9 @@ def _native_dropout(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs
     if train is False:
         return _several_results(notes, func, args, kwargs)
     draw = note_draw(func, source, probability) if notes.dropout == "replay" else None
-    of_source = notes.values.value_of(source)
+    of_source = notes.value_of(source)
     result, mask = func(*args, **kwargs) if kwargs else func(*args)
-    of_mask = notes.values.note(mask, draw, num_writes(mask), 1, kind=MaskValue)
+    of_mask = notes.note(mask, draw, num_writes(mask), 1, kind=MaskValue)
     of_mask.is_scaled = False  # type: ignore[attr-defined]
     notes.position += 1
     recipe = DropoutRecipe(of_source, of_mask, probability)
@@ -167,14 +167,14 @@ def _bernoulli(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: dic
     notes.before_write(mask)
     draw = note_draw(func, mask, probability, generator) if notes.dropout == "replay" else None
     result = func(*args, **kwargs) if kwargs else func(*args)
-    value = notes.values.note(mask, draw, num_writes(mask) + 1, kind=MaskValue)
+    value = notes.note(mask, draw, num_writes(mask) + 1, kind=MaskValue)
     value.is_scaled = False  # type: ignore[attr-defined]
     return result
 
 
 def _in_place(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
     target = args[0]
-    before = notes.values.find(target)
+    before = notes.find(target)
     if before is None:  # such as a counter of batches
         notes.before_write(target, is_told=False)
         return func(*args, **kwargs) if kwargs else func(*args)
@@ -193,7 +193,7 @@ def _in_place(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: dict
             before.is_scaled = True
         else:
             recipe = None
-    notes.values.note(target, recipe, version)
+    notes.note(target, recipe, version)
     return result
 
 

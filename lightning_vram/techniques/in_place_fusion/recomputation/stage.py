@@ -102,7 +102,6 @@ class Recomputation(SavedTensorStage):
         self._max_depth = max_depth
         self._verify = verify
         self._recorder = RecipeRecorder(dropout, weakref.WeakMethod(self._hold_inputs))
-        self._values = self._recorder.values
         self._costs = HoldingCosts(self._buffers, parameters_move=False)
         self._fates: dict[int, dict[Any, _Fate]] = {}  # by recipe, then by shape
         self._unseen_references = 0 if isinstance(self, _CountReferences) else _references_of_autograds_own()
@@ -136,11 +135,11 @@ class Recomputation(SavedTensorStage):
         self.report.num_saved += 1
         if kind not in PLAIN_TYPES or not is_strided(tensor):
             return pack_in_place(tensor)
-        value = self._values.find(tensor)
+        value = self._recorder.find(tensor)
         if value is None:
             if tensor.nbytes < self._min_bytes or storage_address(tensor) in self._buffers:
                 return tensor if tensor.is_leaf else alias(tensor), num_writes(tensor)
-            return self._keep(self._values.value_of(tensor), tensor)
+            return self._keep(self._recorder.value_of(tensor), tensor)
         if value.is_copy and value.recipe is not None:
             is_fresh = value.recipe.position == self._recorder.position
             if not is_fresh or sys.getrefcount(tensor) > self._unseen_references:
@@ -180,7 +179,7 @@ class Recomputation(SavedTensorStage):
             else:
                 taken = self.hand_on(tensor) if not is_lasting else None
                 kept = KeptElsewhere(tensor, taken) if taken is not None else Kept(alias(tensor), num_writes(tensor))
-        self._values.watch(value, kept)
+        self._recorder.watch(value, kept)
         if not is_lasting:
             self.report.kept_bytes += kept.num_bytes
         return kept
