@@ -27,49 +27,37 @@ _TRIED_AT_ONCE = {2: [20, 109], 3: [2, 29, 37], 4: [2, 29, 3, 13], 5: [2, 29, 2,
 class BatchNormRecipe(Recipe):
     """One call of a batch norm, in training or evaluation."""
 
-    __slots__ = ("_running", "_statistics")
+    __slots__ = ("running", "statistics")
 
     def __init__(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, inputs: list[Value]
     ) -> None:
         super().__init__(function, args, kwargs, inputs)
-        self._statistics: tuple[Tensor, Tensor] | None = None
-        self._running: tuple[torch.Size, torch.dtype, torch.device] | None = None
-
-    def keep_statistics(self, result: tuple[Tensor, ...]) -> None:
-        """Take mean and inverse deviation ``[C]`` from what the kernel returned: the backward keeps them as well."""
-        self._statistics = (result[1], result[2])
-
-    def replace_running_statistics(self, running_mean: Tensor | None) -> None:
-        """Give the kernel others to move: whether there are any, and of which dtype, decides how it rounds."""
-        if running_mean is not None:
-            self._running = running_mean.shape, running_mean.dtype, running_mean.device
+        self.statistics: tuple[Tensor, Tensor] | None = None
+        """Mean and inverse deviation ``[C]``, as the kernel returned them: the backward keeps them as well."""
+        self.running: tuple[torch.Size, torch.dtype, torch.device] | None = None
+        """Of others to move: whether there are any, and of which dtype, decides how the kernel rounds."""
 
     @override
     def run(self, args: list[Any]) -> Any:
         x, weight, bias = args[0], args[1], args[2]
         if (
-            self._statistics is not None
+            self.statistics is not None
             and type(x) is Tensor
             and _formula_is_exact(_kernel_of(self.function, x, weight, bias))
         ):
-            return (_normalise(x, weight, bias, *self._statistics),)
-        if self._running is not None:
-            shape, dtype, device = self._running
+            return (_normalise(x, weight, bias, *self.statistics),)
+        if self.running is not None:
+            shape, dtype, device = self.running
             args[3], args[4] = (torch.ones(shape, dtype=dtype, device=device) for _ in range(2))
         return self.function(*args, **self.kwargs) if self.kwargs else self.function(*args)
 
 
-def without_running_statistics(function: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments for the second run of a batch norm: in training it must not move its buffers again."""
-    if function is BATCH_NORM_WITHOUT_STATISTICS or not args[_TRAINING]:
-        return args
-    return (*args[:3], None, None, *args[5:])
-
-
-def second_run(function: Any) -> Any:
-    """Return the operator for the second run: one that takes calls without running statistics."""
-    return aten.native_batch_norm.default if function is BATCH_NORM else function
+def second_run(function: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """Return operator and arguments of the second run: in training it must not move its buffers again."""
+    if function is not BATCH_NORM_WITHOUT_STATISTICS and args[_TRAINING]:
+        args = (*args[:3], None, None, *args[5:])
+    return (aten.native_batch_norm.default if function is BATCH_NORM else function), args
 
 
 def is_training(function: Any, args: tuple[Any, ...]) -> bool:

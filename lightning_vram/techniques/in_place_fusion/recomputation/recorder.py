@@ -32,7 +32,6 @@ from lightning_vram.techniques.in_place_fusion.recomputation.norm_recipes import
     BatchNormRecipe,
     is_training,
     second_run,
-    without_running_statistics,
 )
 from lightning_vram.techniques.in_place_fusion.recomputation.notes import MAX_HELD, RecipeNotes
 from lightning_vram.techniques.in_place_fusion.recomputation.recipes import CopyValue, MaskValue, Value, WriteRecipe
@@ -127,19 +126,20 @@ def _batch_norm(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: di
             if notes.is_known(statistic):
                 notes.before_write(statistic, is_told=False)
     inputs: list[Value] = []
+    function, again = second_run(func, args)
     if in_training or not statistics:
-        filled = notes.with_values(without_running_statistics(func, args), inputs)
+        filled = notes.with_values(again, inputs)
     else:  # copies: whoever moves them later does not tell
         with notes.paused():
             copies = [statistic.clone() for statistic in statistics]
         filled = (*notes.with_values(args[:3], inputs), *copies, *args[5:])
-    recipe = BatchNormRecipe(second_run(func), filled, kwargs, inputs)
+    recipe = BatchNormRecipe(function, filled, kwargs, inputs)
     recipe.position = notes.position
     results = func(*args, **kwargs) if kwargs else func(*args)
-    if in_training and func is not BATCH_NORM_WITHOUT_STATISTICS:
-        recipe.replace_running_statistics(args[3])
+    if in_training and func is not BATCH_NORM_WITHOUT_STATISTICS and args[3] is not None:
+        recipe.running = args[3].shape, args[3].dtype, args[3].device
     if in_training and func is aten.native_batch_norm.default:
-        recipe.keep_statistics(results)
+        recipe.statistics = results[1], results[2]
     notes.note(results[0], recipe)
     return results
 
