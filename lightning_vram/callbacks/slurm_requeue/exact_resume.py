@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_vram.callbacks.slurm_requeue.tuner_trials import TunerTrials
 from lightning_vram.core.processes.agreement import RankAgreement
-from lightning_vram.core.random_state.defaults import read_random_states, restore_random_states
+from lightning_vram.core.random_state.generators import read_random_states, restore_random_states
 from lightning_vram.core.surgery.shadow import Shadow
 from lightning_vram.private_names.lightning.logging import update_metrics
 from lightning_vram.private_names.lightning.loops import (

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_vram.core.random_state.sources import accelerator_source
+
 State = dict[str, Any]
 """Made of tensors, numbers, strings, ``None``, lists and dictionaries."""
 
@@ -63,6 +65,32 @@ def write_global_states(states: State) -> None:
     for name, generator in _global_generators().items():
         if name in states:
             write_state(generator, states[name])
+
+
+def read_random_states(device: torch.device) -> State:
+    """Read all that a training draws from by default: the global generators, and that of its device.
+
+    Args:
+        device: Its generator counts if it is an accelerator that is in use.
+
+    Returns:
+        For :func:`restore_random_states`.
+    """
+    states, source = read_global_states(), accelerator_source(device)
+    return states if source is None else states | {device.type: source[0]()}
+
+
+def restore_random_states(states: State, device: torch.device) -> None:
+    """Put generators into the states that were read; those of other kinds of devices are left alone.
+
+    Args:
+        states: From :func:`read_random_states`.
+        device: As there.
+    """
+    write_global_states(states)
+    source = accelerator_source(device)
+    if source is not None and device.type in states:
+        source[1](states[device.type].cpu())
 
 
 @contextmanager

@@ -1,11 +1,12 @@
 """Random numbers that do not come from torch: Python's and NumPy's, as in hand-written stochastic depth."""
 
 import random
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
+
+from lightning_vram.core.random_state.sources import differs, host_sources
 
 
 @dataclass
@@ -29,17 +30,13 @@ class HostRandomState:
 
     def __init__(self, drawn: DrawnNumbers) -> None:
         self._drawn = drawn
-        numpy = sys.modules.get("numpy") if drawn.from_numpy is not False else None  # torch works without it
-        self._generators: list[tuple[Callable[[], Any], Callable[[Any], None], Any]] = [
-            (random.getstate, random.setstate, random.getstate())
-        ]
-        if numpy is not None:
-            self._generators.append((numpy.random.get_state, numpy.random.set_state, numpy.random.get_state()))
-        self._restores: list[tuple[Callable[[Any], None], Any]] = []
+        sources = host_sources()[: 1 if drawn.from_numpy is False else None]
+        self._generators = [(read, write, read()) for read, write in sources]
+        self._restores: list[tuple[Callable[[Any], object], Any]] = []
 
     def settle(self) -> None:
         """Call after the forward: forget the states of generators nothing was drawn from."""
-        changed = [(read, write, start) for read, write, start in self._generators if states_differ(start, read())]
+        changed = [(read, write, start) for read, write, start in self._generators if differs(start, read())]
         if self._drawn.from_numpy is None:
             self._drawn.from_numpy = any(write is not random.setstate for _, write, _ in changed)
         self._generators = changed
@@ -55,13 +52,3 @@ class HostRandomState:
         while self._restores:
             write, now = self._restores.pop()
             write(now)
-
-
-def states_differ(one: Any, other: Any) -> bool:
-    """Whether two states of Python's or NumPy's generator differ."""
-    return _flat(one) != _flat(other)
-
-
-def _flat(state: tuple[Any, ...]) -> list[Any]:
-    """NumPy's state holds an array, which compares as bytes."""
-    return [part.tobytes() if hasattr(part, "tobytes") else part for part in state]

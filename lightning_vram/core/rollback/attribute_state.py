@@ -9,19 +9,63 @@ from lists and dicts only what was added at the end is taken away, sets and dequ
 thousand, and larger ones stay as they are. What cannot be seen: objects of other kinds that change inside.
 """
 
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable
 from functools import partial
+from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_vram.core.rollback.attribute_layout import CONTAINERS, DICTS, AttributeLayout, Undo, position_keepers
+from lightning_vram.core.random_state.sources import own_sources
 from lightning_vram.core.tensors.shards import is_shard
 from lightning_vram.private_names.torch.modules import PARAMETERS
 
 _MAX_ITEMS = 1000
 _MAX_COPIED_ITEMS = 10_000
 _MAX_DEPTH = 4
+
+_DICTS = frozenset((dict, OrderedDict, defaultdict, Counter))
+_CONTAINERS = _DICTS | {list, set, deque}
+
+_REGISTRIES = list(vars(nn.Module()))  # nearly every module has them first, in this order
+_HAS_REGISTRIES_BEHIND = 2
+_ARE_REGISTRIES_KNOWN = _REGISTRIES[:_HAS_REGISTRIES_BEHIND] == ["training", PARAMETERS]
+
+Undo = Callable[[], object]
+
+
+class AttributeLayout:
+    """What the attributes of a module are: containers, generators, tensors. Of most modules it is found out once.
+
+    It follows from names and types, which are quick to compare: an attribute that a step replaces or adds is noticed,
+    and no value is held from step to step.
+
+    Args:
+        names: Of all attributes.
+        values: Of all attributes, in the same order.
+    """
+
+    __slots__ = ("_kinds", "_start", "containers", "generators", "names", "registries", "tensors")
+
+    def __init__(self, names: list[str], values: list[Any]) -> None:
+        self.names = names
+        has_registries = _ARE_REGISTRIES_KNOWN and names[: len(_REGISTRIES)] == _REGISTRIES
+        self._start = len(_REGISTRIES) if has_registries else 0
+        self._kinds = [*map(type, values[self._start :])]
+        self.registries = slice(_HAS_REGISTRIES_BEHIND, self._start)
+        """Where the dicts of buffers, children and hooks are. There is nothing in them that needs a look inside."""
+        places = list(enumerate(self._kinds, start=self._start))
+        self.containers = [place for place, kind in places if kind in _CONTAINERS and names[place] != PARAMETERS]
+        """Where other containers are."""
+        self.tensors = [place for place, kind in places if issubclass(kind, Tensor)]
+        sources = own_sources()
+        self.generators = [(place, sources[kind]) for place, kind in places if kind in sources]
+        """Where generators are, and what makes their source."""
+
+    def fits(self, names: list[str], values: list[Any]) -> bool:
+        """Whether these attributes have the same names and types."""
+        return names == self.names and [*map(type, values[self._start :])] == self._kinds
 
 
 class AttributeState:
@@ -31,71 +75,89 @@ class AttributeState:
         module: Whose. Children have their own state.
         max_items: In containers with more items nothing is looked at.
         layout: That of an earlier state, to save looking for what needs to be kept. One that does not fit is ignored.
+        shortens: Whether containers with more items lose what was added; else they stay as they are.
     """
 
-    __slots__ = ("_kind", "_max_items", "_module", "_notes", "_parameters", "_values", "layout")
+    __slots__ = ("_kind", "_max_items", "_notes", "_parameters", "_shortens", "_values", "layout", "module")
 
-    def __init__(self, module: nn.Module, max_items: int = _MAX_ITEMS, layout: AttributeLayout | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        max_items: int = _MAX_ITEMS,
+        layout: AttributeLayout | None = None,
+        *,
+        shortens: bool = True,
+    ) -> None:
         attributes = vars(module)
         names, values = [*attributes], [*attributes.values()]
         if layout is None or not layout.fits(names, values):
             layout = AttributeLayout(names, values)
         self.layout = layout
-        self._module = module
+        self.module = module
         self._kind = type(module)
         self._max_items = max_items
+        self._shortens = shortens
         self._values = values
         registered = attributes[PARAMETERS]
-        self._parameters = registered.copy() if type(registered) in DICTS else None  # not of a scripted module
+        self._parameters = registered.copy() if type(registered) in _DICTS else None  # not of a scripted module
         self._notes: list[tuple[Any, Undo | None]] = [  # what is not empty, and how it gets its content back
-            (registry, _keep_content(registry))
+            (registry, partial(_refill, registry, registry.copy()))
             for registry in filter(None, values[layout.registries])
-            if type(registry) in CONTAINERS
+            if type(registry) in _CONTAINERS
         ]
         for place in layout.containers:
             if values[place]:
                 self._note(values[place], depth=0)
-        for place, keep in layout.generators:
-            self._notes.append((values[place], keep(values[place])))
+        for place, source in layout.generators:
+            self._notes.append((values[place], _keep_position(source(values[place]))))
 
-    def tensors(self) -> list[Tensor]:
-        """Return the attributes that are plain tensors."""
-        return [self._values[place] for place in self.layout.tensors]
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the attributes that are tensors, by name."""
+        return {self.layout.names[place]: self._values[place] for place in self.layout.tensors}
 
     def restore(self) -> None:
         """Put everything back. May be called again."""
-        if type(self._module) is not self._kind:  # a lazy layer that got its weights became another
-            return
-        now = vars(self._module)
-        before = dict(zip(self.layout.names, self._values, strict=True))
-        now.update(before)
-        for name in [name for name in now if name not in before]:
-            del now[name]
-        registered = now[PARAMETERS]
-        had_content = {id(container) for container, _ in self._notes} | {id(registered)}
-        for container in self._values:
-            if type(container) in CONTAINERS and id(container) not in had_content:
+        if type(self.module) is self._kind:  # a lazy layer that got its weights became another
+            self.put_back()
+
+    def put_back(self) -> None:
+        """As :meth:`restore`, whatever the class of the module is by now."""
+        now, layout, values = vars(self.module), self.layout, self._values
+        if [*now] != layout.names or not all(map(is_, now.values(), values)):
+            attributes = dict(zip(layout.names, values, strict=True))
+            now.update(attributes)
+            for name in [name for name in now if name not in attributes]:
+                del now[name]
+        filled = [*filter(None, values[layout.registries]), *[values[p] for p in layout.containers if values[p]]]
+        if filled or self._notes:
+            self._put_content_back(filled)
+        registered, before = now[PARAMETERS], self._parameters
+        if before is not None and (before or registered) and not _has(registered, before):
+            put_parameters_back(registered, before)
+
+    def _put_content_back(self, filled: list[Any]) -> None:
+        had_content = {id(container) for container, _ in self._notes}
+        for container in filled:
+            if id(container) not in had_content and type(container) in _CONTAINERS:
                 container.clear()
         for _, undo in self._notes:
             if undo is not None:
                 undo()
-        if self._parameters is not None:
-            put_parameters_back(registered, self._parameters)
 
     def _note(self, container: Any, depth: int) -> None:
         kind = type(container)
         if len(container) > self._max_items:
-            self._notes.append((container, _keep_what_is_cheap(container)))
+            self._notes.append((container, _keep_what_is_cheap(container) if self._shortens else None))
             return
-        self._notes.append((container, _keep_content(container)))
+        self._notes.append((container, partial(_refill, container, container.copy())))
         if kind is set or depth == _MAX_DEPTH:
             return
-        keepers = position_keepers()
-        for item in container.values() if kind in DICTS else container:
-            if type(item) in CONTAINERS:
+        sources = own_sources()
+        for item in container.values() if kind in _DICTS else container:
+            if type(item) in _CONTAINERS:
                 self._note(item, depth + 1)
-            elif type(item) in keepers:
-                self._notes.append((item, keepers[type(item)](item)))
+            elif type(item) in sources:
+                self._notes.append((item, _keep_position(sources[type(item)](item))))
 
 
 def put_parameters_back(registered: dict[str, Tensor | None], before: dict[str, Tensor | None]) -> None:
@@ -105,22 +167,30 @@ def put_parameters_back(registered: dict[str, Tensor | None], before: dict[str, 
         _refill(registered, before)
 
 
-def _keep_content(container: Any) -> Undo:
-    return partial(_refill, container, container.copy())
-
-
 def _refill(container: Any, content: Any) -> None:
-    container.clear()
-    if type(container) in (list, deque):
-        container.extend(content)
+    if type(container) in _DICTS:
+        if not _has(container, content):
+            container.clear()
+            container.update(content)
     else:
-        container.update(content)
+        container.clear()
+        (container.update if type(container) is set else container.extend)(content)
+
+
+def _has(container: dict[Any, Any], content: dict[Any, Any]) -> bool:
+    """Whether it holds these very objects: nothing is written then, somebody may be in a loop over it."""
+    return all(map(is_, container.values(), content.values())) and [*container] == [*content]
+
+
+def _keep_position(source: tuple[Callable[[], Any], Callable[[Any], object]]) -> Undo:
+    read, write = source
+    return partial(write, read())
 
 
 def _keep_what_is_cheap(container: Any) -> Undo | None:
     length = len(container)
     if type(container) in (set, deque):
-        return _keep_content(container) if length <= _MAX_COPIED_ITEMS else None
+        return partial(_refill, container, container.copy()) if length <= _MAX_COPIED_ITEMS else None
 
     def shorten() -> None:
         if type(container) is list:

@@ -15,13 +15,23 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_vram.core.rollback.module_roster import ModuleRoster
-from lightning_vram.core.rollback.module_snapshot import differs
+from lightning_vram.core.tensors.parameter_classes import PARAMETER_CLASSES
 from lightning_vram.core.tensors.versions import NO_VERSION, is_strided, storage_address, version_of
 from lightning_vram.memory.units import MIB
 from lightning_vram.private_names.torch.operators import copy_each
 
 ALWAYS_COPIED_BYTES = MIB
 _PLAIN_KINDS = (Tensor, nn.Parameter, nn.Buffer)
+
+
+def differs(tensor: Tensor, start: Tensor | None) -> bool:
+    """Whether a tensor was written past its version counter, through ``.data`` or by a kernel that does not tell."""
+    is_plain = (
+        type(tensor) in (Tensor, nn.Buffer) or type(tensor) in PARAMETER_CLASSES
+    ) and tensor.layout is torch.strided
+    if start is None or not is_plain or tensor.is_meta or tensor.is_nested or torch.equal(tensor, start):
+        return False
+    return not bool(((tensor == start) | ((tensor != tensor) & (start != start))).all())  # NaN is not a change
 
 
 class BufferCopy:

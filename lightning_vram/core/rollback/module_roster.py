@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_vram.core.rollback.attribute_layout import AttributeLayout
-from lightning_vram.core.rollback.attribute_state import AttributeState, put_parameters_back
+from lightning_vram.core.rollback.attribute_state import AttributeLayout, AttributeState, put_parameters_back
 from lightning_vram.private_names.torch.modules import HOOK_KIND, PARAMETERS, own_children
 
 _REGISTRIES = {name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set)}
@@ -89,9 +88,10 @@ class ModuleRoster:
         return LeafStates(self._leaves, self._attributes), states
 
 
-def iterate_members(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield ``module`` and all modules in it, each once; quicker than ``modules()``, which hashes metrics by state."""
-    waiting, seen = [module], {id(module)}
+def iterate_members(*modules: nn.Module) -> Iterator[nn.Module]:
+    """Yield ``modules`` and all modules in them, each once; quicker than ``modules()``, which hashes by state."""
+    waiting = list({id(module): module for module in modules}.values())
+    seen = set(map(id, waiting))
     while waiting:
         member = waiting.pop()
         yield member

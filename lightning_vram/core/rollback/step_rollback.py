@@ -10,15 +10,12 @@ Not taken back: parameters' values and gradients (a forward does not change the 
 that are written in place, and parameters under FSDP1.
 """
 
-import random
-import sys
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_vram.core.random_state.defaults import device_generator
+from lightning_vram.core.random_state.sources import global_sources
 from lightning_vram.core.rollback.attribute_state import AttributeState
 from lightning_vram.core.rollback.buffer_copies import ALWAYS_COPIED_BYTES, BufferCopies
 from lightning_vram.core.rollback.module_roster import ModuleRoster, iterate_members
@@ -59,7 +56,7 @@ class StepState:
             if parameter is not None
         ]
         self._buffers = copies.take([*_iterate_buffers(members), *_iterate_plain_tensors(self._attributes)])
-        self._restores = list(_read_generators(device))
+        self._generators = [(write, read()) for read, write in global_sources(device)]
 
     def restore(self) -> None:
         """Go back. May be called again, after each further try."""
@@ -71,8 +68,8 @@ class StepState:
         for parameter, requires_grad in self._requires_grad:
             if parameter.requires_grad != requires_grad:
                 parameter.requires_grad_(requires_grad)
-        for restore, state in self._restores:
-            restore(state)
+        for write, state in self._generators:
+            write(state)
 
 
 def _iterate_buffers(members: list[nn.Module]) -> Iterator[Tensor]:
@@ -82,18 +79,7 @@ def _iterate_buffers(members: list[nn.Module]) -> Iterator[Tensor]:
 def _iterate_plain_tensors(states: list[AttributeState]) -> Iterator[Tensor]:
     for state in states:
         if state.layout.tensors:
-            for tensor in state.tensors():
+            for tensor in state.tensors().values():
                 # Results of the last step have a past: they are replaced, not written.
-                if not tensor.requires_grad and tensor.nbytes <= ALWAYS_COPIED_BYTES:
+                if type(tensor) is Tensor and not tensor.requires_grad and tensor.nbytes <= ALWAYS_COPIED_BYTES:
                     yield tensor
-
-
-def _read_generators(device: torch.device) -> Iterator[tuple[Callable[[Any], object], Any]]:
-    yield random.setstate, random.getstate()
-    yield torch.set_rng_state, torch.get_rng_state()
-    numpy = sys.modules.get("numpy")  # torch works without it
-    if numpy is not None:
-        yield numpy.random.set_state, numpy.random.get_state()
-    module, arguments = device_generator(device)
-    if module is not None:
-        yield lambda state: module.set_rng_state(state, *arguments), module.get_rng_state(*arguments)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_vram.core.hooks.saved_output import SavedOutput
-from lightning_vram.core.rollback.module_snapshot import differs
+from lightning_vram.core.rollback.buffer_copies import differs
 from lightning_vram.core.tensors.parameter_classes import PLAIN_TYPES
 from lightning_vram.core.tensors.versions import version_of
 

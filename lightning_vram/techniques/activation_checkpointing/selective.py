@@ -17,7 +17,7 @@ from typing_extensions import override
 from lightning_vram.core.hooks.mode import QuietMode
 from lightning_vram.core.hooks.moment import SelectiveCheckpointMode
 from lightning_vram.core.operators.families import iterate_written, written_arguments
-from lightning_vram.core.random_state.operators import differs, find_sources
+from lightning_vram.core.random_state.sources import differs, find_sources
 from lightning_vram.core.tensors.nests import flatten_arguments
 from lightning_vram.core.tensors.parameter_classes import PARAMETER_CLASSES
 from lightning_vram.core.tensors.versions import storage_address

@@ -12,7 +12,7 @@ from support.helpers import CASES, LitTiny, TinyCNN
 from torch import nn
 
 from lightning_vram.core.rollback import attribute_state, module_roster
-from lightning_vram.core.rollback.attribute_layout import AttributeLayout
+from lightning_vram.core.rollback.attribute_state import AttributeLayout
 from lightning_vram.core.rollback.step_rollback import BufferCopies, StepState
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_vram.core.random_state.operators import Source, default_source
+from lightning_vram.core.random_state.sources import Source, default_source
 from lightning_vram.private_names.torch.autograd import outside_of_vmap
 from lightning_vram.techniques.in_place_fusion.recomputation.recipes import Recipe, Value
 
