@@ -122,7 +122,7 @@ class ModuleSnapshot:
 
     def __enter__(self) -> None:
         now = self._take(shortens=True)
-        parameters = [
+        parameters: list[tuple[Tensor, Tensor, bool]] = [
             (parameter, parameter.data, parameter.requires_grad)
             for member in self._members
             for parameter in own_parameters(member).values()
