@@ -25,9 +25,13 @@ from lightning_vram.core.layers.selection import Layer, LayerSelection, select_l
 from lightning_vram.core.rollback.module_snapshot import iterate_floating_buffers
 from lightning_vram.core.surgery.class_swap import Swaps
 from lightning_vram.private_names.torch.compiled import is_left_to_python
-from lightning_vram.techniques.activation_checkpointing.compiled import compiled_checkpoint
-from lightning_vram.techniques.activation_checkpointing.key_value_cache import drop_empty_caches
-from lightning_vram.techniques.activation_checkpointing.recomputed_call import Observation, call_recomputed
+from lightning_vram.techniques.activation_checkpointing.kept_arguments import Arguments
+from lightning_vram.techniques.activation_checkpointing.recomputed_call import (
+    Observation,
+    call_recomputed,
+    compiled_checkpoint,
+    drop_empty_caches,
+)
 from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
 from lightning_vram.techniques.activation_checkpointing.two_runs import DeterminismCheck, Recomputing
 
@@ -35,7 +39,6 @@ _STATE = "_activation_checkpointing"
 _TRANSFORMERS_SWITCH = "gradient_checkpointing"  # what gradient_checkpointing_enable() sets
 
 _Span = tuple[int, int]
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Guard = Callable[[Recomputing | None, Arguments], Recomputing | None]
 """Gets how a layer is recomputed (``None``: it is plain) and the arguments of a call; returns how this call is."""
 

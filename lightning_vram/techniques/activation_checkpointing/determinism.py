@@ -22,7 +22,6 @@ from lightning_vram.private_names.torch.dispatch import without_dispatch
 from lightning_vram.private_names.torch.operator_calls import call_operator
 from lightning_vram.private_names.torch.operators import TO_COPY, OpOverload, schema_of
 from lightning_vram.private_names.torch.trees import tree_leaves
-from lightning_vram.techniques.activation_checkpointing.errors import RecomputationError
 
 _NUM_SAMPLES = 1024
 _TOLERANCES = {torch.float16: 2e-2, torch.bfloat16: 5e-2}  # of the largest sample
@@ -32,6 +31,10 @@ _SAMPLED = frozenset(
     | {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 )  # what can be picked and compared on every device
 _UNSET = ("empty", "new_empty", "resize", "set_")  # operators that leave whatever was in the memory
+
+
+class RecomputationError(RuntimeError):
+    """The second run of a layer is not what the first was."""
 
 
 class OutputSamples:

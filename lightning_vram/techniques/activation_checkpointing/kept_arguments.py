@@ -3,47 +3,89 @@
 import copy
 from collections.abc import Sequence
 from enum import Enum
+from operator import ne
 from typing import Any
 
 from torch import Tensor, nn
 
 from lightning_vram.core.hooks.saved_output import SavedOutput
 from lightning_vram.core.rollback.buffer_copies import differs
+from lightning_vram.core.tensors.nests import flatten_arguments
 from lightning_vram.core.tensors.parameter_classes import PLAIN_TYPES
 from lightning_vram.core.tensors.versions import version_of
+from lightning_vram.memory.tracking.storages import iterate_storages
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments."""
 
 
-def keep_argument(leaf: Any, overwrites_inputs: bool | None) -> Any:  # noqa: FBT001 - three states
-    """Return what stands for an argument in the checkpoint.
+class KeptArguments:
+    """The arguments of a call.
 
     Args:
-        leaf: The argument.
+        arguments: Of the call.
         overwrites_inputs: Whether the layer writes to its inputs; ``None`` before its first call.
     """
+
+    def __init__(self, arguments: Arguments, overwrites_inputs: bool | None) -> None:  # noqa: FBT001 - three states
+        self._leaves, self._rebuild = flatten_arguments(arguments)
+        self.values = [_keep(leaf, overwrites_inputs) for leaf in self._leaves]
+        """What stands for them in the checkpoint."""
+        self._versions = [version_of(leaf) if isinstance(leaf, Tensor) else 0 for leaf in self._leaves]
+        # What the caller has put on each tensor, as ``tensor.name = ...`` does.
+        self._attributes = [dict(vars(leaf)) if type(leaf) in PLAIN_TYPES else {} for leaf in self._leaves]
+
+    def are_overwritten(self) -> bool:
+        """Whether one was written to since."""
+        now = (version_of(leaf) if isinstance(leaf, Tensor) else 0 for leaf in self._leaves)
+        return any(map(ne, self._versions, now)) or any(
+            value.is_overwritten() for value in self.values if isinstance(value, _FirstInput)
+        )
+
+    def share_memory(self) -> bool:
+        """Whether several of them lie in one piece of memory."""
+        tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
+        storages = [id(storage) for tensor in tensors for storage, _ in iterate_storages(tensor)]
+        return len(set(storages)) < len(storages)
+
+    def settle(self) -> None:
+        """Call after the layer's forward: keeps what the second run needs, under the hooks that are set."""
+        for value in self.values:
+            if isinstance(value, _FirstInput):
+                value.settle()
+        self._leaves, self.values, self._versions = [], [], []  # the checkpoint has the values
+
+    def give(self, values: Sequence[Any], *, is_overwritten: bool | None) -> Arguments:
+        """Return what the second run gets.
+
+        Args:
+            values: Of the checkpoint; first those that stand for the arguments.
+            is_overwritten: Whether it must not get what is kept: a retained graph needs it again.
+        """
+        leaves = [_give(value, is_overwritten=is_overwritten) for value in values[: len(self._attributes)]]
+        arguments: Arguments = self._rebuild(list(map(_give_attributes, leaves, self._attributes)))
+        return arguments
+
+
+def _keep(leaf: Any, overwrites_inputs: bool | None) -> Any:  # noqa: FBT001
     if not isinstance(leaf, Tensor):
         return _copy_object(leaf)
     if leaf.is_inference():
         return _Held(leaf)  # cannot be saved for a backward, and cannot change
     if overwrites_inputs is None:
-        return FirstInput(leaf)
+        return _FirstInput(leaf)
     return _copy_tensor(leaf) if overwrites_inputs else leaf
 
 
-def give_argument(leaf: Any, *, is_overwritten: bool | None) -> Any:
-    """Return what the second run gets: it must not overwrite what is kept, a retained graph needs it again."""
-    tensor = leaf.read() if isinstance(leaf, FirstInput | _Held) else leaf
+def _give(value: Any, *, is_overwritten: bool | None) -> Any:
+    tensor = value.read() if isinstance(value, _FirstInput | _Held) else value
     if not isinstance(tensor, Tensor):
         return _copy_object(tensor)
     return tensor.clone() if is_overwritten else tensor
 
 
-def keep_attributes(leaves: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return what the caller has put on each argument that is a tensor, as ``tensor.name = ...`` does."""
-    return [dict(vars(leaf)) if type(leaf) in PLAIN_TYPES else {} for leaf in leaves]
-
-
-def give_attributes(leaf: Any, attributes: dict[str, Any]) -> Any:
-    """Return ``leaf``, with its attributes if it is a new object: a copy, or what saved-tensor hooks gave back."""
+def _give_attributes(leaf: Any, attributes: dict[str, Any]) -> Any:
+    """A copy, or what saved-tensor hooks gave back, is a new object."""
     if attributes and not vars(leaf):
         vars(leaf).update(attributes)
     return leaf
@@ -59,7 +101,7 @@ class _Held:
         return self._tensor
 
 
-class FirstInput:
+class _FirstInput:
     """A tensor in a layer's first call, which may overwrite it: an in-place activation comes first in some layers.
 
     Neither the tensor nor a copy alone will do: the tensor may be gone after the call, and copies of all inputs of all

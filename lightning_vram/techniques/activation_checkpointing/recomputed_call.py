@@ -4,10 +4,16 @@ The work is done by :func:`torch.utils.checkpoint.checkpoint` (non-reentrant). W
 numbers are as in the first run (:mod:`~lightning_vram.core.rollback.module_snapshot`); tensors count as inputs wherever
 they are passed, by keyword or deep inside, so that the random state of their device is kept and an input overwritten
 before the backward is an error; the objects and containers of the caller are written by the first run only; results of
-chosen operators are taken from the first run (``selective.py``); and a second run that
-does something else is noticed (:mod:`~lightning_vram.techniques.activation_checkpointing.determinism`).
+chosen operators are taken from the first run (``selective.py``); and a second run that does something else is noticed
+(``two_runs.py``). In compiled code the compiler's partitioner does all that.
+
+Key-value caches of transformers stay out of it. A decoder layer appends its keys and values to a cache that is passed
+in (``use_cache=True`` is the default, in training too). Run a second time it would append them twice, and the cache
+would keep alive what checkpointing frees. transformers itself drops the cache under its own gradient checkpointing.
 """
 
+import functools
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -17,26 +23,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lightning_vram.core.hooks.stage import exact_only
 from lightning_vram.core.random_state.host import DrawnNumbers, HostRandomState
 from lightning_vram.core.rollback.module_snapshot import ModuleSnapshot, WrittenBuffers
 from lightning_vram.core.tensors.nests import flatten_arguments
-from lightning_vram.core.tensors.versions import version_of
 from lightning_vram.memory.tracking.following import module_scope
-from lightning_vram.memory.tracking.storages import iterate_storages
-from lightning_vram.techniques.activation_checkpointing.kept_arguments import (
-    FirstInput,
-    give_argument,
-    give_attributes,
-    keep_argument,
-    keep_attributes,
-)
+from lightning_vram.private_names.torch.trees import tree_map
+from lightning_vram.techniques.activation_checkpointing.kept_arguments import Arguments, KeptArguments
 from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
 from lightning_vram.techniques.activation_checkpointing.two_runs import First, LayerRuns, Recomputing
 
-Forward = Callable[..., Any]
+# Past the saved-tensor hooks of others, as always. From torch 2.15 on it has to be said: else a warning tells that a
+# later version will hand them what is kept. Where nothing is kept it means nothing.
+_RESPECT = "respect_saved_tensors_hooks"
+_HOOKS: dict[str, Any] = {_RESPECT: False} if _RESPECT in inspect.signature(checkpoint).parameters else {}
 
 
 @dataclass
@@ -66,8 +68,8 @@ class Observation:
 
 def call_recomputed(
     modules: Sequence[nn.Module],
-    forward: Forward,
-    arguments: tuple[tuple[Any, ...], dict[str, Any]],
+    forward: Callable[..., Any],
+    arguments: Arguments,
     observation: Observation,
     recomputing: Recomputing,
 ) -> Any:
@@ -85,8 +87,7 @@ def call_recomputed(
 
     Raises:
         RuntimeError: If the layer overwrites an input or a large buffer in this call, but did not in its first. In the
-            backward, a ``RecomputationError`` if the second run is
-            not what the first was.
+            backward, a ``RecomputationError`` if the second run is not what the first was.
     """
     if observation.overwrites_inputs is None and _has_lazy(modules):
         args, kwargs = arguments
@@ -99,57 +100,54 @@ def call_recomputed(
 
 def _call(
     modules: Sequence[nn.Module],
-    forward: Forward,
-    arguments: tuple[tuple[Any, ...], dict[str, Any]],
+    forward: Callable[..., Any],
+    arguments: Arguments,
     observation: Observation,
     recomputing: Recomputing,
 ) -> Any:
-    leaves, rebuild = flatten_arguments(arguments)
-    num_leaves = len(leaves)
-    kept = [keep_argument(leaf, observation.overwrites_inputs) for leaf in leaves]
-    attributes = keep_attributes(leaves)
-    versions = [_version(leaf) for leaf in leaves]
+    kept = KeptArguments(arguments, observation.overwrites_inputs)
     snapshot, host_random = ModuleSnapshot(modules, observation.written), HostRandomState(observation.drawn)
     runs = LayerRuns(modules, recomputing, observation.note_call(recomputing.save))
     first_call = [arguments]
     del arguments
 
-    def run(*kept: Any) -> Any:
+    def run(*values: Any) -> Any:
         if not first_call:
-            again = [give_argument(leaf, is_overwritten=observation.overwrites_inputs) for leaf in kept[:num_leaves]]
-            args, kwargs = rebuild(list(map(give_attributes, again, attributes)))
-            with module_scope(modules[0]):
-                return runs.second(lambda: forward(*args, **kwargs))
+            return run_again(values)
         args, kwargs = first_call.pop()
-        with snapshot.watching():
-            output = runs.first(lambda: forward(*args, **kwargs))
+        with snapshot.watching(), runs.first():
+            output = forward(*args, **kwargs)
+        runs.note(output)
         snapshot.settle()
         host_random.settle()
+        return output
+
+    def run_again(values: Sequence[Any]) -> Any:
+        args, kwargs = kept.give(values, is_overwritten=observation.overwrites_inputs)
+        with module_scope(modules[0]), runs.second():
+            output = forward(*args, **kwargs)
+        runs.check(output)
         return output
 
     with runs.without_early_stop(), exact_only():
         output = checkpoint(
             run,
-            *kept,
-            *_device_witness(modules, kept),
+            *kept.values,
+            *_device_witness(modules, kept.values),
             use_reentrant=False,
             context_fn=lambda: (nullcontext(), _Together(snapshot, host_random)),
             determinism_check="none" if recomputing.determinism_check == "none" else "default",
         )
-    is_overwritten = any(version != _version(leaf) for version, leaf in zip(versions, leaves, strict=True))
-    is_overwritten |= any(leaf.is_overwritten() for leaf in kept if isinstance(leaf, FirstInput))
-    _check_overwritten(recomputing.name, leaves, observation, is_overwritten=is_overwritten)
-    observation.overwrites_inputs = bool(observation.overwrites_inputs) or is_overwritten
+    _settle(kept, observation, recomputing.name)
     with exact_only():
-        for leaf in kept:
-            if isinstance(leaf, FirstInput):
-                leaf.settle()
         observation.num_kept = runs.settle()
     return output
 
 
-def _check_overwritten(name: str, leaves: Sequence[Any], observation: Observation, *, is_overwritten: bool) -> None:
-    if is_overwritten and _share_memory([leaf for leaf in leaves if isinstance(leaf, Tensor)]):
+def _settle(kept: KeptArguments, observation: Observation, name: str) -> None:
+    """Learn whether the layer overwrote its inputs, and keep what the second run needs of them."""
+    is_overwritten = kept.are_overwritten()
+    if is_overwritten and kept.share_memory():
         raise RuntimeError(
             f"layer {name} overwrites an input that shares memory with another of its inputs, and "
             "cannot be recomputed. Choose an outer layer to checkpoint."
@@ -159,6 +157,9 @@ def _check_overwritten(name: str, leaves: Sequence[Any], observation: Observatio
             f"layer {name} overwrites its input in some forwards and not in others, and cannot be "
             "recomputed. Choose other layers to checkpoint."
         )
+    observation.overwrites_inputs = bool(observation.overwrites_inputs) or is_overwritten
+    with exact_only():
+        kept.settle()
 
 
 class _Together:
@@ -176,11 +177,6 @@ class _Together:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stack.close()
-
-
-def _share_memory(tensors: Sequence[Tensor]) -> bool:
-    storages = [id(storage) for tensor in tensors for storage, _ in iterate_storages(tensor)]
-    return len(set(storages)) < len(storages)
 
 
 def _has_lazy(modules: Sequence[nn.Module]) -> bool:
@@ -202,5 +198,48 @@ def _device_witness(modules: Sequence[nn.Module], kept: Sequence[Any]) -> tuple[
     return (torch.empty(0, device=parameter.device),)
 
 
-def _version(leaf: Any) -> int:
-    return version_of(leaf) if isinstance(leaf, Tensor) else 0
+def compiled_checkpoint(save: SavePolicy | None, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Call ``forward`` so that the compiler recomputes it, but for the operators of ``save``.
+
+    The compiler takes a list of operators: ``every_n`` does not count there, all of them are kept.
+    """
+    run = functools.partial(forward, **kwargs)  # past the checkpoint, which has keywords of its own
+    if save is None:
+        return checkpoint(run, *args, use_reentrant=False)
+    contexts = functools.partial(create_selective_checkpoint_contexts, list(save.resolved))
+    return checkpoint(run, *args, use_reentrant=False, context_fn=contexts, **_HOOKS)
+
+
+def drop_empty_caches(layer: nn.Module, arguments: Arguments) -> Arguments:
+    """Replace key-value caches in ``arguments`` by ``None``.
+
+    Args:
+        layer: Layer that gets the arguments.
+        arguments: Any nests.
+
+    Returns:
+        The same nest, or a copy of it without caches.
+
+    Raises:
+        RuntimeError: If a cache already holds keys for this layer, as with prefix tuning: the layer needs them.
+    """
+    if not any(_is_cache(leaf) for leaf in (*arguments[0], *arguments[1].values())):
+        return arguments
+
+    def drop(leaf: Any) -> Any:
+        if not _is_cache(leaf):
+            return leaf
+        position = next((module.layer_idx for module in layer.modules() if hasattr(module, "layer_idx")), 0)
+        if leaf.get_seq_length(position):
+            raise RuntimeError(
+                f"layer {type(layer).__name__} reads a filled key-value cache and cannot be recomputed. "
+                "Choose other layers to checkpoint, or train without past_key_values."
+            )
+        return None
+
+    dropped: Arguments = tree_map(drop, arguments, is_leaf=_is_cache)
+    return dropped
+
+
+def _is_cache(value: Any) -> bool:
+    return hasattr(value, "get_seq_length") and hasattr(value, "update")

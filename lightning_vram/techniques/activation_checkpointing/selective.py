@@ -26,8 +26,7 @@ from lightning_vram.private_names.torch.dispatch import TorchDispatchMode
 from lightning_vram.private_names.torch.operator_calls import call_operator
 from lightning_vram.private_names.torch.operators import UNSAFE_VIEW
 from lightning_vram.private_names.torch.tensors import base_of, is_view
-from lightning_vram.techniques.activation_checkpointing.determinism import OutputSamples
-from lightning_vram.techniques.activation_checkpointing.errors import RecomputationError
+from lightning_vram.techniques.activation_checkpointing.determinism import OutputSamples, RecomputationError
 from lightning_vram.techniques.activation_checkpointing.kept_result import KeptResult
 from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
 

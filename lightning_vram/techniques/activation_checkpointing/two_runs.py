@@ -1,10 +1,10 @@
 """The two runs of one call of a layer, and what has to be the same in both."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError, set_checkpoint_early_stop
@@ -12,13 +12,31 @@ from torch.utils.checkpoint import CheckpointError, set_checkpoint_early_stop
 from lightning_vram.core.hooks.save_watch import SaveWatch
 from lightning_vram.core.hooks.stepping_aside import InnermostHooks, stepping_aside
 from lightning_vram.core.hooks.unfinished_saves import whole_last_operator
-from lightning_vram.techniques.activation_checkpointing.determinism import OperatorTrace, OutputSamples
-from lightning_vram.techniques.activation_checkpointing.errors import RecomputationError
+from lightning_vram.techniques.activation_checkpointing.determinism import (
+    OperatorTrace,
+    OutputSamples,
+    RecomputationError,
+)
 from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
 from lightning_vram.techniques.activation_checkpointing.selective import KeptOutputs
 
 DeterminismCheck = Literal["outputs", "operators", "none"]
 _DIFFERENCES = ("different metadata", "different number of tensors", "more tensors")  # in torch's words
+
+
+@dataclass(frozen=True)
+class CallWatch:
+    """Whoever wants to know what a layer does.
+
+    Args:
+        call: Gets the arguments of a call; returns a context for all of it, from before anything is saved for it.
+        inside: Returns a context for the first run of the layer's forward.
+        on_recomputation: Called before the second run.
+    """
+
+    call: Callable[[Sequence[Any]], AbstractContextManager[None]]
+    inside: Callable[[], AbstractContextManager[None]]
+    on_recomputation: Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -36,20 +54,7 @@ class Recomputing:
     name: str
     save: SavePolicy | None = None
     determinism_check: DeterminismCheck = "outputs"
-    watch: "CallWatch | None" = None
-
-
-class CallWatch(Protocol):
-    """Whoever wants to know what a layer does."""
-
-    def call(self, leaves: Sequence[Any]) -> AbstractContextManager[None]:
-        """Return a context for a whole call with these arguments, from before anything is saved for it."""
-
-    def inside(self) -> AbstractContextManager[None]:
-        """Return a context for the first run of the layer's forward."""
-
-    def on_recomputation(self) -> None:
-        """Called before the second run."""
+    watch: CallWatch | None = None
 
 
 class First(Enum):
@@ -62,7 +67,7 @@ class First(Enum):
 class LayerRuns:
     """The runs of one call: sees to it that the second is what the first was, or that the user gets to know."""
 
-    def __init__(self, modules: Sequence[nn.Module], recomputing: Recomputing, first_of: "First | None") -> None:
+    def __init__(self, modules: Sequence[nn.Module], recomputing: Recomputing, first_of: First | None) -> None:
         """Prepare them.
 
         Args:
@@ -88,8 +93,9 @@ class LayerRuns:
         is_compared = self._compares_outputs or self._trace is not None
         return set_checkpoint_early_stop(is_enabled) if is_compared else nullcontext()
 
-    def first(self, run: Callable[[], Any]) -> Any:
-        """Call the forward for the first time."""
+    @contextmanager
+    def first(self) -> Iterator[None]:
+        """Call the forward for the first time inside; then :meth:`note` what it returned."""
         with ExitStack() as stack:
             stack.enter_context(stepping_aside(InnermostHooks()))  # the checkpoint's
             on_save = self._outputs.count_save if self._outputs is not None else _ignore
@@ -102,13 +108,20 @@ class LayerRuns:
                 stack.enter_context(self._outputs.recording())
             if self._trace is not None:
                 stack.enter_context(self._trace)
-            output = run()
+            yield
+
+    def note(self, output: Any) -> None:
+        """Note what the first run returned, if that is compared."""
         if self._compares_outputs:
             self._samples = OutputSamples(output)
-        return output
 
-    def second(self, run: Callable[[], Any]) -> Any:
-        """Call it again. Raises ``RecomputationError`` if it does something else."""
+    @contextmanager
+    def second(self) -> Iterator[None]:
+        """Call it again inside; then :meth:`check` what it returned.
+
+        Raises:
+            RecomputationError: If it does something else.
+        """
         if self._watch is not None:
             self._watch.on_recomputation()
         try:
@@ -120,12 +133,14 @@ class LayerRuns:
                     stack.enter_context(self._outputs.replaying())
                 if self._trace is not None:
                     stack.enter_context(self._trace.comparing())
-                output = run()
+                yield
         except RecomputationError as error:
             raise self._error(f"{error}.", is_named=True) from None
+
+    def check(self, output: Any) -> None:
+        """Raise ``RecomputationError`` if the second run returned other values than the first."""
         if self._samples is not None and self._samples.differ_from(output):
             raise self._error("it returned other values than in its first run.")
-        return output
 
     def settle(self) -> int:
         """Call after the first run, outside of the checkpoint; returns how many results are kept."""

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_vram import ActivationCheckpointing, SavePolicy
 from lightning_vram.memory.units import parse_bytes
 from lightning_vram.techniques.activation_checkpointing.apply import _STATE, apply_activation_checkpointing
-from lightning_vram.techniques.activation_checkpointing.errors import RecomputationError
+from lightning_vram.techniques.activation_checkpointing.determinism import RecomputationError
 
 
 class Spy(Callback):

@@ -10,7 +10,7 @@ from support.helpers import TinyCNN, TinyGPT
 from torch import Tensor, nn
 
 from lightning_vram.techniques.activation_checkpointing.apply import apply_activation_checkpointing
-from lightning_vram.techniques.activation_checkpointing.errors import RecomputationError
+from lightning_vram.techniques.activation_checkpointing.determinism import RecomputationError
 from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
 
 GENERATOR = np.random.default_rng(0)  # nobody's state: neither a module's nor NumPy's own

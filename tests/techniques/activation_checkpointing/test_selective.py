@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_vram import track_memory
 from lightning_vram.techniques.activation_checkpointing.apply import apply_activation_checkpointing
-from lightning_vram.techniques.activation_checkpointing.errors import RecomputationError
+from lightning_vram.techniques.activation_checkpointing.determinism import RecomputationError
 from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
 
 aten = torch.ops.aten

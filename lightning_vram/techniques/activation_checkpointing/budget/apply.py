@@ -19,10 +19,12 @@ from torch import nn
 
 from lightning_vram.core.layers.selection import Layer
 from lightning_vram.core.tensors.nests import flatten_arguments
-from lightning_vram.techniques.activation_checkpointing.apply import Arguments, CheckpointingHandle
-from lightning_vram.techniques.activation_checkpointing.budget.observer import Shapes, StepObserver, covers, shapes_of
-from lightning_vram.techniques.activation_checkpointing.budget.plan import CheckpointPlan, StepProfile
-from lightning_vram.techniques.activation_checkpointing.budget.solver import predict_peak, solve
+from lightning_vram.techniques.activation_checkpointing.apply import CheckpointingHandle
+from lightning_vram.techniques.activation_checkpointing.budget.observer import StepObserver
+from lightning_vram.techniques.activation_checkpointing.budget.plan import CheckpointPlan, StepProfile, predict_peak
+from lightning_vram.techniques.activation_checkpointing.budget.rounds import Shapes, covers, shapes_of
+from lightning_vram.techniques.activation_checkpointing.budget.solver import solve
+from lightning_vram.techniques.activation_checkpointing.kept_arguments import Arguments
 from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
 from lightning_vram.techniques.activation_checkpointing.two_runs import DeterminismCheck, Recomputing
 
@@ -64,11 +66,6 @@ class BudgetedCheckpointing:
     def is_outgrown(self) -> bool:
         """Whether inputs have outgrown the plan: all layers run checkpointed, and the next step should be observed."""
         return self._missing is not None
-
-    @property
-    def has_plan(self) -> bool:
-        """Whether a step was observed that a plan can be made from."""
-        return bool(self._profiles)
 
     @contextmanager
     def observing(self, inputs: Any = None) -> Iterator[None]:

@@ -15,8 +15,12 @@ from lightning_vram.techniques.activation_checkpointing.budget.layer_options imp
     good_options,
     look_inside,
 )
-from lightning_vram.techniques.activation_checkpointing.budget.peak import predict_peak
-from lightning_vram.techniques.activation_checkpointing.budget.plan import LayerChoice, LayerProfile, StepProfile
+from lightning_vram.techniques.activation_checkpointing.budget.plan import (
+    LayerChoice,
+    LayerProfile,
+    StepProfile,
+    predict_peak,
+)
 from lightning_vram.techniques.activation_checkpointing.budget.search import PlanSearch
 
 _BUDGETS_TRIED = 10  # where calls of layers interleave

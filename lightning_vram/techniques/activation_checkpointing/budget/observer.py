@@ -6,9 +6,9 @@ model or of the user's code is needed. It works on fake tensors, too. What autog
 hooks, operators by a dispatch mode; storages are told apart by weak references, for addresses are used again.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,52 +25,10 @@ from lightning_vram.memory.tracking.storages import iterate_storages, iterate_te
 from lightning_vram.private_names.torch.operator_calls import call_operator
 from lightning_vram.private_names.torch.tensors import base_of, is_view
 from lightning_vram.private_names.torch.trees import tree_leaves
-from lightning_vram.techniques.activation_checkpointing.budget.plan import (
-    CallProfile,
-    LayerProfile,
-    OperatorProfile,
-    StepProfile,
-)
+from lightning_vram.techniques.activation_checkpointing.budget.plan import StepProfile
+from lightning_vram.techniques.activation_checkpointing.budget.rounds import Call, Operator, Round, Shapes, shapes_of
 from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
-from lightning_vram.techniques.activation_checkpointing.selective import NUM_INPUT_SAMPLES
-
-_OTHER_BYTES = 8192  # the loss, its gradient, what is logged, samples for comparison: alive, and saved by nobody
-_SAMPLES_BYTES = 4 * 4 * NUM_INPUT_SAMPLES  # for each kept result, of its operator's arguments
-
-
-@dataclass
-class _Operator:
-    """One operator in one call. ``storages`` and ``counter`` are there for costly ones only."""
-
-    name: str
-    cost: float
-    num_saves: int  # of the call, before it ran
-    storages: dict[int, int] | None = None  # bytes by number
-    counter: Tensor | None = None
-    version: int = 0
-
-    @property
-    def is_overwritten(self) -> bool:
-        return self.counter is not None and version_of(self.counter) != self.version
-
-
-@dataclass
-class _Call:
-    layer: str
-    position: int
-    operators: list[_Operator] = field(default_factory=list)
-    saved: dict[int, int] = field(default_factory=dict)  # bytes by storage
-    num_saves: int = 0
-
-
-@dataclass
-class _Round:
-    """A forward and its backward."""
-
-    calls: list[_Call] = field(default_factory=list)
-    base: dict[int, tuple[float, int]] = field(default_factory=dict)  # first position and bytes, by storage
-    other_cost: float = 0.0
-    is_over: bool = False
+from lightning_vram.techniques.activation_checkpointing.two_runs import CallWatch
 
 
 class StepObserver:
@@ -89,8 +47,8 @@ class StepObserver:
         self._lasting = {number for tensor in self._held for number, _ in self._storages.number(tensor)}
         self.shapes: dict[str, set[Shapes]] = {}
         """What calls got, by layer."""
-        self._rounds = [_Round()]
-        self._call: _Call | None = None
+        self._rounds = [Round()]
+        self._call: Call | None = None
         self._is_inside = False
 
     @contextmanager
@@ -101,21 +59,21 @@ class StepObserver:
             yield
         self._held.clear()
 
-    def watch(self, layer: str) -> "LayerWatch":
+    def watch(self, layer: str) -> CallWatch:
         """Return what is to be told about the calls of ``layer``."""
-        return LayerWatch(self, layer)
+        return CallWatch(partial(self._call_of, layer), self._inside, self._end_round)
 
     def profiles(self) -> list[StepProfile]:
         """Return what was seen, one for each forward with a backward of its own; those without a layer left out."""
-        return [_profile(round) for round in self._rounds if round.calls]
+        return [round.profile() for round in self._rounds if round.calls]
 
     @contextmanager
-    def call(self, layer: str, leaves: Sequence[Any]) -> Iterator[None]:
+    def _call_of(self, layer: str, leaves: Sequence[Any]) -> Iterator[None]:
         """One call of ``layer`` with these arguments, from before its inputs are saved to after its outputs are."""
         if self._rounds[-1].is_over:
-            self._rounds.append(_Round())
+            self._rounds.append(Round())
         calls, outer = self._rounds[-1].calls, self._call
-        self._call = _Call(layer, len(calls))
+        self._call = Call(layer, len(calls))
         calls.append(self._call)
         self.shapes.setdefault(layer, set()).add(shapes_of(leaves))
         for leaf in leaves:
@@ -127,7 +85,7 @@ class StepObserver:
             self._call = outer
 
     @contextmanager
-    def inside(self) -> Iterator[None]:
+    def _inside(self) -> Iterator[None]:
         """The forward of the call that is open."""
         was_inside, self._is_inside = self._is_inside, True
         hooks = SaveWatch(self._on_save).hooks()
@@ -137,7 +95,7 @@ class StepObserver:
         finally:
             self._is_inside = was_inside
 
-    def end_round(self) -> None:
+    def _end_round(self) -> None:
         """Note that a backward runs: what comes next is another forward."""
         self._rounds[-1].is_over = True
 
@@ -169,7 +127,7 @@ class StepObserver:
         if place is None or self._call is None:
             self._rounds[-1].other_cost += cost
             return
-        operator = _Operator(str(func).rpartition(".")[0] or str(func), cost, self._call.num_saves)
+        operator = Operator(str(func).rpartition(".")[0] or str(func), cost, self._call.num_saves)
         if self._costly.concerns(func):
             first = tensors[0] if tensors else None
             operator.storages = storages
@@ -186,43 +144,6 @@ class StepObserver:
             base = self._rounds[-1].base
             known = base.get(number)
             base[number] = (min(position, known[0]) if known is not None else position, num_bytes)
-
-
-Shapes = tuple[tuple[int, ...], ...]
-"""Of each tensor among the arguments of a call: bytes of an element, and sizes."""
-
-
-def shapes_of(leaves: Sequence[Any]) -> Shapes:
-    """Return how large the tensors among arguments are."""
-    return tuple((leaf.dtype.itemsize, *leaf.shape) for leaf in leaves if isinstance(leaf, Tensor))
-
-
-def covers(one: Shapes, other: Shapes) -> bool:
-    """Whether no tensor of ``other`` is larger in any way."""
-    return len(one) == len(other) and all(
-        len(large) == len(small) and all(a >= b for a, b in zip(large, small, strict=True))
-        for large, small in zip(one, other, strict=True)
-    )
-
-
-class LayerWatch:
-    """What a recomputed call tells the observer."""
-
-    def __init__(self, observer: StepObserver, layer: str) -> None:
-        self._observer = observer
-        self._layer = layer
-
-    def call(self, leaves: Sequence[Any]) -> Any:
-        """Return a context for the whole call."""
-        return self._observer.call(self._layer, leaves)
-
-    def inside(self) -> Any:
-        """Return a context for the layer's forward."""
-        return self._observer.inside()
-
-    def on_recomputation(self) -> None:
-        """Note that a second run begins."""
-        self._observer.end_round()
 
 
 class _StorageNumbers:
@@ -262,49 +183,3 @@ class _Operators(QuietMode):
         output = call_operator(func, args, kwargs)
         self._observer.on_operator(func, args, kwargs, output)
         return output
-
-
-def _profile(round: _Round) -> StepProfile:
-    base = dict(round.base)
-    for call in round.calls:
-        for number in call.saved.keys() & base.keys():  # saved in the layer, and an input of a later one
-            base[number] = (min(base[number][0], call.position), base[number][1])
-    layers: dict[str, list[CallProfile]] = {}
-    for call in round.calls:
-        layers.setdefault(call.layer, []).append(_profile_call(call, base))
-    return StepProfile(
-        layers=tuple(LayerProfile(name, tuple(calls)) for name, calls in layers.items()),
-        base_total_bytes=sum(num_bytes for _, num_bytes in base.values()) + _OTHER_BYTES,
-        other_cost=round.other_cost,
-    )
-
-
-def _profile_call(call: _Call, base: dict[int, tuple[float, int]]) -> CallProfile:
-    kept: set[int] = set()
-    operators = []
-    reached = [operator for operator in call.operators if operator.num_saves < call.num_saves]  # by a second run
-    for operator in call.operators:
-        if operator.storages is not None:
-            operators.append(_profile_operator(operator, call, base.keys() | kept))
-            kept.update(operator.storages)
-    return CallProfile(
-        position=call.position,
-        base_live_bytes=sum(size for position, size in base.values() if position <= call.position) + _OTHER_BYTES,
-        saved_bytes=sum(num_bytes for number, num_bytes in call.saved.items() if number not in base),
-        cost=sum(operator.cost for operator in reached),
-        operators=tuple(operators),
-    )
-
-
-def _profile_operator(operator: _Operator, call: _Call, held: Collection[int]) -> OperatorProfile:
-    """A result that is overwritten, or made after the last that is saved, is never kept: nothing is gained by it."""
-    assert operator.storages is not None
-    if operator.is_overwritten or operator.num_saves == call.num_saves:
-        return OperatorProfile(operator.name, 0, is_saved=True, cost=0.0)
-    new = [number for number in operator.storages if number not in held]
-    return OperatorProfile(
-        operator.name,
-        num_bytes=sum(operator.storages[number] for number in new) + _SAMPLES_BYTES,
-        is_saved=all(number in call.saved for number in new),
-        cost=operator.cost,
-    )

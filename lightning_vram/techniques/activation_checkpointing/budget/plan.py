@@ -6,17 +6,12 @@ head) are base bytes. All here is plain data; ``solver.py`` makes the plan.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from math import isfinite
 from typing import Literal
-
-from lightning_vram.memory.units import format_bytes
-
-_NAME_WIDTH = 40
-_KEPT_WIDTH = 32
 
 
 @dataclass(frozen=True)
@@ -220,91 +215,44 @@ class CheckpointPlan:
     @property
     def recompute_share(self) -> float:
         """What runs again, as a share of the forward."""
-        return _share(self.recompute_cost, self.profile.cost)
+        return self.recompute_cost / self.profile.cost if self.profile.cost else 0.0
 
     @property
     def is_proven_best(self) -> bool:
         """Whether no plan within the budget recomputes less."""
         return self.least_recompute_cost >= self.recompute_cost
 
-    def table(self) -> str:
-        """Write the plan as text of at most 100 columns.
 
-        Equal neighbours share a line. Bytes are of one layer, recomputation is a share of its forward.
-        """
-        rows = [("layers", "keeps", "bytes each", "recomputes"), *self._rows()]
-        widths = [max(len(row[column]) for row in rows) for column in range(4)]
-        lines = [
-            f"{name:<{widths[0]}}  {keeps:<{widths[1]}}  {size:>{widths[2]}}  {again:>{widths[3]}}".rstrip()
-            for name, keeps, size, again in rows
-        ]
-        rule = "-" * max(map(len, lines))
-        return "\n".join([lines[0], rule, *lines[1:], rule, *self._totals()])
+def predict_peak(profile: StepProfile, choices: Sequence[LayerChoice]) -> int:
+    """Predict the peak of activation bytes of a round, exactly, however calls of layers interleave.
 
-    def _rows(self) -> Iterator[tuple[str, str, str, str]]:
-        costs = [layer.cost for layer in self.profile.layers]
-        runs: list[list[tuple[LayerChoice, tuple[str, str, str]]]] = []
-        for choice, cost in zip(self.choices, costs, strict=True):
-            entry = (choice, _cells(choice, cost))
-            if runs and runs[-1][0][1] == entry[1]:
-                runs[-1].append(entry)
-            else:
-                runs.append([entry])
-        for run in runs:
-            keeps, size, again = run[0][1]
-            yield _name_run([choice.name for choice, _ in run]), keeps, size, again
+    Args:
+        profile: What was observed.
+        choices: One for each layer of the profile, in its order.
 
-    def _totals(self) -> Iterator[str]:
-        yield f"budget          {format_bytes(self.budget_bytes)}"
-        used = f" ({_share(self.peak_bytes, self.budget_bytes):.1%} of the budget)"
-        yield f"predicted peak  {format_bytes(self.peak_bytes)}{used}"
-        yield f"plain peak      {format_bytes(self.plain_peak_bytes)}"
-        yield f"least possible  {format_bytes(self.minimum_bytes)}"
-        again = f"extra compute   {_format_share(self.recompute_share)} of the forward"
-        if not self.is_proven_best:
-            least = _share(self.least_recompute_cost, self.profile.cost)
-            again += f" (the best plan may need as little as {_format_share(least)})"
-        yield again
+    Returns:
+        Bytes at the end of the forward or in the backward of a call, whichever is more.
+
+    Raises:
+        ValueError: If the choices are for other layers.
+    """
+    return find_peak(profile, choices)[0]
 
 
-def _cells(choice: LayerChoice, cost: float) -> tuple[str, str, str]:
-    size = format_bytes(choice.kept_bytes)
-    if choice.kind == "plain":
-        return "everything (plain)", size, "-"
-    names = [f"{count} x {name}" if count > 1 else name for name, count in choice.operators]
-    return _shorten_list(names) or "nothing", size, _format_share(_share(choice.recompute_cost, cost))
-
-
-def _shorten_list(names: list[str]) -> str:
-    for shown in range(len(names), 0, -1):
-        text = ", ".join(names[:shown]) + (f", {len(names) - shown} more" if shown < len(names) else "")
-        if len(text) <= _KEPT_WIDTH:
-            return text
-    return f"{len(names)} kinds" if len(names) > 1 else "".join(_shorten(name, _KEPT_WIDTH) for name in names)
-
-
-def _name_run(names: list[str]) -> str:
-    if len(names) == 1:
-        return _shorten(names[0], _NAME_WIDTH)
-    count = f" ({len(names)})"
-    whole = f"{names[0]} ... {names[-1]}{count}"
-    if len(whole) <= _NAME_WIDTH:
-        return whole
-    each = (_NAME_WIDTH - len(count) - len(" ... ")) // 2
-    return f"{_shorten(names[0], each)} ... {_shorten(names[-1], each)}{count}"
-
-
-def _shorten(name: str, width: int) -> str:
-    """Keep the end: it tells layers apart."""
-    return name if len(name) <= width else ".." + name[2 - width :]
-
-
-def _share(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0
-
-
-def _format_share(share: float) -> str:
-    return f"{share:.1%}"
+def find_peak(profile: StepProfile, choices: Sequence[LayerChoice]) -> tuple[int, str]:
+    """Predict the peak as :func:`predict_peak` does, and say where in the round it is."""
+    if [choice.name for choice in choices] != [layer.name for layer in profile.layers]:
+        raise ValueError("choices must be one for each layer of the profile, in its order.")
+    decided = [(call, choice) for layer, choice in zip(profile.layers, choices, strict=True) for call in layer.calls]
+    peak, place, kept_bytes = 0, "at the end of the forward", 0
+    for call, choice in sorted(decided, key=lambda pair: pair[0].position):
+        live_bytes = call.base_live_bytes + kept_bytes + call.working_bytes(choice.decision)
+        if live_bytes > peak:
+            peak, place = live_bytes, f"in the backward of {choice.name!r}"
+        kept_bytes += call.kept_bytes(choice.decision)
+    if profile.base_total_bytes + kept_bytes >= peak:
+        peak, place = profile.base_total_bytes + kept_bytes, "at the end of the forward"
+    return peak, place
 
 
 def _require_amounts(owner: str, **amounts: float) -> None:

@@ -12,6 +12,7 @@ import torch.distributed
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.techniques.activation_checkpointing.budget.apply import Decisions, decisions_of
 from lightning_vram.techniques.activation_checkpointing.budget.plan import CheckpointPlan
+from lightning_vram.techniques.activation_checkpointing.budget.table import format_table
 
 
 @dataclass(frozen=True)
@@ -60,4 +61,4 @@ def _make(make_plan: Callable[[], CheckpointPlan | None]) -> SharedPlan | str | 
     if plan is None:
         return None
     summary = f"{format_bytes(plan.peak_bytes)} of activations, {plan.recompute_share:.0%} of the forward runs again."
-    return SharedPlan(decisions_of(plan), plan.plain_peak_bytes, plan.table(), summary)
+    return SharedPlan(decisions_of(plan), plan.plain_peak_bytes, format_table(plan), summary)

@@ -38,13 +38,14 @@ from lightning_vram.techniques.activation_checkpointing.budget.interleaved impor
     judge,
 )
 from lightning_vram.techniques.activation_checkpointing.budget.layer_options import find_scale
-from lightning_vram.techniques.activation_checkpointing.budget.peak import find_peak, predict_peak
 from lightning_vram.techniques.activation_checkpointing.budget.plan import (
     CallProfile,
     CheckpointPlan,
     LayerChoice,
     LayerProfile,
     StepProfile,
+    find_peak,
+    predict_peak,
 )
 
 __all__ = ["BudgetError", "predict_peak", "solve"]

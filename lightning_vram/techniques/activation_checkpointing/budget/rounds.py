@@ -1,0 +1,115 @@
+"""What was seen in a step, and the plain data that a plan is made from."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from lightning_vram.core.tensors.versions import version_of
+from lightning_vram.techniques.activation_checkpointing.budget.plan import (
+    CallProfile,
+    LayerProfile,
+    OperatorProfile,
+    StepProfile,
+)
+from lightning_vram.techniques.activation_checkpointing.selective import NUM_INPUT_SAMPLES
+
+_OTHER_BYTES = 8192  # the loss, its gradient, what is logged, samples for comparison: alive, and saved by nobody
+_SAMPLES_BYTES = 4 * 4 * NUM_INPUT_SAMPLES  # for each kept result, of its operator's arguments
+
+
+@dataclass
+class Operator:
+    """One operator in one call. ``storages`` and ``counter`` are there for costly ones only."""
+
+    name: str
+    cost: float
+    num_saves: int  # of the call, before it ran
+    storages: dict[int, int] | None = None  # bytes by number
+    counter: Tensor | None = None
+    version: int = 0
+
+    def profile(self, call: "Call", held: Collection[int]) -> OperatorProfile:
+        """A result that is overwritten, or made after the last that is saved, is never kept: it gains nothing."""
+        assert self.storages is not None
+        is_overwritten = self.counter is not None and version_of(self.counter) != self.version
+        if is_overwritten or self.num_saves == call.num_saves:
+            return OperatorProfile(self.name, 0, is_saved=True, cost=0.0)
+        new = [number for number in self.storages if number not in held]
+        return OperatorProfile(
+            self.name,
+            num_bytes=sum(self.storages[number] for number in new) + _SAMPLES_BYTES,
+            is_saved=all(number in call.saved for number in new),
+            cost=self.cost,
+        )
+
+
+@dataclass
+class Call:
+    """One call of a layer."""
+
+    layer: str
+    position: int
+    operators: list[Operator] = field(default_factory=list)
+    saved: dict[int, int] = field(default_factory=dict)  # bytes by storage
+    num_saves: int = 0
+
+    def profile(self, base: dict[int, tuple[float, int]]) -> CallProfile:
+        """Say what it keeps beside the storages in ``base``, and costs."""
+        kept: set[int] = set()
+        operators = []
+        reached = [operator for operator in self.operators if operator.num_saves < self.num_saves]  # by a second run
+        for operator in self.operators:
+            if operator.storages is not None:
+                operators.append(operator.profile(self, base.keys() | kept))
+                kept.update(operator.storages)
+        return CallProfile(
+            position=self.position,
+            base_live_bytes=sum(size for position, size in base.values() if position <= self.position) + _OTHER_BYTES,
+            saved_bytes=sum(num_bytes for number, num_bytes in self.saved.items() if number not in base),
+            cost=sum(operator.cost for operator in reached),
+            operators=tuple(operators),
+        )
+
+
+@dataclass
+class Round:
+    """A forward and its backward."""
+
+    calls: list[Call] = field(default_factory=list)
+    base: dict[int, tuple[float, int]] = field(default_factory=dict)  # first position and bytes, by storage
+    other_cost: float = 0.0
+    is_over: bool = False
+
+    def profile(self) -> StepProfile:
+        """Say what each layer keeps and costs."""
+        base = dict(self.base)
+        for call in self.calls:
+            for number in call.saved.keys() & base.keys():  # saved in the layer, and an input of a later one
+                base[number] = (min(base[number][0], call.position), base[number][1])
+        layers: dict[str, list[CallProfile]] = {}
+        for call in self.calls:
+            layers.setdefault(call.layer, []).append(call.profile(base))
+        return StepProfile(
+            layers=tuple(LayerProfile(name, tuple(calls)) for name, calls in layers.items()),
+            base_total_bytes=sum(num_bytes for _, num_bytes in base.values()) + _OTHER_BYTES,
+            other_cost=self.other_cost,
+        )
+
+
+Shapes = tuple[tuple[int, ...], ...]
+"""Of each tensor among the arguments of a call: bytes of an element, and sizes."""
+
+
+def shapes_of(leaves: Sequence[Any]) -> Shapes:
+    """Return how large the tensors among arguments are."""
+    return tuple((leaf.dtype.itemsize, *leaf.shape) for leaf in leaves if isinstance(leaf, Tensor))
+
+
+def covers(one: Shapes, other: Shapes) -> bool:
+    """Whether no tensor of ``other`` is larger in any way."""
+    return len(one) == len(other) and all(
+        len(large) == len(small) and all(a >= b for a, b in zip(large, small, strict=True))
+        for large, small in zip(one, other, strict=True)
+    )
