@@ -8,7 +8,7 @@ again, since what they wrote into the module was taken back.
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -85,7 +85,7 @@ class MicroBatchClosure(Closure):
             reduce_gradients(by_hand)
             expect_buffer_sync(by_hand)
         if self._has_run_backward:
-            self._call_after_backward()
+            call_hook(self._trainer, _AFTER)  # once, for those who have not heard it of each part
         return self._combine(outputs)
 
     def _reduced_by_hand(self) -> DistributedDataParallel | None:
@@ -100,27 +100,21 @@ class MicroBatchClosure(Closure):
             self._has_run_backward = False  # of a try that failed
         kwargs = OrderedDict(self._kwargs)
         kwargs[next(iter(kwargs))] = part.batch
-        with self._no_sync(part):
+        with nullcontext() if part.is_last else blocked_sync(self._trainer.strategy, block=True):
             result = make_step(self._loop, kwargs)()
             if result.closure_loss is None:
                 self.warning_cache.warn(
                     "`training_step` returned `None`. If this was on purpose, ignore this warning..."
                 )
             if part.is_first:
-                self._prepare_backward()
+                if self._zero_grad is not None:
+                    self._zero_grad()
+                self._runner.remember_gradients()
             if result.closure_loss is not None and self._backward is not None:
                 self._run_backward(self._backward, _weighted(result.closure_loss, part.factor), part)
         if part.is_first and part.is_last:
             return result
         return _detached(result, part.factor)
-
-    def _prepare_backward(self) -> None:
-        if self._zero_grad is not None:
-            self._zero_grad()
-        self._runner.remember_gradients()
-
-    def _no_sync(self, part: MicroBatch) -> AbstractContextManager[None]:
-        return nullcontext() if part.is_last else blocked_sync(self._trainer.strategy, block=True)
 
     def _run_backward(self, backward: Callable[[Tensor], None], loss: Tensor, part: MicroBatch) -> None:
         if part.factor == 0 and not self._runner.has_equal_counts:  # else others wait in their backward
@@ -136,10 +130,6 @@ class MicroBatchClosure(Closure):
             yield from (parameter for parameter in own_parameters(member).values() if parameter is not None)
         for group in self._optimizer.param_groups:
             yield from group["params"]
-
-    def _call_after_backward(self) -> None:
-        """Say once that the gradients of the batch are there, to those who have not heard it of each part."""
-        call_hook(self._trainer, _AFTER)
 
     def _combine(self, outputs: list[tuple[MicroBatch, ClosureResult]]) -> ClosureResult:
         if len(outputs) == 1:

@@ -213,8 +213,9 @@ class MicroBatchRunner:
         shares = self._find_shares([part for part, _ in parts], [size for _, size in parts])
         num_idle = max(0, agreed.count - len(parts)) if agreed.count is not None else 0
         last = len(parts) - 1 + num_idle
+        factors = [1.0] * len(parts) if self._losses_are_sums else shares
         micro_batches = [
-            MicroBatch(part, size, share, self._factor(share), is_first=number == 0, is_last=number == last)
+            MicroBatch(part, size, share, factors[number], is_first=number == 0, is_last=number == last)
             for number, ((part, size), share) in enumerate(zip(parts, shares, strict=True))
         ]
         part, size = parts[-1]
@@ -223,15 +224,12 @@ class MicroBatchRunner:
         return micro_batches
 
     def _find_shares(self, parts: Sequence[Any], sizes: Sequence[int]) -> list[float]:
-        if self._is_training:
-            return shares_of(parts, sizes, self._weight)
         try:
             return shares_of(parts, sizes, self._weight)
         except (AttributeError, LookupError, TypeError, ValueError):
+            if self._is_training:
+                raise
             return shares_of(parts, sizes, None)  # such as batches to predict, which have no labels
-
-    def _factor(self, share: float) -> float:
-        return 1.0 if self._losses_are_sums else share
 
     def _has_failed(self, error: Exception | None, started: float) -> bool:
         self._longest_seconds = max(self._longest_seconds, time.monotonic() - started)
@@ -243,14 +241,12 @@ class MicroBatchRunner:
         except RankAgreementError as silence:
             if error is None:
                 raise
+            reason = why_counts_must_be_equal(self._trainer, is_training=self._is_training)
             error.add_note(
                 "MicroBatching cannot run the batch again in smaller parts: this rank ran out of memory and other "
-                f"ranks wait for it in the middle of theirs ({self._why_equal()}). Start with a smaller size=."
+                f"ranks wait for it in the middle of theirs ({reason}). Start with a smaller size=."
             )
             raise error from silence
-
-    def _why_equal(self) -> str | None:
-        return why_counts_must_be_equal(self._trainer, is_training=self._is_training)
 
     def _shrink(self, facts: BatchFacts, agreed: Agreed, error: Exception | None) -> Agreed:
         self.num_retries += 1

@@ -15,9 +15,7 @@ would keep alive what checkpointing frees. transformers itself drops the cache u
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -123,10 +121,11 @@ def _call(
         return output
 
     def run_again(values: Sequence[Any]) -> Any:
-        args, kwargs = kept.give(values, is_overwritten=observation.overwrites_inputs)
-        with module_scope(modules[0]), runs.second():
-            output = forward(*args, **kwargs)
-        runs.check(output)
+        with snapshot, host_random:
+            args, kwargs = kept.give(values, is_overwritten=observation.overwrites_inputs)
+            with module_scope(modules[0]), runs.second():
+                output = forward(*args, **kwargs)
+            runs.check(output)
         return output
 
     with runs.without_early_stop(), exact_only():
@@ -135,7 +134,6 @@ def _call(
             *kept.values,
             *_device_witness(modules, kept.values),
             use_reentrant=False,
-            context_fn=lambda: (nullcontext(), _Together(snapshot, host_random)),
             determinism_check="none" if recomputing.determinism_check == "none" else "default",
         )
     _settle(kept, observation, recomputing.name)
@@ -160,23 +158,6 @@ def _settle(kept: KeptArguments, observation: Observation, name: str) -> None:
     observation.overwrites_inputs = bool(observation.overwrites_inputs) or is_overwritten
     with exact_only():
         kept.settle()
-
-
-class _Together:
-    """Several contexts as one that can be entered again: a retained graph is recomputed more than once."""
-
-    def __init__(self, *contexts: AbstractContextManager[None]) -> None:
-        self._contexts = contexts
-        self._stack = ExitStack()
-
-    def __enter__(self) -> None:
-        for context in self._contexts:
-            self._stack.enter_context(context)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.close()
 
 
 def _has_lazy(modules: Sequence[nn.Module]) -> bool:

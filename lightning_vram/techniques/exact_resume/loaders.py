@@ -1,8 +1,8 @@
 """Let a plain ``DataLoader`` save where it is in an epoch and go on from there, with the samples that are left.
 
 A run that is resumed in the middle of an epoch starts with its first samples again, where the loader has no
-``state_dict``. The loader stays
-what it is but for its class, and the data that is skipped is not loaded: only its indices are drawn again.
+``state_dict``. The loader stays what it is but for its class, and the data that is skipped is not loaded: only its
+indices are drawn again.
 
 What it costs: 33 kB for each loader in a checkpoint, and the time to draw the indices that are skipped.
 

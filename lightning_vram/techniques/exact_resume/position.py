@@ -16,11 +16,7 @@ class Position:
         self.newest: Iteration | None = None
 
     def state(self, sources: OrderSources) -> State:
-        """Return what is to be saved now.
-
-        Args:
-            sources: Of the loader.
-        """
+        """Return what is to be saved now, of a loader with these sources."""
         if self.loaded is not None:
             return self.loaded
         if self.newest is None or self.newest.has_ended():
@@ -30,10 +26,6 @@ class Position:
 
     def load(self, state: State, sources: OrderSources) -> None:
         """Let the next iteration go on where ``state`` was saved.
-
-        Args:
-            state: From :meth:`state`.
-            sources: Of the loader.
 
         Raises:
             ValueError: If the loader has more or fewer generators.
@@ -92,14 +84,7 @@ _classes: dict[type[Any], type[Any]] = {}
 
 
 def count_batches(iterator: Any) -> Any:
-    """Let an iterator that was made with an :class:`IndexOrder` count what it hands out.
-
-    Args:
-        iterator: One of torch's.
-
-    Returns:
-        The same.
-    """
+    """Let an iterator of torch's that was made with an :class:`IndexOrder` count what it hands out; returns it."""
     kind = type(iterator)
     if kind not in _classes:
         attributes = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}

@@ -37,10 +37,7 @@ class OrderSources:
         return {"epochs": self._epochs(), "own": self.own_states(), "global": read_global_states()}
 
     def restore(self, note: State) -> None:
-        """Set all but the global generators to what they were at the note.
-
-        Args:
-            note: From :meth:`note`, of a loader that was made in the same way.
+        """Set all but the global generators to what they were at the note, of a loader that was made in the same way.
 
         Raises:
             ValueError: If this loader draws from more or fewer generators.
@@ -55,27 +52,13 @@ class OrderSources:
         return [read_state(generator) for generator in self._own_generators()]
 
     def set_own_states(self, states: list[State]) -> None:
-        """Set these generators.
-
-        Args:
-            states: From :meth:`own_states`.
-
-        Raises:
-            ValueError: If there are more or fewer.
-        """
+        """Set these generators, after :meth:`check_own_states`."""
         self.check_own_states(states)
         for generator, state in zip(self._own_generators(), states, strict=True):
             write_state(generator, state)
 
     def check_own_states(self, states: list[State]) -> None:
-        """Check that these generators could be set.
-
-        Args:
-            states: From :meth:`own_states`.
-
-        Raises:
-            ValueError: If there are more or fewer.
-        """
+        """Raise ``ValueError`` if there are more or fewer of these generators."""
         num_generators = len(self._own_generators())
         if num_generators != len(states):
             raise ValueError(
@@ -84,10 +67,8 @@ class OrderSources:
             )
 
     def _epochs(self) -> list[int | None]:
-        epochs = [
-            getattr(sampler, "epoch", None) if hasattr(sampler, "set_epoch") else None
-            for sampler in _samplers_in(self.sampler)
-        ]
+        samplers = _samplers_in(self.sampler)
+        epochs = [getattr(sampler, "epoch", None) if hasattr(sampler, "set_epoch") else None for sampler in samplers]
         return [epoch if isinstance(epoch, int) else None for epoch in epochs]
 
     def _own_generators(self) -> list[Any]:
@@ -155,11 +136,7 @@ class Iteration:
 
     def state(self) -> State:
         """Return where it is: how many batches were handed out, and what the order was drawn from."""
-        return {
-            "num_batches": self._num_skipped + self._num_yielded,
-            "made": self._made,
-            "started": self._started,
-        }
+        return {"num_batches": self._num_skipped + self._num_yielded, "made": self._made, "started": self._started}
 
 
 def _samplers_in(sampler: object) -> list[object]:

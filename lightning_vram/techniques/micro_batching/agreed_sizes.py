@@ -2,30 +2,12 @@
 
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
 
 from lightning_vram.core.batches.cutting import BatchFacts
 from lightning_vram.core.processes.agreement import RankAgreement
+from lightning_vram.techniques.micro_batching.remembered_sizes import MicroBatchSizes
 
 _WHOLE = 2**62  # samples; larger than any batch
-
-
-class SizeChooser(Protocol):
-    """Knows which size a batch should have."""
-
-    retries: bool
-
-    def propose(self, shape: str, num_samples: int, num_elements: int) -> int | None:
-        """Samples per micro-batch, ``None`` for all."""
-        ...
-
-    def note_failure(self, shape: str, size: int, num_elements: int | None) -> None:
-        """Memory ran out."""
-        ...
-
-    def note_success(self, shape: str, size: int | None, num_elements: int) -> None:
-        """It fitted."""
-        ...
 
 
 class FixedSize:
@@ -73,7 +55,9 @@ class AgreedSizes:
         has_equal_counts: Whether all ranks must run the same number of micro-batches.
     """
 
-    def __init__(self, chooser: SizeChooser, agreement: RankAgreement | None, *, has_equal_counts: bool) -> None:
+    def __init__(
+        self, chooser: FixedSize | MicroBatchSizes, agreement: RankAgreement | None, *, has_equal_counts: bool
+    ) -> None:
         self._chooser = chooser
         self._agreement = agreement
         self.has_equal_counts = has_equal_counts

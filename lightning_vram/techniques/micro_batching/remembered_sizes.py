@@ -89,12 +89,6 @@ class MicroBatchSizes:
         if self._failing_elements is not None and num_elements >= self._failing_elements:
             self._failing_elements = num_elements + 1
 
-    def limit(self, shape: str, size: int) -> None:
-        """Run at most ``size`` samples of this shape at once."""
-        known = self._fits.get(shape)
-        if known is None or known.size is None or known.size > size:
-            self._fits[shape] = _Fit(size)
-
     def state_dict(self) -> dict[str, Any]:
         """What was learned."""
         fits = {shape: asdict(fit) for shape, fit in self._fits.items()}
