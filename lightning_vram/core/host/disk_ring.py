@@ -18,7 +18,7 @@ from lightning_vram.core.host.arena import unseen
 from lightning_vram.core.host.chunked_space import Block, ChunkedSpace
 from lightning_vram.core.host.disk_file import DiskFile
 from lightning_vram.core.host.disk_worker import DiskWorker, make_staging
-from lightning_vram.core.host.transfers import Arrival, Copies, Departure
+from lightning_vram.core.host.transfers import Arrival, Copies
 from lightning_vram.core.host.worker import PATIENCE_SECONDS, Ticket
 from lightning_vram.memory.units import MIB, format_bytes
 
@@ -77,29 +77,12 @@ class DiskRing:
             for inner in range(0, piece.num_bytes, self._staging_bytes):
                 length = min(self._staging_bytes, piece.num_bytes - inner)
                 position = piece.payload + piece.start + inner
-                self._write_part(_narrow(source, start, length), position, copies, window_bytes)
+                with unseen(source):
+                    part = source.narrow(0, start, length)
+                self._write_part(part, position, copies, window_bytes)
                 extents.append((position, length))
                 start += length
         return DiskBlock(self, block, extents)
-
-    def read(
-        self, extents: list[tuple[int, int]], target: Tensor, make_copies: Callable[[], Copies], moment: Any
-    ) -> Arrival:
-        """Begin to read the bytes at ``extents``, positions and lengths; see :meth:`DiskBlock.read`."""
-        worker, size, pin_memory = self._worker, self._staging_bytes, self._pin_memory
-        copied: list[Arrival] = []
-
-        def read() -> None:
-            copies, buffer = worker.copies(make_copies), worker.buffer(size, pin_memory=pin_memory)
-            start = 0
-            for position, length in extents:
-                worker.read(buffer, length, position)
-                copied[:] = [copies.fetch([buffer[:length]], target.narrow(0, start, length), moment)]
-                copied[0].finish()
-                start += length
-            copies.settle()  # else they would hold the target until they are asked for the next
-
-        return _DiskArrival(worker.submit(read), copied)
 
     def close(self) -> None:
         """End the thread after what it has to do, and give file and buffers back."""
@@ -107,9 +90,18 @@ class DiskRing:
 
     def _write_part(self, source: Tensor, position: int, copies: Copies, window_bytes: int) -> None:
         length, loan = source.numel(), self._borrow_buffer()
+        worker = self._worker  # the job must not hold the ring
         try:
             departure = copies.send(source, [loan.buffer.narrow(0, 0, length)], window_bytes)
-            self._worker.submit(_write_job(self._worker, loan, length, position, departure))
+
+            def write() -> None:
+                try:
+                    departure.wait()
+                    worker.write(loan.buffer, length, position)
+                finally:
+                    loan.give_back()
+
+            worker.submit(write)
         except BaseException:
             loan.give_back()
             raise
@@ -151,7 +143,21 @@ class DiskBlock:
         Raises:
             OffloadError: If something went wrong before.
         """
-        return self._ring.read(self._extents, target, make_copies, moment)
+        worker, extents = self._ring._worker, self._extents  # the job must hold neither the ring nor this object
+        size, pin_memory = self._ring._staging_bytes, self._ring._pin_memory
+        copied: list[Arrival] = []
+
+        def read() -> None:
+            copies, buffer = worker.copies(make_copies), worker.buffer(size, pin_memory=pin_memory)
+            start = 0
+            for position, length in extents:
+                worker.read(buffer, length, position)
+                copied[:] = [copies.fetch([buffer[:length]], target.narrow(0, start, length), moment)]
+                copied[0].finish()
+                start += length
+            copies.settle()  # else they would hold the target until they are asked for the next
+
+        return _DiskArrival(worker.submit(read), copied)
 
 
 class _Loan:
@@ -179,19 +185,3 @@ class _DiskArrival(Arrival):
         self._ticket.wait()
         for part in self._copied:
             part.wait(target)
-
-
-def _write_job(worker: DiskWorker, loan: _Loan, length: int, position: int, departure: Departure) -> Callable[[], None]:
-    def write() -> None:
-        try:
-            departure.wait()
-            worker.write(loan.buffer, length, position)
-        finally:
-            loan.give_back()
-
-    return write
-
-
-def _narrow(source: Tensor, start: int, length: int) -> Tensor:
-    with unseen(source):
-        return source.narrow(0, start, length)

@@ -17,7 +17,7 @@ from lightning_vram.private_names.torch.dispatch import without_dispatch
 
 
 class DiskWorker(HostWorker):
-    """The thread, and all it touches.
+    """The thread, and all it touches. It is started by the first job.
 
     Args:
         file: Closed when the thread ends.
@@ -55,7 +55,7 @@ class DiskWorker(HostWorker):
     def check_alive(self) -> None:
         """Raise what went wrong in the thread, or that it is gone."""
         self.check()
-        if self._is_stopped or not self._thread.is_alive():
+        if self._is_stopped or (self._thread.ident is not None and not self._thread.is_alive()):
             raise OffloadError(f"{self._file.name}: closed already, what was offloaded there is gone.")
 
     def stop(self, *, wait: bool = True) -> None:

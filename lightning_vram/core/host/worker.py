@@ -44,20 +44,21 @@ class HostWorker:
 
     Args:
         name: Of the thread.
-        num_threads: That an operator of PyTorch uses in a job; ``None``: as many as elsewhere. Those of the other
-            threads stay as they are.
-        on_end: Called in the thread when it ends.
+        num_threads: That an operator of PyTorch uses in a job. Those of the other threads stay as they are. ``None``:
+            as many as elsewhere, and the thread is started by the first job.
+        on_end: Called in the thread when it ends; without one, by :meth:`stop`.
     """
 
     def __init__(self, name: str, num_threads: int | None = None, *, on_end: Callable[[], None] | None = None) -> None:
         self._errors: list[BaseException] = []
         self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Ticket] | None] = queue.SimpleQueue()
         started, num_before = threading.Event(), torch.get_num_threads()
-        args = (self._jobs, self._errors, started, num_threads, on_end or _nothing)
+        args = (self._jobs, self._errors, started, num_threads, on_end)
         self._thread = threading.Thread(target=_work, args=args, name=name, daemon=True)
-        self._thread.start()
-        started.wait()
+        self._on_end = on_end
         if num_threads is not None:
+            self._thread.start()
+            started.wait()
             torch.set_num_threads(num_before)  # what the thread set counts for all that are made later
         self._end = weakref.finalize(self, self._jobs.put, None)
 
@@ -69,6 +70,8 @@ class HostWorker:
         """
         self.check()
         ticket = Ticket(self)
+        if self._thread.ident is None:
+            self._thread.start()
         self._jobs.put((job, ticket))
         return ticket
 
@@ -114,7 +117,9 @@ class HostWorker:
         """
         if self._end.detach():
             self._jobs.put(None)
-        if wait and self._thread is not threading.current_thread():
+            if self._thread.ident is None and self._on_end is not None:
+                self._on_end()
+        if wait and self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
 
@@ -127,7 +132,7 @@ def _work(
     errors: list[BaseException],
     started: threading.Event,
     num_threads: int | None,
-    on_end: Callable[[], None],
+    on_end: Callable[[], None] | None,
 ) -> None:
     if num_threads is not None:
         torch.get_num_threads()  # else the first operator would set what all threads have
@@ -143,4 +148,5 @@ def _work(
         finally:
             ticket.end()
         del item, job, ticket  # else they would live until the next comes
-    on_end()
+    if on_end is not None:
+        on_end()
