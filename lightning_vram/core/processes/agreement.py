@@ -73,7 +73,7 @@ class RankAgreement:
         Raises:
             RankAgreementError: If a rank did not come, or gave up before this one came, or the group was closed.
         """
-        return self._reduce(values, dist.ReduceOp.MAX, timeout) if not self.is_alone else values
+        return self._begin(values, dist.ReduceOp.MAX, timeout)() if not self.is_alone else values
 
     def smallest(self, *values: int, timeout: timedelta | None = None) -> tuple[int, ...]:
         """Find the smallest of each value over the ranks: see :meth:`largest`.
@@ -81,7 +81,7 @@ class RankAgreement:
         Raises:
             RankAgreementError: As :meth:`largest`.
         """
-        return self._reduce(values, dist.ReduceOp.MIN, timeout) if not self.is_alone else values
+        return self._begin(values, dist.ReduceOp.MIN, timeout)() if not self.is_alone else values
 
     def begin_largest(self, *values: int) -> Callable[[], tuple[int, ...]]:
         """Begin to find the largest of each value; ranks go on meanwhile. All begin and end decisions in one order.
@@ -128,11 +128,6 @@ class RankAgreement:
         self._failure = self._failure or "The agreement between ranks was closed."
         if dist.is_initialized():  # else all groups are gone already
             dist.destroy_process_group(group)
-
-    def _reduce(
-        self, values: tuple[int, ...], operation: "dist.ReduceOp.RedOpType", timeout: timedelta | None
-    ) -> tuple[int, ...]:
-        return self._begin(values, operation, timeout)()
 
     def _begin(
         self, values: tuple[int, ...], operation: "dist.ReduceOp.RedOpType", timeout: timedelta | None

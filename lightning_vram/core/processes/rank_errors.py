@@ -42,7 +42,7 @@ def on_all_ranks(action: Callable[[], Result], what: str, group: dist.ProcessGro
         result = action()
     except (Exception, CheckpointException) as error:
         failure, cause = _describe(error), error
-    failures = [each for each in _gather(failure, group) if each is not None]
+    failures = [each for each in gather_objects(failure, group) if each is not None]
     if not failures:
         return result
     rank, kind, text = min(failures)
@@ -60,9 +60,17 @@ def current_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def num_ranks() -> int:
-    """Say how many processes there are; 1 without ``torch.distributed``."""
-    return dist.get_world_size() if dist.is_initialized() else 1
+def num_ranks(group: "dist.ProcessGroup | None" = None) -> int:
+    """Say how many processes there are, in a group or in all; 1 without ``torch.distributed``."""
+    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+
+
+def gather_objects(value: Result, group: "dist.ProcessGroup | None" = None) -> list[Result]:
+    """Return what every rank has given, in their order. A collective, unless there is one rank."""
+    values = [value] * num_ranks(group)
+    if len(values) > 1:
+        dist.all_gather_object(values, value, group)
+    return values
 
 
 def _describe(error: BaseException) -> tuple[int, str, str]:
@@ -72,11 +80,3 @@ def _describe(error: BaseException) -> tuple[int, str, str]:
     # what weights_only=True does not read, by whatever class of ours
     kind = pickle.UnpicklingError if isinstance(error, pickle.UnpicklingError) else type(error)
     return rank, kind.__name__, str(error)
-
-
-def _gather(failure: tuple[int, str, str] | None, group: dist.ProcessGroup | None) -> list[tuple[int, str, str] | None]:
-    if not dist.is_initialized() or dist.get_world_size(group) == 1:
-        return [failure]
-    failures: list[tuple[int, str, str] | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(failures, failure, group=group)
-    return failures

@@ -8,13 +8,13 @@ import ctypes
 import hashlib
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from lightning_vram.core.processes.rank_errors import gather_objects, num_ranks
 from lightning_vram.private_names.torch.dispatch import is_traceable_wrapper_subclass
 
 _MISSING = "is missing"
@@ -32,19 +32,13 @@ def check_same_modules(module: nn.Module, group: "dist.ProcessGroup | None" = No
     Raises:
         ValueError: On every rank, if names, shapes, dtypes, ``requires_grad`` or sharing of tensors differ.
     """
-    num_ranks = _count_ranks(group)
-    if num_ranks == 1:
+    if num_ranks(group) == 1:
         return
     entries = _describe(module)
-    digest = hashlib.sha256(repr(entries).encode()).hexdigest()
-    digests: list[Any] = [None] * num_ranks
-    dist.all_gather_object(digests, digest, group)
-    if len(set(digests)) == 1:
+    if len(set(gather_objects(hashlib.sha256(repr(entries).encode()).hexdigest(), group))) == 1:
         return
-    described: list[Any] = [None] * num_ranks
-    dist.all_gather_object(described, entries, group)
     raise ValueError(
-        f"The model differs between ranks: {_tell_difference(described)}. "
+        f"The model differs between ranks: {_tell_difference(gather_objects(entries, group))}. "
         "Build it from the same arguments in the same order on every rank."
     )
 
@@ -64,13 +58,12 @@ def spread_values(module: nn.Module, group: "dist.ProcessGroup | None" = None) -
     Raises:
         ValueError: On every rank, if a tensor lies on the host on some ranks only.
     """
-    num_ranks = _count_ranks(group)
     named = [*module.named_parameters(), *module.named_buffers()]
-    if num_ranks == 1 or not named:
+    if num_ranks(group) == 1 or not named:
         return False
     plain = [_is_plain(tensor) for _, tensor in named]
     sums = [_checksum(tensor) if is_plain else 0 for (_, tensor), is_plain in zip(named, plain, strict=True)]
-    gathered = [torch.empty(2, len(named), dtype=torch.int64) for _ in range(num_ranks)]
+    gathered = [torch.empty(2, len(named), dtype=torch.int64) for _ in range(num_ranks(group))]
     dist.all_gather(gathered, torch.tensor([plain, sums], dtype=torch.int64), group)
     lacking, differing = (torch.stack(gathered) != gathered[0]).any(dim=0).tolist()
     if any(lacking):
@@ -82,10 +75,6 @@ def spread_values(module: nn.Module, group: "dist.ProcessGroup | None" = None) -
         if differs:
             _broadcast(tensor, group)
     return any(differing)
-
-
-def _count_ranks(group: "dist.ProcessGroup | None") -> int:
-    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
 
 
 def _describe(module: nn.Module) -> list[Entry]:

@@ -83,10 +83,6 @@ class DiskStates:
         """Host memory taken. States that a first step makes are on top, one chunk of them at a time."""
         return self._pipeline.ring_bytes
 
-    def has_state(self, index: int) -> bool:
-        """Whether a parameter was stepped or its state loaded."""
-        return index in self._scalars
-
     def scalars(self, index: int) -> State:
         """Return a copy of what is kept once for a parameter, its count of steps and the like; empty at first."""
         return copy_scalars(self._scalars.get(index, {}))

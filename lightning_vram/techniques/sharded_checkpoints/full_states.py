@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_vram.core.processes.rank_errors import current_rank
-from lightning_vram.private_names.fsdp2.sharded_tensors import compute_local_shape_and_global_offset
+from lightning_vram.private_names.fsdp2.sharded_tensors import compute_local_shape_and_global_offset, wrap_like
 from lightning_vram.private_names.torch.modules import IncompatibleKeys, metadata_of, set_metadata
 from lightning_vram.techniques.sharded_checkpoints.parameter_names import check_fit, clean_name, parameters_by_name
-from lightning_vram.techniques.sharded_checkpoints.state_trees import copy_to_host, map_leaves, shard_like
+from lightning_vram.techniques.sharded_checkpoints.state_trees import copy_to_host, map_leaves
 
 
 def gather_module_state(module: nn.Module) -> dict[str, Any]:
@@ -172,7 +172,8 @@ def _load_state(values: Mapping[str, Any], parameter: Tensor, current: Mapping[s
 def _placed_like(value: Any, own: Any) -> Any:
     if not (isinstance(value, Tensor) and isinstance(own, DTensor)):
         return value
-    return shard_like(_own_part(value, own).to(own.dtype), own)
+    # DTensor.from_local would move it to the device of the mesh
+    return wrap_like(_own_part(value, own).to(own.dtype), own)
 
 
 def _own_part(whole: Tensor, like: DTensor) -> Tensor:

@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
-from lightning_vram.core.processes.rank_errors import current_rank
-from lightning_vram.techniques.sharded_checkpoints.checksums import Checksum, write_checksums
+from lightning_vram.core.processes.rank_errors import current_rank, gather_objects
+from lightning_vram.techniques.sharded_checkpoints.checksums import write_checksums
 from lightning_vram.techniques.sharded_checkpoints.folder import REST_FILE
 from lightning_vram.techniques.sharded_checkpoints.parameter_names import clean_name, names_in_optimizer
 from lightning_vram.techniques.sharded_checkpoints.state_trees import map_leaves
@@ -81,17 +81,9 @@ def write_folder(
         planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
         process_group=process_group,
     )
-    written = _gather(writer.files.checksums, process_group)
+    of_ranks = gather_objects(writer.files.checksums, process_group)
     if current_rank() == 0:
         with writer.files.create_stream(folder / REST_FILE, "wb") as file:
             save_values(dict(rest), file)
-        write_checksums(folder, written | writer.files.checksums)
-
-
-def _gather(checksums: dict[str, Checksum], process_group: dist.ProcessGroup | None) -> dict[str, Checksum]:
-    """Return those of the files of all ranks."""
-    if not dist.is_initialized():
-        return checksums
-    of_ranks: list[Any] = [None] * dist.get_world_size(process_group)
-    dist.all_gather_object(of_ranks, checksums, group=process_group)
-    return {name: checksum for each in of_ranks for name, checksum in each.items()}
+        of_ranks.append(writer.files.checksums)  # with that of the rest
+        write_checksums(folder, {name: checksum for each in of_ranks for name, checksum in each.items()})

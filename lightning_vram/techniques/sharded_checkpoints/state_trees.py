@@ -55,19 +55,6 @@ def count_bytes(tree: Any) -> int:
     return sum(sizes.values())
 
 
-def shard_like(part: Tensor, like: DTensor) -> DTensor:
-    """Take this rank's part of a tensor for a sharded tensor; nothing is sent or copied.
-
-    Args:
-        part: On any device, of the dtype of ``like``. ``DTensor.from_local`` would move it to the device of the mesh.
-        like: Has the shape and the placements.
-
-    Returns:
-        A sharded tensor around ``part``.
-    """
-    return wrap_like(part, like)
-
-
 def copy_to_host(tensor: Tensor) -> Tensor:
     """Copy a plain tensor, detached."""
     return tensor.detach().to("cpu", copy=True)
@@ -76,7 +63,7 @@ def copy_to_host(tensor: Tensor) -> Tensor:
 def _copy_leaf(leaf: Any) -> Any:
     if isinstance(leaf, DTensor):
         with torch.no_grad():
-            return shard_like(copy_to_host(leaf.to_local()), leaf)
+            return wrap_like(copy_to_host(leaf.to_local()), leaf)
     if isinstance(leaf, Tensor):
         return copy_to_host(leaf)
     return copy.deepcopy(leaf)

@@ -202,8 +202,8 @@ def test_a_parameter_whose_state_is_taken_away_begins_anew(tmp_path) -> None:
     step_both(streamed, reference, [0])
     reference.state.pop(reference.param_groups[0]["params"][0])
     streamed.disk.load(0, {})
-    assert not streamed.disk.has_state(0)
-    assert streamed.disk.has_state(1)
+    assert not streamed.disk.scalars(0)
+    assert streamed.disk.scalars(1)
     step_both(streamed, reference, [1])
     assert_same(streamed, reference)
 
@@ -384,7 +384,7 @@ def test_what_goes_wrong_in_a_step_is_raised_when_the_disk_is_at_rest(tmp_path) 
 
     with pytest.raises(KeyboardInterrupt):
         streamed.disk.stream(range(len(SIZES)), stop)
-    assert not streamed.disk.has_state(0)  # a part of it was stepped
+    assert not streamed.disk.scalars(0)  # a part of it was stepped
     step_both(streamed, reference, [0, 1])
     assert_same(streamed, reference)
 
