@@ -86,9 +86,6 @@ class RankAgreement:
     def begin_largest(self, *values: int) -> Callable[[], tuple[int, ...]]:
         """Begin to find the largest of each value; ranks go on meanwhile. All begin and end decisions in one order.
 
-        Args:
-            values: As for :meth:`largest`.
-
         Returns:
             What waits for the other ranks, if it has to, and returns what :meth:`largest` does.
 
@@ -98,13 +95,7 @@ class RankAgreement:
         return self._begin(values, dist.ReduceOp.MAX, None) if not self.is_alone else lambda: values
 
     def gather(self, value: Any) -> list[Any]:
-        """Collect one value of each rank, on all ranks.
-
-        Args:
-            value: Anything that can be pickled, small.
-
-        Returns:
-            In the order of ranks.
+        """Collect one small value of each rank, which can be pickled, on all ranks, in their order.
 
         Raises:
             RankAgreementError: As :meth:`largest`.

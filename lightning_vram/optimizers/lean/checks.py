@@ -27,9 +27,6 @@ _KINDS = {kind for kind in vars(optim).values() if isinstance(kind, type) and is
 def check_parameter(parameter: nn.Parameter) -> None:
     """Refuse a parameter that cannot be converted in place, or would lose something.
 
-    Args:
-        parameter: A floating one, or one that is not initialized yet.
-
     Raises:
         ValueError: If it is sharded, without values, a wrapper around other tensors, or of another precision.
     """
@@ -53,10 +50,7 @@ def check_parameter(parameter: nn.Parameter) -> None:
 
 
 def check_memory(parameters: Iterable[nn.Parameter]) -> None:
-    """Refuse parameters that share memory: each would get its own.
-
-    Args:
-        parameters: None of them twice.
+    """Refuse parameters that share memory: each would get its own. None of them comes twice.
 
     Raises:
         ValueError: If two of them overlap.
@@ -85,14 +79,10 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def check_values(values: Mapping[nn.Parameter, Tensor], lean: Container[nn.Parameter]) -> None:
-    """Refuse weights that cannot be taken over.
-
-    Args:
-        values: For some parameters.
-        lean: Those that can take any.
+    """Refuse weights for parameters that are not among the ``lean`` ones, or have another shape.
 
     Raises:
-        ValueError: If a parameter is not lean, or its weights have another shape.
+        ValueError: If there are such.
     """
     for parameter, value in values.items():
         if parameter not in lean:

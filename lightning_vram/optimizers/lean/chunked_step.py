@@ -40,11 +40,7 @@ class ChunkedStep:
 
     @torch.no_grad()
     def run(self, places: Mapping[nn.Parameter, WeightChunk]) -> None:
-        """Step all parameters that have a gradient.
-
-        Args:
-            places: The chunk of each lean parameter. The others are stepped as they are.
-        """
+        """Step all parameters that have a gradient: those in ``places`` chunk by chunk, the others as they are."""
         work: dict[WeightChunk | None, Members] = {}
         for index, group in enumerate(self._groups):
             for parameter in group["params"]:
@@ -96,13 +92,10 @@ class ChunkedStep:
 
 
 class WideStates:
-    """Replaces the bf16 tensors in states by fp32 ones, until :meth:`round`, which rounds them at random.
+    """Replaces the bf16 tensors in states by fp32 ones, in place, until :meth:`round`, which rounds them at random.
 
     An average with a decay of .999 moves by less than half a unit of bf16 in a step, and would stand still if it were
     rounded to the nearest. Numbers that are not one per weight stay as they are.
-
-    Args:
-        states: Of some parameters on one device, each with its shape. Changed in place.
     """
 
     def __init__(self, states: Iterable[tuple[torch.Size, State]]) -> None:
@@ -113,12 +106,7 @@ class WideStates:
             state[key] = wide
 
     def round(self, states: Iterable[tuple[torch.Size, State]], generator: torch.Generator) -> None:
-        """Put the bf16 tensors back, with the rounded values, and replace what is new by rounded values too.
-
-        Args:
-            states: As before, and those that were made since. Changed in place.
-            generator: On the same device.
-        """
+        """Put the bf16 tensors back, with the rounded values, and replace what was made since by rounded values too."""
         if self._wide:
             round_randomly_(self._flat, generator)
             copy_each(self._narrow, self._wide)

@@ -16,11 +16,7 @@ _NUM_LOOKS = 8
 
 
 class FrozenWrites:
-    """Counts in how many of the last looks a parameter had been written to.
-
-    Args:
-        names: Of parameters, to name them by; others are named by their shape.
-    """
+    """Counts in how many of the last looks a parameter had been written to. ``names`` are for messages."""
 
     def __init__(self, names: Mapping[str, nn.Parameter]) -> None:
         self._names = names

@@ -28,13 +28,7 @@ _WITH_NARROW_STATES = ("bf16+kahan", "bf16+stochastic")
 
 
 class LeanOptimizers(StepTakeOver):
-    """All those that are attached.
-
-    Args:
-        chunks: Of all lean parameters.
-        scheme: Theirs.
-        names: Of parameters, for messages.
-    """
+    """All those that are attached, to the ``chunks`` of all lean parameters. ``names`` are for messages."""
 
     def __init__(self, chunks: Iterable[WeightChunk], scheme: str, names: Mapping[str, nn.Parameter]) -> None:
         self.num_steps = 0
@@ -47,10 +41,7 @@ class LeanOptimizers(StepTakeOver):
         super().__init__()
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
-        """Let optimizers step in chunks from now on.
-
-        Args:
-            optimizers: Any. Those that are attached already are passed over.
+        """Let optimizers step in chunks from now on, but those that are attached already.
 
         Raises:
             ValueError: If one with lean parameters cannot; then none is changed.

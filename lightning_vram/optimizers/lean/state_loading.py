@@ -18,14 +18,7 @@ def load_wide(
     load: Callable[[dict[str, Any]], None],
     lean_parameters: Container[nn.Parameter],
 ) -> None:
-    """Do what ``optimizer.load_state_dict`` does, but load the states of lean parameters as fp32.
-
-    Args:
-        optimizer: Whose state it is.
-        state_dict: Of this optimizer, or of a plain one.
-        load: The ``load_state_dict`` of the optimizer.
-        lean_parameters: Those whose states become fp32.
-    """
+    """Do what ``load``, an optimizer's ``load_state_dict``, does, but load the states of lean parameters as fp32."""
     hooks = {name: vars(optimizer)[name] for name in LOAD_HOOKS}
     # The hooks see the optimizer as it is: before and after, without the stand-ins.
     before, after = hooks.values()

@@ -49,10 +49,10 @@ class WeightChunk:
         return self._codec.read(self._gather(self.parameters[0].device if self.rest is None else self.rest.device))
 
     def check(self) -> None:
-        """Refuse to go on with parameters that are something else by now.
+        """Refuse to go on with parameters whose dtype somebody has changed.
 
         Raises:
-            RuntimeError: If somebody has changed the dtype of a parameter.
+            RuntimeError: If there are such.
         """
         for parameter in self.parameters:
             if parameter.dtype is not torch.bfloat16:
@@ -62,11 +62,7 @@ class WeightChunk:
                 )
 
     def read_for_step(self) -> Tensor:
-        """As :meth:`read`, on the device of the parameters; to be changed in place, and given to :meth:`write`.
-
-        Raises:
-            RuntimeError: If somebody has changed the dtype of a parameter.
-        """
+        """As :meth:`read`, after :meth:`check`, where the parameters are; to be changed in place, for :meth:`write`."""
         self.check()
         device = self.parameters[0].device
         if self.is_resting:
@@ -113,12 +109,7 @@ class WeightChunk:
 
 
 def make_chunks(parameters: Iterable[nn.Parameter], scheme: str) -> list[WeightChunk]:
-    """Turn parameters into bf16, in place, and return what was made of them.
-
-    Args:
-        parameters: Floating ones, none twice. One of more than ``CHUNK_ELEMENTS`` makes a chunk of its own.
-        scheme: One of the keys of ``CODECS``.
-    """
+    """Turn floating parameters into bf16, in place. One of more than ``CHUNK_ELEMENTS`` makes a chunk of its own."""
 
     def key(parameter: nn.Parameter) -> tuple[str, bool]:
         return str(parameter.device), parameter.requires_grad

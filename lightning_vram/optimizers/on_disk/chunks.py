@@ -66,12 +66,7 @@ class Chunk:
 
 
 class StatePlaces:
-    """The places of all states of some parameters.
-
-    Args:
-        sizes: Number of weights of each parameter.
-        layouts: What is kept for each of them.
-    """
+    """The places of all states of parameters with so many weights (``sizes``) and such states (``layouts``)."""
 
     def __init__(self, sizes: Sequence[int], layouts: Sequence[StateLayout]) -> None:
         self.sizes = tuple(sizes)
@@ -91,14 +86,11 @@ class StatePlaces:
         return min(chunk_elements * widest, self.total_bytes) + lost_bytes
 
     def plan(self, work: Sequence[int], chunk_elements: int) -> list[Chunk]:
-        """Cut parameters into chunks.
+        """Cut the parameters ``work``, in that order, into chunks which fit into ``buffer_bytes(chunk_elements)``.
 
         Args:
-            work: Their indices, in the order in which they are stepped.
+            work: Their indices.
             chunk_elements: Most weights of a chunk; a multiple of ``PART_ELEMENTS``.
-
-        Returns:
-            Chunks which fit into buffers of ``buffer_bytes(chunk_elements)``.
         """
         room_bytes = self.buffer_bytes(chunk_elements)
         chunks = [Chunk([], [])]

@@ -44,10 +44,7 @@ def cut_slots(span: Span, layout: StateLayout, buffer: Tensor) -> dict[str, Tens
 
 
 def keep_states(piece: Piece, slots: Mapping[str, Tensor]) -> State:
-    """Let the slots hold what a step has left in a piece.
-
-    Returns:
-        The rest of the state: what is kept once for a parameter.
+    """Let the slots hold what a step has left in a piece; return what is kept once for a parameter.
 
     Raises:
         ValueError: If the step left other states than there are slots for.

@@ -20,14 +20,7 @@ from lightning_vram.private_names.torch.dispatch import without_dispatch
 
 
 class DiskPipeline:
-    """A ring of buffers, and the threads that fill and empty it.
-
-    Args:
-        file: Where the bytes are.
-        buffer_bytes: Size of a buffer.
-        num_buffers: At least 2.
-        num_threads: Reads and writes at a time.
-    """
+    """A ring of at least two buffers, and the threads that fill and empty it."""
 
     def __init__(self, file: DiskFile, buffer_bytes: int, num_buffers: int, num_threads: int) -> None:
         self._file = file
@@ -47,7 +40,7 @@ class DiskPipeline:
         Args:
             chunks: No byte is in two of them.
             known: Parameters with something to read.
-            step: Gets each chunk and the buffer that it is in, in order, in the calling thread.
+            step: Gets each chunk and its buffer, in order, in the calling thread.
 
         Raises:
             OffloadError: If a read or a write failed. Those that were under way have ended then.
@@ -75,8 +68,7 @@ class DiskPipeline:
         """End the threads and give the buffers back.
 
         Args:
-            wait: Whether to return when the threads have ended. Not in a finalizer: the garbage collector calls it in
-                the midst of anything, even of what a thread does with the lock that waiting needs.
+            wait: Whether to return when the threads have ended. Not in a finalizer: see ``HostWorker.stop``.
         """
         self._threads.shutdown(wait=wait)
         self._buffers.clear()

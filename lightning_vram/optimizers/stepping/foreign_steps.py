@@ -101,12 +101,7 @@ class WholeSteps:
 
 
 def explain_failures(optimizer: Optimizer, *, is_split: bool) -> Callable[[Step], Step]:
-    """Return what makes a step of ``optimizer`` another one that is the same until it fails.
-
-    Args:
-        optimizer: Of any class.
-        is_split: Whether the parameters are spread over several ranks.
-    """
+    """Return what makes a step of ``optimizer`` another one that is the same until it fails."""
     advice = "such as AdamW, or a single device" if is_split else "such as AdamW"
     message = (
         f"{type(optimizer).__name__} cannot step on shards: it does with a parameter what a sharded one cannot do. Use "

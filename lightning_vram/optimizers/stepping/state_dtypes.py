@@ -47,12 +47,7 @@ def convert_states(
 
 
 def refill_accumulators(optimizer: Optimizer, parameters: Container[nn.Parameter]) -> None:
-    """Give the states that Adagrad made out of bf16 weights, before any step, their exact initial value.
-
-    Args:
-        optimizer: Any; but Adagrad alone makes states so early.
-        parameters: Those whose states change.
-    """
+    """Give the states that Adagrad made out of bf16 weights, before any step, their exact initial value."""
     if not isinstance(optimizer, Adagrad):
         return
     initial = optimizer.defaults["initial_accumulator_value"]

@@ -93,13 +93,7 @@ class StepRound:
 
     @torch.no_grad()
     def step_stand_ins(self, groups: Sequence[int], stand_ins: Sequence[nn.Parameter], states: Sequence[State]) -> None:
-        """Let the optimizer step plain parameters that have gradients.
-
-        Args:
-            groups: The index of the group for each.
-            stand_ins: The parameters.
-            states: Of each; changed in place.
-        """
+        """Let the optimizer step plain parameters, each of a group and with a state, which is changed in place."""
         seen: dict[int, dict[str, Any]] = {}
         all_states: defaultdict[Tensor, State] = defaultdict(dict)
         for index, stand_in, state in zip(groups, stand_ins, states, strict=True):

@@ -85,12 +85,8 @@ def why_not_steppable(optimizer: Optimizer) -> str | None:
 def refuse_optimizer(optimizer: Optimizer, *, is_split: bool) -> None:
     """Refuse an optimizer whose result on shards would be another one.
 
-    Args:
-        optimizer: Any.
-        is_split: Whether the parameters are spread over several ranks.
-
     Raises:
-        ValueError: If it is such a one.
+        ValueError: If it is one. Some are refused only if parameters are spread over several ranks (``is_split``).
     """
     name = type(optimizer).__name__
     for kind, reason in _NEVER.items():

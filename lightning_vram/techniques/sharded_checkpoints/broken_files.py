@@ -47,20 +47,7 @@ def read_values(path: Path, *, weights_only: bool | None) -> Any:
 
 
 def explained(read: Callable[[], Result], name: str) -> Result:
-    """Read something, and say what is wrong with it if that fails.
-
-    Args:
-        read: What to do.
-        name: Of what is read.
-
-    Returns:
-        What it returns.
-
-    Raises:
-        ForbiddenClassError: If it holds what ``weights_only`` does not allow.
-        CheckpointError: If it is damaged, or something else.
-        OSError: If it cannot be read.
-    """
+    """Read something; say what is wrong with ``name`` if that fails, as :func:`read_values` does."""
     try:
         return read()
     except (Exception, CheckpointException) as error:

@@ -33,11 +33,7 @@ class Checksum:
 
 
 def write_checksums(folder: Path, checksums: Mapping[str, Checksum]) -> None:
-    """Write down what the files of a sharded checkpoint have to be.
-
-    Raises:
-        OSError: If it cannot be written.
-    """
+    """Write down what the files of a sharded checkpoint have to be."""
     (folder / CHECKSUM_FILE).write_text(json.dumps({name: asdict(each) for name, each in sorted(checksums.items())}))
 
 
@@ -46,12 +42,11 @@ def check_folder(folder: Path, part: int = 0, num_parts: int = 1) -> None:
 
     Args:
         folder: It.
-        part: Which share of the files to read: a rank.
+        part: Which share of the files to read, of ``num_parts``: a rank.
         num_parts: How many shares there are.
 
     Raises:
         CheckpointError: If a file is not what was written.
-        OSError: If one cannot be read.
     """
     if not (folder / CHECKSUM_FILE).is_file():
         return
@@ -71,12 +66,11 @@ def check_archive(path: Path, part: int = 0, num_parts: int = 1) -> None:
 
     Args:
         path: The file.
-        part: Which share of the entries to read: a rank.
+        part: Which share of the entries to read, of ``num_parts``: a rank.
         num_parts: How many shares there are.
 
     Raises:
         CheckpointError: If an entry is not what was written.
-        OSError: If the file cannot be read.
     """
     if not is_archive(path):
         return

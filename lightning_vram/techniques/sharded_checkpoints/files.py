@@ -19,14 +19,7 @@ _RENAME_EXCHANGE = 2
 
 
 def temporary_path(path: Path) -> Path:
-    """Name the hidden place beside ``path`` where its next content is written.
-
-    Args:
-        path: The checkpoint, a file or a folder.
-
-    Returns:
-        The same on every rank and at every call.
-    """
+    """Name the hidden place beside a checkpoint where its next content is written: the same on every rank, always."""
     return _hidden(path, "new")
 
 
@@ -59,42 +52,21 @@ def publish(temporary: Path, path: Path) -> None:
 
 
 def recover(path: Path) -> None:
-    """Put the old checkpoint back if a process was killed after it was set aside, before the new one had its name.
-
-    Args:
-        path: The checkpoint. Nothing happens if it is there.
-
-    Raises:
-        OSError: If the disk fails, or the folder is not writable.
-    """
+    """Put the old checkpoint back if a process was killed after it was set aside, before the new one had its name."""
     old = _hidden(path, "old")
     if not os.path.lexists(path) and os.path.lexists(old):
         os.rename(old, path)
 
 
 def delete_leftovers(path: Path) -> None:
-    """Delete what processes that were killed have left beside ``path``, after :func:`recover`.
-
-    Args:
-        path: The checkpoint.
-
-    Raises:
-        OSError: If the folder is not writable.
-    """
+    """Delete what processes that were killed have left beside a checkpoint, after :func:`recover`."""
     recover(path)
     delete(temporary_path(path))
     delete(_hidden(path, "old"))
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint; half of one is never left under its name. Nothing happens if it is not there.
-
-    Args:
-        path: The checkpoint.
-
-    Raises:
-        OSError: If the folder is not writable.
-    """
+    """Delete a checkpoint, if it is there; half of one is never left under its name."""
     delete_leftovers(path)
     if os.path.lexists(path):
         os.rename(path, temporary_path(path))

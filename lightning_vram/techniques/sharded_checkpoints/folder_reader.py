@@ -24,7 +24,6 @@ def read_index(folder: Path) -> Metadata:
 
     Raises:
         CheckpointError: If it is not what such a folder has.
-        OSError: If it cannot be read.
     """
 
     def read() -> Metadata:
@@ -47,9 +46,7 @@ def read_entries(folder: Path, index: Metadata, entries: dict[str, Any], *, weig
         weights_only: For what is no tensor: see ``torch.load``.
 
     Raises:
-        ForbiddenClassError: If one holds what ``weights_only`` does not allow; on every rank.
-        CheckpointError: If one is damaged; on every rank.
-        OSError: If one cannot be read; on every rank.
+        CheckpointError: If one is damaged; on every rank, as all other errors.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process may read a folder

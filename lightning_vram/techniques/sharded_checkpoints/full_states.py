@@ -96,10 +96,6 @@ def load_module_state(module: nn.Module, state_dict: Mapping[str, Any], *, stric
 def check_groups(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
     """Refuse the state of another optimizer.
 
-    Args:
-        optimizer: Any.
-        state_dict: In the form of ``optimizer.state_dict()``.
-
     Raises:
         ValueError: If it is of another one, by the number of groups or of parameters.
     """
@@ -140,15 +136,12 @@ def load_optimizer_state(optimizer: Optimizer, state_dict: Mapping[str, Any]) ->
 
 
 def is_sharded_state(shape: torch.Size, parameter: Tensor, current: Any) -> bool:
-    """Whether a state of this shape is sharded as its parameter is.
+    """Whether a state of this shape is sharded as its parameter is: not ``step`` and what is not one value per weight.
 
     Args:
         shape: Of the whole state.
         parameter: Whose state it is.
         current: The state there is now; ``None`` if there is none.
-
-    Returns:
-        False for numbers such as ``step``, and for what is not one value per weight.
     """
     is_plain_now = isinstance(current, Tensor) and not isinstance(current, DTensor)
     return isinstance(parameter, DTensor) and tuple(shape) == tuple(parameter.shape) and not is_plain_now

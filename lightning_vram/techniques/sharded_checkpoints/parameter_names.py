@@ -19,26 +19,12 @@ def clean_name(name: str) -> str:
 
 
 def parameters_by_name(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Find the parameters under their clean names.
-
-    Args:
-        module: Sharded or not.
-
-    Returns:
-        Tied parameters under each of their names, in the order of the module.
-    """
+    """Find the parameters of a module under their clean names, tied ones under each of theirs."""
     return {clean_name(name): parameter for name, parameter in module.named_parameters(remove_duplicate=False)}
 
 
 def names_in_optimizer(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
-    """Name the parameters of an optimizer, group by group.
-
-    Args:
-        module: Has them. A tied parameter goes by its first name.
-        optimizer: Any.
-
-    Returns:
-        The clean names.
+    """Name the parameters of an optimizer, group by group; a tied one goes by its first clean name.
 
     Raises:
         ValueError: If the module does not have one of them.
@@ -65,7 +51,7 @@ def check_fit(module_state: Mapping[str, Any], shapes: Mapping[str, Sequence[int
         strict: Whether both must have the same names.
 
     Raises:
-        ValueError: If it does not fit. Names everything.
+        ValueError: If it does not. Names everything.
     """
     complaints = []
     if strict:

@@ -25,14 +25,7 @@ from lightning_vram.techniques.sharded_checkpoints.written_files import CheckedW
 
 
 def sharded_module_state(module: nn.Module) -> dict[str, Any]:
-    """Take a module's state without collecting it.
-
-    Args:
-        module: Its parameters may be sharded tensors.
-
-    Returns:
-        The state dict under the names of a plain module. Its tensors are the module's own, not copies.
-    """
+    """Take a module's state without collecting it: its own tensors, under the names of a plain module."""
     return {clean_name(key): value for key, value in module.state_dict().items()}
 
 

@@ -12,14 +12,9 @@ from lightning_vram.private_names.fsdp2.sharded_tensors import wrap_like
 
 
 def map_leaves(tree: Any, convert: Callable[[Any], Any]) -> Any:
-    """Build the same tree with other leaves.
+    """Build the same tree with other leaves; it shares no dict, list or tuple with the old one.
 
-    Args:
-        tree: Any tree. Classes of dicts and their attributes stay, such as the ``_metadata`` of a state dict.
-        convert: Gets each leaf and returns the new one.
-
-    Returns:
-        A tree that shares no dict, list or tuple with the old one.
+    Classes of dicts and their attributes stay, such as the ``_metadata`` of a state dict.
     """
     if isinstance(tree, dict):
         mapped = copy.copy(tree)
@@ -32,14 +27,7 @@ def map_leaves(tree: Any, convert: Callable[[Any], Any]) -> Any:
 
 
 def snapshot(tree: Any) -> Any:
-    """Copy a tree to the host, so that nothing that happens later shows in it.
-
-    Args:
-        tree: Its sharded tensors stay sharded.
-
-    Returns:
-        The copy.
-    """
+    """Copy a tree to the host, so that nothing that happens later shows in it. Sharded tensors stay sharded."""
     return map_leaves(tree, _copy_leaf)
 
 

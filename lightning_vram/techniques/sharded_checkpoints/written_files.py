@@ -53,14 +53,7 @@ class CheckedFiles(FileSystem):
 
 
 class CheckedWriter(FileSystemWriter):
-    """Writes the parts of a sharded checkpoint.
-
-    Args:
-        folder: Exists, and is empty.
-
-    Attributes:
-        files: What it has written.
-    """
+    """Writes the parts of a sharded checkpoint into a folder that is empty; ``files`` says what it has written."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, single_file_per_rank=True, sync_files=True)
@@ -68,25 +61,13 @@ class CheckedWriter(FileSystemWriter):
         self.fs = self.files
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's part.
-
-        Raises:
-            OSError: If the disk fails: other ranks see no more of an error than itself.
-        """
+        """Write this rank's part. Errors of the disk are raised: other ranks see no more of an error than itself."""
         with naming_disk_errors():
             return super().write_data(plan, planner)
 
 
 def save_values(values: Any, file: Any) -> None:
-    """Do what ``torch.save`` does.
-
-    Args:
-        values: Anything that can be pickled.
-        file: Open for writing.
-
-    Raises:
-        OSError: If the disk fails.
-    """
+    """Do what ``torch.save`` does, but raise the error of the disk itself."""
     with naming_disk_errors():
         torch.save(values, file)
 
@@ -113,12 +94,8 @@ def naming_full_disk(write: Callable[[], Result], folder: Path, num_bytes: int) 
         folder: On the disk.
         num_bytes: That it takes.
 
-    Returns:
-        What it returns.
-
     Raises:
         CheckpointError: If the disk is full.
-        BaseException: What else goes wrong.
     """
     free = shutil.disk_usage(folder).free
     try:

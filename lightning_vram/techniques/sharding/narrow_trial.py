@@ -47,11 +47,7 @@ class NarrowTrial:
         return flags
 
     def decide(self, flags: Sequence[bool]) -> None:
-        """Widen lanes for good.
-
-        Args:
-            flags: Those of :meth:`end_backward`, each set if it is on any rank.
-        """
+        """Widen lanes for good, by the flags of :meth:`end_backward`, each set if it is on any rank."""
         lanes, self._lanes, self._unused = self._lanes, [], []
         for (group, lane), needs_width, is_unused in zip(lanes, flags[::2], flags[1::2], strict=True):
             if needs_width:

@@ -38,12 +38,7 @@ class ShardedParameter(ParameterBase):
     reads: WeightReads | None  # of a weight that may be sent in 16 bit, while that is not proven
 
     def begin(self, lane: ShardLane, touch: Callable[[], None]) -> None:
-        """What a constructor would do.
-
-        Args:
-            lane: Where its shard lies.
-            touch: Called when somebody uses the shard, who may write to it.
-        """
+        """What a constructor would do. ``touch`` is called when somebody uses the shard, who may write to it."""
         self.lane, self._touch = lane, touch
         self.fetched = self._sent = self._held = self._buffer = self._stand_in = None
         self.on_gradient = self._told = self.reads = None
@@ -113,19 +108,14 @@ class ShardedParameter(ParameterBase):
     def begin_reduction(self, host_buffer: Tensor | None) -> None:
         """Set the gradient of the shard aside: FSDP2 would wait for the new one to add it.
 
-        Args:
-            host_buffer: Where the new one goes, flat; ``None`` where it is on the host already.
+        That goes to ``host_buffer``, flat; ``None`` where it is on the host already.
         """
         self._held, self.sharded_param.grad = self.sharded_param.grad, None
         self._buffer = host_buffer
         self.is_reducing, self._has_landed = True, False
 
     def end_reduction(self) -> Tensor | None:
-        """Put it back.
-
-        Returns:
-            What is on its way and has to :meth:`land`.
-        """
+        """Put it back, and return what is on its way and has to :meth:`land`."""
         sent, self._sent, self._buffer = self._sent, None, None
         self.is_reducing = False
         if not self._has_landed:

@@ -27,11 +27,7 @@ class ReleasedParameter(nn.Parameter):
 
 
 class WholeParameters:
-    """The parameters that a module had before it was sharded, to have them again.
-
-    Args:
-        module: Not sharded yet.
-    """
+    """The parameters that a module has before it is sharded, to have them again."""
 
     def __init__(self, module: nn.Module) -> None:
         parts = list(module.modules())
@@ -61,11 +57,7 @@ class WholeParameters:
 
     @torch.no_grad()
     def restore(self, group: ShardedGroup) -> dict[nn.Parameter, nn.Parameter]:
-        """Put those of ``group`` back, with the values that its shards have. A collective.
-
-        Returns:
-            For each shard its parameter.
-        """
+        """Put those of ``group`` back, with the values of its shards; return them by shard. A collective."""
         restored: dict[nn.Parameter, nn.Parameter] = {}
         for parameter in group.fsdp_params:
             (module, key), shard = place_of(parameter), parameter.sharded_param

@@ -11,11 +11,7 @@ from lightning_vram.techniques.sharding.lanes import ShardLane
 
 
 class ShardSteps:
-    """Of the shards of one group.
-
-    Args:
-        lanes: Where these lie.
-    """
+    """Of the shards of one group."""
 
     def __init__(self, lanes: Sequence[ShardLane]) -> None:
         self._lanes = lanes
@@ -23,12 +19,7 @@ class ShardSteps:
         self._watched: list[Tensor] = []
 
     def begin(self, ticket: Ticket, watched: Iterable[Tensor]) -> None:
-        """Note that the shards are written until ``ticket`` is done.
-
-        Args:
-            ticket: Of the step.
-            watched: Tensors that are not to be read until then.
-        """
+        """Note that the shards are written, and ``watched`` tensors not to be read, until ``ticket`` is done."""
         watched = list(watched)
         self._pending, self._watched = ticket, self._watched + watched  # steps are done in their order
         watch(watched, self.wait)

@@ -22,13 +22,7 @@ _OTHER_ORDER = (
 
 
 class UsedParameters:
-    """Of one sharded module.
-
-    Args:
-        groups: Of its sharded parameters.
-        replicated: Parameters that each rank has whole: their gradients are averaged here.
-        mesh: Of all ranks.
-    """
+    """Of one sharded module. Of ``replicated`` parameters, which each rank has whole, gradients are averaged here."""
 
     def __init__(self, groups: Iterable[ShardedGroup], replicated: Sequence[nn.Parameter], mesh: DeviceMesh) -> None:
         self._groups = list(groups)

@@ -78,14 +78,10 @@ def make_settable(shards: Iterable[Tensor]) -> None:
 
 @torch.no_grad()
 def set_values(parameter: Tensor, values: Tensor) -> None:
-    """Copy into ``parameter``, a shard or what is gathered, what it is told to be.
-
-    Args:
-        parameter: Keeps its memory.
-        values: Whole, or as sharded as ``parameter``; whole ones are the same on all ranks.
+    """Copy into ``parameter``, a shard or what is gathered, what it is told to be: whole, or as sharded as it is.
 
     Raises:
-        RuntimeError: If they have another shape or dtype.
+        RuntimeError: If ``values`` have another shape or dtype.
     """
     if values.shape != parameter.shape or values.dtype != parameter.dtype:
         raise RuntimeError(

@@ -75,12 +75,9 @@ class WatchedShard(AskedDTensor):
 
 
 def watch(tensors: Iterable[Tensor], wait: Callable[[], None], *, after: Callable[[Any], None] | None = None) -> None:
-    """Let ``wait`` be called before one of ``tensors`` is read. Those that are no ``DTensor`` are passed over.
+    """Let ``wait`` be called before one of ``tensors`` is read, once. Those that are no ``DTensor`` are passed over.
 
-    Args:
-        tensors: Watched until then.
-        wait: See above.
-        after: Called with the operator that has used one.
+    ``after`` is called with the operator that has used one.
     """
     for tensor in tensors:
         if isinstance(tensor, DTensor):

@@ -17,7 +17,7 @@ Group = list[nn.Module]
 def find_sharding_blocks(
     root: nn.Module, min_params: int, read: set[nn.Module], skipped: set[nn.Module]
 ) -> list[Group]:
-    """Cut ``root`` into groups of modules that are gathered together.
+    """Cut ``root`` into groups of modules that are gathered together, in its order; none lies in another.
 
     A model's own word comes first (``_no_split_modules`` of transformers), then the children of a container that has
     several of one class. Small ones that follow one another in an ``nn.Sequential`` or ``nn.ModuleList`` are put
@@ -28,9 +28,6 @@ def find_sharding_blocks(
         min_params: Number of elements below which a group is not worth its messages.
         read: Modules that cannot be a group on their own.
         skipped: Modules to leave alone.
-
-    Returns:
-        Groups in the order of the model; no module lies in another.
     """
     finder = _BlockFinder(root, min_params, read, skipped)
     finder.split(root)

@@ -41,12 +41,8 @@ def is_sharded_itself(module: nn.Module) -> bool:
 def find_read_modules(root: nn.Module) -> set[nn.Module]:
     """Find the modules that are not called, or not before their parameters are used.
 
-    Args:
-        root: The whole model.
-
-    Returns:
-        Modules without a forward, parts of an ``nn.MultiheadAttention`` and of parametrizations, and modules whose
-        parameters the forward or step of an outer module names.
+    These are modules without a forward, parts of an ``nn.MultiheadAttention`` and of parametrizations, and modules
+    whose parameters the forward or step of an outer module names.
     """
     read = {module for module in root.modules() if not has_forward(module)}
     for module, chain in _iterate_chains(root):
@@ -62,11 +58,7 @@ def find_read_modules(root: nn.Module) -> set[nn.Module]:
 
 
 def find_entered_modules(root: nn.Module) -> set[nn.Module]:
-    """Find modules of which an outer module's forward or step calls another method than ``forward``.
-
-    Args:
-        root: The whole model.
-    """
+    """Find modules of which an outer module's forward or step calls another method than ``forward``."""
     entered = set()
     for module, chain in _iterate_chains(root):
         path, rest = _follow(module, chain)

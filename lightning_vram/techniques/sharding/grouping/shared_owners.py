@@ -47,16 +47,7 @@ def separate_shared_owners(
 
 
 def count_own_params(root: nn.Module, groups: list[Group], skipped: set[nn.Module]) -> list[int]:
-    """Count the parameters of each group that no inner group has.
-
-    Args:
-        root: The whole model.
-        groups: See :func:`separate_shared_owners`.
-        skipped: Modules to leave alone.
-
-    Returns:
-        Numbers of elements.
-    """
+    """Count the elements of each group that no inner group has; arguments as of :func:`separate_shared_owners`."""
     parameters: dict[int, set[nn.Parameter]] = defaultdict(set)
     for module, indices in _find_homes(root, groups, skipped).items():
         for index in indices:
@@ -123,11 +114,7 @@ def _is_inside(inner: nn.Module, outer: nn.Module) -> bool:
 
 
 def order_inner_first(groups: list[Group]) -> Iterator[Group]:
-    """Yield ``groups`` so that those nested in others come before them; such as lie in one another become one.
-
-    Args:
-        groups: See :func:`separate_shared_owners`.
-    """
+    """Yield ``groups`` so that those nested in others come before them; such as lie in one another become one."""
     parts = {id(group): {part for module in group for part in module.modules()} - set(group) for group in groups}
     waiting = list(groups)
     while waiting:
