@@ -59,11 +59,6 @@ class DiskFile:
         self._direct = _open_direct(self._file.fileno()) if is_direct else None
         self._is_direct = self._direct is not None
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether it is gone."""
-        return self._file.closed
-
     def grow(self, num_bytes: int, purpose: str, way_out: str) -> None:
         """Reserve space at the end: a full disk is found out here, not in the middle of a step.
 

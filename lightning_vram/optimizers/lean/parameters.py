@@ -34,8 +34,9 @@ from lightning_vram.optimizers.lean.checks import check_memory, check_parameter,
 from lightning_vram.optimizers.lean.full_weights import put_full_weights
 from lightning_vram.optimizers.lean.optimizers import LeanOptimizers
 from lightning_vram.optimizers.lean.weight_chunks import list_rests, make_chunks
+from lightning_vram.optimizers.lean.weight_codecs import CODECS
 
-SCHEMES = ("bf16+master", "bf16+split", "bf16+kahan", "bf16+stochastic")
+SCHEMES = tuple(CODECS)
 
 
 class LeanParameters:

@@ -20,17 +20,11 @@ _SMALL_ALIGNMENT = 64  # enough for any dtype
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One state of one parameter in the file.
+    """One state of one parameter in the file."""
 
-    Attributes:
-        itemsize: Bytes for each weight.
-        position: Its first byte.
-        room_end: Where the next block begins.
-    """
-
-    itemsize: int
-    position: int
-    room_end: int
+    itemsize: int  # bytes for each weight
+    position: int  # of its first byte
+    room_end: int  # where the next block begins
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +91,8 @@ class StatePlaces:
         for index in work:
             start, size = 0, self.sizes[index]
             while True:
-                stop = _cut(start, size, chunk_elements - chunks[-1].num_elements)
+                room = chunk_elements - chunks[-1].num_elements
+                stop = size if size - start <= room else start + room // PART_ELEMENTS * PART_ELEMENTS
                 if (stop == start < size) or not self._add(chunks[-1], (index, start, stop), room_bytes):
                     chunks.append(Chunk([], []))
                     continue
@@ -129,11 +124,6 @@ class StatePlaces:
         chunk.extents, chunk.num_bytes = extents, end
         chunk.num_elements += stop - start
         return True
-
-
-def _cut(start: int, size: int, room: int) -> int:
-    """Return where to end a part of at most ``room`` weights."""
-    return size if size - start <= room else start + room // PART_ELEMENTS * PART_ELEMENTS
 
 
 def _align(position: int, num_bytes: int) -> int:

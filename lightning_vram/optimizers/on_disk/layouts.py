@@ -62,7 +62,8 @@ def find_layout(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dty
     """
     kind = type(optimizer)
     if not is_elementwise(kind):
-        raise _refusal(kind, _why_not(kind))
+        reasons = (why for whole, why in _WHOLE.items() if steps_like(kind, [whole]))
+        raise _refusal(kind, next(reasons, "its step is not known to treat each weight by itself"))
     stand_in = nn.Parameter(torch.zeros(_STAND_IN_SHAPE, dtype=dtype, device="cpu"))
     stand_in.grad = torch.zeros_like(stand_in)
     twin = make_twin(kind, vars(optimizer), [{**group, "params": [stand_in]}], defaultdict(dict))
@@ -79,11 +80,6 @@ def find_layout(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dty
     if odd:
         raise _refusal(kind, f"{', '.join(odd)} has neither the shape of the parameter nor one element")
     return StateLayout(tuple((key, value.dtype) for key, value in elementwise.items()), tuple(others))
-
-
-def _why_not(kind: type[Optimizer]) -> str:
-    reasons = (why for whole, why in _WHOLE.items() if steps_like(kind, [whole]))
-    return next(reasons, "its step is not known to treat each weight by itself")
 
 
 def _refusal(kind: type[Optimizer], why: str) -> ValueError:

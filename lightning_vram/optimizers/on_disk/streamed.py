@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -10,7 +9,7 @@ from torch.optim import Optimizer
 from lightning_vram.optimizers.on_disk.layouts import find_layout
 from lightning_vram.optimizers.on_disk.pieces import Piece
 from lightning_vram.optimizers.on_disk.states import DiskStates
-from lightning_vram.optimizers.stepping import Member, State, StepRound, publish_state
+from lightning_vram.optimizers.stepping import Member, State, StepRound, make_stand_in, publish_state
 from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
 
 
@@ -41,11 +40,6 @@ class StreamedStates:
         self._disk = DiskStates(folder, [local_part(parameter).numel() for parameter in self._index], layouts)
         self.load()
 
-    @property
-    def total_bytes(self) -> int:
-        """Size of the file."""
-        return self._disk.total_bytes
-
     def load(self) -> None:
         """Move to the disk what the optimizer has as the states of the parameters now."""
         for parameter, index in self._index.items():
@@ -53,7 +47,8 @@ class StreamedStates:
             self._disk.load(index, {key: local_part(value) for key, value in state.items()})
             if state:
                 self._optimizer.state[parameter] = {}
-                self._publish(self._member(parameter, self._optimizer.state[parameter]))
+                shard = local_part(parameter)
+                self._publish(Member(0, parameter, shard, shard, self._optimizer.state[parameter], {}))
         self._disk.release()
 
     def run(self, step_round: StepRound, members: Sequence[Member]) -> None:
@@ -62,9 +57,11 @@ class StreamedStates:
         by_index = {self._index[member.parameter]: member for member in members}
 
         def step(pieces: Sequence[Piece]) -> None:
-            parts = [(by_index[piece.index], piece) for piece in pieces]
-            stand_ins = [_cut(member, piece) for member, piece in parts]
-            groups = [member.group for member, _ in parts]
+            groups, stand_ins = [], []
+            for piece in pieces:
+                member, part = by_index[piece.index], slice(piece.start, piece.stop)
+                groups.append(member.group)
+                stand_ins.append(make_stand_in(member.shard.view(-1)[part], member.gradient.reshape(-1)[part]))
             step_round.step_stand_ins(groups, stand_ins, [piece.states for piece in pieces])
 
         self._disk.release()  # pages that a checkpoint has looked at
@@ -78,13 +75,3 @@ class StreamedStates:
         if any(key not in member.state for key in self._disk.views(index)):
             local |= {key: view.view(member.shard.shape) for key, view in self._disk.views(index).items()}
         publish_state(member, local)
-
-    def _member(self, parameter: nn.Parameter, state: State) -> Member:
-        shard = local_part(parameter)
-        return Member(0, parameter, shard, shard, state, {})
-
-
-def _cut(member: Member, piece: Piece) -> nn.Parameter:
-    part: Any = nn.Parameter(member.shard.view(-1)[piece.start : piece.stop])
-    part.grad = member.gradient.reshape(-1)[piece.start : piece.stop]
-    return part  # type: ignore[no-any-return]

@@ -87,17 +87,19 @@ class HostOptimizers(StepTakeOver):
         fresh = [one for one in optimizers if self._has_ours(one) and not any(one is known for known in self._attached)]
         for optimizer in fresh:
             refuse_optimizer(optimizer, is_split=self._is_split)
-        streamed = self._stream(fresh)
-        for optimizer in fresh:
+        folder = self._nvme_path
+        streamed = [None if folder is None else StreamedStates(one, self._groups, folder) for one in fresh]
+        for optimizer, states in zip(fresh, streamed, strict=True):
             self._attached.append(optimizer)
             self._handles += [
-                optimizer.register_state_dict_pre_hook(self._finish_before),
-                optimizer.register_load_state_dict_pre_hook(self._finish_before),
+                optimizer.register_state_dict_pre_hook(lambda *_: self.finish()),
+                optimizer.register_load_state_dict_pre_hook(lambda *_: self.finish()),
             ]
             if why_not_steppable(optimizer) is None:
-                if id(optimizer) in streamed:
-                    self._streamed[id(optimizer)] = streamed[id(optimizer)]
-                    self._handles.append(optimizer.register_load_state_dict_post_hook(self._load_streamed))
+                if states is not None:
+                    self._streamed[id(optimizer)] = states
+                    hook = partial(_load_streamed, states)
+                    self._handles.append(optimizer.register_load_state_dict_post_hook(hook))
                 self._take_over(optimizer)
             else:
                 self._attach_foreign(optimizer)
@@ -234,19 +236,12 @@ class HostOptimizers(StepTakeOver):
                 lane.refresh()
         self._sharding.gather_root()
 
-    def _stream(self, optimizers: Iterable[Optimizer]) -> dict[int, StreamedStates]:
-        if self._nvme_path is None:
-            return {}
-        return {id(optimizer): StreamedStates(optimizer, self._groups, self._nvme_path) for optimizer in optimizers}
-
-    def _load_streamed(self, optimizer: Optimizer) -> None:
-        self._streamed[id(optimizer)].load()
-
-    def _finish_before(self, optimizer: Optimizer, *unused: Any) -> None:
-        self.finish()
-
     def _has_ours(self, optimizer: Optimizer) -> bool:
         return any(parameter in self._groups for parameter in iterate_parameters(optimizer))
+
+
+def _load_streamed(states: StreamedStates, _: Optimizer) -> None:
+    states.load()
 
 
 def _run(run: Callable[[Sequence[Member]], None], group: ShardedGroup, members: Sequence[Member]) -> None:

@@ -5,7 +5,13 @@ May import: techniques, core, memory.
 
 from lightning_vram.optimizers.stepping.foreign_steps import WholeSteps, can_step_wholes, explain_failures
 from lightning_vram.optimizers.stepping.state_dtypes import convert_states, full_sized, refill_accumulators
-from lightning_vram.optimizers.stepping.step_round import Member, State, StepRound, publish_state
+from lightning_vram.optimizers.stepping.step_round import (
+    Member,
+    State,
+    StepRound,
+    make_stand_in,
+    publish_state,
+)
 from lightning_vram.optimizers.stepping.steppable import (
     STEPPABLE,
     iterate_parameters,
@@ -30,6 +36,7 @@ __all__ = [
     "explain_failures",
     "full_sized",
     "iterate_parameters",
+    "make_stand_in",
     "make_twin",
     "plain_step",
     "publish_state",

@@ -19,23 +19,14 @@ State = dict[str, Any]
 
 @dataclass(frozen=True)
 class Member:
-    """A parameter that is stepped.
+    """A parameter that is stepped."""
 
-    Attributes:
-        group: Index of its group in the optimizer.
-        parameter: As the optimizer has it.
-        shard: Its local part, plain.
-        gradient: Of that, plain.
-        state: As the optimizer has it; empty before the first step.
-        local_state: The same with plain tensors.
-    """
-
-    group: int
-    parameter: nn.Parameter
-    shard: Tensor
-    gradient: Tensor
-    state: State
-    local_state: State
+    group: int  # index of its group in the optimizer
+    parameter: nn.Parameter  # as the optimizer has it
+    shard: Tensor  # its local part, plain
+    gradient: Tensor  # of that, plain
+    state: State  # as the optimizer has it; empty before the first step
+    local_state: State  # the same with plain tensors
 
 
 class StepRound:
@@ -80,7 +71,7 @@ class StepRound:
     def run(self, members: Sequence[Member]) -> None:
         """Step ``members``, and keep what becomes of their states in the optimizer."""
         self.scale(members)
-        stand_ins = [_make_stand_in(member.shard, member.gradient) for member in members]
+        stand_ins = [make_stand_in(member.shard, member.gradient) for member in members]
         before = [dict(member.local_state) for member in members]
         self.step_stand_ins([member.group for member in members], stand_ins, [member.local_state for member in members])
         for member, old in zip(members, before, strict=True):
@@ -119,7 +110,8 @@ def as_sharded(value: Any, parameter: nn.Parameter, shape: torch.Size) -> Any:
     return DTensor(value, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
-def _make_stand_in(shard: Tensor, gradient: Tensor) -> nn.Parameter:
+def make_stand_in(shard: Tensor, gradient: Tensor) -> nn.Parameter:
+    """Return a parameter over ``shard`` that has a gradient."""
     stand_in = nn.Parameter(shard)
     stand_in.grad = gradient
     return stand_in

@@ -193,20 +193,17 @@ class ShardedFolder:
     def _load(self, flat: dict[str, Any]) -> dict[str, Any]:
         """Read into the tensors of a flat state; returns it nested."""
         self._read(lambda: read_entries(self._folder, self._metadata, flat, weights_only=self._weights_only))
-        nested: dict[str, Any] = {}
+        nested: dict[Any, Any] = {}
         for key, value in flat.items():
-            _set(nested, self._paths[key], value)
+            inner, (*path, last) = nested, self._paths[key]
+            for step in path:
+                inner = inner.setdefault(step, {})
+            inner[last] = value
         result: dict[str, Any] = _with_lists(nested)
         return result
 
     def _read(self, action: Any) -> Any:
         return on_all_ranks(action, f"The checkpoint {self._folder} could not be read")
-
-
-def _set(nested: dict[Any, Any], path: Path_, value: Any) -> None:
-    for step in path[:-1]:
-        nested = nested.setdefault(step, {})
-    nested[path[-1]] = value
 
 
 def _with_lists(tree: Any) -> Any:

@@ -179,12 +179,10 @@ def _own_part(whole: Tensor, like: DTensor) -> Tensor:
 
 def _whole(value: Any, *, keep: bool) -> Any:
     if isinstance(value, DTensor):
-        full: Tensor = value.full_tensor().detach()  # of one rank it may be the part itself
-        return copy_to_host(full) if keep and _is_same_memory(full, value) else (full.cpu() if keep else None)
+        full: Tensor = value.full_tensor().detach()
+        own = value.to_local().untyped_storage().data_ptr()
+        is_own = full.untyped_storage().data_ptr() == own  # of one rank it may be the part itself
+        return None if not keep else copy_to_host(full) if is_own else full.cpu()
     if isinstance(value, Tensor):
         return copy_to_host(value) if keep else None
     return value
-
-
-def _is_same_memory(full: Tensor, sharded: DTensor) -> bool:
-    return full.untyped_storage().data_ptr() == sharded.to_local().untyped_storage().data_ptr()

@@ -58,7 +58,8 @@ def materialize(
     fresh = [_allocate(tensor) for tensor in _all_tensors(module) if tensor.is_meta]
     with torch.random.fork_rng(devices=[]), torch.no_grad(), spare_others(model, fresh):
         for name, initialize in iterate_initializers(module, model, owners | whole):
-            torch.default_generator.manual_seed(_seed_of(seed, name))
+            digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=7).digest()
+            torch.default_generator.manual_seed(int.from_bytes(digest))
             initialize()
         _settle(owners, fresh, uninitialized_ok=uninitialized_ok)
 
@@ -97,10 +98,6 @@ def _nobodys_value(dtype: torch.dtype) -> float | int | bool:
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     return False if dtype is torch.bool else torch.iinfo(dtype).max
-
-
-def _seed_of(seed: int, name: str) -> int:
-    return int.from_bytes(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=7).digest())
 
 
 def _settle(owners: set[nn.Module], fresh: list[Tensor], *, uninitialized_ok: bool) -> None:

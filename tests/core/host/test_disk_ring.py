@@ -170,7 +170,7 @@ def test_forgotten_it_closes_itself_and_waits_for_no_thread(tmp_path, monkeypatc
     ring = DiskRing(tmp_path, pin_memory=False, staging_bytes=MIB)
     written = write(ring, 3 * MIB)
     (thread,) = (one for one in threading.enumerate() if one not in before)
-    file, joined = ring._file, []
+    file, joined = ring._file._file, []
     monkeypatch.setattr(threading.Thread, "join", lambda thread, timeout=None: joined.append(thread))
     del ring, written
     gc.enable()
@@ -178,7 +178,7 @@ def test_forgotten_it_closes_itself_and_waits_for_no_thread(tmp_path, monkeypatc
     assert joined == []
     thread.join(30)
     assert not thread.is_alive()
-    assert file.is_closed
+    assert file.closed
 
 
 def test_a_training_step_reports_a_broken_disk(tmp_path, monkeypatch) -> None:

@@ -106,11 +106,8 @@ def _gather(groups: list[Group], owners: Group) -> None:
 
 def _outermost(modules: Group) -> Group:
     distinct = list(dict.fromkeys(modules))
-    return [one for one in distinct if not any(_is_inside(one, other) for other in distinct)]
-
-
-def _is_inside(inner: nn.Module, outer: nn.Module) -> bool:
-    return inner is not outer and any(inner is part for part in outer.modules())
+    inner = {part for one in distinct for part in one.modules() if part is not one}
+    return [one for one in distinct if one not in inner]
 
 
 def order_inner_first(groups: list[Group]) -> Iterator[Group]:
