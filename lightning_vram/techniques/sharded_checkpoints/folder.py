@@ -98,9 +98,10 @@ class ShardedFolder:
         own = module.state_dict()
         own_keys, own_state = {clean_name(key): key for key in own}, {clean_name(key): own[key] for key in own}
         stored = {key: path for key, path in self._paths.items() if path[0] == "state_dict"}
-        shapes: dict[str, Sequence[int] | None] = {
-            clean_name(str(path[1])): self._shape(key) if len(path) == 2 else None for key, path in stored.items()
+        entries = {
+            clean_name(str(path[1])): self._entry(key) if len(path) == 2 else None for key, path in stored.items()
         }
+        shapes: dict[str, Sequence[int] | None] = {name: entry and entry.size for name, entry in entries.items()}
         shapes |= {name: None for name, value in own_state.items() if value == {}}  # of which nothing is stored
         check_fit(own_state, shapes, strict=strict)
         wanted = {}
@@ -165,26 +166,23 @@ class ShardedFolder:
         states: dict[str, dict[str, Any]] = {}
         for key, path in self._paths.items():
             if path[:2] == (f"optimizer_{index}", "state") and len(path) == 4:
-                entry = self._metadata.state_dict_metadata[key]
-                value = entry if isinstance(entry, TensorStorageMetadata) else None
-                states.setdefault(clean_name(str(path[2])), {})[str(path[3])] = value
+                states.setdefault(clean_name(str(path[2])), {})[str(path[3])] = self._entry(key)
         return [states.get(name, {}) for group in names for name in group]
 
-    def _shape(self, key: str) -> Sequence[int] | None:
+    def _entry(self, key: str) -> TensorStorageMetadata | None:
+        """Return what the folder says of a tensor; ``None`` for a pickled value."""
         entry = self._metadata.state_dict_metadata[key]
-        return tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
+        return entry if isinstance(entry, TensorStorageMetadata) else None
 
     def _make_target(self, key: str) -> Tensor | None:
-        entry = self._metadata.state_dict_metadata[key]
-        if not isinstance(entry, TensorStorageMetadata):
-            return None  # a pickled value takes its place
-        return torch.empty(entry.size, dtype=entry.properties.dtype)
+        entry = self._entry(key)
+        return None if entry is None else torch.empty(entry.size, dtype=entry.properties.dtype)
 
     def _make_state(
         self, key: str, path: Path_, parameters: dict[str, nn.Parameter], optimizer: Optimizer
     ) -> Tensor | None:
-        entry, parameter = self._metadata.state_dict_metadata[key], parameters.get(clean_name(str(path[2])))
-        if parameter is not None and isinstance(entry, TensorStorageMetadata):
+        entry, parameter = self._entry(key), parameters.get(clean_name(str(path[2])))
+        if parameter is not None and entry is not None:
             current = optimizer.state.get(parameter, {}).get(path[3]) if len(path) == 4 else None
             if is_sharded_state(entry.size, parameter, current):
                 return torch.empty_like(parameter, dtype=entry.properties.dtype, requires_grad=False)
