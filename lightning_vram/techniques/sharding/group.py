@@ -56,14 +56,14 @@ class ShardedGroup(GroupBase):
     steps: ShardSteps
     present: set[ShardedParameter]  # that had a gradient here, in this backward
     doubtful: list[Arrival]  # of those that had none
-    _fetched: torch.Event | None
-    _landing: Ticket | None
-    _num_calls: int
-    _num_returns: int
-    _last_calls: int
-    _most_calls: int  # before one backward, in the batches that were looked at
-    has_more_calls: bool  # in the last backward
-    _may_return: bool  # was called without a graph, which a reentrant checkpoint makes in the backward
+    _fetched: torch.Event | None = None
+    _landing: Ticket | None = None
+    _num_calls: int = 0
+    _num_returns: int = 0
+    _last_calls: int = 0
+    _most_calls: int = 1  # before one backward, in the batches that were looked at
+    has_more_calls: bool = False  # in the last backward
+    _may_return: bool = False  # was called without a graph, which a reentrant checkpoint makes in the backward
 
     # --- before a layer is computed ---
 
@@ -272,9 +272,6 @@ def take_over(
     host: Any = group
     host.__class__ = ShardedGroup
     host.owner, host.present, host.doubtful = owner, set(), []
-    host._fetched = host._landing = None
-    host._last_calls, host._most_calls, host.has_more_calls = 0, 1, False
-    host._num_calls, host._num_returns, host._may_return = 0, 0, False
 
     def key(parameter: Any) -> tuple[str, str, bool]:
         # Adapters are read in ways that need 32 bit; the frozen weights beside them are not.
