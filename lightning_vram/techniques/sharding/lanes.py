@@ -132,15 +132,13 @@ class ShardLane:
         """
         if self.has_copies and self._seen != self._version:
             self.refresh()
-        if self.is_wide or (self._narrow is None and self._resident is None):
-            flat = self.shards.to(self.device, self.transfer_dtype, non_blocking=True)
-        elif self._resident is not None:
+        if self._resident is None or self.is_wide:
+            source = self.shards if self._narrow is None or self.is_wide else self._narrow
+            flat = source.to(self.device, self.transfer_dtype, non_blocking=True)
+        else:
             flat = self._resident
             if self._arrived is not None:
                 torch.accelerator.current_stream().wait_event(self._arrived)
-        else:
-            assert self._narrow is not None
-            flat = self._narrow.to(self.device, non_blocking=True)
         self._fetched = _record(self.device)
         return iter(torch.split(flat, self._sizes))
 
@@ -150,12 +148,10 @@ def _gather(parameters: Iterable[Any], sizes: Sequence[int], home: torch.device,
     dtypes = {parameter.memory.dtype for parameter in parameters}
     assert len(dtypes) == 1, dtypes
     dtype, numel = dtypes.pop(), sum(sizes)
-    on_host = home.type == "cpu"
-    shards = (
-        make_host_tensor(numel, dtype, pin_memory=pin_memory)
-        if on_host
-        else torch.empty(numel, dtype=dtype, device=home)
-    )
+    if home.type == "cpu":
+        shards = make_host_tensor(numel, dtype, pin_memory=pin_memory)
+    else:
+        shards = torch.empty(numel, dtype=dtype, device=home)
     for parameter, place in zip(parameters, _split(shards, sizes), strict=True):
         place.copy_(parameter.memory)
         old = local_part_of(parameter.sharded_param)
