@@ -70,7 +70,8 @@ def parse_bytes(size: int | str, name: str = "size") -> int:
         1500000
     """
     if isinstance(size, bool) or not isinstance(size, int | str):
-        raise TypeError(f"{name} must be bytes as an int or text such as '24GiB', got {size!r} of type {_kind(size)}.")
+        kind = type(size).__name__
+        raise TypeError(f"{name} must be bytes as an int or text such as '24GiB', got {size!r} of type {kind}.")
     if isinstance(size, int):
         if size < 0:
             raise ValueError(f"{name} must not be negative, got {size}.")
@@ -83,7 +84,3 @@ def parse_bytes(size: int | str, name: str = "size") -> int:
     # In integers: a float would round sizes above 2**53 bytes, and 0.1 + 0.2 style digits below.
     scaled = int((whole or "0") + fraction) * _SUFFIXES[match["suffix"].lower()]
     return scaled // int(10 ** len(fraction))
-
-
-def _kind(value: object) -> str:
-    return type(value).__name__
