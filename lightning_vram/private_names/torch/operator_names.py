@@ -2,81 +2,44 @@
 
 They are looked up by name; one that is not there is passed over.
 
-* ``torch.ops.aten._unsafe_view``: views; their results are taken from their argument | 2.11 - | they are kept instead
-  of made again
-* ``torch.ops.aten._reshape_alias``: views; their results are taken from their argument | 2.11 - | they are kept instead
-  of made again
-* ``torch.ops.aten._softmax``: cheap; made again in the backward | 2.11 - | their results are kept
-* ``torch.ops.aten._log_softmax``: cheap; made again in the backward | 2.11 - | their results are kept
-* ``torch.ops.aten._adaptive_avg_pool2d``: cheap; made again in the backward | 2.11 - | their results are kept
-* ``torch.ops.aten._adaptive_avg_pool3d``: cheap; made again in the backward | 2.11 - | their results are kept
-* ``torch.ops.aten._to_copy``: cheap; made again in the backward | 2.11 - | their results are kept
-* ``torch.ops.aten._upsample_nearest_exact1d``: cheap; made again in the backward | 2.11 - | their results are kept
-* ``torch.ops.aten._upsample_nearest_exact2d``: cheap; made again in the backward | 2.11 - | their results are kept
-* ``torch.ops.aten._upsample_nearest_exact3d``: cheap; made again in the backward | 2.11 - | their results are kept
-* ``torch.ops.aten._weight_norm_interface``: cheap; made again in the backward | 2.11 - | its results are kept
-* ``torch.ops.aten._fused_rms_norm``: cheap; made again in the backward | 2.11 - | its results are kept
-* ``torch.ops.aten._native_batch_norm_legit``: cheap; made again in the backward | 2.11 - | its results are kept
-* ``torch.ops.aten._cdist_forward``: its backward magnifies errors | 2.11 - | what it saves may be compressed
-* ``torch.ops.aten._ctc_loss``: its backward magnifies errors | 2.11 - | what it saves may be compressed
-* ``torch.ops.aten._euclidean_dist``: its backward magnifies errors | 2.11 - | what it saves may be compressed
-* ``torch.ops.aten._foreach_abs``: its backward magnifies errors | 2.11 - | what it saves may be compressed
-* ``torch.ops.aten._foreach_lgamma``: its backward magnifies errors | 2.11 - | what it saves may be compressed
-* ``torch.ops.aten._foreach_log``: its backward magnifies errors | 2.11 - | what it saves may be compressed
-* ``torch.ops.aten._foreach_log10``: its backward magnifies errors | 2.11 - | what it saves may be compressed
-* ``torch.ops.aten._foreach_log1p``: its backward magnifies errors | 2.11 - | what it saves may be compressed
-* ``torch.ops.aten._foreach_log2``: its backward magnifies errors | 2.11 - | what it saves may be compressed
-* ``torch.ops.aten._foreach_maximum``: its backward magnifies errors | 2.11 - | what it saves may be compressed
-* ``torch.ops.aten._foreach_minimum``: its backward magnifies errors | 2.11 - | what it saves may be compressed
-* ``torch.ops.aten._foreach_pow``: its backward magnifies errors | 2.11 - | what it saves may be compressed
-* ``torch.ops.aten._pdist_forward``: its backward magnifies errors | 2.11 - | what it saves may be compressed
-* ``torch.ops.aten._foreach_norm``: its backward magnifies errors | 2.11 - | what it saves may be compressed
-* ``torch.ops.aten._foreach_reciprocal``: its backward magnifies errors | 2.11 - | what it saves may be compressed
-* ``torch.ops.aten._foreach_rsqrt``: its backward magnifies errors | 2.11 - | what it saves may be compressed
-* ``torch.ops.aten._foreach_sqrt``: its backward magnifies errors | 2.11 - | what it saves may be compressed
-* ``torch.ops.aten._addmm_activation``: a matrix product | 2.11 - | it counts as cheap
-* ``torch.ops.aten._int_mm``: a matrix product | 2.11 - | it counts as cheap
-* ``torch.ops.aten._scaled_mm``: a matrix product | 2.11 - | it counts as cheap
-* ``torch.ops.aten._scaled_mm_v2``: a matrix product | 2.11 - | it counts as cheap
-* ``torch.ops.aten._grouped_mm``: a matrix product | 2.11 - | it counts as cheap
-* ``torch.ops.aten._scaled_grouped_mm``: a matrix product | 2.11 - | it counts as cheap
-* ``torch.ops.aten._scaled_grouped_mm_v2``: a matrix product | 2.11 - | it counts as cheap
-* ``torch.ops.aten._weight_int8pack_mm``: a matrix product | 2.11 - | it counts as cheap
-* ``torch.ops.aten._weight_int4pack_mm``: a matrix product | 2.11 - | it counts as cheap
-* ``torch.ops.aten._weight_int4pack_mm_for_cpu``: a matrix product | 2.11 - | it counts as cheap
-* ``torch.ops.aten._mixed_dtypes_linear``: a matrix product | 2.11 - | it counts as cheap
-* ``torch.ops.aten._sparse_mm``: a matrix product | 2.11 - | it counts as cheap
-* ``torch.ops.aten._sparse_addmm``: a matrix product | 2.11 - | it counts as cheap
-* ``torch.ops.aten._cslt_sparse_mm``: a matrix product | 2.11 - | it counts as cheap
-* ``torch.ops.aten._sparse_semi_structured_mm``: a matrix product | 2.11 - | it counts as cheap
-* ``torch.ops.aten._sparse_semi_structured_addmm``: a matrix product | 2.11 - | it counts as cheap
-* ``torch.ops.aten._sparse_semi_structured_linear``: a matrix product | 2.11 - | it counts as cheap
-* ``torch.ops.aten._convolution``: a convolution | 2.11 - | it counts as cheap
-* ``torch.ops.aten._mps_convolution``: a convolution | 2.11 - | it counts as cheap
-* ``torch.ops.aten._mps_convolution_transpose``: a convolution | 2.11 - | it counts as cheap
-* ``torch.ops.aten._conv_depthwise2d``: a convolution | 2.11 - | it counts as cheap
-* ``torch.ops.aten._slow_conv2d_forward``: a convolution | 2.11 - | it counts as cheap
-* ``torch.ops.aten._nnpack_spatial_convolution``: a convolution | 2.11 - | it counts as cheap
-* ``torch.ops.mkldnn._linear_pointwise``: a matrix product | 2.11 - | it counts as cheap
-* ``torch.ops.mkldnn._convolution_pointwise``: a convolution | 2.11 - | it counts as cheap
-* ``torch.ops.mkldnn._convolution_transpose_pointwise``: a convolution | 2.11 - | it counts as cheap
+Of ``torch.ops.aten``:
+
+* ``_unsafe_view``, ``_reshape_alias``: views; their results are taken from their argument | 2.11 - | they are kept
+  instead of made again
+* ``_softmax``, ``_log_softmax``, ``_adaptive_avg_pool2d``, ``_adaptive_avg_pool3d``, ``_to_copy``,
+  ``_upsample_nearest_exact1d``, ``_upsample_nearest_exact2d``, ``_upsample_nearest_exact3d``: cheap; made again in the
+  backward | 2.11 - | their results are kept
+* ``_weight_norm_interface``, ``_fused_rms_norm``, ``_native_batch_norm_legit``: cheap; made again in the backward |
+  2.11 - | its results are kept
+* ``_cdist_forward``, ``_ctc_loss``, ``_euclidean_dist``, ``_foreach_abs``, ``_foreach_lgamma``, ``_foreach_log``,
+  ``_foreach_log10``, ``_foreach_log1p``, ``_foreach_log2``, ``_foreach_maximum``, ``_foreach_minimum``,
+  ``_foreach_pow``, ``_pdist_forward``, ``_foreach_norm``, ``_foreach_reciprocal``, ``_foreach_rsqrt``,
+  ``_foreach_sqrt``: its backward magnifies errors | 2.11 - | what it saves may be compressed
+* ``_addmm_activation``, ``_int_mm``, ``_scaled_mm``, ``_scaled_mm_v2``, ``_grouped_mm``, ``_scaled_grouped_mm``,
+  ``_scaled_grouped_mm_v2``, ``_weight_int8pack_mm``, ``_weight_int4pack_mm``, ``_weight_int4pack_mm_for_cpu``,
+  ``_mixed_dtypes_linear``, ``_sparse_mm``, ``_sparse_addmm``, ``_cslt_sparse_mm``, ``_sparse_semi_structured_mm``,
+  ``_sparse_semi_structured_addmm``, ``_sparse_semi_structured_linear``, ``_trilinear``: a matrix product | 2.11 - | it
+  counts as cheap
+* ``_convolution``, ``_mps_convolution``, ``_mps_convolution_transpose``, ``_conv_depthwise2d``,
+  ``_slow_conv2d_forward``, ``_nnpack_spatial_convolution``: a convolution | 2.11 - | it counts as cheap
+* ``_cudnn_rnn``, ``_lstm_mps``, ``_thnn_fused_lstm_cell``, ``_thnn_fused_gru_cell``: a recurrent kernel | 2.11 - | it
+  counts as cheap
+* ``_scaled_dot_product_flash_attention``, ``_scaled_dot_product_flash_attention_for_cpu``,
+  ``_scaled_dot_product_efficient_attention``, ``_scaled_dot_product_cudnn_attention``,
+  ``_scaled_dot_product_fused_attention_overrideable``, ``_scaled_dot_product_attention_math_for_mps``,
+  ``_flash_attention_forward``, ``_efficient_attention_forward``, ``_cudnn_attention_forward``: attention | 2.11 - | it
+  counts as cheap
+* ``_foreach_div``: its backward divides | 2.11 - | what it saves may be compressed
+
+Of ``torch.ops.mkldnn``:
+
+* ``_linear_pointwise``: a matrix product | 2.11 - | it counts as cheap
+* ``_convolution_pointwise``, ``_convolution_transpose_pointwise``: a convolution | 2.11 - | it counts as cheap
+
+Others:
+
 * ``torch.ops.mkl._mkl_linear``: a matrix product | 2.11 - | it counts as cheap
-* ``torch.ops.aten._cudnn_rnn``: a recurrent kernel | 2.11 - | it counts as cheap
-* ``torch.ops.aten._lstm_mps``: a recurrent kernel | 2.11 - | it counts as cheap
-* ``torch.ops.aten._thnn_fused_lstm_cell``: a recurrent kernel | 2.11 - | it counts as cheap
-* ``torch.ops.aten._thnn_fused_gru_cell``: a recurrent kernel | 2.11 - | it counts as cheap
-* ``torch.ops.aten._trilinear``: a matrix product | 2.11 - | it counts as cheap
-* ``torch.ops.aten._scaled_dot_product_flash_attention``: attention | 2.11 - | it counts as cheap
-* ``torch.ops.aten._scaled_dot_product_flash_attention_for_cpu``: attention | 2.11 - | it counts as cheap
-* ``torch.ops.aten._scaled_dot_product_efficient_attention``: attention | 2.11 - | it counts as cheap
-* ``torch.ops.aten._scaled_dot_product_cudnn_attention``: attention | 2.11 - | it counts as cheap
-* ``torch.ops.aten._scaled_dot_product_fused_attention_overrideable``: attention | 2.11 - | it counts as cheap
-* ``torch.ops.aten._scaled_dot_product_attention_math_for_mps``: attention | 2.11 - | it counts as cheap
-* ``torch.ops.aten._flash_attention_forward``: attention | 2.11 - | it counts as cheap
-* ``torch.ops.aten._efficient_attention_forward``: attention | 2.11 - | it counts as cheap
-* ``torch.ops.aten._cudnn_attention_forward``: attention | 2.11 - | it counts as cheap
 * ``aten._linalg_``: what names of linear algebra begin with | 2.11 - | what they save may be compressed
-* ``torch.ops.aten._foreach_div``: its backward divides | 2.11 - | what it saves may be compressed
 """
 
 VIEWS = "_unsafe_view _reshape_alias"
