@@ -1,25 +1,18 @@
 """Fit larger models on the GPU you have: memory-saving parts for PyTorch Lightning.
 
-Everything a user needs is imported from here; the modules below this one may move between releases.
+Everything a user needs is imported from here; the modules below this one may move between releases. Without Lightning,
+what works with PyTorch alone is here too; so are the rooms ``techniques``, ``optimizers``, ``core`` and ``memory``.
 """
 
-import lightning_vram.early_signals as early_signals  # noqa: F401 - before the slow imports
+import importlib.util
+import sys
+from typing import TYPE_CHECKING, NoReturn
+
+import lightning_vram.early_signals as early_signals
 import lightning_vram.early_versions as early_versions  # noqa: F401 - before imports that they would fail in
 
 # isort: split
-from lightning_vram.callbacks.accumulation_scheduler import AccumulationScheduler
-from lightning_vram.callbacks.activation_checkpointing import ActivationCheckpointing
-from lightning_vram.callbacks.activation_compression import ActivationCompression
-from lightning_vram.callbacks.activation_offload import ActivationOffload
-from lightning_vram.callbacks.empty_cache import EmptyCache
-from lightning_vram.callbacks.in_place_fusion import InPlaceFusion
-from lightning_vram.callbacks.micro_batching import MicroBatching
-from lightning_vram.callbacks.slurm_requeue import SlurmRequeue
-from lightning_vram.callbacks.vram_monitor import VRAMMonitor
 from lightning_vram.memory.tracking.tracker import track_memory
-from lightning_vram.precision import LeanMixedPrecision
-from lightning_vram.strategies.fsdp_offload import FSDPOffloadStrategy
-from lightning_vram.strategies.registration import register_strategies
 from lightning_vram.techniques.activation_checkpointing import SavePolicy
 from lightning_vram.version import __version__ as __version__
 
@@ -39,5 +32,29 @@ __all__ = [
     "track_memory",
 ]
 
-register_strategies()
-del register_strategies
+if TYPE_CHECKING or importlib.util.find_spec("lightning") is not None:
+    from lightning_vram.callbacks.accumulation_scheduler import AccumulationScheduler
+    from lightning_vram.callbacks.activation_checkpointing import ActivationCheckpointing
+    from lightning_vram.callbacks.activation_compression import ActivationCompression
+    from lightning_vram.callbacks.activation_offload import ActivationOffload
+    from lightning_vram.callbacks.empty_cache import EmptyCache
+    from lightning_vram.callbacks.in_place_fusion import InPlaceFusion
+    from lightning_vram.callbacks.micro_batching import MicroBatching
+    from lightning_vram.callbacks.slurm_requeue import SlurmRequeue
+    from lightning_vram.callbacks.vram_monitor import VRAMMonitor
+    from lightning_vram.precision import LeanMixedPrecision
+    from lightning_vram.strategies.fsdp_offload import FSDPOffloadStrategy
+    from lightning_vram.strategies.registration import register_strategies
+
+    register_strategies()
+    del register_strategies
+elif early_signals.is_command(sys.orig_argv):
+    sys.exit("lightning-vram: error: needs Lightning: pip install lightning 'jsonargparse[signatures]' omegaconf rich")
+else:
+    _NEED_LIGHTNING = frozenset(__all__) - set(globals())
+    __all__ = ["SavePolicy", "track_memory"]
+
+    def __getattr__(name: str) -> NoReturn:
+        if name in _NEED_LIGHTNING:
+            raise ImportError(f"lightning_vram.{name} needs Lightning, which is not installed: pip install lightning")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

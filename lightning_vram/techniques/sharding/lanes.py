@@ -167,10 +167,10 @@ def _split(shards: Tensor, sizes: Sequence[int]) -> Iterator[Tensor]:
     if shards.device.type != "cpu":
         yield from torch.split(shards, list(sizes))
         return
-    memory, start = shards.view(torch.uint8).numpy(), 0
+    memory, start = shards.untyped_storage(), shards.storage_offset() * shards.itemsize
     for size in sizes:
         stop = start + size * shards.itemsize
-        yield torch.from_numpy(memory[start:stop]).view(shards.dtype)
+        yield torch.empty(0, dtype=shards.dtype).set_(memory[start:stop])
         start = stop
 
 
