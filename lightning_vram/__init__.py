@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import lightning_vram.early_signals as early_signals
 import lightning_vram.early_versions as early_versions  # noqa: F401 - before imports that they would fail in
+import lightning_vram.old_names as old_names  # noqa: F401 - pickles find what was moved
 
 # isort: split
 from lightning_vram.memory.tracking.tracker import track_memory
