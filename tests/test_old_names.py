@@ -17,7 +17,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of Lightning
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_imported(monkeypatch):
+def nothing_is_imported(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)  # VRAMMonitor writes
     for name in NEW_NAMES:
         monkeypatch.delitem(importlib.sys.modules, name, raising=False)
 
