@@ -40,15 +40,6 @@ def test_every_config_is_yaml_and_begins_with_its_command(path):
     assert yaml.safe_load(text)
 
 
-@pytest.mark.filterwarnings("ignore:Starting from v1.9.0, `tensorboardX`")  # Lightning, of its default logger
-def test_the_code_in_the_readme_runs_and_warns_of_nothing(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert blocks
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), {"__name__": "__main__"})
-
-
 def test_the_readme_has_the_two_commands_ci_runs():
     commands = re.findall(r"^python3 -m venv .*$", README, re.MULTILINE)
     assert [command.split("&&")[-1].strip() for command in commands] == [

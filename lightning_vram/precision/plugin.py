@@ -72,7 +72,7 @@ class LeanMixedPrecision(ScaledPrecision):
             bfloat16, and in float32 for the optimizer; ``"bf16+split"``: bfloat16, and the 16 bits it lacks, exact as
             well (of a half between two, the forward sees the one away from zero, where master and autocast take the
             even one); ``"bf16+kahan"``: with a bfloat16 remainder; ``"bf16+stochastic"``: rounded at random, without
-            one. The last two keep states of the optimizer in bfloat16. See the README for bytes per parameter.
+            one. The last two keep states of the optimizer in bfloat16. Bytes per parameter: see the README beside.
         hold_lr_on_overflow: Schedules that go by steps do not count those that were skipped (automatic optimization).
         max_consecutive_overflows: So many skipped steps in a row end the run; ``None`` never does.
         on_overflow_limit: What happens then: an ``"error"``, or the run goes on in ``"bf16"`` or ``"fp32"``.

@@ -1,4 +1,4 @@
-"""What lossy compression of activations does to the gradient, and what it saves: the table of the README.
+"""What lossy compression of activations does to the gradient, and what it saves: a table of its page.
 
 Run: python -m tests.benchmarks.compression_errors
 """

@@ -1,4 +1,4 @@
-"""What recomputation keeps of well-known networks, and what its Python costs: two tables of the README.
+"""What recomputation keeps of well-known networks, and what its Python costs: a table of InPlaceFusion's page.
 
 Run as ``python -m tests.benchmarks.recomputation -o FILE``. Bytes are tracked, exact, the same on every machine.
 Overheads are paired: plain, a dispatch mode that does nothing, and recomputation take turns on tiny inputs, and the

@@ -16,6 +16,7 @@ from support.helpers import (
     describe_module,
     fail_in,
 )
+from support.pages import assert_documented
 from support.parts import AUTOMATIC_ONLY, CALLBACKS, KEEPS_RESULT, ROOT, from_config, snake_case
 
 pytestmark = [
@@ -26,9 +27,8 @@ pytestmark = [
 
 @pytest.mark.parametrize("name", CALLBACKS)
 def test_documented_and_tested(name):
-    assert f"| `{name}` |" in (ROOT / "README.md").read_text()
-    assert f"`{name}`" in (ROOT / "CHANGELOG.md").read_text()
-    assert (ROOT / "tests" / "callbacks" / f"test_{snake_case(name)}.py").exists()
+    assert_documented(name)
+    assert (ROOT / "tests" / "callbacks" / snake_case(name) / "test_callback.py").exists()
 
 
 @pytest.mark.parametrize("name", CALLBACKS)

@@ -21,6 +21,7 @@ from support.helpers import (
     describe_module,
     fail_in,
 )
+from support.pages import assert_documented
 from torch import nn
 
 from lightning_vram import LeanMixedPrecision
@@ -47,8 +48,7 @@ def build(net=TinyGPT, module=LitTiny):
 
 
 def test_documented_and_configurable():
-    assert "| `LeanMixedPrecision` |" in (ROOT / "README.md").read_text()
-    assert "`LeanMixedPrecision`" in (ROOT / "CHANGELOG.md").read_text()
+    assert_documented("LeanMixedPrecision")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # LightningCLI 2.6 within pytest

@@ -6,9 +6,14 @@ import sys
 import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.strategies import StrategyRegistry
+from support.pages import assert_documented
 
 from lightning_vram import FSDPOffloadStrategy
 from lightning_vram.strategies.registration import STRATEGY_NAMES, register_strategies
+
+
+def test_documented():
+    assert_documented("FSDPOffloadStrategy")
 
 
 @pytest.mark.parametrize("name", STRATEGY_NAMES)
