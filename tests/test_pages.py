@@ -1,9 +1,12 @@
 """The pages: their code runs, their links lead somewhere, and they are as short as they promise."""
 
+import ast
 import importlib.util
+import inspect
 import re
 import signal
 import sys
+from datetime import timedelta
 
 import pytest
 import yaml
@@ -25,9 +28,11 @@ from support.pages import (
 )
 from support.parts import ROOT, snake_case
 
+import lightning_vram
 from lightning_vram.cli import main
 
 ALL = [README, *PAGES]
+SET_BY_THE_TRAINER = {"accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"}
 
 
 @pytest.fixture
@@ -115,3 +120,18 @@ def _from_matrix(part):
     return {"FSDPOffloadStrategy": "../strategies/fsdp_offload/", "LeanMixedPrecision": "../precision/"}.get(
         part, f"{snake_case(part)}/"
     )
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_page_has_all_arguments_with_their_defaults(part):
+    (call, *_) = (block for block in code_in(page_of(part), "text") if block.startswith(f"{part}("))
+    shown_defaults = {word.arg: ast.literal_eval(word.value) for word in ast.parse(call).body[0].value.keywords}
+    parameters = inspect.signature(getattr(lightning_vram, part)).parameters
+    defaults = {name: parameter.default for name, parameter in parameters.items() if name not in SET_BY_THE_TRAINER}
+    assert shown_defaults == {name: _as_shown(default) for name, default in defaults.items()}
+
+
+def _as_shown(default):
+    if isinstance(default, timedelta):
+        return default.total_seconds()
+    return list(default) if isinstance(default, tuple) else default
