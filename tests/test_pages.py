@@ -8,6 +8,7 @@ import signal
 import sys
 from datetime import timedelta
 
+import lightning.pytorch as pl
 import pytest
 import yaml
 from support.offload_nets import leave_group
@@ -22,6 +23,7 @@ from support.pages import (
     matrix,
     page_of,
     parts_table,
+    rows_of,
     section,
     shown,
     title,
@@ -90,6 +92,15 @@ def test_commands_and_files_that_a_page_names_exist(path):
 def test_pages_are_short():
     assert len(README.read_text().splitlines()) <= 200
     assert [title(path) for path in PAGES if len(path.read_text().splitlines()) > 120] == []
+
+
+def test_the_lines_to_paste_are_arguments_of_a_trainer():
+    rows = rows_of(section(README, "It runs out of memory"))[1:]
+    names = {name: getattr(lightning_vram, name) for name in lightning_vram.__all__}
+    for *_, line in rows:
+        arguments = eval(f"dict({line.strip('`')})", names)
+        assert pl.Trainer(**arguments, accelerator="cpu", devices=1, logger=False, enable_model_summary=False)
+    assert {page for row in rows for page in links_in(row[1])} >= {title(page_of(part)) for part in PARTS}
 
 
 def test_the_table_of_the_parts_has_them_all_in_short_cells():
