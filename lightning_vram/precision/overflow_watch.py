@@ -1,7 +1,7 @@
 """What becomes of optimizer steps that were skipped because gradients overflowed."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
 
@@ -9,7 +9,7 @@ from lightning_vram.private_names.lightning.logging import logging_from, logs_ar
 from lightning_vram.techniques.mixed_precision import LossScaling
 
 OnLimit = Literal["error", "bf16", "fp32"]
-ON_LIMIT = ("error", "bf16", "fp32")
+ON_LIMIT = get_args(OnLimit)
 
 
 @dataclass

@@ -9,10 +9,6 @@ from lightning_vram.private_names.lightning.strategies import read_timeout
 
 
 def rank_timeout(trainer: pl.Trainer) -> timedelta:
-    """Return the ``timeout`` of the strategy; that of ``torch.distributed``, 30 minutes, where it has none.
-
-    Args:
-        trainer: Of any state.
-    """
+    """Return the ``timeout`` of the strategy; that of ``torch.distributed``, 30 minutes, where it has none."""
     arguments = getattr(trainer.strategy, "arguments", None)  # of fsdp_offload
     return getattr(arguments, "timeout", read_timeout(trainer.strategy)) or default_pg_timeout

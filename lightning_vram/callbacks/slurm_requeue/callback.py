@@ -127,7 +127,7 @@ class SlurmRequeue(Callback):
         self._agreement = RankAgreement(timeout)
         job = SlurmJob.from_environment()
         if stage == "fit":
-            self._resume = ExactResume(trainer, "SlurmRequeue", self._agreement)
+            self._resume = ExactResume(trainer, self._agreement)
         if job is None or bool(getattr(trainer, "fast_dev_run", False)):
             self._signals.unblock()
             let_through()

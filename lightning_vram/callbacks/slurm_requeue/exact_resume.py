@@ -42,7 +42,6 @@ class ExactResume:
 
     Args:
         trainer: In its ``setup`` hooks, its processes connected.
-        name: Of the callback, for messages.
         agreement: Of all ranks.
 
     Attributes:
@@ -51,12 +50,11 @@ class ExactResume:
         trials: Of Lightning's tuners, in this fit.
     """
 
-    def __init__(self, trainer: pl.Trainer, name: str, agreement: RankAgreement) -> None:
+    def __init__(self, trainer: pl.Trainer, agreement: RankAgreement) -> None:
         self.repeats_validation = False
         self.fit_has_ended = False
         self.trials = TunerTrials(trainer)
         self._trainer = trainer
-        self._name = name
         self._agreement = agreement
         self._loaders: list[Any] = []  # None where one cannot go to its place
         self._reasons: list[str] = []
@@ -187,7 +185,7 @@ class ExactResume:
             has_own_state = hasattr(loader, "load_state_dict")  # which Lightning gives it
             if why and state["num_batches"] and not has_own_state:
                 rank_zero_warn(
-                    f"{self._name} cannot go to the right sample: {why}. The first {state['num_batches']} batches of "
+                    f"SlurmRequeue cannot go to the right sample: {why}. The first {state['num_batches']} batches of "
                     "this epoch are seen again, the last are not."
                 )
 

@@ -74,11 +74,7 @@ class SlurmJob:
         return Fate.CANCELLED if is_ending and fields.get("Reason") != "TimeLimit" else Fate.OPEN
 
     def requeue(self) -> str:
-        """Ask the controller to put the job back into the queue. It ends all tasks at once.
-
-        Returns:
-            Why it could not be done; ``""`` if it is.
-        """
+        """Ask the controller to put the job back into the queue, which ends all tasks. Returns why not, if so."""
         answer = _scontrol("requeue", self.job_id)
         return "" if answer.returncode == 0 else answer.stderr.strip() or f"scontrol ended with {answer.returncode}"
 
@@ -108,12 +104,7 @@ def check_job(job: SlurmJob | None) -> None:
 
 
 def check_tasks(environment: object, num_devices: int, num_nodes: int) -> None:
-    """Refuse a step with more or fewer tasks than the Trainer has processes.
-
-    Args:
-        environment: Of the Trainer: where something else than SLURM counts processes, all is well.
-        num_devices: Of the Trainer, on each node.
-        num_nodes: Of the Trainer.
+    """Refuse a step with more or fewer tasks than the Trainer has processes, unless something else counts them.
 
     Raises:
         MisconfigurationException: If the numbers differ.

@@ -102,10 +102,7 @@ class StopPoints:
 def save_together(trainer: pl.Trainer, folder: RequeueFolder, resume: ExactResume) -> None:
     """Save between two batches, within a validation, which will then be run again, or at the end; a collective.
 
-    Args:
-        trainer: That fits.
-        folder: Whose checkpoint is there, and complete, when this returns; with asynchronous saves too.
-        resume: Of the fit.
+    The checkpoint is there, and complete, when this returns; with asynchronous saves too.
     """
     val_progress = trainer.fit_loop.epoch_loop.val_loop.batch_progress
     kept = val_progress.state_dict()
@@ -128,14 +125,7 @@ def save_together(trainer: pl.Trainer, folder: RequeueFolder, resume: ExactResum
 
 
 def requeue(job: SlurmJob) -> tuple[int, str]:
-    """Ask SLURM to start the job again, unless it was cancelled. For one rank.
-
-    Args:
-        job: That was told to end.
-
-    Returns:
-        The exit code of the program, and what to say.
-    """
+    """Ask SLURM to start the job again, unless it was cancelled. For one rank. Returns an exit code and what to say."""
     fate = job.fate()
     if fate is Fate.CANCELLED:
         return 1, f"job {job.job_id} was cancelled and is not requeued"

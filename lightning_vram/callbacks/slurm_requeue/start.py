@@ -30,9 +30,6 @@ def open_folder(
         job: That this program is part of.
         fit: Which fit of the program it is, from 1.
 
-    Returns:
-        The folder.
-
     Raises:
         MisconfigurationException: If it is none of a file system, cannot be written, or a rank does not see it.
     """

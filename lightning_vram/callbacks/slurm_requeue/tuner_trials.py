@@ -47,11 +47,7 @@ class TunerTrials:
         return {name: lightning_getattr(module, name) for name in names if lightning_hasattr(module, name)}
 
     def skip(self, found: dict[str, Any]) -> None:
-        """Take what was found, and let nobody search before training starts.
-
-        Args:
-            found: From :meth:`state_dict`.
-        """
+        """Take what :meth:`state_dict` found, and let nobody search before training starts."""
         module = self._trainer.lightning_module
         for tuner in self._tuners():
             names = [name for name in _argument_names(tuner) if name in found and lightning_hasattr(module, name)]

@@ -143,15 +143,9 @@ class Readings:
 
 
 class MaxOverRanks(Metric):
-    """Element-wise maximum of integers over updates and over ranks, -1 where there was none.
+    """Element-wise maximum of ``num_values`` integers over updates and over ranks, -1 where there was none.
 
     ``torchmetrics.MaxMetric`` computes in float32, which rounds bytes above 16 MiB.
-
-    Args:
-        num_values: Number of integers K.
-
-    Shape:
-        ``update``: [K] of dtype int64; ``compute``: [K] of dtype int64.
     """
 
     full_state_update = False

@@ -70,13 +70,10 @@ class CheckpointStore:
         self._group = dist.new_group(backend="gloo", timeout=timeout) if asynchronous and is_distributed else None
 
     def save(self, checkpoint: Mapping[str, Any], path: PathLike) -> None:
-        """Save a checkpoint, in the place of what has this name. A collective.
+        """Save a checkpoint as Lightning dumps it, in the place of what has this name; rank 0's path. A collective.
 
-        Args:
-            checkpoint: As Lightning dumps it. ``state_dict`` and ``optimizer_states`` are on every rank those of
-                ``sharded_module_state`` and ``sharded_optimizer_state``, or else of ``gather_module_state`` and
-                ``gather_optimizer_state``.
-            path: Where to, on a file system that all ranks share; rank 0's is taken.
+        Its ``state_dict`` and ``optimizer_states`` are on every rank those of ``sharded_module_state`` and
+        ``sharded_optimizer_state``, or else of ``gather_module_state`` and ``gather_optimizer_state``.
 
         Raises:
             CheckpointError: If a rank cannot write; the same on every rank. Nothing has changed under this name. With
@@ -103,22 +100,13 @@ class CheckpointStore:
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Load a checkpoint into a module and its optimizers. A collective: see :meth:`open`.
-
-        Args:
-            path: A file or a folder.
-            module: Its parameters are loaded in place.
-            optimizers: In the order in which they were saved; none to leave them.
-            strict: Whether module and checkpoint must have the same names.
-            weights_only: As :meth:`open` has it.
+        """Load a checkpoint into a module, and optimizers in the order in which they were saved. A collective.
 
         Returns:
             The rest of the checkpoint.
 
         Raises:
-            FileNotFoundError: If there is no checkpoint; on every rank.
-            ValueError: If it does not fit; on every rank.
-            CheckpointError: If a rank cannot read it; on every rank.
+            ValueError: If it does not fit; on every rank; and what :meth:`open` raises.
         """
         checkpoint = self.open(path, weights_only=weights_only)
         self.load_module(checkpoint, module, strict=strict)
@@ -127,11 +115,7 @@ class CheckpointStore:
         return {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
 
     def open(self, path: PathLike, *, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint without loading its states, which needs no module yet. A collective.
-
-        Args:
-            path: A full checkpoint of any Trainer, or the folder of a sharded one; rank 0's is taken.
-            weights_only: See ``torch.load``; ``None`` is its default, true, for remote ones as well.
+        """Read a checkpoint, or the folder of one, without its states, which needs no module yet. A collective.
 
         Returns:
             The checkpoint; its tensors are mapped from the file. Of a folder without ``state_dict``, and with empty
@@ -141,7 +125,7 @@ class CheckpointStore:
             FileNotFoundError: If there is no checkpoint; on every rank.
             ValueError: If it is none of a Trainer; on every rank.
             CheckpointError: If a rank cannot read it, or it is damaged; on every rank.
-            pickle.UnpicklingError: If it holds what ``weights_only`` does not allow; on every rank.
+            pickle.UnpicklingError: If it holds what ``weights_only`` (``None``: true) does not allow; on every rank.
         """
         self.wait()
         self._folder = None
@@ -162,12 +146,7 @@ class CheckpointStore:
         return _check_kind(on_all_ranks(lambda: read_values(local, weights_only=weights_only), failed), location)
 
     def load_module(self, checkpoint: Mapping[str, Any], module: nn.Module, *, strict: bool) -> None:
-        """Load a module from what :meth:`open` returned last. A collective.
-
-        Args:
-            checkpoint: It.
-            module: Its parameters are loaded in place.
-            strict: Whether module and checkpoint must have the same names.
+        """Load a module, in place, from what :meth:`open` returned last. A collective.
 
         Raises:
             ValueError: If they do not fit; on every rank and before anything has changed.
@@ -183,12 +162,7 @@ class CheckpointStore:
     def load_optimizers(
         self, checkpoint: Mapping[str, Any], module: nn.Module, optimizers: Sequence[Optimizer]
     ) -> None:
-        """Load optimizers from what :meth:`open` returned last. A collective.
-
-        Args:
-            checkpoint: It.
-            module: Has their parameters.
-            optimizers: In the order in which they were saved.
+        """Load optimizers, in the order in which they were saved, from what :meth:`open` returned last. A collective.
 
         Raises:
             ValueError: If they are others, or were not saved; on every rank and before anything has changed.
@@ -211,11 +185,7 @@ class CheckpointStore:
             load_optimizer_state(optimizer, state)
 
     def remove(self, path: PathLike) -> None:
-        """Delete a checkpoint; one that is there until a save under way has succeeded, if there is one.
-
-        Args:
-            path: A file or a folder. Nothing happens if it is not there.
-        """
+        """Delete a checkpoint, if it is there; while another is being saved, once that has succeeded."""
         location = str(path)
         if self._saving is not None and self._saving[0] == location:
             self.wait()

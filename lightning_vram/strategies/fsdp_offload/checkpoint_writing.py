@@ -69,11 +69,7 @@ def write_checkpoint(
 
 
 def remove_checkpoint(location: str) -> None:
-    """Delete a checkpoint, if it is there. One that cannot be deleted is worth a warning, not the run.
-
-    Args:
-        location: A path or an address.
-    """
+    """Delete a checkpoint, if it is there. One that cannot be deleted is worth a warning, not the run."""
     try:
         if is_local(location):
             remove(local_path(location))

@@ -4,8 +4,6 @@ A callback says by an attribute ``uses_gradients`` whether it does; of one that 
 tell.
 """
 
-from collections.abc import Iterator
-
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -15,7 +13,14 @@ _HOOKS = ("on_after_backward", "on_before_optimizer_step")
 
 def may_step_early(trainer: pl.Trainer) -> bool:
     """Whether the gradients of a layer are those to step with as soon as the backward has them."""
-    return next(_obstacles(trainer), None) is None
+    module = trainer.lightning_module
+    is_clipping = trainer.gradient_clip_val or is_overridden("configure_gradient_clipping", module)
+    return (
+        module.automatic_optimization
+        and not (is_clipping or _is_scaled(trainer) or torch.is_anomaly_enabled())
+        and not any(is_overridden(hook, module) for hook in _HOOKS)
+        and not any(map(_uses_gradients, trainer.callbacks))  # type: ignore[attr-defined]
+    )
 
 
 def may_clip_late(trainer: pl.Trainer) -> bool:
@@ -25,27 +30,11 @@ def may_clip_late(trainer: pl.Trainer) -> bool:
     return module.automatic_optimization and not is_own and not _is_scaled(trainer)
 
 
-def _obstacles(trainer: pl.Trainer) -> Iterator[str]:
-    module = trainer.lightning_module
-    if not module.automatic_optimization:
-        yield "manual optimization"
-    if trainer.gradient_clip_val or is_overridden("configure_gradient_clipping", module):
-        yield "clipping"
-    if _is_scaled(trainer):
-        yield "scaled gradients"
-    if torch.is_anomaly_enabled():
-        yield "detect_anomaly"
-    yield from (hook for hook in _HOOKS if is_overridden(hook, module))
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        yield from _obstacles_in(callback)
-
-
-def _obstacles_in(callback: pl.Callback) -> Iterator[str]:
-    uses_gradients = getattr(callback, "uses_gradients", None)
-    if uses_gradients:
-        yield type(callback).__name__
-    elif uses_gradients is None and not type(callback).__module__.startswith("lightning."):
-        yield from (hook for hook in _HOOKS if is_overridden(hook, callback, parent=pl.Callback))
+def _uses_gradients(callback: pl.Callback) -> bool:
+    if hasattr(callback, "uses_gradients"):
+        return bool(callback.uses_gradients)
+    is_lightnings = type(callback).__module__.startswith("lightning.")
+    return not is_lightnings and any(is_overridden(hook, callback, parent=pl.Callback) for hook in _HOOKS)
 
 
 def _is_scaled(trainer: pl.Trainer) -> bool:

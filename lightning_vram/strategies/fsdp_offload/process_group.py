@@ -22,14 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 def default_backend(device: torch.device) -> str:
-    """Choose the backend for training on ``device`` with parts of the state on the host.
-
-    Args:
-        device: That a rank computes on.
-
-    Returns:
-        ``"gloo"`` for the CPU; for an accelerator its own backend, and gloo beside it for tensors on the host:
-        ``"cpu:gloo,cuda:nccl"``.
+    """Choose the backend for training on ``device`` with parts of the state on the host, where gloo is used.
 
     Raises:
         ValueError: If torch knows no backend for ``device``.
@@ -49,18 +42,12 @@ def default_backend(device: torch.device) -> str:
 def connect(cluster_environment: ClusterEnvironment, backend: str, *, timeout: timedelta, device: torch.device) -> None:
     """Make the process group of all ranks; a collective over them. Does nothing if there is one already.
 
-    It is destroyed at exit, without a barrier: a rank that leaves does not wait for one that died.
-
-    Args:
-        cluster_environment: Knows the rank, the number of ranks and the address to meet at.
-        backend: As ``torch.distributed`` writes it: see :func:`default_backend`.
-        timeout: How long to wait for the slowest rank, here and in every collective.
-        device: That this rank computes on; with its index if it is an accelerator. NCCL then connects at once, and an
-            error of the network shows here rather than at the first collective.
+    It is destroyed at exit, without a barrier: a rank that leaves does not wait for one that died. NCCL connects at
+    once, and an error of the network shows here rather than at the first collective.
 
     Raises:
         RuntimeError: If this torch was built without ``torch.distributed``.
-        LostPeerError: If a rank does not come in time, or dies meanwhile.
+        LostPeerError: If a rank does not come within ``timeout``, or dies meanwhile.
     """
     if not dist.is_available():
         raise RuntimeError("This torch was built without torch.distributed: use one that has it, or a single device.")

@@ -62,21 +62,13 @@ def check_states(
 
 
 def in_order(state_dict: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the state of each parameter, in the order of the groups; empty where there is none.
-
-    Args:
-        state_dict: Of an optimizer.
-    """
+    """Return the state of each parameter of an optimizer, in the order of the groups; empty where there is none."""
     keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
     return [state_dict["state"].get(key, {}) for key in keys]
 
 
 def check_form(state_dict: Any, index: int) -> None:
     """Refuse what is no state of an optimizer at all.
-
-    Args:
-        state_dict: As it was read.
-        index: Which optimizer it is for.
 
     Raises:
         ValueError: If it is none.

@@ -32,9 +32,8 @@ _ATTENTION_WEIGHTS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_pro
 def find_places(module: nn.Module, leave_out: Collection[nn.Module]) -> tuple[Place, ...]:
     """Return where the 32-bit weights are that the ``forward`` of ``module`` reads; none if it is not one we know.
 
-    Args:
-        module: Any module. One with a ``forward`` of its own, scripted and lazy ones have none.
-        leave_out: Modules whose weights are not wanted.
+    One with a ``forward`` of its own, scripted and lazy ones have none; those of modules in ``leave_out`` are not
+    wanted.
     """
     if isinstance(module, torch.jit.ScriptModule) or has_own_forward(module) or hasattr(type(module), "__del__"):
         return ()

@@ -82,12 +82,9 @@ class SharedCasts:
         self._casts: dict[_Key, _SharedCast] = {}
 
     def cast(self, weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, bool]:
-        """Return ``weight`` in ``dtype``, differentiably; in memory of an earlier cast of the same values if it lives.
+        """Return ``weight`` in ``dtype``, differentiably, and whether in memory of an earlier cast of the same values.
 
         Never write to it.
-
-        Returns:
-            The cast, and whether it is in such memory.
         """
         stream = 0 if weight.is_cpu or type(weight) is FakeTensor else _stream_of(weight.device)
         if stream is None:
