@@ -310,6 +310,27 @@ class Twice(nn.Sequential):
     samples = TinyCNN.samples
 
 
+class Types(LitTiny):
+    """Notes in each step which layers are plain ones."""
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append([type(layer) is nn.Linear for layer in self.net if isinstance(layer, nn.Linear)])
+        return super().training_step(batch, batch_idx)
+
+    seen: list
+
+
+@pytest.mark.parametrize(("recast", "later"), [(False, [True, False, True]), (True, [False] * 3)])
+def test_after_the_first_step_layers_are_plain_unless_they_ran_twice(recast, later, make_trainer):
+    model = build(Twice, Types)
+    model.seen = []
+    fit(model, make_trainer(plugins=[LeanMixedPrecision("bf16", recast_in_backward=recast)], max_epochs=1))
+    assert model.seen[0] == [False] * 3
+    assert len(model.seen) > 2
+    assert all(seen == later for seen in model.seen[1:])
+    assert {type(layer) for layer in model.net} == {nn.Flatten, nn.Linear}
+
+
 class MadeInTheStep(LitManual):
     """A fused optimizer that nobody was told of, while an older graph keeps a cast of the weight alive."""
 
