@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.optim import SGD, AdamW, Optimizer
 
+from lightning_vram.strategies.fsdp_offload.checkpoint_store import CheckpointStore
 from lightning_vram.strategies.fsdp_offload.state_fit import check_states
 from lightning_vram.techniques.sharded_checkpoints.folder import ShardedFolder
 
@@ -135,3 +136,19 @@ def read_folder(
     if optimizers:
         source.load_optimizers(module, optimizers, check_states=check_states)
     return rest
+
+
+def load(
+    store: CheckpointStore,
+    path: str | Path,
+    module: nn.Module,
+    optimizers: Sequence[Optimizer] = (),
+    *,
+    weights_only: bool | None = None,
+) -> dict[str, Any]:
+    """Load a checkpoint into a module and its optimizers; returns the rest."""
+    checkpoint = store.open(path, weights_only=weights_only)
+    store.load_module(checkpoint, module, strict=True)
+    if optimizers:
+        store.load_optimizers(checkpoint, module, optimizers)
+    return {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}

@@ -91,29 +91,6 @@ class CheckpointStore:
         written = self._threads.submit(write_checkpoint, copied, location, sharded=self._sharded, group=self._group)
         self._saving = location, written
 
-    def load(
-        self,
-        path: PathLike,
-        module: nn.Module,
-        optimizers: Sequence[Optimizer] = (),
-        *,
-        strict: bool = True,
-        weights_only: bool | None = None,
-    ) -> dict[str, Any]:
-        """Load a checkpoint into a module, and optimizers in the order in which they were saved. A collective.
-
-        Returns:
-            The rest of the checkpoint.
-
-        Raises:
-            ValueError: If it does not fit; on every rank; and what :meth:`open` raises.
-        """
-        checkpoint = self.open(path, weights_only=weights_only)
-        self.load_module(checkpoint, module, strict=strict)
-        if optimizers:
-            self.load_optimizers(checkpoint, module, optimizers)
-        return {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
-
     def open(self, path: PathLike, *, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint, or the folder of one, without its states, which needs no module yet. A collective.
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.checkpoint_nets import make_adamw, make_net, run_ranks, train
+from support.checkpoint_nets import load, make_adamw, make_net, run_ranks, train
 from torch import nn
 from torch.multiprocessing.spawn import ProcessExitedException
 from torch.optim import Optimizer
@@ -63,7 +63,7 @@ def load_and_go_on(folder: Path) -> None:
     for sharded in (False, True):
         net = make_net(1)
         optimizer = make_adamw(net)
-        rest = make_store(not sharded).load(folder / f"{sharded}.ckpt", net, [optimizer])  # each loads either
+        rest = load(make_store(not sharded), folder / f"{sharded}.ckpt", net, [optimizer])  # each loads either
         assert rest == {"epoch": 3, "pytorch-lightning_version": "2.6.6"}
         assert net.note == {"seen": 3}
         assert train(net, optimizer, 2, first=3) == pytest.approx(torch.load(folder / "loss.pt"), abs=1e-6)
@@ -102,7 +102,7 @@ def meet_errors(folder: Path, sharded: bool) -> None:
     )
     dist.barrier()
     assert [each.name for each in folder.iterdir() if "store" not in each.name] == ["last.ckpt"]
-    store.load(path, net, [optimizer])
+    load(store, path, net, [optimizer])
     for key, value in gather_module_state(net).items():
         assert torch.equal(value, weights[key]) if isinstance(value, torch.Tensor) else value == weights[key]
     dist.barrier()
@@ -122,7 +122,7 @@ def meet_errors(folder: Path, sharded: bool) -> None:
     other["state_dict"].pop("scale", None)
     store.save(other, other_path)
     with pytest.raises(ValueError, match=r"^The checkpoint does not fit the module: it lacks scale\. Load"):
-        store.load(other_path, net)
+        load(store, other_path, net)
     if dist.get_rank() == 0:
         (other_path / ".metadata" if sharded else other_path).write_bytes(b"no checkpoint")
     dist.barrier()
@@ -165,7 +165,7 @@ def save_beside_the_training(folder: Path, sharded: bool) -> None:
     store.wait()
     again = make_net(1)
     optimizer_again = make_adamw(again)
-    assert store.load(first, again, [optimizer_again])["callbacks"] == {"scores": [1.0]}
+    assert load(store, first, again, [optimizer_again])["callbacks"] == {"scores": [1.0]}
     assert train(again, optimizer_again, 2, first=3) == pytest.approx(expected, abs=1e-6)
 
     gate.clear()
@@ -249,7 +249,7 @@ def load_what_is_left(folder: Path, sharded: bool, places: list[str]) -> None:
     for where in places:
         net, store = make_net(1), make_store(sharded)
         optimizer, path = make_adamw(net), folder / where / "last.ckpt"
-        store.load(path, net, [optimizer])
+        load(store, path, net, [optimizer])
         assert train(net, optimizer, 2, first=3) == torch.load(folder / "loss.pt")
         store.save(dump(net, optimizer, sharded), path)
         assert list(path.parent.iterdir()) == [path]
@@ -268,9 +268,9 @@ def test_a_run_that_is_killed_while_it_saves_goes_on_from_the_checkpoint_before(
 def test_a_full_checkpoint_without_optimizers_is_refused_for_training(one_rank: None, tmp_path: Path):
     net, store = make_net(), make_store(sharded=False)
     store.save({"state_dict": gather_module_state(net)}, tmp_path / "weights.ckpt")
-    store.load(tmp_path / "weights.ckpt", net)
+    load(store, tmp_path / "weights.ckpt", net)
     with pytest.raises(ValueError, match="save_weights_only") as caught:
-        store.load(tmp_path / "weights.ckpt", net, [make_adamw(net)])
+        load(store, tmp_path / "weights.ckpt", net, [make_adamw(net)])
     assert str(caught.value) == (
         "The checkpoint has the states of 0 optimizers, configure_optimizers has returned 1; save_weights_only=True "
         "saves none."
@@ -281,7 +281,7 @@ def test_a_file_of_bare_weights_is_no_checkpoint(one_rank: None, tmp_path: Path)
     net, store = make_net(), make_store(sharded=False)
     torch.save(gather_module_state(net), tmp_path / "bare.pt")
     with pytest.raises(ValueError, match="no state_dict") as caught:
-        store.load(tmp_path / "bare.pt", net)
+        load(store, tmp_path / "bare.pt", net)
     assert str(caught.value) == "The file is no checkpoint of a Trainer: it has no state_dict."
 
 
@@ -301,14 +301,14 @@ def test_weights_only_reaches_torch(one_rank: None, tmp_path: Path):
         store, path = make_store(sharded), tmp_path / str(sharded)
         store.save({**dump(net, make_adamw(net), sharded), "odd": Path("x")}, path)
         with pytest.raises(pickle.UnpicklingError, match=r"pathlib\.PosixPath") as caught:
-            store.load(path, net)
+            load(store, path, net)
         assert str(caught.value) == (
             f"The checkpoint {path} could not be read: {'meta.pt' if sharded else path.name} holds pathlib.PosixPath, "
             "and weights_only=True, the default, reads tensors and plain values only. If you trust who wrote it: "
             "trainer.fit(..., weights_only=False), or allow the class before, with "
             "torch.serialization.add_safe_globals."
         )
-        assert store.load(path, net, weights_only=False)["odd"] == Path("x")
+        assert load(store, path, net, weights_only=False)["odd"] == Path("x")
 
 
 def test_full_checkpoints_go_to_remote_places_and_sharded_ones_do_not(one_rank: None):
@@ -316,10 +316,10 @@ def test_full_checkpoints_go_to_remote_places_and_sharded_ones_do_not(one_rank: 
     optimizer = make_adamw(net)
     make_store(sharded=False).save(dump(net, optimizer, False), "memory://run/last.ckpt")
     store = make_store(sharded=False)
-    assert store.load("memory://run/last.ckpt", net, [optimizer])["epoch"] == 3
+    assert load(store, "memory://run/last.ckpt", net, [optimizer])["epoch"] == 3
     store.remove("memory://run/last.ckpt")
     with pytest.raises(FileNotFoundError, match=r"last\.ckpt"):
-        store.load("memory://run/last.ckpt", net)
+        load(store, "memory://run/last.ckpt", net)
     with pytest.raises(ValueError, match="local path") as caught:
         make_store(sharded=True).save(dump(net, optimizer, True), "memory://run/last.ckpt")
     assert str(caught.value) == (

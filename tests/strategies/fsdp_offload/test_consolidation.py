@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from support.checkpoint_nets import make_adamw, make_net, make_sgd, run_ranks, train
+from support.checkpoint_nets import load, make_adamw, make_net, make_sgd, run_ranks, train
 from support.helpers import LitTiny, TinyCNN, assert_equal_weights
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
@@ -83,7 +83,7 @@ def test_a_trainer_a_sharded_run_and_a_trainer_take_turns(
     fully_shard(sharded, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
     optimizer = sharded.configure_optimizers()
     store = CheckpointStore(sharded=True, asynchronous=False, is_main=True)
-    rest = store.load(tmp_path / "plain.ckpt", sharded, [optimizer])
+    rest = load(store, tmp_path / "plain.ckpt", sharded, [optimizer])
     states = [sharded_optimizer_state(sharded, optimizer)]
     store.save({**rest, "state_dict": sharded_module_state(sharded), "optimizer_states": states}, tmp_path / "folder")
     consolidate(tmp_path / "folder", tmp_path / "again.ckpt")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.checkpoint_nets import make_net, run_ranks
+from support.checkpoint_nets import load, make_net, run_ranks
 from torch import nn
 
 from lightning_vram.core.processes.rank_errors import CheckpointError
@@ -39,7 +39,7 @@ def flip(path: Path, bytes_of: torch.Tensor) -> None:
 
 def refusal(path: Path, net: nn.Module, *, sharded: bool) -> str:
     with pytest.raises(CheckpointError) as caught:
-        make_store(sharded=sharded).load(path, net)
+        load(make_store(sharded=sharded), path, net)
     return str(caught.value).removeprefix(f"The checkpoint {path} could not be read: ")
 
 
@@ -54,7 +54,7 @@ def test_a_flipped_bit_of_a_shard_is_refused(one_rank: None, tmp_path: Path):
         f"__0_0.distcp is damaged: its bytes are not those that were written. {WAY_OUT}"
     )
     assert torch.equal(flipped.frozen.weight.full_tensor(), own)
-    make_store(sharded=True, verify=False).load(path, flipped)
+    load(make_store(sharded=True, verify=False), path, flipped)
     assert not torch.equal(flipped.frozen.weight.full_tensor(), before)
 
 
@@ -63,7 +63,7 @@ def test_a_flipped_bit_of_a_file_is_refused(one_rank: None, tmp_path: Path):
     save(net, path, sharded=False)
     flip(path, make_net(sharded=False).embed.weight.detach())
     assert refusal(path, net, sharded=False) == f"a.ckpt is damaged (Bad CRC-32 for file 'archive/data/1'). {WAY_OUT}"
-    make_store(sharded=False, verify=False).load(path, net)
+    load(make_store(sharded=False, verify=False), path, net)
 
 
 def test_files_of_another_save_are_refused(one_rank: None, tmp_path: Path):
@@ -96,7 +96,7 @@ def test_a_folder_without_checksums_is_loaded_and_one_with_broken_ones_is_not(on
     (path / CHECKSUM_FILE).write_text('{"meta.pt": 3}')
     assert refusal(path, net, sharded=True) == f"checksums.json is damaged. {WAY_OUT}"
     (path / CHECKSUM_FILE).unlink()
-    assert make_store(sharded=True).load(path, make_net(1)) == {"epoch": 3}
+    assert load(make_store(sharded=True), path, make_net(1)) == {"epoch": 3}
 
 
 def test_what_was_cut_off_is_named(one_rank: None, tmp_path: Path):
