@@ -6,6 +6,7 @@ They return what is printed; what they raise is a mistake of the user.
 from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
@@ -33,7 +34,7 @@ def consolidate_folder(args: Sequence[str]) -> str:
     )
     parser.add_argument("folder", type=Path, help="of fsdp_offload or ModelParallelStrategy")
     parser.add_argument("file", type=Path, help="to write; one that is there is replaced")
-    answers = {"choices": ("true", "false"), "default": "true"}
+    answers: dict[str, Any] = {"choices": ("true", "false"), "default": "true"}
     parser.add_argument("--weights_only", **answers, help="false: also read classes, which run code of who wrote it")
     parser.add_argument("--verify", **answers, help="false: do not compare files with their checksums first")
     given = parser.parse_args(args)

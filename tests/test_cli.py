@@ -17,6 +17,7 @@ from support.parts import CONFIGS, PRESETS
 from lightning_vram import FSDPOffloadStrategy, LeanMixedPrecision
 from lightning_vram.cli import main
 from lightning_vram.memory.device.measurement import read_measurements
+from lightning_vram.memory.units import format_bytes
 
 ROOT = Path(__file__).parents[1]
 QUICKSTART = f"--config={ROOT / 'configs' / 'quickstart.yaml'}"
@@ -337,14 +338,28 @@ def test_debug_shows_where(monkeypatch):
         main(["fit", QUICKSTART, "--model.init_args.width=130"])
 
 
-def fit_sharded(value: object = 1) -> LitTiny:
-    model = LitTiny(TinyCNN())
-    strategy = FSDPOffloadStrategy(state_dict_type="sharded")
-    trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=1, max_steps=2, logger=False, barebones=False)
-    data = torch.utils.data.DataLoader(TinyCNN().samples(8), batch_size=4)
+class Saving(LitTiny):
+    """Has one value more in its checkpoints."""
+
+    def __init__(self, value: object) -> None:
+        super().__init__(TinyCNN())
+        self.value = value
+
+    def on_save_checkpoint(self, checkpoint: dict) -> None:
+        checkpoint["more"] = self.value
+
+
+def fit(model: LitTiny, ckpt_path: str | None = None, **options: object) -> pl.Trainer:
+    options |= {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False}
+    trainer = pl.Trainer(max_steps=2, **options)
+    trainer.fit(model, torch.utils.data.DataLoader(TinyCNN().samples(8), batch_size=4), ckpt_path=ckpt_path)
+    return trainer
+
+
+def save_sharded(value: object = 1) -> LitTiny:
+    model = Saving(value)
     try:
-        trainer.fit(model, data)
-        trainer.strategy.save_checkpoint({**trainer._checkpoint_connector.dump_checkpoint(), "more": value}, "sharded")
+        fit(model, strategy=FSDPOffloadStrategy(state_dict_type="sharded")).save_checkpoint("sharded")
     finally:
         leave_group()
     return model
@@ -352,11 +367,12 @@ def fit_sharded(value: object = 1) -> LitTiny:
 
 @pytest.mark.distributed
 def test_a_sharded_checkpoint_becomes_a_file_for_a_plain_trainer(capsys):
-    model = fit_sharded()
+    model = save_sharded()
     main(["consolidate", "sharded", "one/plain.ckpt"])
-    assert capsys.readouterr().out.splitlines()[-1] == "one/plain.ckpt: 14.7 KiB, for any Trainer."
-    plain, trainer = LitTiny(TinyCNN()), pl.Trainer(accelerator="cpu", devices=1, max_steps=2, logger=False)
-    trainer.fit(plain, torch.utils.data.DataLoader(TinyCNN().samples(8), batch_size=4), ckpt_path="one/plain.ckpt")
+    size = format_bytes(Path("one/plain.ckpt").stat().st_size)
+    assert capsys.readouterr().out.splitlines()[-1] == f"one/plain.ckpt: {size}, for any Trainer."
+    plain = LitTiny(TinyCNN())
+    trainer = fit(plain, ckpt_path="one/plain.ckpt")
     assert trainer.global_step == 2
     assert_equal_weights(plain, model)
     states, (optimizer,) = torch.load("one/plain.ckpt")["optimizer_states"], trainer.optimizers
@@ -366,18 +382,20 @@ def test_a_sharded_checkpoint_becomes_a_file_for_a_plain_trainer(capsys):
 
 @pytest.mark.distributed
 def test_what_is_not_consolidated_is_one_line(capsys):
-    fit_sharded(Evil(Path("was_run")))
-    assert fail(["consolidate", "sharded", "plain.ckpt"], capsys).startswith("meta.pt holds posix.mkdir, and")
+    save_sharded(Evil(Path("was_run")))
+    assert "meta.pt holds posix.mkdir, and" in fail(["consolidate", "sharded", "plain.ckpt"], capsys)
     assert not Path("was_run").exists()
     assert fail(["consolidate", "sharded", "sharded"], capsys) == "sharded is a folder: name the file to make."
     main(["consolidate", "sharded", "plain.ckpt", "--weights_only", "false"])
     assert Path("was_run").exists()
+    Path("was_run").rmdir()
     shard = next(Path("sharded").glob("*.distcp"))
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 1
     shard.write_bytes(data)
     arguments = ["consolidate", "sharded", "plain.ckpt", "--weights_only=false"]
     assert "is damaged" in fail(arguments, capsys)
+    assert not Path("was_run").exists()
     main([*arguments, "--verify=false"])
 
 

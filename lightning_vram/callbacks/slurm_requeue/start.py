@@ -80,7 +80,7 @@ def go_on(
         MisconfigurationException: If the checkpoint is another user's.
         pickle.UnpicklingError: If it holds more than is trusted.
     """
-    found = None, None, trusts
+    found: tuple[Path | None, int | None, bool | None] = None, None, trusts
     if trainer.is_global_zero and job.restart_count > 0:
         found = _find(trainer, folder, checkpoint_path, trusts=trusts)
     newest, stranger, trusts = trainer.strategy.broadcast(found)

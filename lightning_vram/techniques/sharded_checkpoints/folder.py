@@ -101,7 +101,9 @@ class ShardedFolder:
         entries = {
             clean_name(str(path[1])): self._entry(key) if len(path) == 2 else None for key, path in stored.items()
         }
-        shapes: dict[str, Sequence[int] | None] = {name: entry and entry.size for name, entry in entries.items()}
+        shapes: dict[str, Sequence[int] | None] = {
+            name: tuple(entry.size) if entry is not None else None for name, entry in entries.items()
+        }
         shapes |= {name: None for name, value in own_state.items() if value == {}}  # of which nothing is stored
         check_fit(own_state, shapes, strict=strict)
         wanted = {}

@@ -984,7 +984,7 @@ def test_calls_that_keep_nothing_do_not_make_it_look_for_casts(looked_up: list[t
 
 
 def test_what_is_compiled_and_called_otherwise_compiles_once_more() -> None:
-    model, graphs = nn.Linear(8, 8), []
+    model, graphs = Repeated(nn.Linear(8, 8), 1), []
     casts = WeightCasts(model, "cpu")
     compiled = torch.compile(model, backend=lambda graph, _: graphs.append(graph) or graph, fullgraph=True)
     for num_batches in (1, 3, 2, 1):
