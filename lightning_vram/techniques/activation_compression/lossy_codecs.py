@@ -46,11 +46,13 @@ def encode(numbers: Tensor, to: LossyFormat, block_size: int = 128) -> list[Tens
     block_size = max(1, min(block_size, numbers.numel()))
     missing = -numbers.numel() % block_size
     blocks = (torch.nn.functional.pad(numbers, (0, missing)) if missing else numbers).view(-1, block_size)
-    dtype = _scale_dtype(numbers.dtype)
+    dtype = torch.float64 if numbers.dtype is torch.float64 else torch.float32
+    kind = torch.finfo(dtype)
     scales = torch.linalg.vector_norm(blocks, math.inf, 1, keepdim=True, dtype=dtype) / _LARGEST[to]
     # NaN for a block with an infinity: what is divided by infinity is a zero, and must not stay one.
-    scales.masked_fill_(scales.isinf(), math.nan).masked_fill_(scales < torch.finfo(dtype).tiny, 1.0)
-    scales.clamp_(max=_largest_scale(dtype, to))
+    scales.masked_fill_(scales.isinf(), math.nan).masked_fill_(scales < kind.tiny, 1.0)
+    # The largest number is decoded to itself, or a little less: not to infinity.
+    scales.clamp_(max=kind.max / _LARGEST[to] * (1 - 2 * kind.eps))
     codes = blocks / scales
     if to == "int8":
         return [codes.round_().to(torch.int8), scales]
@@ -66,13 +68,3 @@ def decode(pieces: list[Tensor], to: LossyFormat, dtype: torch.dtype, size: int)
     if to == "fp8":
         codes = codes.view(torch.float8_e4m3fn)
     return codes.to(scales.dtype).mul_(scales).to(dtype).view(-1)[:size]
-
-
-def _scale_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype is torch.float64 else torch.float32
-
-
-def _largest_scale(dtype: torch.dtype, to: LossyFormat) -> float:
-    """Return the scale with which the largest number is decoded to itself, or a little less: not to infinity."""
-    info = torch.finfo(dtype)
-    return info.max / _LARGEST[to] * (1 - 2 * info.eps)

@@ -6,7 +6,6 @@ anything is trained, costs a few operators on ``[C]`` values and does not know t
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -44,11 +43,12 @@ class InvertibleActivation:
 
     def differentiate(self, gradient: Tensor, output: Tensor) -> Tensor:
         """Compute the gradient of the input from that of the output."""
+        result: Tensor = gradient
         if self.alpha is not None:
-            return _as_tensor(_aten.elu_backward(gradient, self.alpha, 1, 1, is_result=True, self_or_result=output))
-        if self.negative_slope == 1:
-            return gradient
-        return _as_tensor(_aten.leaky_relu_backward(gradient, output, self.negative_slope, self_is_result=True))
+            result = _aten.elu_backward(gradient, self.alpha, 1, 1, is_result=True, self_or_result=output)
+        elif self.negative_slope != 1:
+            result = _aten.leaky_relu_backward(gradient, output, self.negative_slope, self_is_result=True)
+        return result
 
 
 def predict_inversion_error(
@@ -93,8 +93,3 @@ def _mean_exponential_below_zero(power: int, gamma: Tensor, beta: Tensor) -> Ten
     """Mean of ``exp(-power * y)`` for y < 0 and of 0 above, of y ~ N(beta, gamma^2)."""
     share: Tensor = torch.special.ndtr((power * gamma.square() - beta) / gamma)
     return (power**2 * gamma.square() / 2 - power * beta).exp() * share
-
-
-def _as_tensor(value: Any) -> Tensor:
-    assert isinstance(value, Tensor)
-    return value
