@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_vram.core.hooks.stage import SavedTensorStage, Taken, exact_only
-from lightning_vram.core.tensors.by_storage import ByStorage
 from lightning_vram.techniques.activation_compression.stage import CompressionStage
 
 SIDE = 32
@@ -206,19 +205,3 @@ def test_the_inputs_of_checkpoints_are_exact(use_reentrant: bool) -> None:
     assert not stage.report.kinds["int8"]
     y.sum().backward()
     assert torch.equal(x.grad, x.cos().detach())
-
-
-def test_notes_by_memory_are_of_one_life_of_an_address() -> None:
-    notes: ByStorage[str] = ByStorage()
-    x = torch.ones(4)
-    notes.note(x, "ones")
-    assert notes.find(x[1:]) == "ones"
-    assert notes.find(torch.ones(4)) is None
-    notes.drop(x.view(2, 2))
-    assert notes.find(x) is None
-    notes.note(x, "ones")
-    del x
-    assert notes.find(torch.ones(4)) is None
-    notes.note(torch.ones(2).to_sparse(), "sparse")
-    notes.clear()
-    assert not len(notes)

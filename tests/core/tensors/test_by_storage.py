@@ -1,0 +1,35 @@
+"""What is noted by storage is of one life of an address."""
+
+import torch
+
+from lightning_vram.core.tensors.by_storage import ByStorage
+
+
+def test_notes_by_storage_are_of_one_life_of_an_address() -> None:
+    notes: ByStorage[str] = ByStorage()
+    x = torch.ones(4)
+    notes.note(x, "ones")
+    assert notes.find(x[1:]) == "ones"
+    assert notes.find(torch.ones(4)) is None
+    notes.drop(x.view(2, 2))
+    assert notes.find(x) is None
+    notes.note(x, "ones")
+    del x
+    assert notes.find(torch.ones(4)) is None
+    notes.note(torch.ones(2).to_sparse(), "sparse")
+    notes.clear()
+    assert not len(notes)
+
+
+def test_the_dead_are_forgotten_as_their_number_grows() -> None:
+    notes: ByStorage[int] = ByStorage()
+    held = [torch.ones(number + 1) for number in range(40)]
+    for number, x in enumerate(held):
+        notes.note(x, number)
+    for _ in range(20):
+        gone = [torch.ones(100) for _ in range(50)]
+        for x in gone:
+            notes.note_storage(x.untyped_storage(), -1)
+        del x, gone
+    assert len(notes) <= 2 * (len(held) + 50)
+    assert [notes.find(x) for x in held] == list(range(40)) == [notes.find_storage(x.untyped_storage()) for x in held]
