@@ -19,7 +19,19 @@ def check_run(trainer: pl.Trainer, callback: Callback) -> None:
         MisconfigurationException: If something else accumulates, or nothing can.
     """
     check_module(trainer)
-    _check_others(trainer, callback)
+    if trainer.accumulate_grad_batches != 1:
+        raise MisconfigurationException(
+            f"{_NAME} does not work with Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}): "
+            "both set the same. Remove that argument."
+        )
+    others: list[Callback] = [other for other in trainer.callbacks if other is not callback]  # type: ignore[attr-defined]
+    if any(isinstance(other, GradientAccumulationScheduler) for other in others):
+        raise MisconfigurationException(
+            f"{_NAME} does not work with GradientAccumulationScheduler: both set the same. "
+            f"Remove the latter, {_NAME}(by_epoch=...) takes its dict."
+        )
+    if any(isinstance(other, type(callback)) for other in others):
+        raise MisconfigurationException(f"{_NAME} can be used once, got several. Put one schedule into one of them.")
 
 
 def check_module(trainer: pl.Trainer) -> None:
@@ -49,22 +61,6 @@ def check_module(trainer: pl.Trainer) -> None:
             f"{_NAME} does not work with FSDPStrategy(cpu_offload=True): FSDP1 accumulates wrong gradients there. "
             "Use ModelParallelStrategy (FSDP2)."
         )
-
-
-def _check_others(trainer: pl.Trainer, callback: Callback) -> None:
-    if trainer.accumulate_grad_batches != 1:
-        raise MisconfigurationException(
-            f"{_NAME} does not work with Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}): "
-            "both set the same. Remove that argument."
-        )
-    others: list[Callback] = [other for other in trainer.callbacks if other is not callback]  # type: ignore[attr-defined]
-    if any(isinstance(other, GradientAccumulationScheduler) for other in others):
-        raise MisconfigurationException(
-            f"{_NAME} does not work with GradientAccumulationScheduler: both set the same. "
-            f"Remove the latter, {_NAME}(by_epoch=...) takes its dict."
-        )
-    if any(isinstance(other, type(callback)) for other in others):
-        raise MisconfigurationException(f"{_NAME} can be used once, got several. Put one schedule into one of them.")
 
 
 def check_optimizers(trainer: pl.Trainer, largest_factor: int) -> None:

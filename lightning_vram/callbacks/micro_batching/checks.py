@@ -29,21 +29,15 @@ def check_micro_batching(trainer: pl.Trainer, *, is_training: bool) -> None:
     module = trainer.lightning_module
     steps = ["training_step"] if is_training else ["validation_step", "test_step", "predict_step"]
     for step in steps:
-        _refuse_own_iteration(module, step)
-    if not is_training:
-        return
-    if not module.automatic_optimization:
+        if is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
+            raise MisconfigurationException(
+                f"MicroBatching does not work with {step}(self, dataloader_iter): the step takes its batches itself. "
+                f"Use {step}(self, batch, batch_idx)."
+            )
+    if is_training and not module.automatic_optimization:
         raise MisconfigurationException(
             "MicroBatching does not work with manual optimization: it cannot see where forward, backward and step of "
             "training_step begin. Set automatic_optimization=True, or split the batch in training_step."
-        )
-
-
-def _refuse_own_iteration(module: pl.LightningModule, step: str) -> None:
-    if is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
-        raise MisconfigurationException(
-            f"MicroBatching does not work with {step}(self, dataloader_iter): the step takes its batches itself. "
-            f"Use {step}(self, batch, batch_idx)."
         )
 
 

@@ -71,14 +71,14 @@ def _keep(leaf: Any, overwrites_inputs: bool | None) -> Any:  # noqa: FBT001
     if not isinstance(leaf, Tensor):
         return _copy_object(leaf)
     if leaf.is_inference():
-        return _Held(leaf)  # cannot be saved for a backward, and cannot change
+        return _InferenceInput(leaf)  # cannot be saved for a backward, and cannot change
     if overwrites_inputs is None:
         return _FirstInput(leaf)
     return _copy_tensor(leaf) if overwrites_inputs else leaf
 
 
 def _give(value: Any, *, is_overwritten: bool | None) -> Any:
-    tensor = value.read() if isinstance(value, _FirstInput | _Held) else value
+    tensor = value.read() if isinstance(value, _FirstInput | _InferenceInput) else value
     if not isinstance(tensor, Tensor):
         return _copy_object(tensor)
     return tensor.clone() if is_overwritten else tensor
@@ -91,7 +91,7 @@ def _give_attributes(leaf: Any, attributes: dict[str, Any]) -> Any:
     return leaf
 
 
-class _Held:
+class _InferenceInput:
     """A tensor that the checkpoint does not see as one."""
 
     def __init__(self, tensor: Tensor) -> None:

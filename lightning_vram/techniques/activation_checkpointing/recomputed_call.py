@@ -31,7 +31,7 @@ from lightning_vram.memory.tracking.following import module_scope
 from lightning_vram.private_names.torch.trees import tree_map
 from lightning_vram.techniques.activation_checkpointing.kept_arguments import Arguments, KeptArguments
 from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
-from lightning_vram.techniques.activation_checkpointing.two_runs import First, LayerRuns, Recomputing
+from lightning_vram.techniques.activation_checkpointing.two_runs import LayerRuns, Recomputing
 
 # Past the saved-tensor hooks of others, as always. From torch 2.15 on it has to be said: else a warning tells that a
 # later version will hand them what is kept. Where nothing is kept it means nothing.
@@ -56,12 +56,6 @@ class Observation:
     overwrites_inputs: bool | None = None
     num_kept: int | None = None
     checked: set[SavePolicy | None] = field(default_factory=set)
-
-    def note_call(self, save: SavePolicy | None) -> First | None:
-        """Note a call with this policy; returns what it is the first of."""
-        first = First.ALL if not self.checked else First.POLICY if save not in self.checked else None
-        self.checked.add(save)
-        return first
 
 
 def call_recomputed(
@@ -105,7 +99,9 @@ def _call(
 ) -> Any:
     kept = KeptArguments(arguments, observation.overwrites_inputs)
     snapshot, host_random = ModuleSnapshot(modules, observation.written), HostRandomState(observation.drawn)
-    runs = LayerRuns(modules, recomputing, observation.note_call(recomputing.save))
+    checked, save = observation.checked, recomputing.save
+    runs = LayerRuns(modules, recomputing, is_first=not checked, has_new_policy=save not in checked)
+    checked.add(save)
     first_call = [arguments]
     del arguments
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -57,35 +56,31 @@ class Recomputing:
     watch: CallWatch | None = None
 
 
-class First(Enum):
-    """What a call is the first of."""
-
-    ALL = auto()  # calls of the layer
-    POLICY = auto()  # calls in which this is kept
-
-
 class LayerRuns:
     """The runs of one call: sees to it that the second is what the first was, or that the user gets to know."""
 
-    def __init__(self, modules: Sequence[nn.Module], recomputing: Recomputing, first_of: First | None) -> None:
+    def __init__(
+        self, modules: Sequence[nn.Module], recomputing: Recomputing, *, is_first: bool, has_new_policy: bool
+    ) -> None:
         """Prepare them.
 
         Args:
             modules: That run.
             recomputing: How.
-            first_of: What the call is the first of, and has to be compared for.
+            is_first: Whether the layer is called for the first time.
+            has_new_policy: Whether it is called for the first time with what is kept.
         """
         check = recomputing.determinism_check
         self._name = recomputing.name
         self._watch = recomputing.watch
-        self._compares_outputs = first_of is First.ALL and check == "outputs"
+        self._compares_outputs = is_first and check == "outputs"
         self._samples: OutputSamples | None = None
         self._trace: OperatorTrace | None = None
         if check == "operators":
             self._trace = OperatorTrace(buffer for module in modules for buffer in module.buffers())
         self._outputs: KeptOutputs | None = None
         if recomputing.save is not None:
-            self._outputs = KeptOutputs(recomputing.save, compares_inputs=first_of is not None and check == "outputs")
+            self._outputs = KeptOutputs(recomputing.save, compares_inputs=has_new_policy and check == "outputs")
 
     def without_early_stop(self) -> AbstractContextManager[None]:
         """For a call whose second run is compared: it has to get to the end."""
