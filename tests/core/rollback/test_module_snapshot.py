@@ -1,0 +1,85 @@
+"""A forward that runs twice finds what it found, and counts once."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_vram.core.rollback.module_snapshot import ModuleSnapshot, WrittenBuffers
+
+
+class Noise(nn.Module):
+    """Draws from a generator of its own."""
+
+    def __init__(self, *generators: object) -> None:
+        super().__init__()
+        self.generators = list(generators)
+        self.last = generators[-1]
+
+    def forward(self, input: Tensor) -> Tensor:
+        for generator in (*self.generators, self.last):
+            if isinstance(generator, torch.Generator):
+                input = input + torch.rand((), generator=generator)
+            else:
+                input = input + generator.random()
+        return input
+
+
+class Listing(nn.Module):
+    """Remembers what it has seen."""
+
+    def __init__(self, num_seen: int) -> None:
+        super().__init__()
+        self.seen = list(range(num_seen))
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.seen.append(len(self.seen))
+        return input + len(self.seen)
+
+
+def run_twice(module: nn.Module) -> tuple[Tensor, Tensor]:
+    """Return the results of a first run and of one in its place."""
+    snapshot, input = ModuleSnapshot((module,), WrittenBuffers()), torch.zeros(())
+    with snapshot.watching():
+        first = module(input)
+    snapshot.settle()
+    with snapshot:
+        again = module(input)
+    return first, again
+
+
+@pytest.mark.parametrize("make", [torch.Generator, lambda: random.Random(1), lambda: np.random.default_rng(1)])
+def test_generators_of_a_module_give_the_same_numbers_again_and_go_on(make):
+    alone = Noise(make(), make())
+    expected = [alone(torch.zeros(())) for _ in range(2)]
+    module = Noise(make(), make())
+    assert run_twice(module) == (expected[0], expected[0])
+    assert module(torch.zeros(())) == expected[1]
+
+
+def test_lists_of_a_module_are_as_they_were():
+    module = Listing(3)
+    seen = module.seen
+    assert run_twice(module) == (4, 4)
+    assert module.seen is seen
+    assert seen == [0, 1, 2, 3]
+
+
+def test_what_is_added_to_a_long_list_stands_in_it_once():
+    module = Listing(2000)
+    run_twice(module)
+    assert module.seen == list(range(2001))
+
+
+def test_a_loop_over_modules_goes_on_where_they_run_again():
+    module = nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1))
+    snapshot = ModuleSnapshot((module,), WrittenBuffers())
+    snapshot.settle()
+    visited = 0
+    for _ in module:
+        visited += 1
+        with snapshot:
+            module(torch.zeros(1, 1))
+    assert visited == 3
