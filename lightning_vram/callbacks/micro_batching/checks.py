@@ -61,6 +61,9 @@ def check_gradients(trainer: pl.Trainer, *, retries: bool) -> None:
         MisconfigurationException: With the reason and the way out.
     """
     stepping = [name for name, p in trainer.lightning_module.named_parameters() if has_accumulation_hooks(p)]
+    for optimizer in trainer.optimizers:  # has the shards of what is gathered
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        stepping += [type(optimizer).__name__ for p in parameters if has_accumulation_hooks(p)]
     if stepping:
         raise MisconfigurationException(
             "MicroBatching does not work with hooks after the accumulation of a gradient, as optimizers that step in "

@@ -58,8 +58,9 @@ def has_gradient_hooks(tensor: Tensor) -> bool:
 
 
 def has_accumulation_hooks(parameter: Tensor) -> bool:
-    """Whether hooks wait for the gradient to be accumulated in ``parameter``."""
-    return bool(parameter._post_accumulate_grad_hooks)
+    """Whether hooks wait for the gradient to be accumulated in ``parameter``, but those with ``only_tells``."""
+    hooks = parameter._post_accumulate_grad_hooks or {}
+    return not all(getattr(hook, "only_tells", False) for hook in hooks.values())
 
 
 def sparse_indices(tensor: Tensor) -> Tensor:

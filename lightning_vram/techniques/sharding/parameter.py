@@ -15,6 +15,18 @@ from lightning_vram.techniques.sharding.gathered import WeightReads, gathered_of
 from lightning_vram.techniques.sharding.lanes import ShardLane
 
 
+class _Telling:
+    """A hook on what is gathered, which changes nothing: micro-batches go on with it."""
+
+    only_tells = True
+
+    def __init__(self, tell: Callable[[], None]) -> None:
+        self._tell = tell
+
+    def __call__(self, _: Tensor) -> None:
+        self._tell()
+
+
 class ShardedParameter(ParameterBase):
     """Takes the place of the class of FSDP2's object, by :func:`~lightning_vram.techniques.sharding.group.take_over`.
 
@@ -79,7 +91,7 @@ class ShardedParameter(ParameterBase):
             set_gathered(self.sharded_param, whole)
             self._watch_shard()
         if tell is not None and whole is not self._told and whole.requires_grad:
-            whole.register_post_accumulate_grad_hook(lambda _: tell())  # type: ignore[no-untyped-call]
+            whole.register_post_accumulate_grad_hook(_Telling(tell))  # type: ignore[no-untyped-call]
             self._told = whole
 
     @property
