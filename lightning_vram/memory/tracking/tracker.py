@@ -35,7 +35,6 @@ from torch.optim.optimizer import (
 from typing_extensions import override
 
 from lightning_vram.memory.tracking.following import follow_modules, follow_resizes
-from lightning_vram.memory.tracking.kept_beside import kept_beside
 from lightning_vram.memory.tracking.ledger import (
     BACKWARD,
     FORWARD,
@@ -45,6 +44,7 @@ from lightning_vram.memory.tracking.ledger import (
     Moment,
     label_all,
 )
+from lightning_vram.memory.tracking.optimizer_tensors import optimizer_tensors
 from lightning_vram.memory.tracking.storages import iterate_tensors
 from lightning_vram.memory.tracking.timeline import Category, MemoryTimeline, Phase
 from lightning_vram.private_names.torch.autograd import current_graph_task_id
@@ -186,7 +186,7 @@ class MemoryTracker:
                 label_all(self._ledger, [(owner, parameter.grad)], Category.GRADIENTS)
                 state = optimizer.state.get(parameter, {})
                 label_all(self._ledger, ((owner, leaf) for leaf in tensors_in(state)), Category.OPTIMIZER_STATE)
-            label_all(self._ledger, (("", tensor) for tensor in kept_beside(optimizer)), Category.OPTIMIZER_STATE)
+            label_all(self._ledger, (("", tensor) for tensor in optimizer_tensors(optimizer)), Category.OPTIMIZER_STATE)
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not any(optimizer is known for known in self._optimizers):

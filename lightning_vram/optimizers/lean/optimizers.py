@@ -9,13 +9,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_vram.memory.tracking.kept_beside import forget_beside, keep_beside
+from lightning_vram.core.surgery.shadow import Shadow
+from lightning_vram.memory.tracking.optimizer_tensors import forget_optimizer_tensors, register_optimizer_tensors
 from lightning_vram.optimizers.lean.chunked_step import ChunkedStep
 from lightning_vram.optimizers.lean.frozen_writes import FrozenWrites
 from lightning_vram.optimizers.lean.state_loading import load_wide
 from lightning_vram.optimizers.lean.weight_chunks import WeightChunk, list_rests
 from lightning_vram.optimizers.stepping import (
-    OptimizerShadow,
     StepTakeOver,
     convert_states,
     iterate_parameters,
@@ -55,9 +55,9 @@ class LeanOptimizers(StepTakeOver):
             refill_accumulators(optimizer, self._places)
             self._convert_states(optimizer)
             self._take_over(optimizer)
-            load = OptimizerShadow(optimizer, "load_state_dict", partial(partial, self._load, optimizer))
+            load = Shadow(optimizer, "load_state_dict", partial(partial, self._load, optimizer))
             self._stand_ins.append(load)
-            keep_beside(optimizer, partial(list_rests, self._chunks))  # a method of self would hold the optimizer
+            register_optimizer_tensors(optimizer, partial(list_rests, self._chunks))  # self would hold it
 
     def end_standing_in(self) -> None:
         """Let the optimizers step plainly again, before their parameters are restored."""
@@ -67,7 +67,7 @@ class LeanOptimizers(StepTakeOver):
     def let_go(self) -> None:
         """Give the states the dtype of the parameters, after those are restored, and forget all."""
         for optimizer in self._taken:
-            forget_beside(optimizer)
+            forget_optimizer_tensors(optimizer)
             convert_states(optimizer, self._places, None, None)
         self._stand_ins, self._taken, self._chunks, self._places = [], [], [], {}
 

@@ -19,10 +19,10 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_vram.core.gradients.clipping import apply_clip_factor, clip_factor, sharded_norm
 from lightning_vram.core.host.worker import HostWorker, Ticket
+from lightning_vram.core.surgery.shadow import Shadow
 from lightning_vram.optimizers.on_disk import StreamedStates
 from lightning_vram.optimizers.stepping import (
     Member,
-    OptimizerShadow,
     StepRound,
     StepTakeOver,
     WholeSteps,
@@ -121,7 +121,7 @@ class HostOptimizers(StepTakeOver):
             self._stand_in(optimizer, lambda optimizer, closure=None: whole.step(closure))
         else:
             explained = explain_failures(optimizer, is_split=self._is_split)
-            self._stand_ins.append(OptimizerShadow(optimizer, "step", explained))
+            self._stand_ins.append(Shadow(optimizer, "step", explained))
 
     def clip_norm(self, optimizer: Optimizer, max_norm: float, *, may_wait: bool) -> None:
         """Clip gradients to a common 2-norm, as ``torch.nn.utils.clip_grad_norm_`` does. A collective.

@@ -21,12 +21,11 @@ from lightning_vram.optimizers.stepping.steppable import (
     steps_like,
     why_not_steppable,
 )
-from lightning_vram.optimizers.stepping.take_over import OptimizerShadow, StepTakeOver
+from lightning_vram.optimizers.stepping.take_over import StepTakeOver
 
 __all__ = [
     "STEPPABLE",
     "Member",
-    "OptimizerShadow",
     "State",
     "StepRound",
     "StepTakeOver",

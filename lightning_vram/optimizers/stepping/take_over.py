@@ -19,15 +19,6 @@ Owner = TypeVar("Owner")
 _handles: list[tuple["ref[Any]", RemovableHandle]] = []
 
 
-class OptimizerShadow(Shadow):
-    """As :class:`~lightning_vram.core.surgery.shadow.Shadow`, also for the ``step`` that learning rate schedules watch.
-
-    Copies and pickles of an optimizer leave its instance attributes out, and so a stand-in too.
-    """
-
-    _wrapped_by_lr_sched = True  # else a scheduler warns of an overridden step, or cannot wrap it
-
-
 class StepTakeOver(ABC):
     """Base of those that step in the place of optimizers, which stay the same objects.
 
@@ -36,7 +27,7 @@ class StepTakeOver(ABC):
 
     def __init__(self) -> None:
         self._taken: list[Optimizer] = []  # whose step is :meth:`_step`
-        self._stand_ins: list[OptimizerShadow] = []
+        self._stand_ins: list[Shadow] = []
         self._stepping: Optimizer | None = None  # by what stands in for its step
         self._handle = redirect_steps(self, StepTakeOver._take_in)
 
@@ -65,7 +56,7 @@ class StepTakeOver(ABC):
     def _stand_in(self, optimizer: Optimizer, step: Callable[..., Any]) -> None:
         # Hooks run once, around all portions, and see the optimizer as it is.
         call = partial(self._call, Optimizer.profile_hook_step(step), optimizer)
-        self._stand_ins.append(OptimizerShadow(optimizer, "step", instead(call)))
+        self._stand_ins.append(Shadow(optimizer, "step", instead(call)))
 
     def _call(self, hooked_step: Callable[..., Any], optimizer: Optimizer, /, *args: Any, **kwargs: Any) -> Any:
         outer, self._stepping = self._stepping, optimizer

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 _kept: WeakKeyDictionary[Optimizer, Callable[[], Iterable[Tensor]]] = WeakKeyDictionary()
 
 
-def keep_beside(optimizer: Optimizer, read: Callable[[], Iterable[Tensor]]) -> None:
+def register_optimizer_tensors(optimizer: Optimizer, read: Callable[[], Iterable[Tensor]]) -> None:
     """Tell that ``optimizer`` works with tensors that are in none of its attributes, such as weights in float32.
 
     Args:
@@ -19,12 +19,12 @@ def keep_beside(optimizer: Optimizer, read: Callable[[], Iterable[Tensor]]) -> N
     _kept[optimizer] = read
 
 
-def forget_beside(optimizer: Optimizer) -> None:
+def forget_optimizer_tensors(optimizer: Optimizer) -> None:
     """Take that back. An optimizer that nothing was told of is left alone."""
     _kept.pop(optimizer, None)
 
 
-def kept_beside(optimizer: Optimizer) -> Iterable[Tensor]:
+def optimizer_tensors(optimizer: Optimizer) -> Iterable[Tensor]:
     """The tensors that were told of."""
     read = _kept.get(optimizer)
     return () if read is None else read()
