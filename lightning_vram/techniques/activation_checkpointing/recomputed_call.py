@@ -124,14 +124,10 @@ def _call(
             runs.check(output)
         return output
 
+    witness = _device_witness(modules, kept.values)
+    check = "none" if recomputing.determinism_check == "none" else "default"
     with runs.without_early_stop(), exact_only():
-        output = checkpoint(
-            run,
-            *kept.values,
-            *_device_witness(modules, kept.values),
-            use_reentrant=False,
-            determinism_check="none" if recomputing.determinism_check == "none" else "default",
-        )
+        output = checkpoint(run, *kept.values, *witness, use_reentrant=False, determinism_check=check)
     _settle(kept, observation, recomputing.name)
     with exact_only():
         observation.num_kept = runs.settle()
