@@ -99,9 +99,7 @@ def _call(
 ) -> Any:
     kept = KeptArguments(arguments, observation.overwrites_inputs)
     snapshot, host_random = ModuleSnapshot(modules, observation.written), HostRandomState(observation.drawn)
-    checked, save = observation.checked, recomputing.save
-    runs = LayerRuns(modules, recomputing, is_first=not checked, has_new_policy=save not in checked)
-    checked.add(save)
+    runs = LayerRuns(modules, recomputing, observation.checked)
     first_call = [arguments]
     del arguments
 

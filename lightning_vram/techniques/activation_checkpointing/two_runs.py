@@ -59,18 +59,17 @@ class Recomputing:
 class LayerRuns:
     """The runs of one call: sees to it that the second is what the first was, or that the user gets to know."""
 
-    def __init__(
-        self, modules: Sequence[nn.Module], recomputing: Recomputing, *, is_first: bool, has_new_policy: bool
-    ) -> None:
+    def __init__(self, modules: Sequence[nn.Module], recomputing: Recomputing, checked: set[SavePolicy | None]) -> None:
         """Prepare them.
 
         Args:
             modules: That run.
             recomputing: How.
-            is_first: Whether the layer is called for the first time.
-            has_new_policy: Whether it is called for the first time with what is kept.
+            checked: With what kept the layer was called before; gets what is kept now.
         """
         check = recomputing.determinism_check
+        is_first, has_new_policy = not checked, recomputing.save not in checked
+        checked.add(recomputing.save)
         self._name = recomputing.name
         self._watch = recomputing.watch
         self._compares_outputs = is_first and check == "outputs"
