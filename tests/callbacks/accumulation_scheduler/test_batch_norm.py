@@ -26,7 +26,8 @@ class Normed(pl.LightningModule):
             nn.BatchNorm1d(2, momentum=MOMENTUM), nn.Linear(2, 2), nn.BatchNorm1d(2, momentum=None)
         )
         self.double()
-        self.samples = torch.randn(4 * num_batches, 2, dtype=torch.float64)
+        generator = torch.Generator().manual_seed(0)
+        self.samples = torch.randn(4 * num_batches, 2, dtype=torch.float64, generator=generator)
 
     def training_step(self, batch, batch_idx):
         return self.net(batch).square().mean()

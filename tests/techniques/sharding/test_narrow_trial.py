@@ -158,6 +158,7 @@ class Compiled(Net):
 
 
 def test_compiled_layers_are_left_whole(mesh):
+    torch._dynamo.reset()  # other tests have compiled the same code for layers of other kinds
     wide = {name for name in stock_weights(Compiled) if name.startswith("blocks.1.")}
     assert narrow_names(compare(Compiled, tolerance=1e-3)) == stock_weights(Compiled) - wide
 
