@@ -57,16 +57,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _mark_slow(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of a test that is ``slow_except("this", "that")`` those run always, all its other parametrisations are slow."""
-    missing: dict[str, set[str]] = {}
+    """Of the parametrisations of a test some are not slow: those that ``slow_except`` names, or a ``quick_sample``."""
+    tests: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if (mark := item.get_closest_marker("slow_except")) is None:
+        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for name, siblings in tests.items():
+        named, sample = (siblings[0].get_closest_marker(mark) for mark in ("slow_except", "quick_sample"))
+        if named is None and sample is None:
             continue
-        missing.setdefault(item.nodeid.partition("[")[0], set(mark.args)).discard(item.callspec.id)
-        if item.callspec.id not in mark.args:
-            item.add_marker(pytest.mark.slow)
-    if any(missing.values()) and not any("[" in argument for argument in config.args):
-        raise pytest.UsageError(f"slow_except: no such parametrisations: { {k: v for k, v in missing.items() if v} }")
+        quick = set(named.args if named is not None else _spread(siblings, *sample.args))
+        if quick - {item.callspec.id for item in siblings} and not any("[" in argument for argument in config.args):
+            raise pytest.UsageError(f"slow_except: {name} has no parametrisations {sorted(quick)}")
+        for item in siblings:
+            if item.callspec.id not in quick:
+                item.add_marker(pytest.mark.slow)
+
+
+def _spread(siblings: list[pytest.Item], num_quick: int) -> list[str]:
+    """Return the ids of so many of ``siblings``, at equal distances, the first among them."""
+    num_quick = min(num_quick, len(siblings))
+    return [siblings[place * len(siblings) // num_quick].callspec.id for place in range(num_quick)]
 
 
 def pytest_collection_finish() -> None:

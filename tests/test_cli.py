@@ -166,6 +166,7 @@ def test_interpolation_follows_overrides_and_other_files(capsys, monkeypatch):
 CALLBACK = "lightning_vram.ActivationCheckpointing"
 
 
+@pytest.mark.quick_sample(3)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -195,6 +196,7 @@ def test_a_mistake_on_the_command_line_is_one_line(arguments, message, capsys):
     assert fail(["fit", QUICKSTART, *arguments], capsys).startswith(message)
 
 
+@pytest.mark.quick_sample(2)
 @pytest.mark.parametrize(
     ("config", "message"),
     [

@@ -46,6 +46,7 @@ def elsewhere(monkeypatch, tmp_path):
     leave_group()
 
 
+@pytest.mark.quick_sample(2)
 @pytest.mark.filterwarnings("ignore:Starting from v1.9.0, `tensorboardX`")  # Lightning, of its default logger
 @pytest.mark.filterwarnings("ignore:Precision bf16-mixed is not supported by the model summary")  # Lightning's
 @pytest.mark.parametrize("path", [path for path in ALL if code_in(path, "python")], ids=title)

@@ -38,6 +38,7 @@ def test_survives_copy_and_pickle(name):
         assert vars(twin).keys() == vars(callback).keys()
 
 
+@pytest.mark.quick_sample(9)
 @pytest.mark.parametrize("name", KEEPS_RESULT)
 @pytest.mark.parametrize(
     "arguments",
@@ -53,6 +54,7 @@ def test_training_is_unchanged(name, arguments, make_case, make_trainer):
     assert_equal_weights(saving, plain)
 
 
+@pytest.mark.quick_sample(5)
 @pytest.mark.parametrize("name", KEEPS_RESULT)
 @pytest.mark.parametrize("module", [LitManual, LateTiny], ids=["manual optimization", "configure_model"])
 def test_training_is_unchanged_in(name, module, make_trainer):
@@ -92,6 +94,7 @@ def test_training_is_unchanged_when_compiled(name, part, make_model, make_traine
     assert_equal_weights(*fitted)
 
 
+@pytest.mark.quick_sample(9)
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", KEEPS_RESULT)
 def test_training_is_unchanged_on_two_ranks(name, make_model, make_trainer):
@@ -103,6 +106,7 @@ def test_training_is_unchanged_on_two_ranks(name, make_model, make_trainer):
     assert_equal_weights(*fitted)
 
 
+@pytest.mark.quick_sample(9)
 @pytest.mark.parametrize("name", CALLBACKS)
 def test_the_module_is_what_it_was_after_each_of_two_fits(name, make_case, make_trainer):
     callback, model = from_config(name), make_case()
@@ -131,6 +135,7 @@ def test_the_other_copy_of_lightning_is_told_in_one_message(name, tmp_path):
         trainer.fit(BoringModel())
 
 
+@pytest.mark.quick_sample(9)
 @pytest.mark.parametrize("name", CALLBACKS)
 @pytest.mark.parametrize("place", ["setup", "configure_optimizers", "training_step", "on_validation_end", "teardown"])
 def test_a_fit_that_fails_leaves_the_module_as_it_was(name, place, make_trainer):
@@ -144,6 +149,7 @@ def test_a_fit_that_fails_leaves_the_module_as_it_was(name, place, make_trainer)
     assert describe_module(model) == before
 
 
+@pytest.mark.quick_sample(2)
 def test_all_together_change_nothing(make_case, make_trainer):
     callbacks = [from_config(name) for name in KEEPS_RESULT]
     plain, saving = make_case(), None

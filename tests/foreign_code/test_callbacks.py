@@ -49,6 +49,7 @@ PARTS: dict[str, Callable[[], list[pl.Callback]]] = {
 }
 
 
+@pytest.mark.quick_sample(3)
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_weights_and_logs_are_those_of_the_plain_run(program, part):

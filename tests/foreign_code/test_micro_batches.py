@@ -20,6 +20,7 @@ def test_logged_metrics_of_several_tasks_are_those_of_the_whole_batch():
     assert_close(fit(programs.TwoTasks, MicroBatching(2, eval=2)), fit_plain(programs.TwoTasks), 1e-4)
 
 
+@pytest.mark.quick_sample(2)
 @pytest.mark.parametrize("program", [*CUT, programs.TwoTasks, programs.Diffusion, programs.Images])
 def test_a_batch_that_fits_is_run_as_ever(program):
     callbacks = [MicroBatching(), ActivationCheckpointing(), VRAMMonitor(track=True, path=None)]

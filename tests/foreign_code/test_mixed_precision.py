@@ -22,6 +22,7 @@ PROGRAMS = [
 ]
 
 
+@pytest.mark.quick_sample(2)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_weights_and_logs_are_those_of_lightning(program):
     assert_same(fit(program, plugins=[LeanMixedPrecision("bf16")]), fit_plain(program, precision="bf16-mixed"))

@@ -44,6 +44,7 @@ def predict(make_program: Program, callbacks: list[pl.Callback] | None = None, *
     return tree_leaves(trainer.predict(program))
 
 
+@pytest.mark.quick_sample(3)
 @pytest.mark.parametrize("program", [programs.Images, programs.Detection, programs.Diffusion])
 @pytest.mark.parametrize("part", PARTS)
 def test_predictions_are_those_of_the_plain_run(program, part):

@@ -48,6 +48,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Program], Resul
     return cache(lambda make_program: fit_in_two_runs(make_program, tmp_path_factory.mktemp("plain"), {}, {}))
 
 
+@pytest.mark.quick_sample(3)
 @pytest.mark.parametrize("program", [programs.Images, programs.TwoTasks])
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("when", ["before", "after", "both"])

@@ -22,6 +22,7 @@ PROGRAMS = [
 ]
 
 
+@pytest.mark.quick_sample(2)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_weights_and_logs_are_those_of_the_plain_run(program):
     assert_same(fit(program, strategy=FSDPOffloadStrategy(min_params=100)), fit_plain(program))

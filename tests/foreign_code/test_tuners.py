@@ -31,6 +31,7 @@ def find_plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Resu
     return cache(lambda tuner: fit(programs.Images, TUNERS[tuner](), default_root_dir=tmp_path_factory.mktemp("plain")))
 
 
+@pytest.mark.quick_sample(2)
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("tuner", TUNERS)
 def test_it_finds_what_the_plain_run_finds_and_trains_the_same(tuner, part, find_plain, tmp_path):

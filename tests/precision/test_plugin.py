@@ -58,6 +58,7 @@ def test_the_configuration_file_makes_the_plugin():
     assert isinstance(trainer.precision_plugin, LeanMixedPrecision)
 
 
+@pytest.mark.quick_sample(3)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 def test_results_are_those_of_lightning_to_the_bit(precision, options, make_case, make_trainer):

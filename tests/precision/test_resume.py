@@ -53,6 +53,7 @@ def run(make_trainer, plugin, num_epochs, path=None, module=LitTiny, saves=None,
     return model, trainer
 
 
+@pytest.mark.quick_sample(2)
 @pytest.mark.parametrize("name", ["fp16", "fp32", *SCHEMES])
 def test_a_run_that_is_resumed_goes_on_to_the_bit(name, make_trainer, tmp_path):
     straight, trainer = run(make_trainer, make_plugin(name), 4)

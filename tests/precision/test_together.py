@@ -38,6 +38,7 @@ def build(net, module=LitTiny):
     return module(net())
 
 
+@pytest.mark.quick_sample(3)
 @pytest.mark.parametrize("name", KEEPS_RESULT)
 @pytest.mark.parametrize("kind", SETTINGS)
 @pytest.mark.parametrize("net", [TinyCNN, TinyGPT])
@@ -51,6 +52,7 @@ def test_a_callback_changes_nothing_under_the_plugin(name, kind, net, make_train
     assert_equal_weights(*fitted)
 
 
+@pytest.mark.quick_sample(3)
 @pytest.mark.parametrize("name", [name for name in KEEPS_RESULT if name not in AUTOMATIC_ONLY])
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_a_callback_changes_nothing_in_manual_optimization(name, kind, make_trainer):
@@ -100,6 +102,7 @@ def test_split_and_scheduled_batches_train(kind, callback, make_trainer):
     assert not all(map(torch.equal, model.parameters(), before))
 
 
+@pytest.mark.quick_sample(2)
 @pytest.mark.distributed
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 def test_results_on_two_ranks_are_those_of_lightning(precision, make_model, make_trainer):
@@ -116,6 +119,7 @@ class Replicas(LitTiny):
         torch.save([p.detach().clone() for p in self.parameters()], f"{self.path}/{self.global_rank}.pt")
 
 
+@pytest.mark.quick_sample(2)
 @pytest.mark.distributed
 @pytest.mark.parametrize("parameters", ["bf16+master", "bf16+split", "bf16+kahan", "bf16+stochastic"])
 def test_replicas_of_lean_parameters_stay_equal(parameters, make_trainer, tmp_path):

@@ -273,6 +273,7 @@ HOW = {
 }
 
 
+@pytest.mark.quick_sample(3)
 @pytest.mark.parametrize(
     ("mode", "arguments"),
     [pytest.param(mode, arguments, id=f"{mode}, {how}") for how, (arguments, modes) in HOW.items() for mode in modes],
@@ -345,6 +346,7 @@ def test_training_is_unchanged_inside_of_an_outer_checkpoint(make_trainer):
     assert_equal_weights(*fitted)
 
 
+@pytest.mark.quick_sample(2)
 @pytest.mark.distributed
 @pytest.mark.parametrize("mode", ["matmuls", "budget", "tight budget"])
 @pytest.mark.parametrize("options", [{"static_graph": True}, {"find_unused_parameters": True}], ids=str)

@@ -51,6 +51,7 @@ COMPANIES = {
 }
 
 
+@pytest.mark.quick_sample(3)
 @pytest.mark.parametrize("company", COMPANIES)
 def test_training_is_unchanged(company, make_case, make_trainer):
     plain, saving = make_case(), None

@@ -117,6 +117,7 @@ def test_it_tells_once_what_it_keeps(make_trainer, messages):
     assert message.endswith("5 tensors are made again.")
 
 
+@pytest.mark.quick_sample(3)
 @pytest.mark.parametrize("activation", [nn.ReLU, nn.SiLU, nn.LeakyReLU])
 @pytest.mark.parametrize("mode", ["auto", "general"])
 @pytest.mark.parametrize("inplace", [False, True])

@@ -54,6 +54,7 @@ def assert_equal(one: LitRegression, other: LitRegression) -> None:
         assert torch.equal(tensor, expected[name]), name
 
 
+@pytest.mark.quick_sample(2)
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 3}, {"gradient_clip_val": 0.1}], ids=str)
 @pytest.mark.parametrize("size", [1, 3, 4])
 def test_micro_batches_give_gradients_logs_and_metrics_of_the_whole_batch(fit, size: int, options: dict) -> None:
@@ -66,6 +67,7 @@ def test_a_batch_that_fits_runs_whole_and_to_the_bit(fit) -> None:
     assert_equal(auto, plain)
 
 
+@pytest.mark.quick_sample(2)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 3}], ids=str)
 def test_out_of_memory_leaves_no_trace(fit, where: str, options: dict) -> None:

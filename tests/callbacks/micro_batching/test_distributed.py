@@ -100,6 +100,7 @@ def assert_equal(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> No
         assert one["metrics"] == other["metrics"]
 
 
+@pytest.mark.quick_sample(2)
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["ddp", "fsdp2"])
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}], ids=str)
 def test_micro_batches_give_gradients_and_metrics_of_the_whole_batch(fit, is_sharded: bool, options: dict) -> None:
@@ -107,6 +108,7 @@ def test_micro_batches_give_gradients_and_metrics_of_the_whole_batch(fit, is_sha
     assert_close(fit([MicroBatching(3)], is_sharded=is_sharded, **options), expected)
 
 
+@pytest.mark.quick_sample(2)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("ranks", [(1,), (0, 1)], ids=["one_rank", "both_ranks"])
 def test_out_of_memory_under_ddp_leaves_no_trace(fit, where: str, ranks: tuple[int, ...]) -> None:
@@ -260,6 +262,7 @@ class UnevenEvaluation(LitRegression):
     predict_dataloader = val_dataloader
 
 
+@pytest.mark.quick_sample(2)
 @pytest.mark.parametrize("ranks", [(), (0,), (1,)], ids=["fits", "out of memory on 0", "on 1"])
 def test_in_evaluation_under_ddp_ranks_decide_for_themselves(fit, make_trainer, ranks: tuple[int, ...]) -> None:
     options = {"model_class": UnevenEvaluation, "heavy": "forward", "limit_val_batches": None}

@@ -78,6 +78,7 @@ CASES = {
 }
 
 
+@pytest.mark.quick_sample(3)
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_that_is_stopped_after_any_batch_goes_on_as_if_nothing_had_been(case, slurm, tmp_path):
     of_module, of_trainer, too_late = CASES[case]
@@ -162,6 +163,7 @@ class WithWorkers(Noting):
         return [self.make_loader(NUM_VAL_BATCHES, num_workers=1) for _ in range(2)]
 
 
+@pytest.mark.quick_sample(2)
 @pytest.mark.parametrize("number", [USR1, TERM])
 @pytest.mark.parametrize("at", [1, 3, 3 + NUM_VAL_BATCHES], ids=["training", "validation", "the second validation"])
 def test_workers_outlive_what_slurm_sends_to_all_processes(number, at, slurm, tmp_path):

@@ -133,6 +133,7 @@ def assert_all_went_on(expected: list[dict], stopped: list[dict], resumed: list[
         assert all(torch.equal(second["weights"][key], value) for key, value in whole["weights"].items())
 
 
+@pytest.mark.quick_sample(2)
 @pytest.mark.parametrize(
     ("strategy", "signals"),
     [

@@ -35,6 +35,7 @@ CASES = [(kind, OPTIONS.get(kind, {})) for kind in STEPPABLE]
 CASES += [(optim.AdamW, {"foreach": True}), (optim.AdamW, {"fused": True}), (optim.SGD, {"fused": True})]
 
 
+@pytest.mark.quick_sample(3)
 @pytest.mark.parametrize("scheme", EXACT)
 @pytest.mark.parametrize(
     ("kind", "options"),

@@ -81,6 +81,7 @@ def test_other_precision_plugins_are_refused(plugin):
         FSDPOffloadStrategy().precision_plugin = given
 
 
+@pytest.mark.quick_sample(2)
 @pytest.mark.parametrize("plugin", [Precision(), HalfPrecision("bf16-true"), DoublePrecision(), LeanMixedPrecision()])
 def test_precision_plugins_that_work_are_taken(plugin):
     strategy = FSDPOffloadStrategy()

@@ -79,6 +79,7 @@ CASES = [
 ]
 
 
+@pytest.mark.quick_sample(3)
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of callbacks, about the CPU
 @pytest.mark.parametrize(("make", "make_arguments", "expected"), CASES)
 def test_a_step_begins_early_where_nobody_can_tell(make, make_arguments, expected, make_trainer):

@@ -110,6 +110,7 @@ def test_two_optimizers_of_manual_optimization(make, check):
     check(make, modes=MODES, limit_val_batches=0)
 
 
+@pytest.mark.quick_sample(2)
 @pytest.mark.parametrize("make", [ByValue, Accumulating, Repeating])
 def test_manual_optimization(make, check):
     check(make, modes=("params", "all in the root"), limit_val_batches=0)
@@ -165,6 +166,7 @@ class Skipping(Fused):
             optimizer.step(closure=optimizer_closure)
 
 
+@pytest.mark.quick_sample(2)
 @pytest.mark.parametrize("make", [Scheduled, ScheduledBySteps, OnPlateau, Groups, Warmup, Skipping])
 def test_optimizers_and_schedules(make, check):
     check(make, modes=("params",), max_epochs=3, limit_val_batches=0)
@@ -185,11 +187,13 @@ class InPlace(Fused):
         return F.cross_entropy(logits.flatten(0, -2), batch[1].flatten())
 
 
+@pytest.mark.quick_sample(2)
 @pytest.mark.parametrize("make", [Odd, FusedCNN, InPlace])
 def test_parameters_and_layers_of_all_kinds(make, check):
     check(make, modes=MODES)
 
 
+@pytest.mark.quick_sample(2)
 @pytest.mark.parametrize("make", [Odd, FusedCNN])
 @pytest.mark.parametrize(
     "arguments",
@@ -209,6 +213,7 @@ def test_a_training_step_that_returns_nothing(accumulate_grad_batches, check):
     check(Seldom, accumulate_grad_batches=accumulate_grad_batches)
 
 
+@pytest.mark.quick_sample(2)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
 def test_precisions(precision, check):
     check(Odd, modes=("params", "optimizer"), precision=precision)
@@ -225,6 +230,7 @@ def test_validation_and_sanity_checks_within_a_fit(arguments, check):
     check(Fused, num_sanity_val_steps=1, **arguments)
 
 
+@pytest.mark.quick_sample(2)
 @pytest.mark.parametrize(
     "calls", [("validate",), ("test",), ("predict",), ("fit", "fit"), ("validate", "fit", "test", "predict", "fit")]
 )
@@ -289,6 +295,7 @@ def test_replicas_of_shards_train_as_one_rank_does(run, make_trainer):
         assert torch.allclose(parameter, plain.get_parameter(name), rtol=0, atol=1e-6), name
 
 
+@pytest.mark.quick_sample(2)
 @pytest.mark.parametrize("hook", ["configure_optimizers", "on_train_start", "training_step", "on_train_batch_end"])
 def test_a_fit_that_fails_leaves_a_plain_module(hook, make_trainer):
     model = FusedCNN()
@@ -356,6 +363,7 @@ class MadeBefore(Fused):
         return self.made
 
 
+@pytest.mark.quick_sample(2)
 @pytest.mark.parametrize("make", [Reentrant, Marked, MadeBefore])
 def test_what_was_made_before_sharding_counts(make, check):
     check(make, modes=("params", "none"), limit_val_batches=0)
@@ -380,6 +388,7 @@ class Replaced(Fused):
         self.net.head.weight = nn.Parameter(self.net.head.weight.detach() * 0.9)
 
 
+@pytest.mark.quick_sample(2)
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -68,6 +68,7 @@ def test_callbacks_with_accumulation_clipping_and_autocast(name, check):
     check(Fused, parts, gradient_clip_val=0.1, **arguments)
 
 
+@pytest.mark.quick_sample(2)
 @pytest.mark.parametrize("size", [2, "auto"] if can_recover() else [2])
 @pytest.mark.parametrize("make", [Fused, FusedCNN])
 def test_micro_batches(size, make, check):
@@ -80,6 +81,7 @@ def test_all_together(check):
     check(Fused, lambda: {"callbacks": [from_config(name) for name in names]})
 
 
+@pytest.mark.quick_sample(2)
 @pytest.mark.parametrize(
     "options",
     [{}, {"fp32_modules": "head"}, {"low_precision_norms": True}, {"recast_in_backward": True}],

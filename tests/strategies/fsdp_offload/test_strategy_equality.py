@@ -158,6 +158,7 @@ def test_an_encoder_decoder_in_one_group_is_summed_as_in_a_plain_run(name, one_r
     assert_equal(train(make_case(name, "clip_accumulate"), "clip_accumulate", strategy), expected)
 
 
+@pytest.mark.quick_sample(2)
 @pytest.mark.parametrize("arguments", [{"offload": "optimizer"}, {"offload": "none"}, {"shard": "grad_op"}], ids=str)
 @pytest.mark.parametrize(("name", "variant"), [("tied_lm", "plain"), ("mixtral", "clip"), ("conv_bn", "accumulate")])
 def test_where_shards_are_kept_and_for_how_long_does_not_change_weights(name, variant, arguments, one_rank):

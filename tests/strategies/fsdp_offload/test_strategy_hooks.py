@@ -81,6 +81,7 @@ class StepsByHand(Fused):
         optimizer.step()
 
 
+@pytest.mark.quick_sample(3)
 @pytest.mark.parametrize("make", [ReadsWeights, ChangesGradients, ClipsByItself, ClipsWithTorch, StepsByHand])
 @pytest.mark.parametrize("mode", ["params", "optimizer", "none"])
 def test_hooks(make, mode, fit_both):

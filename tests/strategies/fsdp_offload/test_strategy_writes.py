@@ -64,6 +64,7 @@ def test_it_is_in_mixed_precision_too(way, check):
     check(lambda: Averaged("step", WAYS[way]), ("params", "all in the root", "optimizer"), precision="bf16-mixed")
 
 
+@pytest.mark.quick_sample(2)
 @pytest.mark.parametrize("make", [Clipped, Normalized, Renormed])
 def test_weights_that_are_changed_by_hand_are_those_of_a_plain_run(make, check):
     check(make, ("params", "all in the root"))

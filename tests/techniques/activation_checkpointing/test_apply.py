@@ -111,6 +111,7 @@ def test_byte_gpt_saves_what_each_mode_promises_and_trains_the_same():
         assert more_than < share <= at_most, f"{name}: {share:.3f}"
 
 
+@pytest.mark.quick_sample(2)
 @pytest.mark.parametrize("segments", ["sqrt", 5, 36])
 def test_segments_of_an_mlp_stack_save_three_quarters_and_train_the_same(segments):
     inputs = torch.randn(16, 24, generator=torch.Generator().manual_seed(1))
@@ -518,6 +519,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.quick_sample(3)
 @pytest.mark.parametrize("make_model", LAYERS.values(), ids=LAYERS)
 def test_result_is_that_of_the_plain_model(make_model):
     hidden = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
@@ -525,6 +527,7 @@ def test_result_is_that_of_the_plain_model(make_model):
     assert checkpointed < plain
 
 
+@pytest.mark.quick_sample(2)
 @pytest.mark.parametrize("make_net", [TinyCNN, TinyGPT], ids=["cnn", "gpt"])
 @pytest.mark.parametrize("context", [partial(torch.autocast, "cpu", torch.bfloat16), torch.autograd.set_detect_anomaly])
 def test_result_is_that_of_the_plain_model_inside(make_net, context, recwarn):

@@ -52,6 +52,7 @@ def train(model: nn.Module, around: Callable[[], AbstractContextManager[object]]
     return {name: getattr(tensor, "full_tensor", lambda tensor=tensor: tensor)() for name, tensor in state.items()}
 
 
+@pytest.mark.quick_sample(3)
 @pytest.mark.parametrize("parts", [False, True], ids=["whole layers", "parts of layers"])
 @pytest.mark.parametrize("reshard", [True, False], ids=["resharded", "kept"])
 @pytest.mark.parametrize("is_first", [True, False], ids=["before", "after"])

@@ -342,6 +342,7 @@ class FirstOf(nn.Module):
         return self.layer(hidden)[0]
 
 
+@pytest.mark.quick_sample(3)
 @pytest.mark.parametrize("how", [{}, {"num_backwards": 3}], ids=["once", "retained"])
 @pytest.mark.parametrize("make_model", MODELS.values(), ids=MODELS)
 def test_result_is_that_of_the_plain_model_with(make_model, how):

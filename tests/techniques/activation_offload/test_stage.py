@@ -108,6 +108,7 @@ def network(name: str) -> tuple[nn.Module, Callable[[], Tensor]]:
     return module, lambda: module(x[:1]).float().square().mean()
 
 
+@pytest.mark.quick_sample(3)
 @pytest.mark.parametrize("name", ["tiny_gpt", "tiny_cnn", "byte_gpt", "lstm", "attention", "llama", "vit_small"])
 def test_gradients_of_networks_are_equal_to_the_bit(name: str, disk_path) -> None:
     module, compute = network(name)
@@ -808,6 +809,7 @@ def test_recomputation_inside_reads_what_it_kept_before_a_write(window_bytes: in
     assert_equal(results[1], results[0])
 
 
+@pytest.mark.quick_sample(3)
 @pytest.mark.parametrize("seed", range(20))
 def test_random_programs_with_recomputation_inside(seed: int) -> None:
     def compute(context: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> list[Tensor] | str:

@@ -198,6 +198,7 @@ BREAKS = [
 ]
 
 
+@pytest.mark.quick_sample(3)
 @pytest.mark.parametrize(("name", "workers"), BREAKS)
 def test_the_rest_of_an_epoch_and_the_next_are_those_of_a_run_without_a_break(name, workers):
     make, arguments = LOADERS[name], WORKERS[workers]
@@ -246,6 +247,7 @@ def test_drawing_the_skipped_indices_leaves_the_global_generators_alone(num_work
     assert streams[0] == streams[1]  # but for the seed of the workers, which every loader draws
 
 
+@pytest.mark.quick_sample(2)
 @pytest.mark.parametrize("workers", WORKERS)
 def test_a_second_break_in_the_same_epoch_and_one_before_its_first_batch(workers):
     arguments = WORKERS[workers]

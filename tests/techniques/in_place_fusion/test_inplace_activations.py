@@ -257,6 +257,7 @@ VERDICTS: dict[str, tuple[Callable[[Body, Tensor], Any], str | None]] = {
 }
 
 
+@pytest.mark.quick_sample(3)
 @pytest.mark.parametrize("recompute", [False, True], ids=["plain", "recomputed"])
 @pytest.mark.parametrize("backward", [True, False], ids=["step", "forward"])
 @pytest.mark.parametrize("name", VERDICTS)

@@ -206,6 +206,7 @@ def test_what_feeds_only_one_is_linked(name: str, backward: bool) -> None:
     assert find(Pair(LINKED[name]), backward=backward) == [("conv", "norm")]
 
 
+@pytest.mark.quick_sample(3)
 @pytest.mark.parametrize("backward", [True, False], ids=["step", "forward"])
 @pytest.mark.parametrize("name", APART)
 def test_what_others_may_see_is_not(name: str, backward: bool) -> None:

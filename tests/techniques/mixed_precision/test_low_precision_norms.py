@@ -260,6 +260,7 @@ def test_copies_stay_low_and_have_the_same_keys(name, make_copy):
         assert net.norm(make_input()).dtype == torch.float32
 
 
+@pytest.mark.quick_sample(2)
 @pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm", "LlamaRMSNorm", "T5LayerNorm"])
 def test_it_compiles_to_one_graph(name):
     torch._dynamo.reset()

@@ -454,6 +454,7 @@ def test_checkpoints_go_on_working(recast: bool, reentrant: bool) -> None:
     assert_same(expected, train(model))
 
 
+@pytest.mark.quick_sample(3)
 @MODES
 @pytest.mark.parametrize("layers", [["body"], ["body.*", "head"]])
 @pytest.mark.parametrize("check", ["outputs", "operators", "none"])

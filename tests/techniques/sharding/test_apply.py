@@ -203,6 +203,7 @@ class Buffers(Net):
 KINDS = [Twice, InsideNet, Scalars, Tied, Frozen, Unused, Buffers, Compiled]
 
 
+@pytest.mark.quick_sample(3)
 @pytest.mark.parametrize("mode", ["params", "optimizer apart"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_networks_of_all_kinds(mesh, kind, mode):
@@ -396,6 +397,7 @@ def all_at_once(net: nn.Module) -> None:
         parameter.add_(value)
 
 
+@pytest.mark.quick_sample(3)
 @pytest.mark.parametrize("is_narrow", [False, True])
 @pytest.mark.parametrize("write", [by_state_dict, by_hand, by_data, by_parts, all_at_once])
 @pytest.mark.parametrize("mode", MODES)

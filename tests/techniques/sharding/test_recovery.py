@@ -157,6 +157,7 @@ HOWS = {
 }
 
 
+@pytest.mark.quick_sample(3)
 @needs_recovery
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("how", HOWS)

@@ -146,6 +146,7 @@ NORMS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.quick_sample(3)
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_every_activation_gives_the_same_bits(name: str) -> None:
     activation = ACTIVATIONS[name]

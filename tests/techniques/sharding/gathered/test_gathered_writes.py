@@ -74,6 +74,7 @@ def compare_writes(way, mode="params", num_steps=3):
     assert_same(weights(net), weights(plain), tolerance)
 
 
+@pytest.mark.quick_sample(3)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("way", WAYS)
 def test_writes_count_as_in_a_plain_run(mesh, way, mode):

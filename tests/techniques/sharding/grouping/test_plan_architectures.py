@@ -73,6 +73,7 @@ def test_a_plan_does_not_need_values(name):
     )
 
 
+@pytest.mark.quick_sample(3)
 @pytest.mark.parametrize("min_params", [100, MIN_PARAMS, 5000])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_loss_and_gradients_are_those_of_the_plain_model(name, min_params, mesh):
