@@ -19,8 +19,9 @@ OF_THE_COMMAND = (
 HIDE = """
 import runpy, sys
 from importlib.machinery import PathFinder
-class Hiding:
-    def find_spec(name, path=None, target=None):
+class Hiding(PathFinder):  # torch 2.15 finds its backends by entry points, for which finders are asked, too
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
         return None if name.partition(".")[0] in {hidden} else PathFinder.find_spec(name, path, target)
 sys.meta_path[:] = [Hiding if finder is PathFinder else finder for finder in sys.meta_path]
 sys.argv[:] = sys.argv[1:]
