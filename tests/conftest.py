@@ -66,8 +66,9 @@ def _mark_slow(config: pytest.Config, items: list[pytest.Item]) -> None:
         if named is None and sample is None:
             continue
         quick = set(named.args if named is not None else _spread(siblings, *sample.args))
-        if quick - {item.callspec.id for item in siblings} and not any("[" in argument for argument in config.args):
-            raise pytest.UsageError(f"slow_except: {name} has no parametrisations {sorted(quick)}")
+        ids = {item.callspec.id for item in siblings}  # some are missing with an older torch
+        if not quick & ids and not any("[" in argument for argument in config.args):
+            raise pytest.UsageError(f"slow_except: {name} has none of the parametrisations {sorted(quick)}")
         for item in siblings:
             if item.callspec.id not in quick:
                 item.add_marker(pytest.mark.slow)
