@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_vram.memory.device.accelerators import has_native_bf16
 from lightning_vram.private_names.torch.autocast import can_autocast
 
 Choice = Literal["auto", "bf16", "fp16", "bf16-mixed", "16-mixed"]
@@ -53,27 +54,19 @@ def resolve_precision(choice: Precision16 | None, device_type: str) -> Precision
     Raises:
         MisconfigurationException: If the device has no autocast to it.
     """
-    precision = choice or ("bf16-mixed" if _has_native_bf16(device_type) else "16-mixed")
+    precision = choice or ("bf16-mixed" if has_native_bf16(device_type) else "16-mixed")
     if why := _why_not(device_type, DTYPES[precision]):
         other = "bf16" if precision == "16-mixed" else "fp16"
         raise MisconfigurationException(
             f"LeanMixedPrecision(precision={'fp16' if precision == '16-mixed' else 'bf16'!r}) does not work on "
             f"{device_type!r} devices: {why}. Use {other!r}, or Trainer(precision='32-true') without this plugin."
         )
-    if choice == "bf16-mixed" and not _has_native_bf16(device_type):
+    if choice == "bf16-mixed" and not has_native_bf16(device_type):
         rank_zero_warn(
             f"LeanMixedPrecision(precision='bf16'): this {device_type} device emulates bfloat16, which is slow. 'auto' "
             "takes float16 with a loss scale here."
         )
     return precision
-
-
-def _has_native_bf16(device_type: str) -> bool:
-    if device_type == "cuda":
-        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    if device_type == "xpu":
-        return bool(torch.xpu.is_bf16_supported())
-    return device_type != "mps"  # CPUs compute in it, and slower in float16; so do TPUs and the like
 
 
 def _why_not(device_type: str, dtype: torch.dtype) -> str | None:

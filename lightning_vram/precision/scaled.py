@@ -7,6 +7,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
+from lightning_vram.memory.device.accelerators import current_kind
 from lightning_vram.precision.choice import Precision16
 from lightning_vram.precision.overflow_watch import OnLimit, OverflowWatch
 from lightning_vram.precision.run import PrecisionRun
@@ -42,7 +43,7 @@ class ScaledPrecision(MixedPrecision):
         self._given_scaler = scaler
         # Lightning's names; what "auto" stands for is known when the device is.
         self.precision = choice or "bf16-mixed"
-        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = current_kind()
         self.scaler = scaler
         self._run: PrecisionRun | None = None
         self._has_fallen_back = False

@@ -6,13 +6,13 @@ what chunks have. A host that is too small is refused with an error: pinned memo
 kill the process.
 """
 
-import weakref
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
 from lightning_vram.core.host.chunked_space import Block, ChunkedSpace
+from lightning_vram.memory.device.accelerators import pin_in_place
 from lightning_vram.memory.host.available import available_host_bytes
 from lightning_vram.memory.units import GIB, format_bytes
 from lightning_vram.private_names.torch.dispatch import FakeTensor, without_dispatch
@@ -125,20 +125,7 @@ def make_host_tensor(numel: int, dtype: torch.dtype, *, pin_memory: bool) -> Ten
     tensor = torch.empty(numel, dtype=dtype, device="cpu")
     if not pin_memory or not numel:
         return tensor
-    if torch.cuda.is_available() and _register(tensor):
-        return tensor
-    return tensor.pin_memory()
-
-
-def _register(tensor: Tensor) -> bool:
-    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    address = tensor.data_ptr()
-    if int(runtime.cudaHostRegister(address, tensor.nbytes, 0)) != 0:
-        with suppress(RuntimeError):  # CUDA keeps the error for the next kernel, which would be blamed for it
-            torch.ones(1, device="cuda")
-        return False
-    weakref.finalize(tensor.untyped_storage(), runtime.cudaHostUnregister, address)
-    return True
+    return tensor if pin_in_place(tensor) else tensor.pin_memory()
 
 
 def unseen(tensor: Tensor) -> AbstractContextManager[object]:

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_vram.core.host.arena import unseen
-
-STREAM_DEVICES = ("cuda", "xpu")
+from lightning_vram.memory.device.accelerators import has_streams
 
 
 class Departure:
@@ -230,6 +229,6 @@ def _is_pinned(piece: Tensor) -> bool:
 
 def make_copies(tensor: Tensor) -> Copies:
     """Return what copies to and from the device of ``tensor``."""
-    if type(tensor) is Tensor and tensor.device.type in STREAM_DEVICES:
+    if type(tensor) is Tensor and has_streams(tensor.device.type):
         return StreamCopies(tensor.device)
     return Copies()

@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from lightning_vram.core.rollback.module_roster import ModuleRoster
 from lightning_vram.core.tensors.parameter_classes import PARAMETER_CLASSES
 from lightning_vram.core.tensors.versions import NO_VERSION, is_strided, storage_address, version_of
+from lightning_vram.memory.device.accelerators import has_streams
 from lightning_vram.memory.units import MIB
 from lightning_vram.private_names.torch.operators import copy_each
 
@@ -63,7 +64,7 @@ class BufferCopy:
         if self._is_counted is None and not self._has_changed_visibly():
             self._is_counted = not differs(self.tensor.detach().to(self.value.device), self.value)
         if self.is_changed():
-            if self.is_plain and self.tensor.is_cuda and not self.value.is_pinned():
+            if self.is_plain and has_streams(self.tensor.device.type) and not self.value.is_pinned():
                 self.value = torch.empty_like(self.value, pin_memory=True)
             self.value.copy_(self.tensor.detach(), non_blocking=self.value.is_pinned())
             self._mark()

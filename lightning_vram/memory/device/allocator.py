@@ -6,7 +6,7 @@ from types import ModuleType
 
 import torch
 
-_CACHING_DEVICES = ("cuda", "xpu")  # a ROCm build calls its devices "cuda" as well
+from lightning_vram.memory.device.accelerators import has_statistics
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class AllocatorBytes:
 
 def has_cache(device: torch.device) -> bool:
     """Whether tensors on ``device`` come from a caching allocator that :func:`empty_cache` can shrink."""
-    return device.type in _CACHING_DEVICES
+    return has_statistics(device.type)
 
 
 def read_allocator(device: torch.device) -> AllocatorBytes:
@@ -125,6 +125,6 @@ def empty_cache(device: torch.device) -> int:
 
 def _module(device: torch.device) -> ModuleType:
     if not has_cache(device):
-        raise ValueError(f"device '{device}' has no caching allocator; those that have one: {_CACHING_DEVICES}.")
-    module: ModuleType = getattr(torch, device.type)
+        raise ValueError(f"device '{device}' has no caching allocator that tells what it holds.")
+    module: ModuleType = torch.get_device_module(device)
     return module

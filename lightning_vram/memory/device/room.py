@@ -40,7 +40,7 @@ class DeviceRoom:
         A limit by ``torch.cuda.set_per_process_memory_fraction`` counts. Cache is taken as a whole, though a large
         tensor does not fit into many small blocks. Other processes may take what is free now.
         """
-        memory = getattr(torch, self._device.type)
+        memory = torch.get_device_module(self._device)
         free_bytes, total_bytes = memory.mem_get_info(self._device)
         now = read_allocator(self._device)
         read_fraction = getattr(memory, "get_per_process_memory_fraction", None)  # XPU has it since torch 2.10

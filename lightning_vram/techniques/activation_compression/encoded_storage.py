@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_vram.core.hooks.stage import Taken
 from lightning_vram.core.tensors.versions import NO_VERSION, alias, version_of
+from lightning_vram.memory.device.accelerators import stream_id
 from lightning_vram.techniques.activation_compression.lossless_codecs import Encoding, can_be_read
 
 Encode = Callable[[Tensor], Encoding | None]
@@ -22,11 +23,6 @@ def elements_of(tensor: Tensor) -> Tensor:
     """Return all elements of the memory of ``tensor``, [n]: a view."""
     size = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
     return tensor.as_strided((size,), (1,), 0)
-
-
-def stream_of(device: torch.device) -> int:
-    """Return which queue ``device`` works off now: what was queued in another may not be there yet. 0 on the host."""
-    return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
 
 
 def fills_its_memory(tensor: Tensor) -> bool:
@@ -125,14 +121,14 @@ class EncodedStorage:
         if self._last is not None:  # somebody who uses the same memory may have it decoded
             reference, version, start, stream = self._last
             elements = reference()
-            if elements is not None and (version_of(elements) != version or stream_of(elements.device) != stream):
+            if elements is not None and (version_of(elements) != version or stream_id(elements.device) != stream):
                 elements = None  # and have written to it, or in another queue
         if elements is None:
             elements = self._decode(self._read())
             start = int(elements.storage_offset())
         view = elements.as_strided(shape, strides, start + offset)
         version = version_of(view)  # none in inference mode: a write to it would go unseen
-        self._last = (weakref.ref(view), version, start, stream_of(view.device)) if version != NO_VERSION else None
+        self._last = (weakref.ref(view), version, start, stream_id(view.device)) if version != NO_VERSION else None
         return view
 
     def _read(self) -> list[Tensor]:

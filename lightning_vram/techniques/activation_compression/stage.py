@@ -32,6 +32,7 @@ from lightning_vram.core.hooks.stage import SavedTensorStage, Taken
 from lightning_vram.core.layers.selection import LayerSelection
 from lightning_vram.core.tensors.by_storage import ByStorage, StorageMemo
 from lightning_vram.core.tensors.versions import alias, storage_address
+from lightning_vram.memory.device.accelerators import stream_id
 from lightning_vram.private_names.torch.autocast import without_autocast
 from lightning_vram.private_names.torch.dispatch import TorchDispatchMode
 from lightning_vram.techniques.activation_compression.choice import EncodingChoice
@@ -41,7 +42,6 @@ from lightning_vram.techniques.activation_compression.encoded_storage import (
     WhichGiven,
     elements_of,
     source_of_elements,
-    stream_of,
 )
 from lightning_vram.techniques.activation_compression.lossy_codecs import LossyFormat
 from lightning_vram.techniques.activation_compression.lossy_permission import (
@@ -181,7 +181,7 @@ class CompressionStage(SavedTensorStage):
     def on_exact_argument(self, tensor: Tensor) -> None:
         """Give up what was made of ``tensor`` with a loss."""
         num_writes = self._notes.num_writes(tensor)
-        made = self._memo.find(tensor, ("lossy", num_writes, stream_of(tensor.device)))
+        made = self._memo.find(tensor, ("lossy", num_writes, stream_id(tensor.device)))
         if made is not None and not made.is_given_up:
             with torch.no_grad(), without_autocast():
                 self._leave(elements_of(alias(tensor)), num_writes)
@@ -236,7 +236,7 @@ class CompressionStage(SavedTensorStage):
 
     def _find_shared(self, tensor: Tensor, num_writes: int, *, is_lossy: bool) -> EncodedStorage | None:
         for kind in ("lossless", "lossy") if is_lossy else ("lossless",):
-            made = self._memo.find(tensor, (kind, num_writes, stream_of(tensor.device)))
+            made = self._memo.find(tensor, (kind, num_writes, stream_id(tensor.device)))
             if made is not None and made.still_holds(tensor):
                 return made
         return None
@@ -261,7 +261,7 @@ class CompressionStage(SavedTensorStage):
 
     def _note_made(self, tensor: Tensor, made: EncodedStorage, kind: str) -> None:
         of_lossless = kind if kind == "signs" else "lossless"
-        key = "lossy" if kind == self._lossy else of_lossless, self._notes.watch(tensor), stream_of(tensor.device)
+        key = "lossy" if kind == self._lossy else of_lossless, self._notes.watch(tensor), stream_id(tensor.device)
         self._memo.note(tensor, made, key)
         of_memory = self._made_of.find(tensor)
         if of_memory is None:
@@ -273,7 +273,7 @@ class CompressionStage(SavedTensorStage):
         """Leave a tensor as it is; what was made of its memory before is given up for it."""
         handed = self.hand_on(tensor)
         for kind in ("signs", "lossless", "lossy") if num_writes is not None else ():
-            made = self._memo.find(tensor, (kind, num_writes, stream_of(tensor.device)))
+            made = self._memo.find(tensor, (kind, num_writes, stream_id(tensor.device)))
             source = source_of_elements(tensor, handed) if made is not None else None
             if made is not None and source is not None and made.dtype is tensor.dtype:
                 self._give_up(made, source)

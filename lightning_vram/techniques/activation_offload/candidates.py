@@ -2,11 +2,11 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lightning_vram.core.tensors.by_storage import ByStorage
 from lightning_vram.core.tensors.versions import storage_address
+from lightning_vram.memory.device.accelerators import is_capturing
 from lightning_vram.memory.tracking.storages import iterate_storages, iterate_tensors
 from lightning_vram.private_names.torch.autograd import current_graph_task_id
 from lightning_vram.private_names.torch.dispatch import FakeTensor
@@ -56,10 +56,7 @@ class OffloadCandidates:
         kind = tensor.device.type
         if kind == "cpu":
             return self._may_be_host
-        if type(tensor) is not FakeTensor:
-            if kind == "meta":
-                return False
-            if kind == "cuda" and torch.cuda.is_current_stream_capturing():
-                return False
+        if type(tensor) is not FakeTensor and (kind == "meta" or is_capturing(tensor.device)):
+            return False
         self._may_be_host = False  # a module on the host that computes elsewhere: FSDP2 with offload
         return True

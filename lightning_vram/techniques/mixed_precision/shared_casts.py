@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_vram.core.tensors.versions import storage_address
+from lightning_vram.memory.device.accelerators import is_capturing, stream_id
 from lightning_vram.private_names.torch.dispatch import FakeTensor, without_dispatch
 from lightning_vram.private_names.torch.tensors import num_writes
 
@@ -131,8 +132,4 @@ class Sharing:
 
 def _stream_of(device: torch.device) -> int | None:
     """What kernels of this thread are ordered by; ``None`` if a cast may not be shared with later ones at all."""
-    if device.type == "meta":
-        return 0
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():  # a replay runs without what went before
-        return None
-    return torch.cuda.current_stream(device).cuda_stream
+    return None if is_capturing(device) else stream_id(device)  # a replay runs without what went before

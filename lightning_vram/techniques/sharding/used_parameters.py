@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_vram.memory.device.accelerators import current_kind
 from lightning_vram.techniques.sharding.group import ShardedGroup
 
 _OTHER_ORDER = (
@@ -90,4 +91,4 @@ class UsedParameters:
 
 def _device_for_flags() -> torch.device | None:
     has_host = any("cpu" in part or part == "gloo" for part in dist.get_backend_config().split(","))
-    return torch.device("cpu") if has_host else torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu") if has_host else torch.device(current_kind(), torch.accelerator.current_device_index())

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from lightning_vram.memory.device.accelerators import is_capturing
 from lightning_vram.private_names.torch.dispatch import FakeTensor
 from lightning_vram.private_names.torch.modules import BatchNormBase
 from lightning_vram.techniques.in_place_fusion.inplace_abn.inversion import (
@@ -99,7 +100,7 @@ def read_error(norm: Any, dtype: torch.dtype, activation: InvertibleActivation) 
     """The worst channel's predicted error; zero where there are no values to read: fake tensors, graph capture."""
     parameters = [value for value in (norm.weight, norm.bias) if value is not None]
     is_abstract = any(value.is_meta or isinstance(value.data, FakeTensor) for value in parameters)
-    if is_abstract or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+    if is_abstract or any(is_capturing(value.device) for value in parameters):
         return 0.0
     return float(predict_inversion_error(norm.weight, norm.bias, dtype, activation).max())
 

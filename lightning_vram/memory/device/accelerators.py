@@ -1,0 +1,83 @@
+"""What a kind of accelerator can do: asked of its module in torch (``torch.cuda``, ``torch.xpu``), not of its name.
+
+Only here CUDA is named where another accelerator might stand. One that lacks something does without it: no streams
+(MPS): copies block; no statistics of an allocator (MPS): no peaks are read.
+"""
+
+import weakref
+from contextlib import suppress
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_HOSTS = ("cpu", "meta")
+_STREAM_NAMES = ("Stream", "stream", "current_stream")
+_STATISTICS_NAMES = (
+    *("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"),
+    *("reset_peak_memory_stats", "empty_cache", "mem_get_info"),
+)
+
+
+@cache
+def has_streams(kind: str) -> bool:
+    """Whether devices of ``kind``, such as ``"cuda"``, copy beside their computation, on streams of their own."""
+    return _has_all(kind, _STREAM_NAMES)
+
+
+@cache
+def has_statistics(kind: str) -> bool:
+    """Whether devices of ``kind`` have a caching allocator that tells what it holds, and held at most."""
+    return _has_all(kind, _STATISTICS_NAMES)
+
+
+def stream_id(device: torch.device) -> int:
+    """Return which queue ``device`` works off now: what was queued in another may not be there yet. 0 on the host."""
+    if not has_streams(device.type):
+        return 0
+    return int(torch.get_device_module(device).current_stream(device).stream_id)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether ``device`` records a graph now, whose replays run without the Python code around."""
+    ask = getattr(_module(device.type), "is_current_stream_capturing", None)
+    return ask is not None and bool(ask())
+
+
+def has_native_bf16(kind: str) -> bool:
+    """Whether devices of ``kind`` compute in bfloat16 by themselves. CPUs do, and are slower in float16."""
+    if kind == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    if kind == "mps":
+        return False
+    ask = None if kind in _HOSTS else getattr(_module(kind), "is_bf16_supported", None)
+    return ask is None or bool(ask())  # TPUs and the like do
+
+
+def current_kind() -> str:
+    """Return the kind of the accelerator at hand, ``"cpu"`` where there is none."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if accelerator is None else accelerator.type
+
+
+def pin_in_place(tensor: Tensor) -> bool:
+    """Pin host memory that is there already, as long as it lives. Returns whether it is: CUDA alone can."""
+    if not torch.cuda.is_available():
+        return False
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    address = tensor.data_ptr()
+    if int(runtime.cudaHostRegister(address, tensor.nbytes, 0)) != 0:
+        with suppress(RuntimeError):  # CUDA keeps the error for the next kernel, which would be blamed for it
+            torch.ones(1, device="cuda")
+        return False
+    weakref.finalize(tensor.untyped_storage(), runtime.cudaHostUnregister, address)
+    return True
+
+
+def _module(kind: str) -> Any:
+    return getattr(torch, kind, None)
+
+
+def _has_all(kind: str, names: tuple[str, ...]) -> bool:
+    return kind not in _HOSTS and all(hasattr(_module(kind), name) for name in names)

@@ -1,0 +1,82 @@
+import ast
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import lightning_vram
+from lightning_vram.memory.device.accelerators import (
+    current_kind,
+    has_native_bf16,
+    has_statistics,
+    has_streams,
+    is_capturing,
+    pin_in_place,
+    stream_id,
+)
+
+ROOT = Path(lightning_vram.__file__).parent
+KINDS = ("cuda", "xpu", "mps", "mtia", "hpu", "npu")
+
+
+@pytest.mark.parametrize(
+    ("kind", "streams", "statistics"),
+    [
+        ("cuda", True, True),
+        ("xpu", True, True),
+        ("mps", False, False),
+        ("cpu", False, False),
+        ("meta", False, False),
+        ("hpu", False, False),  # its package is not imported
+    ],
+)
+def test_what_kinds_of_device_have(kind, streams, statistics):
+    assert has_streams(kind) is streams
+    assert has_statistics(kind) is statistics
+
+
+@pytest.mark.parametrize("kind", ["cpu", "meta"])
+def test_the_host_has_one_queue_and_records_no_graph(kind):
+    assert stream_id(torch.device(kind)) == 0
+    assert not is_capturing(torch.device(kind))
+
+
+@pytest.mark.parametrize(
+    ("kind", "module", "is_native"),
+    [
+        ("cpu", None, True),
+        ("mps", SimpleNamespace(is_bf16_supported=lambda: True), False),  # where autocast has none
+        ("xpu", SimpleNamespace(is_bf16_supported=lambda: False), False),
+        ("hpu", SimpleNamespace(is_bf16_supported=lambda: True), True),
+        ("hpu", SimpleNamespace(), True),
+    ],
+)
+def test_bfloat16_is_asked_of_the_module(monkeypatch, kind, module, is_native):
+    if module is not None:
+        monkeypatch.setattr(torch, kind, module, raising=False)
+    assert has_native_bf16(kind) is is_native
+
+
+def test_a_machine_without_accelerator_computes_on_its_cpu_and_pins_nothing():
+    assert current_kind() == "cpu"
+    assert not pin_in_place(torch.zeros(3))
+
+
+def test_cuda_is_named_in_one_file_alone():
+    found = {
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in sorted(ROOT.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+        and (
+            node.attr in {f"is_{kind}" for kind in KINDS} or (node.attr in KINDS and ast.unparse(node.value) == "torch")
+        )
+    }
+    assert {place.partition(":")[0] for place in found} == {"memory/device/accelerators.py"}, found
+
+
+def _names_a_kind(node):
+    return node.attr.removeprefix("is_") in KINDS and (
+        node.attr.startswith("is_") or ast.unparse(node.value) == "torch"
+    )
