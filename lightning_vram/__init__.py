@@ -13,6 +13,7 @@ import lightning_vram.early_versions as early_versions  # noqa: F401 - before im
 import lightning_vram.old_names as old_names  # noqa: F401 - pickles find what was moved
 
 # isort: split
+from lightning_vram.memory.device.allocator_settings import configure_allocator
 from lightning_vram.memory.tracking.tracker import track_memory
 from lightning_vram.techniques.activation_checkpointing import SavePolicy
 from lightning_vram.version import __version__ as __version__
@@ -30,6 +31,7 @@ __all__ = [
     "SavePolicy",
     "SlurmRequeue",
     "VRAMMonitor",
+    "configure_allocator",
     "track_memory",
 ]
 
@@ -53,7 +55,7 @@ elif early_signals.is_command(sys.orig_argv):
     sys.exit("lightning-vram: error: needs Lightning: pip install lightning 'jsonargparse[signatures]' omegaconf rich")
 else:
     _NEED_LIGHTNING = frozenset(__all__) - set(globals())
-    __all__ = ["SavePolicy", "track_memory"]
+    __all__ = ["SavePolicy", "configure_allocator", "track_memory"]
 
     def __getattr__(name: str) -> NoReturn:
         if name in _NEED_LIGHTNING:

@@ -12,6 +12,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,6 +34,7 @@ from lightning_vram.command_files import FILE_COMMANDS, PROGRAM
 from lightning_vram.core.processes.rank_errors import CheckpointError
 from lightning_vram.early_signals import let_through
 from lightning_vram.memory.device.allocator import empty_cache
+from lightning_vram.memory.device.allocator_settings import configure_allocator
 from lightning_vram.memory.device.out_of_memory import is_out_of_memory
 from lightning_vram.precision import LeanMixedPrecision
 from lightning_vram.private_names.lightning.cli import method_arguments, read_argument
@@ -212,6 +214,8 @@ def main(args: Sequence[str] | None = None) -> None:
         _run_on_files(*arguments)
         return
     _check_command(arguments)
+    with suppress(RuntimeError):  # called by a program that has used CUDA before
+        configure_allocator()
     cli = VRAMCLI.__new__(VRAMCLI)  # kept when its __init__, which runs the whole command, raises
     try:
         cli.__init__(args=None if args is None else arguments)  # type: ignore[misc]

@@ -1,5 +1,6 @@
 """The command: real fits, comparison, report, and one line for each mistake."""
 
+import os
 import sys
 import warnings
 from itertools import pairwise
@@ -16,6 +17,7 @@ from support.parts import CONFIGS, PRESETS
 
 from lightning_vram import FSDPOffloadStrategy, LeanMixedPrecision
 from lightning_vram.cli import main
+from lightning_vram.memory.device.allocator_settings import SETTING, VARIABLES
 from lightning_vram.memory.device.measurement import read_measurements
 from lightning_vram.memory.units import format_bytes
 
@@ -85,6 +87,18 @@ def test_the_quickstart_shows_plain_against_packed(capsys):
     out = capsys.readouterr().out
     assert len(table_cells(out, "peak allocated")) == 2
     assert "Median time per training batch" in out
+
+
+def test_the_command_lets_segments_of_the_allocator_expand(monkeypatch, capsys):
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "")  # what the command sets is taken back
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    fail(["fit", "--config=none.yaml"], capsys)
+    assert {os.environ[name] for name in VARIABLES} == {SETTING}
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    fail(["fit", "--config=none.yaml"], capsys)  # too late, and of no matter
 
 
 def test_the_quickstart_warns_of_nothing():

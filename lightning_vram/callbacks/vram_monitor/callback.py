@@ -28,6 +28,7 @@ from lightning_vram.argument_checks import check_bool, check_positive_int
 from lightning_vram.callbacks.hook_points import check_trainer
 from lightning_vram.callbacks.vram_monitor.readings import Readings
 from lightning_vram.core.surgery.shadow import Shadow
+from lightning_vram.memory.device.allocator_settings import advise
 from lightning_vram.memory.device.measurement import Measurement, largest, write_measurement
 from lightning_vram.memory.device.out_of_memory import read_out_of_memory
 from lightning_vram.memory.tracking.timeline import Phase
@@ -46,7 +47,8 @@ class VRAMMonitor(Callback):
     to the progress bar as ``vram`` (the highest peak so far), and line by line to a file that
     ``lightning-vram report`` reads: in training each reading; in validation, test and prediction the one with the
     highest peak, at the end (``vram/validate/...``). On an accelerator the batches between readings count for the
-    peak, too. An out-of-memory error gets a note with the last reading. Training is not changed, and nothing is
+    peak, too. An out-of-memory error gets a note with the last reading. A warning at the end names the allocator's
+    setting where much more was reserved than used. Training is not changed, and nothing is
     stored in checkpoints. Under DDP and FSDP all ranks reduce at the same training batch, which depends on the batch
     index alone, and at the end of the other stages, where they may have different numbers of batches.
 
@@ -181,6 +183,11 @@ class VRAMMonitor(Callback):
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._publish(trainer, self._readings.end_training(trainer, self._last))
+        peak = self.peaks.get("train")
+        if peak is not None and peak.peak_reserved_bytes is not None:
+            advice = advise(peak.peak_allocated_bytes, peak.peak_reserved_bytes)
+            if advice is not None:
+                rank_zero_warn(f"VRAMMonitor: {advice}")
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import warnings
 from pathlib import Path
 
 import pytest
@@ -219,7 +220,7 @@ class FakeGPU:
     """An allocator with a script: what is allocated, and how high it went."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.allocated, self.peak = 100, 100
+        self.allocated, self.peak, self.num_reserved = 100, 100, 0
         monkeypatch.setattr(f"{MODULE}.has_cache", lambda device: True)
         monkeypatch.setattr("lightning_vram.memory.device.allocator.read_allocator", self._read)
         monkeypatch.setattr("lightning_vram.memory.device.allocator._module", lambda device: self)
@@ -228,7 +229,7 @@ class FakeGPU:
         self.peak = max(self.peak, self.allocated + num_bytes)
 
     def _read(self, device: torch.device) -> AllocatorBytes:
-        return AllocatorBytes(self.allocated, self.allocated, self.peak, self.peak)
+        return AllocatorBytes(self.allocated, self.allocated, self.peak, max(self.peak, self.num_reserved))
 
     def reset_peak_memory_stats(self, device: torch.device) -> None:
         self.peak = self.allocated
@@ -265,6 +266,19 @@ def test_no_peak_of_an_allocator_is_lost(make_trainer, monkeypatch, tmp_path):
     assert (train[-1].epoch, train[-1].source, train[-1].peak_reserved_bytes) == (0, "allocator", 1100)
     trainer.test(model)
     assert monitor.peaks["test"].peak_allocated_bytes == 5100
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_much_that_is_reserved_and_not_used_is_said_at_the_end(make_trainer, monkeypatch, is_told):
+    gpu = FakeGPU(monkeypatch)
+    gpu.num_reserved = (1 << 30) if is_told else 0
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_trainer(callbacks=[VRAMMonitor(path=None)], max_epochs=1).fit(Spikes(gpu))
+    said = [str(warning.message) for warning in caught if "expandable_segments" in str(warning.message)]
+    assert len(said) == is_told
 
 
 def test_manual_optimization_has_phases_too(make_trainer, monkeypatch):

@@ -1,0 +1,72 @@
+import pytest
+import torch
+
+from lightning_vram.memory.device import allocator_settings
+from lightning_vram.memory.device.allocator_settings import SETTING, VARIABLES, advise, configure_allocator, expands
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def cuda_build(monkeypatch):
+    """As on a machine with CUDA, which is not in use yet."""
+    for name in (*VARIABLES, "PYTORCH_HIP_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+
+
+@pytest.mark.usefixtures("cuda_build")
+def test_both_variables_are_set():
+    environment = {"HOME": "/"}
+    assert configure_allocator(environment)
+    assert environment == {"HOME": "/", **dict.fromkeys(VARIABLES, SETTING)}
+    assert configure_allocator(environment)  # again
+
+
+@pytest.mark.usefixtures("cuda_build")
+@pytest.mark.parametrize("name", [*VARIABLES, "PYTORCH_HIP_ALLOC_CONF"])
+@pytest.mark.parametrize("own", ["expandable_segments:False", "backend:cudaMallocAsync", "max_split_size_mb:128"])
+def test_a_setting_of_the_user_wins(name, own):
+    environment = {name: own}
+    assert not configure_allocator(environment)
+    assert environment == {name: own}
+
+
+@pytest.mark.usefixtures("cuda_build")
+def test_the_user_may_have_set_the_same():
+    assert configure_allocator({VARIABLES[0]: "max_split_size_mb:128, expandable_segments: True"})
+
+
+@pytest.mark.usefixtures("cuda_build")
+def test_too_late_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    environment = {}
+    with pytest.raises(RuntimeError, match=r"came too late.*PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"):
+        configure_allocator(environment)
+    assert environment == {}
+
+
+@pytest.mark.parametrize(("version", "platform"), [(None, "linux"), ("13.0", "win32")])
+def test_where_segments_cannot_expand_nothing_is_set(monkeypatch, version, platform):
+    monkeypatch.setattr(torch.version, "cuda", version)
+    monkeypatch.setattr(allocator_settings.sys, "platform", platform)
+    environment = {}
+    assert not configure_allocator(environment)
+    assert environment == {}
+
+
+@pytest.mark.usefixtures("cuda_build")
+@pytest.mark.parametrize(
+    ("allocated", "reserved", "is_said"),
+    [(10 * GIB, 12 * GIB, True), (10 * GIB, 11 * GIB, False), (1 << 20, 100 << 20, False)],
+)
+def test_advice_where_much_is_reserved_and_not_used(monkeypatch, allocated, reserved, is_said):
+    advice = advise(allocated, reserved)
+    assert (advice is not None) is is_said
+    if is_said:
+        assert "12.00 GiB" in advice
+        assert SETTING in advice
+    monkeypatch.setenv(VARIABLES[0], SETTING)
+    assert expands()
+    assert advise(allocated, reserved) is None
