@@ -1,6 +1,7 @@
 """Fixtures and marks. A test asks for what it needs; a machine that lacks it skips the test and says why."""
 
 import gc
+import importlib
 import os
 import shutil
 import warnings
@@ -11,6 +12,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from support.helpers import CASES, LitTiny, TinyCNN, TinyGPT
+from support.simdevice import build
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_vram.core.processes.clean_exit import leave_group
@@ -30,30 +32,54 @@ os.register_at_fork(after_in_child=_renew_thread_pool)
 os.register_at_fork(after_in_child=gc.freeze)
 
 REQUIREMENTS = {
-    "gpu": (torch.cuda.is_available, "needs a CUDA device, and pytest -m gpu"),
+    "gpu": (torch.cuda.is_available, "needs a CUDA device, and pytest --device cuda"),
     "distributed": (torch.distributed.is_available, "needs a torch build with torch.distributed"),
     "slurm": (lambda: shutil.which("srun") is not None, "needs srun"),
 }
 
 
+MARKS_OF_DEVICES = {"cpu": (), "sim": ("device",), "cuda": ("device", "gpu")}
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--one-of-each", action="store_true", help="only the first parametrisation of each test")
+    parser.addoption(
+        "--device",
+        choices=sorted(MARKS_OF_DEVICES),
+        default="cpu",
+        help="sim: only the tests marked device, on a simulated accelerator; cuda: these and those marked gpu",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Many tests fork, which autograd does not survive in a process that has seen a GPU: `pytest -m gpu` sees it.
-    if "gpu" not in config.option.markexpr:
+    # Many tests fork, which autograd does not survive in a process that has an accelerator: the others run without.
+    if config.option.device != "cuda":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if config.option.device == "sim" and build.why_not() is None:
+        importlib.import_module("support.simdevice.trainer")  # before anything asks PyTorch for its accelerator
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m is looked at
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _mark_slow(config, items)
+    _select_by_device(config, items)
     if config.option.one_of_each:
         quick_first = sorted(items, key=lambda item: item.get_closest_marker("slow") is not None)
         first = set({item.nodeid.partition("[")[0]: item for item in reversed(quick_first)}.values())
         config.hook.pytest_deselected(items=[item for item in items if item not in first])
         items[:] = [item for item in items if item in first]
+
+
+def _select_by_device(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """An accelerator changes the process: only tests that ask for one run there, and they only there."""
+    marks = MARKS_OF_DEVICES[config.option.device]
+    selected = [
+        item
+        for item in items
+        if (any(map(item.get_closest_marker, marks)) if marks else item.get_closest_marker("device") is None)
+    ]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(selected)])
+    items[:] = selected
 
 
 def _mark_slow(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -90,6 +116,27 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     for mark, (is_met, reason) in REQUIREMENTS.items():
         if item.get_closest_marker(mark) and not is_met():
             pytest.skip(reason)
+    if (reason := _why_no_device(item.config.option.device)) is not None:
+        pytest.skip(reason)
+
+
+def _why_no_device(device: str) -> str | None:
+    if device == "sim":
+        return build.why_not()
+    return "needs a CUDA device" if device == "cuda" and not torch.cuda.is_available() else None
+
+
+@pytest.fixture(autouse=True)
+def leave_device_as_it_was(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Give back what the test has kept of the accelerator: the next one may look at its statistics."""
+    yield
+    if request.config.option.device == "cpu":
+        return
+    gc.collect()
+    torch.get_device_module().set_per_process_memory_fraction(1.0)
+    torch.accelerator.synchronize()
+    torch.accelerator.empty_cache()
+    torch.accelerator.reset_peak_memory_stats()
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,20 @@
+"""The accelerator that tests marked ``device`` run on: ``pytest --device sim``, or ``cuda``."""
+
+from types import ModuleType
+
+import torch
+
+_found = torch.accelerator.current_accelerator()
+DEVICE = "cuda" if _found is None else _found.type  # without --device these tests are collected, and not run
+ACCELERATOR = {"cuda": "gpu"}.get(DEVICE, DEVICE)  # Lightning's name
+
+
+def device_module() -> ModuleType:
+    """Return ``torch.cuda``, or what it is for this device."""
+    return torch.get_device_module(DEVICE)
+
+
+def allow_bytes(num_bytes: int) -> None:
+    """Let this process have no more of the device; the test's end lifts it."""
+    module = device_module()
+    module.set_per_process_memory_fraction(num_bytes / module.get_device_properties(0).total_memory)
