@@ -1,9 +1,11 @@
 """The accelerator that tests marked ``device`` run on: ``pytest --device sim``, or ``cuda``."""
 
 from types import ModuleType
+from typing import TypeVar
 
 import torch
 
+T = TypeVar("T")
 _found = torch.accelerator.current_accelerator()
 DEVICE = "cuda" if _found is None else _found.type  # without --device these tests are collected, and not run
 ACCELERATOR = {"cuda": "gpu"}.get(DEVICE, DEVICE)  # Lightning's name
@@ -18,3 +20,8 @@ def allow_bytes(num_bytes: int) -> None:
     """Let this process have no more of the device; the test's end lifts it."""
     module = device_module()
     module.set_per_process_memory_fraction(num_bytes / module.get_device_properties(0).total_memory)
+
+
+def at_size(real: T, simulated: T) -> T:
+    """Return what is large enough for a GPU to show it, or small enough for a CPU that plays one."""
+    return simulated if DEVICE == "sim" else real

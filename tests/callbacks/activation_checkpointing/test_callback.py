@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from support.devices import ACCELERATOR, DEVICE
 from support.helpers import LateTiny, LitManual, LitTiny, TinyCNN, TinyGPT, assert_equal_weights, describe_module
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -204,14 +205,14 @@ def test_weight_averaging_sees_the_same_weights(make_trainer):
     assert_equal_weights(*averages)
 
 
-@pytest.mark.gpu
+@pytest.mark.device
 @pytest.mark.parametrize("net", [TinyCNN, TinyGPT])
 def test_training_is_unchanged_on_a_gpu(net, make_trainer):
     fitted = []
     for callbacks in ([], [ActivationCheckpointing()]):
         torch.manual_seed(0)
         model = LitTiny(net())
-        make_trainer(accelerator="gpu", devices=1, callbacks=callbacks, deterministic=True).fit(model)
+        make_trainer(accelerator=ACCELERATOR, devices=1, callbacks=callbacks, deterministic=True).fit(model)
         fitted.append(model.cpu())
     assert_equal_weights(*fitted)
 
@@ -227,15 +228,15 @@ class ByKeyword(nn.Module):
         return self.down(nn.functional.dropout(self.up(state["hidden"]), 0.5))
 
 
-@pytest.mark.gpu
+@pytest.mark.device
 def test_dropout_masks_are_the_same_on_a_gpu_when_tensors_come_by_keyword():
     gradients = []
     for checkpoint in (False, True):
         torch.manual_seed(0)
-        net = nn.ModuleList([ByKeyword(), ByKeyword()]).cuda()
+        net = nn.ModuleList([ByKeyword(), ByKeyword()]).to(DEVICE)
         if checkpoint:
             apply_activation_checkpointing(net)
-        hidden = torch.randn(8, 16, device="cuda")
+        hidden = torch.randn(8, 16, device=DEVICE)
         for layer in net:
             hidden = layer(state={"hidden": hidden})
         hidden.sum().backward()

@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from support.devices import ACCELERATOR
 from support.helpers import CASES, LitManual, LitTiny, TinyCNN, TinyGPT, assert_equal_weights, describe_module
 
 from lightning_vram import ActivationCheckpointing, ActivationCompression, ActivationOffload, InPlaceFusion
@@ -197,10 +198,10 @@ def test_refuses(arguments, error, message):
         ActivationOffload(**arguments)
 
 
-@pytest.mark.gpu
+@pytest.mark.device
 @pytest.mark.parametrize("company", COMPANIES)
 @pytest.mark.parametrize("net", [TinyCNN, TinyGPT])
 def test_training_is_unchanged_on_a_gpu(net, company, make_trainer):
-    arguments = {"accelerator": "gpu", "devices": 1}
+    arguments = {"accelerator": ACCELERATOR, "devices": 1}
     fitted = fit_both(lambda: LitTiny(net()), make_trainer, COMPANIES[company], **arguments)
     assert_equal_weights(*(model.cpu() for model in fitted))

@@ -4,6 +4,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from support.devices import ACCELERATOR, DEVICE, device_module
 
 from lightning_vram import EmptyCache
 from lightning_vram.memory.device.allocator import AllocatorBytes
@@ -109,18 +110,18 @@ def test_says_where_there_is_no_cache_and_warns_of_nothing(make_model, make_trai
     assert "EmptyCache has nothing to release on device 'cpu', which keeps no cache." in caplog.messages
 
 
-@pytest.mark.gpu
+@pytest.mark.device
 def test_validation_does_not_inherit_the_cache(make_model, make_trainer):
     block_bytes = 256 * MIB
 
     def hoard(*_):  # allocate and free at once: the block stays in the cache
-        torch.empty(block_bytes, dtype=torch.uint8, device="cuda")
+        torch.empty(block_bytes, dtype=torch.uint8, device=DEVICE)
 
     def reserved_when_validation_starts(callbacks):
         model, reserved_bytes = make_model(), []
         model.on_train_batch_end = hoard
-        model.on_validation_start = lambda: reserved_bytes.append(torch.cuda.memory_reserved())
-        make_trainer(accelerator="gpu", devices=1, callbacks=callbacks).fit(model)
+        model.on_validation_start = lambda: reserved_bytes.append(device_module().memory_reserved())
+        make_trainer(accelerator=ACCELERATOR, devices=1, callbacks=callbacks).fit(model)
         return min(reserved_bytes), max(reserved_bytes)
 
     least_without, _ = reserved_when_validation_starts([])

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from support.devices import ACCELERATOR
 from support.helpers import LitManual, LitTiny, TinyCNN, TinyGPT
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.data import DataLoader
@@ -309,10 +310,10 @@ def test_refuses(arguments, error, message):
         VRAMMonitor(**arguments)
 
 
-@pytest.mark.gpu
+@pytest.mark.device
 def test_allocator_and_tracker_agree_on_a_gpu(make_trainer):
     monitor, model = VRAMMonitor(1, track=True, path=None), LitTiny(TinyGPT(width=64))
-    make_trainer(callbacks=[monitor], accelerator="gpu", devices=1).fit(model)
+    make_trainer(callbacks=[monitor], accelerator=ACCELERATOR, devices=1).fit(model)
     peak = monitor.peaks["train"]
     assert peak.source == "allocator"
     tracked = sum(peak.peak_by_category.values())

@@ -5,6 +5,7 @@ from collections import UserDict
 import numpy as np
 import pytest
 import torch
+from support.devices import DEVICE, device_module
 
 from lightning_vram.core.batches.weights import make_batch_weight
 
@@ -89,13 +90,13 @@ def test_a_function_that_returns_no_weight_is_told(value, error, message):
     assert str(caught.value) == message
 
 
-@pytest.mark.gpu
+@pytest.mark.device
 def test_a_weight_on_the_device_is_not_waited_for():
-    labels = LABELS.cuda()
-    with torch.cuda.device(0):
-        torch.cuda.set_sync_debug_mode("error")
+    labels = LABELS.to(DEVICE)
+    with device_module().device(0):
+        device_module().set_sync_debug_mode("error")
         try:
             weights = [make_batch_weight(kind, "w")(labels) for kind in ("tokens", lambda labels: (labels > 0).sum())]
         finally:
-            torch.cuda.set_sync_debug_mode("default")
+            device_module().set_sync_debug_mode("default")
     assert [int(weight) for weight in weights] == [4, 4]

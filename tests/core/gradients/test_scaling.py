@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.devices import DEVICE
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -56,9 +57,9 @@ def test_a_shard_is_multiplied_in_its_place(factor):
         torch.distributed.destroy_process_group()
 
 
-@pytest.mark.gpu
+@pytest.mark.device
 def test_gradients_on_the_host_and_on_the_device_are_scaled_together():
-    parameters = [parameter_with(torch.ones(2)), nn.Parameter(torch.zeros(2, device="cuda"))]
-    parameters[1].grad = torch.ones(2, device="cuda")
-    scale_gradients(parameters, torch.tensor(1.5, dtype=torch.float64, device="cuda"))
+    parameters = [parameter_with(torch.ones(2)), nn.Parameter(torch.zeros(2, device=DEVICE))]
+    parameters[1].grad = torch.ones(2, device=DEVICE)
+    scale_gradients(parameters, torch.tensor(1.5, dtype=torch.float64, device=DEVICE))
     assert all(parameter.grad.tolist() == [1.5, 1.5] for parameter in parameters)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.devices import DEVICE, device_module
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -126,17 +127,17 @@ def test_other_errors_are_not_hidden():
         GradientState(model.parameters())
 
 
-@pytest.mark.gpu
+@pytest.mark.device
 def test_on_a_gpu_nobody_waits_for_the_device():
-    model = nn.Linear(3, 2, device="cuda")
-    inputs = torch.ones(4, 3, device="cuda")
+    model = nn.Linear(3, 2, device=DEVICE)
+    inputs = torch.ones(4, 3, device=DEVICE)
     model(inputs).sum().backward()
     value = model.weight.grad.clone()
-    torch.cuda.set_sync_debug_mode("error")
+    device_module().set_sync_debug_mode("error")
     try:
         state = GradientState(model.parameters())
         model(inputs).sum().backward()
         state.restore()
     finally:
-        torch.cuda.set_sync_debug_mode("default")
+        device_module().set_sync_debug_mode("default")
     assert torch.equal(model.weight.grad, value)

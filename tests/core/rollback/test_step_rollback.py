@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from support.devices import DEVICE, device_module
 from support.helpers import CASES, LitTiny, TinyCNN
 from torch import nn
 
@@ -180,7 +181,7 @@ WRITES = [write_in_place, write_a_part, write_past_the_counter, swap_memory, res
 
 
 @pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param(DEVICE, marks=pytest.mark.device)])
 def test_large_buffers_come_back_and_go_on(write, device):
     module, copies = Table(device), BufferCopies()
     for _ in range(2 if write is not write_past_the_counter else 0):
@@ -299,16 +300,16 @@ def test_a_lazy_layer_that_got_its_weights_keeps_them():
     assert layer(torch.ones(1, 3)).shape == (1, 2)
 
 
-@pytest.mark.gpu
+@pytest.mark.device
 def test_on_a_gpu_its_generator_comes_back_and_nobody_waits_for_the_device():
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = torch.device(DEVICE, device_module().current_device())
     module, copies = nn.Sequential(nn.BatchNorm1d(3), nn.Dropout()).to(device), BufferCopies()
     module.register_buffer("queue", torch.zeros(LARGE, device=device))
     inputs = torch.randn(8, 3, device=device)
     for _ in range(3):  # copies made, compared, copied for the first time
         StepState(module, device, copies)
         module.queue += 1
-    torch.cuda.set_sync_debug_mode("error")
+    device_module().set_sync_debug_mode("error")
     try:
         state = StepState(module, device, copies)
         one = module(inputs)
@@ -316,7 +317,7 @@ def test_on_a_gpu_its_generator_comes_back_and_nobody_waits_for_the_device():
         state.restore()
         other = module(inputs)
     finally:
-        torch.cuda.set_sync_debug_mode("default")
+        device_module().set_sync_debug_mode("default")
     assert torch.equal(one, other)
     assert torch.equal(module.queue, torch.full_like(module.queue, 3))
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.devices import DEVICE, device_module
 
 from lightning_vram.memory.device.allocator import PeakWatch, reset_peaks
 from lightning_vram.memory.device.room import DeviceRoom, device_room
@@ -102,13 +103,14 @@ def test_peaks_of_another_device_do_not_count(fake):
     assert room.peak_since_reset() == 11 * GIB
 
 
-@pytest.mark.gpu
+@pytest.mark.device
 def test_the_room_of_a_real_device():
-    room = DeviceRoom(CUDA)
-    torch.cuda.empty_cache()
+    device = torch.device(DEVICE, 0)
+    room = DeviceRoom(device)
+    device_module().empty_cache()
     room.reset()
     start, before = room.allocated_bytes(), room.room_bytes()
-    block = torch.empty(64 * MIB, dtype=torch.uint8, device=CUDA)
+    block = torch.empty(64 * MIB, dtype=torch.uint8, device=device)
     assert room.allocated_bytes() == start + 64 * MIB
     assert abs(before - room.room_bytes() - 64 * MIB) <= 4 * MIB  # other processes
     del block

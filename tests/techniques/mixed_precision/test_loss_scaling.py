@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.devices import DEVICE
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import init_device_mesh
@@ -632,14 +633,14 @@ def test_an_inf_in_one_shard_skips_the_step_on_all_ranks(tmp_path):
     mp.start_processes(train_on_one_of_two_ranks, (str(tmp_path),), nprocs=2, start_method="fork")
 
 
-@pytest.mark.gpu
+@pytest.mark.device
 def test_gradients_on_the_host_are_unscaled_beside_those_on_the_device():
-    here, there = weights(1.0), nn.Parameter(torch.ones(1, device="cuda"))
+    here, there = weights(1.0), nn.Parameter(torch.ones(1, device=DEVICE))
     optimizer = sgd(here, there)
-    scaling = LossScaling(GradScaler("cuda", init_scale=SCALE), [optimizer])
+    scaling = LossScaling(GradScaler(DEVICE, init_scale=SCALE), [optimizer])
     for gradient in (0.5, INF):
         optimizer.zero_grad()
-        scaling.scale(there.sum() + (here * gradient).sum().cuda()).backward()
+        scaling.scale(there.sum() + (here * gradient).sum().to(DEVICE)).backward()
         assert scaling.step(optimizer).overflowed is (gradient == INF)
         scaling.update()
     assert here.item() == 0.5

@@ -5,12 +5,13 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from support.devices import DEVICE, device_module
 from support.networks import NETWORKS, make_network
 from torch import Tensor, nn
 
 from lightning_vram.techniques.in_place_fusion.recomputation.stage import Recomputation
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.device
 
 KEPT = {"resnet50": 0.60, "densenet121": 0.35, "convnext_tiny": 0.60, "llama": 0.65}
 """Largest share of what plain allocates for the backward. Bounds of the host, with room for what kernels keep."""
@@ -25,14 +26,14 @@ def _deterministic():
 
 def step(network: nn.Module, x: Tensor, dtype: torch.dtype | None, recomputation: Recomputation | None) -> int:
     """Take a step of gradients; return the bytes that were allocated for the backward."""
-    before = torch.cuda.memory_allocated()
-    with torch.autocast("cuda", dtype, enabled=dtype is not None):
+    before = device_module().memory_allocated()
+    with torch.autocast(DEVICE, dtype, enabled=dtype is not None):
         if recomputation is None:
             loss = network(x).float().square().mean()
         else:
             with recomputation:
                 loss = network(x).float().square().mean()
-    kept = torch.cuda.memory_allocated() - before
+    kept = device_module().memory_allocated() - before
     loss.backward()
     return kept
 
@@ -44,7 +45,7 @@ def test_gradients_and_buffers_are_equal_to_the_bit(name: str, dtype: torch.dtyp
     network, x = make_network(name)
     if x.dim() == 2 and layout is torch.channels_last:
         pytest.skip("tokens have one layout")
-    network, x = network.cuda(), x.cuda()
+    network, x = network.to(DEVICE), x.to(DEVICE)
     if x.dim() == 4:
         network, x = network.to(memory_format=layout), x.contiguous(memory_format=layout)
     ours = copy.deepcopy(network)
@@ -64,7 +65,7 @@ def test_gradients_and_buffers_are_equal_to_the_bit(name: str, dtype: torch.dtyp
 @pytest.mark.parametrize("name", KEPT)
 def test_the_allocator_holds_the_promised_share(name: str):
     network, x = make_network(name)
-    network, x = network.cuda(), x.cuda()
+    network, x = network.to(DEVICE), x.to(DEVICE)
     step(network, x, None, None)  # workspaces
     plain = step(network, x, None, None)
     recomputation = Recomputation(network)
@@ -76,7 +77,7 @@ def test_the_allocator_holds_the_promised_share(name: str):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("probability", [0.1, 0.15, 0.5])
 def test_dropout_is_made_again_to_the_bit(dropout, dtype: torch.dtype, probability: float):
-    weight = torch.randn(256, 256, device="cuda", dtype=dtype).requires_grad_()
+    weight = torch.randn(256, 256, device=DEVICE, dtype=dtype).requires_grad_()
     grads = []
     for recomputation in (None, Recomputation(min_bytes=0, dropout=dropout, verify="never")):
         torch.manual_seed(0)
@@ -86,9 +87,9 @@ def test_dropout_is_made_again_to_the_bit(dropout, dtype: torch.dtype, probabili
             with recomputation:
                 loss = (F.dropout(F.silu(weight @ weight), probability) @ weight).float().square().mean()
         grads.append(torch.autograd.grad(loss, weight)[0])
-        state = torch.cuda.get_rng_state()
+        state = device_module().get_rng_state()
     assert torch.equal(*grads)
-    assert torch.equal(torch.cuda.get_rng_state(), state)
+    assert torch.equal(device_module().get_rng_state(), state)
 
 
 @pytest.mark.distributed
@@ -96,11 +97,11 @@ def test_synchronized_norms_are_made_again_without_more_communication():
     torch.distributed.init_process_group("nccl", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         network, x = make_network("mobilenetv2")
-        network = nn.SyncBatchNorm.convert_sync_batchnorm(network).cuda()
+        network = nn.SyncBatchNorm.convert_sync_batchnorm(network).to(DEVICE)
         ours = copy.deepcopy(network)
-        step(network, x.cuda(), None, None)
+        step(network, x.to(DEVICE), None, None)
         recomputation = Recomputation(ours)
-        step(ours, x.cuda(), None, recomputation)
+        step(ours, x.to(DEVICE), None, recomputation)
         for a, b in zip(network.parameters(), ours.parameters(), strict=True):
             assert torch.equal(a.grad, b.grad)
         assert recomputation.report.num_dropped > 0

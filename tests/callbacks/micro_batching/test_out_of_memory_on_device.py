@@ -7,14 +7,17 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from support.devices import ACCELERATOR, at_size, device_module
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_vram import ActivationCheckpointing, MicroBatching
 from lightning_vram.memory.units import MIB
 
-pytestmark = pytest.mark.gpu
-BATCH_SIZE, WIDTH, NUM_LAYERS = 16384, 256, 24  # 16 MiB per map of the whole batch, and next to no parameters
+pytestmark = pytest.mark.device
+# Maps of the whole batch of 16 MiB (simulated: 1 MiB), and next to no parameters.
+BATCH_SIZE, WIDTH, NUM_LAYERS = at_size((16384, 256, 24), (2048, 128, 6))
+ROOM_BYTES = at_size(16 * MIB, MIB)
 
 
 class LitWide(pl.LightningModule):
@@ -38,24 +41,24 @@ class LitWide(pl.LightningModule):
 @pytest.fixture
 def limit_memory() -> Iterator[Any]:
     """Let this process have so many bytes."""
-    total = torch.cuda.get_device_properties(0).total_memory
+    total = device_module().get_device_properties(0).total_memory
 
     def limit(num_bytes: int) -> None:
         gc.collect()
-        torch.cuda.empty_cache()
-        torch.cuda.set_per_process_memory_fraction(min(1.0, num_bytes / total))
+        device_module().empty_cache()
+        device_module().set_per_process_memory_fraction(min(1.0, num_bytes / total))
 
     yield limit
-    torch.cuda.set_per_process_memory_fraction(1.0)
+    device_module().set_per_process_memory_fraction(1.0)
 
 
 def fit(make_trainer, callbacks: list[pl.Callback], **options: Any) -> tuple[LitWide, int]:
     model = LitWide()
     gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    make_trainer(callbacks=callbacks, accelerator="gpu", devices=1, max_epochs=1, **options).fit(model)
-    return model, torch.cuda.max_memory_reserved()
+    device_module().empty_cache()
+    device_module().reset_peak_memory_stats()
+    make_trainer(callbacks=callbacks, accelerator=ACCELERATOR, devices=1, max_epochs=1, **options).fit(model)
+    return model, device_module().max_memory_reserved()
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
@@ -67,7 +70,7 @@ def test_a_batch_that_does_not_fit_trains_as_if_split_from_the_start(
         return [micro_batching, ActivationCheckpointing([nn.GELU])] if is_checkpointed else [micro_batching]
 
     _, quarter_bytes = fit(make_trainer, callbacks(MicroBatching(BATCH_SIZE // 4)), precision=precision)
-    limit_memory(quarter_bytes + 16 * MIB)
+    limit_memory(quarter_bytes + ROOM_BYTES)
     callback = MicroBatching(regrow_after_n_batches=None)
     actual, _ = fit(make_trainer, callbacks(callback), precision=precision)
     size = callback.micro_batch_size
@@ -83,12 +86,12 @@ def test_without_an_error_no_rank_waits_for_the_device(make_trainer) -> None:
 
     class Guard(pl.Callback):
         def on_train_batch_start(self, *args: Any) -> None:
-            torch.cuda.set_sync_debug_mode("error")
+            device_module().set_sync_debug_mode("error")
 
         def on_train_batch_end(self, *args: Any) -> None:
-            torch.cuda.set_sync_debug_mode("default")
+            device_module().set_sync_debug_mode("default")
 
         def on_exception(self, *args: Any) -> None:
-            torch.cuda.set_sync_debug_mode("default")
+            device_module().set_sync_debug_mode("default")
 
     fit(make_trainer, [Guard(), MicroBatching()])

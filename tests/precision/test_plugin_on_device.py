@@ -1,9 +1,10 @@
-"""The plugin on a CUDA device: its autocast has other lists than the host's, and fused optimizers other kernels."""
+"""The plugin on an accelerator: its autocast has other lists than the host's, and fused optimizers other kernels."""
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
+from support.devices import ACCELERATOR, DEVICE, device_module
 from support.helpers import LitLinear, LitTiny, TinyCNN, TinyGPT, assert_equal_weights
 
 from lightning_vram import LeanMixedPrecision
@@ -11,7 +12,7 @@ from lightning_vram.demos import ByteGPT
 from lightning_vram.techniques.mixed_precision.low_precision_norms import keep_norms_low
 from lightning_vram.techniques.mixed_precision.weight_casts import WeightCasts
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.device
 
 
 class Fused(LitTiny):
@@ -22,7 +23,7 @@ class Fused(LitTiny):
 def fit(plugin, make_trainer, net=TinyGPT, module=LitTiny, **options):
     pl.seed_everything(0, verbose=False)
     model = module(net())
-    make_trainer(accelerator="gpu", devices=1, plugins=[plugin], **options).fit(model)
+    make_trainer(accelerator=ACCELERATOR, devices=1, plugins=[plugin], **options).fit(model)
     return model
 
 
@@ -30,14 +31,14 @@ def fit(plugin, make_trainer, net=TinyGPT, module=LitTiny, **options):
 @pytest.mark.parametrize("net", [TinyCNN, TinyGPT])
 def test_results_are_those_of_lightning_to_the_bit(precision, net, make_trainer):
     options = {"net": net, "gradient_clip_val": 0.1, "deterministic": "warn"}
-    plain = fit(MixedPrecision(precision, "cuda"), make_trainer, **options)
+    plain = fit(MixedPrecision(precision, DEVICE), make_trainer, **options)
     for recasts in (False, True):
         plugin = LeanMixedPrecision(precision, recast_in_backward=recasts)
         assert_equal_weights(fit(plugin, make_trainer, **options), plain)
 
 
 def test_a_fused_optimizer_is_clipped_and_skips_overflows(make_trainer):
-    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**30)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**30)
     plugin = LeanMixedPrecision("fp16", scaler=scaler)
     model = fit(plugin, make_trainer, module=Fused, gradient_clip_val=0.1, max_epochs=8)
     assert 0 < plugin.overflow_steps < 24
@@ -61,18 +62,18 @@ def test_exact_schemes_agree_on_the_same_gradients(make_trainer):
 def test_auto_is_bf16_where_the_hardware_has_it(make_trainer):
     plugin = LeanMixedPrecision("auto")
     fit(plugin, make_trainer)
-    assert (plugin.precision == "bf16-mixed") is torch.cuda.is_bf16_supported(including_emulation=False)
+    assert (plugin.precision == "bf16-mixed") is device_module().is_bf16_supported(including_emulation=False)
 
 
 def allocated_after_forward(change):
     torch.manual_seed(0)
-    model = ByteGPT(4, 256, 4, 256, dropout=0.0).cuda()
-    tokens = torch.randint(256, (4, 256), device="cuda")
+    model = ByteGPT(4, 256, 4, 256, dropout=0.0).to(DEVICE)
+    tokens = torch.randint(256, (4, 256), device=DEVICE)
     change(model)
-    before = torch.cuda.memory_allocated()
-    with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+    before = device_module().memory_allocated()
+    with torch.autocast(DEVICE, torch.bfloat16, cache_enabled=False):
         output = model(tokens)
-    allocated = torch.cuda.memory_allocated() - before
+    allocated = device_module().memory_allocated() - before
     num_weights = sum(layer.weight.numel() for layer in model.modules() if isinstance(layer, torch.nn.Linear))
     assert output.requires_grad
     return allocated, num_weights
@@ -80,12 +81,12 @@ def allocated_after_forward(change):
 
 def test_recasting_keeps_no_copies_of_weights():
     plain, num_weights = allocated_after_forward(lambda model: None)
-    saving, _ = allocated_after_forward(lambda model: WeightCasts(model, "cuda", recast_in_backward=True))
+    saving, _ = allocated_after_forward(lambda model: WeightCasts(model, DEVICE, recast_in_backward=True))
     assert plain - saving == pytest.approx(2 * num_weights, rel=0.02)  # the allocator rounds
 
 
 def test_low_precision_norms_save_four_bytes_per_block_and_element():
     plain, _ = allocated_after_forward(lambda model: None)
-    saving, _ = allocated_after_forward(lambda model: keep_norms_low(model, "cuda"))
+    saving, _ = allocated_after_forward(lambda model: keep_norms_low(model, DEVICE))
     num_elements = 4 * 256 * 256
     assert plain - saving >= 4 * 4 * num_elements  # four blocks, and the last norm

@@ -1,4 +1,4 @@
-"""``fsdp_offload`` on a CUDA device: the same results, what stays on the device, and what crosses the bus."""
+"""``fsdp_offload`` on an accelerator: the same results, what stays on the device, and what crosses the bus."""
 
 import gc
 from collections.abc import Iterator
@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from support.devices import ACCELERATOR, DEVICE, at_size, device_module
 from support.helpers import assert_equal_weights, saved_bytes
 from support.offload_nets import MODES, FusedCNN, Split, adamw
 from support.written_nets import WAYS, Averaged, Clipped, Normalized
@@ -18,16 +19,16 @@ from lightning_vram import LeanMixedPrecision, MicroBatching
 from lightning_vram.core.host.arena import make_host_tensor
 from lightning_vram.core.processes.clean_exit import leave_group
 from lightning_vram.demos import ByteGPT
-from lightning_vram.memory.units import MIB
 from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
 
 pytestmark = [
-    pytest.mark.gpu,
+    pytest.mark.device,
     pytest.mark.distributed,
     # The control run and saved_bytes run layers on the device and on the host.
     pytest.mark.filterwarnings("ignore:.*deterministic.*:UserWarning"),
 ]
 NUM_LAYERS, WIDTH, LENGTH = 8, 512, 16
+NUM_SAMPLES = at_size(16384, 2048)  # of a batch that does not fit
 
 
 @pytest.fixture(autouse=True)
@@ -68,15 +69,15 @@ class Peak(pl.Callback):
     """Largest bytes on the device after the first step, beside what was there before the fit."""
 
     def __init__(self) -> None:
-        torch.ones(64, 64, device="cuda") @ torch.ones(64, 64, device="cuda")  # cuBLAS has its own memory
+        torch.ones(64, 64, device=DEVICE) @ torch.ones(64, 64, device=DEVICE)  # cuBLAS has its own memory
         gc.collect()
-        self._before = torch.cuda.memory_allocated()
+        self._before = device_module().memory_allocated()
         self.num_bytes = 0
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0:
-            torch.cuda.reset_peak_memory_stats()
-        self.num_bytes = torch.cuda.max_memory_allocated() - self._before
+            device_module().reset_peak_memory_stats()
+        self.num_bytes = device_module().max_memory_allocated() - self._before
 
 
 class Copies(pl.Callback):
@@ -109,7 +110,7 @@ class Copies(pl.Callback):
 
 def finish(trainer: pl.Trainer) -> None:
     trainer.strategy._finish_steps()
-    torch.cuda.synchronize()
+    device_module().synchronize()
 
 
 @pytest.fixture
@@ -120,7 +121,7 @@ def fit(make_trainer: Any) -> Any:
         model = make()
         arguments = {"min_params": 100, **MODES[mode], **(offload or {})} if mode is not None else None
         strategy = FSDPOffloadStrategy(**arguments) if arguments is not None else "auto"
-        defaults = {"accelerator": "gpu", "devices": 1, "max_epochs": 1, "deterministic": "warn"}
+        defaults = {"accelerator": ACCELERATOR, "devices": 1, "max_epochs": 1, "deterministic": "warn"}
         if mode is None and options.pop("precision", "32-true") == "bf16-mixed":
             options["plugins"] = [LeanMixedPrecision("bf16")]  # Lightning's clips no fused optimizer
         make_trainer(strategy=strategy, callbacks=list(callbacks), **{**defaults, **options}).fit(model)
@@ -198,6 +199,7 @@ def test_gradients_and_states_are_on_the_host_and_pinned(fit):
     assert model.seen == {"shard on cpu", "gradient on cpu", "state on cpu", "shard pinned", "gradient pinned"}
 
 
+@pytest.mark.gpu
 def test_copies_have_a_stream_of_their_own(fit):
     copies = Copies()
     fit(LitBytes, "params", copies)
@@ -207,6 +209,7 @@ def test_copies_have_a_stream_of_their_own(fit):
         assert copies.streams(direction) - computing
 
 
+@pytest.mark.gpu
 def test_narrow_weights_and_gradients_are_half_as_many_bytes(fit):
     narrow, wide = Copies(), Copies()
     fit(LitBytes, "params", narrow, precision="bf16-mixed")
@@ -222,7 +225,7 @@ def test_narrow_weights_and_gradients_are_half_as_many_bytes(fit):
 
 
 class LitWide(pl.LightningModule):
-    """Next to no parameters: 16 MiB for each map of the batch."""
+    """Next to no parameters, and 1 KiB for each map of a sample."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -235,32 +238,33 @@ class LitWide(pl.LightningModule):
         return adamw(self.parameters())
 
     def train_dataloader(self) -> DataLoader:
-        return DataLoader(torch.randn(3 * 16384, 256), batch_size=16384)
+        return DataLoader(torch.randn(3 * NUM_SAMPLES, 256), batch_size=NUM_SAMPLES)
 
 
 def test_a_batch_that_does_not_fit_is_split(fit):
-    total = torch.cuda.get_device_properties(0).total_memory
+    total = device_module().get_device_properties(0).total_memory
     gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    fit(LitWide, "params", MicroBatching(4096))
-    quarter_bytes = torch.cuda.max_memory_reserved()
+    device_module().empty_cache()
+    device_module().reset_peak_memory_stats()
+    fit(LitWide, "params", MicroBatching(NUM_SAMPLES // 4))
+    quarter_bytes = device_module().max_memory_reserved()
     gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction(min(1.0, (quarter_bytes + 16 * MIB) / total))
+    device_module().empty_cache()
+    device_module().set_per_process_memory_fraction(min(1.0, (quarter_bytes + NUM_SAMPLES * 1024) / total))
     callback = MicroBatching(regrow_after_n_batches=None)
     try:
         actual = fit(LitWide, "params", callback)
     finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
+        device_module().set_per_process_memory_fraction(1.0)
     assert callback.micro_batch_size is not None
-    assert callback.micro_batch_size < 16384
+    assert callback.micro_batch_size < NUM_SAMPLES
     assert_equal_weights(fit(LitWide, "params", MicroBatching(callback.micro_batch_size)), actual)
 
 
+@pytest.mark.gpu
 def test_what_is_pinned_is_not_rounded_up():
-    before = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
+    before = device_module().host_memory_stats().get("allocated_bytes.current", 0)
     tensor = make_host_tensor(5 * 2**20 + 1, torch.uint8, pin_memory=True)
     assert tensor.is_pinned()
     assert tensor.untyped_storage().nbytes() == 5 * 2**20 + 1
-    assert torch.cuda.host_memory_stats().get("allocated_bytes.current", 0) == before  # not torch's, which rounds
+    assert device_module().host_memory_stats().get("allocated_bytes.current", 0) == before  # not torch's, which rounds

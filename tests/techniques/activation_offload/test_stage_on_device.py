@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from support.devices import DEVICE, device_module
 from support.networks import NETWORKS, make_network
 from torch import Tensor, nn
 
 from lightning_vram.demos import ByteGPT
 from lightning_vram.techniques.activation_offload.stage import ActivationOffloading
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.device
 
 
 @pytest.fixture(autouse=True)
@@ -26,14 +27,14 @@ def _deterministic():
 def step(network: nn.Module, x: Tensor, context: Any, dtype: torch.dtype | None = None) -> int:
     """Take a step of gradients; return the bytes that were allocated for the backward."""
     network.zero_grad()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    with torch.autocast("cuda", dtype, enabled=dtype is not None), context:
+    device_module().synchronize()
+    before = device_module().memory_allocated()
+    with torch.autocast(DEVICE, dtype, enabled=dtype is not None), context:
         loss = network(x).float().square().mean()
-    torch.cuda.synchronize()
+    device_module().synchronize()
     if isinstance(context, ActivationOffloading):
         context.settle()
-    kept = torch.cuda.memory_allocated() - before
+    kept = device_module().memory_allocated() - before
     loss.backward()
     return kept
 
@@ -48,7 +49,7 @@ def assert_equal_gradients(one: nn.Module, other: nn.Module) -> None:
 @pytest.mark.parametrize("name", NETWORKS)
 def test_gradients_are_equal_to_the_bit(name: str, dtype: torch.dtype | None) -> None:
     network, x = make_network(name)
-    network, x = network.cuda(), x.cuda()
+    network, x = network.to(DEVICE), x.to(DEVICE)
     ours = copy.deepcopy(network)
     offloading = ActivationOffloading(ours, min_offload_bytes=1024)
     for seed in range(3):
@@ -66,7 +67,7 @@ def test_gradients_are_equal_to_the_bit(name: str, dtype: torch.dtype | None) ->
 def test_many_steps_of_random_sizes_overlap_and_stay_equal(pin_memory: bool, on_disk: bool, tmp_path) -> None:
     torch.manual_seed(0)
     layers = [layer for _ in range(12) for layer in (nn.Linear(512, 512), nn.GELU())]
-    network = nn.Sequential(*layers).cuda()
+    network = nn.Sequential(*layers).to(DEVICE)
     ours = copy.deepcopy(network)
     generator = random.Random(0)
     for window_bytes in (0, 1 << 20, "auto", 1 << 30):
@@ -78,7 +79,7 @@ def test_many_steps_of_random_sizes_overlap_and_stay_equal(pin_memory: bool, on_
             disk_path=tmp_path if on_disk else None,
         )
         for _ in range(10 if on_disk else 50):
-            x = torch.randn(generator.randrange(1, 4000), 512, device="cuda")
+            x = torch.randn(generator.randrange(1, 4000), 512, device=DEVICE)
             network.zero_grad()
             network(x).float().square().mean().backward()
             ours.zero_grad()
@@ -91,7 +92,7 @@ def test_many_steps_of_random_sizes_overlap_and_stay_equal(pin_memory: bool, on_
 
 def test_the_allocator_holds_a_tenth_on_byte_gpt() -> None:
     torch.manual_seed(0)
-    network, tokens = ByteGPT(8, 256, 4, 256).cuda(), torch.randint(256, (8, 256), device="cuda")
+    network, tokens = ByteGPT(8, 256, 4, 256).to(DEVICE), torch.randint(256, (8, 256), device=DEVICE)
     step(network, tokens, nullcontext())  # workspaces
     plain = step(network, tokens, nullcontext())
     offloading = ActivationOffloading(network)
@@ -107,8 +108,8 @@ def test_the_allocator_holds_a_tenth_on_byte_gpt() -> None:
 
 
 def test_tensors_of_the_host_stay() -> None:
-    network = nn.Linear(64, 64).cuda()
+    network = nn.Linear(64, 64).to(DEVICE)
     offloading = ActivationOffloading(network, min_offload_bytes=1)
     with offloading:
         assert offloading.take(torch.randn(1000)) is None
-        assert offloading.take(torch.randn(1000, device="cuda")) is not None
+        assert offloading.take(torch.randn(1000, device=DEVICE)) is not None

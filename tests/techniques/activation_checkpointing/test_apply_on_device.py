@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from support.devices import DEVICE, device_module
 from torch import Tensor, nn
 
 from lightning_vram.techniques.activation_checkpointing.apply import apply_activation_checkpointing
@@ -11,20 +12,20 @@ from lightning_vram.techniques.activation_checkpointing.budget.apply import Budg
 from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
 from lightning_vram.techniques.activation_offload.stage import ActivationOffloading
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.device
 
 
 def make_model() -> nn.Sequential:
     torch.manual_seed(0)
     layers = (nn.TransformerEncoderLayer(64, 4, 256, dropout=0.2, batch_first=True, norm_first=True) for _ in range(4))
-    return nn.Sequential(*layers).cuda()
+    return nn.Sequential(*layers).to(DEVICE)
 
 
 def train(model: nn.Module, hidden: Tensor, around=None, num_steps: int = 3) -> list[Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     torch.manual_seed(1)
     for _ in range(num_steps):
-        with torch.autocast("cuda", torch.bfloat16):
+        with torch.autocast(DEVICE, torch.bfloat16):
             if around is None:
                 loss = model(hidden).float().square().mean()
             else:
@@ -39,7 +40,7 @@ def train(model: nn.Module, hidden: Tensor, around=None, num_steps: int = 3) -> 
 @pytest.mark.parametrize("save", [None, "matmuls", "attention"])
 @pytest.mark.parametrize("is_offloaded", [False, True])
 def test_fused_attention_with_dropout_trains_the_same(save, is_offloaded):
-    model, hidden = make_model(), torch.randn(8, 128, 64, device="cuda")
+    model, hidden = make_model(), torch.randn(8, 128, 64, device=DEVICE)
     twin = copy.deepcopy(model)
     handle = apply_activation_checkpointing(twin, save=SavePolicy(save) if save is not None else None)
     offloading = ActivationOffloading(twin, min_offload_bytes=1024) if is_offloaded else None
@@ -50,13 +51,13 @@ def test_fused_attention_with_dropout_trains_the_same(save, is_offloaded):
 
 
 def test_a_budget_holds_in_the_allocator():
-    model, hidden = make_model(), torch.randn(64, 512, 64, device="cuda")
+    model, hidden = make_model(), torch.randn(64, 512, 64, device=DEVICE)
 
     def step() -> int:
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        device_module().reset_peak_memory_stats()
+        before = device_module().memory_allocated()
         loss = model(hidden).square().mean()
-        kept = torch.cuda.memory_allocated() - before
+        kept = device_module().memory_allocated() - before
         loss.backward()
         model.zero_grad(set_to_none=False)
         return kept
