@@ -38,16 +38,16 @@ REQUIREMENTS = {
 }
 
 
-MARKS_OF_DEVICES = {"cpu": (), "sim": ("device",), "cuda": ("device", "gpu")}
+MARKS_OF_DEVICES = {"sim": ("device", "sim"), "cuda": ("device", "gpu")}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--one-of-each", action="store_true", help="only the first parametrisation of each test")
     parser.addoption(
         "--device",
-        choices=sorted(MARKS_OF_DEVICES),
+        choices=["cpu", *MARKS_OF_DEVICES],
         default="cpu",
-        help="sim: only the tests marked device, on a simulated accelerator; cuda: these and those marked gpu",
+        help="only the tests that need an accelerator, marked device: on a simulated one, or on CUDA's",
     )
 
 
@@ -72,14 +72,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _select_by_device(config: pytest.Config, items: list[pytest.Item]) -> None:
     """An accelerator changes the process: only tests that ask for one run there, and they only there."""
-    marks = MARKS_OF_DEVICES[config.option.device]
-    selected = [
-        item
-        for item in items
-        if (any(map(item.get_closest_marker, marks)) if marks else item.get_closest_marker("device") is None)
-    ]
-    config.hook.pytest_deselected(items=[item for item in items if item not in set(selected)])
-    items[:] = selected
+    device = config.option.device
+    groups: dict[bool, list[pytest.Item]] = {True: [], False: []}
+    for item in items:
+        if device == "cpu":
+            is_selected = not any(map(item.get_closest_marker, ("device", "sim")))
+        else:
+            is_selected = any(map(item.get_closest_marker, MARKS_OF_DEVICES[device]))
+        groups[is_selected].append(item)
+    config.hook.pytest_deselected(items=groups[False])
+    items[:] = groups[True]
 
 
 def _mark_slow(config: pytest.Config, items: list[pytest.Item]) -> None:

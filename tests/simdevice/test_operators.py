@@ -1,9 +1,231 @@
+"""Operators on the simulated device: equal to the CPU's to the bit, with the shapes and errors of a device."""
+
+import copy
+import io
+import pickle
+
 import pytest
 import torch
-from support.devices import DEVICE
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-pytestmark = pytest.mark.device
+pytestmark = pytest.mark.sim
 
 
-def test_sum():
-    assert torch.ones(3, device=DEVICE).sum().item() == 3
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def given(*shape):
+    """The same numbers for both devices."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def resized_by_out(x):
+    out = torch.empty(0, device=x.device)
+    torch.add(x, 1, out=out)
+    return out, torch.stack([x, x], out=torch.empty(1, device=x.device).resize_(0))
+
+
+def resized(x):
+    y = x.clone().resize_(2, 3)
+    z = torch.zeros(3, device=x.device).resize_(0)
+    y.resize_(2, 2)
+    z.set_(x.untyped_storage(), 1, (2, 2), (2, 1))
+    return y, z.clone()
+
+
+def written_through_views(x):
+    y = x.clone()
+    y.view(-1)[2:5].add_(1)
+    y.t()[0].mul_(2)
+    y.diagonal().zero_()
+    y.unfold(0, 2, 1)[0].neg_()
+    return y, y.movedim(0, 1).reshape(-1), torch.as_strided(y, (2, 2), (1, 2))
+
+
+def indexed(x):
+    y = x.clone()
+    y[y > 0] = 3.0
+    y[torch.tensor([0, 1], device=x.device)] += 1
+    y.index_add_(0, torch.tensor([0], device=x.device), x[:1])
+    return y, x[x > 0], x.nonzero(), x[[0, -1]], x.unique(), x.topk(2), x.sort().indices, x.argmax()
+
+
+def reduced(x):
+    return x.sum(), x.mean(0), x.var(1), x.norm(), x.max(1), x.cumsum(0), x.std(), x.logsumexp(1), x.prod(), x.any()
+
+
+def lists(x):
+    values = [x.clone(), x.t().contiguous(), x[0].clone()]
+    torch._foreach_add_(values, 1.0)
+    return *values, *torch._foreach_norm(values), torch.cat([x, x]), *x.split(2), *torch.einsum("ij,kj->ik", x, x)
+
+
+def other_dtypes(x):
+    narrow, complex_ = x.bfloat16(), torch.complex(x, x)
+    return narrow @ narrow.t(), x.half().softmax(-1), x.to(torch.int8), complex_.conj() * 2, complex_.angle(), x > 0
+
+
+PROGRAMS = [resized_by_out, resized, written_through_views, indexed, reduced, lists, other_dtypes]
+
+
+def flat(result):
+    tensors = []
+    for item in result if isinstance(result, (tuple, list)) else [result]:
+        tensors += [item] if isinstance(item, torch.Tensor) else flat(tuple(item))
+    return tensors
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_operators_are_the_cpus_to_the_bit(program):
+    expected, found = flat(program(given(4, 5))), flat(program(given(4, 5).to("sim")))
+    assert len(expected) == len(found)
+    for one, other in zip(expected, found, strict=True):
+        assert other.device == torch.device("sim", 0)
+        assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+        assert torch.equal(one, other.cpu())
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x):
+        fused = F.scaled_dot_product_attention(x, x, x, is_causal=True)
+        return self.attention(x, x, fused, need_weights=False)[0]
+
+
+NETS = {
+    "conv": (
+        lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2)),
+        (2, 3, 8, 8),
+    ),
+    "conv1d": (lambda: nn.Sequential(nn.Conv1d(4, 4, 3, groups=2), nn.ConvTranspose1d(4, 2, 2), nn.GELU()), (2, 4, 9)),
+    "mlp": (lambda: nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 4)), (3, 6)),
+    "attention": (Attention, (2, 5, 8)),
+    "encoder": (lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), (2, 5, 8)),
+}
+
+
+def train(net, x, make_optimizer):
+    """Three steps; return the weights, the outputs and the buffers."""
+    optimizer = make_optimizer(net.parameters())
+    outputs = []
+    with sdpa_kernel(SDPBackend.MATH):  # the CPU would take its fused kernel
+        for _ in range(3):
+            output = net(x)
+            output = output[0] if isinstance(output, tuple) else output
+            output.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            outputs.append(output.detach().cpu())
+    return [*outputs, *(tensor.cpu() for tensor in net.state_dict().values())]
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_forward_and_backward_are_the_cpus_to_the_bit(name):
+    make_net, shape = NETS[name]
+    net = make_net()
+    expected = train(copy.deepcopy(net), given(*shape), lambda parameters: torch.optim.SGD(parameters, 0.1))
+    found = train(net.to("sim"), given(*shape).to("sim"), lambda parameters: torch.optim.SGD(parameters, 0.1))
+    assert all(map(torch.equal, expected, found))
+
+
+OPTIMIZERS = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9, foreach=True),
+    "adam": lambda parameters: torch.optim.Adam(parameters, foreach=False),
+    "adamw foreach": lambda parameters: torch.optim.AdamW(parameters, foreach=True),
+    "adamw fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),
+    "adafactor": torch.optim.Adafactor,
+    "rmsprop": torch.optim.RMSprop,
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_are_the_cpus_to_the_bit(name):
+    make_net, shape = NETS["mlp"]
+    net = make_net()
+    expected = train(copy.deepcopy(net), given(*shape), OPTIMIZERS[name])
+    assert all(map(torch.equal, expected, train(net.to("sim"), given(*shape).to("sim"), OPTIMIZERS[name])))
+
+
+def test_gradient_clipping_is_the_cpus_to_the_bit():
+    gradients = []
+    for device in ("cpu", "sim"):
+        weight = given(4, 4).to(device).requires_grad_()
+        weight.square().sum().backward()
+        norm = nn.utils.clip_grad_norm_([weight], 1.0)
+        gradients.append([weight.grad.cpu(), norm.cpu()])
+    assert all(map(torch.equal, *gradients))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast_computes_what_it_shall_in_low_precision(dtype):
+    net, x = nn.Linear(4, 4, device="sim"), given(3, 4).to("sim")
+    with torch.autocast("sim", dtype):
+        assert net(x).dtype == dtype
+        assert net(x).softmax(-1).dtype == torch.float32
+        assert torch.cat([net(x), x]).dtype == torch.float32
+    assert net(x).dtype == torch.float32
+
+
+def test_the_gradient_scaler_skips_a_step_that_overflows():
+    net, x = nn.Linear(4, 1, device="sim"), given(3, 4).to("sim")
+    optimizer, scaler = torch.optim.SGD(net.parameters(), 0.1), torch.amp.GradScaler("sim", init_scale=4.0)
+    before = net.weight.detach().clone()
+    for loss, has_moved in ((net(x).sum() * float("inf"), False), (net(x).sum(), True)):
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(net.weight, before) is not has_moved
+    assert scaler.get_scale() == 2
+
+
+def test_tensors_of_two_devices_do_not_go_together():
+    with pytest.raises(RuntimeError, match=r"Expected all tensors to be on the same device.*sim:0 and cpu!"):
+        torch.ones(5, device="sim") + torch.ones(5)
+    assert (torch.ones(5, device="sim") + torch.tensor(1.0)).sum().item() == 10  # a number is no stranger
+    assert torch.ones(5, device="sim")[torch.tensor([1, 2])].shape == (2,)
+
+
+def test_tied_weights_stay_tied_and_parameters_the_same_objects():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    net[1].weight = net[0].weight
+    before = list(net.parameters())
+    net.to("sim")
+    assert net[1].weight is net[0].weight
+    assert all(one is other for one, other in zip(before, net.parameters(), strict=True))
+    assert net[0].weight.is_sim
+    net(torch.ones(2, 4, device="sim")).sum().backward()
+    assert net[0].weight.grad.device.type == "sim"
+    net.cpu()
+    assert net[1].weight is net[0].weight
+
+
+def test_tensors_are_pickled_saved_and_loaded():
+    tensor, file = given(3, 2).to("sim"), io.BytesIO()
+    torch.save({"t": tensor, "view": tensor[1:]}, file)
+    file.seek(0)
+    loaded = torch.load(file)
+    assert loaded["t"].device == tensor.device
+    assert loaded["view"].untyped_storage().data_ptr() == loaded["t"].untyped_storage().data_ptr()
+    file.seek(0)
+    assert torch.equal(torch.load(file, map_location="cpu")["t"], tensor.cpu())
+    assert torch.equal(pickle.loads(pickle.dumps(tensor)).cpu(), tensor.cpu())
+    assert copy.deepcopy(tensor).device == tensor.device
+    assert "device='sim:0'" in repr(tensor)
+
+
+def test_saved_tensors_on_the_host_come_back():
+    x = given(4, 4).to("sim").requires_grad_()
+    with torch.autograd.graph.save_on_cpu(pin_memory=True):
+        loss = (x.exp() * x).sum()
+    loss.backward()
+    y = x.detach().clone().requires_grad_()
+    (y.exp() * y).sum().backward()
+    assert torch.equal(x.grad, y.grad)

@@ -4,6 +4,8 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/conj_physical.h>
+#include <ATen/ops/neg.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_native.h>
 #include <torch/library.h>
@@ -26,8 +28,15 @@ at::Tensor empty_strided(at::IntArrayRef sizes, at::IntArrayRef strides, std::op
   return at::detail::empty_strided_generic(sizes, strides, device_allocator(), kKeys, type);
 }
 
+// The numbers as `target` is to hold them: memory is copied as it is, and views may be conjugated or negated.
+at::Tensor written_as(const at::Tensor& target, at::Tensor source) {
+  if (source.is_conj() != target.is_conj()) source = at::conj_physical(source.is_conj() ? source.conj() : source);
+  if (source.is_neg() != target.is_neg()) source = at::neg(source.is_neg() ? source._neg_view() : source);
+  return source;
+}
+
 at::Tensor copy_from(const at::Tensor& given, const at::Tensor& target, bool is_non_blocking) {
-  auto source = given.resolve_conj().resolve_neg();
+  auto source = written_as(target, given);
   if (source.sizes() != target.sizes()) source = source.expand(target.sizes());
   if (target.numel() == 0) return target;
   const int stream = current_stream();
@@ -114,6 +123,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("record_stream", record_stream);
   library.impl("_fused_sdp_choice", choose_attention);
 }
+
+// Else they would make a copy first, which needs this operator.
+TORCH_LIBRARY_IMPL(aten, Conjugate, library) { library.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, Negative, library) { library.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 
 }  // namespace
 

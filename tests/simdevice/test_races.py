@@ -1,0 +1,297 @@
+"""Programs that are wrong on a device, and the same programs with the wait that they lack: the former are seen."""
+
+import functools
+
+import pytest
+import torch
+from torch import distributed
+
+pytestmark = pytest.mark.sim
+NUM = 256  # 1 KiB
+
+
+@pytest.fixture(autouse=True)
+def no_races_before_or_after():
+    """A program that was wrong leaves its copies to the next."""
+    torch.sim.synchronize()
+    torch.sim.clear_races()
+    yield
+    with torch.sim.settings(races=0):
+        torch.sim.synchronize()
+    assert not torch.sim.pending()
+
+
+def pinned(value=1.0):
+    return torch.full((NUM,), value).pin_memory()
+
+
+def on_side_stream(copy, *, behind_current=True):
+    """Run ``copy`` on a stream of its own; return what it made, the stream and the event behind it."""
+    side = torch.sim.Stream()
+    if behind_current:
+        side.wait_stream(torch.sim.current_stream())
+    with torch.sim.stream(side):
+        return copy(), side, side.record_event()
+
+
+def copy_to_the_device(is_right):
+    source = pinned()
+    target, _, arrived = on_side_stream(lambda: source.to("sim", non_blocking=True))
+    if is_right:
+        torch.sim.current_stream().wait_event(arrived)
+    return target + 1
+
+
+def event_of_the_wrong_stream(is_right):
+    source = pinned()
+    target, side, _ = on_side_stream(lambda: source.to("sim", non_blocking=True))
+    event = (side if is_right else torch.sim.current_stream()).record_event()
+    torch.sim.current_stream().wait_event(event)
+    return target + 1
+
+
+def event_before_the_copy(is_right):
+    source, side = pinned(), torch.sim.Stream()
+    early = side.record_event()
+    with torch.sim.stream(side):
+        target = source.to("sim", non_blocking=True)
+    torch.sim.current_stream().wait_event(side.record_event() if is_right else early)
+    return target + 1
+
+
+def copy_of_what_is_not_computed_yet(is_right):
+    computed = torch.zeros(NUM, device="sim") + 2
+    target, side, _ = on_side_stream(lambda: computed.to("cpu", non_blocking=True), behind_current=is_right)
+    computed.record_stream(side)
+    side.synchronize()
+    return target.clone()
+
+
+def memory_used_again_too_early(is_right):
+    source, target = torch.full((NUM,), 2.0, device="sim"), torch.empty(NUM, pin_memory=True)
+    _, side, _ = on_side_stream(functools.partial(target.copy_, source, non_blocking=True))
+    if is_right:
+        source.record_stream(side)
+    del source
+    torch.full((NUM,), 5.0, device="sim")
+    side.synchronize()
+    return target.clone()
+
+
+def a_source_that_is_overwritten_during_its_copy(is_right):
+    source, target = torch.full((NUM,), 2.0, device="sim"), torch.empty(NUM, pin_memory=True)
+    _, side, copied = on_side_stream(lambda: target.copy_(source, non_blocking=True))
+    if is_right:
+        torch.sim.current_stream().wait_event(copied)
+    source.zero_()
+    side.synchronize()
+    return target.clone()
+
+
+def kernels_on_two_streams(is_right):
+    tensor = torch.zeros(NUM, device="sim")
+    _, _, done = on_side_stream(lambda: tensor.add_(1))
+    if is_right:
+        done.wait()
+    return tensor.mul_(2)
+
+
+def pinned_memory_that_the_host_overwrites(is_right):
+    source = pinned(2.0)
+    target = source.to("sim", non_blocking=True)
+    kernel = target + 1  # the copy is carried out here, and a device that lags may be reading still
+    if is_right:
+        torch.sim.synchronize()
+    source.fill_(7)
+    torch.sim.synchronize()
+    return kernel
+
+
+def pinned_memory_that_another_copy_overwrites(is_right):
+    source, other = pinned(2.0), torch.full((NUM,), 7.0, device="sim")
+    target, _, copied = on_side_stream(lambda: source.to("sim", non_blocking=True))
+    if is_right:
+        copied.wait()
+    source.copy_(other, non_blocking=True)
+    torch.sim.synchronize()
+    return target + 1
+
+
+def collective(is_right):
+    tensor = torch.full((NUM,), 3.0, device="sim")
+    work = distributed.all_reduce(tensor, async_op=True)
+    if is_right:
+        work.wait()
+    return tensor + 1
+
+
+KIB = "1.00 KiB"
+PROGRAMS = {
+    copy_to_the_device: (2, f"add on stream 0 reads {KIB} that a copy to the device on stream S wrote"),
+    event_of_the_wrong_stream: (2, f"add on stream 0 reads {KIB} that a copy to the device on stream S wrote"),
+    event_before_the_copy: (2, f"add on stream 0 reads {KIB} that a copy to the device on stream S wrote"),
+    copy_of_what_is_not_computed_yet: (2, f"a copy to the host on stream S reads {KIB} that add on stream 0 wrote"),
+    memory_used_again_too_early: (2, f"fill_ on stream 0 writes {KIB} that a copy to the host on stream S read"),
+    a_source_that_is_overwritten_during_its_copy: (
+        2,
+        f"zero_ on stream 0 writes {KIB} that a copy to the host on stream S read",
+    ),
+    kernels_on_two_streams: (2, f"mul_ on stream 0 writes {KIB} that add_ on stream S wrote"),
+    pinned_memory_that_another_copy_overwrites: (
+        3,
+        f"a copy to the host on stream 0 writes {KIB} that a copy to the device on stream S read",
+    ),
+}
+
+
+def words(message):
+    """The message without the number of the side stream and without ``aten::``."""
+    text = message.replace("aten::", "").removeprefix("simulated device: ").removesuffix(", and does not wait for it")
+    return " ".join("S" if before == "stream" and word != "0" else word for before, word in pairs(text.split()))
+
+
+def pairs(items):
+    return zip([None, *items], items, strict=False)
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_a_race_is_an_error_that_names_both_sides(program):
+    expected = PROGRAMS[program][1]
+    with pytest.raises(RuntimeError, match="and does not wait for it") as caught:
+        program(is_right=False)
+    assert words(str(caught.value).splitlines()[0]) == expected
+    assert [words(text) for text in torch.sim.races()] == [expected]
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_the_same_program_with_its_wait_is_right(program):
+    result = program(is_right=True)
+    assert torch.equal(result.cpu(), torch.full((NUM,), float(PROGRAMS[program][0])))
+    assert torch.sim.races() == []
+
+
+def test_the_host_that_overwrites_what_a_copy_reads_is_told_when_it_waits():
+    expected = "the host has written to 1.00 KiB of pinned memory that a copy to the device on stream 0 reads"
+    with pytest.raises(RuntimeError, match=expected):
+        pinned_memory_that_the_host_overwrites(is_right=False)
+    assert pinned_memory_that_the_host_overwrites(is_right=True).tolist() == [3.0] * NUM
+
+
+def test_a_collective_that_is_not_waited_for_is_seen():
+    distributed.init_process_group("simccl", store=distributed.HashStore(), rank=0, world_size=1)
+    with pytest.raises(RuntimeError, match=r"add on stream 0 reads 1.00 KiB that allreduce on stream .* wrote"):
+        collective(is_right=False)
+    assert collective(is_right=True).tolist() == [4.0] * NUM
+
+
+def test_what_is_read_too_early_is_poison():
+    with torch.sim.settings(races=0):
+        assert copy_to_the_device(is_right=False).isnan().all()
+        target = torch.ones(NUM, device="sim").to("cpu", non_blocking=True)
+        assert target.isnan().all()
+        torch.sim.synchronize()
+        assert target.tolist() == [1.0] * NUM
+        assert torch.empty(NUM, device="sim").isnan().all()
+
+
+def test_a_copy_to_the_host_is_seen_when_the_host_has_waited_and_not_when_the_device_is_done():
+    source = torch.ones(NUM, device="sim")
+    target = source.to("cpu", non_blocking=True)
+    source.add_(1)  # behind the copy: the device is done with it
+    assert target.isnan().all()
+    assert torch.sim.pending() == ["not seen by the host: 1.00 KiB"]
+    torch.sim.current_stream().synchronize()
+    assert target.tolist() == [1.0] * NUM
+    assert torch.sim.pending() == []
+
+
+def test_races_may_be_noted_only_or_not_looked_for():
+    with torch.sim.settings(races=1):
+        copy_to_the_device(is_right=False)
+    assert len(torch.sim.races()) == 1
+    torch.sim.clear_races()
+    with torch.sim.settings(races=0):
+        copy_to_the_device(is_right=False)
+    assert torch.sim.races() == []
+
+
+def test_copies_that_are_not_lazy_are_done_at_once():
+    with torch.sim.settings(lazy=False):
+        assert torch.ones(NUM, device="sim").to("cpu", non_blocking=True).tolist() == [1.0] * NUM
+    assert torch.sim.pending() == []
+
+
+def test_query_says_no_twice():
+    pinned().to("sim", non_blocking=True)
+    event = torch.sim.current_stream().record_event()
+    assert [event.query() for _ in range(4)] == [False, False, True, True]
+    assert torch.sim.Event().query()  # that was never recorded
+    pinned().to("sim", non_blocking=True)
+    assert [torch.sim.current_stream().query() for _ in range(3)] == [False, False, True]
+
+
+def test_two_streams_may_read_the_same():
+    tensor = torch.ones(NUM, device="sim")
+    total, side, done = on_side_stream(tensor.sum)
+    assert tensor.mean().item() == 1
+    done.synchronize()
+    total.record_stream(side)
+    assert total.item() == NUM
+
+
+def test_parts_of_one_tensor_are_different_memory():
+    tensor = torch.zeros(2 * NUM, device="sim")
+    _, _, done = on_side_stream(lambda: tensor[:NUM].add_(1))
+    tensor[NUM:].add_(2)
+    done.wait()
+    assert tensor.sum().item() == 3 * NUM
+
+
+def test_order_is_handed_on_from_stream_to_stream():
+    tensor = torch.zeros(NUM, device="sim")
+    _, first, done = on_side_stream(lambda: tensor.add_(1))
+    second = torch.sim.Stream()
+    second.wait_event(done)
+    torch.sim.current_stream().wait_stream(second)  # not of the first: by way of the second
+    assert tensor.add_(1).sum().item() == 2 * NUM
+    assert first.stream_id != second.stream_id
+
+
+def test_a_host_that_has_waited_orders_all_that_comes():
+    tensor = torch.zeros(NUM, device="sim")
+    _, _, done = on_side_stream(lambda: tensor.add_(1))
+    done.synchronize()
+    assert tensor.add_(1).sum().item() == 2 * NUM
+
+
+def test_copies_of_unpinned_memory_block():
+    source = torch.ones(NUM)
+    target = source.to("sim", non_blocking=True)
+    source.zero_()
+    assert target.cpu().tolist() == [1.0] * NUM
+    assert torch.sim.pending() == []
+
+
+def test_strided_copies_arrive_where_they_belong():
+    source = torch.arange(12.0).view(3, 4).pin_memory()
+    target = torch.zeros(4, 3, device="sim")
+    target.t().copy_(source, non_blocking=True)
+    back = torch.zeros(3, 8).pin_memory()
+    back[:, ::2].copy_(target.t(), non_blocking=True)
+    assert back[:, ::2].isnan().all()
+    assert not back[:, 1::2].any()
+    torch.sim.synchronize()
+    assert torch.equal(back[:, ::2], source)
+    assert not back[:, 1::2].any()
+
+
+def test_operators_for_which_the_host_waits_can_be_refused():
+    tensor = torch.ones(NUM, device="sim")
+    torch.sim.set_sync_debug_mode("error")
+    try:
+        tensor.add_(1)
+        for wait in (lambda: tensor.sum().item(), tensor.nonzero, tensor.cpu, lambda: torch.ones(2).to("sim")):
+            with pytest.raises(RuntimeError, match="called a synchronizing SIM operation"):
+                wait()
+    finally:
+        torch.sim.set_sync_debug_mode("default")

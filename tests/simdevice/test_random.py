@@ -1,0 +1,74 @@
+"""Random numbers of the simulated device: generators of its own, kept and brought back as on CUDA."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+pytestmark = pytest.mark.sim
+
+
+def drop():
+    return F.dropout(torch.ones(64, device="sim"), 0.5)
+
+
+def test_a_seed_sets_the_generators_of_host_and_device():
+    torch.manual_seed(3)
+    first = [torch.rand(4, device="sim"), drop(), torch.randn(2, device="sim")]
+    torch.manual_seed(3)
+    assert all(map(torch.equal, first, [torch.rand(4, device="sim"), drop(), torch.randn(2, device="sim")]))
+    assert torch.sim.initial_seed() == 3
+
+
+def test_the_state_can_be_kept_and_brought_back():
+    state = torch.sim.get_rng_state()
+    first, second = drop(), drop()
+    torch.sim.set_rng_state(state)
+    assert torch.equal(drop(), first)
+    assert not torch.equal(first, second)
+    assert torch.equal(drop(), second)
+
+
+@pytest.mark.parametrize("draw", [drop, lambda: torch.rand(4, device="sim")], ids=["dropout", "rand"])
+def test_what_the_device_draws_leaves_the_hosts_generator_alone(draw):
+    before = torch.get_rng_state()
+    draw()
+    assert torch.equal(torch.get_rng_state(), before)
+    state = torch.sim.get_rng_state()
+    torch.rand(3)
+    assert torch.equal(torch.sim.get_rng_state(), state)
+
+
+def test_a_generator_can_be_given():
+    generator = torch.Generator("sim").manual_seed(3)
+    state = torch.sim.get_rng_state()
+    first = torch.rand(4, device="sim", generator=generator)
+    assert generator.device.type == "sim"
+    assert torch.equal(torch.rand(4, device="sim", generator=generator.manual_seed(3)), first)
+    assert torch.equal(torch.sim.get_rng_state(), state)
+    other = generator.clone_state()
+    assert torch.equal(torch.rand(4, device="sim", generator=other), torch.rand(4, device="sim", generator=generator))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpoint_draws_the_same_mask_again(use_reentrant):
+    masks = []
+
+    def layer(x):
+        masks.append(drop())
+        return x * masks[-1]
+
+    x = torch.ones(64, device="sim", requires_grad=True)
+    output = checkpoint(layer, x, use_reentrant=use_reentrant)
+    drop()
+    output.sum().backward()
+    assert len(masks) == 2
+    assert torch.equal(*masks)
+    assert torch.equal(x.grad, masks[0])
+
+
+def test_a_fork_of_the_generators_forks_the_devices():
+    state = torch.sim.get_rng_state()
+    with torch.random.fork_rng(devices=[0], device_type="sim"):
+        drop()
+    assert torch.equal(torch.sim.get_rng_state(), state)

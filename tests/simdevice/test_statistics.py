@@ -1,0 +1,198 @@
+"""What the simulated allocator counts, by programs worked out by hand."""
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.sim
+MIB = 2**20
+
+
+def make(num_bytes):
+    return torch.empty(num_bytes, dtype=torch.uint8, device="sim")
+
+
+def stat(name):
+    return torch.sim.memory_stats()[name]
+
+
+@pytest.fixture
+def base():
+    torch.sim.reset_peak_memory_stats()
+    torch.sim.reset_accumulated_memory_stats()
+    return torch.sim.memory_allocated(), torch.sim.memory_reserved()
+
+
+def test_sizes_are_rounded_up_to_512_bytes_and_what_was_asked_for_is_counted_too(base):
+    requested = stat("requested_bytes.all.current")
+    tensors = [make(1), make(512), make(513), make(0)]
+    assert torch.sim.memory_allocated() - base[0] == 512 + 512 + 1024
+    assert stat("requested_bytes.all.current") - requested == 1 + 512 + 513
+    assert stat("allocation.all.current") >= len(tensors) - 1  # nothing is allocated for nothing
+
+
+def test_freed_memory_stays_reserved_until_the_cache_is_emptied(base):
+    first, second = make(MIB), make(2 * MIB)
+    del first
+    assert torch.sim.memory_allocated() - base[0] == 2 * MIB
+    assert torch.sim.max_memory_allocated() - base[0] == 3 * MIB
+    assert torch.sim.memory_reserved() - base[1] == 3 * MIB
+    torch.sim.empty_cache()
+    assert torch.sim.memory_reserved() - base[1] == 2 * MIB
+    assert torch.sim.max_memory_reserved() - base[1] == 3 * MIB
+    torch.sim.reset_peak_memory_stats()
+    assert torch.sim.max_memory_allocated() - base[0] == second.nbytes
+    assert torch.sim.max_memory_reserved() - base[1] == second.nbytes
+
+
+def test_freed_memory_is_used_again_at_once_by_the_same_size_on_the_same_stream(base):
+    first = make(MIB)
+    address = first.data_ptr()
+    del first
+    second = make(MIB)
+    assert second.data_ptr() == address
+    with torch.sim.stream(torch.sim.Stream()):
+        del second
+        other = make(MIB)
+    assert other.data_ptr() != address
+    assert torch.sim.memory_reserved() - base[1] == 2 * MIB
+
+
+def test_results_of_operators_count_and_views_do_not(base):
+    start = torch.ones(MIB // 4, device="sim")
+    result = (start + 1).relu()  # while relu runs: start, the sum, the result
+    assert torch.sim.max_memory_allocated() - base[0] == 3 * MIB
+    views = [result.view(2, -1), result[5:], result.unsqueeze(0), result.expand(3, -1)]
+    assert torch.sim.memory_allocated() - base[0] == 2 * MIB
+    assert all(view.untyped_storage().data_ptr() == result.data_ptr() for view in views)
+
+
+def test_a_storage_that_is_resized_to_nothing_and_back_is_counted_so(base):
+    tensor = make(MIB)
+    tensor.untyped_storage().resize_(0)
+    assert torch.sim.memory_allocated() == base[0]
+    tensor.untyped_storage().resize_(MIB)
+    assert torch.sim.memory_allocated() - base[0] == MIB
+
+
+def test_backward_frees_what_it_has_used(base):
+    weight = torch.ones(MIB // 4, device="sim", requires_grad=True)
+    weight.exp().sum().backward()
+    assert torch.sim.memory_allocated() - base[0] == 2 * MIB  # the weight and its gradient
+    # in the backward of exp: the weight, the result that was saved, the gradient; the sum and its gradient
+    assert torch.sim.max_memory_allocated() - base[0] == 3 * MIB + 2 * 512
+
+
+def test_memory_that_another_stream_still_copies_is_active_and_nobody_gets_it(base):
+    active = stat("active_bytes.all.current")
+    source, target = torch.ones(MIB // 4, device="sim"), torch.empty(MIB // 4, pin_memory=True)
+    side = torch.sim.Stream()
+    side.wait_stream(torch.sim.current_stream())
+    with torch.sim.stream(side):
+        target.copy_(source, non_blocking=True)
+    source.record_stream(side)
+    address = source.data_ptr()
+    del source
+    assert torch.sim.memory_allocated() == base[0]
+    assert stat("active_bytes.all.current") - active == MIB
+    other = make(MIB)
+    assert other.data_ptr() != address
+    side.synchronize()
+    again = make(MIB)
+    assert again.data_ptr() == address
+    assert stat("active_bytes.all.current") - active == 2 * MIB
+
+
+def test_out_of_memory_is_an_error_in_the_words_of_cuda_and_counted(base):
+    kept = make(MIB)
+    with torch.sim.settings(capacity=base[1] + 2 * MIB), pytest.raises(torch.OutOfMemoryError) as caught:
+        make(MIB + 1)
+    assert str(caught.value).startswith("SIM out of memory. Tried to allocate 1.00 MiB. GPU 0 has a total capacity of")
+    assert stat("num_ooms") == 1
+    assert stat("num_alloc_retries") == 1
+    assert torch.sim.memory_allocated() - base[0] == kept.nbytes
+
+
+def test_the_cache_is_released_before_an_allocation_fails(base):
+    del base
+    freed = make(MIB)
+    reserved = torch.sim.memory_reserved()
+    del freed
+    with torch.sim.settings(capacity=reserved):
+        other = make(MIB // 2)  # fits only where the MiB was
+    assert stat("num_alloc_retries") == 1
+    assert stat("num_ooms") == 0
+    assert torch.sim.memory_reserved() == reserved - MIB + other.nbytes
+
+
+def test_a_process_may_be_given_a_part_of_the_capacity(base):
+    with torch.sim.settings(capacity=4 * (base[1] + MIB)):
+        torch.sim.set_per_process_memory_fraction(0.25)
+        kept = make(MIB)
+        with pytest.raises(torch.OutOfMemoryError):
+            make(512)
+        torch.sim.set_per_process_memory_fraction(1.0)
+        make(512)
+        assert torch.sim.mem_get_info() == (4 * (base[1] + MIB) - torch.sim.memory_reserved(), 4 * (base[1] + MIB))
+    assert kept.nbytes == MIB
+
+
+def test_the_third_allocation_fails_where_it_shall(base):
+    del base
+    with torch.sim.settings(fail_after=2):
+        kept = [make(1), make(1)]
+        with pytest.raises(torch.OutOfMemoryError):
+            make(1)
+        kept.append(make(1))
+    assert stat("num_ooms") == 1
+    assert len(kept) == 3
+
+
+def test_an_operator_that_runs_out_of_memory_leaves_nothing_behind(base):
+    start = torch.ones(MIB // 4, device="sim")
+    with torch.sim.settings(fail_after=0), pytest.raises(torch.OutOfMemoryError):
+        start.exp()
+    assert torch.sim.memory_allocated() - base[0] == MIB
+    assert torch.equal(start.cpu(), torch.ones(MIB // 4))
+
+
+def test_pinned_memory_is_rounded_to_powers_of_two_and_cached():
+    torch.sim.empty_host_cache()
+    before = torch.sim.host_memory_stats()
+    tensor = torch.empty(1000, dtype=torch.uint8, pin_memory=True)
+    address = tensor.data_ptr()
+    now = torch.sim.host_memory_stats()
+    assert tensor.is_pinned()
+    assert now["active_bytes.current"] - before["active_bytes.current"] == 1024
+    del tensor
+    now = torch.sim.host_memory_stats()
+    assert now["active_bytes.current"] == before["active_bytes.current"]
+    assert now["allocated_bytes.current"] - before["allocated_bytes.current"] == 1024
+    assert torch.empty(1024, dtype=torch.uint8, pin_memory=True).data_ptr() == address
+    torch.sim.empty_host_cache()
+    assert torch.sim.host_memory_stats()["allocated_bytes.current"] == before["allocated_bytes.current"]
+
+
+def test_pinned_memory_that_a_copy_still_reads_goes_to_nobody():
+    torch.sim.empty_host_cache()
+    source = torch.ones(256, pin_memory=True)
+    address = source.data_ptr()
+    target = source.to("sim", non_blocking=True)
+    del source
+    other = torch.zeros(256).pin_memory()
+    assert other.data_ptr() != address
+    torch.sim.synchronize()
+    assert torch.zeros(256).pin_memory().data_ptr() == address
+    assert target.sum().item() == 256
+
+
+def test_memory_of_the_host_may_be_registered():
+    tensor = torch.zeros(1000)
+    assert not tensor.is_pinned()
+    torch.sim.host_register(tensor.data_ptr(), tensor.nbytes)
+    assert tensor.is_pinned()
+    with pytest.raises(RuntimeError, match="is pinned already"):
+        torch.sim.host_register(tensor.data_ptr(), tensor.nbytes)
+    torch.sim.host_unregister(tensor.data_ptr())
+    assert not tensor.is_pinned()
+    with pytest.raises(RuntimeError, match="is not registered"):
+        torch.sim.host_unregister(tensor.data_ptr())
