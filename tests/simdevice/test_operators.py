@@ -101,7 +101,7 @@ class Attention(nn.Module):
 
 NETS = {
     "conv": (
-        lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2)),
+        lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.SiLU(), nn.MaxPool2d(2)),
         (2, 3, 8, 8),
     ),
     "conv1d": (lambda: nn.Sequential(nn.Conv1d(4, 4, 3, groups=2), nn.ConvTranspose1d(4, 2, 2), nn.GELU()), (2, 4, 9)),

@@ -22,7 +22,7 @@ const Names kWaits = {"aten::_local_scalar_dense", "aten::bincount", "aten::equa
                       "aten::nonzero", "aten::repeat_interleave", "aten::unique_consecutive", "aten::unique_dim",
                       "aten::_unique2"};
 // PyTorch puts them together in ways that depend on the device: as a whole the CPU's kernel finds its own way.
-const std::vector<const char*> kWhole = {"convolution", "convolution_backward"};
+const std::vector<const char*> kWhole = {"convolution", "convolution_backward", "silu_backward"};
 
 template <class Function>
 c10::IValue map_tensors(const c10::IValue& value, Function function) {
