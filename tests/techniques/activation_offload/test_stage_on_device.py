@@ -1,4 +1,4 @@
-"""Copies on a side stream of a GPU: the bits of a plain run, the promised memory, host memory that does not grow."""
+"""Copies on a side stream: the bits of a plain run, the promised memory, host memory that does not grow."""
 
 import copy
 import random
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.devices import DEVICE, device_module
+from support.devices import DEVICE, at_size, device_module
 from support.networks import NETWORKS, make_network
 from torch import Tensor, nn
 
@@ -45,6 +45,7 @@ def assert_equal_gradients(one: nn.Module, other: nn.Module) -> None:
         assert a.grad is None or torch.equal(a.grad, b.grad), name
 
 
+@pytest.mark.quick_sample(4)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_gradients_are_equal_to_the_bit(name: str, dtype: torch.dtype | None) -> None:
@@ -78,8 +79,8 @@ def test_many_steps_of_random_sizes_overlap_and_stay_equal(pin_memory: bool, on_
             pin_memory=pin_memory,
             disk_path=tmp_path if on_disk else None,
         )
-        for _ in range(10 if on_disk else 50):
-            x = torch.randn(generator.randrange(1, 4000), 512, device=DEVICE)
+        for _ in range(10 if on_disk else at_size(50, 10)):
+            x = torch.randn(generator.randrange(1, at_size(4000, 300)), 512, device=DEVICE)
             network.zero_grad()
             network(x).float().square().mean().backward()
             ours.zero_grad()
@@ -92,10 +93,12 @@ def test_many_steps_of_random_sizes_overlap_and_stay_equal(pin_memory: bool, on_
 
 def test_the_allocator_holds_a_tenth_on_byte_gpt() -> None:
     torch.manual_seed(0)
-    network, tokens = ByteGPT(8, 256, 4, 256).to(DEVICE), torch.randint(256, (8, 256), device=DEVICE)
+    num_layers, width = at_size((8, 256), (4, 64))
+    network = ByteGPT(num_layers, width, 4, width).to(DEVICE)
+    tokens = torch.randint(256, (8, width), device=DEVICE)
     step(network, tokens, nullcontext())  # workspaces
     plain = step(network, tokens, nullcontext())
-    offloading = ActivationOffloading(network)
+    offloading = ActivationOffloading(network, min_offload_bytes=at_size(1 << 20, 1 << 10))
     offloading.keep_in_place(tokens)
     step(network, tokens, offloading)
     logits = tokens.numel() * 256 * 4  # held by the loss that is held

@@ -1,4 +1,4 @@
-"""The kernels of a GPU give the same bits a second time, or their results are kept; and the allocator agrees."""
+"""Kernels give the same bits a second time, or their results are kept; and the allocator agrees."""
 
 import copy
 
@@ -38,6 +38,7 @@ def step(network: nn.Module, x: Tensor, dtype: torch.dtype | None, recomputation
     return kept
 
 
+@pytest.mark.slow_except("resnet50-None-nchw", "convnext_tiny-torch.bfloat16-nchw")
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["nchw", "nhwc"])
 @pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", NETWORKS)
@@ -73,6 +74,7 @@ def test_the_allocator_holds_the_promised_share(name: str):
     assert step(network, x, None, recomputation) <= KEPT[name] * plain
 
 
+@pytest.mark.gpu  # what the recipe says is CUDA's kernel
 @pytest.mark.parametrize("dropout", ["mask", "replay"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("probability", [0.1, 0.15, 0.5])
@@ -92,6 +94,7 @@ def test_dropout_is_made_again_to_the_bit(dropout, dtype: torch.dtype, probabili
     assert torch.equal(device_module().get_rng_state(), state)
 
 
+@pytest.mark.gpu
 @pytest.mark.distributed
 def test_synchronized_norms_are_made_again_without_more_communication():
     torch.distributed.init_process_group("nccl", store=torch.distributed.HashStore(), rank=0, world_size=1)
