@@ -1,0 +1,88 @@
+"""One place of the package made wrong, in this process and for a while."""
+
+import importlib
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+Workload = Callable[[], list[Tensor]]
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A wait that is taken out, or comes too early.
+
+    Attributes:
+        place: Module within the package and function in it: ``"core.host.transfers:StreamCopies.send"``.
+        old: Lines of the function, without their common indentation.
+        new: What they become.
+        workload: A program that is wrong then.
+    """
+
+    place: str
+    old: str
+    new: str
+    workload: Workload
+
+    @property
+    def lines(self) -> tuple[int, int]:
+        """The first and the last line of the module that it changes, counted from 1."""
+        source, first = self._source()
+        start = source.index(self._old)
+        begin = first + source[:start].count("\n")
+        return begin, begin + self._old.rstrip("\n").count("\n")
+
+    @property
+    def module(self) -> Any:
+        return importlib.import_module(f"lightning_vram.{self.place.partition(':')[0]}")
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Have the function be the wrong one."""
+        *outer, name = self.place.partition(":")[2].split(".")
+        owner = self.module
+        for part in outer:
+            owner = vars(owner)[part]
+        right = vars(owner)[name]
+        setattr(owner, name, self._compile(owner, name))
+        try:
+            yield
+        finally:
+            setattr(owner, name, right)
+
+    def _function(self) -> Any:
+        found = self.module
+        for part in self.place.partition(":")[2].split("."):
+            found = vars(found)[part]
+        return inspect.unwrap(found.fget if isinstance(found, property) else found)
+
+    def _source(self) -> tuple[str, int]:
+        """The function, its first line counted from 1."""
+        lines, first = inspect.getsourcelines(self._function())
+        return textwrap.dedent("".join(lines)), first
+
+    @property
+    def _old(self) -> str:
+        """As it is indented there."""
+        source, _ = self._source()
+        first = self.old.partition("\n")[0]
+        indents = {line[: len(line) - len(line.lstrip())] for line in source.splitlines() if line.strip() == first}
+        found = {text for indent in indents if (text := textwrap.indent(self.old, indent)) in source}
+        assert len(found) == 1, f"{self.place} has no such lines, or has them twice:\n{self.old}"
+        (old,) = found
+        assert source.count(old + "\n") == 1, f"{self.place} has these lines twice:\n{self.old}"
+        return old
+
+    def _compile(self, owner: Any, name: str) -> Any:
+        source, old = self._source()[0], self._old
+        new = textwrap.indent(self.new, old[: len(old) - len(old.lstrip())])
+        # `super()` asks for the class in a variable of an outer function.
+        text = f"def outer(__class__):\n{textwrap.indent(source.replace(old, new), '    ')}\n    return {name}"
+        namespace: dict[str, Any] = {}
+        exec(compile(text, f"<mutation of {self.place}>", "exec"), vars(self.module), namespace)  # noqa: S102
+        return namespace["outer"](owner)

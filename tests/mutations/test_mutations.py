@@ -1,0 +1,57 @@
+"""Each wait of the package is needed: a program is wrong on the simulated device without it, and right with it."""
+
+from functools import cache
+
+import pytest
+import torch
+from mutations.hostile import settings
+from mutations.mutation import Mutation, Workload
+from mutations.table import MUTATIONS
+from support.devices import DEVICE, device_module
+from torch import Tensor
+
+pytestmark = pytest.mark.device
+WORKLOADS = list({mutation.workload: None for mutation in MUTATIONS})
+
+
+@cache
+def expected(workload: Workload) -> list[Tensor]:
+    """The results where copies are over as soon as they are asked for."""
+    with settings(lazy=False, races=0):
+        return workload()
+
+
+@pytest.fixture(autouse=True)
+def _forget_races():
+    yield
+    if DEVICE == "sim":
+        with settings(races=0):
+            torch.accelerator.synchronize()
+        device_module().clear_races()
+
+
+def is_wrong(workload: Workload) -> bool:
+    try:
+        results = workload()
+    except Exception as error:
+        if "simulated device:" not in str(error):
+            raise
+        return True
+    return not all(torch.equal(one, other) for one, other in zip(results, expected(workload), strict=True))
+
+
+@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.__name__)
+def test_results_do_not_depend_on_when_copies_happen(workload):
+    results = workload()
+
+    assert all(torch.equal(one, other) for one, other in zip(results, expected(workload), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(DEVICE != "sim", reason="on other devices it may go well")
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: f"{mutation.place} {mutation.new.splitlines()[0]}")
+def test_each_wait_is_needed(mutation: Mutation):
+    expected(mutation.workload)  # of the package as it is
+
+    with mutation.applied():
+        assert is_wrong(mutation.workload)
