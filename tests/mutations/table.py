@@ -1,6 +1,6 @@
 """Each wait of the package, taken out, and a program that is wrong without it."""
 
-from mutations import by_hand
+from mutations import by_hand, offloading, sharding
 from mutations.mutation import Mutation
 
 _STREAM_COPIES = "core.host.transfers:StreamCopies"
@@ -81,4 +81,83 @@ TRANSFERS = [
     ),
 ]
 
-MUTATIONS = TRANSFERS
+OFFLOAD = [
+    Mutation(
+        "core.host.disk_ring:DiskRing._write_part",
+        "departure.wait()",
+        "pass",
+        offloading.by_disk,
+    ),
+    Mutation("core.host.disk_ring:DiskBlock.read", "copied[0].finish()", "pass", offloading.by_disk),
+    Mutation("core.host.disk_ring:_DiskArrival.wait", "self._ticket.wait()", "pass", offloading.by_disk),
+    Mutation(
+        "core.host.disk_ring:_DiskArrival.wait",
+        "part.wait(target)",
+        "pass",
+        offloading.from_disk_for_another_stream,
+    ),
+    Mutation(
+        "techniques.activation_offload.items:OffloadedItem.hand_over",
+        "self._arrival.wait(flat)",
+        "pass",
+        offloading.steps_offloaded,
+    ),
+    Mutation(
+        "techniques.activation_offload.items:OffloadHandle.before_write",
+        "self.item.parcel.departure.precede()",
+        "pass",
+        offloading.steps_with_a_window,
+    ),
+]
+
+_GROUP = "techniques.sharding.group:ShardedGroup"
+_LANE = "techniques.sharding.lanes:ShardLane"
+_PARAMETER = "techniques.sharding.parameter:ShardedParameter"
+
+SHARDING = [
+    Mutation(
+        f"{_GROUP}.wait_for_unshard",
+        "self.device_handle.current_stream().wait_event(self._fetched)",
+        "pass",
+        sharding.weights_on_the_host,
+    ),
+    Mutation(
+        f"{_GROUP}._fetch",
+        "self._fetch_lanes()\nself._fetched = stream.record_event() if self.num_shards == 1 else None",
+        "self._fetched = stream.record_event()\nself._fetch_lanes()",
+        sharding.weights_on_the_host,
+    ),
+    Mutation(f"{_GROUP}._land", "event.synchronize()", "pass", sharding.weights_on_the_host),
+    Mutation(
+        f"{_GROUP}.wait_for_unshard",
+        "lane.note_read()",
+        "pass",
+        sharding.weights_with_a_resident_copy,
+    ),
+    Mutation(
+        f"{_LANE}.fetch",
+        "torch.accelerator.current_stream().wait_event(self._arrived)",
+        "pass",
+        sharding.weights_with_a_resident_copy,
+    ),
+    Mutation(
+        f"{_LANE}.wait_for_copies",
+        "event.synchronize()",
+        "pass",
+        sharding.weights_with_a_resident_copy,
+    ),
+    Mutation(
+        f"{_PARAMETER}._send",
+        "gradient.record_stream(torch.accelerator.current_stream())",
+        "pass",
+        sharding.replicas,
+    ),
+    Mutation(
+        f"{_GROUP}.post_backward",
+        "self.await_reduce_stream()",
+        "pass",
+        sharding.weights_on_the_device,
+    ),
+]
+
+MUTATIONS = TRANSFERS + OFFLOAD + SHARDING
