@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mutations.by_hand import NUM_BYTES, empty, full, make_copies, new_stream
+from mutations.by_hand import NUM_BYTES, WINDOW, empty, full, make_copies, new_stream
 from mutations.hostile import patient
 from support.devices import DEVICE, device_module
 from torch import Tensor, nn
@@ -61,6 +61,22 @@ def steps_compressed() -> list[Tensor]:
     return _steps(window_bytes=0, compress="bf16")
 
 
+def written_beside_its_copy() -> list[Tensor]:
+    """A stage inside writes to what was saved, and is on its way."""
+    with patient():
+        network, source = Network().to(DEVICE), torch.full((32, 32), 3.0, device=DEVICE)
+        offloading = ActivationOffloading(network, min_offload_bytes=1024, window_bytes=WINDOW)
+        with offloading:
+            handle = offloading.take(source)
+            assert handle is not None
+            handle.before_write()
+            source.add_(1)
+        given = handle.give()
+        results = [(given + 1).cpu(), source.cpu()]
+        offloading.close()
+        return results
+
+
 def _with_ring(use: Any) -> list[Tensor]:
     with tempfile.TemporaryDirectory() as folder:
         ring = DiskRing(Path(folder), pin_memory=True, staging_bytes=NUM_BYTES // 4)
@@ -71,7 +87,10 @@ def _with_ring(use: Any) -> list[Tensor]:
 
 
 def _by_disk(ring: DiskRing) -> list[Tensor]:
-    copies, source = make_copies(), torch.arange(NUM_BYTES, device=DEVICE).to(torch.uint8)
+    copies, source = (
+        make_copies(),
+        torch.arange(NUM_BYTES, device=DEVICE).div_(16, rounding_mode="floor").to(torch.uint8),
+    )
     block = ring.write(source, copies, window_bytes=0)
     del source
     other, target = full(9), empty()

@@ -2,21 +2,25 @@
 
 import contextlib
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from support.devices import DEVICE
-from support.sharded_nets import WIDTH, Net, loss_of, make
-from torch import Tensor
+from support.sharded_nets import WIDTH, Block, Net, loss_of, make
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
+from lightning_vram.core.gradients.averaging import average_dense
 from lightning_vram.core.host.worker import HostWorker
 from lightning_vram.optimizers.on_host.optimizers import HostOptimizers
 from lightning_vram.techniques.sharding.apply import FullSharding, ShardingOptions
 from lightning_vram.techniques.sharding.grouping.plan import plan_sharding_groups
+from lightning_vram.techniques.sharding.recovery import discard_failed_iteration
 
 NUM_STEPS = 3
 NARROW = [f"blocks.{index}.{name}.weight" for index in range(3) for name in ("up", "down")]
@@ -62,31 +66,237 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _steps(**options: Any) -> list[Tensor]:
+@contextlib.contextmanager
+def late_threads() -> Iterator[None]:
+    """Threads of the host begin each job late."""
+
+    def submit(worker: HostWorker, job: Callable[[], None]) -> Any:
+        return begin(worker, lambda: (time.sleep(0.01), job())[1])
+
+    begin, HostWorker.submit = HostWorker.submit, submit  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        HostWorker.submit = begin  # type: ignore[method-assign]
+
+
+def sgd(network: Any, host: HostOptimizers) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.5, momentum=0.9)
+    host.attach([optimizer])
+    return optimizer
+
+
+def _steps(
+    *, is_narrow: bool = False, is_evaluated: bool = False, num_backwards: int = 1, prepare: Any = None, **options: Any
+) -> list[Tensor]:
     data = batches()
+    if is_narrow:
+        options |= {"narrow_dtype": torch.bfloat16, "narrow": NARROW}
     with trained(**options) as (network, host):
-        optimizer = torch.optim.SGD(network.parameters(), lr=0.5, momentum=0.9)
-        host.attach([optimizer])
+        optimizer = sgd(network, host)
+        if prepare is not None:
+            prepare(network)
         for batch in data:
             optimizer.zero_grad()
-            loss_of(network, batch).backward()
+            for _ in range(num_backwards):
+                with torch.autocast(DEVICE, torch.bfloat16, enabled=is_narrow):
+                    loss = loss_of(network, batch)
+                loss.backward()
+            if is_evaluated:
+                with torch.no_grad(), torch.autocast(DEVICE, torch.bfloat16, enabled=is_narrow):
+                    network(batch)
             optimizer.step()
         host.finish()
         return shards(network)
 
 
-def weights_on_the_host() -> list[Tensor]:
+def on_the_host() -> list[Tensor]:
     return _steps()
 
 
-def weights_with_a_resident_copy() -> list[Tensor]:
+def on_the_host_with_late_threads() -> list[Tensor]:
+    with late_threads():
+        return _steps()
+
+
+def resident() -> list[Tensor]:
     return _steps(is_resident=True)
 
 
-def weights_on_the_device() -> list[Tensor]:
-    return _steps(on_host=False, pin_memory=False)
+def evaluated_before_the_step() -> list[Tensor]:
+    """Weights are fetched after the backward, and the step goes on beside that forward."""
+    return _steps(is_evaluated=True)
+
+
+def resident_evaluated_before_the_step() -> list[Tensor]:
+    return _steps(is_evaluated=True, is_resident=True)
+
+
+def narrow_evaluated_before_the_step() -> list[Tensor]:
+    return _steps(is_evaluated=True, is_narrow=True)
+
+
+def narrow_and_resident() -> list[Tensor]:
+    return _steps(is_evaluated=True, is_narrow=True, is_resident=True)
+
+
+def on_the_device() -> list[Tensor]:
+    """Gradients are added up on the stream that reduces them."""
+    return _steps(on_host=False, pin_memory=False, num_backwards=2)
 
 
 def replicas() -> list[Tensor]:
-    """Gradients are reduced on one stream and sent on another."""
-    return _steps(shape=(1, 1))
+    """Gradients of two dtypes are reduced on one stream and sent on another."""
+    return _steps(shape=(1, 1), is_narrow=True)
+
+
+def _set_hooks(network: Any) -> None:
+    for parameter in network.blocks.parameters():
+        parameter.register_hook(lambda gradient: gradient * 2)
+
+
+def hooks_on_gradients() -> list[Tensor]:
+    """The host changes gradients as they come."""
+    return _steps(prepare=_set_hooks)
+
+
+def _watch_gradients(network: Any) -> None:
+    for parameter in network.blocks.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda shard: shard.grad.mul_(2))
+
+
+def hooks_on_accumulation() -> list[Tensor]:
+    return _steps(prepare=_watch_gradients)
+
+
+class Writing(Block):
+    """Writes to its weight before it computes with it, as spectral normalization does."""
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.up.weight.mul_(0.5)
+        return super().forward(x)
+
+
+class WritingNet(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Writing() for _ in self.blocks)
+
+
+def written_while_gathered() -> list[Tensor]:
+    return _steps(net=WritingNet, on_host=False, pin_memory=False)
+
+
+def manual_steps_on_the_device() -> list[Tensor]:
+    """In a step of a user's own, the root is gathered again at once."""
+    data = batches()
+    with trained(on_host=False, pin_memory=False) as (network, host):
+        optimizer = sgd(network, host)
+        for batch in data:
+            with host._sharding.inside_step():
+                loss_of(network, batch).backward()
+                optimizer.step()
+            optimizer.zero_grad()
+        return shards(network)
+
+
+def fetched_and_written() -> list[Tensor]:
+    """The shards of a lane are written as soon as it allows that."""
+    with trained() as (_, host):
+        lane = host._sharding.groups[0].lanes[0]
+        flat = torch.cat(list(lane.fetch()))
+        lane.wait_for_copies()
+        lane.shards.fill_(9)
+        return [flat.cpu()]
+
+
+def fetched_twice() -> list[Tensor]:
+    """Shards are written, and their narrow copy is made again."""
+    with trained(narrow_dtype=torch.bfloat16, narrow=NARROW) as (_, host):
+        lane = host._sharding.groups[0].lanes[-1]
+        first = torch.cat(list(lane.fetch()))
+        lane.shards.fill_(9)
+        lane.touch()
+        second = torch.cat(list(lane.fetch()))
+        return [first.float().cpu(), second.float().cpu()]
+
+
+def written_between_forwards() -> list[Tensor]:
+    """A user writes to weights after a forward that nobody has waited for, as an average of weights does."""
+    data = batches()
+    with trained() as (network, _), torch.no_grad():
+        outputs = []
+        for batch in data:
+            outputs.append(network(batch))
+            for parameter in network.parameters():
+                parameter.mul_(0.5)
+        return [output.cpu() for output in outputs]
+
+
+def clipped() -> list[Tensor]:
+    data = batches()
+    with late_threads(), trained() as (network, host):
+        optimizer = sgd(network, host)
+        for batch in data:
+            optimizer.zero_grad()
+            loss_of(network, batch).backward()
+            host.clip_norm(optimizer, 0.1, may_wait=True)
+            optimizer.step()
+        host.finish()
+        return shards(network)
+
+
+def finished() -> list[Tensor]:
+    """Shards are looked at past all that waits for steps."""
+    with late_threads(), trained() as (network, host):
+        optimizer = sgd(network, host)
+        loss_of(network, batches()[0]).backward()
+        optimizer.step()
+        host.finish()
+        return [lane.shards.clone() for group in host._sharding.groups for lane in group.lanes]
+
+
+def removed() -> list[Tensor]:
+    """Made whole again while a step goes on."""
+    with late_threads(), trained() as (network, host):
+        optimizer = sgd(network, host)
+        loss_of(network, batches()[0]).backward()
+        optimizer.step()
+        host._sharding.remove()
+        return [parameter.detach().cpu() for parameter in network.parameters()]
+
+
+def averaged() -> list[Tensor]:
+    """Gradients are averaged over ranks, in two buckets of different dtypes."""
+    with _ranks((1,)) as mesh:
+        gradients = [torch.full((64,), 3.0, device=DEVICE, dtype=dtype) for dtype in (torch.float32, torch.float64)] * 1
+        gradients += [gradient * 2 for gradient in gradients]
+        average_dense(gradients, mesh.get_group())
+        return [(gradient + 1).cpu() for gradient in gradients]
+
+
+def given_up() -> list[Tensor]:
+    """A backward fails after gradients were sent to the host, which writes to them then."""
+    policy = CPUOffloadPolicy(pin_memory=True)
+    with _ranks((1,)) as mesh:
+        network = make()
+        for block in network.blocks:
+            fully_shard(block, mesh=mesh, offload_policy=policy)
+        fully_shard(network, mesh=mesh, offload_policy=policy)
+        hidden = network.blocks[0](batches()[0])
+        hidden.register_hook(_fail)
+        rest = network(batches()[0]) + network.head(network.blocks[2](hidden))
+        with contextlib.suppress(ZeroDivisionError):
+            rest.square().mean().backward()
+        discard_failed_iteration(network)
+        gradients = [local(p.grad) for p in network.parameters() if p.grad is not None]
+        for gradient in gradients:
+            gradient.fill_(7)
+        torch.accelerator.synchronize()
+        return gradients
+
+
+def _fail(_: Tensor) -> None:
+    raise ZeroDivisionError

@@ -44,7 +44,12 @@ TRANSFERS = [
         "arrival = _StreamArrival(target, self._side.record_event(), stream, self._module)\ngather(pieces, target)",
         by_hand.there_and_back,
     ),
-    Mutation(f"{_STREAM_COPIES}.note_made", "stream, event = self.mark()", "stream, event = self._module.current_stream(), self._module.Event()", by_hand.made_for_another_stream),
+    Mutation(
+        f"{_STREAM_COPIES}.note_made",
+        "stream, event = self.mark()",
+        "stream, event = self._module.current_stream(), self._module.Event()",
+        by_hand.made_for_another_stream,
+    ),
     Mutation(f"{_ARRIVAL}.wait", "current.wait_event(self._event)", "pass", by_hand.there_and_back),
     Mutation(f"{_ARRIVAL}.wait", "note_use(target, current)", "pass", by_hand.fetched_for_another_stream),
     Mutation(f"{_ARRIVAL}.finish", "self._event.synchronize()", "pass", by_hand.staged),
@@ -106,7 +111,7 @@ OFFLOAD = [
         "techniques.activation_offload.items:OffloadHandle.before_write",
         "self.item.parcel.departure.precede()",
         "pass",
-        offloading.steps_with_a_window,
+        offloading.written_beside_its_copy,
     ),
 ]
 
@@ -115,48 +120,110 @@ _LANE = "techniques.sharding.lanes:ShardLane"
 _PARAMETER = "techniques.sharding.parameter:ShardedParameter"
 
 SHARDING = [
+    Mutation(f"{_GROUP}.unshard", "self.steps.wait()", "pass", sharding.on_the_host_with_late_threads),
     Mutation(
         f"{_GROUP}.wait_for_unshard",
         "self.device_handle.current_stream().wait_event(self._fetched)",
         "pass",
-        sharding.weights_on_the_host,
+        sharding.on_the_host,
     ),
+    Mutation(f"{_GROUP}.wait_for_unshard", "lane.note_read()", "pass", sharding.resident_evaluated_before_the_step),
     Mutation(
         f"{_GROUP}._fetch",
         "self._fetch_lanes()\nself._fetched = stream.record_event() if self.num_shards == 1 else None",
         "self._fetched = stream.record_event()\nself._fetch_lanes()",
-        sharding.weights_on_the_host,
+        sharding.on_the_host,
     ),
-    Mutation(f"{_GROUP}._land", "event.synchronize()", "pass", sharding.weights_on_the_host),
+    Mutation(f"{_GROUP}.wait_for_gradients", "landing.wait()", "pass", sharding.on_the_host_with_late_threads),
+    Mutation(f"{_GROUP}.post_backward", "self.wait_for_gradients()", "pass", sharding.on_the_host_with_late_threads),
     Mutation(
-        f"{_GROUP}.wait_for_unshard",
-        "lane.note_read()",
-        "pass",
-        sharding.weights_with_a_resident_copy,
+        f"{_GROUP}.finalize_backward", "self.wait_for_gradients()", "pass", sharding.on_the_host_with_late_threads
     ),
+    Mutation(f"{_GROUP}.post_backward", "self.await_reduce_stream()", "pass", sharding.on_the_device),
+    Mutation(f"{_GROUP}._land", "event.synchronize()", "pass", sharding.on_the_host),
     Mutation(
-        f"{_LANE}.fetch",
-        "torch.accelerator.current_stream().wait_event(self._arrived)",
+        f"{_GROUP}.show_writes",
+        "self.copy_in_stream.wait_stream(self.device_handle.current_stream())",
         "pass",
-        sharding.weights_with_a_resident_copy,
-    ),
-    Mutation(
-        f"{_LANE}.wait_for_copies",
-        "event.synchronize()",
-        "pass",
-        sharding.weights_with_a_resident_copy,
+        sharding.manual_steps_on_the_device,
     ),
     Mutation(
-        f"{_PARAMETER}._send",
-        "gradient.record_stream(torch.accelerator.current_stream())",
+        "private_names.fsdp2.classes:GroupBase.await_reduce_stream",
+        "self._post_reduce_event = stream.record_event()",
         "pass",
-        sharding.replicas,
+        sharding.on_the_device,
     ),
     Mutation(
-        f"{_GROUP}.post_backward",
-        "self.await_reduce_stream()",
+        "private_names.fsdp2.states:discard_step",
+        "parameter.grad_offload_event.synchronize()",
         "pass",
-        sharding.weights_on_the_device,
+        sharding.given_up,
+    ),
+    Mutation(f"{_LANE}.refresh", "self.wait_for_copies()", "pass", sharding.fetched_twice),
+    Mutation(
+        f"{_LANE}.refresh",
+        "self._resident.copy_(source, non_blocking=True)\nself._arrived = _record(self.device)",
+        "self._arrived = _record(self.device)\nself._resident.copy_(source, non_blocking=True)",
+        sharding.resident,
+    ),
+    Mutation(
+        f"{_LANE}.note_read",
+        "self._fetched = _record(self.device)",
+        "pass",
+        sharding.resident_evaluated_before_the_step,
+    ),
+    Mutation(f"{_LANE}.wait_for_copies", "event.synchronize()", "pass", sharding.evaluated_before_the_step),
+    Mutation(
+        f"{_LANE}.fetch", "torch.accelerator.current_stream().wait_event(self._arrived)", "pass", sharding.resident
+    ),
+    Mutation(f"{_LANE}.fetch", "self._fetched = _record(self.device)", "pass", sharding.fetched_and_written),
+    Mutation(
+        "optimizers.on_host.optimizers:_run",
+        "lane.wait_for_copies()  # of a forward without gradients, after the backward",
+        "pass",
+        sharding.evaluated_before_the_step,
+    ),
+    Mutation(
+        "optimizers.on_host.optimizers:HostOptimizers._compute",
+        "self._worker.submit(lambda: results.append(compute())).wait()",
+        "self._worker.submit(lambda: results.append(compute()))",
+        sharding.clipped,
+    ),
+    Mutation(
+        "techniques.sharding.steps:ShardSteps.wait", "pending.wait()", "pass", sharding.on_the_host_with_late_threads
+    ),
+    Mutation(
+        "techniques.sharding.steps:ShardSteps.touch", "self.wait()", "pass", sharding.on_the_host_with_late_threads
+    ),
+    Mutation("techniques.sharding.apply:FullSharding.wait_for_steps", "group.steps.wait()", "pass", sharding.finished),
+    Mutation("techniques.sharding.apply:FullSharding.remove", "group.steps.wait()", "pass", sharding.removed),
+    Mutation(
+        f"{_PARAMETER}.to_sharded_dtensor",
+        "torch.accelerator.current_stream().synchronize()",
+        "pass",
+        sharding.hooks_on_accumulation,
+    ),
+    Mutation(
+        f"{_PARAMETER}._call_hooks",
+        "torch.accelerator.current_stream().synchronize()",
+        "pass",
+        sharding.hooks_on_gradients,
+    ),
+    Mutation(
+        f"{_PARAMETER}._take_over_writes",
+        "torch.accelerator.current_stream().synchronize()",
+        "pass",
+        sharding.written_while_gathered,
+    ),
+    Mutation(
+        f"{_PARAMETER}._send", "gradient.record_stream(torch.accelerator.current_stream())", "pass", sharding.replicas
+    ),
+    Mutation("core.gradients.averaging:_Bucket.land", "self.work.wait()", "pass", sharding.averaged),
+    Mutation(
+        "core.host.worker:Ticket.wait",
+        "while not self._is_done.wait(PATIENCE_SECONDS):\n    self._worker.check_alive()",
+        "pass",
+        sharding.on_the_host_with_late_threads,
     ),
 ]
 

@@ -34,7 +34,7 @@ def is_wrong(workload: Workload) -> bool:
     try:
         results = workload()
     except Exception as error:
-        if "simulated device:" not in str(error):
+        if isinstance(error, AttributeError | NameError | TypeError):  # no program is left
             raise
         return True
     return not all(torch.equal(one, other) for one, other in zip(results, expected(workload), strict=True))
