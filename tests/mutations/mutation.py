@@ -84,5 +84,5 @@ class Mutation:
         # `super()` asks for the class in a variable of an outer function.
         text = f"def outer(__class__):\n{textwrap.indent(source.replace(old, new), '    ')}\n    return {name}"
         namespace: dict[str, Any] = {}
-        exec(compile(text, f"<mutation of {self.place}>", "exec"), vars(self.module), namespace)  # noqa: S102
+        exec(compile(text, f"<mutation of {self.place}>", "exec"), vars(self.module), namespace)
         return namespace["outer"](owner)

@@ -120,6 +120,12 @@ _LANE = "techniques.sharding.lanes:ShardLane"
 _PARAMETER = "techniques.sharding.parameter:ShardedParameter"
 
 SHARDING = [
+    Mutation(
+        "techniques.sharding.steps:ShardSteps.touch",
+        "lane.wait_for_copies()",
+        "pass",
+        sharding.written_between_forwards,
+    ),
     Mutation(f"{_GROUP}.unshard", "self.steps.wait()", "pass", sharding.on_the_host_with_late_threads),
     Mutation(
         f"{_GROUP}.wait_for_unshard",
@@ -135,18 +141,11 @@ SHARDING = [
         sharding.on_the_host,
     ),
     Mutation(f"{_GROUP}.wait_for_gradients", "landing.wait()", "pass", sharding.on_the_host_with_late_threads),
-    Mutation(f"{_GROUP}.post_backward", "self.wait_for_gradients()", "pass", sharding.on_the_host_with_late_threads),
     Mutation(
         f"{_GROUP}.finalize_backward", "self.wait_for_gradients()", "pass", sharding.on_the_host_with_late_threads
     ),
     Mutation(f"{_GROUP}.post_backward", "self.await_reduce_stream()", "pass", sharding.on_the_device),
     Mutation(f"{_GROUP}._land", "event.synchronize()", "pass", sharding.on_the_host),
-    Mutation(
-        f"{_GROUP}.show_writes",
-        "self.copy_in_stream.wait_stream(self.device_handle.current_stream())",
-        "pass",
-        sharding.manual_steps_on_the_device,
-    ),
     Mutation(
         "private_names.fsdp2.classes:GroupBase.await_reduce_stream",
         "self._post_reduce_event = stream.record_event()",
@@ -192,11 +191,7 @@ SHARDING = [
     Mutation(
         "techniques.sharding.steps:ShardSteps.wait", "pending.wait()", "pass", sharding.on_the_host_with_late_threads
     ),
-    Mutation(
-        "techniques.sharding.steps:ShardSteps.touch", "self.wait()", "pass", sharding.on_the_host_with_late_threads
-    ),
     Mutation("techniques.sharding.apply:FullSharding.wait_for_steps", "group.steps.wait()", "pass", sharding.finished),
-    Mutation("techniques.sharding.apply:FullSharding.remove", "group.steps.wait()", "pass", sharding.removed),
     Mutation(
         f"{_PARAMETER}.to_sharded_dtensor",
         "torch.accelerator.current_stream().synchronize()",
@@ -208,12 +203,6 @@ SHARDING = [
         "torch.accelerator.current_stream().synchronize()",
         "pass",
         sharding.hooks_on_gradients,
-    ),
-    Mutation(
-        f"{_PARAMETER}._take_over_writes",
-        "torch.accelerator.current_stream().synchronize()",
-        "pass",
-        sharding.written_while_gathered,
     ),
     Mutation(
         f"{_PARAMETER}._send", "gradient.record_stream(torch.accelerator.current_stream())", "pass", sharding.replicas

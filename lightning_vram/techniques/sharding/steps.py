@@ -36,12 +36,13 @@ class ShardSteps:
                 self.guard()
 
     def guard(self) -> None:
-        """Let copies of shards be made again once somebody has got hold of one, who may write to it."""
+        """Hear of it when somebody gets hold of a shard, who may write to it: see :meth:`touch`."""
         for lane in self._lanes:
-            if lane.has_copies:
+            if lane.has_copies or lane.shards.device != lane.device:
                 watch((parameter.sharded_param for parameter in lane.parameters), partial(self.touch, lane))
 
     def touch(self, lane: ShardLane) -> None:
-        """Have copies of the shards in ``lane`` made again, once those are written."""
+        """Have copies of the shards in ``lane`` made again, once those are written; first the device has read them."""
         self.wait()
+        lane.wait_for_copies()
         lane.touch()
