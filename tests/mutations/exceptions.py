@@ -1,1 +1,66 @@
-EXCEPTIONS: dict[tuple[str, str], str] = {}
+"""Waits that no mutation stands for, each with its reason."""
+
+_ONE_STREAM = "read by a copy on the same stream only, or after a copy that the host waits for"
+_FILES = "waits for files; nothing is on the device: tests/strategies/fsdp_offload/test_checkpoint_store.py"
+_WAITED_FOR = "a copy, which is waited for: "
+_NOT_FOUND = "no program was found that is wrong without it: "
+
+_TRANSFERS, _SHARDING = "core.host.transfers", "techniques.sharding"
+
+EXCEPTIONS = {
+    (_TRANSFERS, "piece.copy_(source.narrow(0, start, piece.numel()), non_blocking=is_async)"): (
+        _WAITED_FOR + "by Departure.wait, Departure.precede and _let_go"
+    ),
+    (_TRANSFERS, "target.narrow(0, start, piece.numel()).copy_(piece, non_blocking=is_async)"): (
+        _WAITED_FOR + "by _StreamArrival.wait, finish and let_go"
+    ),
+    (_TRANSFERS, "while self._departures and self._departures[0].event.query():"): (
+        "says when memory is let go of: _let_go asks again, and waits"
+    ),
+    ("core.host.worker", "started.wait()"): "sets the number of threads; nothing is on the device",
+    ("core.host.worker", "ticket._is_done.wait(PATIENCE_SECONDS)"): "the loop around it would go round without it",
+    ("core.processes.agreement", "work.wait()"): "several ranks, by gloo: tests/core/processes",
+    ("core.processes.restart_store", 'store.wait([f"ack/{rank}/{nonce}"], timeout)'): "several processes",
+    ("core.rollback.buffer_copies", "self.value.copy_(self.tensor.detach(), non_blocking=self.value.is_pinned())"): (
+        _ONE_STREAM
+    ),
+    ("core.rollback.buffer_copies", "self.tensor.copy_(self.value, non_blocking=self.value.is_pinned())"): _ONE_STREAM,
+    ("private_names.fsdp2.states", "parameter.grad_offload_event.synchronize()"): (
+        _NOT_FOUND + "FSDP2's own offload, of a step that failed; pinned memory is not handed out while it is copied to"
+    ),
+    ("strategies.fsdp_offload.checkpoint_store", "self.wait()"): _FILES,
+    ("strategies.fsdp_offload.checkpointed", "self._store.wait()"): _FILES,
+    ("strategies.fsdp_offload.checkpointed", "store.wait()"): _FILES,
+    ("strategies.fsdp_offload.strategy", "self._store.wait()"): _FILES,
+    (
+        "techniques.activation_checkpointing.budget.search",
+        "self._tails.insert(0, self._tails[0].precede(hull, room - hull[0].need_bytes))",
+    ): "of another kind",
+    ("techniques.activation_offload.items", "self.parcel.fetch(sent, self._place.copies.mark()).wait(sent)"): (
+        "on the host only; bytes that are not there yet look as if they were written, and are sent again"
+    ),
+    (f"{_SHARDING}.apply", "group.steps.wait()"): (
+        "remove: weights that are made whole are read through what waits for their step"
+    ),
+    (f"{_SHARDING}.group", "self.wait_for_gradients()"): (
+        "post_backward: gradients land in their order, whoever waits for the last waits for all; bounds what is pinned"
+    ),
+    (f"{_SHARDING}.group", "self.copy_in_stream.wait_stream(self.device_handle.current_stream())"): (
+        _NOT_FOUND + "FSDP2 lets streams wait in the root's forward as well, which tests cannot be inside of"
+    ),
+    (
+        f"{_SHARDING}.lanes",
+        'return None if device.type == "cpu" else torch.accelerator.current_stream().record_event()',
+    ): ("each call of _record has its mutation"),
+    (f"{_SHARDING}.lanes", "flat = source.to(self.device, self.transfer_dtype, non_blocking=True)"): (
+        _WAITED_FOR + "by wait_for_unshard and wait_for_copies"
+    ),
+    (
+        f"{_SHARDING}.parameter",
+        "return self._buffer[: gradient.numel()].view(gradient.shape).copy_(gradient, non_blocking=True)",
+    ): _WAITED_FOR + "by ShardedGroup._land, and by _call_hooks",
+    (f"{_SHARDING}.parameter", "torch.accelerator.current_stream().synchronize()"): (
+        _NOT_FOUND + "_take_over_writes, of shards on the device: FSDP2 waits for a reshard before the next gathering"
+    ),
+    (f"{_SHARDING}.steps", "self.wait()"): "touch: begin() has whoever reads a shard wait as well",
+}

@@ -8,19 +8,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from support.devices import DEVICE
-from support.sharded_nets import WIDTH, Block, Net, loss_of, make
-from torch import Tensor, nn
+from support.sharded_nets import WIDTH, Net, loss_of, make
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from typing_extensions import override
 
 from lightning_vram.core.gradients.averaging import average_dense
 from lightning_vram.core.host.worker import HostWorker
 from lightning_vram.optimizers.on_host.optimizers import HostOptimizers
 from lightning_vram.techniques.sharding.apply import FullSharding, ShardingOptions
 from lightning_vram.techniques.sharding.grouping.plan import plan_sharding_groups
-from lightning_vram.techniques.sharding.recovery import discard_failed_iteration
 
 NUM_STEPS = 3
 NARROW = [f"blocks.{index}.{name}.weight" for index in range(3) for name in ("up", "down")]
@@ -169,39 +166,6 @@ def hooks_on_accumulation() -> list[Tensor]:
     return _steps(prepare=_watch_gradients)
 
 
-class Writing(Block):
-    """Writes to its weight before it computes with it, as spectral normalization does."""
-
-    @override
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.up.weight.mul_(0.5)
-        return super().forward(x)
-
-
-class WritingNet(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Writing() for _ in self.blocks)
-
-
-def written_while_gathered() -> list[Tensor]:
-    return _steps(net=WritingNet, on_host=False, pin_memory=False)
-
-
-def manual_steps_on_the_device() -> list[Tensor]:
-    """In a step of a user's own, the root is gathered again at once."""
-    data = batches()
-    with trained(on_host=False, pin_memory=False) as (network, host):
-        optimizer = sgd(network, host)
-        for batch in data:
-            with host._sharding.inside_step():
-                loss_of(network, batch).backward()
-                optimizer.step()
-            optimizer.zero_grad()
-        return shards(network)
-
-
 def fetched_and_written() -> list[Tensor]:
     """The shards of a lane are written as soon as it allows that."""
     with trained() as (_, host):
@@ -258,48 +222,10 @@ def finished() -> list[Tensor]:
         return [lane.shards.clone() for group in host._sharding.groups for lane in group.lanes]
 
 
-def removed() -> list[Tensor]:
-    """Made whole again while a step goes on."""
-    with late_threads(), trained() as (network, host):
-        optimizer = sgd(network, host)
-        loss_of(network, batches()[0]).backward()
-        optimizer.step()
-        host._sharding.remove()
-        return [parameter.detach().cpu() for parameter in network.parameters()]
-
-
 def averaged() -> list[Tensor]:
     """Gradients are averaged over ranks, in two buckets of different dtypes."""
     with _ranks((1,)) as mesh:
-        gradients = [torch.full((64,), 3.0, device=DEVICE, dtype=dtype) for dtype in (torch.float32, torch.float64)] * 1
+        gradients = [torch.full((64,), 3.0, device=DEVICE, dtype=dtype) for dtype in (torch.float32, torch.float64)]
         gradients += [gradient * 2 for gradient in gradients]
         average_dense(gradients, mesh.get_group())
         return [(gradient + 1).cpu() for gradient in gradients]
-
-
-def given_up() -> list[Tensor]:
-    """A backward fails after gradients were sent to the host, which writes to them then."""
-    policy = CPUOffloadPolicy(pin_memory=True)
-    with _ranks((1,)) as mesh:
-        network = make()
-        for block in network.blocks:
-            fully_shard(block, mesh=mesh, offload_policy=policy)
-        fully_shard(network, mesh=mesh, offload_policy=policy)
-        network.blocks[0].register_forward_hook(_set_trap)
-        loss = loss_of(network, batches()[0])
-        with contextlib.suppress(ZeroDivisionError):
-            loss.backward()
-        discard_failed_iteration(network)
-        gradients = [local(p.grad) for p in network.parameters() if p.grad is not None]
-        for gradient in gradients:
-            gradient.fill_(7)
-        torch.accelerator.synchronize()
-        return gradients
-
-
-def _set_trap(module: nn.Module, inputs: Any, output: Tensor) -> None:
-    output.register_hook(_fail)
-
-
-def _fail(_: Tensor) -> None:
-    raise ZeroDivisionError

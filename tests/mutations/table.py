@@ -1,6 +1,6 @@
 """Each wait of the package, taken out, and a program that is wrong without it."""
 
-from mutations import by_hand, offloading, sharding
+from mutations import by_hand, offloading, scaling, sharding
 from mutations.mutation import Mutation
 
 _STREAM_COPIES = "core.host.transfers:StreamCopies"
@@ -121,6 +121,12 @@ _PARAMETER = "techniques.sharding.parameter:ShardedParameter"
 
 SHARDING = [
     Mutation(
+        "techniques.mixed_precision.loss_scaling:LossScaling._found_inf",
+        "found_inf += check.to(device)  # is read at once, on the host too",
+        "found_inf += check.to(device, non_blocking=True)",
+        scaling.overflow_with_the_scale_on_the_host,
+    ),
+    Mutation(
         "techniques.sharding.steps:ShardSteps.touch",
         "lane.wait_for_copies()",
         "pass",
@@ -151,12 +157,6 @@ SHARDING = [
         "self._post_reduce_event = stream.record_event()",
         "pass",
         sharding.on_the_device,
-    ),
-    Mutation(
-        "private_names.fsdp2.states:discard_step",
-        "parameter.grad_offload_event.synchronize()",
-        "pass",
-        sharding.given_up,
     ),
     Mutation(f"{_LANE}.refresh", "self.wait_for_copies()", "pass", sharding.fetched_twice),
     Mutation(

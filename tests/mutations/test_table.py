@@ -4,9 +4,10 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import lightning_vram
 from mutations.exceptions import EXCEPTIONS
 from mutations.table import MUTATIONS
+
+import lightning_vram
 
 ROOT = Path(lightning_vram.__file__).parent
 NAMES = {
@@ -16,7 +17,7 @@ NAMES = {
 
 
 def waits() -> Iterator[tuple[str, int, str]]:
-    """Module, line and its text, of each call that waits or lets others wait, and of each copy that nobody waits for."""
+    """Module, line and its text, of each call that waits, or notes what to wait for, and of each late copy."""
     for path in sorted(ROOT.rglob("*.py")):
         module = path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
         text = path.read_text()

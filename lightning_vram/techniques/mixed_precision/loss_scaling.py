@@ -253,7 +253,7 @@ class LossScaling:
         device = torch.device(device_of(self.scaler)) if self._scale is None else self._scale.device
         found_inf = torch.zeros((), dtype=torch.float32, device=device)
         for check in self._checks[optimizer].values():
-            found_inf += check.to(device, non_blocking=True)
+            found_inf += check.to(device)  # is read at once, on the host too
         return found_inf
 
     @contextmanager
