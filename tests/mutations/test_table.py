@@ -1,4 +1,4 @@
-"""The table of mutations leaves no wait of the package out, but for those that are listed here, each with its reason."""
+"""No wait of the package lacks a mutation, but for those that are listed with a reason."""
 
 import ast
 from collections.abc import Iterator
