@@ -203,7 +203,8 @@ class HostOptimizers(StepTakeOver):
             self._arrange_by_forward()
 
     def _submit(self, step_round: StepRound, group: ShardedGroup, parameters: Iterable[nn.Parameter]) -> None:
-        members = step_round.take(parameters)
+        with group.steps.reading_for_step():
+            members = step_round.take(parameters)
         if not members:
             return
         group.forget_whole()

@@ -1,6 +1,7 @@
 """Steps that go on beside the training: whoever wants to read what one writes waits for it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 from torch import Tensor
@@ -17,6 +18,7 @@ class ShardSteps:
         self._lanes = lanes
         self._pending: Ticket | None = None
         self._watched: list[Tensor] = []
+        self._is_read_for_step = False
 
     def begin(self, ticket: Ticket, watched: Iterable[Tensor]) -> None:
         """Note that the shards are written, and ``watched`` tensors not to be read, until ``ticket`` is done."""
@@ -44,5 +46,15 @@ class ShardSteps:
     def touch(self, lane: ShardLane) -> None:
         """Have copies of the shards in ``lane`` made again, once those are written; first the device has read them."""
         self.wait()
-        lane.wait_for_copies()
+        if not self._is_read_for_step:
+            lane.wait_for_copies()
         lane.touch()
+
+    @contextmanager
+    def reading_for_step(self) -> Iterator[None]:
+        """Who gets hold of shards meanwhile writes in another thread, which waits: this one need not."""
+        self._is_read_for_step = True
+        try:
+            yield
+        finally:
+            self._is_read_for_step = False
