@@ -11,7 +11,7 @@ from rich.table import Table
 from lightning_vram.memory.units import format_bytes
 from tests.benchmarks.cases import WORKLOADS
 from tests.benchmarks.measure import Row, describe_machine, measure_memory, measure_speed
-from tests.benchmarks.variants import VARIANTS
+from tests.benchmarks.variants import COMPILED_VARIANTS, GPU_PEERS, VARIANTS
 
 
 def main() -> None:
@@ -31,8 +31,15 @@ def main() -> None:
         if arguments.suite == "memory":
             rows += [measure_memory(workload, variant, device) for variant in VARIANTS]
         else:
-            rows += measure_speed(workload, device, arguments.repeats, arguments.steps, arguments.variants)
+            variants = choose_variants(device, arguments.variants)
+            rows += measure_speed(workload, device, variants, arguments.repeats, arguments.steps)
     report(arguments.suite, rows, arguments.output)
+
+
+def choose_variants(device: torch.device, part: str) -> list[str]:
+    """Plain and those with ``part`` in their name; on a GPU others' ways as well."""
+    peers = {**GPU_PEERS, **COMPILED_VARIANTS} if device.type == "cuda" else {}
+    return ["plain", *(name for name in [*VARIANTS, *peers] if name != "plain" and part in name)]
 
 
 def report(suite: str, rows: list[Row], output: Path | None) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_vram.demos import ByteGPT, DigitsResNet
-from tests.support.networks import resnet50
+from tests.support.networks import ViT, resnet50
 
 
 @dataclass(frozen=True)
@@ -63,13 +63,6 @@ WORKLOADS = (
         _resnet_loss,
     ),
     Workload(
-        "ByteGPT GPT-2 XL body, T 1024, B 4",
-        partial(ByteGPT, 48, 1600, 25, 1024),
-        partial(_tokens, 4, 1024),
-        _gpt_loss,
-        needs_gpu=True,
-    ),
-    Workload(
         "DigitsResNet ResNet-50 body, 64x64, B 64",
         partial(DigitsResNet, (3, 4, 6, 3), 64, 3),
         partial(_images, 64, 3, 64),
@@ -88,5 +81,26 @@ def _resnet50() -> nn.Module:
     return resnet50().to(memory_format=torch.channels_last)
 
 
-_LARGE = Workload("ResNet-50, 224x224, B 256, fp32", _resnet50, _large_images, _resnet_loss, needs_gpu=True)
-WORKLOADS += (_LARGE, replace(_LARGE, name="ResNet-50, 224x224, B 256, bf16", autocast=torch.bfloat16))
+def _gpt(name: str, batch_size: int, *shape: int) -> Workload:
+    make_model, make_batch = partial(ByteGPT, *shape), partial(_tokens, batch_size, shape[-1])
+    return Workload(name, make_model, make_batch, _gpt_loss, needs_gpu=True, autocast=torch.bfloat16)
+
+
+_RESNET = Workload("ResNet-50, 224x224, B 256, fp32", _resnet50, _large_images, _resnet_loss, needs_gpu=True)
+GPU_WORKLOADS = {
+    "resnet50_bf16": replace(_RESNET, name="ResNet-50, 224x224, B 256, bf16", autocast=torch.bfloat16),
+    "resnet50_fp32": _RESNET,
+    "vit_b": Workload(
+        "ViT-B/16, 224x224, B 128, bf16",
+        partial(ViT, 768, 12, 12, 224),
+        partial(_images, 128, 3, 224),
+        _resnet_loss,
+        needs_gpu=True,
+        autocast=torch.bfloat16,
+    ),
+    "gpt2_small": _gpt("ByteGPT GPT-2 small, T 1024, B 16, bf16", 16, 12, 768, 12, 1024),
+    "gpt2_xl": _gpt("ByteGPT GPT-2 XL, T 1024, B 8, bf16", 8, 48, 1600, 25, 1024),
+}
+"""What a GPU is asked for, by short names."""
+
+WORKLOADS += tuple(GPU_WORKLOADS.values())

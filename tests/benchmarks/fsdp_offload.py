@@ -29,12 +29,12 @@ from lightning.pytorch.strategies import FSDPStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_vram import ActivationCheckpointing
+from lightning_vram import ActivationCheckpointing, LeanMixedPrecision
 from lightning_vram.demos import ByteGPT
 from lightning_vram.demos.gpt import Block
 from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
 from tests.benchmarks.__main__ import report
-from tests.benchmarks.measure import Row
+from tests.benchmarks.measure import Row, accelerator_of, give_back, read_peaks, synchronize
 from tests.benchmarks.micro_batching import Same
 
 NUM_WARM_UP = 3
@@ -43,13 +43,14 @@ Interval = tuple[int, int]
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a ByteGPT and its batch; ``min_params`` as the strategy has it."""
+    """Of a ByteGPT and its batch; ``clip`` is the largest norm of gradients, ``min_params`` as the strategy has it."""
 
     num_layers: int
     width: int
     num_heads: int
     sequence_length: int
     batch_size: int
+    clip: float | None = None
     min_params: int = 1_000_000
 
     @property
@@ -60,8 +61,11 @@ class Shape:
 SHAPES = {
     "GPT-2 XL, 16 k tokens": Shape(48, 1600, 25, 1024, 16),
     "GPT-2 XL, 32 k tokens": Shape(48, 1600, 25, 1024, 32),
+    "GPT-2 XL, 8 k tokens, clipping": Shape(48, 1600, 25, 1024, 8, clip=1.0),
     "3 B, 16 k tokens": Shape(38, 2560, 20, 1024, 16),
     "3 B, 32 k tokens": Shape(38, 2560, 20, 1024, 32),
+    "6 B, 16 k tokens": Shape(30, 4096, 32, 1024, 16),
+    "8 B, 16 k tokens": Shape(40, 4096, 32, 1024, 16),
 }
 TINY = Shape(3, 32, 2, 16, 2, min_params=1000)
 
@@ -129,29 +133,24 @@ class LitGPT(ByteGPT):
 class Meter(Callback):
     """Time and peaks of all steps after the first."""
 
-    def __init__(self, num_steps: int, *, is_profiled: bool) -> None:
+    def __init__(self, num_steps: int, *, is_profiled: bool = False) -> None:
         self._num_steps = num_steps
         self._profiler = torch.profiler.profile(acc_events=True) if is_profiled else None
         self._start = 0.0
         self.row: Row = {}
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        is_cuda = trainer.strategy.root_device.type == "cuda"
+        device = trainer.strategy.root_device
         if batch_idx == NUM_WARM_UP - 1:
-            if is_cuda:
-                torch.cuda.synchronize()
-                torch.cuda.reset_peak_memory_stats()
+            give_back(device)
             if self._profiler is not None:
                 self._profiler.start()
             self._start = time.perf_counter()
         if batch_idx == NUM_WARM_UP + self._num_steps - 1:
-            if is_cuda:
-                torch.cuda.synchronize()
+            synchronize(device)
             seconds = time.perf_counter() - self._start
             self.row["seconds_per_step"] = seconds / self._num_steps
-            if is_cuda:
-                self.row["max_memory_allocated_bytes"] = torch.cuda.max_memory_allocated()
-                self.row["max_memory_reserved_bytes"] = torch.cuda.max_memory_reserved()
+            self.row |= read_peaks(device)
             self.row["host_peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
             if self._profiler is not None:
                 self._profiler.stop()
@@ -193,25 +192,31 @@ def busy(intervals: Iterable[Interval]) -> int:
     return total
 
 
-def measure_row(shape: Shape, name: str, num_steps: int, *, is_profiled: bool = False) -> Row:
+def measure_row(
+    shape: Shape, name: str, num_steps: int, *, is_profiled: bool = False, device: torch.device | None = None
+) -> Row:
     """Train in this process."""
     variant = VARIANTS[name]
     meter = Meter(num_steps, is_profiled=is_profiled)
+    device = device or torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     pl.seed_everything(0, verbose=False)
     trainer = pl.Trainer(
-        accelerator="gpu" if torch.cuda.is_available() else "cpu",
+        accelerator=accelerator_of(device),
         devices=1,
-        precision="bf16-mixed",
         strategy=variant.make_strategy(shape),
+        gradient_clip_val=shape.clip,
         max_steps=NUM_WARM_UP + num_steps,
         callbacks=[meter, *([ActivationCheckpointing()] if variant.is_checkpointed else [])],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        **({"plugins": [LeanMixedPrecision("bf16")]} if variant.is_checkpointed else {"precision": "bf16-mixed"}),
     )
+    with device:  # random numbers for billions of weights take minutes on the host
+        model = LitGPT(shape, name)
     try:
-        trainer.fit(LitGPT(shape, name))
+        trainer.fit(model)
     except torch.OutOfMemoryError:
         return {"fits": "out of memory"}
     return {"fits": "yes", "tokens_per_second": shape.num_tokens / meter.row["seconds_per_step"], **meter.row}

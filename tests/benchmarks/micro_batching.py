@@ -4,6 +4,7 @@ Bytes are tracked and exact; times are medians of steps, repeats interleaved, as
 """
 
 import argparse
+import contextlib
 import statistics
 import time
 from pathlib import Path
@@ -20,7 +21,7 @@ from lightning_vram.memory.tracking.timeline import Category
 from lightning_vram.memory.tracking.tracker import MemoryTracker, track_memory
 from tests.benchmarks.__main__ import report
 from tests.benchmarks.cases import WORKLOADS, Workload
-from tests.benchmarks.measure import Row
+from tests.benchmarks.measure import Row, accelerator_of, synchronize
 
 NUM_STEPS = 12
 NUM_WARM_UP = 3
@@ -29,20 +30,22 @@ NUM_WARM_UP = 3
 class Same(Dataset):
     """One batch, again and again."""
 
-    def __init__(self, batch: tuple[Tensor, ...]) -> None:
+    def __init__(self, batch: tuple[Tensor, ...], num_batches: int = NUM_STEPS) -> None:
         self.batch = batch
+        self.num_batches = num_batches
 
     def __len__(self) -> int:
-        return NUM_STEPS
+        return self.num_batches
 
     def __getitem__(self, index: int) -> tuple[Tensor, ...]:
         return self.batch
 
 
 class LitWorkload(pl.LightningModule):
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self, workload: Workload, num_batches: int) -> None:
         super().__init__()
         self.workload = workload
+        self.num_batches = num_batches
         self.net: nn.Module = workload.make_model()
         self.batch = workload.make_batch()
 
@@ -53,7 +56,7 @@ class LitWorkload(pl.LightningModule):
         return torch.optim.AdamW(self.net.parameters())
 
     def train_dataloader(self) -> DataLoader:
-        return DataLoader(Same(self.batch), batch_size=None)
+        return DataLoader(Same(self.batch, self.num_batches), batch_size=None)
 
 
 class Bytes(Callback):
@@ -82,8 +85,7 @@ class Seconds(Callback):
         self.start = time.perf_counter()
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        if trainer.strategy.root_device.type == "cuda":
-            torch.cuda.synchronize()
+        synchronize(trainer.strategy.root_device)
         self.seconds.append(time.perf_counter() - self.start)
 
 
@@ -100,9 +102,16 @@ def make_variants(batch_size: int) -> dict[str, list[Callback]]:
     }
 
 
-def fit(workload: Workload, callbacks: list[Callback], max_steps: int, **options: Any) -> None:
+def fit(
+    workload: Workload, callbacks: list[Callback], max_steps: int, device: torch.device | None = None, **options: Any
+) -> None:
+    """Train; on ``device`` the model is made where it is trained, which is faster for large ones."""
     pl.seed_everything(0, verbose=False)
+    with device or contextlib.nullcontext():
+        model = LitWorkload(workload, max_steps)
     trainer = pl.Trainer(
+        accelerator=accelerator_of(device) if device is not None else "auto",
+        devices=1,
         max_steps=max_steps,
         callbacks=callbacks,
         logger=False,
@@ -111,15 +120,15 @@ def fit(workload: Workload, callbacks: list[Callback], max_steps: int, **options
         enable_model_summary=False,
         **options,
     )
-    trainer.fit(LitWorkload(workload))
+    trainer.fit(model)
 
 
-def measure(workload: Workload, repeats: int) -> list[Row]:
+def measure(workload: Workload, repeats: int, device: torch.device | None = None) -> list[Row]:
     batch_size = len(workload.make_batch()[0])
     rows, seconds = [], {name: [] for name in make_variants(batch_size)}
     for name, callbacks in make_variants(batch_size).items():
         bytes_of_step = Bytes()
-        fit(workload, [bytes_of_step, *callbacks], 2)
+        fit(workload, [bytes_of_step, *callbacks], 2, device)
         timeline = bytes_of_step.tracker.timeline
         rows.append(
             {
@@ -132,7 +141,7 @@ def measure(workload: Workload, repeats: int) -> list[Row]:
     for _ in range(repeats):
         for name, callbacks in make_variants(batch_size).items():
             clock = Seconds()
-            fit(workload, [clock, *callbacks], NUM_STEPS)
+            fit(workload, [clock, *callbacks], NUM_STEPS, device)
             seconds[name].append(statistics.median(clock.seconds[NUM_WARM_UP:]))
     plain = rows[0]
     for row in rows:

@@ -25,7 +25,7 @@ from lightning_vram.techniques.mixed_precision.low_precision_norms import keep_n
 from lightning_vram.techniques.mixed_precision.weight_casts import WeightCasts
 from tests.benchmarks.__main__ import report
 from tests.benchmarks.cases import WORKLOADS, Workload
-from tests.benchmarks.measure import Row
+from tests.benchmarks.measure import Row, give_back, read_peaks
 from tests.benchmarks.micro_batching import NUM_STEPS, NUM_WARM_UP, Bytes, Seconds, fit
 
 Make = Callable[[], Any]
@@ -54,13 +54,16 @@ def make_variants(workload: Workload, device: str) -> dict[str, tuple[str, Make]
     return variants
 
 
-def measure(workload: Workload, repeats: int) -> list[Row]:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    variants = make_variants(workload, device)
+def measure(workload: Workload, repeats: int, device: torch.device | None = None, only: str = "") -> list[Row]:
+    """Of the plugins with ``only`` in their name, and those that they are compared with."""
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    variants = make_variants(workload, device.type)
+    references = {reference for name, (reference, _) in variants.items() if only in name}
+    variants = {name: variant for name, variant in variants.items() if only in name or name in references}
     rows: list[Row] = []
     for name, (_, make) in variants.items():
         tracked = Bytes()
-        fit(workload, [tracked], 2, plugins=[make()])
+        fit(workload, [tracked], 2, device, plugins=[make()])
         timeline = tracked.tracker.timeline
         rows.append(
             {
@@ -75,13 +78,11 @@ def measure(workload: Workload, repeats: int) -> list[Row]:
     for _ in range(repeats):
         for name, (_, make) in variants.items():
             clock = Seconds()
-            if device == "cuda":
-                torch.cuda.empty_cache()
-                torch.cuda.reset_peak_memory_stats()
-            fit(workload, [clock], NUM_STEPS, plugins=[make()])
+            give_back(device)
+            fit(workload, [clock], NUM_STEPS, device, plugins=[make()])
             seconds[name].append(statistics.median(clock.seconds[NUM_WARM_UP:]))
-            if device == "cuda":
-                peaks[name] = torch.cuda.max_memory_allocated()
+            if device.type != "cpu":
+                peaks[name] = read_peaks(device)["max_memory_allocated_bytes"]
     by_name = {row["variant"]: row for row in rows}
     for row in rows:
         plain = by_name[variants[row["variant"]][0]]

@@ -8,8 +8,9 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch._ops import OpOverload
 from torch.autograd.graph import save_on_cpu
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lightning_vram.core.layers.selection import select_layers
 from lightning_vram.techniques.activation_checkpointing.apply import apply_activation_checkpointing
@@ -90,6 +91,15 @@ def _checkpoint_by_hand(model: nn.Module) -> None:
         layer.module.forward = partial(checkpoint, plain, use_reentrant=False)
 
 
+def _checkpoint_selectively_by_hand(model: nn.Module) -> None:
+    """The same, and results of the operators stay that ``save="matmuls"`` keeps."""
+    operators = [operator for operator in SavePolicy("matmuls").resolved if isinstance(operator, OpOverload)]
+    context_fn = partial(create_selective_checkpoint_contexts, operators)
+    for layer in select_layers(model).layers:
+        plain = layer.module.forward
+        layer.module.forward = partial(checkpoint, plain, use_reentrant=False, context_fn=context_fn)
+
+
 class _SaveOnCpu:
     def __enter__(self) -> None:
         self._hooks = save_on_cpu(pin_memory=True)
@@ -139,6 +149,7 @@ VARIANTS: dict[str, Variant] = {
 
 GPU_PEERS: dict[str, Variant] = {
     "torch checkpoint by hand": _checkpoint_by_hand,
+    "torch selective checkpoint by hand": _checkpoint_selectively_by_hand,
     "save_on_cpu": lambda model: _SaveOnCpu(),
 }
 """Others' ways to the same end, where they differ from plain: on a GPU."""

@@ -242,12 +242,12 @@ class ViTBlock(nn.Module):
 class ViT(nn.Module):
     """ViT-S/16 on images of 128 pixels, six blocks by default, as the table of measurements has it."""
 
-    def __init__(self, width: int = 384, num_blocks: int = 6) -> None:
+    def __init__(self, width: int = 384, num_blocks: int = 6, num_heads: int = 6, pixels: int = 128) -> None:
         super().__init__()
         self.patch = nn.Conv2d(3, width, 16, 16)
         self.token = nn.Parameter(torch.randn(1, 1, width))
-        self.position = nn.Parameter(torch.randn(1, 65, width))
-        self.blocks = nn.Sequential(*[ViTBlock(width, 6) for _ in range(num_blocks)])
+        self.position = nn.Parameter(torch.randn(1, 1 + (pixels // 16) ** 2, width))
+        self.blocks = nn.Sequential(*[ViTBlock(width, num_heads) for _ in range(num_blocks)])
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 1000)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,0 +1,89 @@
+"""What a GPU has to show, cut into calls: python -m tests.benchmarks.gpu_day.
+
+Each item runs in a process of its own, with a time limit, and writes a JSON file. A call starts no item that does not
+fit into its minutes; the next call goes on where this one ended. ``--dry-run`` walks through all of it with toys.
+"""
+
+import argparse
+import re
+import tempfile
+from functools import partial
+from pathlib import Path
+
+from tests.benchmarks.gpu_day import results
+from tests.benchmarks.gpu_day.agenda import ITEMS, choose, is_wanted
+from tests.benchmarks.gpu_day.goals import print_summary
+from tests.benchmarks.gpu_day.items import Item, Job
+from tests.benchmarks.gpu_day.schedule import run_items
+from tests.benchmarks.gpu_day.worker import work
+
+FOLDER = Path(__file__).parents[1] / "results" / "gpu"
+
+
+def main() -> None:
+    """Do what the command line says."""
+    arguments = parse()
+    folder = arguments.output or (Path(tempfile.mkdtemp()) if arguments.dry_run else FOLDER)
+    device = arguments.device or ("cpu" if arguments.dry_run else "cuda")
+    job = Job(device, folder, arguments.dry_run, arguments.fresh)
+    if arguments.work:
+        work(next(item for item in ITEMS if item.name == arguments.work), job)
+    if arguments.scatter is not None:
+        print(f"{len(results.scatter(arguments.scatter, folder))} results are in {folder}")
+    items = choose(arguments.only, job)
+    if arguments.list:
+        print_list(items, folder)
+    elif not (arguments.summary or arguments.gather or arguments.scatter):
+        forget(items, folder, arguments.again)
+        late = run_items(items, job, arguments.minutes, partial(is_wanted, job=job))
+        print(f"left for the next call: {', '.join(late) or 'nothing'}")
+    if arguments.summary or arguments.dry_run:
+        print_summary(folder)
+    if arguments.gather is not None:
+        results.gather(folder, arguments.gather)
+
+
+def parse() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.gpu_day", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=9, help="start nothing that would end later")
+    parser.add_argument("--only", default="", metavar="PATTERN", help="regular expression, found in names of items")
+    parser.add_argument("--again", choices=("failed", "all"), help="forget results, of --only where it is given")
+    parser.add_argument("--list", action="store_true", help="print the items, their seconds, and what is done")
+    parser.add_argument("--summary", action="store_true", help="print the figures with their goals")
+    parser.add_argument("--gather", type=Path, metavar="FILE", help="write all results into one file")
+    parser.add_argument("--scatter", type=Path, metavar="FILE", help="read such a file back")
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="of the results, tests/benchmarks/results/gpu")
+    parser.add_argument("--device", choices=("cuda", "sim", "cpu"), help="cuda by default; with --dry-run cpu")
+    parser.add_argument("--dry-run", action="store_true", help="toys; results go to a temporary folder")
+    parser.add_argument("--fresh", action="store_true", help="start each process anew instead of forking it")
+    parser.add_argument("--work", help=argparse.SUPPRESS)  # the process of one item, under --fresh
+    arguments = parser.parse_args()
+    try:
+        re.compile(arguments.only)
+    except re.error as error:
+        parser.error(f"--only: {error}")
+    return arguments
+
+
+def print_list(items: list[Item], folder: Path) -> None:
+    """Print each item with its estimate, the sum so far, and its state."""
+    total = 0.0
+    for item in items:
+        total += item.estimate
+        result = results.read(folder, item.name)
+        state = "" if result is None else f"{result['status']}{', errors' * results.has_errors(result)}"
+        after = f"if {item.after} misses a goal" if item.after is not None else ""
+        print(f"{item.name:<44} {item.estimate:6.0f} s {total / 60:6.1f} min  {state}{after}")
+
+
+def forget(items: list[Item], folder: Path, again: str | None) -> None:
+    """Remove results that shall be made anew."""
+    for item in items:
+        result = results.read(folder, item.name)
+        if result is not None and (again == "all" or (again == "failed" and results.has_errors(result))):
+            results.path_of(folder, item.name).unlink()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""All items in the order of their worth."""
+
+import re
+
+from tests.benchmarks.gpu_day import device_tests, fits, goals, profiles, sharded, smoke, speed, traces
+from tests.benchmarks.gpu_day.items import Item, Job
+
+ITEMS = (
+    *smoke.ITEMS,
+    *device_tests.ITEMS,
+    *speed.WITH_GOALS[:5],
+    *sharded.XL,
+    *sharded.XL_CLIPPED,
+    *fits.WITH_GOALS,
+    *speed.WITH_GOALS[5:],
+    *sharded.XL_LIGHTNING,
+    *traces.ITEMS,
+    *profiles.ITEMS,
+    *speed.OTHERS[:3],
+    *sharded.THREE,
+    *sharded.LARGE,
+    *fits.OTHERS,
+    *speed.OTHERS[3:],
+)
+_ENOUGH_FOR_TOYS = {"tests.memory_core", "sharded.xl_16k.plain", "sharded.xl_16k.optimizer", "sharded.xl_16k.params"}
+
+
+def choose(pattern: str, job: Job) -> list[Item]:
+    """Return the items whose names hold ``pattern``; of toys that walk the same way twice, one."""
+    chosen = [item for item in ITEMS if re.search(pattern, item.name)]
+    if job.device != "cuda":
+        chosen = [item for item in chosen if not item.needs_cuda]
+    if job.is_tiny:
+        chosen = [item for item in chosen if item.group not in ("tests", "sharded") or item.name in _ENOUGH_FOR_TOYS]
+    return chosen
+
+
+def is_wanted(item: Item, job: Job) -> bool:
+    """Whether an item runs now: a profile only of what has missed a goal, or of toys."""
+    return item.after is None or job.is_tiny or goals.is_missed(item.after, job.folder)

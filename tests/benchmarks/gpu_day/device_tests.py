@@ -1,0 +1,68 @@
+"""The tests that need a device, in chunks that fit into a call."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+
+from tests.benchmarks.gpu_day.items import Item, Setting
+from tests.benchmarks.gpu_day.report import Report
+
+ROOT = Path(__file__).parents[3]
+CHOICE = {"cuda": ["-m", "gpu"], "sim": ["-m", "gpu"], "cpu": ["-m", "gpu"]}
+"""Options of pytest that choose the tests of a device; where it is not there they are skipped."""
+
+CHUNKS = {
+    "memory_core": ("memory", "core"),
+    "callbacks": ("callbacks",),
+    "checkpointing": ("techniques/activation_checkpointing",),
+    "offload": ("techniques/activation_offload",),
+    "strategies": ("strategies",),
+    "precision": ("precision", "optimizers", "techniques/mixed_precision"),
+    "fusion": ("techniques/in_place_fusion",),
+}
+SECONDS = {"callbacks": 60, "strategies": 90, "precision": 60, "fusion": 90}
+NUM_WORKERS = {"fusion": 4, "precision": 4}  # the others look at what is free on the device
+
+
+def rest() -> tuple[str, ...]:
+    """Return folders and files with tests that no chunk names."""
+    named = {name for names in CHUNKS.values() for name in names}
+    folders = [path for path in sorted((ROOT / "tests").iterdir()) if path.name not in ("benchmarks", "techniques")]
+    folders += sorted((ROOT / "tests" / "techniques").iterdir())
+    names = [str(path.relative_to(ROOT / "tests")) for path in folders if path.is_dir() or path.match("test_*.py")]
+    return tuple(name for name in names if name not in named and not name.endswith("__pycache__"))
+
+
+def run(setting: Setting, report: Report, *, folders: tuple[str, ...], num_workers: int, seconds: float) -> None:
+    """Run the tests of some folders; add a row for each that fails, and the numbers of all outcomes."""
+    with tempfile.TemporaryDirectory() as scratch:
+        log = Path(scratch, "outcomes")
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", f"{__package__}.outcomes"]
+        options = [*CHOICE[setting.device.type], "-n", str(num_workers), "--timeout", "120", "--tb", "short"]
+        paths = [str(Path("tests", folder)) for folder in folders]
+        environment = {**os.environ, "GPU_DAY_OUTCOMES": str(log)}
+        try:
+            process = subprocess.run([*command, *options, *paths], cwd=ROOT, env=environment, timeout=seconds)
+            report.set(exit_code=process.returncode)
+        except subprocess.TimeoutExpired:
+            report.set(exit_code=None, error=f"time limit of {seconds:.0f} s")
+        outcomes = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    counts = {kind: sum(row["outcome"] == kind for row in outcomes) for kind in ("passed", "failed", "skipped")}
+    report.set(counts=counts)
+    report.add(*({**row, "error": row["traceback"][-1]} for row in outcomes if row["outcome"] == "failed"))
+    report.set(
+        slowest=[[row["name"], row["seconds"]] for row in sorted(outcomes, key=lambda row: -row["seconds"])[:10]]
+    )
+
+
+def _item(name: str, folders: tuple[str, ...]) -> Item:
+    seconds = SECONDS.get(name, 40)
+    arguments = {"folders": folders, "num_workers": NUM_WORKERS.get(name, 0), "seconds": 3 * seconds}
+    return Item(f"tests.{name}", seconds, partial(run, **arguments))
+
+
+ITEMS = tuple(_item(name, folders) for name, folders in [*CHUNKS.items(), ("rest", rest())])

@@ -1,0 +1,169 @@
+"""What the figures have to be, and a table of what they are."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from tests.benchmarks.gpu_day import results
+from tests.benchmarks.gpu_day.device_tests import CHUNKS
+from tests.benchmarks.gpu_day.results import Result
+
+Figure = Callable[[dict[str, Result]], float]
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A bound of one figure.
+
+    Args:
+        item: Which has to be there, and is at fault.
+        text: What the figure is.
+        figure: Of all results, by item; ``LookupError`` if something of it is not there.
+        bound: The figure is at most that, or at least where ``is_at_least``.
+    """
+
+    item: str
+    text: str
+    figure: Figure
+    bound: float
+    is_at_least: bool = False
+
+    def is_met(self, figure: float) -> bool:
+        """Whether ``figure`` is good enough; NaN is not."""
+        return figure >= self.bound if self.is_at_least else figure <= self.bound
+
+
+def _row(found: dict[str, Result], item: str, name: str) -> Result:
+    return next((row for row in found[item]["rows"] if row["name"] == name), {})
+
+
+def _value(item: str, name: str, key: str) -> Figure:
+    return lambda found: _row(found, item, name)[key]
+
+
+def _ratio(item: str, name: str, other: str, key: str, other_item: str | None = None) -> Figure:
+    return lambda found: _row(found, item, name)[key] / _row(found, other_item or item, other)[key]
+
+
+def _unmet(item: str) -> Figure:
+    """Rows of a smoke item that are not as they should be, or have an error."""
+    return lambda found: sum(not row.get("is_met", False) for row in found[item]["rows"])
+
+
+def _failed_tests(item: str) -> Figure:
+    """Tests that failed; infinite where pytest itself did not come to its end."""
+
+    def figure(found: dict[str, Result]) -> float:
+        result = found[item]
+        return result["counts"]["failed"] if result["exit_code"] in (0, 1, 5) else float("inf")
+
+    return figure
+
+
+SECONDS, KEPT, PEAK = "seconds_of_first", "kept_bytes", "max_memory_allocated_bytes"
+_PLUGINS = ("bf16", "bf16, recast")
+_OPTIMIZER, _TOKENS = "fsdp_offload, optimizer", "tokens_per_second"
+GOALS = (
+    *(
+        Goal(f"smoke.{name}", "parts that differ from plain, or fail", _unmet(f"smoke.{name}"), 0)
+        for name in ("callbacks", "strategies", "precisions", "combinations", "images")
+    ),
+    *(Goal(f"tests.{name}", "tests that fail", _failed_tests(f"tests.{name}"), 0) for name in (*CHUNKS, "rest")),
+    *(
+        goal
+        for item in ("speed.resnet50_bf16.fusion", "speed.resnet50_fp32.fusion")
+        for goal in (
+            Goal(item, "kept bytes, of plain", _ratio(item, "InPlaceFusion", "plain", KEPT), 0.55),
+            Goal(item, "step time, of plain", _value(item, "InPlaceFusion", SECONDS), 1.05),
+        )
+    ),
+    *(
+        Goal(item, "step time, of torch's by hand", _value(item, name, SECONDS), 1.0)
+        for key in ("gpt2_xl", "gpt2_small")
+        for item, name in (
+            (f"speed.{key}.checkpointing", "checkpointed"),
+            (f"speed.{key}.matmuls", "checkpointed, matmuls kept"),
+        )
+    ),
+    *(
+        goal
+        for item in ("speed.gpt2_xl.offload_beside", "speed.gpt2_small.offload_beside")
+        for goal in (
+            Goal(item, "step time, of checkpointed", _value(item, "checkpointed, offloaded", SECONDS), 1.01),
+            Goal(item, "peak, of checkpointed", _ratio(item, "checkpointed, offloaded", "checkpointed", PEAK), 1.0),
+        )
+    ),
+    *(
+        goal
+        for item in ("speed.gpt2_xl.offload", "speed.gpt2_small.offload")
+        for goal in (
+            Goal(item, "step time, of plain", _value(item, "offloaded", SECONDS), 1.06),
+            Goal(item, "peak, of plain", _ratio(item, "offloaded", "plain", PEAK), 0.42),
+        )
+    ),
+    *(
+        Goal(item, f"step time of {name}, of Lightning's", _value(item, name, "seconds_of_lightning"), 1.02)
+        for item in ("fits.precision.gpt2_small", "fits.precision.resnet50")
+        for name in _PLUGINS
+    ),
+    Goal(
+        "fits.idle.gpt2_small",
+        "step time of EmptyCache, VRAMMonitor, of plain",
+        _value("fits.idle.gpt2_small", "EmptyCache, VRAMMonitor", SECONDS),
+        1.005,
+    ),
+    *(
+        Goal(
+            f"sharded.{key}.optimizer",
+            "tokens per second, of plain",
+            _ratio(f"sharded.{key}.optimizer", _OPTIMIZER, "plain", _TOKENS, f"sharded.{key}.plain"),
+            bound,
+            is_at_least=True,
+        )
+        for key, bound in (("xl_16k", 0.95), ("xl_8k_clip", 0.60))
+    ),
+)
+
+
+def figure_of(goal: Goal, found: dict[str, Result]) -> float | None:
+    """Return the figure, or ``None`` where it has not been measured."""
+    try:
+        return goal.figure(found)
+    except (LookupError, TypeError, ZeroDivisionError):
+        return None
+
+
+def is_missed(item: str, folder: Path) -> bool:
+    """Whether a figure of this item is there and not as it should be."""
+    found = results.read_all(folder)
+    figures = [(goal, figure_of(goal, found)) for goal in GOALS if goal.item == item]
+    return any(figure is not None and not goal.is_met(figure) for goal, figure in figures)
+
+
+def print_summary(folder: Path) -> None:
+    """Print each goal with its figure, and what went wrong."""
+    found = results.read_all(folder)
+    table = Table("item", "figure", "is", "goal", "met")
+    for goal in GOALS:
+        figure = figure_of(goal, found)
+        if figure is not None or goal.item in found:
+            bound = f"{'>=' if goal.is_at_least else '<='} {goal.bound:g}"
+            text, met = ("-", "not measured") if figure is None else (f"{figure:.4g}", _yes(goal.is_met(figure)))
+            table.add_row(goal.item, goal.text, text, bound, met)
+    console = Console(width=140)
+    console.print(table)
+    for name, result in found.items():
+        if result["status"] != "done":
+            console.print(f"{name}: {result['status']}: {result.get('error', '')}", markup=False)
+        for row in result["rows"]:
+            if "error" in row:
+                console.print(f"{name}, {row['name']}: {row['error']}", markup=False)
+            elif row.get("is_met") is False:
+                console.print(f"{name}, {row['name']}: differs by {row['relative_difference']:.1e}", markup=False)
+
+
+def _yes(is_met: bool) -> str:
+    return "yes" if is_met else "NO"

@@ -1,0 +1,102 @@
+"""Kept bytes, peaks and step times: a part beside plain or beside another's way to the same end, in turns."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from lightning_vram.demos import ByteGPT, DigitsResNet
+from tests.benchmarks.cases import GPU_WORKLOADS, Workload
+from tests.benchmarks.gpu_day.items import Item, Setting
+from tests.benchmarks.gpu_day.report import Report
+from tests.benchmarks.measure import measure_memory, measure_speed
+from tests.support.networks import ViT
+
+PLAIN, BY_HAND, SELECTIVE = "plain", "torch checkpoint by hand", "torch selective checkpoint by hand"
+
+
+def workload_of(key: str, setting: Setting) -> Workload:
+    """Return one of ``GPU_WORKLOADS``, or a toy of its kind."""
+    workload = GPU_WORKLOADS[key]
+    if not setting.is_tiny:
+        return workload
+    if key.startswith("gpt"):
+        return replace(workload, make_model=partial(ByteGPT, 2, 32, 2, 32), make_batch=_tiny_tokens)
+    make_model = partial(ViT, 32, 2, 2, 32) if key.startswith("vit") else partial(DigitsResNet, (2, 2), 4, 3)
+    return replace(workload, make_model=make_model, make_batch=_tiny_images)
+
+
+def _tiny_tokens() -> tuple[torch.Tensor, ...]:
+    return (torch.randint(256, (2, 33)),)
+
+
+def _tiny_images() -> tuple[torch.Tensor, ...]:
+    return torch.randn(2, 3, 32, 32), torch.randint(10, (2,))
+
+
+def run(
+    setting: Setting, report: Report, *, key: str, variants: Sequence[str], repeats: int = 5, steps: int = 10
+) -> None:
+    """Add a row for each variant: the first is what others are compared with; then what is tracked of each."""
+    workload = workload_of(key, setting)
+    if setting.is_tiny:
+        repeats, steps = 1, 1
+    rows = measure_speed(workload, setting.device, variants, repeats, steps)
+    report.add(*({"name": row["variant"], **row} for row in rows))
+    for row in rows:
+        if "error" not in row:  # what does not fit needs no second try
+            variant = row["variant"]
+            report.attempt(f"{variant}, tracked", partial(measure_memory, workload, variant, setting.device))
+
+
+def _item(key: str, name: str, seconds: float, *variants: str, steps: int = 10, repeats: int = 5) -> Item:
+    measure = partial(run, key=key, variants=variants, steps=steps, repeats=repeats)
+    needs_cuda = any("compiled" in variant for variant in variants)
+    return Item(f"speed.{key}.{name}", seconds, measure, needs_cuda=needs_cuda)
+
+
+WITH_GOALS = (
+    _item("resnet50_bf16", "fusion", 30, PLAIN, "InPlaceFusion"),
+    _item("gpt2_xl", "checkpointing", 60, BY_HAND, "checkpointed", steps=5),
+    _item("gpt2_xl", "matmuls", 55, SELECTIVE, "checkpointed, matmuls kept", steps=5),
+    _item("gpt2_xl", "offload_beside", 60, "checkpointed", "checkpointed, offloaded", steps=5),
+    _item("gpt2_xl", "offload", 60, PLAIN, "offloaded", steps=5),
+    _item("resnet50_fp32", "fusion", 40, PLAIN, "InPlaceFusion"),
+    _item("gpt2_small", "checkpointing", 20, BY_HAND, "checkpointed", steps=20),
+    _item("gpt2_small", "matmuls", 20, SELECTIVE, "checkpointed, matmuls kept", steps=20),
+    _item("gpt2_small", "offload_beside", 20, "checkpointed", "checkpointed, offloaded", steps=20),
+    _item("gpt2_small", "offload", 25, PLAIN, "offloaded", "save_on_cpu"),
+)
+OTHERS = (
+    _item("vit_b", "parts", 45, PLAIN, BY_HAND, "checkpointed", "InPlaceFusion", "offloaded", repeats=3),
+    _item(
+        "gpt2_small",
+        "parts",
+        60,
+        PLAIN,
+        "checkpointed",
+        "checkpointed, every 2nd",
+        "checkpointed, budget 0.5",
+        "InPlaceFusion",
+        "InPlaceFusion, offloaded",
+        "compressed",
+        "compressed, int8",
+        repeats=3,
+    ),
+    _item(
+        "resnet50_bf16",
+        "parts",
+        60,
+        PLAIN,
+        BY_HAND,
+        "checkpointed",
+        "offloaded",
+        "InPlaceFusion, offloaded",
+        "compressed",
+        repeats=3,
+    ),
+    _item("gpt2_xl", "save_on_cpu", 60, PLAIN, "save_on_cpu", steps=3, repeats=2),
+    _item("gpt2_small", "compile", 100, PLAIN, "compiled", "compiled, activation_memory_budget=0.5", repeats=1),
+    _item("vit_b", "compile", 80, PLAIN, "compiled", "compiled, activation_memory_budget=0.5", repeats=1),
+)
