@@ -7,7 +7,7 @@ one step in bf16 without dropout, so that attention keeps no probabilities, as o
 
 import argparse
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,12 +54,13 @@ def make_variants(workload: Workload, device: str) -> dict[str, tuple[str, Make]
     return variants
 
 
-def measure(workload: Workload, repeats: int, device: torch.device | None = None, only: str = "") -> list[Row]:
-    """Of the plugins with ``only`` in their name, and those that they are compared with."""
+def measure(
+    workload: Workload, repeats: int, device: torch.device | None = None, names: Iterable[str] | None = None
+) -> list[Row]:
+    """Compare all plugins, or those of ``names``, which holds what they are compared with."""
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     variants = make_variants(workload, device.type)
-    references = {reference for name, (reference, _) in variants.items() if only in name}
-    variants = {name: variant for name, variant in variants.items() if only in name or name in references}
+    variants = {name: variants[name] for name in names or variants}
     rows: list[Row] = []
     for name, (_, make) in variants.items():
         tracked = Bytes()

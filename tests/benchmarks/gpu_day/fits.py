@@ -13,6 +13,7 @@ from tests.benchmarks.gpu_day.report import Report
 from tests.benchmarks.gpu_day.speed import workload_of
 from tests.benchmarks.measure import Row, give_back
 
+PLUGINS = ("Lightning bf16-mixed", "bf16", "bf16, recast")
 IDLE = {
     "plain": lambda: [],
     "EmptyCache, VRAMMonitor": lambda: [EmptyCache(), VRAMMonitor(path=None)],
@@ -20,10 +21,10 @@ IDLE = {
 }
 
 
-def run_precision(setting: Setting, report: Report, *, key: str, only: str) -> None:
+def run_precision(setting: Setting, report: Report, *, key: str) -> None:
     """Add a row for each plugin."""
     repeats = 1 if setting.is_tiny else 5
-    rows = mixed_precision.measure(workload_of(key, setting), repeats, setting.device, only)
+    rows = mixed_precision.measure(workload_of(key, setting), repeats, setting.device, PLUGINS)
     report.add(*({"name": row["variant"], **row} for row in rows))
 
 
@@ -55,11 +56,11 @@ def _time_fit(workload: Workload, callbacks: list[Any], setting: Setting, num_st
 
 
 WITH_GOALS = (
-    Item("fits.precision.gpt2_small", 60, partial(run_precision, key="gpt2_small", only="bf16")),
+    Item("fits.precision.gpt2_small", 60, partial(run_precision, key="gpt2_small")),
     Item("fits.idle.gpt2_small", 60, partial(run_idle, key="gpt2_small")),
-    Item("fits.precision.resnet50", 60, partial(run_precision, key="resnet50_bf16", only="bf16")),
+    Item("fits.precision.resnet50", 60, partial(run_precision, key="resnet50_bf16")),
 )
 OTHERS = (
     Item("fits.micro_batching.gpt2_small", 70, partial(run_micro_batching, key="gpt2_small")),
-    Item("fits.precision.gpt2_xl", 100, partial(run_precision, key="gpt2_xl", only="bf16, recast")),
+    Item("fits.precision.gpt2_xl", 100, partial(run_precision, key="gpt2_xl")),
 )

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from tests.benchmarks.gpu_day import results
 from tests.benchmarks.gpu_day.device_tests import CHUNKS
+from tests.benchmarks.gpu_day.fits import PLUGINS
 from tests.benchmarks.gpu_day.results import Result
 
 Figure = Callable[[dict[str, Result]], float]
@@ -64,7 +65,6 @@ def _failed_tests(item: str) -> Figure:
 
 
 SECONDS, KEPT, PEAK = "seconds_of_first", "kept_bytes", "max_memory_allocated_bytes"
-_PLUGINS = ("bf16", "bf16, recast")
 _OPTIMIZER, _TOKENS = "fsdp_offload, optimizer", "tokens_per_second"
 GOALS = (
     *(
@@ -107,7 +107,7 @@ GOALS = (
     *(
         Goal(item, f"step time of {name}, of Lightning's", _value(item, name, "seconds_of_lightning"), 1.02)
         for item in ("fits.precision.gpt2_small", "fits.precision.resnet50")
-        for name in _PLUGINS
+        for name in PLUGINS[1:]
     ),
     Goal(
         "fits.idle.gpt2_small",
@@ -156,7 +156,7 @@ def print_summary(folder: Path) -> None:
     console = Console(width=140)
     console.print(table)
     for name, result in found.items():
-        if result["status"] != "done":
+        if "error" in result or result["status"] not in ("done", "killed"):
             console.print(f"{name}: {result['status']}: {result.get('error', '')}", markup=False)
         for row in result["rows"]:
             if "error" in row:

@@ -41,7 +41,7 @@ def run_items(items: Iterable[Item], job: Job, minutes: float, is_wanted: Callab
         result = results.read(job.folder, item.name)
         if (result is not None and result["status"] in results.FINAL) or not is_wanted(item):
             continue
-        if (missing := item.host_bytes - _read_available_bytes()) > 0:
+        if not job.is_tiny and (missing := item.host_bytes - _read_available_bytes()) > 0:
             print(f"{item.name}: not run, {missing >> 30} GiB of host memory are missing", flush=True)
         elif time.monotonic() + item.estimate > end:
             late.append(item.name)

@@ -6,6 +6,7 @@ from tests.benchmarks import fsdp_offload
 from tests.benchmarks.fsdp_offload import SHAPES, TINY, VARIANTS
 from tests.benchmarks.gpu_day.items import Item, Setting
 from tests.benchmarks.gpu_day.report import Report
+from tests.benchmarks.measure import Row
 
 GB = 10**9
 PLAIN, PARAMS, OPTIMIZER, LIGHTNING = (
@@ -23,7 +24,11 @@ def run(setting: Setting, report: Report, *, shape: str, variant: str, steps: in
         steps = 1
     chosen = TINY if setting.is_tiny else SHAPES[shape]
     measure = partial(fsdp_offload.measure_row, chosen, variant, steps, is_profiled=is_profiled, device=setting.device)
-    report.attempt(variant, lambda: {"shape": shape, "num_tokens": chosen.num_tokens, **measure()})
+    report.attempt(variant, lambda: {"shape": shape, "num_tokens": chosen.num_tokens, **_with_error(measure())})
+
+
+def _with_error(row: Row) -> Row:
+    return row if row["fits"] == "yes" else {**row, "error": row["fits"]}
 
 
 def _items(key: str, shape: str, host_bytes: int, *rows: tuple[str, int, int]) -> tuple[Item, ...]:

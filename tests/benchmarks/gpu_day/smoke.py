@@ -1,5 +1,6 @@
 """A few training steps of each part, compared with the plain run on the same device."""
 
+import os
 import tempfile
 import time
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_vram.core.processes.clean_exit import leave_group
 from lightning_vram.demos import ByteGPT, DigitsResNet
 from tests.benchmarks.gpu_day import parts
 from tests.benchmarks.gpu_day.device import trainer_options
@@ -65,7 +67,12 @@ def _train(model_name: str, setting: Setting, options: Options) -> Weights:
     model = _make(model_name, setting)
     give_back(setting.device)
     fixed = {**trainer_options(setting.device), "deterministic": "warn", "max_steps": NUM_STEPS, "max_epochs": 1}
-    pl.Trainer(**{**fixed, **options}).fit(model)
+    try:
+        pl.Trainer(**{**fixed, **options}).fit(model)
+    finally:
+        if torch.distributed.is_initialized():  # it may stay for the next fit
+            leave_group()
+            os.environ.pop("MASTER_PORT", None)
     return _weights_of(model)
 
 
@@ -126,7 +133,7 @@ def run(setting: Setting, report: Report, *, model_name: str, chosen: Sequence[P
 
 
 ITEMS = tuple(
-    Item(f"smoke.{name}", seconds, partial(run, model_name=model, chosen=chosen), row_seconds=60)
+    Item(f"smoke.{name}", seconds, partial(run, model_name=model, chosen=chosen), row_seconds=90)
     for name, seconds, model, chosen in (
         ("callbacks", 40, "gpt", parts.CALLBACKS),
         ("strategies", 30, "gpt", parts.STRATEGIES),

@@ -28,11 +28,11 @@ def workload_of(key: str, setting: Setting) -> Workload:
 
 
 def _tiny_tokens() -> tuple[torch.Tensor, ...]:
-    return (torch.randint(256, (2, 33)),)
+    return (torch.randint(256, (4, 33)),)
 
 
 def _tiny_images() -> tuple[torch.Tensor, ...]:
-    return torch.randn(2, 3, 32, 32), torch.randint(10, (2,))
+    return torch.randn(4, 3, 32, 32), torch.randint(10, (4,))
 
 
 def run(

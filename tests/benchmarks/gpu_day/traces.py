@@ -7,27 +7,30 @@ from typing import Any
 
 import torch
 
-from tests.benchmarks.cases import WORKLOADS
+from tests.benchmarks.cases import WORKLOADS, Workload
 from tests.benchmarks.gpu_day.items import Item, Setting
 from tests.benchmarks.gpu_day.report import Report
+from tests.benchmarks.gpu_day.speed import workload_of
 from tests.benchmarks.measure import NUM_WARM_UP, Row, Run, read_peaks
 
-SMALL = {"gpt": WORKLOADS[0], "images": WORKLOADS[1]}
 VARIANTS = ("plain", "checkpointed", "checkpointed, matmuls kept", "InPlaceFusion", "offloaded", "compressed")
 MAX_ENTRIES = 200_000
 
 
 def run(setting: Setting, report: Report) -> None:
     """Add a row for each small workload and variant."""
-    for key in SMALL:
+    small = {"gpt": WORKLOADS[0], "images": WORKLOADS[1]}
+    if setting.is_tiny:
+        small = {"images": workload_of("resnet50_bf16", setting)}
+    for name, workload in small.items():
         for variant in VARIANTS:
-            report.attempt(f"{key}, {variant}", partial(trace_step, key, variant, setting))
+            report.attempt(f"{name}, {variant}", partial(trace_step, workload, variant, setting))
 
 
-def trace_step(key: str, variant: str, setting: Setting) -> Row:
+def trace_step(workload: Workload, variant: str, setting: Setting) -> Row:
     """Record one step of those that are as all later ones."""
-    run = Run(SMALL[key], variant, setting.device)
-    for _ in range(1 if setting.is_tiny else NUM_WARM_UP):
+    run = Run(workload, variant, setting.device)
+    for _ in range(NUM_WARM_UP):
         run.step()
     is_cuda = setting.device.type == "cuda"
     if is_cuda:
