@@ -33,7 +33,7 @@ def main() -> None:
     items = choose(arguments.only, job)
     if arguments.list:
         print_list(items, folder)
-    elif not (arguments.summary or arguments.gather or arguments.scatter):
+    elif arguments.dry_run or not (arguments.summary or arguments.gather or arguments.scatter):
         forget(items, folder, arguments.again)
         late = run_items(items, job, arguments.minutes, partial(is_wanted, job=job))
         print(f"left for the next call: {', '.join(late) or 'nothing'}")

@@ -12,8 +12,12 @@ from tests.benchmarks.gpu_day.items import Item, Setting
 from tests.benchmarks.gpu_day.report import Report
 
 ROOT = Path(__file__).parents[3]
-CHOICE = {"cuda": ["-m", "gpu"], "sim": ["-m", "gpu"], "cpu": ["-m", "gpu"]}
-"""Options of pytest that choose the tests of a device; where it is not there they are skipped."""
+CHOICE = {
+    "cuda": ["--device", "cuda", "-m", ""],
+    "sim": ["--device", "sim"],
+    "cpu": ["--device", "cuda", "-k", "allocator"],  # skipped, each with a reason
+}
+"""Options of pytest that choose the tests of a device; slow ones on a real one only."""
 
 CHUNKS = {
     "memory_core": ("memory", "core"),
