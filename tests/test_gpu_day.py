@@ -93,7 +93,7 @@ def test_what_does_not_fit_is_left_for_the_next_call_which_leaves_out_what_is_do
 
 
 def test_an_item_that_the_end_of_a_call_cuts_goes_on_behind_its_last_row(tmp_path):
-    item = Item("group.item", -4, partial(rows_of, rows={"good": dict, "slow": lambda: time.sleep(1.5) or {}}))
+    item = Item("group.item", -4.5, partial(rows_of, rows={"good": dict, "slow": lambda: time.sleep(1.5) or {}}))
     run(tmp_path, item, minutes=1 / 60)
     assert results.read(tmp_path, "group.item")["status"] == "cut"
     assert outcomes(tmp_path, "group.item") == {"good": None}

@@ -82,7 +82,7 @@ def run_item(item: Item, job: Job, end: float) -> results.Result:
 def _note_death(result: results.Result, reason: str, log: Path) -> None:
     """Write down how the process ended: in the row that it was at, or for the item."""
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-    what: Row = {"error": reason, "traceback": [line[:300] for line in lines[-NUM_LOG_LINES:]]}
+    what: Row = {"error": reason, "traceback": [line[:300] for line in _last_words(lines)]}
     if reason == "end of the call":
         result |= {"status": "cut", "at": None}
     elif result.get("at"):
@@ -90,6 +90,12 @@ def _note_death(result: results.Result, reason: str, log: Path) -> None:
         result |= {"status": "killed", "at": None}
     else:
         result |= {"status": "killed", **what}
+
+
+def _last_words(lines: list[str]) -> list[str]:
+    """The end of the output; where Python was stopped, the innermost calls, which it prints first."""
+    stops = [number for number, line in enumerate(lines) if line.startswith(("Fatal Python error", "Timeout ("))]
+    return lines[stops[-1] :][:NUM_LOG_LINES] if stops else lines[-NUM_LOG_LINES:]
 
 
 def _wait(pid: int, limit: float, end: float) -> str | None:
