@@ -55,7 +55,7 @@ class Report:
         if any(row["name"] == name for row in self._result["rows"]):
             return
         self.set(at=name)  # should the process die here, its parent knows where
-        faulthandler.dump_traceback_later(self._row_seconds, exit=True)
+        faulthandler.dump_traceback_later(self._row_seconds, exit=True, file=2)
         start, is_lost = time.perf_counter(), False
         try:
             row = function()

@@ -47,7 +47,7 @@ def _become(item: Item, job: Job, log: Path) -> NoReturn:
 
 def work(item: Item, job: Job) -> NoReturn:
     """Run the item in this process and end it: no destructor of a library can hang."""
-    faulthandler.enable()  # a signal from the parent shows where all threads are
+    faulthandler.enable(2)  # a signal from the parent shows where all threads are
     warnings.simplefilter("ignore")
     # for results to the bit; read when the device is seen for the first time
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
