@@ -3,7 +3,7 @@
 Blocks of fixed segments fit few other sizes: what varies between steps (lengths of sequences, gathered layers,
 validation) leaves holes, and a process runs out of memory beside gigabytes that are reserved and not in use. Segments
 that expand were worth 28 % of a process's peak in one program (cp2k#5672) and 127 against 96.6 GB reserved in another
-(cosmos-rl#388). Times and results stay as they are.
+(cosmos-rl#388). Results stay as they are.
 """
 
 import os
