@@ -1,6 +1,7 @@
 """The tracker's book: which storages are alive, when each was born, grew and died, and what it is for."""
 
 import weakref
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -58,6 +59,7 @@ class Ledger:
         self._entries: list[_Entry] = []
         self._events: list[MemoryEvent] = []
         self._backward_starts: list[int] = []
+        self._live_bytes: Counter[str] = Counter()
         self._open: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
 
     def add(self, tensor: Tensor, op: str) -> None:
@@ -109,6 +111,15 @@ class Ledger:
         self._backward_starts.append(len(self._events))
 
     @property
+    def num_events(self) -> int:
+        """Changes noted so far."""
+        return len(self._events)
+
+    def live_bytes(self, device: str) -> int:
+        """Bytes alive on a device now."""
+        return self._live_bytes[device]
+
+    @property
     def has_seen_backward(self) -> bool:
         """Whether any backward has begun."""
         return bool(self._backward_starts)
@@ -147,7 +158,9 @@ class Ledger:
 
     def _change(self, number: int, change_bytes: int) -> None:
         if change_bytes:
-            self._entries[number].num_bytes += change_bytes
+            entry = self._entries[number]
+            entry.num_bytes += change_bytes
+            self._live_bytes[entry.device] += change_bytes
             self._events.append(MemoryEvent(number, change_bytes, self.moment.phase))
 
 

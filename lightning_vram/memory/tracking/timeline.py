@@ -101,6 +101,25 @@ class MemoryTimeline:
         """The same timeline with its sums over ``device``, named as in :attr:`devices`."""
         return replace(self, device=device)
 
+    def between(self, start: int, stop: int) -> "MemoryTimeline":
+        """A part of the timeline: what is alive at its start is there as if born then, in order of birth.
+
+        Args:
+            start: Index into :attr:`events` of the first event.
+            stop: Index after the last.
+        """
+        held: Counter[int] = Counter()
+        for event in self.events[:start]:
+            held[event.allocation] += event.change_bytes
+        first = self.events[start].phase if start < len(self.events) else Phase.FORWARD
+        births = [MemoryEvent(number, num_bytes, first) for number, num_bytes in sorted(held.items()) if num_bytes]
+        shift = len(births) - start
+        return replace(
+            self,
+            events=(*births, *self.events[start:stop]),
+            backward_starts=tuple(begin + shift for begin in self.backward_starts if start <= begin <= stop),
+        )
+
     @property
     def peak_bytes(self) -> int:
         """Most bytes alive at once."""

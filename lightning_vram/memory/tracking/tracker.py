@@ -114,6 +114,19 @@ class MemoryTracker:
         """What was measured so far, frozen. Its device is that of the module's parameters, else an accelerator seen."""
         return self._ledger.timeline(self._device)
 
+    @property
+    def num_events(self) -> int:
+        """Changes noted so far: where in :attr:`MemoryTimeline.events` the program is now."""
+        return self._ledger.num_events
+
+    def live_bytes(self, device: torch.device) -> int:
+        """Bytes alive on ``device`` now."""
+        return self._ledger.live_bytes(str(device))
+
+    def label_inputs(self, batch: Any) -> None:
+        """Count the tensors of a batch, any nest of them, as inputs; also those made inside the block."""
+        label_all(self._ledger, (("", leaf) for leaf in iterate_tensors(batch)), Category.INPUTS)
+
     def __enter__(self) -> Self:
         if not self._is_fresh:
             raise RuntimeError("a memory tracker can be entered once; call track_memory() again for a new one.")
@@ -122,7 +135,7 @@ class MemoryTracker:
             parameter = next(self._module.parameters(), None)
             self._device = str(parameter.device) if parameter is not None else None
         self._label()
-        label_all(self._ledger, (("", leaf) for leaf in iterate_tensors(self._inputs)), Category.INPUTS)
+        self.label_inputs(self._inputs)
         with self._exit as stack:
             if gc.isenabled():
                 gc.disable()

@@ -8,6 +8,7 @@
 * ``torch.utils._python_dispatch.is_traceable_wrapper_subclass``: tensors made of tensors | 2.11 - | nothing works
 * ``torch.utils._python_dispatch.is_traceable_wrapper_subclass_type``: the same, by class | 2.11 - | nothing works
 * ``torch._subclasses.fake_tensor.FakeTensor``: tensors without memory | 2.11 - | nothing works
+* ``torch._subclasses.fake_tensor.FakeTensorMode``: makes such of all | 2.11 - | no step is estimated
 * ``torch._guards.detect_fake_mode``: whether some are among inputs | 2.11 - | memory cannot be tracked
 * ``torch._C._DisableTorchDispatch``: run past all modes and subclasses | 2.11 - | nothing works
 * ``torch._C.DispatchKey``: where operators go | 2.11 - | aliases of tensors, memory tracking and save policies fail
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     is_traceable_wrapper_subclass,
@@ -30,6 +31,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as cur
 
 __all__ = [
     "FakeTensor",
+    "FakeTensorMode",
     "TorchDispatchMode",
     "current_dispatch_mode",
     "current_dispatch_modes",

@@ -1,0 +1,147 @@
+"""A card that is not there: fake tensors on a device whose backward runs on any machine, and a module like ``torch.cuda``.
+
+The card is device type ``"lazy"``: autograd works its backward off in the thread that asked for it, as it does for the
+host, so no driver is needed (fake ``"cuda"`` tensors need one), and unlike ``"meta"`` it is no sign of a module that
+waits to be materialised. The host is the fake ``"cpu"``. Queued work is done at once, so copies keep up with the
+computation: what a real card holds while one lags behind is not seen.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_vram.memory.estimate.fake_tensors import fake_of
+from lightning_vram.memory.estimate.known_values import KnownValues
+from lightning_vram.private_names.torch.dispatch import FakeTensor, FakeTensorMode, without_dispatch
+from lightning_vram.private_names.torch.fakes import remove_device_module, set_device_module, swap_contents
+
+KIND = "lazy"
+CARD = torch.device(KIND, 0)
+HOST = torch.device("cpu")
+
+
+@contextmanager
+def fake_device(*, num_bytes: int, allocated_bytes: Callable[[], int]) -> Iterator[FakeTensorMode]:
+    """Let tensors be fake, and the card of type :data:`KIND` be there, inside the block.
+
+    Args:
+        num_bytes: What the card has.
+        allocated_bytes: Tells what is in tensors on the card now.
+
+    Yields:
+        The mode, which is on.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    values = KnownValues()
+    with ExitStack() as stack:
+        set_device_module(KIND, _device_module(num_bytes, allocated_bytes))
+        stack.callback(remove_device_module, KIND)
+        _replace(stack, torch.utils, "swap_tensors", swap_contents)
+        _replace(stack, Tensor, "__deepcopy__", _deep_copy(Tensor.__deepcopy__, values))
+        _replace(stack, Tensor, "record_stream", lambda self, stream: None)
+        stack.enter_context(mode)
+        stack.enter_context(values)
+        yield mode
+
+
+def _replace(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
+    original = owner.__dict__[name] if name in vars(owner) else None
+    setattr(owner, name, value)
+    if original is None:
+        stack.callback(delattr, owner, name)
+    else:
+        stack.callback(setattr, owner, name, original)
+
+
+_Copy = Callable[[Tensor, dict[int, Any]], Tensor]
+
+
+def _deep_copy(original: _Copy, values: KnownValues) -> _Copy:
+    def copy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+        if not isinstance(tensor, FakeTensor):
+            with without_dispatch():
+                return original(tensor, memo)
+        if id(tensor) not in memo:
+            tensor.new_empty([])  # the one operator of a real copy, whose storage is copied by none
+            memo[id(tensor)] = copied = fake_of(tensor, tensor.fake_mode, tensor.device)
+            values.carry_over(tensor, copied)
+        return memo[id(tensor)]  # type: ignore[no-any-return]
+
+    return copy
+
+
+class _Stream:
+    """Does at once what it is given."""
+
+    device = CARD
+    device_index = 0
+    stream_id = 0
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __enter__(self) -> "_Stream":
+        return self
+
+    def __exit__(self, *_: Any) -> None: ...
+
+    def _nothing(self, *_: Any, **__: Any) -> None: ...
+
+    synchronize = wait_stream = wait_event = wait = record = _nothing
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or _Stream()
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, _: Any) -> float:
+        return 0.0
+
+
+def _device_module(num_bytes: int, allocated_bytes: Callable[[], int]) -> ModuleType:
+    """What ``torch.cuda`` is for CUDA, as far as it is asked for."""
+    stream = _Stream()
+    nothing = stream._nothing
+    host_generator = torch.default_generator
+
+    def allocated(device: Any = None) -> int:
+        return allocated_bytes()
+
+    def mem_get_info(device: Any = None) -> tuple[int, int]:
+        return max(0, num_bytes - allocated_bytes()), num_bytes
+
+    names: dict[str, Any] = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "_is_in_bad_fork": lambda: False,
+        "is_bf16_supported": lambda *_, **__: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "set_device": nothing,
+        "synchronize": nothing,
+        "device": lambda *_: nullcontext(),
+        "Stream": _Stream,
+        "Event": _Stream,
+        "stream": lambda _: nullcontext(),
+        "current_stream": lambda *_: stream,
+        "default_stream": lambda *_: stream,
+        "memory_allocated": allocated,
+        "memory_reserved": allocated,
+        "max_memory_allocated": allocated,
+        "max_memory_reserved": allocated,
+        "reset_peak_memory_stats": nothing,
+        "empty_cache": nothing,
+        "mem_get_info": mem_get_info,
+        "get_rng_state": lambda *_: host_generator.get_state(),
+        "set_rng_state": nothing,
+        "manual_seed": nothing,
+        "manual_seed_all": nothing,
+        "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16],
+    }
+    module = ModuleType(f"torch.{KIND}")
+    vars(module).update(names)
+    return module

@@ -1,0 +1,96 @@
+"""Tensors without memory in the place of real ones: same shapes, strides, storages and ties, no bytes."""
+
+import copy
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lightning_vram.private_names.torch.dispatch import FakeTensor, FakeTensorMode, is_traceable_wrapper_subclass, without_dispatch
+from lightning_vram.private_names.torch.tensors import storage_key
+from lightning_vram.private_names.torch.trees import tree_map
+
+_Copied = TypeVar("_Copied")
+
+
+class FakeTensors:
+    """Makes fakes of tensors; what shared a storage shares one again.
+
+    Args:
+        mode: The mode that the fakes belong to.
+        device: Where they are said to lie, wherever the real ones do.
+    """
+
+    def __init__(self, mode: FakeTensorMode, device: torch.device) -> None:
+        self._mode = mode
+        self._device = device
+        self._by_tensor: dict[int, tuple[Tensor, Tensor]] = {}  # with the real one, whose id must not be used again
+        self._by_storage: dict[int, torch.UntypedStorage] = {}
+
+    def fake(self, tensor: Tensor) -> Tensor:
+        """Return the fake of ``tensor``, the same at each call. A parameter gives a parameter."""
+        known = self._by_tensor.get(id(tensor))
+        if known is None:
+            known = tensor, self._make(tensor)
+            self._by_tensor[id(tensor)] = known
+        return known[1]
+
+    def batch(self, nest: Any) -> Any:
+        """Return a nest like ``nest`` with fakes for its tensors."""
+        return tree_map(lambda leaf: self.fake(leaf) if isinstance(leaf, Tensor) else leaf, nest)
+
+    def copy_of(self, nest: _Copied, tensors: Iterable[Tensor]) -> _Copied:
+        """Copy an object deeply, with fakes in the place of ``tensors``.
+
+        Raises:
+            Exception: What :func:`copy.deepcopy` raises if something in it cannot be copied.
+        """
+        memo: dict[int, Any] = {id(tensor): self.fake(tensor) for tensor in tensors}
+        return copy.deepcopy(nest, memo)
+
+    def _make(self, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        if is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided:
+            made: Tensor = self._mode.from_tensor(tensor)
+            return made
+        storage = tensor.untyped_storage()
+        shared = self._by_storage.get(storage_key(storage))
+        made = fake_of(tensor, self._mode, self._device, shared)
+        self._by_storage[storage_key(storage)] = made.untyped_storage()
+        return made
+
+
+def fake_of(
+    tensor: Tensor, mode: FakeTensorMode, device: torch.device, storage: torch.UntypedStorage | None = None
+) -> Tensor:
+    """Return a fake of ``tensor``, fake or not, which no operator has made: no tracker sees its birth.
+
+    Args:
+        tensor: Plain, and a leaf if it requires a gradient.
+        mode: The mode that the fake belongs to.
+        device: Where the fake is said to lie.
+        storage: That of another fake; ``None`` gives it its own, as large as that of ``tensor``.
+    """
+    with without_dispatch(), torch.no_grad():
+        if storage is None:
+            storage = torch.empty(tensor.untyped_storage().nbytes(), dtype=torch.uint8, device="meta").untyped_storage()
+        elements = torch.empty(0, dtype=tensor.dtype, device="meta")
+        elements.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+    fake: Tensor = FakeTensor(mode, elements, device)
+    if isinstance(tensor, nn.Parameter):
+        with mode:
+            return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    return fake.requires_grad_(tensor.requires_grad and tensor.is_leaf)
+
+
+def like_fresh(nest: Any, mode: FakeTensorMode) -> Any:
+    """Return a nest with new tensors of the shapes of those in it, made under ``mode`` by an operator each."""
+    with mode:
+        return tree_map(
+            lambda leaf: torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+            if isinstance(leaf, Tensor)
+            else leaf,
+            nest,
+        )

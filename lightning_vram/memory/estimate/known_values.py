@@ -1,0 +1,102 @@
+"""Values of single numbers, kept beside fake tensors: programs ask for lengths, counters and scales, and branch on them.
+
+What was made of known numbers is known again. Nothing that data or weights went into is: a float of that kind is said
+to be 1, since programs show it, log it or hold it against a threshold. An integer or a truth value decides about
+shapes and branches: asking for it raises, and the caller has to run real tensors instead. Nothing is ever infinite or
+not a number.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+from typing_extensions import override
+
+from lightning_vram.private_names.torch.dispatch import FakeTensor, UnwrappedMode, without_dispatch
+from lightning_vram.private_names.torch.operators import OpOverload, schema_of
+from lightning_vram.private_names.torch.trees import tree_leaves, tree_map
+
+_ITEM = torch.ops.aten._local_scalar_dense.default
+_CHECK_FOR_INF = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+_UNKNOWN_MAKERS = ("empty", "rand", "bernoulli", "multinomial", "normal", "new_empty")
+_ANSWERS = {
+    torch.ops.aten.isnan.default: False,
+    torch.ops.aten.isinf.default: False,
+    torch.ops.aten.isfinite.default: True,
+}
+_SAME_FOR_ALL = (torch.ops.aten.any.default, torch.ops.aten.all.default)
+_UNKNOWN = 1.0
+
+
+class KnownValues(UnwrappedMode):
+    """Answers ``.item()`` of fake tensors of one element whose value follows from the program alone, and of floats."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.num_guesses = 0
+        """How many unknown floats were asked for."""
+        self._values: WeakIdKeyDictionary[Tensor, Tensor] = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
+        self._uniform: WeakIdKeyDictionary[Tensor, bool] = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
+        """Truth values that are the same in a whole tensor."""
+
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not isinstance(func, OpOverload):
+            return func(*args, **kwargs)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        is_known = all(map(self._knows, tensors)) and not _makes_unknown(func)
+        if func is _ITEM:
+            if is_known:
+                return self._on_host(func, args, kwargs)
+            if tensors[0] in self._uniform:
+                return self._uniform[tensors[0]]
+            if tensors[0].is_floating_point():
+                self.num_guesses += 1
+                return _UNKNOWN
+        result = func(*args, **kwargs)
+        if func in _ANSWERS:
+            self._uniform[result] = _ANSWERS[func]
+        elif func in _SAME_FOR_ALL and tensors[0] in self._uniform:
+            self._uniform[result] = self._uniform[tensors[0]]
+        if is_known and isinstance(result, FakeTensor) and result.numel() == 1:
+            self._note(result, func, args, kwargs)
+        elif schema_of(func).is_mutable and func is not _CHECK_FOR_INF:
+            for tensor in tensors:
+                self._values.pop(tensor, None)
+        return result
+
+    def carry_over(self, source: Tensor, target: Tensor) -> None:
+        """Let ``target`` have the value of ``source``, if that is known."""
+        value = self._values.get(source)
+        if value is not None:
+            with without_dispatch():
+                self._values[target] = value.clone()
+
+    def _knows(self, tensor: Tensor) -> bool:
+        return tensor in self._values if isinstance(tensor, FakeTensor) else tensor.numel() == 1 and tensor.is_cpu
+
+    def _note(self, result: FakeTensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        value = self._on_host(func, args, kwargs)
+        if isinstance(value, Tensor) and value.shape == result.shape:
+            self._values[result] = value
+
+    def _on_host(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with without_dispatch(), torch.no_grad():  # past the fake mode as well
+            args, kwargs = tree_map(self._real, (args, kwargs))
+            return func(*args, **kwargs)
+
+    def _real(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.device):
+            return torch.device("cpu")
+        if isinstance(leaf, FakeTensor):
+            return self._values[leaf]
+        return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+
+def _makes_unknown(func: OpOverload) -> bool:
+    name = func.name().partition("::")[2]
+    return name.startswith(_UNKNOWN_MAKERS)

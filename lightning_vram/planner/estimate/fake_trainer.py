@@ -1,0 +1,132 @@
+"""A Trainer for a card that is not there, out of the arguments of the user's own.
+
+What writes files, shows progress or reads values is left out; what takes memory stays. Two steps are enough: the
+first makes the state of the optimizer, the second is as all others.
+"""
+
+import copy
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.callbacks import (
+    Callback,
+    Checkpoint,
+    DeviceStatsMonitor,
+    EarlyStopping,
+    LearningRateMonitor,
+    ModelSummary,
+    ProgressBar,
+    Timer,
+)
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from typing_extensions import override
+
+from lightning_vram.callbacks.slurm_requeue import SlurmRequeue
+from lightning_vram.callbacks.vram_monitor import VRAMMonitor
+
+NUM_STEPS = 2
+_WATCHERS = (
+    *(Checkpoint, DeviceStatsMonitor, EarlyStopping, LearningRateMonitor, ModelSummary, ProgressBar, Timer),
+    *(SlurmRequeue, VRAMMonitor),
+)
+_SET_HERE = (
+    *("accelerator", "devices", "num_nodes", "max_epochs", "min_epochs", "max_steps", "min_steps", "max_time"),
+    *("logger", "log_every_n_steps", "profiler", "barebones", "fast_dev_run", "overfit_batches", "detect_anomaly"),
+    *("enable_checkpointing", "enable_progress_bar", "enable_model_summary", "num_sanity_val_steps"),
+    *("limit_train_batches", "limit_val_batches", "val_check_interval", "check_val_every_n_epoch"),
+    *("limit_test_batches", "limit_predict_batches", "reload_dataloaders_every_n_epochs", "default_root_dir"),
+)
+_ON_ONE_DEVICE = (None, "auto", "single_device")
+
+
+class FakeAccelerator(Accelerator):
+    """Says that the devices it was given are there.
+
+    Args:
+        device: The one that there is.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @override
+    def setup_device(self, device: torch.device) -> None: ...
+
+    @override
+    def teardown(self) -> None: ...
+
+    @staticmethod
+    @override
+    def parse_devices(devices: Any) -> int:
+        return int(devices)
+
+    @override
+    def get_parallel_devices(self, devices: int) -> list[torch.device]:  # type: ignore[override]
+        return [self._device] * devices
+
+    @staticmethod
+    @override
+    def auto_device_count() -> int:
+        return 1
+
+    @staticmethod
+    @override
+    def is_available() -> bool:
+        return True
+
+    @staticmethod
+    @override
+    def name() -> str:
+        return "cuda"
+
+    @override
+    def get_device_stats(self, device: Any) -> dict[str, Any]:
+        return {}
+
+
+def make_trainer(
+    arguments: Mapping[str, Any], device: torch.device, own_callbacks: Sequence[Callback], *, with_validation: bool
+) -> pl.Trainer:
+    """Make a Trainer that runs :data:`NUM_STEPS` optimizer steps and one batch of validation.
+
+    Args:
+        arguments: Of the user's Trainer. Callbacks, plugins and the strategy are copied: theirs are not touched.
+        device: What it runs on.
+        own_callbacks: Come after the user's.
+        with_validation: Whether to validate.
+
+    Raises:
+        TypeError: If an argument is none of ``Trainer``.
+    """
+    _check_names(arguments)
+    kept = {name: value for name, value in arguments.items() if name not in _SET_HERE}
+    callbacks = kept.pop("callbacks", None) or []
+    callbacks = [callbacks] if isinstance(callbacks, Callback) else list(callbacks)
+    callbacks = copy.deepcopy([callback for callback in callbacks if not isinstance(callback, _WATCHERS)])
+    if kept.get("strategy") in _ON_ONE_DEVICE:
+        kept["strategy"] = SingleDeviceStrategy(device=device)
+    kept["plugins"] = copy.deepcopy(kept.get("plugins"))
+    return pl.Trainer(
+        **kept,
+        accelerator=FakeAccelerator(device) if device.type != "cpu" else "cpu",
+        devices=1,
+        callbacks=[*callbacks, *own_callbacks],
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        limit_val_batches=1 if with_validation else 0,
+    )
+
+
+def _check_names(arguments: Mapping[str, Any]) -> None:
+    known = inspect.signature(pl.Trainer.__init__).parameters
+    for name in arguments:
+        if name not in known:
+            raise TypeError(f"estimate_memory(trainer) takes the arguments of Trainer, got {name!r}, which it has not.")

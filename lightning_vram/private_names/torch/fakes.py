@@ -1,0 +1,47 @@
+"""Tensors that only pretend, and the devices they pretend to lie on.
+
+* ``torch._register_device_module``: ``torch.NAME`` for a kind of device | 2.11 - | nothing is estimated
+* ``torch._C._swap_tensor_impl``: what a tensor is, given to another | 2.11 - | a fake module cannot change its device
+"""
+
+import copyreg
+import sys
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def set_device_module(kind: str, module: ModuleType) -> None:
+    """Let ``module`` be ``torch.KIND``.
+
+    Raises:
+        RuntimeError: If there is one.
+    """
+    torch._register_device_module(kind, module)
+
+
+def remove_device_module(kind: str) -> None:
+    """Take it back."""
+    delattr(torch, kind)
+    sys.modules.pop(f"torch.{kind}", None)
+
+
+def swap_contents(first: Tensor, second: Tensor) -> None:
+    """Let two tensors be what the other is.
+
+    Unlike ``torch.utils.swap_tensors`` it takes no notice of who knows them: the mode knows all fakes by weak
+    references, and graphs of steps that are over may be left.
+    """
+    torch._C._swap_tensor_impl(first, second)  # type: ignore[attr-defined]
+    first.__class__, second.__class__ = second.__class__, first.__class__
+    first.__dict__, second.__dict__ = second.__dict__, first.__dict__
+    for slot in copyreg._slotnames(first.__class__):  # type: ignore[attr-defined]
+        _swap_attribute(first, second, slot)
+
+
+def _swap_attribute(first: Any, second: Any, name: str) -> None:
+    values = [getattr(owner, name, None) for owner in (first, second)]
+    setattr(first, name, values[1])
+    setattr(second, name, values[0])
