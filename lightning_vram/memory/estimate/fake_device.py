@@ -40,15 +40,16 @@ def fake_device(*, num_bytes: int, allocated_bytes: Callable[[], int]) -> Iterat
     with ExitStack() as stack:
         set_device_module(KIND, _device_module(num_bytes, allocated_bytes))
         stack.callback(remove_device_module, KIND)
-        _replace(stack, torch.utils, "swap_tensors", swap_contents)
-        _replace(stack, Tensor, "__deepcopy__", _deep_copy(Tensor.__deepcopy__, values))
-        _replace(stack, Tensor, "record_stream", lambda self, stream: None)
+        replace(stack, torch.utils, "swap_tensors", swap_contents)
+        replace(stack, Tensor, "__deepcopy__", _deep_copy(Tensor.__deepcopy__, values))
+        replace(stack, Tensor, "record_stream", lambda self, stream: None)
         stack.enter_context(mode)
         stack.enter_context(values)
         yield mode
 
 
-def _replace(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
+def replace(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Give ``owner`` another attribute until ``stack`` is closed."""
     original = owner.__dict__[name] if name in vars(owner) else None
     setattr(owner, name, value)
     if original is None:

@@ -88,14 +88,20 @@ class FakeAccelerator(Accelerator):
         return {}
 
 
+def needs_ranks(arguments: Mapping[str, Any]) -> bool:
+    """Whether the strategy connects processes, be it one."""
+    return arguments.get("strategy") not in _ON_ONE_DEVICE
+
+
 def make_trainer(
-    arguments: Mapping[str, Any], device: torch.device, own_callbacks: Sequence[Callback], *, with_validation: bool
+    arguments: Mapping[str, Any], device: torch.device, num_ranks: int, own_callbacks: Sequence[Callback], *, with_validation: bool
 ) -> pl.Trainer:
     """Make a Trainer that runs :data:`NUM_STEPS` optimizer steps and one batch of validation.
 
     Args:
         arguments: Of the user's Trainer. Callbacks, plugins and the strategy are copied: theirs are not touched.
         device: What it runs on.
+        num_ranks: How many of them there are.
         own_callbacks: Come after the user's.
         with_validation: Whether to validate.
 
@@ -113,7 +119,7 @@ def make_trainer(
     return pl.Trainer(
         **kept,
         accelerator=FakeAccelerator(device) if device.type != "cpu" else "cpu",
-        devices=1,
+        devices=num_ranks,
         callbacks=[*callbacks, *own_callbacks],
         max_epochs=1,
         logger=False,

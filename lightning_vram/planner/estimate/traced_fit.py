@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -9,14 +10,17 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_vram.memory.estimate.fake_device import CARD, HOST, fake_device
 from lightning_vram.memory.estimate.fake_tensors import FakeTensors, like_fresh
+from lightning_vram.memory.estimate.fake_ranks import fake_ranks
 from lightning_vram.memory.tracking.timeline import MemoryTimeline
 from lightning_vram.memory.tracking.tracker import MemoryTracker, track_memory
-from lightning_vram.planner.estimate.fake_trainer import NUM_STEPS, make_trainer
+from lightning_vram.planner.estimate.fake_trainer import NUM_STEPS, make_trainer, needs_ranks
+from lightning_vram.private_names.torch.dispatch import without_modes
 from lightning_vram.private_names.torch.trees import tree_map
 
 FIRST_STEP, STEP, VALIDATION = "first step", "step", "validation"
@@ -41,7 +45,7 @@ class TracedFit:
 
 def trace_fit(
     module: pl.LightningModule, batch: Any, trainer_arguments: Mapping[str, Any], *, card_bytes: int | None,
-    with_validation: bool,
+    num_ranks: int = 1, with_validation: bool,
 ) -> TracedFit:
     """Run two optimizer steps, and one batch of validation, on fake tensors.
 
@@ -59,12 +63,12 @@ def trace_fit(
     device = HOST if card_bytes is None else CARD
     with fake_device(
         num_bytes=card_bytes or 0, allocated_bytes=lambda: trackers[0].live_bytes(CARD) if trackers else 0
-    ) as mode:
+    ) as mode, fake_ranks(num_ranks) if num_ranks > 1 or needs_ranks(trainer_arguments) else nullcontext():
         fakes = FakeTensors(mode, HOST)
         copied = fakes.copy_of(module, [*module.parameters(), *module.buffers()])
         template = fakes.batch(batch)
         make = partial(like_fresh, template, mode)
-        return _fit(copied, make, trainer_arguments, device, trackers, with_validation=with_validation)
+        return _fit(copied, make, trainer_arguments, device, trackers, num_ranks, with_validation=with_validation)
 
 
 def trace_real_fit(
@@ -72,21 +76,33 @@ def trace_real_fit(
 ) -> TracedFit:
     """The same on real tensors, on the host. The module is copied, weights and all."""
     make = partial(tree_map, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
-    return _fit(copy.deepcopy(module), make, trainer_arguments, HOST, [], with_validation=with_validation)
+    return _fit(copy.deepcopy(module), make, trainer_arguments, HOST, [], 1, with_validation=with_validation)
 
 
 def _fit(
     module: pl.LightningModule, make_batch: Callable[[], Any], trainer_arguments: Mapping[str, Any],
-    device: torch.device, trackers: list[MemoryTracker], *, with_validation: bool,
+    device: torch.device, trackers: list[MemoryTracker], num_ranks: int, *, with_validation: bool,
 ) -> TracedFit:
     with track_memory(module) as tracker:
         trackers.append(tracker)
         marks = _Marks(tracker)
-        trainer = make_trainer(trainer_arguments, device, [marks], with_validation=with_validation)
+        trainer = make_trainer(trainer_arguments, device, num_ranks, [marks], with_validation=with_validation)
+        _connect_past_modes(trainer.strategy)
         num_batches = NUM_STEPS * max(1, int(trainer.accumulate_grad_batches))
         loader = _Batches(make_batch, num_batches)
         trainer.fit(module, loader, _Batches(make_batch, 1) if with_validation else None)
     return TracedFit(tracker.timeline.on(str(device)), marks.spans(num_batches))
+
+
+def _connect_past_modes(strategy: Strategy) -> None:
+    """Meshes of ranks are tensors whose values count."""
+    connect = strategy.setup_environment
+
+    def run() -> None:
+        with without_modes():
+            connect()
+
+    strategy.setup_environment = run  # type: ignore[method-assign]
 
 
 class _Batches:

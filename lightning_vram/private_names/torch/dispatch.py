@@ -10,6 +10,8 @@
 * ``torch._subclasses.fake_tensor.FakeTensor``: tensors without memory | 2.11 - | nothing works
 * ``torch._subclasses.fake_tensor.FakeTensorMode``: makes such of all | 2.11 - | no step is estimated
 * ``torch._guards.detect_fake_mode``: whether some are among inputs | 2.11 - | memory cannot be tracked
+* ``torch.utils._python_dispatch._disable_current_modes``: be outside of all modes | 2.11 - | no step of several
+  processes is estimated
 * ``torch._C._DisableTorchDispatch``: run past all modes and subclasses | 2.11 - | nothing works
 * ``torch._C.DispatchKey``: where operators go | 2.11 - | aliases of tensors, memory tracking and save policies fail
 * ``torch._C._dispatch_tls_is_dispatch_key_excluded``: whether autograd is passed by | 2.11 - | no tensor is kept
@@ -26,6 +28,7 @@ from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass,
     is_traceable_wrapper_subclass_type,
 )
+from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._python_dispatch import _get_current_dispatch_mode as current_dispatch_mode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as current_dispatch_modes
 
@@ -38,6 +41,7 @@ __all__ = [
     "detect_fake_mode",
     "is_traceable_wrapper_subclass",
     "is_traceable_wrapper_subclass_type",
+    "without_modes",
 ]
 
 DispatchKey = torch._C.DispatchKey

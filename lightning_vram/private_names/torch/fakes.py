@@ -45,3 +45,14 @@ def _swap_attribute(first: Any, second: Any, name: str) -> None:
     values = [getattr(owner, name, None) for owner in (first, second)]
     setattr(first, name, values[1])
     setattr(second, name, values[0])
+
+
+BACKEND = "fake"
+
+
+def make_store() -> Any:
+    """Make what a process group of fake ranks meets in. Collectives on fake tensors work from then on."""
+    from torch.distributed._tools import fake_collectives  # noqa: F401, PLC0415 - registers operators
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415
+
+    return FakeStore()

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_vram.core.host.arena import make_host_tensor
+from lightning_vram.private_names.torch.dispatch import FakeTensor
 from lightning_vram.private_names.torch.tensors import local_part_of, num_writes, set_local_part
 
 
@@ -164,7 +165,7 @@ def _gather(parameters: Iterable[Any], sizes: Sequence[int], home: torch.device,
 
 def _split(shards: Tensor, sizes: Sequence[int]) -> Iterator[Tensor]:
     """Cut ``shards``. On the host each part begins a storage: a ``DTensor`` over an offset cannot be deepcopied."""
-    if shards.device.type != "cpu":
+    if shards.device.type != "cpu" or isinstance(shards, FakeTensor):
         yield from torch.split(shards, list(sizes))
         return
     memory, start = shards.untyped_storage(), shards.storage_offset() * shards.itemsize

@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_vram.core.tensors.parameter_classes import OURS, add_parameter_class
 from lightning_vram.private_names.torch.autograd import current_graph_task_id
+from lightning_vram.private_names.torch.dispatch import FakeTensor
 from lightning_vram.private_names.torch.trees import tree_leaves
 from lightning_vram.techniques.sharding.gathered.settable_shards import GatheredParameter
 
@@ -91,6 +92,13 @@ add_parameter_class(ObservedParameter)
 
 
 def observe(weight: Any, reads: WeightReads | None) -> None:
-    """Let ``reads`` hear of all that is done with what is gathered; ``None``: nobody."""
+    """Let ``reads`` hear of all that is done with what is gathered; ``None``: nobody.
+
+    Of a fake tensor, which cannot change its class, it hears that autocast casts it.
+    """
+    if isinstance(weight, FakeTensor):
+        if reads is not None:
+            reads.is_used = True
+        return
     weight.__class__ = GatheredParameter if reads is None else ObservedParameter
     vars(weight)[_READS] = reads

@@ -1,0 +1,53 @@
+"""Processes that are not there: a process group of many ranks in one process, all of which do what this one does."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_vram.memory.estimate.fake_device import KIND, replace
+from lightning_vram.private_names.torch.fakes import BACKEND, make_store
+
+
+@contextmanager
+def fake_ranks(num_ranks: int) -> Iterator[None]:
+    """Let this process be rank 0 of ``num_ranks`` inside the block. Collectives send nothing.
+
+    Raises:
+        RuntimeError: If this process is connected to others already.
+    """
+    if dist.is_initialized():
+        raise RuntimeError("estimate_memory makes ranks of its own, and this process is connected to others already.")
+    with ExitStack() as stack:
+        stack.enter_context(_backend_of(KIND))
+        dist.init_process_group(f"cpu:{BACKEND},{KIND}:{BACKEND}", store=make_store(), rank=0, world_size=num_ranks)
+        stack.callback(dist.destroy_process_group)
+        replace(stack, dist, "new_group", _make_group(dist.new_group))
+        replace(stack, dist, "barrier", lambda *_, **__: None)
+        replace(stack, dist, "broadcast_object_list", lambda *_, **__: None)
+        replace(stack, dist, "all_gather_object", _gather_same)
+        yield
+
+
+@contextmanager
+def _backend_of(kind: str) -> Iterator[None]:
+    """Let torch name a backend for devices of ``kind``."""
+    backends = dist.Backend.default_device_backend_map
+    backends[kind] = BACKEND
+    try:
+        yield
+    finally:
+        del backends[kind]
+
+
+def _make_group(original: Callable[..., Any]) -> Callable[..., Any]:
+    def new_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("backend", None)
+        return original(ranks, backend=f"cpu:{BACKEND},{KIND}:{BACKEND}", **kwargs)
+
+    return new_group
+
+
+def _gather_same(objects: list[Any], value: Any, group: Any = None) -> None:
+    objects[:] = [value] * len(objects)
