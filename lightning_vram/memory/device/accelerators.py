@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_vram.private_names.torch.dispatch import FakeTensor
+
 _HOSTS = ("cpu", "meta")
 _STREAM_NAMES = ("Stream", "stream", "current_stream")
 _STATISTICS_NAMES = (
@@ -63,7 +65,7 @@ def current_kind() -> str:
 
 def pin_in_place(tensor: Tensor) -> bool:
     """Pin host memory that is there already, as long as it lives. Returns whether it is: CUDA alone can."""
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() or isinstance(tensor, FakeTensor):
         return False
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     address = tensor.data_ptr()

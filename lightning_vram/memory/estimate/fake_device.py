@@ -25,27 +25,39 @@ HOST = torch.device("cpu")
 
 
 @contextmanager
-def fake_device(*, num_bytes: int, allocated_bytes: Callable[[], int]) -> Iterator[FakeTensorMode]:
+def fake_device(
+    *, num_bytes: int, allocated_bytes: Callable[[], int], on_pin: Callable[[Tensor], None]
+) -> Iterator[tuple[FakeTensorMode, KnownValues]]:
     """Let tensors be fake, and the card of type :data:`KIND` be there, inside the block.
 
     Args:
         num_bytes: What the card has.
         allocated_bytes: Tells what is in tensors on the card now.
+        on_pin: Is told of host tensors that are pinned.
 
     Yields:
-        The mode, which is on.
+        The mode, which is on, and what answers for values.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     values = KnownValues()
     with ExitStack() as stack:
-        set_device_module(KIND, _device_module(num_bytes, allocated_bytes))
+        module = _device_module(num_bytes, allocated_bytes)
+        set_device_module(KIND, module)
         stack.callback(remove_device_module, KIND)
+        for name in ("current_stream", "synchronize"):
+            replace(stack, torch.accelerator, name, getattr(module, name))
+        replace(stack, torch.accelerator, "current_device_index", module.current_device)
+        replace(stack, torch, "Stream", _Stream)
+        replace(stack, torch, "Event", _Stream)
         replace(stack, torch.utils, "swap_tensors", swap_contents)
         replace(stack, Tensor, "__deepcopy__", _deep_copy(Tensor.__deepcopy__, values))
+        replace(stack, Tensor, "data", property(_DATA.__get__, _set_data))
+        replace(stack, Tensor, "pin_memory", lambda self, *_: on_pin(self) or self)
+        replace(stack, Tensor, "is_pinned", lambda self, *_: False)
         replace(stack, Tensor, "record_stream", lambda self, stream: None)
         stack.enter_context(mode)
         stack.enter_context(values)
-        yield mode
+        yield mode, values
 
 
 def replace(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
@@ -58,6 +70,7 @@ def replace(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
         stack.callback(setattr, owner, name, original)
 
 
+_DATA: Any = torch._C.TensorBase.data
 _Copy = Callable[[Tensor, dict[int, Any]], Tensor]
 
 
@@ -73,6 +86,17 @@ def _deep_copy(original: _Copy, values: KnownValues) -> _Copy:
         return memo[id(tensor)]  # type: ignore[no-any-return]
 
     return copy
+
+
+def _set_data(tensor: Tensor, values: Tensor) -> None:
+    if not isinstance(tensor, FakeTensor) or tensor.device == values.device:
+        _DATA.__set__(tensor, values)
+        return
+    is_parameter, requires_grad = isinstance(tensor, torch.nn.Parameter), tensor.requires_grad
+    moved = values.detach()  # to autograd, tensors of different devices are of different kinds
+    if is_parameter:
+        moved = torch.nn.Parameter(moved, requires_grad=requires_grad)
+    swap_contents(tensor, moved.requires_grad_(requires_grad))
 
 
 class _Stream:

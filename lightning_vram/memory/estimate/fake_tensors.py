@@ -7,7 +7,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lightning_vram.private_names.torch.dispatch import FakeTensor, FakeTensorMode, is_traceable_wrapper_subclass, without_dispatch
+from lightning_vram.private_names.torch.dispatch import (
+    FakeTensor,
+    FakeTensorMode,
+    is_traceable_wrapper_subclass,
+    without_dispatch,
+)
 from lightning_vram.private_names.torch.tensors import storage_key
 from lightning_vram.private_names.torch.trees import tree_map
 
@@ -89,8 +94,10 @@ def like_fresh(nest: Any, mode: FakeTensorMode) -> Any:
     """Return a nest with new tensors of the shapes of those in it, made under ``mode`` by an operator each."""
     with mode:
         return tree_map(
-            lambda leaf: torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
-            if isinstance(leaf, Tensor)
-            else leaf,
+            lambda leaf: (
+                torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+                if isinstance(leaf, Tensor)
+                else leaf
+            ),
             nest,
         )

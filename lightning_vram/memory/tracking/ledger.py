@@ -43,6 +43,7 @@ class _Entry:
     device: str
     num_bytes: int
     category: Category | None = None  # None until something says what it is for
+    is_pinned: bool = False
 
 
 class Ledger:
@@ -98,6 +99,13 @@ class Ledger:
             if account is not None and self._entries[account[1]].category is None:
                 entry = self._entries[account[1]]
                 entry.category, entry.module = category, module
+
+    def note_pinned(self, tensor: Tensor) -> None:
+        """Note that a known host tensor is page-locked."""
+        for storage, _ in iterate_storages(tensor):
+            account = self._open.get(storage_key(storage))
+            if account is not None:
+                self._entries[account[1]].is_pinned = True
 
     def label_activations(self) -> None:
         """Say that what was made for a backward and is alive now is kept for it."""
@@ -166,7 +174,7 @@ class Ledger:
 
 def _freeze(entry: _Entry) -> Allocation:
     category = entry.category or Category.TEMPORARIES
-    return Allocation(entry.op, entry.module, entry.born.phase, category, entry.device)
+    return Allocation(entry.op, entry.module, entry.born.phase, category, entry.device, entry.is_pinned)
 
 
 def label_all(ledger: Ledger, tensors: Iterable[tuple[str, Tensor | None]], category: Category) -> None:

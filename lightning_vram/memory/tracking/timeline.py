@@ -39,6 +39,7 @@ class Allocation:
         phase: Phase in which it was made.
         category: What it is for, known at the end.
         device: Where it lies, as ``"cuda:0"``.
+        is_pinned: Whether somebody has told that it is page-locked host memory.
     """
 
     op: str
@@ -46,6 +47,7 @@ class Allocation:
     phase: Phase
     category: Category
     device: str
+    is_pinned: bool = False
 
 
 @dataclass(frozen=True)
@@ -178,6 +180,16 @@ class MemoryTimeline:
     def host_peak_bytes(self) -> int:
         """Most bytes alive at once on the host; 0 if the host is the device itself."""
         return 0 if self.device == HOST else self.on(HOST).peak_bytes
+
+    @property
+    def pinned_peak_bytes(self) -> int:
+        """Most bytes of page-locked host memory at once, as far as anybody has told of it."""
+        live_bytes = peak_bytes = 0
+        for event in self.events:
+            if self.allocations[event.allocation].is_pinned:
+                live_bytes += event.change_bytes
+                peak_bytes = max(peak_bytes, live_bytes)
+        return peak_bytes
 
     @cached_property
     def _totals(self) -> _Totals:

@@ -123,6 +123,10 @@ class MemoryTracker:
         """Bytes alive on ``device`` now."""
         return self._ledger.live_bytes(str(device))
 
+    def note_pinned(self, tensor: Tensor) -> None:
+        """Note that a host tensor made inside the block is page-locked: no operator tells."""
+        self._ledger.note_pinned(tensor)
+
     def label_inputs(self, batch: Any) -> None:
         """Count the tensors of a batch, any nest of them, as inputs; also those made inside the block."""
         label_all(self._ledger, (("", leaf) for leaf in iterate_tensors(batch)), Category.INPUTS)

@@ -27,6 +27,7 @@ from typing_extensions import override
 
 from lightning_vram.callbacks.slurm_requeue import SlurmRequeue
 from lightning_vram.callbacks.vram_monitor import VRAMMonitor
+from lightning_vram.memory.estimate.fake_device import CARD
 
 NUM_STEPS = 2
 _WATCHERS = (
@@ -44,14 +45,7 @@ _ON_ONE_DEVICE = (None, "auto", "single_device")
 
 
 class FakeAccelerator(Accelerator):
-    """Says that the devices it was given are there.
-
-    Args:
-        device: The one that there is.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    """Says that the card is there, as often as it is wanted."""
 
     @override
     def setup_device(self, device: torch.device) -> None: ...
@@ -64,9 +58,10 @@ class FakeAccelerator(Accelerator):
     def parse_devices(devices: Any) -> int:
         return int(devices)
 
+    @staticmethod
     @override
-    def get_parallel_devices(self, devices: int) -> list[torch.device]:  # type: ignore[override]
-        return [self._device] * devices
+    def get_parallel_devices(devices: int) -> list[torch.device]:
+        return [CARD] * devices
 
     @staticmethod
     @override
@@ -94,7 +89,12 @@ def needs_ranks(arguments: Mapping[str, Any]) -> bool:
 
 
 def make_trainer(
-    arguments: Mapping[str, Any], device: torch.device, num_ranks: int, own_callbacks: Sequence[Callback], *, with_validation: bool
+    arguments: Mapping[str, Any],
+    device: torch.device,
+    num_ranks: int,
+    own_callbacks: Sequence[Callback],
+    *,
+    with_validation: bool,
 ) -> pl.Trainer:
     """Make a Trainer that runs :data:`NUM_STEPS` optimizer steps and one batch of validation.
 
@@ -118,7 +118,7 @@ def make_trainer(
     kept["plugins"] = copy.deepcopy(kept.get("plugins"))
     return pl.Trainer(
         **kept,
-        accelerator=FakeAccelerator(device) if device.type != "cpu" else "cpu",
+        accelerator=FakeAccelerator() if device == CARD else "cpu",
         devices=num_ranks,
         callbacks=[*callbacks, *own_callbacks],
         max_epochs=1,

@@ -2,8 +2,8 @@
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,15 +15,16 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_vram.memory.estimate.fake_device import CARD, HOST, fake_device
-from lightning_vram.memory.estimate.fake_tensors import FakeTensors, like_fresh
 from lightning_vram.memory.estimate.fake_ranks import fake_ranks
+from lightning_vram.memory.estimate.fake_tensors import FakeTensors, like_fresh
 from lightning_vram.memory.tracking.timeline import MemoryTimeline
 from lightning_vram.memory.tracking.tracker import MemoryTracker, track_memory
 from lightning_vram.planner.estimate.fake_trainer import NUM_STEPS, make_trainer, needs_ranks
 from lightning_vram.private_names.torch.dispatch import without_modes
 from lightning_vram.private_names.torch.trees import tree_map
 
-FIRST_STEP, STEP, VALIDATION = "first step", "step", "validation"
+FIRST_STEP, STEP, VALIDATION = "first step", "train", "validation"
+_MOST_BATCHES = 256
 
 
 @dataclass(frozen=True)
@@ -33,65 +34,103 @@ class TracedFit:
     Args:
         timeline: All of it.
         spans: First event and the one after the last, by stage.
+        num_guesses: How often the program asked for a number that depends on the data.
     """
 
     timeline: MemoryTimeline
     spans: Mapping[str, tuple[int, int]]
+    num_guesses: int = 0
 
     def stage(self, name: str) -> MemoryTimeline:
         """The timeline of one stage, with what it found."""
         return self.timeline.between(*self.spans[name])
 
 
-def trace_fit(
-    module: pl.LightningModule, batch: Any, trainer_arguments: Mapping[str, Any], *, card_bytes: int | None,
-    num_ranks: int = 1, with_validation: bool,
-) -> TracedFit:
+@dataclass(frozen=True)
+class FitRun:
+    """What is run.
+
+    Args:
+        trainer_arguments: Of the user's Trainer.
+        card_bytes: What the card has; ``None`` runs on the host.
+        num_ranks: Number of processes, all of which do the same.
+        with_validation: Whether to validate after the steps.
+    """
+
+    trainer_arguments: Mapping[str, Any]
+    card_bytes: int | None = None
+    num_ranks: int = 1
+    with_validation: bool = True
+
+
+def trace_fit(module: pl.LightningModule, batch: Any, run: FitRun) -> TracedFit:
     """Run two optimizer steps, and one batch of validation, on fake tensors.
 
     Args:
         module: Is copied, with fakes for its parameters and buffers: it is not touched.
         batch: Any nest of tensors, of which shapes and types count.
-        trainer_arguments: Of the user's Trainer.
-        card_bytes: What the card has; ``None`` runs on the host.
-        with_validation: Whether to validate.
+        run: How.
 
     Raises:
+        ValueError: If no optimizer steps.
         Exception: What the step raises, among it that of an operator that needs values.
     """
+    return _with_enough_batches(partial(_fake_fit, module, batch, run))
+
+
+def trace_real_fit(module: pl.LightningModule, batch: Any, run: FitRun) -> TracedFit:
+    """The same on real tensors, on the host, in one process. The module is copied, weights and all."""
+    make = partial(tree_map, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
+    return _with_enough_batches(lambda num_batches: _fit(copy.deepcopy(module), make, run, HOST, [], num_batches))
+
+
+def _fake_fit(module: pl.LightningModule, batch: Any, run: FitRun, num_batches: int) -> TracedFit | None:
     trackers: list[MemoryTracker] = []
-    device = HOST if card_bytes is None else CARD
-    with fake_device(
-        num_bytes=card_bytes or 0, allocated_bytes=lambda: trackers[0].live_bytes(CARD) if trackers else 0
-    ) as mode, fake_ranks(num_ranks) if num_ranks > 1 or needs_ranks(trainer_arguments) else nullcontext():
+    device = HOST if run.card_bytes is None else CARD
+    with ExitStack() as stack:
+        live = lambda: trackers[0].live_bytes(CARD) if trackers else 0  # noqa: E731
+        on_pin = lambda tensor: trackers[0].note_pinned(tensor) if trackers else None  # noqa: E731
+        device_context = fake_device(num_bytes=run.card_bytes or 0, allocated_bytes=live, on_pin=on_pin)
+        mode, values = stack.enter_context(device_context)
+        if needs_ranks(run.trainer_arguments) or run.num_ranks > 1:
+            stack.enter_context(fake_ranks(run.num_ranks))
         fakes = FakeTensors(mode, HOST)
         copied = fakes.copy_of(module, [*module.parameters(), *module.buffers()])
-        template = fakes.batch(batch)
-        make = partial(like_fresh, template, mode)
-        return _fit(copied, make, trainer_arguments, device, trackers, num_ranks, with_validation=with_validation)
+        make = partial(like_fresh, fakes.batch(batch), mode)
+        traced = _fit(copied, make, run, device, trackers, num_batches)
+    return traced and replace(traced, num_guesses=values.num_guesses)
 
 
-def trace_real_fit(
-    module: pl.LightningModule, batch: Any, trainer_arguments: Mapping[str, Any], *, with_validation: bool
-) -> TracedFit:
-    """The same on real tensors, on the host. The module is copied, weights and all."""
-    make = partial(tree_map, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
-    return _fit(copy.deepcopy(module), make, trainer_arguments, HOST, [], 1, with_validation=with_validation)
+def _with_enough_batches(fit: Callable[[int], TracedFit | None]) -> TracedFit:
+    """Gradients may be accumulated, by schedules and by hand: nobody knows over how many batches."""
+    num_batches = NUM_STEPS
+    while num_batches <= _MOST_BATCHES:
+        traced = fit(num_batches)
+        if traced is not None:
+            return traced
+        num_batches *= 2
+    raise ValueError(f"No optimizer has stepped twice within {_MOST_BATCHES} batches: there is no step to estimate.")
 
 
 def _fit(
-    module: pl.LightningModule, make_batch: Callable[[], Any], trainer_arguments: Mapping[str, Any],
-    device: torch.device, trackers: list[MemoryTracker], num_ranks: int, *, with_validation: bool,
-) -> TracedFit:
+    module: pl.LightningModule,
+    make_batch: Callable[[], Any],
+    run: FitRun,
+    device: torch.device,
+    trackers: list[MemoryTracker],
+    num_batches: int,
+) -> TracedFit | None:
+    """Fit; ``None``: the optimizers have not stepped twice within ``num_batches``."""
     with track_memory(module) as tracker:
-        trackers.append(tracker)
+        trackers[:] = [tracker]
         marks = _Marks(tracker)
-        trainer = make_trainer(trainer_arguments, device, num_ranks, [marks], with_validation=with_validation)
+        trainer = make_trainer(
+            run.trainer_arguments, device, run.num_ranks, [marks], with_validation=run.with_validation
+        )
         _connect_past_modes(trainer.strategy)
-        num_batches = NUM_STEPS * max(1, int(trainer.accumulate_grad_batches))
-        loader = _Batches(make_batch, num_batches)
-        trainer.fit(module, loader, _Batches(make_batch, 1) if with_validation else None)
-    return TracedFit(tracker.timeline.on(str(device)), marks.spans(num_batches))
+        trainer.fit(module, _Batches(make_batch, num_batches), _Batches(make_batch, 1) if run.with_validation else None)
+    spans = marks.spans()
+    return None if spans is None else TracedFit(tracker.timeline.on(str(device)), spans)
 
 
 def _connect_past_modes(strategy: Strategy) -> None:
@@ -121,21 +160,23 @@ class _Batches:
 
 
 class _Marks(Callback):
-    """Notes at which event the stages begin and end."""
+    """Notes at which event each step has ended, and the validation."""
 
     def __init__(self, tracker: MemoryTracker) -> None:
         self._tracker = tracker
-        self._starts: list[int] = []
-        self._end_of_training = self._end_of_validation = 0
+        self._ends: list[int] = []
+        self._num_steps = 0
+        self._end_of_validation = 0
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, _: int) -> None:
         self._tracker.label_inputs(batch)
-        self._starts.append(self._tracker.num_events)
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        self._end_of_training = self._tracker.num_events
+        if trainer.global_step > self._num_steps or not trainer.optimizers:
+            self._num_steps = trainer.global_step  # that of several optimizers counts each
+            self._ends.append(self._tracker.num_events)
 
     @override
     def on_validation_batch_start(
@@ -147,9 +188,12 @@ class _Marks(Callback):
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._end_of_validation = self._tracker.num_events
 
-    def spans(self, num_batches: int) -> dict[str, tuple[int, int]]:
-        second = self._starts[num_batches // NUM_STEPS]
-        spans = {FIRST_STEP: (0, second), STEP: (second, self._end_of_training)}
+    def spans(self) -> dict[str, tuple[int, int]] | None:
+        """First event and the one after the last, by stage. ``None`` if there were too few steps."""
+        if len(self._ends) < NUM_STEPS:
+            return None
+        before, end = self._ends[-2:]
+        spans = {FIRST_STEP: (0, self._ends[0]), STEP: (before, end)}
         if self._end_of_validation:
-            spans[VALIDATION] = (self._end_of_training, self._end_of_validation)
+            spans[VALIDATION] = (end, self._end_of_validation)
         return spans

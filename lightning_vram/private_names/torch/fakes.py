@@ -52,7 +52,7 @@ BACKEND = "fake"
 
 def make_store() -> Any:
     """Make what a process group of fake ranks meets in. Collectives on fake tensors work from then on."""
-    from torch.distributed._tools import fake_collectives  # noqa: F401, PLC0415 - registers operators
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415
+    from torch.distributed._tools import fake_collectives  # noqa: F401 - registers operators
+    from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()

@@ -1,0 +1,80 @@
+"""Batches of other sizes: what a loader would make, as shapes, without a sample of data."""
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch import Tensor
+
+from lightning_vram.core.batches.path import BatchSplitError, SharedKeys
+from lightning_vram.core.batches.sizing import find_reading
+from lightning_vram.core.batches.structure import take_apart
+
+_HOW = "Give one: estimate_memory(module, batch, ...) takes any nest of tensors, of which only shapes and types count"
+
+
+def first_batch(module: pl.LightningModule, datamodule: pl.LightningDataModule | None) -> Any:
+    """Return the first batch that a run would train on.
+
+    Args:
+        module: Has loaders of its own if ``datamodule`` is ``None``.
+        datamodule: Is prepared and set up for ``fit``.
+
+    Raises:
+        ValueError: If there is none to be had.
+    """
+    source: Any = datamodule if datamodule is not None else module
+    name = type(source).__name__
+    try:
+        if datamodule is not None:
+            datamodule.prepare_data()
+            datamodule.setup("fit")
+        loader = CombinedLoader(source.train_dataloader())
+        batch, _, _ = next(iter(loader))
+    except StopIteration:
+        raise ValueError(f"{name}.train_dataloader() has no batch. {_HOW}.") from None
+    except Exception as error:  # theirs can raise anything
+        raise ValueError(f"{name} makes no batch: {error}. {_HOW}.") from error
+    return batch
+
+
+def batch_size_of(batch: Any) -> int | None:
+    """Return how many samples a batch has; ``None`` if nobody can tell."""
+    try:
+        return find_reading(batch, SharedKeys(()), {}).size
+    except BatchSplitError:
+        return None
+
+
+def with_batch_size(batch: Any, old: int, new: int) -> Any:
+    """Return a batch of ``new`` samples in the place of ``old``: shapes only, on no device."""
+    return _map_tensors(batch, lambda shape: (new, *shape[1:]) if shape and shape[0] == old else shape)
+
+
+def sequence_length_of(batch: Any) -> int | None:
+    """Return the length of the sequences in a batch of token ids, ``[B, T]`` of integers; ``None`` if it has none."""
+    lengths = {t.shape[1] for t in _tensors(batch) if t.dim() == 2 and not t.is_floating_point()}
+    return lengths.pop() if len(lengths) == 1 else None
+
+
+def with_sequence_length(batch: Any, old: int, new: int) -> Any:
+    """Return a batch whose sequences are ``new`` long in the place of ``old``: shapes only."""
+    return _map_tensors(
+        batch, lambda shape: (*shape[:1], *(new if length == old else length for length in shape[1:]))
+    )
+
+
+def _map_tensors(value: Any, change: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Any:
+    if isinstance(value, Tensor):
+        return torch.empty(change(tuple(value.shape)), dtype=value.dtype, device="meta")
+    parts = take_apart(value)
+    return value if parts is None else parts.build([_map_tensors(part, change) for part in parts.values])
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    parts = take_apart(value)
+    return [] if parts is None else [leaf for part in parts.values for leaf in _tensors(part)]
