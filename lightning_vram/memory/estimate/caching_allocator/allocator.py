@@ -1,0 +1,197 @@
+"""The caching allocator: what is asked for, what it takes for that, and what it has taken from the driver."""
+
+from bisect import insort
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
+
+from lightning_vram.memory.estimate.caching_allocator.blocks import Block, Pool
+from lightning_vram.memory.estimate.caching_allocator.device_memory import DeviceMemory
+from lightning_vram.memory.estimate.caching_allocator.expandable_segments import ExpandableSegments
+from lightning_vram.memory.estimate.caching_allocator.fixed_segments import FixedSegments
+from lightning_vram.memory.estimate.caching_allocator.settings import AllocatorSettings
+from lightning_vram.memory.estimate.caching_allocator.sizes import MIN_BLOCK, SMALL, round_request
+from lightning_vram.memory.units import format_bytes
+
+
+@dataclass(slots=True)
+class AllocatorStatistics:
+    """Bytes now and at most, as ``torch.cuda.memory_stats`` counts them.
+
+    Args:
+        requested_bytes: Asked for.
+        allocated_bytes: In blocks that serve requests: ``torch.cuda.memory_allocated``.
+        active_bytes: And in those that were freed while another stream used them.
+        peak_requested_bytes: Most at once.
+        peak_allocated_bytes: Most at once.
+        peak_active_bytes: Most at once.
+        num_retries: How often the cache was given back because the driver had no memory.
+    """
+
+    requested_bytes: int = 0
+    allocated_bytes: int = 0
+    active_bytes: int = 0
+    peak_requested_bytes: int = 0
+    peak_allocated_bytes: int = 0
+    peak_active_bytes: int = 0
+    num_retries: int = 0
+
+
+class CachingAllocator:
+    """Serve requests from cached blocks, and take segments where none fits.
+
+    What depends on the time that kernels take is not simulated: a block that another stream uses is free again when
+    :meth:`synchronize` says so, or the driver runs out. Graphs' private pools are another ``stream`` each.
+
+    Args:
+        settings: As in ``PYTORCH_ALLOC_CONF``.
+        capacity_bytes: Most that it can take from the driver. ``None`` is without end.
+    """
+
+    def __init__(self, settings: AllocatorSettings | None = None, *, capacity_bytes: int | None = None) -> None:
+        self.settings = settings or AllocatorSettings()
+        self.statistics = AllocatorStatistics()
+        self.device_memory = DeviceMemory(capacity_bytes)
+        kind = ExpandableSegments if self.settings.expandable_segments else FixedSegments
+        self.segments: ExpandableSegments | FixedSegments = kind(self.device_memory, self.settings)
+        self._pools: dict[tuple[Hashable, bool], Pool] = {}
+        self._divisions = self.settings.roundup_power2_divisions
+        self._waiting: dict[Block, None] = {}  # freed, while other streams use them
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Taken from the driver: ``torch.cuda.memory_reserved``."""
+        return self.device_memory.reserved_bytes
+
+    @property
+    def peak_reserved_bytes(self) -> int:
+        """Most ever taken from the driver."""
+        return self.device_memory.peak_reserved_bytes
+
+    @property
+    def pools(self) -> tuple[Pool, ...]:
+        """Where free blocks wait, for each stream two: small and large."""
+        return tuple(self._pools.values())
+
+    def malloc(self, num_bytes: int, stream: Hashable = 0) -> Block:
+        """Serve a request.
+
+        Args:
+            num_bytes: Asked for, at least 1: for nothing PyTorch does not ask.
+            stream: Current stream; freed blocks serve the stream that they were made for.
+
+        Returns:
+            The block, to be freed by :meth:`free`.
+
+        Raises:
+            torch.OutOfMemoryError: If the driver has no memory for it, with all cache given back.
+        """
+        if self._divisions or num_bytes < MIN_BLOCK:
+            size = round_request(num_bytes, self._divisions)
+        else:
+            size = (num_bytes + MIN_BLOCK - 1) // MIN_BLOCK * MIN_BLOCK
+        is_small = size <= SMALL
+        pool = self._pools.get((stream, is_small)) or self.pool_of(stream, is_small=is_small)
+        block = self.segments.find(pool, size) or self._grow(pool, size)
+        if self._is_to_split(block, size):
+            rest = block.split(size)
+            rest.is_free = True
+            insort(pool.free, (rest.size, rest.address, rest))  # its neighbours are in use
+        self.hand_out(block, num_bytes)
+        return block
+
+    def free(self, block: Block) -> None:
+        """Take a block back: free at once, or when the streams that use it have been synchronized.
+
+        Raises:
+            ValueError: If it is not in use.
+        """
+        self.request_free(block)
+        if block.users:
+            self._waiting[block] = None
+        else:
+            self.complete_free(block)
+
+    def record_stream(self, block: Block, stream: Hashable) -> None:
+        """Note that a stream other than its own uses a block: ``Tensor.record_stream``."""
+        if stream != block.pool.stream:
+            block.users = (block.users or set()) | {stream}
+
+    def synchronize(self, stream: Hashable) -> None:
+        """Let what was freed while ``stream`` used it be free, since the stream has done all its work."""
+        for block in [block for block in self._waiting if block.users and stream in block.users]:
+            assert block.users is not None
+            block.users.discard(stream)
+            if not block.users:
+                del self._waiting[block]
+                self.complete_free(block)
+
+    def empty_cache(self) -> None:
+        """Wait for all streams and give all segments, or pages, back of which nothing is in use."""
+        for block in tuple(self._waiting):
+            del self._waiting[block]
+            self.complete_free(block)
+        for pool in self._pools.values():
+            self.segments.release_all(pool)
+
+    def request_free(self, block: Block) -> None:
+        """Do the first half of :meth:`free`: nobody has the block, and it cannot be used again yet."""
+        if not block.is_allocated:
+            raise ValueError(f"free(block) got a block that is not in use, at {block.address:#x}.")
+        block.is_allocated = False
+        self.statistics.allocated_bytes -= block.size
+
+    def complete_free(self, block: Block) -> None:
+        """Do the second half: the block can be used again."""
+        statistics = self.statistics
+        statistics.active_bytes -= block.size
+        statistics.requested_bytes -= block.requested_bytes
+        block.users = None
+        block.pool.put(block)
+
+    def pool_of(self, stream: Hashable, *, is_small: bool) -> Pool:
+        """Return the pool of a stream, made if it is new."""
+        return self._pools.setdefault((stream, is_small), Pool(stream, is_small=is_small))
+
+    def hand_out(self, block: Block, num_bytes: int) -> None:
+        """Count a block, taken out of its pool, as one that serves a request."""
+        block.is_allocated = True
+        block.requested_bytes = num_bytes
+        statistics = self.statistics
+        statistics.requested_bytes += num_bytes
+        statistics.allocated_bytes += block.size
+        statistics.active_bytes += block.size
+        statistics.peak_requested_bytes = max(statistics.peak_requested_bytes, statistics.requested_bytes)
+        statistics.peak_allocated_bytes = max(statistics.peak_allocated_bytes, statistics.allocated_bytes)
+        statistics.peak_active_bytes = max(statistics.peak_active_bytes, statistics.active_bytes)
+
+    def _is_to_split(self, block: Block, size: int) -> bool:
+        remaining = block.size - size
+        if size <= SMALL or self.settings.expandable_segments:
+            return remaining >= MIN_BLOCK
+        limit = self.settings.max_split_bytes
+        return remaining > SMALL and (limit is None or size < limit)
+
+    def _grow(self, pool: Pool, size: int) -> Block:
+        """Take memory from the driver; if it has none, give cache back, first a little, then all."""
+        block = self.segments.grow(pool, size)
+        if block is None and self.segments.release_for(pool, size):
+            block = self.segments.grow(pool, size)
+        if block is None:
+            self.empty_cache()
+            self.statistics.num_retries += 1
+            block = self.segments.grow(pool, size)
+        if block is None:
+            raise torch.OutOfMemoryError(self._describe(size))
+        return block
+
+    def _describe(self, size: int) -> str:
+        memory, allocated_bytes = self.device_memory, self.statistics.allocated_bytes
+        capacity_bytes = memory.capacity_bytes or 0
+        return (
+            f"CUDA out of memory, in simulation. Tried to allocate {format_bytes(size)}. PyTorch can have "
+            f"{format_bytes(capacity_bytes)}, of which {format_bytes(capacity_bytes - memory.reserved_bytes)} is free, "
+            f"{format_bytes(allocated_bytes)} is allocated, and "
+            f"{format_bytes(memory.reserved_bytes - allocated_bytes)} is reserved but unallocated."
+        )

@@ -1,0 +1,125 @@
+"""A tracked step, replayed through the allocator: what it would reserve."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from lightning_vram.memory.estimate.caching_allocator.allocator import CachingAllocator
+from lightning_vram.memory.estimate.caching_allocator.blocks import Block
+from lightning_vram.memory.estimate.caching_allocator.settings import AllocatorSettings
+from lightning_vram.memory.tracking.ledger import HELD
+from lightning_vram.memory.tracking.timeline import MemoryTimeline, Phase
+
+
+@dataclass(frozen=True)
+class AllocatorReplay:
+    """What the allocator held over a timeline.
+
+    Args:
+        allocated: Bytes in blocks that are in use, after each event of the timeline.
+        reserved: Bytes taken from the driver, after each event.
+        peak_requested_bytes: Most bytes that were asked for at once, workspaces among them.
+        peak_allocated_bytes: Most bytes in blocks at once: what ``torch.cuda.max_memory_allocated`` would say.
+        peak_reserved_bytes: Most bytes taken from the driver: ``torch.cuda.max_memory_reserved``.
+        num_retries: How often all cache had to be given back.
+        out_of_memory_event: Index of the event that there was no memory for; the curves end before it. ``None``: all
+            went well.
+    """
+
+    allocated: tuple[int, ...]
+    reserved: tuple[int, ...]
+    peak_requested_bytes: int
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    num_retries: int
+    out_of_memory_event: int | None
+
+    @property
+    def fragmentation_bytes(self) -> int:
+        """Bytes that were reserved and not in use when the most were in use."""
+        if not self.allocated:
+            return 0
+        peak = max(range(len(self.allocated)), key=self.allocated.__getitem__)
+        return self.reserved[peak] - self.allocated[peak]
+
+
+def replay(
+    timeline: MemoryTimeline,
+    device: str,
+    *,
+    settings: AllocatorSettings | None = None,
+    workspace: Mapping[Phase, int] | None = None,
+    capacity_bytes: int | None = None,
+) -> AllocatorReplay:
+    """Replay what a timeline has on one device.
+
+    Args:
+        timeline: Of :func:`lightning_vram.track_memory`, of one step or more. The second step is as all later ones.
+        device: As in :attr:`MemoryTimeline.devices`.
+        settings: Of the allocator. ``None`` takes PyTorch's defaults.
+        workspace: Bytes that a library takes for good when a phase first makes something: cuBLAS, once for the thread
+            of the forward and once for that of the backward.
+        capacity_bytes: What the allocator can take from the driver. ``None`` is without end.
+
+    Example:
+        >>> from lightning_vram import track_memory
+        >>> with track_memory() as tracker:
+        ...     ones = torch.ones(1000)
+        >>> result = replay(tracker.timeline, "cpu")
+        >>> result.peak_requested_bytes, result.peak_allocated_bytes, result.peak_reserved_bytes
+        (4000, 4096, 2097152)
+    """
+    player = _Player(CachingAllocator(settings, capacity_bytes=capacity_bytes), dict(workspace or {}))
+    allocated, reserved = [], []
+    failed = None
+    for index, event in enumerate(timeline.events):
+        allocation = timeline.allocations[event.allocation]
+        if allocation.device == device:
+            try:
+                if allocation.op != HELD:
+                    player.take_workspace(event.phase)
+                player.change(event.allocation, event.change_bytes)
+            except torch.OutOfMemoryError:
+                failed = index
+                break
+        allocated.append(player.allocator.statistics.allocated_bytes)
+        reserved.append(player.allocator.reserved_bytes)
+    statistics = player.allocator.statistics
+    return AllocatorReplay(
+        allocated=tuple(allocated),
+        reserved=tuple(reserved),
+        peak_requested_bytes=statistics.peak_requested_bytes,
+        peak_allocated_bytes=statistics.peak_allocated_bytes,
+        peak_reserved_bytes=player.allocator.peak_reserved_bytes,
+        num_retries=statistics.num_retries,
+        out_of_memory_event=failed,
+    )
+
+
+class _Player:
+    """Knows which block each allocation has.
+
+    Args:
+        allocator: That they come from.
+        workspace: Bytes that each phase still has to take.
+    """
+
+    def __init__(self, allocator: CachingAllocator, workspace: dict[Phase, int]) -> None:
+        self.allocator = allocator
+        self._workspace = workspace
+        self._blocks: dict[int, Block] = {}
+
+    def take_workspace(self, phase: Phase) -> None:
+        """Allocate what libraries keep, at the first event of a phase."""
+        if num_bytes := self._workspace.pop(phase, 0):
+            self.allocator.malloc(num_bytes)
+
+    def change(self, number: int, change_bytes: int) -> None:
+        """Let an allocation grow or shrink: as a storage does, whose new block is there before the old one is freed."""
+        block = self._blocks.pop(number, None)
+        num_bytes = change_bytes + (block.requested_bytes if block is not None else 0)
+        if num_bytes:
+            self._blocks[number] = self.allocator.malloc(num_bytes)
+        if block is not None:
+            self.allocator.free(block)

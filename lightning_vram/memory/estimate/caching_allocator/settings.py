@@ -1,0 +1,154 @@
+"""The allocator's settings, read as PyTorch reads them from ``PYTORCH_ALLOC_CONF``."""
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from lightning_vram.memory.device.allocator_settings import VARIABLES
+from lightning_vram.memory.estimate.caching_allocator.sizes import LARGE_SEGMENT, MIN_LARGE
+from lightning_vram.memory.units import MIB
+
+NUM_INTERVALS = 16  # of roundup_power2_divisions: sizes from 1 MiB on, doubling
+_WITHOUT_EFFECT = (  # on what is reserved; the first collects only in a process that has a memory fraction
+    *("garbage_collection_threshold", "per_process_memory_fraction", "throw_on_cudamalloc_oom"),
+    *("release_lock_on_cudamalloc", "release_lock_on_hipmalloc", "graph_capture_record_stream_reuse"),
+    *("pinned_use_cuda_host_register", "pinned_use_hip_host_register", "pinned_num_register_threads"),
+    *("pinned_use_background_threads", "pinned_reserve_segment_size_mb", "pinned_free_catch_all"),
+    *("pinned_max_round_threshold_mb", "pinned_max_cached_size_mb"),
+)
+_PAIR = re.compile(r"([^,:\[\]]+):(\[[^\]]*\]|[^,:\[\]]+)")
+
+
+@dataclass(frozen=True)
+class AllocatorSettings:
+    """What decides on blocks and segments.
+
+    Args:
+        expandable_segments: Whether segments grow page by page instead of being made for one size.
+        max_split_bytes: Blocks of this size and above are not split. ``None`` splits all.
+        max_non_split_rounding_bytes: By how much less a block that is not split may be larger than what is asked for.
+        large_segment_bytes: Segment for requests above 1 MiB and below 10 MiB; page of large expandable segments.
+        roundup_power2_divisions: Steps between two powers of 2 that sizes are rounded up to, for sizes from 1 MiB,
+            2 MiB, 4 MiB, ... on; empty and 0 round to 512 bytes.
+        ignored: Names of settings that were given and have no effect on the simulation.
+    """
+
+    expandable_segments: bool = False
+    max_split_bytes: int | None = None
+    max_non_split_rounding_bytes: int = LARGE_SEGMENT
+    large_segment_bytes: int = LARGE_SEGMENT
+    roundup_power2_divisions: tuple[int, ...] = ()
+    ignored: tuple[str, ...] = field(default=(), compare=False)
+
+    def may_serve(self, block_bytes: int, num_bytes: int) -> bool:
+        """Whether a free block may serve a request: one that is not split must be kept for what needs it."""
+        limit = self.max_split_bytes
+        if limit is None or block_bytes < limit:
+            return True
+        return num_bytes >= limit and block_bytes < num_bytes + self.max_non_split_rounding_bytes
+
+
+def read_settings(environment: Mapping[str, str] = os.environ) -> AllocatorSettings:
+    """Return the settings that a process with this environment would have.
+
+    Raises:
+        ValueError: As :func:`parse_settings`.
+    """
+    texts = (environment.get(name, "") for name in VARIABLES)
+    return parse_settings(next((text for text in texts if text.strip()), ""))
+
+
+def parse_settings(text: str) -> AllocatorSettings:
+    """Read settings as they stand in ``PYTORCH_ALLOC_CONF`` and ``PYTORCH_CUDA_ALLOC_CONF``.
+
+    Args:
+        text: As ``"expandable_segments:True,max_split_size_mb:128"``.
+
+    Raises:
+        ValueError: If PyTorch would refuse it, or it asks for another allocator.
+
+    Example:
+        >>> parse_settings("expandable_segments:True").expandable_segments
+        True
+    """
+    values = _split(text)
+    large_segment_bytes = _read_mib(values, "large_segment_size_mb", MIN_LARGE // MIB + 1) or LARGE_SEGMENT
+    settings = AllocatorSettings(
+        large_segment_bytes=large_segment_bytes, max_non_split_rounding_bytes=large_segment_bytes
+    )
+    ignored = []
+    for name, value in values.items():
+        if name in _READERS:
+            argument, read = _READERS[name]
+            changed: dict[str, Any] = {argument: read(values, name, large_segment_bytes)}
+            settings = replace(settings, **changed)
+        elif name == "backend" and value != "native":
+            raise ValueError(f"backend:{value} is another allocator than the one that is simulated, backend:native.")
+        elif name in _WITHOUT_EFFECT:
+            ignored.append(name)
+        elif name not in ("backend", "large_segment_size_mb"):
+            raise ValueError(f"{name!r} is no setting of PyTorch's allocator, in {text!r}.")
+    return replace(settings, ignored=tuple(ignored))
+
+
+def _split(text: str) -> dict[str, str]:
+    text = "".join(text.split()).removesuffix(",")
+    pairs = _PAIR.findall(text)
+    if ",".join(f"{name}:{value}" for name, value in pairs) != text:
+        raise ValueError(f"the allocator's settings must be name:value pairs with commas between, got {text!r}.")
+    return dict(pairs)
+
+
+def _read_mib(values: Mapping[str, str], name: str, least: int) -> int | None:
+    value = values.get(name)
+    if value is None:
+        return None
+    if not value.isdecimal() or int(value) < least:
+        raise ValueError(f"{name} must be a whole number of MiB from {least} on, got {value!r}.")
+    return int(value) * MIB
+
+
+def _read_least_segment(values: Mapping[str, str], name: str, large_segment_bytes: int) -> int | None:
+    return _read_mib(values, name, large_segment_bytes // MIB)
+
+
+def _read_bool(values: Mapping[str, str], name: str, _: int) -> bool:
+    if values[name] not in ("True", "False"):
+        raise ValueError(f"{name} must be True or False, got {values[name]!r}.")
+    return values[name] == "True"
+
+
+def _read_divisions(values: Mapping[str, str], name: str, _: int) -> tuple[int, ...]:
+    value = values[name]
+    if not value.startswith("["):
+        return (_power_of_2(name, value),) * NUM_INTERVALS
+    divisions = [0] * NUM_INTERVALS
+    last = -1
+    for number, pair in enumerate(value[1:-1].split(",")):
+        boundary, _colon, steps_text = pair.partition(":")
+        steps = 0 if steps_text == "0" else _power_of_2(name, steps_text)
+        if boundary == ">":
+            divisions[last + 1 :] = [steps] * (NUM_INTERVALS - last - 1)
+            continue
+        last = min(_power_of_2(name, boundary).bit_length() - 1, NUM_INTERVALS - 1)
+        if number == 0:
+            divisions[:last] = [steps] * last  # smaller sizes as the first that is named
+        divisions[last] = steps
+    return tuple(divisions)
+
+
+def _power_of_2(name: str, text: str) -> int:
+    number = int(text) if text.isdecimal() else 0
+    if number < 1 or number & (number - 1):
+        raise ValueError(f"{name} must be made of powers of 2, got {text!r}.")
+    return number
+
+
+_READERS: dict[str, tuple[str, Callable[[Mapping[str, str], str, int], Any]]] = {
+    "expandable_segments": ("expandable_segments", _read_bool),
+    "max_split_size_mb": ("max_split_bytes", _read_least_segment),
+    "max_non_split_rounding_mb": ("max_non_split_rounding_bytes", _read_least_segment),
+    "roundup_power2_divisions": ("roundup_power2_divisions", _read_divisions),
+}

@@ -1,0 +1,122 @@
+"""Segments that grow, against numbers worked out by hand."""
+
+import pytest
+import torch
+
+from lightning_vram.memory.estimate.caching_allocator.allocator import CachingAllocator
+from lightning_vram.memory.estimate.caching_allocator.settings import AllocatorSettings
+from lightning_vram.memory.units import MIB
+
+
+def make(capacity=None, **settings):
+    return CachingAllocator(AllocatorSettings(expandable_segments=True, **settings), capacity_bytes=capacity)
+
+
+def test_pages_are_mapped_as_they_are_needed():
+    allocator = make()
+    allocator.malloc(5 * MIB)
+    assert allocator.reserved_bytes == 20 * MIB
+    allocator.malloc(30 * MIB)  # 15 MiB are there, one page more
+    assert (allocator.reserved_bytes, allocator.statistics.allocated_bytes) == (40 * MIB, 35 * MIB)
+    allocator.malloc(1)
+    assert allocator.reserved_bytes == 42 * MIB  # small ones have a segment of their own, with pages of 2 MiB
+
+
+def test_every_rest_of_512_bytes_is_split_off():
+    allocator = make()
+    assert allocator.malloc(20 * MIB - 512).size == 20 * MIB - 512
+    allocator.malloc(2 * MIB)
+    assert allocator.reserved_bytes == 40 * MIB
+
+
+def test_memory_freed_in_one_size_serves_another():
+    sizes = [30, 50]
+    allocator, fixed = make(), CachingAllocator()
+    for one in (allocator, fixed):
+        for block in [one.malloc(size * MIB) for size in sizes]:
+            one.free(block)
+        one.malloc(80 * MIB)
+    assert (allocator.reserved_bytes, fixed.reserved_bytes) == (80 * MIB, 160 * MIB)
+
+
+def test_a_block_that_can_grow_is_the_last_to_be_taken():
+    allocator = make()
+    hole, _, tail = allocator.malloc(30 * MIB), allocator.malloc(2 * MIB), allocator.malloc(20 * MIB)
+    allocator.free(hole)
+    allocator.free(tail)  # 28 MiB free behind it, with what was left of its page: smaller than the hole
+    assert allocator.reserved_bytes == 60 * MIB
+    assert allocator.malloc(20 * MIB).address == hole.address
+
+
+def test_free_pages_are_unmapped_wherever_they_are():
+    allocator = make()
+    blocks = [allocator.malloc(20 * MIB) for _ in range(5)]
+    for index in (0, 2, 3):
+        allocator.free(blocks[index])
+    allocator.empty_cache()
+    assert allocator.reserved_bytes == 40 * MIB
+    start = blocks[0].address
+    assert allocator.malloc(30 * MIB).address == start + 40 * MIB  # the first gap has no room for it
+    assert allocator.reserved_bytes == 80 * MIB
+    assert allocator.malloc(20 * MIB).address == start
+
+
+def test_only_whole_pages_are_unmapped():
+    allocator = make()
+    first, second, third = allocator.malloc(10 * MIB), allocator.malloc(45 * MIB), allocator.malloc(5 * MIB)
+    allocator.free(second)  # from 10 to 55 MiB: one page in the middle
+    allocator.empty_cache()
+    assert allocator.reserved_bytes == 40 * MIB
+    assert sorted(size for size, _, _ in allocator.pools[0].free) == [10 * MIB, 15 * MIB]
+    again = allocator.malloc(45 * MIB)  # the page comes back between them
+    assert again.address == first.address + 10 * MIB
+    assert (allocator.reserved_bytes, third.previous) == (60 * MIB, again)
+
+
+def test_pages_of_one_pool_serve_another_when_memory_lacks():
+    allocator = make(capacity=40 * MIB)
+    large = allocator.malloc(35 * MIB)
+    allocator.free(large)
+    small = allocator.malloc(1)
+    assert (allocator.reserved_bytes, allocator.statistics.num_retries) == (2 * MIB, 1)
+    allocator.free(small)
+    allocator.malloc(1, stream=7)
+    assert allocator.reserved_bytes == 4 * MIB
+
+
+def test_what_was_mapped_before_memory_ran_out_stays_as_cache():
+    allocator = make(capacity=70 * MIB)
+    blocks = [allocator.malloc(20 * MIB) for _ in range(3)]
+    allocator.free(blocks[0])
+    allocator.free(blocks[2])
+    with pytest.raises(torch.OutOfMemoryError):
+        allocator.malloc(60 * MIB)
+    assert (allocator.reserved_bytes, allocator.statistics.num_retries) == (20 * MIB, 1)
+    assert allocator.malloc(20 * MIB).address == blocks[0].address
+
+
+def test_an_empty_segment_goes_and_another_comes():
+    allocator = make()
+    first = allocator.malloc(5 * MIB)
+    allocator.free(first)
+    allocator.empty_cache()
+    assert (allocator.reserved_bytes, allocator.pools[0].unmapped) == (0, [])
+    assert allocator.malloc(5 * MIB).address != first.address
+
+
+def test_a_segment_has_an_eighth_more_addresses_than_the_card_has_memory():
+    allocator = make(capacity=160 * MIB)
+    blocks = [allocator.malloc(20 * MIB) for _ in range(8)]
+    for block in blocks[::2]:
+        allocator.free(block)
+    start, end = blocks[0].address, blocks[0].address + 180 * MIB
+    other = allocator.malloc(40 * MIB)  # no two pages are free side by side, and one lies behind the last
+    assert not start <= other.address < end
+    assert allocator.reserved_bytes == 120 * MIB
+    assert allocator.malloc(20 * MIB).address == start
+
+
+def test_the_page_of_large_segments_can_be_set():
+    allocator = make(large_segment_bytes=64 * MIB)
+    allocator.malloc(2 * MIB)
+    assert allocator.reserved_bytes == 64 * MIB

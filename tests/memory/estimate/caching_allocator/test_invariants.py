@@ -1,0 +1,115 @@
+"""Random requests, by any settings: the books are right after each, and all is free at the end. 40,000 in all."""
+
+from bisect import insort
+from itertools import pairwise
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_vram.memory.estimate.caching_allocator.allocator import CachingAllocator
+from lightning_vram.memory.estimate.caching_allocator.settings import parse_settings
+from lightning_vram.memory.units import MIB
+
+NUM_OPERATIONS, NUM_EXAMPLES = 200, 25
+SETTINGS = {
+    "fixed": ("", None),
+    "fixed, full": ("", 300 * MIB),
+    "no splits": ("max_split_size_mb:32", 300 * MIB),
+    "steps": ("roundup_power2_divisions:[1:8,16:2,>:4]", None),
+    "expandable": ("expandable_segments:True", None),
+    "expandable, full": ("expandable_segments:True", 300 * MIB),
+    "expandable, large pages": ("expandable_segments:True,large_segment_size_mb:48", 300 * MIB),
+    "expandable, no splits": ("expandable_segments:True,max_split_size_mb:32", 300 * MIB),
+}
+
+
+class Books:
+    """An allocator, and what is known of it from outside."""
+
+    def __init__(self, text, capacity):
+        self.allocator = CachingAllocator(parse_settings(text), capacity_bytes=capacity)
+        self.asked = {}  # block: bytes
+
+    def operate(self, kind, size, choice):
+        """One operation: mostly requests and frees, at times one of the rarer ones."""
+        stream = choice % 2
+        if kind < 150:
+            exponent = 4 + 22 * size / 255
+            try:
+                block = self.allocator.malloc(int(2**exponent) + choice, stream)
+            except torch.OutOfMemoryError:
+                return
+            self.asked[block] = int(2**exponent) + choice
+        elif kind < 250 and self.asked:
+            block = list(self.asked)[choice % len(self.asked)]
+            if size % 8 == 0:
+                self.allocator.record_stream(block, 1 - block.pool.stream)
+            self.allocator.free(block)
+            del self.asked[block]
+        elif kind < 254:
+            self.allocator.synchronize(stream)
+        else:
+            self.allocator.empty_cache()
+
+    def chains(self):
+        """All segments, as lists of their blocks."""
+        blocks = {*self.asked, *self.allocator._waiting}
+        for pool in self.allocator.pools:
+            blocks |= {block for _, _, block in pool.free} | {block for _, block in pool.unmapped}
+        heads = []
+        for block in blocks:
+            if block.previous is None:
+                insort(heads, (block.address, block))
+        found = []
+        for _, block in heads:
+            chain = []
+            while block is not None:
+                chain.append(block)
+                block = block.next
+            found.append(chain)
+        assert sum(map(len, found)) == len(blocks)  # no block is lost, none is in no chain
+        return found
+
+    def check(self):
+        statistics, reserved = self.allocator.statistics, self.allocator.reserved_bytes
+        waiting = list(self.allocator._waiting)
+        assert statistics.allocated_bytes == sum(block.size for block in self.asked)
+        assert statistics.active_bytes == statistics.allocated_bytes + sum(block.size for block in waiting)
+        assert statistics.requested_bytes == sum(self.asked.values()) + sum(one.requested_bytes for one in waiting)
+        assert statistics.requested_bytes <= statistics.active_bytes <= reserved
+        assert all(block.requested_bytes == asked <= block.size for block, asked in self.asked.items())
+        capacity = self.allocator.device_memory.capacity_bytes
+        assert capacity is None or reserved <= capacity
+        chains = self.chains()
+        assert sum(block.size for chain in chains for block in chain if block.is_mapped) == reserved
+        for one, other in pairwise(chains):
+            assert one[-1].address + one[-1].size <= other[0].address
+        for one, other in (pair for chain in chains for pair in pairwise(chain)):
+            assert one.address + one.size == other.address
+            assert other.previous is one
+            assert not (one.is_free and other.is_free and one.is_mapped is other.is_mapped)  # they would be one
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_books_are_right_after_each_operation(name):
+    @settings(max_examples=NUM_EXAMPLES, deadline=None, database=None)
+    @given(st.integers(0, 2**32))
+    def check(seed):
+        data = Random(seed).randbytes(3 * NUM_OPERATIONS)  # hypothesis's own bytes are mostly alike
+        books = Books(*SETTINGS[name])
+        for start in range(0, len(data), 3):
+            books.operate(*data[start : start + 3])
+            books.check()
+        for block in books.asked:
+            books.allocator.free(block)
+        books.asked.clear()
+        books.allocator.empty_cache()
+        books.check()
+        assert books.allocator.reserved_bytes == 0
+        assert books.allocator.statistics.active_bytes == 0
+        assert all(not pool.free and not pool.unmapped for pool in books.allocator.pools)
+
+    check()

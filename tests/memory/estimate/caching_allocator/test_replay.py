@@ -1,0 +1,88 @@
+"""Timelines through the allocator."""
+
+import time
+
+from lightning_vram.memory.estimate.caching_allocator.replay import replay
+from lightning_vram.memory.estimate.caching_allocator.settings import AllocatorSettings
+from lightning_vram.memory.tracking.timeline import Allocation, Category, MemoryEvent, MemoryTimeline, Phase
+from lightning_vram.memory.units import MIB
+
+CARD = "lazy:0"
+
+
+def make_timeline(*changes, op="aten.mm", phases=None):
+    """Of (allocation, bytes) or (allocation, bytes, device)."""
+    devices = {number: (*rest, CARD)[0] for number, _, *rest in changes}
+    allocations = [Allocation(op, "", Phase.FORWARD, Category.TEMPORARIES, devices[number]) for number in devices]
+    phases = phases or [Phase.FORWARD] * len(changes)
+    events = [MemoryEvent(number, size, phase) for (number, size, *_), phase in zip(changes, phases, strict=True)]
+    return MemoryTimeline(tuple(allocations), tuple(events), (), CARD)
+
+
+def test_curves_and_peaks_of_a_small_timeline():
+    result = replay(make_timeline((0, 1000), (1, 15 * MIB), (0, -1000), (1, -15 * MIB)), CARD)
+    assert result.allocated == (1024, 1024 + 16 * MIB, 16 * MIB, 0)  # 15 of 16 MiB: 1 MiB is not split off
+    assert result.reserved == (2 * MIB, 18 * MIB, 18 * MIB, 18 * MIB)
+    assert result.peak_requested_bytes == 1000 + 15 * MIB
+    assert result.peak_allocated_bytes == 1024 + 16 * MIB
+    assert result.peak_reserved_bytes == 18 * MIB
+    assert result.fragmentation_bytes == 2 * MIB - 1024
+    assert (result.num_retries, result.out_of_memory_event) == (0, None)
+
+
+def test_only_the_device_counts():
+    result = replay(make_timeline((0, 512), (1, 5 * MIB, "cpu"), (0, -512)), CARD)
+    assert result.allocated == (512, 512, 0)
+    assert replay(make_timeline((0, 512)), "cpu").peak_reserved_bytes == 0
+
+
+def test_a_storage_that_grows_has_both_blocks_for_a_moment():
+    result = replay(make_timeline((0, 30 * MIB), (0, 10 * MIB), (0, -40 * MIB), (0, 30 * MIB)), CARD)
+    assert result.allocated == (30 * MIB, 40 * MIB, 0, 30 * MIB)
+    assert result.peak_allocated_bytes == 70 * MIB
+    assert result.reserved[-1] == 70 * MIB
+
+
+def test_expandable_segments_reserve_less():
+    timeline = make_timeline((0, 30 * MIB), (1, 50 * MIB), (0, -30 * MIB), (1, -50 * MIB), (2, 80 * MIB))
+    assert replay(timeline, CARD).peak_reserved_bytes == 160 * MIB
+    settings = AllocatorSettings(expandable_segments=True)
+    assert replay(timeline, CARD, settings=settings).peak_reserved_bytes == 80 * MIB
+
+
+def test_workspaces_are_taken_when_a_phase_first_makes_something_and_stay():
+    changes = (0, 2 * MIB), (1, 2 * MIB), (1, -2 * MIB), (0, -2 * MIB)
+    phases = [Phase.FORWARD, Phase.FORWARD, Phase.BACKWARD, Phase.BACKWARD]
+    workspace = {Phase.FORWARD: 8 * MIB, Phase.BACKWARD: 9 * MIB}
+    result = replay(make_timeline(*changes, phases=phases), CARD, workspace=workspace)
+    assert result.allocated == (10 * MIB, 12 * MIB, 19 * MIB, 17 * MIB)
+    assert result.peak_requested_bytes == 21 * MIB
+    held = replay(make_timeline((0, 2 * MIB), op="held"), CARD, workspace=workspace)
+    assert held.peak_allocated_bytes == 2 * MIB  # what was there before needed none
+
+
+def test_memory_that_runs_out_ends_the_replay():
+    timeline = make_timeline((0, 30 * MIB), (1, 50 * MIB), (0, -30 * MIB))
+    result = replay(timeline, CARD, capacity_bytes=60 * MIB)
+    assert (result.out_of_memory_event, result.num_retries, result.allocated) == (1, 1, (30 * MIB,))
+    assert replay(timeline, CARD, capacity_bytes=80 * MIB).out_of_memory_event is None
+
+
+def test_nothing_is_held_over_an_empty_timeline():
+    result = replay(MemoryTimeline((), (), (), CARD), CARD)
+    assert (result.peak_reserved_bytes, result.fragmentation_bytes) == (0, 0)
+
+
+def test_ten_thousand_events_take_a_twentieth_of_a_second():
+    sizes = [512 * (1 + (31 * number) % 40_000) for number in range(5_000)]
+    births = [(number, size) for number, size in enumerate(sizes)]
+    deaths = [(number, -size) for number, size in births]
+    changes = births[:200] + [change for pair in zip(births[200:], deaths, strict=False) for change in pair]
+    timeline = make_timeline(*changes, *deaths[-200:])
+    assert len(timeline.events) == 10_000
+    seconds = []
+    for _ in range(5):
+        start = time.process_time()
+        replay(timeline, CARD)
+        seconds.append(time.process_time() - start)
+    assert min(seconds) < 0.05

@@ -1,0 +1,223 @@
+"""The allocator's rules, each against numbers worked out by hand."""
+
+import pytest
+import torch
+
+from lightning_vram.memory.device.out_of_memory import is_out_of_memory
+from lightning_vram.memory.estimate.caching_allocator.allocator import CachingAllocator
+from lightning_vram.memory.estimate.caching_allocator.settings import AllocatorSettings, parse_settings
+from lightning_vram.memory.estimate.caching_allocator.sizes import round_request
+from lightning_vram.memory.units import GIB, KIB, MIB
+
+
+def make(text="", capacity=None):
+    return CachingAllocator(parse_settings(text), capacity_bytes=capacity)
+
+
+def held(allocator):
+    """Requested, allocated and reserved bytes."""
+    statistics = allocator.statistics
+    return statistics.requested_bytes, statistics.allocated_bytes, allocator.reserved_bytes
+
+
+@pytest.mark.parametrize(("asked", "given"), [(1, 512), (512, 512), (513, 1024), (MIB + 1, MIB + 512)])
+def test_requests_are_rounded_to_512_bytes(asked, given):
+    allocator = make()
+    assert allocator.malloc(asked).size == given
+    assert held(allocator)[:2] == (asked, given)
+
+
+@pytest.mark.parametrize(
+    ("asked", "reserved"),
+    [
+        (1, 2 * MIB),
+        (MIB, 2 * MIB),
+        (MIB + 1, 20 * MIB),
+        (10 * MIB - 512, 20 * MIB),
+        (10 * MIB, 10 * MIB),
+        (10 * MIB + 1, 12 * MIB),
+        (33 * MIB, 34 * MIB),
+    ],
+)
+def test_segments_are_of_2_or_20_mib_or_of_their_own_size(asked, reserved):
+    allocator = make()
+    allocator.malloc(asked)
+    assert allocator.reserved_bytes == reserved
+
+
+def test_small_and_large_requests_do_not_share_segments():
+    allocator = make()
+    allocator.free(allocator.malloc(5 * MIB))
+    allocator.malloc(512)
+    assert allocator.reserved_bytes == 22 * MIB
+    allocator.malloc(MIB)
+    assert allocator.reserved_bytes == 22 * MIB  # beside the first in the small segment
+
+
+def test_a_large_block_is_split_if_more_than_1_mib_is_left():
+    allocator = make()
+    exact = allocator.malloc(19 * MIB // 2)
+    assert exact.size == 19 * MIB // 2  # 10.5 MiB left of 20
+    rest = allocator.malloc(19 * MIB // 2)
+    assert rest.size == 21 * MIB // 2  # 1 MiB would be left: it stays in the block
+    assert held(allocator) == (19 * MIB, 20 * MIB, 20 * MIB)
+
+
+def test_a_small_block_is_split_if_512_bytes_are_left():
+    allocator = make()
+    allocator.malloc(MIB)
+    assert allocator.malloc(MIB - 512).size == MIB - 512
+    assert allocator.malloc(1).size == 512
+    assert allocator.reserved_bytes == 2 * MIB
+
+
+def test_the_smallest_free_block_that_is_large_enough_is_taken():
+    allocator = make()
+    blocks = [allocator.malloc(size * MIB) for size in (40, 20, 30)]
+    for block in blocks:
+        allocator.free(block)
+    assert allocator.malloc(20 * MIB) is blocks[1]
+    assert allocator.malloc(20 * MIB).address == blocks[2].address
+    assert allocator.reserved_bytes == 90 * MIB
+
+
+def test_of_blocks_of_one_size_the_lowest_address_is_taken():
+    allocator = make()
+    blocks = [allocator.malloc(20 * MIB) for _ in range(3)]
+    for block in reversed(blocks):
+        allocator.free(block)
+    assert [allocator.malloc(20 * MIB).address for _ in range(3)] == [block.address for block in blocks]
+
+
+def test_free_neighbours_become_one_block():
+    allocator = make()
+    first, second, third = (allocator.malloc(5 * MIB) for _ in range(3))
+    allocator.free(first)
+    allocator.free(third)  # and the 5 MiB behind it
+    assert sorted(size for size, _, _ in allocator.pools[0].free) == [5 * MIB, 10 * MIB]
+    allocator.free(second)
+    assert [size for size, _, _ in allocator.pools[0].free] == [20 * MIB]
+
+
+def test_peaks_stay_and_what_is_in_use_goes():
+    allocator = make()
+    for block in [allocator.malloc(3 * MIB) for _ in range(4)]:
+        allocator.free(block)
+    assert held(allocator) == (0, 0, 20 * MIB)
+    assert allocator.statistics.peak_allocated_bytes == 12 * MIB
+    assert allocator.statistics.peak_requested_bytes == 12 * MIB
+
+
+def test_empty_cache_gives_back_segments_that_are_free_as_a_whole():
+    allocator = make()
+    kept = allocator.malloc(5 * MIB)
+    for block in [allocator.malloc(5 * MIB), allocator.malloc(40 * MIB), allocator.malloc(1)]:
+        allocator.free(block)
+    allocator.empty_cache()
+    assert allocator.reserved_bytes == 20 * MIB
+    assert allocator.peak_reserved_bytes == 62 * MIB
+    allocator.free(kept)
+    allocator.empty_cache()
+    assert allocator.reserved_bytes == 0
+
+
+def test_where_the_driver_has_no_memory_the_cache_is_given_back_first():
+    allocator = make(capacity=64 * MIB)
+    allocator.free(allocator.malloc(40 * MIB))
+    allocator.malloc(50 * MIB)
+    assert (allocator.statistics.num_retries, allocator.reserved_bytes) == (1, 50 * MIB)
+
+
+def test_split_segments_cannot_be_given_back():
+    allocator = make(capacity=64 * MIB)
+    blocks = [allocator.malloc(20 * MIB) for _ in range(2)]
+    small = allocator.malloc(2 * MIB)
+    for block in blocks:
+        allocator.free(block)
+    assert allocator.malloc(40 * MIB).size == 40 * MIB  # both are given back, 44 MiB are free
+    with pytest.raises(torch.OutOfMemoryError):
+        allocator.malloc(19 * MIB)
+    assert small.is_allocated
+
+
+def test_the_error_says_what_is_taken():
+    allocator = make(capacity=30 * MIB)
+    allocator.malloc(5 * MIB)
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        allocator.malloc(16 * MIB)
+    assert str(error.value) == (
+        "CUDA out of memory, in simulation. Tried to allocate 16.00 MiB. PyTorch can have 30.00 MiB, of which "
+        "10.00 MiB is free, 5.00 MiB is allocated, and 15.00 MiB is reserved but unallocated."
+    )
+    assert is_out_of_memory(error.value)
+
+
+def test_a_block_is_freed_once():
+    allocator = make()
+    block = allocator.malloc(1)
+    allocator.free(block)
+    with pytest.raises(ValueError, match=f"free\\(block\\) got a block that is not in use, at {block.address:#x}"):
+        allocator.free(block)
+
+
+def test_blocks_above_max_split_size_are_not_split():
+    allocator = make("max_split_size_mb:100")
+    allocator.free(allocator.malloc(100 * MIB))
+    assert allocator.malloc(50 * MIB).size == 50 * MIB  # a new segment: the large block is kept
+    assert allocator.reserved_bytes == 150 * MIB
+    with_rounding = make("max_split_size_mb:100")
+    with_rounding.free(with_rounding.malloc(120 * MIB))
+    assert with_rounding.malloc(102 * MIB).size == 120 * MIB  # within 20 MiB, as a whole
+    too_much = make("max_split_size_mb:100")
+    too_much.free(too_much.malloc(120 * MIB))
+    assert too_much.malloc(100 * MIB).size == 100 * MIB
+    assert too_much.reserved_bytes == 220 * MIB
+
+
+def test_the_rounding_of_blocks_that_are_not_split_can_be_set():
+    allocator = make("max_split_size_mb:100,max_non_split_rounding_mb:50")
+    allocator.free(allocator.malloc(148 * MIB))
+    assert allocator.malloc(100 * MIB).size == 148 * MIB
+
+
+def test_with_max_split_size_only_as_much_as_needed_is_given_back():
+    allocator = make("max_split_size_mb:100", capacity=600 * MIB)
+    for block in [allocator.malloc(size * MIB) for size in (110, 140, 180, 60)]:
+        allocator.free(block)
+    allocator.malloc(220 * MIB)  # no single block is as large: 180 go, then 140
+    assert (allocator.reserved_bytes, allocator.statistics.num_retries) == ((110 + 60 + 220) * MIB, 0)
+
+
+def test_the_large_segment_can_be_set():
+    allocator = make("large_segment_size_mb:64")
+    allocator.malloc(2 * MIB)
+    assert allocator.reserved_bytes == 64 * MIB
+
+
+@pytest.mark.parametrize(
+    ("asked", "steps", "given"),
+    [
+        (1200, 4, 1536),  # not above 512 x 4: to 512 bytes
+        (1200 * MIB, 4, 1280 * MIB),  # PyTorch's own example: between 1024 and 2048 in steps of 256
+        (1024 * MIB, 4, 1024 * MIB),
+        (1025 * MIB, 1, 1025 * MIB),
+        (1025 * MIB, 0, 1025 * MIB),
+        (5000, 2, 6144),
+    ],
+)
+def test_requests_are_rounded_to_steps_between_powers_of_2(asked, steps, given):
+    assert round_request(asked, (steps,) * 16) == given
+
+
+def test_each_interval_of_sizes_has_its_own_steps():
+    divisions = parse_settings("roundup_power2_divisions:[256:1,512:2,1024:4,>:8]").roundup_power2_divisions
+    assert divisions == (1,) * 9 + (2, 4) + (8,) * 5
+    assert round_request(300 * MIB + 1, divisions) == 300 * MIB + 512
+    assert round_request(600 * MIB, divisions) == 768 * MIB
+    assert round_request(1100 * MIB, divisions) == 1280 * MIB
+    assert round_request(33 * GIB, divisions) == 36 * GIB
+
+
+def test_the_allocator_rounds_by_its_settings():
+    allocator = CachingAllocator(AllocatorSettings(roundup_power2_divisions=(2,) * 16))
+    assert allocator.malloc(600 * KIB).size == 768 * KIB
