@@ -1,0 +1,111 @@
+"""Cards of 2018 to 2026, by name: ``known_devices.json``, and the one at hand.
+
+FLOP rates, bandwidths and buses are from the makers' data sheets. Memory is what the driver says there is, where
+somebody has published it (``memory_source``), since it keeps 1 to 6 % of what is on the card; on Windows it says more.
+"""
+
+import difflib
+import json
+import re
+from dataclasses import replace
+from functools import cache
+from importlib.resources import files
+
+import torch
+
+from lightning_vram.memory.device.accelerators import current_kind, has_statistics
+from lightning_vram.memory.estimate.device_spec import DeviceSpec, read_calibration
+from lightning_vram.memory.units import MIB
+
+_GIGA, _TERA = 1e9, 1e12
+_SEPARATORS = re.compile(r"[^a-z0-9]")
+_LEFT_OUT = re.compile(r"nvidia|geforce|tesla|quadro|rtx|amd|instinct|radeon|intelr?|datacenter|gpu|generation|edition")
+_MAX_CLOSE = 6
+
+
+def find_device(name: str) -> DeviceSpec:
+    """Return a card by its name.
+
+    Args:
+        name: As people and drivers write it: ``"rtx4090"``, ``"RTX 4090"``, ``"NVIDIA GeForce RTX 4090"``. Or the path
+            of a file that ``lightning-vram calibrate`` wrote, which ends on ``.json``.
+
+    Raises:
+        ValueError: If it is not known, with what is close to it and how to describe another.
+
+    Example:
+        >>> find_device("rtx4090").name
+        'RTX 4090'
+    """
+    if name.endswith(".json"):
+        return read_calibration(name)
+    found = _names().get(_short(name))
+    if found is None:
+        raise ValueError(
+            f"device {name!r} is not known. Known are {', '.join(_close_to(name))}. Describe another one: "
+            "DeviceSpec(name=..., memory_bytes=...), --device.name NAME --device.memory 24GiB, or the file that "
+            "`lightning-vram calibrate -o thisgpu.json` writes on it."
+        )
+    return found
+
+
+@cache
+def known_devices() -> tuple[DeviceSpec, ...]:
+    """Return all cards that are known by name."""
+    return tuple(dict.fromkeys(_names().values()))
+
+
+def describe_this_device() -> DeviceSpec:
+    """Return the accelerator at hand: its own word on memory, and what is known of the card by its name.
+
+    Raises:
+        RuntimeError: If there is none, or it does not tell of its memory.
+    """
+    kind = current_kind()
+    if not has_statistics(kind):
+        raise RuntimeError("there is no accelerator here that tells of its memory. Name a card instead: rtx4090.")
+    module = torch.get_device_module(kind)
+    name, memory_bytes = module.get_device_name(), module.mem_get_info()[1]
+    properties = module.get_device_properties(module.current_device())
+    known = _names().get(_short(name), DeviceSpec(name, memory_bytes))
+    return replace(
+        known,
+        name=name,
+        memory_bytes=memory_bytes,
+        memory_source="the driver",
+        capability=(properties.major, properties.minor) if hasattr(properties, "major") else known.capability,
+        num_multiprocessors=getattr(properties, "multi_processor_count", known.num_multiprocessors),
+    )
+
+
+@cache
+def _names() -> dict[str, DeviceSpec]:
+    """All cards by all their names, each without what people leave out."""
+    data = json.loads((files("lightning_vram.memory.estimate") / "known_devices.json").read_text())
+    found = {}
+    for card in data["devices"]:
+        spec = DeviceSpec(
+            name=card["name"],
+            memory_bytes=card["memory_mib"] * MIB,
+            memory_source=card["memory_source"],
+            bandwidth_bytes_per_s=card["bandwidth_gb_s"] * _GIGA,
+            flops_per_s={name: rate * _TERA for name, rate in card["tflops"].items()},
+            bus_bytes_per_s=data["buses_gb_s"][card["bus"]] * _GIGA,
+            capability=tuple(card["capability"]) if "capability" in card else None,
+            num_multiprocessors=card["num_multiprocessors"],
+        )
+        for name in (card["name"], *card.get("aliases", ())):
+            found[_short(name)] = spec
+    return found
+
+
+def _short(name: str) -> str:
+    return _LEFT_OUT.sub("", _SEPARATORS.sub("", name.lower()))
+
+
+def _close_to(name: str) -> list[str]:
+    """Names of cards that begin alike, or else are spelled alike; all if none is."""
+    short, names = _short(name), _names()
+    close = [key for key in names if short and key.startswith(short)]
+    close = close or difflib.get_close_matches(short, names, n=_MAX_CLOSE)
+    return list(dict.fromkeys(names[key].name for key in close)) or [spec.name for spec in known_devices()]
