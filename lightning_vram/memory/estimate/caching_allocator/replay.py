@@ -50,6 +50,7 @@ def replay(
     *,
     settings: AllocatorSettings | None = None,
     workspace: Mapping[Phase, int] | None = None,
+    scratch: Mapping[str, int] | None = None,
     capacity_bytes: int | None = None,
 ) -> AllocatorReplay:
     """Replay what a timeline has on one device.
@@ -60,6 +61,7 @@ def replay(
         settings: Of the allocator. ``None`` takes PyTorch's defaults.
         workspace: Bytes that a library takes for good when a phase first makes something: cuBLAS, once for the thread
             of the forward and once for that of the backward.
+        scratch: Bytes that an operator, by its name, takes while it makes its result, and gives back.
         capacity_bytes: What the allocator can take from the driver. ``None`` is without end.
 
     Example:
@@ -70,7 +72,7 @@ def replay(
         >>> result.peak_requested_bytes, result.peak_allocated_bytes, result.peak_reserved_bytes
         (4000, 4096, 2097152)
     """
-    player = _Player(CachingAllocator(settings, capacity_bytes=capacity_bytes), dict(workspace or {}))
+    player = _Player(CachingAllocator(settings, capacity_bytes=capacity_bytes), dict(workspace or {}), scratch or {})
     allocated, reserved = [], []
     failed = None
     for index, event in enumerate(timeline.events):
@@ -80,6 +82,8 @@ def replay(
                 if allocation.op != HELD:
                     player.take_workspace(event.phase)
                 player.change(event.allocation, event.change_bytes)
+                if event.change_bytes > 0:
+                    player.use_scratch(allocation.op)
             except torch.OutOfMemoryError:
                 failed = index
                 break
@@ -103,17 +107,24 @@ class _Player:
     Args:
         allocator: That they come from.
         workspace: Bytes that each phase still has to take.
+        scratch: Bytes that operators take for a moment.
     """
 
-    def __init__(self, allocator: CachingAllocator, workspace: dict[Phase, int]) -> None:
+    def __init__(self, allocator: CachingAllocator, workspace: dict[Phase, int], scratch: Mapping[str, int]) -> None:
         self.allocator = allocator
         self._workspace = workspace
+        self._scratch = scratch
         self._blocks: dict[int, Block] = {}
 
     def take_workspace(self, phase: Phase) -> None:
         """Allocate what libraries keep, at the first event of a phase."""
         if num_bytes := self._workspace.pop(phase, 0):
             self.allocator.malloc(num_bytes)
+
+    def use_scratch(self, op: str) -> None:
+        """Allocate and free what an operator needs beside its result."""
+        if num_bytes := self._scratch.get(op, 0):
+            self.allocator.free(self.allocator.malloc(num_bytes))
 
     def change(self, number: int, change_bytes: int) -> None:
         """Let an allocation grow or shrink: as a storage does, whose new block is there before the old one is freed."""

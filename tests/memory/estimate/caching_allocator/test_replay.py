@@ -61,6 +61,13 @@ def test_workspaces_are_taken_when_a_phase_first_makes_something_and_stay():
     assert held.peak_allocated_bytes == 2 * MIB  # what was there before needed none
 
 
+def test_scratch_of_an_operator_lies_beside_its_result_and_goes():
+    changes = (0, 2 * MIB), (0, -2 * MIB)
+    result = replay(make_timeline(*changes), CARD, scratch={"aten.mm": 32 * MIB, "aten.add": 64 * MIB})
+    assert result.allocated == (2 * MIB, 0)
+    assert (result.peak_allocated_bytes, result.peak_reserved_bytes) == (34 * MIB, 52 * MIB)
+
+
 def test_memory_that_runs_out_ends_the_replay():
     timeline = make_timeline((0, 30 * MIB), (1, 50 * MIB), (0, -30 * MIB))
     result = replay(timeline, CARD, capacity_bytes=60 * MIB)
