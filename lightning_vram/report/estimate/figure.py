@@ -1,0 +1,169 @@
+"""The picture of an estimate: what is alive through a step, stacked, under the device's limit."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightning_vram.memory.estimate.result import MemoryEstimate
+from lightning_vram.memory.tracking.timeline import Phase
+from lightning_vram.memory.units import format_bytes
+from lightning_vram.report.estimate.rows import facts
+from lightning_vram.report.estimate.scale import Scale, choose_scale
+from lightning_vram.report.estimate.step import COLORS, CONTEXT_COLOR, Step, read_step
+from lightning_vram.report.estimate.words import legend_rows, needed_line, peak_lines, verdict
+from lightning_vram.report.tables import label
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_SIZE = (12.0, 6.0)  # inches
+_DPI = 200  # 100 is enough to read it; twice that for screens that show it
+_MAX_COLUMNS = 1600
+_INK, _FAINT = "#24292f", "#6e7781"
+_GOOD, _BAD = "#1a7f37", "#cf222e"
+_SHADES = {Phase.FORWARD: "#f6f8fa", Phase.BACKWARD: "#eaeef2", Phase.OPTIMIZER_STEP: "#f0f4ee"}
+_LEFT, _WORDS, _RIGHT, _LINE = 0.07, 0.777, 0.985, 0.052  # of the picture
+_MIN_LABELLED = 0.07  # of the width
+
+
+def draw(estimate: MemoryEstimate) -> "Figure":
+    """Draw an estimate with matplotlib.
+
+    Args:
+        estimate: Its training step is drawn.
+
+    Raises:
+        ModuleNotFoundError: If matplotlib is not installed.
+        ValueError: If no tensor was on the device.
+    """
+    try:
+        from matplotlib import rc_context  # an extra
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError(
+            "a picture needs matplotlib: pip install 'lightning-vram[plots]'. A page (step.html) needs nothing."
+        ) from None
+    step, scale = read_step(estimate.timeline, _MAX_COLUMNS), choose_scale(estimate)
+    with rc_context({"font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"], "font.size": 12}):
+        figure = Figure(figsize=_SIZE, facecolor="white")
+        axes = figure.add_axes((_LEFT, 0.1, 0.69, 0.74))
+        _draw_axes(axes, step, scale)
+        _draw_phases(axes, step, scale)
+        _draw_areas(axes, estimate, step)
+        _draw_lines(axes, estimate, scale)
+        _mark_peak(axes, estimate, step, scale)
+        _draw_words(figure, estimate, step)
+    return figure
+
+
+def save(estimate: MemoryEstimate, path: Path) -> None:
+    """Draw an estimate into a file whose name says its format: ``.png``, ``.svg``, ``.pdf``."""
+    # Without a date, and with names that are not drawn by chance, the same estimate is the same file.
+    metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path.suffix.lower())
+    figure = draw(estimate)
+    from matplotlib import rc_context
+
+    with rc_context({"svg.hashsalt": "estimate"}):
+        figure.savefig(path, dpi=_DPI, metadata=metadata)
+
+
+def _draw_axes(axes: "Axes", step: Step, scale: Scale) -> None:
+    axes.set_xlim(0, len(step.columns))
+    axes.set_ylim(0, scale.end_bytes)
+    axes.set_yticks(scale.ticks, [scale.label(tick) for tick in scale.ticks])
+    axes.set_ylabel(scale.unit, color=_INK)
+    axes.set_xticks([])
+    axes.set_xlabel(f"one training step: {step.num_events:,} allocations and frees, in order", color=_FAINT)
+    axes.tick_params(length=0, colors=_INK)
+    axes.grid(axis="y", color="#d0d7de", linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(_FAINT)
+
+
+def _draw_phases(axes: "Axes", step: Step, scale: Scale) -> None:
+    for span in step.spans:
+        axes.axvspan(span.start, span.end, color=_SHADES[span.phase], linewidth=0, zorder=0)
+        if span.start:
+            axes.axvline(span.start, color="white", linewidth=1.5, zorder=0.5)
+        if span.end - span.start >= _MIN_LABELLED * len(step.columns) and not span.is_rest:
+            middle, above = (span.start + span.end) / 2, scale.end_bytes * 1.012
+            axes.text(middle, above, label(span.phase), ha="center", va="bottom", color=_FAINT)
+
+
+def _draw_areas(axes: "Axes", estimate: MemoryEstimate, step: Step) -> None:
+    edges = range(len(step.columns) + 1)
+    base = [float(estimate.context_bytes)] * len(step.columns)
+    axes.stairs(base, edges, fill=True, color=CONTEXT_COLOR)
+    for category in step.categories:
+        top = [low + column.by_category[category] for low, column in zip(base, step.columns, strict=True)]
+        axes.stairs(top, edges, baseline=base, fill=True, color=COLORS[category], linewidth=0)
+        base = top
+
+
+def _draw_lines(axes: "Axes", estimate: MemoryEstimate, scale: Scale) -> None:
+    needed, limit = estimate.needed_bytes, estimate.device.memory_bytes
+    width = axes.get_xlim()[1]
+    color = _color(estimate)
+    axes.axhline(needed, color=_INK, linewidth=1, linestyle=(0, (4, 3)))
+    axes.text(width * 0.008, needed, needed_line(estimate), va="bottom", color=_INK, fontsize=11)
+    text = f"{estimate.device.name} {format_bytes(limit)}"
+    if scale.has_limit:
+        axes.axhline(limit, color=color, linewidth=2)
+        if not estimate.fits:
+            axes.axhspan(limit, scale.end_bytes, color=_BAD, alpha=0.08, linewidth=0)
+        axes.text(width * 0.992, limit, text, va="bottom", ha="right", color=color, fontsize=11, fontweight="bold")
+    else:
+        axes.text(
+            width * 0.992,
+            scale.end_bytes * 0.985,
+            f"{text} \N{UPWARDS ARROW}",
+            va="top",
+            ha="right",
+            color=color,
+            fontsize=11,
+            fontweight="bold",
+        )
+
+
+def _mark_peak(axes: "Axes", estimate: MemoryEstimate, step: Step, scale: Scale) -> None:
+    x, y = step.peak + 0.5, estimate.context_bytes + estimate.peak_bytes
+    is_left = step.peak < len(step.columns) / 2
+    above = estimate.device.memory_bytes if estimate.fits and scale.has_limit else scale.end_bytes
+    has_room = scale.is_free(estimate.needed_bytes, above)
+    axes.plot(x, y, "o", color=_INK, markersize=7, markeredgecolor="white", markeredgewidth=1.5)
+    axes.annotate(
+        "\n".join(peak_lines(estimate, step)),
+        (x, y),
+        xytext=(28 if is_left else -28, 50 if has_room else -18),
+        textcoords="offset points",
+        ha="left" if is_left else "right",
+        va="bottom" if has_room else "top",
+        fontsize=11,
+        color=_INK,
+        bbox={"boxstyle": "round,pad=0.4", "facecolor": "white", "edgecolor": _FAINT, "linewidth": 0.8, "alpha": 0.94},
+        arrowprops={"arrowstyle": "-", "color": _INK, "linewidth": 1},
+    )
+
+
+def _draw_words(figure: "Figure", estimate: MemoryEstimate, step: Step) -> None:
+    from matplotlib.patches import Rectangle
+
+    figure.text(_LEFT, 0.965, verdict(estimate), va="top", fontsize=17, fontweight="bold", color=_color(estimate))
+    figure.text(_WORDS, 0.84, "at the peak", va="top", fontweight="bold", color=_INK)
+    y = 0.765
+    for name, color, num_bytes in legend_rows(estimate, step):
+        figure.add_artist(Rectangle((_WORDS, y - 0.014), 0.014, 0.028, color=color, linewidth=0))
+        figure.text(_WORDS + 0.022, y, name, va="center", color=_INK)
+        figure.text(_RIGHT, y, format_bytes(num_bytes), va="center", ha="right", color=_INK)
+        y -= _LINE
+    y -= 0.5 * _LINE
+    for name, value in facts(estimate):
+        figure.text(_WORDS, y, name, va="center", color=_FAINT)
+        figure.text(_RIGHT, y, value, va="center", ha="right", color=_FAINT)
+        y -= _LINE
+
+
+def _color(estimate: MemoryEstimate) -> str:
+    return _GOOD if estimate.fits else _BAD

@@ -1,0 +1,78 @@
+"""An estimate that can be printed and drawn. The numbers know nothing of tables: they belong to a floor below."""
+
+import functools
+import io
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import ParamSpec
+
+from rich.console import Console
+from typing_extensions import override
+
+from lightning_vram.memory.estimate.result import MemoryEstimate
+from lightning_vram.report.estimate.figure import save
+from lightning_vram.report.estimate.html import page
+from lightning_vram.report.estimate.table import estimate_table
+
+_P = ParamSpec("_P")
+_WIDTH = 100
+_PICTURES = (".png", ".svg", ".pdf")
+_PAGE = ".html"
+
+
+@dataclass(frozen=True)
+class ShownEstimate(MemoryEstimate):
+    """A :class:`MemoryEstimate` whose ``str`` is a table, and which draws itself."""
+
+    @override
+    def __str__(self) -> str:
+        file = io.StringIO()
+        Console(file=file, width=_WIDTH, color_system=None, legacy_windows=False).print(estimate_table(self))
+        return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw the training step: what is alive, stacked, under the device's limit.
+
+        Args:
+            path: File to write. Its ending says what: a picture by matplotlib (``.png``, ``.svg``, ``.pdf``), or a
+                page (``.html``) in one file, with the values at the pointer and the tables.
+
+        Raises:
+            ValueError: If the ending is another, or no tensor was on the device.
+            ModuleNotFoundError: If a picture is wanted and matplotlib is not installed.
+        """
+        file = Path(path)
+        check_plot_path(file)
+        if file.suffix.lower() == _PAGE:
+            file.write_text(page(self), encoding="utf-8")
+        else:
+            save(self, file)
+
+
+def check_plot_path(path: Path) -> None:
+    """Refuse what no picture can be written to, before the work.
+
+    Args:
+        path: File to write.
+
+    Raises:
+        ValueError: If its ending is none of those known.
+        FileNotFoundError: If its folder is not there.
+    """
+    if path.suffix.lower() not in (*_PICTURES, _PAGE):
+        raise ValueError(f"plot(path) must end in one of {', '.join((*_PICTURES, _PAGE))}, got '{path}'.")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"plot(path): there is no folder '{path.parent}'.")
+
+
+def shown(estimate_memory: Callable[_P, MemoryEstimate]) -> Callable[_P, ShownEstimate]:
+    """Let a function that estimates return what can be printed and drawn."""
+
+    @functools.wraps(estimate_memory)
+    def estimate_and_show(*args: _P.args, **kwargs: _P.kwargs) -> ShownEstimate:
+        estimate = estimate_memory(*args, **kwargs)
+        return ShownEstimate(**{field.name: getattr(estimate, field.name) for field in fields(estimate)})
+
+    return estimate_and_show

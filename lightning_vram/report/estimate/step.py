@@ -1,0 +1,128 @@
+"""A step's live bytes in as many columns as a picture has room for, without losing its peak."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+from lightning_vram.memory.tracking.ledger import HELD
+from lightning_vram.memory.tracking.timeline import Category, MemoryTimeline, Phase
+
+# From the bottom: what stays all along, then what comes and goes. Colours of Okabe and Ito, which people who see
+# fewer colours can tell apart as well; two shades of one hue where two kinds belong together.
+COLORS = {
+    Category.PARAMETERS: "#0072b2",
+    Category.BUFFERS: "#7a8fa6",
+    Category.OPTIMIZER_STATE: "#56b4e9",
+    Category.GRADIENTS: "#009e73",
+    Category.INPUTS: "#cc79a7",
+    Category.ACTIVATIONS: "#e69f00",
+    Category.TEMPORARIES: "#d55e00",
+}
+CONTEXT_COLOR = "#b8bcc2"
+
+
+@dataclass(frozen=True)
+class Column:
+    """The highest moment of some events that follow each other.
+
+    Args:
+        event: Index among the device's events, those before the step not left out.
+        phase: Phase in which it happened.
+        op: Operator that made the storage which changed.
+        module: Where that was made.
+        by_category: Live bytes right after the event.
+    """
+
+    event: int
+    phase: Phase
+    op: str
+    module: str
+    by_category: Mapping[Category, int]
+
+    @property
+    def live_bytes(self) -> int:
+        """Of all categories."""
+        return sum(self.by_category.values())
+
+
+@dataclass(frozen=True)
+class Span:
+    """Columns that follow each other and are of one phase.
+
+    Args:
+        phase: Which.
+        start: The first column.
+        end: The one after the last.
+        is_rest: Whether it is what comes after everything else, such as ``zero_grad``: it counts as forward.
+    """
+
+    phase: Phase
+    start: int
+    end: int
+    is_rest: bool = False
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is drawn.
+
+    Args:
+        columns: In order of time, at least one.
+        spans: The phases, without gaps.
+        peak: Index of the highest column.
+        num_events: How many events the columns stand for.
+    """
+
+    columns: tuple[Column, ...]
+    spans: tuple[Span, ...]
+    peak: int
+    num_events: int
+
+    @property
+    def categories(self) -> tuple[Category, ...]:
+        """Those that are ever alive, from the bottom."""
+        return tuple(kind for kind in COLORS if any(column.by_category[kind] for column in self.columns))
+
+
+def read_step(timeline: MemoryTimeline, max_columns: int) -> Step:
+    """Reduce a timeline to what can be seen: from what was there before the step, in one moment, to its end.
+
+    Args:
+        timeline: Its device's events are read.
+        max_columns: Most columns. Each shows the highest of the moments that it stands for.
+
+    Raises:
+        ValueError: If nothing ever was on the timeline's device.
+    """
+    moments = _moments(timeline)
+    if not moments:
+        raise ValueError(f"nothing to draw: no tensor was on {timeline.device}.")
+    num_columns = min(max_columns, len(moments))
+    bounds = [number * len(moments) // num_columns for number in range(num_columns + 1)]
+    columns = tuple(max(moments[start:end], key=lambda moment: moment.live_bytes) for start, end in pairwise(bounds))
+    peak = max(range(num_columns), key=lambda number: columns[number].live_bytes)
+    return Step(columns, _spans(columns), peak, len(moments))
+
+
+def read_peak(timeline: MemoryTimeline) -> Column | None:
+    """The highest moment of all; ``None`` if nothing ever was on the timeline's device."""
+    return max(_moments(timeline), key=lambda moment: moment.live_bytes, default=None)
+
+
+def _moments(timeline: MemoryTimeline) -> list[Column]:
+    live = dict.fromkeys(Category, 0)
+    moments: list[Column] = []
+    for event in timeline.events:
+        allocation = timeline.allocations[event.allocation]
+        if allocation.device == timeline.device:
+            live = {**live, allocation.category: live[allocation.category] + event.change_bytes}
+            moments.append(Column(len(moments), event.phase, allocation.op, allocation.module, live))
+    num_held = next((number for number, moment in enumerate(moments) if moment.op != HELD), len(moments))
+    return moments[max(num_held - 1, 0) :]
+
+
+def _spans(columns: tuple[Column, ...]) -> tuple[Span, ...]:
+    starts = [0, *(number for number in range(1, len(columns)) if columns[number].phase != columns[number - 1].phase)]
+    ends = [*starts[1:], len(columns)]
+    last = starts[-1] if len(starts) > 1 and columns[-1].phase is Phase.FORWARD else None
+    return tuple(Span(columns[start].phase, start, end, start == last) for start, end in zip(starts, ends, strict=True))

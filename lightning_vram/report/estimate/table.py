@@ -1,0 +1,79 @@
+"""The table of an estimate: does it fit, what takes the room, and when."""
+
+from collections.abc import Iterable
+
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from lightning_vram.memory.estimate.result import MemoryEstimate
+from lightning_vram.memory.units import format_bytes
+from lightning_vram.report.estimate import rows
+from lightning_vram.report.estimate.step import COLORS
+from lightning_vram.report.estimate.words import module_name, peak_sentence, verdict
+from lightning_vram.report.tables import label, literal
+
+_MAX_MODULES = 11  # with all others
+_BAR_WIDTH = 10
+_MAX_NAME = 27
+
+
+def estimate_table(estimate: MemoryEstimate) -> RenderableType:
+    """Everything an estimate says, in some 30 lines of 100 columns. It can be read without colours."""
+    tables = Table.grid(padding=(0, 3, 0, 0))
+    tables.add_row(
+        Group(
+            _categories(estimate),
+            "",
+            _sizes("their peak in", rows.moments(estimate)),
+            "",
+            _texts("the run", rows.facts(estimate)),
+        ),
+        Group(_modules(estimate), "", _sizes("the process", rows.process(estimate))),
+    )
+    style = f"bold {'green' if estimate.fits else 'red'}"
+    words = [Text(verdict(estimate), style=style), Text(peak_sentence(estimate))]
+    notes = [Text(f"Note: {note}") for note in estimate.notes]
+    return Group(*words, "", tables, *([""] if notes else []), *notes)
+
+
+def _categories(estimate: MemoryEstimate) -> Table:
+    table = _table("tensors at the peak", "bytes", "share")
+    table.add_column("", width=_BAR_WIDTH)
+    for category, num_bytes in rows.categories(estimate):
+        style = COLORS[category]
+        bar = ProgressBar(estimate.peak_bytes, num_bytes, width=_BAR_WIDTH, complete_style=style, finished_style=style)
+        table.add_row(label(category), format_bytes(num_bytes), _share(num_bytes, estimate), bar)
+    table.add_row("all", format_bytes(estimate.peak_bytes), "", "", style="bold")
+    return table
+
+
+def _modules(estimate: MemoryEstimate) -> Table:
+    table = _table("modules at the peak", "bytes", "share")
+    for fqn, num_bytes in rows.modules(estimate, _MAX_MODULES):
+        table.add_row(literal(module_name(fqn, _MAX_NAME)), format_bytes(num_bytes), _share(num_bytes, estimate))
+    return table
+
+
+def _sizes(name: str, sizes: Iterable[tuple[str, int]]) -> Table:
+    return _texts(name, ((text, format_bytes(num_bytes)) for text, num_bytes in sizes))
+
+
+def _texts(name: str, pairs: Iterable[tuple[str, str]]) -> Table:
+    table = _table(name, "")
+    for pair in pairs:
+        table.add_row(*map(literal, pair))
+    return table
+
+
+def _table(name: str, *columns: str) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    table.add_column(name, no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def _share(num_bytes: int, estimate: MemoryEstimate) -> str:
+    return f"{num_bytes / estimate.peak_bytes:.0%}" if estimate.peak_bytes else ""

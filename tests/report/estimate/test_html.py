@@ -1,0 +1,135 @@
+"""The page: its drawing, measured, and what its script is given."""
+
+import json
+import re
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import pytest
+from support.estimates import GIB, MIB, allocation, estimate_of, timeline_of
+
+from lightning_vram.memory.tracking.timeline import Category, Phase
+from lightning_vram.report.estimate.html import page
+from lightning_vram.report.estimate.scale import choose_scale
+from lightning_vram.report.estimate.step import COLORS, read_step
+from lightning_vram.report.estimate.svg import BOTTOM, LEFT, RIGHT, TOP, svg_of
+
+
+def data_of(text: str) -> dict:
+    return json.loads(re.search(r"^const data = (.*);$", text, re.MULTILINE)[1])
+
+
+def drawing_of(estimate) -> ElementTree.Element:
+    return ElementTree.fromstring(svg_of(estimate, read_step(estimate.timeline, RIGHT - LEFT)))
+
+
+def height(estimate, num_bytes: int) -> float:
+    return round(BOTTOM - num_bytes / choose_scale(estimate).end_bytes * (BOTTOM - TOP), 1)
+
+
+def test_the_script_gets_every_column():
+    data = data_of(page(estimate_of()))
+    columns, names = data["columns"], data["names"]
+    assert len(columns) == 11
+    phase, op, module, *sizes = columns[5]
+    assert [names[phase], names[op], names[module]] == ["backward", "aten.mm", "net.embed"]
+    assert [size // MIB for size in sizes] == [100, 200, 100, 300, 60]
+    assert data["categories"] == [
+        ["parameters", COLORS[Category.PARAMETERS]],
+        ["optimizer state", COLORS[Category.OPTIMIZER_STATE]],
+        ["gradients", COLORS[Category.GRADIENTS]],
+        ["activations", COLORS[Category.ACTIVATIONS]],
+        ["temporaries", COLORS[Category.TEMPORARIES]],
+    ]
+    assert data["area"] == [LEFT, TOP, RIGHT, BOTTOM]
+
+
+def test_the_stack_is_drawn_to_scale():
+    estimate = estimate_of()
+    color = COLORS[Category.ACTIVATIONS]
+    (path,) = (found for found in drawing_of(estimate) if found.tag == "path" and found.get("fill") == color)
+    column = (RIGHT - LEFT) / 11
+    corners = [height(estimate, size * MIB) for size in (400, 700, 710, 700, 800, 500, 400)]
+    edges = [f"{LEFT + number * column:.1f}" for number in (1, 2, 3, 5, 6, 10)]
+    there, _ = path.get("d").split(f"H{RIGHT}")
+    rises = "".join(f"H{x}V{y}" for x, y in zip(edges, corners[1:], strict=True))
+    assert there == f"M{LEFT} {corners[0]}{rises}"
+
+
+def test_each_area_ends_where_it_began():
+    for path in drawing_of(estimate_of()):
+        if path.get("fill") in COLORS.values() and path.tag == "path":
+            start = float(path.get("d").split("H")[0].split()[1])
+            assert path.get("d").endswith(f"H{LEFT}Z")
+            assert TOP < start <= BOTTOM
+
+
+def test_the_peak_the_limit_and_what_is_needed_stand_at_their_heights():
+    estimate = estimate_of()
+    drawing = drawing_of(estimate)
+    (peak,) = (found for found in drawing if found.get("class") == "peak")
+    assert float(peak.get("cx")) == pytest.approx(LEFT + 5.5 / 11 * (RIGHT - LEFT), abs=0.1)
+    assert float(peak.get("cy")) == height(estimate, 860 * MIB)
+    lines = {found.get("class"): found.get("d") for found in drawing if found.tag == "path"}
+    assert lines["limit good"] == f"M{LEFT} {height(estimate, GIB)}H{RIGHT}"
+    assert lines["needed"] == f"M{LEFT} {height(estimate, 900 * MIB)}H{RIGHT}"
+    assert {"peak of tensors 760.00 MiB", "aten.mm", "net.embed"} <= {found.text for found in drawing}
+
+
+def test_what_does_not_fit_is_red_above_the_limit():
+    estimate = estimate_of(limit_bytes=600 * MIB)
+    drawing = drawing_of(estimate)
+    (beyond,) = (found for found in drawing if found.get("class") == "beyond")
+    assert float(beyond.get("y")) == TOP
+    assert float(beyond.get("height")) == pytest.approx(height(estimate, 600 * MIB) - TOP, abs=0.1)
+    assert '<h1 class="bad">Does not fit' in page(estimate)
+
+
+def test_everything_stays_within_the_picture():
+    for limit_bytes in (MIB, 600 * MIB, GIB, 80 * GIB):
+        for found in drawing_of(estimate_of(limit_bytes=limit_bytes)):
+            if found.tag in ("rect", "text", "circle"):
+                x = float(found.get("x") or found.get("cx"))
+                y = float(found.get("y") or found.get("cy"))
+                assert 0 <= x <= 1200
+                assert 0 <= y <= 600
+
+
+def test_a_page_needs_nothing_else():
+    text = page(estimate_of())
+    assert set(re.findall(r"\w+://[^\"' )]+", text)) == {"http://www.w3.org/2000/svg"}  # a name, not an address
+    assert not re.search(r"<(link|img|iframe)|src=|@import|url\(", text)
+    assert "prefers-color-scheme: dark" in text
+
+
+class _Tags(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+
+    def handle_starttag(self, tag, attrs) -> None:
+        self.tags.append(tag)
+
+
+def test_names_are_text_wherever_they_stand():
+    evil = "</script><b>{{data}}&amp;"
+    timeline = timeline_of(
+        [allocation(evil, evil, Category.PARAMETERS), allocation(evil, evil, Category.INPUTS)],
+        [(0, 5, Phase.FORWARD), (1, 5, Phase.FORWARD)],
+    )
+    text = page(estimate_of(timeline, notes=(evil,)))
+    parser = _Tags()
+    parser.feed(text)
+    assert "b" not in parser.tags
+    assert parser.tags.count("script") == 1
+    assert evil in data_of(text)["names"]
+
+
+def test_tables_and_notes():
+    text = page(estimate_of(notes=("Traced eagerly.",), max_batch_size=11))
+    assert "<tr><td>activations</td><td>300.00 MiB</td><td>39%</td></tr>" in text
+    assert "<tr><td>optimizer step</td><td>450.00 MiB</td></tr>" in text
+    assert "<tr><td>reserved</td><td>800.00 MiB</td></tr>" in text
+    assert "<tr><td>largest that fits</td><td>11</td></tr>" in text
+    assert "<tr><td>net.embed</td><td>400.00 MiB</td><td>53%</td></tr>" in text
+    assert "<p>Note: Traced eagerly.</p>" in text

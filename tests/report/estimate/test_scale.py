@@ -1,0 +1,29 @@
+"""The axis of bytes."""
+
+import pytest
+from support.estimates import GIB, MIB, estimate_of
+
+from lightning_vram.report.estimate.scale import choose_scale
+
+
+@pytest.mark.parametrize(
+    ("limit_bytes", "unit", "labels"),
+    [
+        (600 * MIB, "GiB", ["0", "0.2", "0.4", "0.6", "0.8", "1"]),  # up to 1026 MiB
+        (GIB, "GiB", ["0", "0.2", "0.4", "0.6", "0.8", "1"]),
+        (2 * GIB, "GiB", ["0", "0.5", "1", "1.5", "2"]),
+    ],
+)
+def test_marks_are_round_numbers(limit_bytes, unit, labels):
+    scale = choose_scale(estimate_of(limit_bytes=limit_bytes))
+    assert scale.unit == unit
+    assert [scale.label(tick) for tick in scale.ticks] == labels
+
+
+@pytest.mark.parametrize("size", [1, 7, 999, 2**20 + 1, 3 * 2**30, 5 * 2**40, 2**50])
+def test_every_size_has_a_few_marks(size):
+    estimate = estimate_of(limit_bytes=size)
+    (stage,) = estimate.stages.values()
+    scale = choose_scale(estimate_of(stages={"train": stage}, context_bytes=size, limit_bytes=size))
+    assert 3 <= len(scale.ticks) <= 9
+    assert scale.ticks[-1] <= scale.end_bytes

@@ -1,0 +1,111 @@
+"""What ``print(estimate)`` says, line by line."""
+
+import io
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+from support.estimates import GIB, MIB, allocation, estimate_of, timeline_of
+
+from lightning_vram.memory.estimate.result import MemoryEstimate
+from lightning_vram.memory.tracking.timeline import Category, Phase
+from lightning_vram.report.estimate.shown import ShownEstimate, shown
+from lightning_vram.report.estimate.table import estimate_table
+
+
+def text_of(**changes) -> str:
+    return str(estimate_of(kind=ShownEstimate, **changes))
+
+
+def test_the_first_line_is_the_answer():
+    assert text_of().splitlines()[0] == "Fits: 900.00 MiB of 1.00 GiB on RTX 4090"
+    assert text_of(limit_bytes=800 * MIB).splitlines()[0] == (
+        "Does not fit: 900.00 MiB of 800.00 MiB on RTX 4090, 100.00 MiB too much"
+    )
+
+
+def test_the_answer_is_green_or_red_on_a_terminal():
+    def colored(limit_bytes: int) -> str:
+        file = io.StringIO()
+        console = Console(file=file, width=100, force_terminal=True, color_system="standard")
+        console.print(estimate_table(estimate_of(limit_bytes=limit_bytes)))
+        return file.getvalue()
+
+    assert colored(GIB).startswith("\x1b[1;32mFits")
+    assert colored(MIB).startswith("\x1b[1;31mDoes not fit")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "The peak of tensors, 760.00 MiB, is in the backward, made by aten.mm in net.embed.",
+        "parameters           100.00 MiB    13%  ━",
+        "activations          300.00 MiB    39%  ━━━╸",
+        "all                  760.00 MiB",
+        "net.embed           400.00 MiB    53%",
+        "optimizer step   450.00 MiB",
+        "validation       760.00 MiB",
+        "requested                       760.00 MiB",
+        "allocated                       780.00 MiB",
+        "of it workspaces                  8.00 MiB",
+        "reserved                        800.00 MiB",
+        "reserved, expandable segments   790.00 MiB",
+        "context                         100.00 MiB",
+        "reserved and context            900.00 MiB",
+        "largest that fits   11",
+        "longest sequence   512",
+        "host               3.00 GiB",
+        "of it pinned       1.00 GiB",
+        "ranks              4",
+        "Note: Compiled modules were traced eagerly.",
+    ],
+)
+def test_lines(line):
+    (train,) = estimate_of().stages.values()
+    stages = {"train": replace(train, host_bytes=3 * GIB, pinned_bytes=GIB), "validation": train}
+    notes = ("Compiled modules were traced eagerly.",)
+    text = text_of(stages=stages, max_batch_size=11, max_sequence_length=512, world_size=4, notes=notes)
+    assert " ".join(line.split()) in " ".join(text.split())
+
+
+def test_what_is_not_there_has_no_line():
+    text = text_of()
+    for name in ("inputs", "buffers", "ranks", "largest", "longest", "pinned", "Note"):
+        assert name not in text
+
+
+def test_a_large_estimate_fits_a_page_of_a_log_file():
+    names = [f"model.decoder.layers.{number}.attention.projection_of_queries_and_keys" for number in range(48)]
+    made = [allocation("held", name, category) for name in names for category in Category]
+    timeline = timeline_of(made, [(number, 2000, Phase.FORWARD) for number in range(len(made))])
+    (stage,) = estimate_of(timeline).stages.values()
+    text = text_of(
+        stages={"train": replace(stage, host_bytes=GIB, pinned_bytes=GIB), "validation": stage},
+        max_batch_size=128,
+        max_sequence_length=131072,
+        world_size=1024,
+        notes=("a" * 90, "b" * 90),
+    )
+    lines = text.splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 100
+    assert "…" not in text
+    assert "...tion_of_queries_and_keys" in text
+    assert "\x1b" not in text
+    assert "38 others" in text
+
+
+def test_names_of_modules_are_no_markup():
+    timeline = timeline_of([allocation("held", "net[red]", Category.PARAMETERS)], [(0, 5, Phase.FORWARD)])
+    assert "net[red]" in str(estimate_of(timeline, kind=ShownEstimate))
+
+
+def test_what_a_function_estimates_can_be_printed():
+    def estimate_memory(module: str, *, device: str) -> MemoryEstimate:
+        """Estimate."""
+        return estimate_of(notes=(module, device))
+
+    found = shown(estimate_memory)("m", device="d")
+    assert found.notes == ("m", "d")
+    assert str(found).startswith("Fits: ")
+    assert shown(estimate_memory).__doc__ == "Estimate."
