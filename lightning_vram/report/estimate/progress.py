@@ -1,0 +1,56 @@
+"""What a running estimate is doing: a line per stage, on a terminal only."""
+
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+
+
+class ProgressDisplay:
+    """Show stages as they come: ``with ProgressDisplay() as on_progress: on_progress("tracing the step", 0.5)``.
+
+    A stage is done when it says so, or when another begins. Nothing is left on the screen at the end. Where there is
+    no terminal, as in a log file, nothing is written.
+
+    Args:
+        console: Where to write; ``None`` is stderr, so that the answer alone goes to stdout.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        console = console or Console(stderr=True)
+        self._progress = Progress(
+            SpinnerColumn(finished_text="✓"),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._tasks: dict[str, TaskID] = {}
+
+    def __call__(self, stage: str, done: float) -> None:
+        """Show how far a stage is.
+
+        Args:
+            stage: What is done, as text.
+            done: Share of it, from 0 to 1.
+        """
+        if stage not in self._tasks:
+            self._finish()
+            self._tasks[stage] = self._progress.add_task(stage, total=1.0)
+        self._progress.update(self._tasks[stage], completed=done)
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, place: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def _finish(self) -> None:
+        for task in self._tasks.values():
+            self._progress.update(task, completed=1.0)

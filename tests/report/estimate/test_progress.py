@@ -1,0 +1,37 @@
+"""The display while an estimate runs."""
+
+import io
+
+from rich.console import Console
+
+from lightning_vram.report.estimate.progress import ProgressDisplay
+
+
+def show(*calls: tuple[str, float], is_terminal: bool) -> str:
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=is_terminal, width=100, color_system=None)
+    with ProgressDisplay(console) as on_progress:
+        for stage, done in calls:
+            on_progress(stage, done)
+    return file.getvalue()
+
+
+def test_stages_stand_below_each_other_and_the_earlier_are_done():
+    text = show(("building", 0.0), ("tracing the step", 0.5), is_terminal=True)
+    frames = [line for line in text.splitlines() if "0:0" in line]
+    building = [line for line in frames if "building" in line][-1]
+    tracing = [line for line in frames if "tracing the step" in line][-1]
+    assert "✓ building" in building
+    assert "✓" not in tracing
+    assert frames.index(building) < frames.index(tracing)
+    assert building.count("━") > tracing.count("━") > 0
+
+
+def test_nothing_is_written_where_there_is_no_terminal():
+    assert show(("building", 0.0), ("tracing the step", 0.5), is_terminal=False).strip() == ""
+
+
+def test_the_screen_is_left_as_it_was():
+    text = show(("building", 1.0), is_terminal=True)
+    assert text.endswith("\x1b[2K")
+    assert "\x1b[?25h" in text  # the cursor is seen again
