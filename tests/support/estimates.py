@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from lightning_vram.memory.estimate.known_devices import DeviceSpec
+from lightning_vram.memory.estimate.device_spec import DeviceSpec
 from lightning_vram.memory.estimate.result import MemoryEstimate, StageEstimate
 from lightning_vram.memory.tracking.timeline import Allocation, Category, MemoryEvent, MemoryTimeline, Phase
 

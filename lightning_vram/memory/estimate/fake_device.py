@@ -1,4 +1,4 @@
-"""A card that is not there: fake tensors on a device whose backward runs on any machine, and a module like ``torch.cuda``.
+"""A card that is not there: fake tensors whose backward runs on any machine, and a module like ``torch.cuda``.
 
 The card is device type ``"lazy"``: autograd works its backward off in the thread that asked for it, as it does for the
 host, so no driver is needed (fake ``"cuda"`` tensors need one), and unlike ``"meta"`` it is no sign of a module that

@@ -1,4 +1,4 @@
-"""Values of single numbers, kept beside fake tensors: programs ask for lengths, counters and scales, and branch on them.
+"""Values of single numbers, kept beside fake tensors: programs ask for lengths, counters and scales.
 
 What was made of known numbers is known again. Nothing that data or weights went into is: a float of that kind is said
 to be 1, since programs show it, log it or hold it against a threshold. An integer or a truth value decides about
@@ -50,24 +50,31 @@ class KnownValues(UnwrappedMode):
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         is_known = all(map(self._knows, tensors)) and not _makes_unknown(func)
         if func is _ITEM:
-            if is_known:
-                return self._on_host(func, args, kwargs)
-            if tensors[0] in self._uniform:
-                return self._uniform[tensors[0]]
-            if tensors[0].is_floating_point():
-                self.num_guesses += 1
-                return _UNKNOWN
+            return self._answer(func, args, tensors[0], is_known=is_known)
         result = func(*args, **kwargs)
-        if func in _ANSWERS:
-            self._uniform[result] = _ANSWERS[func]
-        elif func in _SAME_FOR_ALL and tensors[0] in self._uniform:
-            self._uniform[result] = self._uniform[tensors[0]]
+        self._note_truth(func, tensors, result)
         if is_known and isinstance(result, FakeTensor) and result.numel() == 1:
             self._note(result, func, args, kwargs)
         elif schema_of(func).is_mutable and func is not _CHECK_FOR_INF:
             for tensor in tensors:
                 self._values.pop(tensor, None)
         return result
+
+    def _answer(self, func: Any, args: tuple[Any, ...], tensor: Tensor, *, is_known: bool) -> Any:
+        if is_known:
+            return self._on_host(func, args, {})
+        if tensor in self._uniform:
+            return self._uniform[tensor]
+        if not tensor.is_floating_point():
+            return func(*args)  # raises
+        self.num_guesses += 1
+        return _UNKNOWN
+
+    def _note_truth(self, func: Any, tensors: list[Tensor], result: Any) -> None:
+        if func in _ANSWERS:
+            self._uniform[result] = _ANSWERS[func]
+        elif func in _SAME_FOR_ALL and tensors[0] in self._uniform:
+            self._uniform[result] = self._uniform[tensors[0]]
 
     def carry_over(self, source: Tensor, target: Tensor) -> None:
         """Let ``target`` have the value of ``source``, if that is known."""

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from lightning_vram.memory.estimate.known_devices import DeviceSpec
+from lightning_vram.memory.estimate.device_spec import DeviceSpec
 from lightning_vram.memory.tracking.timeline import Category, MemoryTimeline, Phase
 
 TRAIN = "train"

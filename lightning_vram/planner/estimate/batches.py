@@ -61,9 +61,7 @@ def sequence_length_of(batch: Any) -> int | None:
 
 def with_sequence_length(batch: Any, old: int, new: int) -> Any:
     """Return a batch whose sequences are ``new`` long in the place of ``old``: shapes only."""
-    return _map_tensors(
-        batch, lambda shape: (*shape[:1], *(new if length == old else length for length in shape[1:]))
-    )
+    return _map_tensors(batch, lambda shape: (*shape[:1], *(new if length == old else length for length in shape[1:])))
 
 
 def _map_tensors(value: Any, change: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Any:

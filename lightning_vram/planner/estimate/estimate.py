@@ -1,18 +1,17 @@
-"""Will it fit: runs the step, replays the allocator, and looks for the largest batch that fits."""
+"""Will it fit: runs the step on a card that is not there, and looks for the largest batch that fits."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 
 from lightning_vram.argument_checks import check_positive_int
-from lightning_vram.memory.estimate.caching_allocator.replay import AllocatorReplay, replay
-from lightning_vram.memory.estimate.caching_allocator.settings import AllocatorSettings
-from lightning_vram.memory.estimate.fake_device import HOST
-from lightning_vram.memory.estimate.known_devices import DeviceSpec, find_device
-from lightning_vram.memory.estimate.result import StageEstimate
+from lightning_vram.memory.estimate.device_spec import DeviceSpec
+from lightning_vram.memory.estimate.known_devices import find_device
+from lightning_vram.memory.estimate.result import MemoryEstimate
+from lightning_vram.memory.estimate.workspaces import workspaces_of
 from lightning_vram.memory.host.available import available_host_bytes
 from lightning_vram.planner.estimate.batches import (
     batch_size_of,
@@ -22,4 +21,133 @@ from lightning_vram.planner.estimate.batches import (
     with_sequence_length,
 )
 from lightning_vram.planner.estimate.limits import largest_that_fits
-from lightning_vram.planner.estimate.traced_fit import FitRun, TracedFit, trace_fit
+from lightning_vram.planner.estimate.stages import estimate_stages
+from lightning_vram.planner.estimate.traced_fit import FitRun, trace_fit
+
+_HOST = "cpu"
+Progress = Callable[[str, float], None]
+
+
+def estimate_memory(  # noqa: PLR0913 - by name
+    module: pl.LightningModule,
+    batch: Any = None,
+    *,
+    device: str | torch.device | DeviceSpec,
+    trainer: Mapping[str, Any] | None = None,
+    datamodule: pl.LightningDataModule | None = None,
+    devices: int = 1,
+    num_nodes: int = 1,
+    find_limits: bool = True,
+    on_progress: Progress | None = None,
+) -> MemoryEstimate:
+    """Estimate what training takes on a device that need not be there.
+
+    Two steps of ``Trainer.fit`` and one batch of validation run on tensors without memory: the module's own code, its
+    optimizers, and every callback, plugin and strategy. The module, its weights and the trainer's parts are not
+    touched.
+
+    Args:
+        module: Any LightningModule, with weights or on the ``meta`` device.
+        batch: What its loader would make; any nest of tensors, of which shapes and types count. ``None`` takes the
+            first batch of ``datamodule``, or of the module's own loader.
+        device: Name of a card, such as ``"rtx4090"``; a description of one; ``"cpu"`` for the step as it would run
+            here.
+        trainer: Arguments of the Trainer.
+        datamodule: Makes the batch.
+        devices: Devices on each node.
+        num_nodes: Number of nodes.
+        find_limits: Whether to look for the largest batch and the longest sequence that fit: some steps more.
+        on_progress: Is told what is being done, and which part of the work is over, 0 to 1.
+
+    Returns:
+        The estimate, for one rank.
+
+    Raises:
+        TypeError: If an argument is of a wrong kind, or ``trainer`` has a name that ``Trainer`` has not.
+        ValueError: If the card is not known, no batch can be had, or no optimizer steps.
+        Exception: What the module raises in its step.
+
+    Example:
+        >>> from lightning_vram.demos import ByteGPT
+        >>> tokens = torch.zeros(8, 257, dtype=torch.int64)
+        >>> estimate_memory(ByteGPT(), tokens, device="rtx4090", find_limits=False).fits
+        True
+    """
+    check_positive_int("estimate_memory(devices)", devices)
+    check_positive_int("estimate_memory(num_nodes)", num_nodes)
+    progress = on_progress or (lambda stage, done: None)
+    spec = _spec_of(device)
+    if batch is None:
+        progress("making a batch", 0.0)
+        batch = first_batch(module, datamodule)
+    run = FitRun(
+        trainer_arguments=trainer or {},
+        card_bytes=None if spec.name == _HOST else spec.memory_bytes,
+        num_ranks=devices * num_nodes,
+    )
+    progress("tracing the step", 0.0)
+    estimate = _Estimator(module, spec, run).estimate(batch)
+    if find_limits:
+        estimate = _with_limits(estimate, module, batch, spec, run, progress)
+    progress("done", 1.0)
+    return estimate
+
+
+class _Estimator:
+    """Estimates one run after another, which differ in their batch."""
+
+    def __init__(self, module: pl.LightningModule, spec: DeviceSpec, run: FitRun) -> None:
+        self._module = module
+        self._spec = spec
+        self._run = run
+        self._workspaces = None if run.card_bytes is None else workspaces_of(spec)
+
+    def estimate(self, batch: Any) -> MemoryEstimate:
+        traced = trace_fit(self._module, batch, self._run)
+        workspaces = self._workspaces
+        notes = list(workspaces.notes) if workspaces is not None else []
+        if traced.num_guesses:
+            notes.append("The step asks for numbers that depend on the data: they were taken for 1.")
+        if any(isinstance(part, torch._dynamo.OptimizedModule) for part in self._module.modules()):
+            notes.append("Compiled modules are traced uncompiled: compiled ones often take less.")
+        return MemoryEstimate(
+            device=self._spec,
+            stages=estimate_stages(traced, workspaces),
+            batch_size=batch_size_of(batch) or 0,
+            world_size=self._run.num_ranks,
+            context_bytes=workspaces.context_bytes if workspaces is not None else 0,
+            notes=tuple(notes),
+        )
+
+
+def _with_limits(
+    estimate: MemoryEstimate, module: pl.LightningModule, batch: Any, spec: DeviceSpec, run: FitRun, progress: Progress
+) -> MemoryEstimate:
+    estimator = _Estimator(module, spec, run)
+    size, length = estimate.batch_size, sequence_length_of(batch)
+    limit, needed = spec.memory_bytes, estimate.needed_bytes
+    progress("looking for the largest batch", 0.3)
+    if size:
+        largest = largest_that_fits(
+            lambda n: estimator.estimate(with_batch_size(batch, size, n)).needed_bytes, limit, size, needed
+        )
+        estimate = replace(estimate, max_batch_size=largest)
+    progress("looking for the longest sequence", 0.7)
+    if length is not None:
+        longest = largest_that_fits(
+            lambda n: estimator.estimate(with_sequence_length(batch, length, n)).needed_bytes, limit, length, needed
+        )
+        estimate = replace(estimate, max_sequence_length=longest)
+    return estimate
+
+
+def _spec_of(device: str | torch.device | DeviceSpec) -> DeviceSpec:
+    if isinstance(device, DeviceSpec):
+        return device
+    if not isinstance(device, str | torch.device):
+        kind = type(device).__name__
+        raise TypeError(f"estimate_memory(device) must be a name or a DeviceSpec, got {device!r} of type {kind}.")
+    name = str(device)
+    if name != _HOST:
+        return find_device(name)
+    return DeviceSpec(name=_HOST, memory_bytes=available_host_bytes() or 1)

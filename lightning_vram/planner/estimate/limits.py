@@ -46,10 +46,7 @@ def _next_trial(known: dict[int, int], limit_bytes: int, fits: int, fails: int |
         sorted(known.items(), key=lambda item: abs(item[1] - limit_bytes))[:2]
     )
     slope = (need_of_second - need_of_first) / (second - first)
-    if slope <= 0:
-        guess = 2 * max(known)
-    else:
-        guess = int(first + (limit_bytes - need_of_first) / slope)
+    guess = 2 * max(known) if slope <= 0 else int(first + (limit_bytes - need_of_first) / slope)
     if guess <= fits:
         guess = fits + 1
     if fails is not None and guess >= fails:

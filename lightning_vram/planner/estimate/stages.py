@@ -1,0 +1,59 @@
+"""From a traced run to what its stages take: live bytes, the allocator's, the host's."""
+
+from collections.abc import Mapping
+
+from lightning_vram.memory.estimate.caching_allocator.replay import AllocatorReplay, replay
+from lightning_vram.memory.estimate.caching_allocator.settings import AllocatorSettings, read_settings
+from lightning_vram.memory.estimate.result import StageEstimate
+from lightning_vram.memory.estimate.workspaces import Workspaces
+from lightning_vram.planner.estimate.traced_fit import TracedFit
+
+
+def estimate_stages(traced: TracedFit, workspaces: Workspaces | None) -> Mapping[str, StageEstimate]:
+    """Replay the allocator over the whole run, and read off each stage.
+
+    Args:
+        traced: The run.
+        workspaces: Of the card; ``None`` on the host, which has no caching allocator.
+    """
+    if workspaces is None:
+        return {name: _on_host(traced, name) for name in traced.spans}
+    settings = read_settings()
+    fixed = _replay(traced, workspaces, AllocatorSettings(expandable_segments=False))
+    expandable = _replay(traced, workspaces, AllocatorSettings(expandable_segments=True))
+    own = expandable if settings.expandable_segments else fixed
+    if settings not in (AllocatorSettings(), AllocatorSettings(expandable_segments=True)):
+        own = _replay(traced, workspaces, settings)
+    return {name: _on_card(traced, name, own, expandable, workspaces) for name in traced.spans}
+
+
+def _replay(traced: TracedFit, workspaces: Workspaces, settings: AllocatorSettings) -> AllocatorReplay:
+    return replay(
+        traced.timeline,
+        traced.timeline.device,
+        settings=settings,
+        workspace=workspaces.kept_bytes,
+        scratch=workspaces.scratch_bytes,
+    )
+
+
+def _on_host(traced: TracedFit, name: str) -> StageEstimate:
+    timeline = traced.stage(name)
+    peak_bytes = timeline.peak_bytes
+    return StageEstimate(timeline, peak_bytes, peak_bytes, peak_bytes)
+
+
+def _on_card(
+    traced: TracedFit, name: str, own: AllocatorReplay, expandable: AllocatorReplay, workspaces: Workspaces
+) -> StageEstimate:
+    timeline = traced.stage(name)
+    part = slice(*traced.spans[name])
+    return StageEstimate(
+        timeline=timeline,
+        allocated_bytes=max(own.allocated[part], default=0),
+        reserved_bytes=max(own.reserved[part], default=0),
+        expandable_reserved_bytes=max(expandable.reserved[part], default=0),
+        workspace_bytes=sum(workspaces.kept_bytes.values()) or max(workspaces.scratch_bytes.values(), default=0),
+        host_bytes=timeline.host_peak_bytes,
+        pinned_bytes=timeline.pinned_peak_bytes,
+    )
