@@ -21,10 +21,11 @@ from lightning_vram.planner.estimate.batches import (
     with_sequence_length,
 )
 from lightning_vram.planner.estimate.limits import largest_that_fits
-from lightning_vram.planner.estimate.stages import estimate_stages
-from lightning_vram.planner.estimate.traced_fit import FitRun, trace_fit
+from lightning_vram.planner.estimate.stages import estimate_stages, needed_bytes
+from lightning_vram.planner.estimate.traced_fit import FitRun, TracedFit, trace_fit
 
 _HOST = "cpu"
+_SHORTEST = 8
 Progress = Callable[[str, float], None]
 
 
@@ -86,24 +87,58 @@ def estimate_memory(  # noqa: PLR0913 - by name
         num_ranks=devices * num_nodes,
     )
     progress("tracing the step", 0.0)
-    estimate = _Estimator(module, spec, run).estimate(batch)
+    estimator = _Estimator(module, batch, spec, run)
+    estimate = estimator.estimate()
     if find_limits:
-        estimate = _with_limits(estimate, module, batch, spec, run, progress)
+        progress("looking for the largest batch", 0.3)
+        estimate = replace(estimate, max_batch_size=estimator.max_batch_size())
+        progress("looking for the longest sequence", 0.7)
+        estimate = replace(estimate, max_sequence_length=estimator.max_sequence_length())
     progress("done", 1.0)
     return estimate
 
 
 class _Estimator:
-    """Estimates one run after another, which differ in their batch."""
+    """Estimates a run, and the same with other batches."""
 
-    def __init__(self, module: pl.LightningModule, spec: DeviceSpec, run: FitRun) -> None:
+    def __init__(self, module: pl.LightningModule, batch: Any, spec: DeviceSpec, run: FitRun) -> None:
         self._module = module
+        self._batch = batch
         self._spec = spec
         self._run = run
         self._workspaces = None if run.card_bytes is None else workspaces_of(spec)
+        self._traced = trace_fit(module, batch, run)
 
-    def estimate(self, batch: Any) -> MemoryEstimate:
-        traced = trace_fit(self._module, batch, self._run)
+    def estimate(self) -> MemoryEstimate:
+        """Return the estimate of the batch, without limits."""
+        return self._estimate(self._traced)
+
+    def max_batch_size(self) -> int | None:
+        """Return the largest batch that fits; ``None`` if it is not known."""
+        size = batch_size_of(self._batch)
+        if not size:
+            return None
+        return self._largest((size, size // 2 or 2), lambda new: with_batch_size(self._batch, size, new))
+
+    def max_sequence_length(self) -> int | None:
+        """Return the longest sequence that fits; ``None`` if there is none, or it is not known."""
+        length = sequence_length_of(self._batch)
+        if length is None or length < _SHORTEST:
+            return None
+        # Of one parity with the length: kernels pad.
+        sizes = (length, length - length // 4 // 64 * 64 or length - 1, length - length // 2 // 64 * 64 or length - 2)
+        return self._largest(sizes, lambda new: with_sequence_length(self._batch, length, new))
+
+    def _largest(self, sizes: tuple[int, ...], resized: Callable[[int], Any]) -> int | None:
+        return largest_that_fits(
+            lambda size: trace_fit(self._module, resized(size), self._run),
+            lambda traced: needed_bytes(traced, self._workspaces),
+            self._spec.memory_bytes,
+            sizes,
+            self._traced,
+        )
+
+    def _estimate(self, traced: TracedFit) -> MemoryEstimate:
         workspaces = self._workspaces
         notes = list(workspaces.notes) if workspaces is not None else []
         if traced.num_guesses:
@@ -113,32 +148,11 @@ class _Estimator:
         return MemoryEstimate(
             device=self._spec,
             stages=estimate_stages(traced, workspaces),
-            batch_size=batch_size_of(batch) or 0,
+            batch_size=batch_size_of(self._batch) or 0,
             world_size=self._run.num_ranks,
             context_bytes=workspaces.context_bytes if workspaces is not None else 0,
             notes=tuple(notes),
         )
-
-
-def _with_limits(
-    estimate: MemoryEstimate, module: pl.LightningModule, batch: Any, spec: DeviceSpec, run: FitRun, progress: Progress
-) -> MemoryEstimate:
-    estimator = _Estimator(module, spec, run)
-    size, length = estimate.batch_size, sequence_length_of(batch)
-    limit, needed = spec.memory_bytes, estimate.needed_bytes
-    progress("looking for the largest batch", 0.3)
-    if size:
-        largest = largest_that_fits(
-            lambda n: estimator.estimate(with_batch_size(batch, size, n)).needed_bytes, limit, size, needed
-        )
-        estimate = replace(estimate, max_batch_size=largest)
-    progress("looking for the longest sequence", 0.7)
-    if length is not None:
-        longest = largest_that_fits(
-            lambda n: estimator.estimate(with_sequence_length(batch, length, n)).needed_bytes, limit, length, needed
-        )
-        estimate = replace(estimate, max_sequence_length=longest)
-    return estimate
 
 
 def _spec_of(device: str | torch.device | DeviceSpec) -> DeviceSpec:

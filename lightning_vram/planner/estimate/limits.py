@@ -1,54 +1,54 @@
-"""The largest size that fits: a straight line through two traces, held against a third."""
+"""The largest size that fits: found by a law through a few traces, held against one trace more."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-_MOST_TRACES = 6
+from lightning_vram.planner.estimate.size_law import SizeLaw
+from lightning_vram.planner.estimate.traced_fit import TracedFit
+
+_LARGEST = 1 << 24
+_EXACT_UP_TO = 512  # larger sizes are found to one part in as many
+_MOST_CHECKS = 3
 
 
 def largest_that_fits(
-    needed_bytes: Callable[[int], int], limit_bytes: int, size: int, needed_at_size: int, most: int | None = None
+    trace: Callable[[int], TracedFit],
+    needed_bytes: Callable[[TracedFit], int],
+    limit_bytes: int,
+    sizes: Sequence[int],
+    first: TracedFit,
 ) -> int | None:
     """Find the largest size whose need is within a limit.
 
-    What a step needs grows with the batch as a straight line does, up to what the allocator rounds, and faster with
-    the length of sequences: each trace draws a new line through the two that lie nearest to the limit.
-
     Args:
-        needed_bytes: Traces a step of a size.
+        trace: Runs a step of a size.
+        needed_bytes: Says what a run needs. Grows with the size.
         limit_bytes: What there is.
-        size: One that was traced.
-        needed_at_size: What that needs.
-        most: No larger one is tried.
+        sizes: To make the law of; the first is that of ``first``.
+        first: The run of the first size.
 
     Returns:
-        The size; 0 if not even 1 fits; ``None`` if it was not found.
+        The size; 0 if not even 1 fits; ``None`` if nothing follows from those sizes, or a trace at the size that was
+        found belies it.
     """
-    known = {size: needed_at_size}
-    trial = size // 2 if size > 1 else 2
-    for _ in range(_MOST_TRACES):
-        if trial not in known:
-            known[trial] = needed_bytes(trial)
-        fits = max((n for n, need in known.items() if need <= limit_bytes), default=0)
-        fails = min((n for n, need in known.items() if need > limit_bytes and n > fits), default=None)
-        if fails is not None and fails - fits == 1:
-            return fits
-        if most is not None and fits >= most:
-            return most
-        trial = _next_trial(known, limit_bytes, fits, fails)
-        if most is not None:
-            trial = min(trial, most)
-    return fits or None
+    known = {sizes[0]: first, **{size: trace(size) for size in sizes[1:]}}
+    try:
+        law = SizeLaw(known)
+    except ValueError:
+        return None
+    largest = _bisect(lambda size: needed_bytes(law.predict(size)) <= limit_bytes, sizes[0])
+    for _ in range(_MOST_CHECKS):
+        if largest == 0 or largest in known or needed_bytes(trace(largest)) <= limit_bytes:
+            return largest
+        largest -= max(1, largest // _EXACT_UP_TO)
+    return None
 
 
-def _next_trial(known: dict[int, int], limit_bytes: int, fits: int, fails: int | None) -> int:
-    """Where a line through the two sizes nearest to the limit meets it, strictly between what fits and what fails."""
-    (first, need_of_first), (second, need_of_second) = sorted(
-        sorted(known.items(), key=lambda item: abs(item[1] - limit_bytes))[:2]
-    )
-    slope = (need_of_second - need_of_first) / (second - first)
-    guess = 2 * max(known) if slope <= 0 else int(first + (limit_bytes - need_of_first) / slope)
-    if guess <= fits:
-        guess = fits + 1
-    if fails is not None and guess >= fails:
-        guess = max(fits + 1, fails - 1)
-    return guess
+def _bisect(fits: Callable[[int], bool], start: int) -> int:
+    """Return about the largest number that fits, 0 if none does."""
+    least, most = 0, start
+    while most < _LARGEST and fits(most):
+        least, most = most, 2 * most
+    while most - least > max(1, least // _EXACT_UP_TO):
+        middle = (least + most) // 2
+        least, most = (middle, most) if fits(middle) else (least, middle)
+    return least

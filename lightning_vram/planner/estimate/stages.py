@@ -27,6 +27,13 @@ def estimate_stages(traced: TracedFit, workspaces: Workspaces | None) -> Mapping
     return {name: _on_card(traced, name, own, expandable, workspaces) for name in traced.spans}
 
 
+def needed_bytes(traced: TracedFit, workspaces: Workspaces | None) -> int:
+    """Return what a run needs of the device, and nothing else: reserved bytes and context."""
+    if workspaces is None:
+        return traced.timeline.peak_bytes
+    return _replay(traced, workspaces, read_settings()).peak_reserved_bytes + workspaces.context_bytes
+
+
 def _replay(traced: TracedFit, workspaces: Workspaces, settings: AllocatorSettings) -> AllocatorReplay:
     return replay(
         traced.timeline,

@@ -1,0 +1,63 @@
+"""A step of another size, out of steps of some: every change of bytes is a polynomial of the size.
+
+Of the first degree in the batch: each tensor has a batch dimension or has none. Of the second in the length of
+sequences, where attention keeps its weights.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from math import lcm, prod
+
+from lightning_vram.memory.tracking.timeline import MemoryEvent
+from lightning_vram.planner.estimate.traced_fit import TracedFit
+
+
+class SizeLaw:
+    """Predicts runs from runs of other sizes.
+
+    Args:
+        known: Runs by their size; as many as the degree and one.
+
+    Raises:
+        ValueError: If they did not do the same: then nothing follows for others.
+    """
+
+    def __init__(self, known: Mapping[int, TracedFit]) -> None:
+        self._sizes = tuple(known)
+        self._runs = tuple(known.values())
+        if len({_shape_of(run) for run in self._runs}) != 1:
+            raise ValueError(f"the step does other things at the sizes {', '.join(map(str, self._sizes))}")
+
+    def predict(self, size: int) -> TracedFit:
+        """Return the run of ``size``."""
+        first = self._runs[0]
+        weights, divisor = _lagrange(self._sizes, size)
+        columns = zip(*(run.timeline.events for run in self._runs), strict=True)
+        timeline = replace(first.timeline, events=tuple(_mix(events, weights, divisor) for events in columns))
+        return replace(first, timeline=timeline)
+
+
+def _mix(events: Sequence[MemoryEvent], weights: Sequence[int], divisor: int) -> MemoryEvent:
+    first = events[0]
+    if all(event.change_bytes == first.change_bytes for event in events):
+        return first
+    weighted = sum(weight * event.change_bytes for event, weight in zip(events, weights, strict=True))
+    return MemoryEvent(first.allocation, (2 * weighted + divisor) // (2 * divisor), first.phase)
+
+
+def _lagrange(points: Sequence[int], at: int) -> tuple[list[int], int]:
+    """Weights of the values at ``points`` in that of the polynomial through them, and what to divide the sum by."""
+    weights = []
+    for point in points:
+        others = [other for other in points if other != point]
+        weights.append(Fraction(prod(at - other for other in others), prod(point - other for other in others)))
+    divisor = lcm(*(weight.denominator for weight in weights))
+    return [int(weight * divisor) for weight in weights], divisor
+
+
+def _shape_of(run: TracedFit) -> int:
+    """A number that tells runs apart that did not do the same."""
+    events = tuple((event.allocation, event.change_bytes > 0, event.phase) for event in run.timeline.events)
+    allocations = tuple((one.op, one.device) for one in run.timeline.allocations)
+    return hash((events, allocations, tuple(run.spans.items())))
