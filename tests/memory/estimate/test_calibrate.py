@@ -1,0 +1,160 @@
+"""Calibration: on the simulated accelerator, and step by step with a device that is played."""
+
+import re
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from support.devices import DEVICE, device_module
+
+from lightning_vram.memory.device.allocator import AllocatorBytes
+from lightning_vram.memory.estimate import calibrate as room
+from lightning_vram.memory.estimate.calibrate import calibrate
+from lightning_vram.memory.estimate.device_spec import DeviceSpec, read_calibration, write_calibration
+from lightning_vram.memory.units import GIB, MIB
+
+CPU = torch.device("cpu")
+RESULT_BYTES = 4 * room._FIRST_SIZE**2
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Little work: what it measures means nothing then."""
+    for name, value in {"_SIZE": 64, "_COPY_BYTES": 4096, "_SECONDS": 1e-4}.items():
+        monkeypatch.setattr(room, name, value)
+
+
+def play_products(monkeypatch, *, kept, peak):
+    """A device on which the first product takes ``peak`` bytes beside its result and keeps ``kept`` of them."""
+
+    class Watch:
+        def __init__(self, device):
+            pass
+
+        def restart(self):
+            pass
+
+        def read(self):
+            now = 1000 + RESULT_BYTES + kept
+            return AllocatorBytes(now, now, 1000 + RESULT_BYTES + peak, now)
+
+    monkeypatch.setattr(room, "PeakWatch", Watch)
+    monkeypatch.setattr(room, "read_allocator", lambda device: AllocatorBytes(1000, 0, 0, 0))
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+
+
+def test_without_an_accelerator_it_says_so(monkeypatch):
+    monkeypatch.setattr("lightning_vram.memory.estimate.known_devices.current_kind", lambda: "cpu")
+    with pytest.raises(RuntimeError, match="there is no accelerator here that tells of its memory"):
+        calibrate()
+
+
+@pytest.mark.parametrize(
+    ("kept", "peak", "found"),
+    [
+        (8_519_680, 8_519_680, (8_519_680, True)),
+        (0, 32 * MIB, (32 * MIB, False)),
+        (0, 0, (None, None)),
+    ],
+    ids=["kept", "for each product", "none"],
+)
+def test_a_workspace_is_what_the_first_product_takes_beside_its_result(kept, peak, found, monkeypatch):
+    play_products(monkeypatch, kept=kept, peak=peak)
+    assert room._measure_workspace(CPU) == found
+
+
+def play_driver(monkeypatch, used, reserved):
+    class Module:
+        @staticmethod
+        def mem_get_info(device):
+            return 24 * GIB - used, 24 * GIB
+
+    monkeypatch.setattr(torch, "get_device_module", lambda device: Module)
+    monkeypatch.setattr(room, "empty_cache", lambda device: 0)
+    monkeypatch.setattr(room, "read_allocator", lambda device: AllocatorBytes(0, reserved, 0, 0))
+
+
+def test_the_context_is_what_is_used_and_not_reserved(monkeypatch):
+    play_driver(monkeypatch, used=700 * MIB, reserved=300 * MIB)
+    assert room._measure_context(CPU) == 400 * MIB
+    play_driver(monkeypatch, used=0, reserved=300 * MIB)
+    assert room._measure_context(CPU) == 0
+
+
+def test_other_processes_on_the_card_are_an_error(monkeypatch):
+    play_driver(monkeypatch, used=5 * GIB, reserved=GIB)
+    expected = (
+        "4.00 GiB of the card are used beside this process's tensors, more than a driver takes. Calibrate while nobody "
+        "else is on it."
+    )
+    with pytest.raises(RuntimeError, match=f"^{re.escape(expected)}$"):
+        room._measure_context(CPU)
+
+
+def test_formats_that_the_card_lacks_are_not_measured(small, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    monkeypatch.setattr(room, "has_native_bf16", lambda kind: False)
+    old = DeviceSpec("old", GIB, capability=(7, 5))
+    assert set(room._measure_products(CPU, old)) == {"fp32", "fp16"}
+    monkeypatch.setattr(room, "has_native_bf16", lambda kind: True)
+    new = replace(old, capability=(8, 0))
+    assert set(room._measure_products(CPU, new)) == {"fp32", "tf32", "fp16", "bf16"}
+    assert set(room._measure_products(CPU, replace(old, capability=None))) == {"fp32", "fp16", "bf16"}
+
+
+def test_tf32_is_on_for_its_own_figure_only(small, monkeypatch):
+    seen, multiply = [], torch.mm
+
+    def note(one, other, out):
+        seen.append((str(one.dtype), torch.get_float32_matmul_precision()))
+        return multiply(one, other, out=out)
+
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    monkeypatch.setattr(torch, "mm", note)
+    room._measure_products(CPU, DeviceSpec("new", GIB, capability=(8, 0)))
+    assert list(dict.fromkeys(seen))[:2] == [("torch.float32", "highest"), ("torch.float32", "high")]
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+@contextmanager
+def clock(monkeypatch, seconds):
+    """Time that passes only where a run takes it; the device is done when it is waited for."""
+    now = [0.0]
+    monkeypatch.setattr(room.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    durations = iter(seconds)
+
+    def run():
+        now[0] += next(durations)
+        return torch.empty(0)
+
+    yield run
+
+
+def test_the_fastest_round_counts_and_the_first_run_does_not_set_the_number(monkeypatch):
+    # one to warm up, one to count with: 0.2 s / 0.05 s = 4 runs in each of three rounds
+    with clock(monkeypatch, [1.0, 0.05, *[0.06] * 4, *[0.04] * 4, *[0.05] * 4]) as run:
+        assert room._fastest(run) == pytest.approx(0.04)
+
+
+def test_rates_are_bytes_and_operations_over_time(monkeypatch):
+    monkeypatch.setattr(room, "_fastest", lambda run: run() is not None and 0.5)
+    for name, value in {"_SIZE": 64, "_COPY_BYTES": 4096}.items():
+        monkeypatch.setattr(room, name, value)
+    assert room._measure_memory(CPU) == 2 * 4096 / 0.5
+    assert room._measure_products(CPU, DeviceSpec("old", GIB, capability=(7, 5)))["fp32"] == 2 * 64**3 / 0.5
+
+
+@pytest.mark.device
+def test_a_card_is_measured_and_kept_in_a_file(small, tmp_path):
+    spec = calibrate()
+    assert spec.memory_bytes == device_module().mem_get_info()[1]
+    assert spec.name == device_module().get_device_name()
+    assert 0 <= spec.context_bytes < 2 * GIB
+    assert spec.bus_bytes_per_s > 0
+    assert spec.bandwidth_bytes_per_s > 0
+    assert {"fp32", "fp16"} <= set(spec.flops_per_s)
+    assert DEVICE != "sim" or spec.workspace_bytes is None
+    write_calibration(spec, tmp_path / "this.json")
+    assert read_calibration(tmp_path / "this.json") == spec
