@@ -6,6 +6,11 @@
 * ``torch.amp.grad_scaler.GradScaler._device``: where the scale is | 2.11 - | loss scaling fails
 * ``torch.amp.grad_scaler.GradScaler._per_optimizer_states``: what was found in gradients | 2.11 - | loss scaling fails
 * ``torch.amp.grad_scaler._refresh_per_optimizer_state``: what there is before | 2.11 - | loss scaling fails
+* ``torch.amp.GradScaler._maybe_opt_step``: steps if all gradients are finite | 2.11 - | fp16 cannot be estimated
+* ``torch.amp.grad_scaler.GradScaler._init_scale``: the first scale | 2.11 - | programs that ask for it cannot be
+  estimated
+* ``torch._C._is_autocast_available``: whether a kind of device can autocast | 2.11 - | nothing is estimated
+* ``torch.amp.autocast_mode._cast``: casts what ``custom_fwd`` gets | 2.11 - | its casts are missing in estimates
 """
 
 from collections import defaultdict
@@ -17,6 +22,13 @@ from torch.amp.grad_scaler import GradScaler, _refresh_per_optimizer_state
 
 OptimizerStates = dict[int, dict[str, Any]]
 """What a scaler knows of each optimizer, by id."""
+
+AVAILABILITY = (torch._C, "_is_autocast_available")
+"""Where the function is that tells whether a kind of device can autocast."""
+CAST_ARGUMENTS = (torch.amp.autocast_mode, "_cast")
+"""Where the function is that casts the arguments of ``custom_fwd``: of a nest, a kind of device and a dtype."""
+STEP_IF_FINITE = "_maybe_opt_step"
+"""The method of ``GradScaler`` that steps an optimizer if it found no infinite gradient."""
 
 without_autocast: Any = torch._C._DisableAutocast
 """Make a context without autocast for any device."""
@@ -34,6 +46,11 @@ def can_autocast(device_type: str, dtype: torch.dtype) -> bool:
 def scale_of(scaler: GradScaler) -> Tensor | None:
     """Return the scale; ``None`` before the first loss, and if ``scaler`` is disabled."""
     return getattr(scaler, "_scale", None)
+
+
+def first_scale_of(scaler: GradScaler) -> float:
+    """Return the scale of the first loss; 1 if ``scaler`` is disabled."""
+    return scaler._init_scale if scaler.is_enabled() else 1.0
 
 
 def set_scale(scaler: GradScaler, scale: Tensor | None) -> None:

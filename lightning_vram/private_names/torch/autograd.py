@@ -35,6 +35,8 @@ from torch.utils.checkpoint import checkpoint
 
 __all__ = ["StopRecomputation"]
 
+ENGINE = (torch.autograd, "_engine_run_backward")
+"""Where the function is through which all backwards pass."""
 current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 """Return which backward runs in this thread; -1 for none."""
 

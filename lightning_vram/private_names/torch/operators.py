@@ -54,6 +54,12 @@ def schema_of(function: Any) -> Any:
     return function._schema
 
 
+def given_arguments(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call of an operator overload by their names; those left out are missing."""
+    names = [argument.name for argument in schema_of(function).arguments]
+    return dict(zip(names, args, strict=False)) | kwargs
+
+
 def is_mutable(function: Any) -> bool:
     """Whether an operator overload writes to an argument."""
     return bool(schema_of(function).is_mutable)

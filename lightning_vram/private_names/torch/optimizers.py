@@ -8,12 +8,21 @@
 * ``optimizer._opt_called``: what schedulers look for | 2.11 - | they warn that no step came before them
 * ``optimizer.step._wrapped_by_lr_sched``: the mark of a step that only notes that it was called | 2.11 - | optimizers
   with a scheduler are refused, as if their step was replaced
+* ``_foreach_supported_types``: in ``torch.optim.optimizer``, classes of tensors that are worked on at once | 2.11 - |
+  optimizers take too little memory in estimates
+* ``torch.utils._foreach_utils._foreach_supported_types``: the same, for clipping | 2.11 - | clipping takes too little
+  memory in estimates
 """
 
 from types import FunctionType
+from typing import Any
 
 from torch.optim import Optimizer
+from torch.optim.optimizer import _foreach_supported_types
+from torch.utils import _foreach_utils
 
+FOREACH_TYPES: tuple[list[Any], ...] = (_foreach_supported_types, _foreach_utils._foreach_supported_types)
+"""The lists of the classes of tensors that are worked on at once."""
 LOAD_HOOKS = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
 """Names in ``vars`` of an optimizer of what runs before and after it loads a state."""
 
