@@ -59,7 +59,7 @@ def _order(spec: CudaSpec) -> Iterable[SDPBackend]:
 
 
 def _can(backend: SDPBackend, call: Attention, spec: CudaSpec) -> bool:
-    if backend is SDPBackend.MATH:
+    if backend == SDPBackend.MATH:  # not all members of this enumeration are the same object
         return bool(torch.backends.cuda.math_sdp_enabled())  # type: ignore[no-untyped-call]
     if backend not in _CAN:
         return False

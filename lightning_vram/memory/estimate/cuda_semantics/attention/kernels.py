@@ -58,7 +58,7 @@ def _added_mask(call: Attention) -> Tensor | None:
     mask = call.attn_mask
     if mask is None or mask.dtype is not torch.bool:
         return mask
-    return torch.where(mask, 0.0, torch.tensor(float("-inf"), dtype=call.query.dtype, device=mask.device))
+    return torch.where(mask, 0.0, torch.scalar_tensor(float("-inf"), dtype=call.query.dtype, device=mask.device))
 
 
 _RUN: dict[SDPBackend, Callable[[Attention], Tensor]] = {

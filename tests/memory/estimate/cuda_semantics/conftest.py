@@ -1,0 +1,29 @@
+"""Fake tensors on a card that is not there, in each of these tests."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lightning_vram.memory.estimate.cuda_semantics import CudaSpec, cuda_semantics
+
+CARD = torch.device("lazy", 0)
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """Enter it for a compute capability; left at the end of the test."""
+    entered = []
+
+    def enter(*compute_capability):
+        monkeypatch.setattr(torch, "lazy", torch.cuda, raising=False)  # checkpoints ask the device's module
+        for context in (
+            FakeTensorMode(allow_non_fake_inputs=True),
+            cuda_semantics(CudaSpec(compute_capability or (8, 9), CARD)),
+        ):
+            result = context.__enter__()
+            entered.append(context)
+        return result
+
+    yield enter
+    for context in reversed(entered):
+        context.__exit__(None, None, None)
