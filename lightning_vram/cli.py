@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import lightning
 from jsonargparse import Namespace, set_parsing_settings
@@ -29,21 +29,23 @@ from typing_extensions import override
 
 from lightning_vram.callbacks.slurm_requeue import SlurmJob, SlurmRequeue, check_job
 from lightning_vram.callbacks.vram_monitor import VRAMMonitor
-from lightning_vram.command_checks import check_aliases, check_checkpoint_path
-from lightning_vram.command_files import FILE_COMMANDS, PROGRAM
+from lightning_vram.command_checks import check_checkpoint_path
+from lightning_vram.command_estimate import ESTIMATE, EstimateCLI
+from lightning_vram.command_files import FILE_COMMANDS
+from lightning_vram.command_parser import DEBUG_VARIABLE, PARSER_MODE, PROGRAM, CommandParser, fail
 from lightning_vram.core.processes.rank_errors import CheckpointError
 from lightning_vram.early_signals import let_through
 from lightning_vram.memory.device.allocator import empty_cache
 from lightning_vram.memory.device.allocator_settings import configure_allocator
 from lightning_vram.memory.device.out_of_memory import is_out_of_memory
+from lightning_vram.planner.estimate import estimate_memory
 from lightning_vram.precision import LeanMixedPrecision
 from lightning_vram.private_names.lightning.cli import method_arguments, read_argument
 from lightning_vram.report.comparison import FitResult, comparison_table
+from lightning_vram.report.estimate import estimate_table, shown
 from lightning_vram.report.one_line import condense_error
 from lightning_vram.strategies.registration import STRATEGY_NAMES
 
-DEBUG_VARIABLE = "LIGHTNING_VRAM_DEBUG"
-EXIT_USAGE = 2
 _FIT_COMMANDS = ("fit", "validate", "test", "predict")
 _OWN_PACKAGE = "lightning_vram"
 _PART_ARGUMENTS = ("callbacks", "plugins")  # of the Trainer
@@ -69,13 +71,13 @@ class VRAMCLI(LightningCLI):
         set_parsing_settings(omegaconf_absolute_to_relative_paths=True)
         self.is_running = False
         super().__init__(
-            parser_class=_Parser,
+            parser_class=CommandParser,
             parser_kwargs={
-                "parser_mode": "omegaconf+",
+                "parser_mode": PARSER_MODE,
                 "prog": PROGRAM,
-                "description": "Train in a fraction of the GPU memory. `lightning-vram report FILE` prints what "
-                "VRAMMonitor recorded, `lightning-vram consolidate FOLDER FILE` makes one file of a sharded "
-                "checkpoint.",
+                "description": "Train in a fraction of the GPU memory. `lightning-vram estimate` tells whether a run "
+                "fits a GPU that is not here, `lightning-vram report FILE` prints what VRAMMonitor recorded, "
+                "`lightning-vram consolidate FOLDER FILE` makes one file of a sharded checkpoint.",
             },
             save_config_kwargs={"overwrite": True},
             **kwargs,
@@ -179,25 +181,6 @@ class VRAMCLI(LightningCLI):
             return _read_result(self)
 
 
-class _Parser(LightningArgumentParser):
-    """Says what is wrong in one line."""
-
-    @override
-    def parse_string(self, content: str, *args: Any, **kwargs: Any) -> Namespace:
-        try:
-            check_aliases(content)
-        except ValueError as error:
-            self.error(str(error), error)
-        parsed: Namespace = super().parse_string(content, *args, **kwargs)
-        return parsed
-
-    @override
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        if not self.exit_on_error or os.environ.get(DEBUG_VARIABLE):
-            super().error(message, ex)
-        _fail(condense_error(message))
-
-
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command.
 
@@ -216,25 +199,32 @@ def main(args: Sequence[str] | None = None) -> None:
     _check_command(arguments)
     with suppress(RuntimeError):  # called by a program that has used CUDA before
         configure_allocator()
-    cli = VRAMCLI.__new__(VRAMCLI)  # kept when its __init__, which runs the whole command, raises
+    kind: type[VRAMCLI] | type[EstimateCLI] = EstimateCLI if arguments[:1] == [ESTIMATE] else VRAMCLI
+    cli = kind.__new__(kind)  # kept when its __init__, which runs the whole command, raises
     try:
-        cli.__init__(args=None if args is None else arguments)  # type: ignore[misc]
+        if isinstance(cli, EstimateCLI):
+            cli.__init__(shown(estimate_memory), arguments[1:])  # type: ignore[misc]
+            _console().print(estimate_table(cli.estimate))
+            if cli.config.plot is not None:
+                print(f"\n{cli.config.plot}: the step, drawn.")
+        else:
+            cli.__init__(args=None if args is None else arguments)  # type: ignore[misc]
     except Exception as error:
         if os.environ.get(DEBUG_VARIABLE) or not _is_mistake_of_user(error, is_running=cli.is_running):
             raise
         if isinstance(error, RecursionError):
-            _fail(f"the configuration is nested too deeply ({DEBUG_VARIABLE}=1 shows where)")
-        _fail(condense_error(str(error)) + ("" if cli.is_running else f" ({DEBUG_VARIABLE}=1 shows where)"))
+            fail(f"the configuration is nested too deeply ({DEBUG_VARIABLE}=1 shows where)")
+        fail(condense_error(str(error)) + ("" if cli.is_running else f" ({DEBUG_VARIABLE}=1 shows where)"))
 
 
 def _check_command(arguments: Sequence[str]) -> None:
-    commands = (*_FIT_COMMANDS, *FILE_COMMANDS)
+    commands = (*_FIT_COMMANDS, ESTIMATE, *FILE_COMMANDS)
     if arguments and (arguments[0].startswith("-") or arguments[0] in commands):
         return
     found = arguments[0] if arguments else ""
     got = f"got {found!r}" if arguments else "got none"
     close = difflib.get_close_matches(found, commands, n=1)
-    _fail(f"expected a command, one of {', '.join(commands)}, {got}." + (f" Did you mean {close[0]}?" if close else ""))
+    fail(f"expected a command, one of {', '.join(commands)}, {got}." + (f" Did you mean {close[0]}?" if close else ""))
 
 
 def _run_on_files(command: str, *args: str) -> None:
@@ -243,7 +233,7 @@ def _run_on_files(command: str, *args: str) -> None:
     except (OSError, *_SAYS_ALL) as error:
         if os.environ.get(DEBUG_VARIABLE):
             raise
-        _fail(condense_error(str(error)))
+        fail(condense_error(str(error)))
     if isinstance(result, str):
         print(result)
     else:
@@ -288,8 +278,3 @@ def _console() -> Console:
     console = Console()
     # In a log file there is no terminal to ask: a table cut to 80 columns would lose its numbers.
     return console if console.is_terminal else Console(width=_MIN_TABLE_WIDTH)
-
-
-def _fail(message: str) -> NoReturn:
-    print(f"{PROGRAM}: error: {message}", file=sys.stderr)
-    sys.exit(EXIT_USAGE)

@@ -10,12 +10,11 @@ from typing import Any
 
 from rich.table import Table
 
+from lightning_vram.command_parser import PROGRAM
 from lightning_vram.memory.device.measurement import read_measurements
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.report.tables import memory_table
 from lightning_vram.strategies.fsdp_offload import consolidate
-
-PROGRAM = "lightning-vram"
 
 
 def report_file(args: Sequence[str]) -> Table:

@@ -47,7 +47,7 @@ def in_tmp_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "argv", ["lightning-vram"])  # LightningCLI warns about arguments of pytest's
 
 
-COMMANDS = "expected a command, one of fit, validate, test, predict, report, consolidate"
+COMMANDS = "expected a command, one of fit, validate, test, predict, estimate, report, consolidate"
 
 
 def fail(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -419,5 +419,6 @@ def test_help_names_the_report(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     out = capsys.readouterr().out
+    assert "estimate" in out
     assert "report" in out
     assert "consolidate" in out

@@ -36,13 +36,9 @@ def draw(estimate: MemoryEstimate) -> "Figure":
         ModuleNotFoundError: If matplotlib is not installed.
         ValueError: If no tensor was on the device.
     """
-    try:
-        from matplotlib import rc_context  # an extra
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise ModuleNotFoundError(
-            "a picture needs matplotlib: pip install 'lightning-vram[plots]'. A page (step.html) needs nothing."
-        ) from None
+    from matplotlib import rc_context  # an extra: not everybody has it
+    from matplotlib.figure import Figure
+
     step, scale = read_step(estimate.timeline, _MAX_COLUMNS), choose_scale(estimate)
     with rc_context({"font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"], "font.size": 12}):
         figure = Figure(figsize=_SIZE, facecolor="white")

@@ -5,6 +5,7 @@ import io
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import ParamSpec
 
@@ -60,11 +61,16 @@ def check_plot_path(path: Path) -> None:
     Raises:
         ValueError: If its ending is none of those known.
         FileNotFoundError: If its folder is not there.
+        ModuleNotFoundError: If it is a picture and matplotlib is not installed.
     """
     if path.suffix.lower() not in (*_PICTURES, _PAGE):
         raise ValueError(f"plot(path) must end in one of {', '.join((*_PICTURES, _PAGE))}, got '{path}'.")
     if not path.parent.is_dir():
         raise FileNotFoundError(f"plot(path): there is no folder '{path.parent}'.")
+    if path.suffix.lower() in _PICTURES and find_spec("matplotlib") is None:
+        raise ModuleNotFoundError(
+            "a picture needs matplotlib: pip install 'lightning-vram[plots]'. A page (step.html) needs nothing."
+        )
 
 
 def shown(estimate_memory: Callable[_P, MemoryEstimate]) -> Callable[_P, ShownEstimate]:

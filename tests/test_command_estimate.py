@@ -1,0 +1,209 @@
+"""The command ``estimate``: what it makes of files and arguments, with a stand-in for the estimate itself."""
+
+import functools
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import yaml
+from support.estimates import estimate_of
+from support.helpers import LitTiny, TinyCNN
+from support.parts import CONFIGS
+
+import lightning_vram
+from lightning_vram.cli import main
+from lightning_vram.memory.units import parse_bytes
+
+ROOT = Path(__file__).parents[1]
+QUICKSTART = f"--config={ROOT / 'configs' / 'quickstart.yaml'}"
+DEVICE = ["--device", "rtx4090"]
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def in_tmp_path(monkeypatch, tmp_path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["lightning-vram"])
+
+
+@pytest.fixture
+def asked(monkeypatch) -> dict[str, Any]:
+    """What the estimate is called with."""
+    found: dict[str, Any] = {}
+
+    def estimate_memory(module, batch=None, **arguments):
+        found.update(arguments, module=module, batch=batch)
+        arguments["on_progress"]("tracing the step", 1.0)
+        return estimate_of()
+
+    monkeypatch.setattr("lightning_vram.cli.estimate_memory", estimate_memory)
+    return found
+
+
+def fail(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as caught:
+        main(["estimate", *arguments])
+    assert caught.value.code == 2
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("lightning-vram: error: "))
+    return line.removeprefix("lightning-vram: error: ").removesuffix(" (LIGHTNING_VRAM_DEBUG=1 shows where)")
+
+
+def path_of(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def test_the_answer_is_printed_and_drawn(asked, capsys):
+    main(["estimate", QUICKSTART, *DEVICE, "--plot", "step.html"])
+    out, err = capsys.readouterr()
+    assert out.startswith("Fits: 900.00 MiB of 1.00 GiB on RTX 4090\n")
+    assert out.endswith("step.html: the step, drawn.\n")
+    assert "Fits: 900.00 MiB" in Path("step.html").read_text()
+    assert "tracing" not in err  # not a terminal
+
+
+@pytest.mark.slow_except("quickstart", "slurm_fsdp_offload", "cnn_lean")
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_it_takes_the_files_of_fit_and_makes_no_trainer(path, asked, monkeypatch):
+    @functools.wraps(pl.Trainer.__init__)  # the parser reads its signature
+    def refuse(*args, **kwargs):
+        raise AssertionError("a Trainer was made")
+
+    monkeypatch.setattr(pl.Trainer, "__init__", refuse)
+    files = [QUICKSTART] if "quickstart" in path.read_text().splitlines()[0] else []
+    main(["estimate", *files, f"--config={path}", *DEVICE])
+    assert isinstance(asked["module"], pl.LightningModule)
+    assert isinstance(asked["datamodule"], pl.LightningDataModule)
+    config = yaml.safe_load(path.read_text())
+    names = {part["class_path"].rpartition(".")[2] for part in config["trainer"].get("callbacks", [])}
+    assert names <= {type(callback).__name__ for callback in asked["trainer"]["callbacks"]}
+    assert all(isinstance(callback, pl.Callback) for callback in asked["trainer"]["callbacks"])
+
+
+def test_arguments_of_the_trainer_are_made_but_no_trainer(asked):
+    main(["estimate", QUICKSTART, *DEVICE, "--trainer.strategy=fsdp_offload", "--precision=bf16-mixed"])
+    trainer = asked["trainer"]
+    assert (trainer["strategy"], trainer["precision"], trainer["max_steps"]) == ("fsdp_offload", "bf16-mixed", 40)
+    assert [type(callback).__name__ for callback in trainer["callbacks"]] == [
+        "ActivationCheckpointing",
+        "EmptyCache",
+        "VRAMMonitor",
+    ]
+    plugin = '--trainer.plugins=[{"class_path": "lightning_vram.LeanMixedPrecision"}]'
+    main(["estimate", QUICKSTART, *DEVICE, plugin])
+    assert isinstance(asked["trainer"]["plugins"][0], lightning_vram.LeanMixedPrecision)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "devices", "num_nodes"),
+    [
+        ([], 1, 1),
+        (["--trainer.devices=4", "--trainer.num_nodes=2"], 4, 2),
+        (["--trainer.devices=[0,2]"], 2, 1),
+        (["--trainer.devices=-1"], 1, 1),
+        (["--trainer.devices=4", "--devices=8", "--num_nodes=3"], 8, 3),
+    ],
+)
+def test_devices(arguments, devices, num_nodes, asked):
+    main(["estimate", QUICKSTART, *DEVICE, *arguments])
+    assert (asked["device"], asked["devices"], asked["num_nodes"]) == ("rtx4090", devices, num_nodes)
+
+
+def test_a_shape_stands_for_the_data(asked):
+    shape = ["--batch.shape", "{tokens: [8, 1025], mask: [8]}", "--batch.dtype", "{tokens: int64, mask: bool}"]
+    main(["estimate", QUICKSTART, *DEVICE, *shape, "--batch.high", "256"])
+    assert asked["datamodule"] is None
+    assert asked["batch"]["tokens"].shape == (8, 1025)
+    assert asked["batch"]["tokens"].max() > 200
+    assert asked["batch"]["mask"].dtype is torch.bool
+    main(["estimate", QUICKSTART, *DEVICE, "--batch.shape", "[[8,3,4,4],[8]]", "--batch.dtype", "[float32, int64]"])
+    assert [tensor.dtype for tensor in asked["batch"]] == [torch.float32, torch.int64]
+
+
+class WithData(LitTiny):
+    def __init__(self) -> None:
+        super().__init__(TinyCNN())
+
+
+class WithoutData(pl.LightningModule):
+    pass
+
+
+def test_the_optimizer_of_a_configuration_is_that_of_the_module(asked):
+    main(["estimate", f"--model={path_of(WithData)}", *DEVICE, "--optimizer=SGD", "--optimizer.lr=0.5"])
+    optimizer = asked["module"].configure_optimizers()
+    assert isinstance(optimizer, torch.optim.SGD)
+    assert optimizer.defaults["lr"] == 0.5
+
+
+class Downloads(WithData):
+    def __init__(self) -> None:
+        super().__init__()
+        urllib.request.urlopen("http://models.example/weights")
+
+
+SHAPE = [QUICKSTART, *DEVICE, "--batch.shape"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([QUICKSTART], "--device is missing: the device to estimate for, as in --device rtx4090."),
+        (
+            [f"--model={path_of(WithoutData)}", *DEVICE],
+            "there is no batch: name a datamodule (--data), or give the shapes of one, as in --batch.shape "
+            "'[8, 3, 224, 224]', with --batch.dtype and, for whole numbers, --batch.high.",
+        ),
+        (
+            [f"--model={path_of(Downloads)}", *DEVICE],
+            "an estimate downloads nothing, and this configuration needs something from models.example. Fetch it "
+            "first, as `lightning-vram fit` does, or leave it out: weights may be random, and --batch.shape stands for "
+            "data.",
+        ),
+        ([*SHAPE, "[8, 0]"], "batch.shape must be whole numbers of at least 1, got [8, 0]."),
+        ([*SHAPE, "[8]", "--batch.high=0"], "batch.high must be a whole number of at least 1, got 0."),
+        (
+            [QUICKSTART, *DEVICE, "--plot=step.gif"],
+            "plot(path) must end in one of .png, .svg, .pdf, .html, got 'step.gif'.",
+        ),
+        ([QUICKSTART, *DEVICE, "--plot=no/step.png"], "plot(path): there is no folder 'no'."),
+        ([QUICKSTART, *DEVICE, "--devices=two"], "devices: Expected int, got two"),
+        ([*DEVICE], "the following arguments are required: model"),
+        ([QUICKSTART, *DEVICE, "--nope=1"], "unrecognized arguments: --nope=1"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, message, asked, capsys):
+    assert fail(arguments, capsys) == message
+    assert asked == {}
+
+
+def test_a_picture_without_matplotlib_is_one_line_before_the_work(asked, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert fail([QUICKSTART, *DEVICE, "--plot=step.png"], capsys) == (
+        "a picture needs matplotlib: pip install 'lightning-vram[plots]'. A page (step.html) needs nothing."
+    )
+    assert asked == {}
+
+
+def test_what_the_estimate_refuses_is_one_line(monkeypatch, capsys):
+    def estimate_memory(*args, **kwargs):
+        parse_bytes("a lot", "device")
+
+    monkeypatch.setattr("lightning_vram.cli.estimate_memory", estimate_memory)
+    assert fail([QUICKSTART, *DEVICE], capsys).startswith("device must be a number and one of B, ")
+
+
+def test_a_bug_of_the_user_keeps_its_traceback(monkeypatch):
+    def estimate_memory(*args, **kwargs):
+        raise ValueError("from the user's own step")
+
+    monkeypatch.setattr("lightning_vram.cli.estimate_memory", estimate_memory)
+    with pytest.raises(ValueError, match="from the user's own step"):
+        main(["estimate", QUICKSTART, *DEVICE])
