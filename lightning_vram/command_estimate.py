@@ -5,11 +5,12 @@ It takes the files and arguments of ``fit``. Classes are made as there, but for 
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 from jsonargparse import set_parsing_settings
-from lightning.pytorch import Trainer
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, instantiate_class
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
@@ -17,6 +18,7 @@ from typing_extensions import override
 from lightning_vram.command_batch import make_batch
 from lightning_vram.command_offline import NoDownloads
 from lightning_vram.command_parser import PARSER_MODE, PROGRAM, CommandParser
+from lightning_vram.memory.estimate.untouched import UntouchedWeights
 from lightning_vram.report.estimate import ProgressDisplay, ShownEstimate, check_plot_path
 
 ESTIMATE = "estimate"
@@ -93,6 +95,12 @@ class EstimateCLI(LightningCLI):
         self.trainer_class = dict  # type: ignore[assignment]  # called with the arguments of a Trainer, which is all we want
 
     @override
+    def instantiate_classes(self) -> None:
+        with UntouchedWeights():  # a model that needs a GPU of 80 GB is made on a laptop
+            super().instantiate_classes()
+        self._make_optimizers_late()
+
+    @override
     def after_instantiate_classes(self) -> None:
         if self._batch is None and self.datamodule is None and not is_overridden("train_dataloader", self.model):
             raise MisconfigurationException(
@@ -114,6 +122,18 @@ class EstimateCLI(LightningCLI):
             )
         if self.config.plot is not None:
             self.estimate.plot(self.config.plot)
+
+    def _make_optimizers_late(self) -> None:
+        """Let the optimizer of a configuration be that of whichever copy of the module is asked for it."""
+        optimizer, scheduler = self.config_init.get("optimizer"), self.config_init.get("lr_scheduler")
+        if not optimizer:
+            return
+
+        def configure_optimizers(module: LightningModule) -> Any:
+            made = instantiate_class(module.parameters(), optimizer)
+            return self.configure_optimizers(module, made, instantiate_class(made, scheduler) if scheduler else None)
+
+        self.model.configure_optimizers = MethodType(configure_optimizers, self.model)
 
 
 def _count(devices: Any) -> int:

@@ -1,5 +1,6 @@
 """The command ``estimate``: what it makes of files and arguments, with a stand-in for the estimate itself."""
 
+import copy
 import functools
 import sys
 import urllib.request
@@ -136,11 +137,31 @@ class WithoutData(pl.LightningModule):
     pass
 
 
-def test_the_optimizer_of_a_configuration_is_that_of_the_module(asked):
-    main(["estimate", f"--model={path_of(WithData)}", *DEVICE, "--optimizer=SGD", "--optimizer.lr=0.5"])
-    optimizer = asked["module"].configure_optimizers()
-    assert isinstance(optimizer, torch.optim.SGD)
-    assert optimizer.defaults["lr"] == 0.5
+def test_the_optimizer_of_a_configuration_is_that_of_the_module_and_of_its_copies(asked):
+    optimizer = ["--optimizer=SGD", "--optimizer.lr=0.5"]
+    scheduler = ["--lr_scheduler=StepLR", "--lr_scheduler.step_size=3"]
+    main(["estimate", f"--model={path_of(WithData)}", *DEVICE, *optimizer, *scheduler])
+    for module in (asked["module"], copy.deepcopy(asked["module"])):
+        (made,), (schedule,) = module.configure_optimizers()
+        assert isinstance(made, torch.optim.SGD)
+        assert made.defaults["lr"] == 0.5
+        assert [id(p) for p in made.param_groups[0]["params"]] == [id(p) for p in module.parameters()]
+        assert schedule.step_size == 3
+    main(["estimate", f"--model={path_of(WithData)}", *DEVICE, *optimizer])
+    assert isinstance(asked["module"].configure_optimizers(), torch.optim.SGD)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_large_model_is_made_without_its_memory(asked):
+    def resident_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    before = resident_bytes()
+    sizes = ["--model.init_args.num_layers=6", "--model.init_args.width=2048", "--model.init_args.num_heads=16"]
+    main(["estimate", QUICKSTART, *DEVICE, *sizes])
+    weights = sum(parameter.nbytes for parameter in asked["module"].parameters())
+    assert weights > 2**30
+    assert resident_bytes() - before < 2**28
 
 
 class Downloads(WithData):
