@@ -1,7 +1,8 @@
 """Values of single numbers, kept beside fake tensors: programs ask for lengths, counters and scales.
 
 What was made of known numbers is known again. Nothing that data or weights went into is: a float of that kind is said
-to be 1, since programs show it, log it or hold it against a threshold. An integer or a truth value decides about
+to be 1, since programs show it, log it or hold it against a threshold, and tensors that are compared as a whole are
+said to be equal. An integer or a truth value decides about
 shapes and branches: asking for it raises, and the caller has to run real tensors instead. Nothing is ever infinite or
 not a number.
 """
@@ -18,6 +19,7 @@ from lightning_vram.private_names.torch.operators import OpOverload, schema_of
 from lightning_vram.private_names.torch.trees import tree_leaves, tree_map
 
 _ITEM = torch.ops.aten._local_scalar_dense.default
+_EQUAL = torch.ops.aten.equal.default
 _CHECK_FOR_INF = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 _UNKNOWN_MAKERS = ("empty", "rand", "bernoulli", "multinomial", "normal", "new_empty")
 _ANSWERS = {
@@ -49,6 +51,8 @@ class KnownValues(UnwrappedMode):
             return func(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         is_known = all(map(self._knows, tensors)) and not _makes_unknown(func)
+        if func is _EQUAL:
+            return self._are_equal(tensors)
         if func is _ITEM:
             return self._answer(func, args, tensors[0], is_known=is_known)
         result = func(*args, **kwargs)
@@ -69,6 +73,13 @@ class KnownValues(UnwrappedMode):
             return func(*args)  # raises
         self.num_guesses += 1
         return _UNKNOWN
+
+    def _are_equal(self, tensors: list[Tensor]) -> bool:
+        if any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            self.num_guesses += 1
+            return True
+        with without_dispatch():  # such as states of random generators
+            return torch.equal(*tensors)
 
     def _note_truth(self, func: Any, tensors: list[Tensor], result: Any) -> None:
         if func in _ANSWERS:

@@ -83,7 +83,7 @@ def estimate_memory(  # noqa: PLR0913 - by name
         batch = first_batch(module, datamodule)
     run = FitRun(
         trainer_arguments=trainer or {},
-        card_bytes=None if spec.name == _HOST else spec.memory_bytes,
+        card=None if spec.name == _HOST else spec,
         num_ranks=devices * num_nodes,
     )
     progress("tracing the step", 0.0)
@@ -106,7 +106,7 @@ class _Estimator:
         self._batch = batch
         self._spec = spec
         self._run = run
-        self._workspaces = None if run.card_bytes is None else workspaces_of(spec)
+        self._workspaces = None if run.card is None else workspaces_of(spec)
         self._traced = trace_fit(module, batch, run)
 
     def estimate(self) -> MemoryEstimate:
@@ -140,9 +140,7 @@ class _Estimator:
 
     def _estimate(self, traced: TracedFit) -> MemoryEstimate:
         workspaces = self._workspaces
-        notes = list(workspaces.notes) if workspaces is not None else []
-        if traced.num_guesses:
-            notes.append("The step asks for numbers that depend on the data: they were taken for 1.")
+        notes = [*(workspaces.notes if workspaces is not None else ()), *traced.notes]
         if any(isinstance(part, torch._dynamo.OptimizedModule) for part in self._module.modules()):
             notes.append("Compiled modules are traced uncompiled: compiled ones often take less.")
         return MemoryEstimate(

@@ -14,6 +14,8 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_vram.memory.estimate.cuda_semantics import CudaSpec, cuda_semantics
+from lightning_vram.memory.estimate.device_spec import DeviceSpec
 from lightning_vram.memory.estimate.fake_device import CARD, HOST, fake_device
 from lightning_vram.memory.estimate.fake_ranks import fake_ranks
 from lightning_vram.memory.estimate.fake_tensors import FakeTensors, like_fresh
@@ -25,6 +27,7 @@ from lightning_vram.private_names.torch.trees import tree_map
 
 FIRST_STEP, STEP, VALIDATION = "first step", "train", "validation"
 _MOST_BATCHES = 256
+_USUAL_CAPABILITY = (8, 0)
 
 
 @dataclass(frozen=True)
@@ -34,12 +37,12 @@ class TracedFit:
     Args:
         timeline: All of it.
         spans: First event and the one after the last, by stage.
-        num_guesses: How often the program asked for a number that depends on the data.
+        notes: What a reader of the numbers should know.
     """
 
     timeline: MemoryTimeline
     spans: Mapping[str, tuple[int, int]]
-    num_guesses: int = 0
+    notes: tuple[str, ...] = ()
 
     def stage(self, name: str) -> MemoryTimeline:
         """The timeline of one stage, with what it found."""
@@ -52,13 +55,13 @@ class FitRun:
 
     Args:
         trainer_arguments: Of the user's Trainer.
-        card_bytes: What the card has; ``None`` runs on the host.
+        card: What it runs on; ``None`` is the host.
         num_ranks: Number of processes, all of which do the same.
         with_validation: Whether to validate after the steps.
     """
 
     trainer_arguments: Mapping[str, Any]
-    card_bytes: int | None = None
+    card: DeviceSpec | None = None
     num_ranks: int = 1
     with_validation: bool = True
 
@@ -86,19 +89,32 @@ def trace_real_fit(module: pl.LightningModule, batch: Any, run: FitRun) -> Trace
 
 def _fake_fit(module: pl.LightningModule, batch: Any, run: FitRun, num_batches: int) -> TracedFit | None:
     trackers: list[MemoryTracker] = []
-    device = HOST if run.card_bytes is None else CARD
+    notes: dict[str, None] = {}
+
+    def live_bytes() -> int:
+        return trackers[0].live_bytes(CARD) if trackers else 0
+
+    def note_pinned(tensor: Tensor) -> None:
+        if trackers:
+            trackers[0].note_pinned(tensor)
+
     with ExitStack() as stack:
-        live = lambda: trackers[0].live_bytes(CARD) if trackers else 0  # noqa: E731
-        on_pin = lambda tensor: trackers[0].note_pinned(tensor) if trackers else None  # noqa: E731
-        device_context = fake_device(num_bytes=run.card_bytes or 0, allocated_bytes=live, on_pin=on_pin)
-        mode, values = stack.enter_context(device_context)
+        num_bytes = run.card.memory_bytes if run.card is not None else 0
+        mode, values = stack.enter_context(
+            fake_device(num_bytes=num_bytes, allocated_bytes=live_bytes, on_pin=note_pinned)
+        )
+        if run.card is not None:
+            spec = CudaSpec(run.card.capability or _USUAL_CAPABILITY, CARD, num_bytes)
+            notes = stack.enter_context(cuda_semantics(spec, allocated_bytes=live_bytes))
         if needs_ranks(run.trainer_arguments) or run.num_ranks > 1:
             stack.enter_context(fake_ranks(run.num_ranks))
         fakes = FakeTensors(mode, HOST)
         copied = fakes.copy_of(module, [*module.parameters(), *module.buffers()])
         make = partial(like_fresh, fakes.batch(batch), mode)
-        traced = _fit(copied, make, run, device, trackers, num_batches)
-    return traced and replace(traced, num_guesses=values.num_guesses)
+        traced = _fit(copied, make, run, HOST if run.card is None else CARD, trackers, num_batches)
+    if values.num_guesses:
+        notes["The step asks for numbers that depend on the data: they were taken for 1."] = None
+    return traced and replace(traced, notes=tuple(notes))
 
 
 def _with_enough_batches(fit: Callable[[int], TracedFit | None]) -> TracedFit:

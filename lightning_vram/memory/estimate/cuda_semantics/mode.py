@@ -53,12 +53,10 @@ class _CudaDevices(TorchFunctionMode):
             return args[0].device.type in ("cuda", self._stand_in.type)
         if func is Tensor.cuda:
             return args[0].to(self._stand_in)
-        if func is Tensor.pin_memory:
-            return args[0].clone()
         if "device" in kwargs:
             kwargs["device"] = self._device(kwargs["device"])
-        if kwargs.get("pin_memory"):
-            kwargs["pin_memory"] = False
+        if kwargs.pop("pin_memory", False):
+            return func(*args, **kwargs).pin_memory()
         if func is Tensor.to:
             args = tuple(map(self._device, args))
         if func in _FROM_DATA and kwargs.get("device") is not None:  # as CUDA: made on the host, and copied
