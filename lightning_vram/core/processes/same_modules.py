@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_vram.core.processes.rank_errors import gather_objects, num_ranks
-from lightning_vram.private_names.torch.dispatch import is_traceable_wrapper_subclass
+from lightning_vram.private_names.torch.dispatch import detect_fake_mode, is_traceable_wrapper_subclass
 
 _MISSING = "is missing"
 
@@ -59,7 +59,7 @@ def spread_values(module: nn.Module, group: "dist.ProcessGroup | None" = None) -
         ValueError: On every rank, if a tensor lies on the host on some ranks only.
     """
     named = [*module.named_parameters(), *module.named_buffers()]
-    if num_ranks(group) == 1 or not named:
+    if num_ranks(group) == 1 or not named or detect_fake_mode() is not None:  # fake tensors have no values
         return False
     plain = [_is_plain(tensor) for _, tensor in named]
     sums = [_checksum(tensor) if is_plain else 0 for (_, tensor), is_plain in zip(named, plain, strict=True)]

@@ -1,4 +1,4 @@
-"""Values of single numbers, kept beside fake tensors: programs ask for lengths, counters and scales.
+"""Values of short tensors, kept beside the fake ones: programs ask for lengths, counters, flags and scales.
 
 What was made of known numbers is known again. Nothing that data or weights went into is: a float of that kind is said
 to be 1, since programs show it, log it or hold it against a threshold, and tensors that are compared as a whole are
@@ -7,6 +7,7 @@ shapes and branches: asking for it raises, and the caller has to run real tensor
 not a number.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,11 +17,17 @@ from typing_extensions import override
 
 from lightning_vram.private_names.torch.dispatch import FakeTensor, UnwrappedMode, without_dispatch
 from lightning_vram.private_names.torch.operators import OpOverload, schema_of
+from lightning_vram.private_names.torch.tensors import storage_identity
 from lightning_vram.private_names.torch.trees import tree_leaves, tree_map
 
 _ITEM = torch.ops.aten._local_scalar_dense.default
 _EQUAL = torch.ops.aten.equal.default
-_CHECK_FOR_INF = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+_KEEPS_VALUES = (
+    "aten::_amp_foreach_non_finite_check_and_unscale_",  # nothing is infinite
+    "c10d::allreduce_",  # all ranks do the same
+    "c10d::broadcast_",
+)
+_MOST_NUMBERS = 4096
 _UNKNOWN_MAKERS = ("empty", "rand", "bernoulli", "multinomial", "normal", "new_empty")
 _ANSWERS = {
     torch.ops.aten.isnan.default: False,
@@ -32,7 +39,7 @@ _UNKNOWN = 1.0
 
 
 class KnownValues(UnwrappedMode):
-    """Answers ``.item()`` of fake tensors of one element whose value follows from the program alone, and of floats."""
+    """Answers ``.item()`` of fake tensors whose value follows from the program alone, and of floats."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -57,12 +64,20 @@ class KnownValues(UnwrappedMode):
             return self._answer(func, args, tensors[0], is_known=is_known)
         result = func(*args, **kwargs)
         self._note_truth(func, tensors, result)
-        if is_known and isinstance(result, FakeTensor) and result.numel() == 1:
-            self._note(result, func, args, kwargs)
-        elif schema_of(func).is_mutable and func is not _CHECK_FOR_INF:
-            for tensor in tensors:
-                self._values.pop(tensor, None)
+        results = result if isinstance(result, list | tuple) else [result]
+        if is_known and results and all(isinstance(one, FakeTensor) and _is_short(one) for one in results):
+            self._note(results, func, args, kwargs)
+        elif schema_of(func).is_mutable and schema_of(func).name not in _KEEPS_VALUES:
+            self._forget(tensors)
         return result
+
+    def _forget(self, tensors: list[Tensor]) -> None:
+        """Forget what may have been written, and all that shares its memory."""
+        written = {storage_identity(self._values[tensor]) for tensor in tensors if tensor in self._values}
+        if written:
+            for tensor, value in list(self._values.items()):
+                if storage_identity(value) in written:
+                    self._values.pop(tensor, None)
 
     def _answer(self, func: Any, args: tuple[Any, ...], tensor: Tensor, *, is_known: bool) -> Any:
         if is_known:
@@ -95,12 +110,13 @@ class KnownValues(UnwrappedMode):
                 self._values[target] = value.clone()
 
     def _knows(self, tensor: Tensor) -> bool:
-        return tensor in self._values if isinstance(tensor, FakeTensor) else tensor.numel() == 1 and tensor.is_cpu
+        return tensor in self._values if isinstance(tensor, FakeTensor) else _is_short(tensor) and tensor.is_cpu
 
-    def _note(self, result: FakeTensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        value = self._on_host(func, args, kwargs)
-        if isinstance(value, Tensor) and value.shape == result.shape:
-            self._values[result] = value
+    def _note(self, results: Sequence[FakeTensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        values = self._on_host(func, args, kwargs)
+        for result, value in zip(results, values if isinstance(values, list | tuple) else [values], strict=True):
+            if isinstance(value, Tensor) and value.shape == result.shape:
+                self._values[result] = value
 
     def _on_host(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with without_dispatch(), torch.no_grad():  # past the fake mode as well
@@ -113,6 +129,10 @@ class KnownValues(UnwrappedMode):
         if isinstance(leaf, FakeTensor):
             return self._values[leaf]
         return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+
+def _is_short(tensor: Tensor) -> bool:
+    return tensor.numel() <= _MOST_NUMBERS
 
 
 def _makes_unknown(func: OpOverload) -> bool:

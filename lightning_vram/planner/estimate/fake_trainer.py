@@ -22,6 +22,7 @@ from lightning.pytorch.callbacks import (
     ProgressBar,
     Timer,
 )
+from lightning.pytorch.plugins.environments import ClusterEnvironment
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from typing_extensions import override
 
@@ -83,6 +84,59 @@ class FakeAccelerator(Accelerator):
         return {}
 
 
+class FakeEnvironment(ClusterEnvironment):
+    """Says that this is rank 0 of processes that are all there: nobody is to start them, and no job is looked at.
+
+    Args:
+        num_ranks: How many there are.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+
+    @property
+    @override
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    @override
+    def main_address(self) -> str:
+        return "localhost"
+
+    @property
+    @override
+    def main_port(self) -> int:
+        return 0
+
+    @staticmethod
+    @override
+    def detect() -> bool:
+        return False
+
+    @override
+    def world_size(self) -> int:
+        return self._num_ranks
+
+    @override
+    def set_world_size(self, size: int) -> None: ...
+
+    @override
+    def global_rank(self) -> int:
+        return 0
+
+    @override
+    def set_global_rank(self, rank: int) -> None: ...
+
+    @override
+    def local_rank(self) -> int:
+        return 0
+
+    @override
+    def node_rank(self) -> int:
+        return 0
+
+
 def needs_ranks(arguments: Mapping[str, Any]) -> bool:
     """Whether the strategy connects processes, be it one."""
     return arguments.get("strategy") not in _ON_ONE_DEVICE
@@ -115,12 +169,15 @@ def make_trainer(
     callbacks = copy.deepcopy([callback for callback in callbacks if not isinstance(callback, _WATCHERS)])
     if kept.get("strategy") in _ON_ONE_DEVICE:
         kept["strategy"] = SingleDeviceStrategy(device=device)
-    kept["plugins"] = copy.deepcopy(kept.get("plugins"))
+    plugins = kept.pop("plugins", None) or []
+    plugins = copy.deepcopy(list(plugins) if isinstance(plugins, list | tuple) else [plugins])
+    plugins = [plugin for plugin in plugins if not isinstance(plugin, ClusterEnvironment)]
     return pl.Trainer(
         **kept,
         accelerator=FakeAccelerator() if device == CARD else "cpu",
         devices=num_ranks,
         callbacks=[*callbacks, *own_callbacks],
+        plugins=[*plugins, FakeEnvironment(num_ranks)],
         max_epochs=1,
         logger=False,
         enable_checkpointing=False,
