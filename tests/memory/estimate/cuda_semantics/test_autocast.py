@@ -1,0 +1,216 @@
+"""Autocast of "cuda" on the stand-in: casts by CUDA's lists, the cache of weights, and its front door."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from lightning_vram.memory.estimate.cuda_semantics.autocast.lists import Cast, autocast_lists
+from lightning_vram.memory.tracking.tracker import track_memory
+from lightning_vram.private_names.torch.dispatch_keys import operators_cast_for
+
+BF16, FP32 = torch.bfloat16, torch.float32
+# In no list of the header: cuDNN's, which are called by name only, and one that torch 2.15 adds.
+ELSEWHERE = {"_cudnn_rnn", "cudnn_convolution", "cudnn_convolution_transpose", "linalg_matrix_sqrth"}
+
+
+def x_and_weight(requires_grad=True):
+    x = torch.empty(8, 64, device="cuda")
+    return x, nn.Parameter(torch.empty(64, 64, device="cuda"), requires_grad=requires_grad)
+
+
+def num_casts(tracker):
+    return sum(allocation.op == "aten._to_copy.default" for allocation in tracker.timeline.allocations)
+
+
+def test_every_operator_that_cuda_casts_is_in_a_list():
+    of_torch = {name for name in operators_cast_for("cuda") if name.startswith("aten::")}
+    assert of_torch - set(autocast_lists()) <= {f"aten::{name}" for name in ELSEWHERE}
+
+
+@pytest.mark.parametrize(
+    ("name", "cast"),
+    [
+        ("aten::linear", Cast.LOWER),
+        ("aten::conv_transpose2d.input", Cast.LOWER),
+        ("aten::layer_norm", Cast.FLOAT32),
+        ("aten::pow.Tensor_Scalar", Cast.FLOAT32),
+        ("aten::softmax.int", Cast.FLOAT32_RESULT),
+        ("aten::norm.Scalar", Cast.FLOAT32_NORM),
+        ("aten::scatter_add", Cast.WIDEST),
+        ("aten::binary_cross_entropy", Cast.REFUSED),
+    ],
+)
+def test_lists_are_read_from_the_header(name, cast):
+    assert autocast_lists()[name] is cast
+
+
+@pytest.mark.parametrize("text", [None, "", "#define AT_FORALL_FP32(_) _(exp)\n"])
+def test_a_header_that_is_not_as_it_was_is_an_error(tmp_path, text):
+    header = tmp_path / "autocast_mode.h"
+    if text is not None:
+        header.write_text(text)
+    with pytest.raises(
+        RuntimeError, match=r"^what autocast does on CUDA cannot be read from autocast_mode.h of torch "
+    ):
+        autocast_lists(header)
+
+
+def test_it_is_entered_without_a_warning_and_left_as_it_was(card):
+    card()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with torch.autocast("cuda", BF16):
+            assert torch.is_autocast_enabled("cuda")
+            assert torch.is_autocast_enabled("lazy")
+            assert torch.get_autocast_dtype("lazy") is BF16
+    assert not torch.is_autocast_enabled("cuda")
+
+
+def test_it_can_be_named_by_the_stand_in(card):
+    card()
+    x, weight = x_and_weight()
+    assert torch.amp.is_autocast_available(x.device.type)
+    with torch.autocast(x.device.type, BF16):
+        assert F.linear(x, weight).dtype is BF16
+        with torch.autocast("cuda", enabled=False):
+            assert F.linear(x, weight).dtype is FP32
+
+
+def test_results_have_the_dtypes_of_cuda(card):
+    card()
+    x, weight = x_and_weight()
+    with torch.autocast("cuda", torch.float16):
+        y = F.linear(x, weight)
+        assert y.dtype is torch.float16
+        assert (y @ y.t()).dtype is torch.float16
+        assert y.softmax(-1).dtype is FP32
+        assert y.softmax(-1, dtype=torch.float16).dtype is torch.float16
+        assert y.exp().dtype is y.sum().dtype is y.norm().dtype is FP32
+        assert torch.addcmul(y, y, x).dtype is FP32
+        assert torch.addcmul(y, y, y).dtype is torch.float16
+        assert F.gelu(y).dtype is torch.float16
+        assert F.linear(x.double(), weight.double()).dtype is torch.float64
+        assert F.linear(x.cpu(), weight.cpu()).dtype is FP32
+
+
+def test_binary_cross_entropy_is_refused(card):
+    card()
+    x, _ = x_and_weight()
+    with torch.autocast("cuda"), pytest.raises(RuntimeError, match="unsafe to autocast"):
+        F.binary_cross_entropy(x, x)
+    F.binary_cross_entropy(x, x)
+
+
+def test_a_weight_is_cast_once(card):
+    card()
+    x, weight = x_and_weight()
+    with track_memory() as tracker, torch.autocast("cuda", BF16):
+        F.linear(x, weight)
+        F.linear(x, weight)
+        # x twice, 2 x 1,024 bytes, of which autograd keeps none here; the weight once
+        assert num_casts(tracker) == 3
+        assert tracker.timeline.on("lazy:0").live_bytes == 64 * 64 * 2
+    assert tracker.timeline.on("lazy:0").live_bytes == 0
+
+
+def test_the_cache_is_forgotten_when_the_outermost_is_left(card):
+    card()
+    x, weight = x_and_weight()
+    with track_memory() as tracker:
+        with torch.autocast("cuda", BF16):
+            with torch.autocast("cuda", BF16):
+                F.linear(x, weight)
+            F.linear(x, weight)
+        assert num_casts(tracker) == 3
+        with torch.autocast("cuda", BF16):
+            F.linear(x, weight)
+    assert num_casts(tracker) == 5
+
+
+@pytest.mark.parametrize("case", ["cache_enabled=False", "frozen", "view"])
+def test_some_casts_are_not_cached(card, case):
+    card()
+    x, weight = x_and_weight(requires_grad=case != "frozen")
+    if case == "view":
+        weight = weight[:32]
+    with track_memory() as tracker, torch.autocast("cuda", BF16, cache_enabled=case != "cache_enabled=False"):
+        F.linear(x, weight)
+        F.linear(x, weight)
+    assert num_casts(tracker) == 4
+
+
+def test_a_cast_made_without_gradients_still_leads_to_its_weight(card):
+    card()
+    x, weight = x_and_weight()
+    with torch.autocast("cuda", BF16):
+        with torch.no_grad():
+            F.linear(x, weight)
+        F.linear(x, weight).sum().backward()
+    assert weight.grad.dtype is FP32
+
+
+def test_cross_entropy_keeps_its_logarithms_in_the_lower_precision_and_in_float32(card):
+    card()
+    x, weight = x_and_weight()
+    target = torch.zeros(8, dtype=torch.long, device="cuda")
+    with torch.autocast("cuda", BF16):
+        logits = F.linear(x, weight)
+        with track_memory() as tracker:
+            loss = F.cross_entropy(logits, target)
+    assert loss.dtype is FP32
+    # log-softmax in bfloat16 and the copy for the loss; the loss and its total weight
+    assert tracker.timeline.on("lazy:0").saved_for_backward_bytes == 512 * 2 + 512 * 4 + 4 + 4
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_losses_are_cast_without_gradients_too(card, context):
+    card()
+    x, weight = x_and_weight()
+    with context(), torch.autocast("cuda", BF16):
+        loss = F.cross_entropy(F.linear(x, weight), torch.zeros(8, dtype=torch.long, device="cuda"))
+    assert loss.dtype is FP32
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_recomputation_is_cast_as_the_forward_was(card, use_reentrant):
+    card()
+    x, weight = x_and_weight()
+    seen = []
+
+    def layer(x):
+        seen.append((F.linear(x, weight.detach()).dtype, torch.ones(1, device="cuda").device.type))
+        return F.linear(x, weight)
+
+    with torch.autocast("cuda", BF16):
+        y = checkpoint(layer, x.requires_grad_(), use_reentrant=use_reentrant)
+    y.float().sum().backward()
+    assert seen == [(BF16, "lazy"), (BF16, "lazy")]
+
+
+def test_custom_functions_get_what_they_ask_for(card):
+    card()
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        @torch.amp.custom_fwd(device_type="cuda", cast_inputs=torch.float16)
+        def forward(ctx, x, weight):
+            ctx.save_for_backward(x, weight)
+            return x @ weight
+
+        @staticmethod
+        @torch.amp.custom_bwd(device_type="cuda")
+        def backward(ctx, gradient):
+            x, weight = ctx.saved_tensors
+            assert x.dtype is torch.float16
+            return gradient @ weight.t(), x.t() @ gradient
+
+    x, weight = x_and_weight()
+    with torch.autocast("cuda", BF16):
+        y = Product.apply(x, weight)
+    assert y.dtype is torch.float16
+    y.float().sum().backward()
+    assert weight.grad is not None

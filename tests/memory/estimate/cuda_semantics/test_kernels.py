@@ -1,0 +1,146 @@
+"""Norms, dropout, recurrent layers, convolutions and optimizers: what CUDA's kernels keep, worked out by hand."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lightning_vram.memory.tracking.tracker import track_memory
+
+
+def saved_bytes(run):
+    with track_memory() as tracker:
+        result = run()
+    assert result is not None
+    return tracker.timeline.on("lazy:0").saved_for_backward_bytes
+
+
+def test_rms_norm_keeps_one_number_per_row(card):
+    card()
+    x = torch.empty(8, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    weight = torch.empty(64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    assert saved_bytes(lambda: F.rms_norm(x, (64,), weight)) == 512 * 2 + 8 * 4  # and its result
+    F.rms_norm(x, (64,), weight).sum().backward()
+    assert x.grad.shape == x.shape
+    assert weight.grad.shape == weight.shape
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # torch's, once
+def test_rms_norm_of_two_dtypes_is_made_of_others(card):
+    card()
+    x = torch.empty(8, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    weight = torch.empty(64, device="cuda", requires_grad=True)
+    assert saved_bytes(lambda: F.rms_norm(x, (64,), weight)) > 512 * 4 + 8 * 4
+
+
+def test_dropout_keeps_booleans(card):
+    card()
+    x = torch.empty(8, 64, device="cuda", requires_grad=True)
+    assert saved_bytes(lambda: F.dropout(x, 0.1)) == 512 * 4 + 512
+
+
+# Four steps of three samples, five features in, eight hidden.
+@pytest.mark.parametrize(
+    ("kind", "num_layers", "directions", "reserve"),
+    [
+        (nn.LSTM, 1, 1, 12 * 8 * 5),
+        (nn.LSTM, 4, 1, 12 * 8 * (4 * 5 + 3)),
+        (nn.GRU, 4, 1, 12 * 8 * (4 * 6 + 3)),
+        (nn.LSTM, 2, 2, 2 * 12 * 8 * (2 * 5 + 1)),
+        (nn.RNN, 1, 1, 12 * 8),
+    ],
+)
+def test_recurrent_layers_keep_results_ends_and_cudnns_reserve(card, kind, num_layers, directions, reserve):
+    notes = card()
+    layers = kind(5, 8, num_layers, bidirectional=directions == 2, device="cuda")
+    x = torch.empty(4, 3, 5, device="cuda", requires_grad=True)
+    ends = num_layers * directions * 3 * 8
+    num_states = 2 if kind is nn.LSTM else 1
+    numbers = 12 * 8 * directions + 2 * ends * num_states + reserve  # the module makes zeros to begin with
+    assert saved_bytes(lambda: layers(x)) == 4 * numbers
+    layers(x)[0].sum().backward()
+    assert layers.weight_hh_l0.grad.shape == layers.weight_hh_l0.shape
+    assert list(notes) == ["nn.LSTM, nn.GRU or nn.RNN: what cuDNN keeps for the backward is an estimate."]
+
+
+def test_recurrent_layers_under_autocast_keep_a_cast_of_all_weights(card):
+    card()
+    layers, x = nn.GRU(5, 8, device="cuda"), torch.empty(4, 3, 5, device="cuda", requires_grad=True)
+    with torch.autocast("cuda", torch.bfloat16):
+        plain = saved_bytes(lambda: layers(x))
+    num_weights = 3 * 8 * (5 + 8 + 2)
+    numbers = 12 * 5 + 12 * 8 + 24 + 24 + 12 * 8 * 6 + num_weights  # input, result, start, end, reserve, weights
+    assert plain == 2 * numbers
+
+
+def test_recurrent_layers_keep_nothing_in_evaluation(card):
+    card()
+    layers = nn.LSTM(5, 8, device="cuda").eval()
+    with torch.no_grad(), track_memory() as tracker:
+        result = layers(torch.empty(4, 3, 5, device="cuda"))
+    assert result[0].dtype is torch.float32
+    assert tracker.timeline.on("lazy:0").live_bytes == 4 * (12 * 8 + 2 * 24)
+
+
+@pytest.mark.parametrize("which", ["input", "weight"])
+def test_convolutions_are_channels_last_as_soon_as_input_or_weight_is(card, which):
+    card()
+    layer, x = nn.Conv2d(3, 4, 3, device="cuda"), torch.empty(2, 3, 8, 8, device="cuda")
+    assert layer(x).is_contiguous()
+    if which == "input":
+        x = x.to(memory_format=torch.channels_last)
+    else:
+        layer.weight.data = layer.weight.data.to(memory_format=torch.channels_last)
+    assert layer(x).is_contiguous(memory_format=torch.channels_last)
+    assert F.conv2d(x.double(), layer.weight.double()).is_contiguous()
+
+
+def step_bytes(make_optimizer):
+    """Bytes that come and go in a second step over two layers of 64 x 64."""
+    layers = nn.ModuleList(nn.Linear(64, 64, bias=False, device="cuda") for _ in range(2))
+    optimizer = make_optimizer(layers.parameters())
+    for _ in range(2):
+        for parameter in layers.parameters():
+            parameter.grad = torch.empty_like(parameter)
+        with track_memory() as tracker:
+            optimizer.step()
+    timeline = tracker.timeline.on("lazy:0")
+    return timeline.peak_bytes - timeline.live_bytes
+
+
+@pytest.mark.parametrize(
+    ("make_optimizer", "num_bytes"),
+    [
+        (lambda parameters: torch.optim.AdamW(parameters, capturable=True), 2 * 64 * 64 * 4),  # roots of both at once
+        (lambda parameters: torch.optim.AdamW(parameters, fused=True), 0),
+        (lambda parameters: torch.optim.SGD(parameters, 0.1, 0.9, fused=True), 0),
+        (lambda parameters: torch.optim.SGD(parameters, 0.1, 0.9), 0),
+    ],
+)
+def test_optimizers_step_as_on_cuda(card, make_optimizer, num_bytes):
+    card()
+    assert num_bytes <= step_bytes(make_optimizer) < num_bytes + 100  # and numbers of steps
+
+
+def test_clipping_works_on_all_gradients_at_once(card):
+    card()
+    weight = nn.Parameter(torch.empty(64, 64, device="cuda"))
+    weight.grad = torch.empty_like(weight)
+    with track_memory() as tracker:
+        nn.utils.clip_grad_norm_([weight], 1.0)
+    assert "aten._foreach_norm.Scalar" in {allocation.op for allocation in tracker.timeline.allocations}
+
+
+def test_a_scaled_loss_steps(card):
+    card()
+    layer = nn.Linear(64, 64, device="cuda")
+    optimizer, scaler = torch.optim.SGD(layer.parameters(), 0.1, momentum=0.9), torch.amp.GradScaler("cuda")
+    assert scaler.is_enabled()
+    with torch.autocast("cuda", torch.float16):
+        loss = layer(torch.empty(8, 64, device="cuda")).sum()
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 65536.0
+    assert optimizer.state[layer.weight]["momentum_buffer"].device.type == "lazy"

@@ -1,0 +1,94 @@
+"""Programs that name CUDA run unchanged, and nothing of it is left behind."""
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lightning_vram.memory.estimate.cuda_semantics import CudaSpec, cuda_semantics
+
+CARD = torch.device("lazy", 0)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.empty(3).cuda(),
+        lambda: torch.empty(3).cuda(0),
+        lambda: torch.empty(3).to("cuda:0"),
+        lambda: torch.empty(3).to("cuda", non_blocking=True),
+        lambda: torch.empty(3).to(device=torch.device("cuda")),
+        lambda: torch.empty(3).to(torch.device("cuda", 0), torch.float16),
+        lambda: torch.zeros(3, device="cuda"),
+        lambda: torch.arange(3, device=torch.device("cuda")),
+        lambda: torch.tensor([1.0, 2.0], device="cuda"),
+        lambda: torch.as_tensor(3, device="cuda:0"),
+        lambda: torch.zeros(3).new_ones(2, device="cuda"),
+        lambda: torch.randn(3, device="cuda", generator=torch.Generator(device="cuda").manual_seed(1)),
+        lambda: nn.Linear(3, 3, device="cuda").weight,
+        lambda: nn.BatchNorm1d(3, device="cuda").num_batches_tracked,
+        lambda: torch.empty(3).pin_memory().cuda(),
+        lambda: torch.empty(3, pin_memory=True).to("cuda"),
+    ],
+)
+def test_cuda_is_the_stand_in(card, make):
+    card()
+    tensor = make()
+    assert tensor.device == CARD
+    assert tensor.is_cuda
+
+
+def test_the_host_stays_the_host(card):
+    card()
+    assert torch.zeros(3).device.type == "cpu"
+    assert not torch.zeros(3).is_cuda
+    assert torch.zeros(3, device="cuda").cpu().device.type == "cpu"
+    assert isinstance(torch.Generator(), torch.Generator)
+    assert isinstance(torch.default_generator, torch.Generator)
+
+
+def test_a_default_device_is_the_stand_in(card):
+    card()
+    with torch.device("cuda"):
+        assert torch.zeros(3).device == CARD
+
+
+def test_torch_cuda_speaks_of_the_card():
+    spec = CudaSpec((7, 5), CARD, num_bytes=1000)
+    with cuda_semantics(spec, allocated_bytes=lambda: 300):
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.manual_seed_all(3)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+        assert torch.cuda.is_available()
+        assert torch.cuda.memory_allocated() == 300
+        assert torch.cuda.mem_get_info() == (700, 1000)
+        assert torch.cuda.get_device_capability() == (7, 5)
+        assert torch.cuda.get_device_properties(0).total_memory == 1000
+        assert not torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def test_all_is_undone():
+    before = {owner: dict(vars(owner)) for owner in (torch, torch.cuda, torch.autocast, torch.amp.GradScaler)}
+    try:
+        with FakeTensorMode(), cuda_semantics(CudaSpec((8, 0), CARD)), torch.autocast("cuda"):
+            raise KeyError
+    except KeyError:
+        pass
+    assert {owner: dict(vars(owner)) for owner in before} == before
+    assert not torch.is_autocast_enabled("hpu")
+    assert not torch.is_autocast_enabled("ipu")
+    with pytest.raises(RuntimeError):
+        torch.is_autocast_enabled("lazy")
+
+
+def test_it_can_be_entered_again_but_not_inside_of_itself():
+    spec = CudaSpec((8, 0), CARD)
+    for _ in range(2):
+        with cuda_semantics(spec):
+            pass
+    with cuda_semantics(spec), pytest.raises(RuntimeError):
+        cuda_semantics(spec).__enter__()
+    with cuda_semantics(spec):
+        assert torch.cuda.is_available()
