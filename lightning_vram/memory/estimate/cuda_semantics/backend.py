@@ -8,8 +8,8 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from lightning_vram.memory.estimate.cuda_semantics.replacing import replaced
+from lightning_vram.private_names.cuda.backends import BACKEND_NAMES, INITIALISATION
 from lightning_vram.private_names.torch.autocast import STEP_IF_FINITE, first_scale_of
-from lightning_vram.private_names.torch.backends import BACKEND_NAMES, INITIALISATION
 from lightning_vram.private_names.torch.dispatch import FakeTensor
 from lightning_vram.private_names.torch.optimizers import FOREACH_TYPES
 

@@ -11,7 +11,7 @@ from lightning_vram.memory.estimate.cuda_semantics.attention.kernels import run_
 from lightning_vram.memory.estimate.cuda_semantics.norms import is_fused, rms_norm
 from lightning_vram.memory.estimate.cuda_semantics.recurrent import NOTE, OPERATORS, run_recurrent
 from lightning_vram.memory.estimate.cuda_semantics.spec import CudaSpec
-from lightning_vram.private_names.torch.dispatch_keys import BEHIND_AUTOCAST, Kernel, operator_named, pass_by
+from lightning_vram.private_names.cuda.dispatch_keys import BEHIND_AUTOCAST, Kernel, operator_named, pass_by
 from lightning_vram.private_names.torch.operators import given_arguments, run_others
 from lightning_vram.private_names.torch.trees import tensors_in
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_vram.memory.estimate.cuda_semantics.replacing import replaced
-from lightning_vram.private_names.torch.fake_convolutions import MEMORY_FORMAT
+from lightning_vram.private_names.cuda.backends import CONVOLUTION_FORMAT
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -16,7 +16,7 @@ _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 @contextmanager
 def convolutions_of(kind: str) -> Iterator[None]:
     """Let fake convolutions on devices of ``kind`` have results in cuDNN's format, inside the block."""
-    owner, name = MEMORY_FORMAT
+    owner, name = CONVOLUTION_FORMAT
     original: Callable[..., Any] = getattr(owner, name)
 
     def memory_format(x: Tensor, weight: Tensor, backend: Any) -> torch.memory_format:

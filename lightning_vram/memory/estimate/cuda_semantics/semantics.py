@@ -11,7 +11,7 @@ from lightning_vram.memory.estimate.cuda_semantics.convolutions import convoluti
 from lightning_vram.memory.estimate.cuda_semantics.mode import cuda_devices
 from lightning_vram.memory.estimate.cuda_semantics.spec import CudaSpec
 from lightning_vram.memory.estimate.cuda_semantics.torch_cuda import torch_cuda
-from lightning_vram.private_names.torch.dispatch_keys import AUTOCAST, BEHIND_AUTOCAST, kernels_at
+from lightning_vram.private_names.cuda.dispatch_keys import AUTOCAST, BEHIND_AUTOCAST, kernels_at
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_vram.memory.estimate.cuda_semantics.autocast.lists import Cast, autocast_lists
 from lightning_vram.memory.tracking.tracker import track_memory
-from lightning_vram.private_names.torch.dispatch_keys import operators_cast_for
+from lightning_vram.private_names.cuda.dispatch_keys import operators_cast_for
 
 BF16, FP32 = torch.bfloat16, torch.float32
 # In no list of the header: cuDNN's, which are called by name only, and one that torch 2.15 adds.

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from lightning_vram.memory.estimate.cuda_semantics.spec import CudaSpec
-from lightning_vram.private_names.torch.attention import preferred_backends
+from lightning_vram.private_names.cuda.attention import preferred_backends
 
 _TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 # torch 2.14 taught the efficient kernel grouped queries, and fused kernels to broadcast one head of keys.

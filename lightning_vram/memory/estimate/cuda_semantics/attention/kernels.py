@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend
 
 from lightning_vram.memory.estimate.cuda_semantics.attention.choice import Attention, choose_backend
 from lightning_vram.memory.estimate.cuda_semantics.spec import CudaSpec
-from lightning_vram.private_names.torch.attention import (
+from lightning_vram.private_names.cuda.attention import (
     cudnn_attention,
     efficient_attention,
     flash_attention,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_vram.memory.estimate.cuda_semantics.autocast.lists import Cast, autocast_lists
-from lightning_vram.private_names.torch.dispatch_keys import (
+from lightning_vram.private_names.cuda.dispatch_keys import (
     AUTOCAST,
     Kernel,
     operator_named,

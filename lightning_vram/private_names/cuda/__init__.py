@@ -1,0 +1,1 @@
+"""What stands in for CUDA's dispatcher on a machine without a card."""
