@@ -7,7 +7,7 @@ from lightning_vram.memory.estimate.result import MemoryEstimate
 from lightning_vram.memory.tracking.timeline import Phase
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.report.estimate.rows import facts
-from lightning_vram.report.estimate.scale import Scale, choose_scale
+from lightning_vram.report.estimate.scale import Scale, choose_scale, is_note_above
 from lightning_vram.report.estimate.step import COLORS, CONTEXT_COLOR, Step, read_step
 from lightning_vram.report.estimate.words import legend_rows, needed_line, peak_lines, verdict
 from lightning_vram.report.tables import label
@@ -126,16 +126,15 @@ def _draw_lines(axes: "Axes", estimate: MemoryEstimate, scale: Scale) -> None:
 def _mark_peak(axes: "Axes", estimate: MemoryEstimate, step: Step, scale: Scale) -> None:
     x, y = step.peak + 0.5, estimate.context_bytes + estimate.peak_bytes
     is_left = step.peak < len(step.columns) / 2
-    above = estimate.device.memory_bytes if estimate.fits and scale.has_limit else scale.end_bytes
-    has_room = scale.is_free(estimate.needed_bytes, above)
+    is_above = is_note_above(estimate, scale)
     axes.plot(x, y, "o", color=_INK, markersize=7, markeredgecolor="white", markeredgewidth=1.5)
     axes.annotate(
         "\n".join(peak_lines(estimate, step)),
         (x, y),
-        xytext=(28 if is_left else -28, 50 if has_room else -18),
+        xytext=(28 if is_left else -28, 50 if is_above else -18),
         textcoords="offset points",
         ha="left" if is_left else "right",
-        va="bottom" if has_room else "top",
+        va="bottom" if is_above else "top",
         fontsize=11,
         color=_INK,
         bbox={"boxstyle": "round,pad=0.4", "facecolor": "white", "edgecolor": _FAINT, "linewidth": 0.8, "alpha": 0.94},
@@ -146,7 +145,9 @@ def _mark_peak(axes: "Axes", estimate: MemoryEstimate, step: Step, scale: Scale)
 def _draw_words(figure: "Figure", estimate: MemoryEstimate, step: Step) -> None:
     from matplotlib.patches import Rectangle
 
-    figure.text(_LEFT, 0.965, verdict(estimate), va="top", fontsize=17, fontweight="bold", color=_color(estimate))
+    title = verdict(estimate)
+    size = min(17, 1180 / len(title))  # one line, whatever the device is called
+    figure.text(_LEFT, 0.965, title, va="top", fontsize=size, fontweight="bold", color=_color(estimate))
     figure.text(_WORDS, 0.84, "at the peak", va="top", fontweight="bold", color=_INK)
     y = 0.765
     for name, color, num_bytes in legend_rows(estimate, step):

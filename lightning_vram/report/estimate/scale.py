@@ -8,7 +8,7 @@ from lightning_vram.memory.units import GIB, KIB, MIB, TIB
 _HEADROOM = 1.14  # above the highest line, for words
 _FAR = 2.5  # times what is needed: a limit beyond it would press the step to the ground
 _NUM_TICKS = 7  # at most
-_ROOM = 0.25  # of the axis
+_ROOM = 0.25  # of the axis, for three lines of words
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,6 @@ class Scale:
         """Marks in bytes, from 0."""
         return tuple(number * self.tick_bytes for number in range(int(self.end_bytes / self.tick_bytes) + 1))
 
-    def is_free(self, low_bytes: float, high_bytes: float) -> bool:
-        """Whether there is room for three lines of words between two heights."""
-        return high_bytes - low_bytes >= _ROOM * self.end_bytes
-
     def label(self, num_bytes: float) -> str:
         """A mark's number in the unit."""
         return f"{num_bytes / self.unit_bytes:g}"
@@ -54,6 +50,13 @@ def choose_scale(estimate: MemoryEstimate) -> Scale:
     units = ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"), (1, "B"))
     unit_bytes, unit = next(found for found in units if end_bytes >= found[0] or found[0] == 1)
     return Scale(unit, unit_bytes, end_bytes, _round_step(end_bytes / unit_bytes / _NUM_TICKS) * unit_bytes, has_limit)
+
+
+def is_note_above(estimate: MemoryEstimate, scale: Scale) -> bool:
+    """Whether the words at the peak stand above it: where nothing else is, or there is no room below."""
+    above = estimate.device.memory_bytes if estimate.fits and scale.has_limit else scale.end_bytes
+    room = _ROOM * scale.end_bytes
+    return above - estimate.needed_bytes >= room or estimate.context_bytes + estimate.peak_bytes < room
 
 
 def _round_step(step: float) -> float:

@@ -7,7 +7,7 @@ from itertools import pairwise
 from lightning_vram.memory.estimate.result import MemoryEstimate
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.report.estimate.rows import facts
-from lightning_vram.report.estimate.scale import Scale, choose_scale
+from lightning_vram.report.estimate.scale import Scale, choose_scale, is_note_above
 from lightning_vram.report.estimate.step import COLORS, CONTEXT_COLOR, Step
 from lightning_vram.report.estimate.words import legend_rows, needed_line, peak_lines
 from lightning_vram.report.tables import label
@@ -118,11 +118,10 @@ def _peak(estimate: MemoryEstimate, step: Step, scale: Scale) -> Iterable[str]:
     lines = peak_lines(estimate, step)
     width, height = 8.4 * max(map(len, lines)) + 20, 21 * len(lines) + 14
     is_left = x < (LEFT + RIGHT) / 2
-    above = estimate.device.memory_bytes if estimate.fits and scale.has_limit else scale.end_bytes
-    has_room = scale.is_free(estimate.needed_bytes, above)
-    left, top = x + 28 if is_left else x - 28 - width, y - 60 - height if has_room else y + 18
+    is_above = is_note_above(estimate, scale)
+    left, top = x + 28 if is_left else x - 28 - width, y - 60 - height if is_above else y + 18
     near = left + 14 if is_left else left + width - 14
-    yield f'<path class="pointer" d="M{x:.1f} {y:.1f}L{near:.1f} {top + (height if has_room else 0):.1f}"/>'
+    yield f'<path class="pointer" d="M{x:.1f} {y:.1f}L{near:.1f} {top + (height if is_above else 0):.1f}"/>'
     yield f'<circle class="peak" cx="{x:.1f}" cy="{y:.1f}" r="5"/>'
     yield _rectangle(left, top, width, height, "note")
     for number, line in enumerate(lines, 1):

@@ -1,11 +1,13 @@
 """The picture by matplotlib: what stands where."""
 
 import sys
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from support.estimates import GIB, MIB, allocation, estimate_of, timeline_of, training_timeline
 
+from lightning_vram.memory.estimate.known_devices import DeviceSpec
 from lightning_vram.memory.tracking.timeline import Category, Phase
 from lightning_vram.report.estimate.shown import ShownEstimate
 from lightning_vram.report.estimate.step import COLORS
@@ -65,6 +67,21 @@ def test_words():
         "GiB",
     } <= found
     assert "inputs" not in found
+
+
+def test_no_words_leave_the_picture():
+    device = DeviceSpec("RTX PRO 6000 Blackwell Max-Q Workstation Edition", 96 * GIB)
+    (stage,) = estimate_of().stages.values()
+    stages = {"train": replace(stage, reserved_bytes=123 * GIB, host_bytes=GIB, pinned_bytes=GIB)}
+    changes = {"max_batch_size": 0, "max_sequence_length": 131072, "world_size": 8}
+    figure = draw(replace(estimate_of(stages=stages, **changes), device=device))
+    figure.canvas.draw()
+    (axes,) = figure.axes
+    for text in (*figure.texts, *axes.texts):
+        box = text.get_window_extent()
+        assert box.x0 >= 0, text
+        assert box.x1 <= figure.bbox.x1, text
+        assert 0 <= box.y0 <= box.y1 <= figure.bbox.y1, text
 
 
 def test_without_a_context_none_is_spoken_of():

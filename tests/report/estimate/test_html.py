@@ -2,7 +2,9 @@
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
+from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
@@ -56,12 +58,24 @@ def test_the_stack_is_drawn_to_scale():
     assert there == f"M{LEFT} {corners[0]}{rises}"
 
 
-def test_each_area_ends_where_it_began():
-    for path in drawing_of(estimate_of()):
-        if path.get("fill") in COLORS.values() and path.tag == "path":
-            start = float(path.get("d").split("H")[0].split()[1])
-            assert path.get("d").endswith(f"H{LEFT}Z")
-            assert TOP < start <= BOTTOM
+def edges_of(path: str) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    """Corners of the upper edge, from the left, and of the lower one."""
+    x, y = map(float, re.match(r"M(\S+) ([\d.]+)", path).groups())
+    corners = [(x, y)]
+    for command, value in re.findall(r"([HV])([\d.]+)", path):
+        x, y = (float(value), y) if command == "H" else (x, float(value))
+        corners.append((x, y))
+    right = next(number for number, corner in enumerate(corners) if corner[0] == RIGHT)
+    return corners[: right + 1], corners[:right:-1]
+
+
+def test_each_area_stands_on_the_one_below():
+    drawing = drawing_of(estimate_of())
+    areas = [edges_of(path.get("d")) for path in drawing if path.tag == "path" and path.get("fill")]
+    assert len(areas) == 6
+    assert areas[0][1] == [(LEFT, BOTTOM), (RIGHT, BOTTOM)]
+    for (below, _), (_, lower) in pairwise(areas):
+        assert lower == below
 
 
 def test_the_peak_the_limit_and_what_is_needed_stand_at_their_heights():
@@ -86,13 +100,16 @@ def test_what_does_not_fit_is_red_above_the_limit():
 
 
 def test_everything_stays_within_the_picture():
-    for limit_bytes in (MIB, 600 * MIB, GIB, 80 * GIB):
-        for found in drawing_of(estimate_of(limit_bytes=limit_bytes)):
+    (stage,) = estimate_of().stages.values()
+    fragmented = {"train": replace(stage, reserved_bytes=100 * GIB)}
+    estimates = [estimate_of(limit_bytes=limit_bytes) for limit_bytes in (MIB, 600 * MIB, GIB, 80 * GIB)]
+    for estimate in (*estimates, estimate_of(stages=fragmented)):
+        for found in drawing_of(estimate):
             if found.tag in ("rect", "text", "circle"):
                 x = float(found.get("x") or found.get("cx"))
                 y = float(found.get("y") or found.get("cy"))
                 assert 0 <= x <= 1200
-                assert 0 <= y <= 600
+                assert 0 <= y <= 600 - float(found.get("height") or 0)
 
 
 def test_a_page_needs_nothing_else():
