@@ -18,12 +18,19 @@ from typing_extensions import override
 from lightning_vram.command_batch import make_batch
 from lightning_vram.command_offline import NoDownloads
 from lightning_vram.command_parser import PARSER_MODE, PROGRAM, CommandParser
+from lightning_vram.memory.estimate.known_devices import DeviceSpec
 from lightning_vram.memory.estimate.untouched import UntouchedWeights
+from lightning_vram.memory.units import parse_bytes
 from lightning_vram.report.estimate import ProgressDisplay, ShownEstimate, check_plot_path
 
 ESTIMATE = "estimate"
 _OPTIONS: dict[str, tuple[Any, Any, str]] = {
     "device": (str, None, "What to estimate for: the name of a known device, as rtx4090 or h100."),
+    "device_memory": (
+        int | str | None,
+        None,
+        "Describes another device, of the name given: what its driver says, 24GiB.",
+    ),
     "devices": (int | None, None, "How many of them on each node. By default trainer.devices where that is a number."),
     "num_nodes": (int | None, None, "How many nodes. By default trainer.num_nodes."),
     "precision": (Any, None, "In the place of trainer.precision."),
@@ -55,6 +62,7 @@ class EstimateCLI(LightningCLI):
         self.is_running = False
         self._estimate_memory = estimate_memory
         self._batch: Any = None
+        self._device: str | DeviceSpec = ""
         with NoDownloads():
             super().__init__(
                 args=list(args),
@@ -86,6 +94,9 @@ class EstimateCLI(LightningCLI):
         config = self.config
         if config.device is None:
             raise MisconfigurationException("--device is missing: the device to estimate for, as in --device rtx4090.")
+        self._device = config.device
+        if config.device_memory is not None:
+            self._device = DeviceSpec(config.device, parse_bytes(config.device_memory, "device_memory"))
         if config.plot is not None:
             check_plot_path(Path(config.plot))
         if config.batch.shape is not None:
@@ -114,7 +125,7 @@ class EstimateCLI(LightningCLI):
                 self.model,
                 self._batch,
                 datamodule=self.datamodule if self._batch is None else None,
-                device=self.config.device,
+                device=self._device,
                 trainer=arguments,
                 devices=self.config.devices or _count(arguments["devices"]),
                 num_nodes=self.config.num_nodes or arguments["num_nodes"],

@@ -117,6 +117,11 @@ def test_devices(arguments, devices, num_nodes, asked):
     assert (asked["device"], asked["devices"], asked["num_nodes"]) == ("rtx4090", devices, num_nodes)
 
 
+def test_a_device_can_be_described(asked):
+    main(["estimate", QUICKSTART, "--device", "my card", "--device_memory", "24GiB"])
+    assert (asked["device"].name, asked["device"].memory_bytes) == ("my card", 24 * 2**30)
+
+
 def test_a_shape_stands_for_the_data(asked):
     shape = ["--batch.shape", "{tokens: [8, 1025], mask: [8]}", "--batch.dtype", "{tokens: int64, mask: bool}"]
     main(["estimate", QUICKSTART, *DEVICE, *shape, "--batch.high", "256"])
@@ -193,6 +198,10 @@ SHAPE = [QUICKSTART, *DEVICE, "--batch.shape"]
         (
             [QUICKSTART, *DEVICE, "--plot=step.gif"],
             "plot(path) must end in one of .png, .svg, .pdf, .html, got 'step.gif'.",
+        ),
+        (
+            [QUICKSTART, *DEVICE, "--device_memory=much"],
+            "device_memory must be a number and one of B, KiB, MiB, GiB, TiB, kB, MB, GB, TB, got 'much'.",
         ),
         ([QUICKSTART, *DEVICE, "--plot=no/step.png"], "plot(path): there is no folder 'no'."),
         ([QUICKSTART, *DEVICE, "--devices=two"], "devices: Expected int, got two"),
