@@ -21,6 +21,7 @@ class StageEstimate:
         workspace_bytes: Of these, what libraries (cuBLAS, cuDNN) take beside tensors.
         host_bytes: Most bytes in host tensors at once; 0 if the device is the host.
         pinned_bytes: Of these, page-locked.
+        first_event: Index of the timeline's first event of the stage itself; those before are what was there already.
     """
 
     timeline: MemoryTimeline = field(repr=False)  # thousands of events
@@ -30,6 +31,7 @@ class StageEstimate:
     workspace_bytes: int = 0
     host_bytes: int = 0
     pinned_bytes: int = 0
+    first_event: int = 0
 
 
 @dataclass(frozen=True)
@@ -71,9 +73,14 @@ class MemoryEstimate:
         return self.reserved_bytes + self.context_bytes
 
     @property
+    def main_stage(self) -> StageEstimate:
+        """That of a training step, else the first."""
+        return self.stages.get(TRAIN) or next(iter(self.stages.values()))
+
+    @property
     def timeline(self) -> MemoryTimeline:
         """Live bytes over a training step."""
-        return (self.stages.get(TRAIN) or next(iter(self.stages.values()))).timeline
+        return self.main_stage.timeline
 
     @property
     def peak_bytes(self) -> int:

@@ -39,7 +39,7 @@ def draw(estimate: MemoryEstimate) -> "Figure":
     from matplotlib import rc_context  # an extra: not everybody has it
     from matplotlib.figure import Figure
 
-    step, scale = read_step(estimate.timeline, _MAX_COLUMNS), choose_scale(estimate)
+    step, scale = read_step(estimate.timeline, _MAX_COLUMNS, estimate.main_stage.first_event), choose_scale(estimate)
     with rc_context({"font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"], "font.size": 12}):
         figure = Figure(figsize=_SIZE, facecolor="white")
         axes = figure.add_axes((_LEFT, 0.1, 0.69, 0.74))

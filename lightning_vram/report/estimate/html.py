@@ -27,7 +27,7 @@ def page(estimate: MemoryEstimate) -> str:
     Raises:
         ValueError: If no tensor was on the device.
     """
-    step = read_step(estimate.timeline, RIGHT - LEFT)
+    step = read_step(estimate.timeline, RIGHT - LEFT, estimate.main_stage.first_event)
     parts = {
         "verdict": escape(verdict(estimate)),
         "color": "good" if estimate.fits else "bad",

@@ -84,17 +84,18 @@ class Step:
         return tuple(kind for kind in COLORS if any(column.by_category[kind] for column in self.columns))
 
 
-def read_step(timeline: MemoryTimeline, max_columns: int) -> Step:
+def read_step(timeline: MemoryTimeline, max_columns: int, first_event: int = 0) -> Step:
     """Reduce a timeline to what can be seen: from what was there before the step, in one moment, to its end.
 
     Args:
         timeline: Its device's events are read.
         max_columns: Most columns. Each shows the highest of the moments that it stands for.
+        first_event: Index of the timeline's first event of the step; what is marked as held before it is found anyhow.
 
     Raises:
         ValueError: If nothing ever was on the timeline's device.
     """
-    moments = _moments(timeline)
+    moments = _moments(timeline, first_event)
     if not moments:
         raise ValueError(f"nothing to draw: no tensor was on {timeline.device}.")
     num_columns = min(max_columns, len(moments))
@@ -109,15 +110,17 @@ def read_peak(timeline: MemoryTimeline) -> Column | None:
     return max(_moments(timeline), key=lambda moment: moment.live_bytes, default=None)
 
 
-def _moments(timeline: MemoryTimeline) -> list[Column]:
+def _moments(timeline: MemoryTimeline, first_event: int = 0) -> list[Column]:
     live = dict.fromkeys(Category, 0)
     moments: list[Column] = []
-    for event in timeline.events:
+    num_held = 0
+    for number, event in enumerate(timeline.events):
         allocation = timeline.allocations[event.allocation]
         if allocation.device == timeline.device:
             live = {**live, allocation.category: live[allocation.category] + event.change_bytes}
             moments.append(Column(len(moments), event.phase, allocation.op, allocation.module, live))
-    num_held = next((number for number, moment in enumerate(moments) if moment.op != HELD), len(moments))
+            if number < first_event or (num_held == len(moments) - 1 and allocation.op == HELD):
+                num_held = len(moments)
     return moments[max(num_held - 1, 0) :]
 
 

@@ -145,6 +145,12 @@ def test_without_matplotlib_there_is_one_line_and_the_page(monkeypatch, tmp_path
     assert (tmp_path / "step.html").exists()
 
 
+def test_it_begins_with_the_stage():
+    (stage,) = estimate_of().stages.values()
+    figure = draw(estimate_of(stages={"train": replace(stage, first_event=4)}))
+    assert len(areas(figure)[0].get_data().values) == 10
+
+
 def test_nothing_to_draw():
     with pytest.raises(ValueError, match=r"^nothing to draw: no tensor was on lazy:1\.$"):
         draw(estimate_of(training_timeline().on("lazy:1")))

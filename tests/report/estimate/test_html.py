@@ -112,6 +112,12 @@ def test_everything_stays_within_the_picture():
                 assert 0 <= y <= 600 - float(found.get("height") or 0)
 
 
+def test_it_begins_with_the_stage():
+    (stage,) = estimate_of().stages.values()
+    estimate = estimate_of(stages={"train": replace(stage, first_event=4)})
+    assert len(data_of(page(estimate))["columns"]) == 10
+
+
 def test_a_page_needs_nothing_else():
     text = page(estimate_of())
     assert set(re.findall(r"\w+://[^\"' )]+", text)) == {"http://www.w3.org/2000/svg"}  # a name, not an address

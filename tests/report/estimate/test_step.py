@@ -21,6 +21,12 @@ def test_it_begins_with_what_is_held_and_leaves_the_host_out():
     assert step.num_events == 11
 
 
+def test_what_was_there_before_the_stage_is_one_moment():
+    step = read_step(training_timeline(), max_columns=100, first_event=4)  # without that of the host: three
+    assert [column.live_bytes // MIB for column in step.columns[:3]] == [600, 610, 600]
+    assert step.num_events == 10
+
+
 def test_the_peak_has_its_operator_and_module():
     step = read_step(training_timeline(), max_columns=100)
     column = step.columns[step.peak]
