@@ -64,8 +64,8 @@ class KnownValues(UnwrappedMode):
             return self._answer(func, args, tensors[0], is_known=is_known)
         result = func(*args, **kwargs)
         self._note_truth(func, tensors, result)
-        results = result if isinstance(result, list | tuple) else [result]
-        if is_known and results and all(isinstance(one, FakeTensor) and _is_short(one) for one in results):
+        results = [one for one in (result if isinstance(result, list | tuple) else [result]) if one is not None]
+        if is_known and all(isinstance(one, FakeTensor) and _is_short(one) for one in results):
             self._note(results, func, args, kwargs)
         elif schema_of(func).is_mutable and schema_of(func).name not in _KEEPS_VALUES:
             self._forget(tensors)
@@ -113,8 +113,9 @@ class KnownValues(UnwrappedMode):
         return tensor in self._values if isinstance(tensor, FakeTensor) else _is_short(tensor) and tensor.is_cpu
 
     def _note(self, results: Sequence[FakeTensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        values = self._on_host(func, args, kwargs)
-        for result, value in zip(results, values if isinstance(values, list | tuple) else [values], strict=True):
+        values = self._on_host(func, args, kwargs)  # which writes to values where the operator writes
+        values = [values] if isinstance(values, Tensor) else values or []
+        for result, value in zip(results, values, strict=False):
             if isinstance(value, Tensor) and value.shape == result.shape:
                 self._values[result] = value
 
