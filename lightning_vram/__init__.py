@@ -14,6 +14,7 @@ import lightning_vram.old_names as old_names  # noqa: F401 - pickles find what w
 
 # isort: split
 from lightning_vram.memory.device.allocator_settings import configure_allocator
+from lightning_vram.memory.estimate.device_spec import DeviceSpec
 from lightning_vram.memory.tracking.tracker import track_memory
 from lightning_vram.techniques.activation_checkpointing import SavePolicy
 from lightning_vram.version import __version__ as __version__
@@ -23,6 +24,7 @@ __all__ = [
     "ActivationCheckpointing",
     "ActivationCompression",
     "ActivationOffload",
+    "DeviceSpec",
     "EmptyCache",
     "FSDPOffloadStrategy",
     "InPlaceFusion",
@@ -32,6 +34,7 @@ __all__ = [
     "SlurmRequeue",
     "VRAMMonitor",
     "configure_allocator",
+    "estimate_memory",
     "track_memory",
 ]
 
@@ -46,6 +49,7 @@ if TYPE_CHECKING or importlib.util.find_spec("lightning") is not None:
     from lightning_vram.callbacks.slurm_requeue import SlurmRequeue
     from lightning_vram.callbacks.vram_monitor import VRAMMonitor
     from lightning_vram.precision import LeanMixedPrecision
+    from lightning_vram.report.estimate import estimate_memory
     from lightning_vram.strategies.fsdp_offload import FSDPOffloadStrategy
     from lightning_vram.strategies.registration import register_strategies
 
@@ -55,7 +59,7 @@ elif early_signals.is_command(sys.orig_argv):
     sys.exit("lightning-vram: error: needs Lightning: pip install lightning 'jsonargparse[signatures]' omegaconf rich")
 else:
     _NEED_LIGHTNING = frozenset(__all__) - set(globals())
-    __all__ = ["SavePolicy", "configure_allocator", "track_memory"]
+    __all__ = ["DeviceSpec", "SavePolicy", "configure_allocator", "track_memory"]
 
     def __getattr__(name: str) -> NoReturn:
         if name in _NEED_LIGHTNING:

@@ -38,11 +38,10 @@ from lightning_vram.early_signals import let_through
 from lightning_vram.memory.device.allocator import empty_cache
 from lightning_vram.memory.device.allocator_settings import configure_allocator
 from lightning_vram.memory.device.out_of_memory import is_out_of_memory
-from lightning_vram.planner.estimate import estimate_memory
 from lightning_vram.precision import LeanMixedPrecision
 from lightning_vram.private_names.lightning.cli import method_arguments, read_argument
 from lightning_vram.report.comparison import FitResult, comparison_table
-from lightning_vram.report.estimate import estimate_table, shown
+from lightning_vram.report.estimate import estimate_memory, estimate_table
 from lightning_vram.report.one_line import condense_error
 from lightning_vram.strategies.registration import STRATEGY_NAMES
 
@@ -203,7 +202,7 @@ def main(args: Sequence[str] | None = None) -> None:
     cli = kind.__new__(kind)  # kept when its __init__, which runs the whole command, raises
     try:
         if isinstance(cli, EstimateCLI):
-            cli.__init__(shown(estimate_memory), arguments[1:])  # type: ignore[misc]
+            cli.__init__(estimate_memory, arguments[1:])  # type: ignore[misc]
             _console().print(estimate_table(cli.estimate))
             if cli.config.plot is not None:
                 print(f"\n{cli.config.plot}: the step, drawn.")

@@ -4,6 +4,7 @@ It takes the files and arguments of ``fit``. Classes are made as there, but for 
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -18,7 +19,8 @@ from typing_extensions import override
 from lightning_vram.command_batch import make_batch
 from lightning_vram.command_offline import NoDownloads
 from lightning_vram.command_parser import PARSER_MODE, PROGRAM, CommandParser
-from lightning_vram.memory.estimate.known_devices import DeviceSpec
+from lightning_vram.memory.estimate.device_spec import DeviceSpec
+from lightning_vram.memory.estimate.known_devices import find_device
 from lightning_vram.memory.estimate.untouched import UntouchedWeights
 from lightning_vram.memory.units import parse_bytes
 from lightning_vram.report.estimate import ProgressDisplay, ShownEstimate, check_plot_path
@@ -96,7 +98,7 @@ class EstimateCLI(LightningCLI):
             raise MisconfigurationException("--device is missing: the device to estimate for, as in --device rtx4090.")
         self._device = config.device
         if config.device_memory is not None:
-            self._device = DeviceSpec(config.device, parse_bytes(config.device_memory, "device_memory"))
+            self._device = _describe(config.device, parse_bytes(config.device_memory, "device_memory"))
         if config.plot is not None:
             check_plot_path(Path(config.plot))
         if config.batch.shape is not None:
@@ -145,6 +147,14 @@ class EstimateCLI(LightningCLI):
             return self.configure_optimizers(module, made, instantiate_class(made, scheduler) if scheduler else None)
 
         self.model.configure_optimizers = MethodType(configure_optimizers, self.model)
+
+
+def _describe(name: str, memory_bytes: int) -> DeviceSpec:
+    """Describe a device of so many bytes: as the known one of that name, if there is one."""
+    try:
+        return replace(find_device(name), memory_bytes=memory_bytes)
+    except ValueError:
+        return DeviceSpec(name, memory_bytes)
 
 
 def _count(devices: Any) -> int:

@@ -1,4 +1,4 @@
-"""The commands that read a file or a folder and train nothing: ``report`` and ``consolidate``.
+"""The commands that write or read a file or a folder and train nothing: ``report``, ``consolidate``, ``calibrate``.
 
 They return what is printed; what they raise is a mistake of the user.
 """
@@ -12,6 +12,8 @@ from rich.table import Table
 
 from lightning_vram.command_parser import PROGRAM
 from lightning_vram.memory.device.measurement import read_measurements
+from lightning_vram.memory.estimate.calibrate import calibrate
+from lightning_vram.memory.estimate.device_spec import write_calibration
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.report.tables import memory_table
 from lightning_vram.strategies.fsdp_offload import consolidate
@@ -41,7 +43,24 @@ def consolidate_folder(args: Sequence[str]) -> str:
     return f"{given.file}: {format_bytes(given.file.stat().st_size)}, for any Trainer."
 
 
+def calibrate_device(args: Sequence[str]) -> str:
+    """Measure the GPU at hand, for estimates of others."""
+    parser = ArgumentParser(
+        prog=f"{PROGRAM} calibrate",
+        description="Measure the GPU at hand: memory, CUDA context, workspaces, bandwidths, rates. `lightning-vram "
+        "estimate --device FILE` takes the file on any machine. Nothing else should run on the GPU.",
+    )
+    parser.add_argument("-o", "--output", type=Path, required=True, help="file to write, as thisgpu.json")
+    output = parser.parse_args(args).output
+    if output.suffix != ".json":
+        raise ValueError(f"--output must end on .json, got {str(output)!r}.")
+    spec = calibrate()
+    write_calibration(spec, output)
+    return f"{output}: {spec.name}, {format_bytes(spec.memory_bytes)}."
+
+
 FILE_COMMANDS: dict[str, Callable[[Sequence[str]], Table | str]] = {
     "report": report_file,
     "consolidate": consolidate_folder,
+    "calibrate": calibrate_device,
 }

@@ -43,7 +43,7 @@ def find_device(name: str) -> DeviceSpec:
     if found is None:
         raise ValueError(
             f"device {name!r} is not known. Known are {', '.join(_close_to(name))}. Describe another one: "
-            "DeviceSpec(name=..., memory_bytes=...), --device.name NAME --device.memory 24GiB, or the file that "
+            "DeviceSpec(name=..., memory_bytes=...), --device NAME --device_memory 24GiB, or the file that "
             "`lightning-vram calibrate -o thisgpu.json` writes on it."
         )
     return found

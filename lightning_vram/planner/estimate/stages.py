@@ -47,7 +47,7 @@ def _replay(traced: TracedFit, workspaces: Workspaces, settings: AllocatorSettin
 def _on_host(traced: TracedFit, name: str) -> StageEstimate:
     timeline = traced.stage(name)
     peak_bytes = timeline.peak_bytes
-    return StageEstimate(timeline, peak_bytes, peak_bytes, peak_bytes)
+    return StageEstimate(timeline, peak_bytes, peak_bytes, peak_bytes, first_event=_num_held(traced, name))
 
 
 def _on_card(
@@ -63,4 +63,11 @@ def _on_card(
         workspace_bytes=sum(workspaces.kept_bytes.values()) or max(workspaces.scratch_bytes.values(), default=0),
         host_bytes=timeline.host_peak_bytes,
         pinned_bytes=timeline.pinned_peak_bytes,
+        first_event=_num_held(traced, name),
     )
+
+
+def _num_held(traced: TracedFit, name: str) -> int:
+    """How many events at the start of a stage's timeline stand for what it found."""
+    start, stop = traced.spans[name]
+    return len(traced.stage(name).events) - (stop - start)

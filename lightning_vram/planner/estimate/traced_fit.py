@@ -22,6 +22,7 @@ from lightning_vram.memory.estimate.fake_tensors import FakeTensors, like_fresh
 from lightning_vram.memory.tracking.timeline import MemoryTimeline
 from lightning_vram.memory.tracking.tracker import MemoryTracker, track_memory
 from lightning_vram.planner.estimate.fake_trainer import NUM_STEPS, make_trainer, needs_ranks
+from lightning_vram.planner.estimate.isolation import isolated
 from lightning_vram.private_names.torch.dispatch import without_modes
 from lightning_vram.private_names.torch.trees import tree_map
 
@@ -84,7 +85,8 @@ def trace_fit(module: pl.LightningModule, batch: Any, run: FitRun) -> TracedFit:
 def trace_real_fit(module: pl.LightningModule, batch: Any, run: FitRun) -> TracedFit:
     """The same on real tensors, on the host, in one process. The module is copied, weights and all."""
     make = partial(tree_map, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
-    return _with_enough_batches(lambda num_batches: _fit(copy.deepcopy(module), make, run, HOST, [], num_batches))
+    with isolated():
+        return _with_enough_batches(lambda num_batches: _fit(copy.deepcopy(module), make, run, HOST, [], num_batches))
 
 
 def _fake_fit(module: pl.LightningModule, batch: Any, run: FitRun, num_batches: int) -> TracedFit | None:
@@ -99,6 +101,7 @@ def _fake_fit(module: pl.LightningModule, batch: Any, run: FitRun, num_batches: 
             trackers[0].note_pinned(tensor)
 
     with ExitStack() as stack:
+        stack.enter_context(isolated())
         num_bytes = run.card.memory_bytes if run.card is not None else 0
         mode, values = stack.enter_context(
             fake_device(num_bytes=num_bytes, allocated_bytes=live_bytes, on_pin=note_pinned)

@@ -45,7 +45,7 @@ def test_a_card_is_found_however_it_is_written(written, name):
 def test_an_unknown_card_is_told_apart_from_those_close_to_it():
     expected = (
         "device 'a100' is not known. Known are A100 40GB, A100 SXM 40GB, A100 80GB, A100 SXM 80GB. Describe another "
-        "one: DeviceSpec(name=..., memory_bytes=...), --device.name NAME --device.memory 24GiB, or the file that "
+        "one: DeviceSpec(name=..., memory_bytes=...), --device NAME --device_memory 24GiB, or the file that "
         "`lightning-vram calibrate -o thisgpu.json` writes on it."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 from support.estimates import GIB, MIB, allocation, estimate_of, timeline_of, training_timeline
 
-from lightning_vram.memory.estimate.known_devices import DeviceSpec
+from lightning_vram.memory.estimate.device_spec import DeviceSpec
 from lightning_vram.memory.tracking.timeline import Category, Phase
 from lightning_vram.report.estimate.shown import ShownEstimate
 from lightning_vram.report.estimate.step import COLORS
