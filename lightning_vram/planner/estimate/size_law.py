@@ -57,7 +57,17 @@ def _lagrange(points: Sequence[int], at: int) -> tuple[list[int], int]:
 
 
 def _shape_of(run: TracedFit) -> int:
-    """A number that tells runs apart that did not do the same."""
-    events = tuple((event.allocation, event.change_bytes > 0, event.phase) for event in run.timeline.events)
-    allocations = tuple((one.op, one.device) for one in run.timeline.allocations)
-    return hash((events, allocations, tuple(run.spans.items())))
+    """A number that tells runs apart that did not do the same. Allocations count in order of their first event."""
+    numbers: dict[int, int] = {}
+    allocations = run.timeline.allocations
+    events = tuple(
+        (
+            numbers.setdefault(event.allocation, len(numbers)),
+            allocations[event.allocation].op,
+            allocations[event.allocation].device,
+            event.change_bytes > 0,
+            event.phase,
+        )
+        for event in run.timeline.events
+    )
+    return hash((events, tuple(run.spans.items())))
