@@ -91,6 +91,8 @@ class SlurmRequeue(Callback):
         >>> trainer = pl.Trainer(callbacks=[SlurmRequeue()], logger=False)
     """
 
+    takes_no_memory = True  # an estimate leaves it out
+
     def __init__(
         self,
         dirpath: str | Path | None = None,

@@ -80,6 +80,8 @@ class VRAMMonitor(Callback):
     hears_micro_batches = True  # phases change in each of them: see MicroBatching
     uses_gradients = False  # in its hooks, so that optimizers may step before: see FSDPOffloadStrategy
 
+    takes_no_memory = True  # an estimate leaves it out
+
     def __init__(
         self, every_n_batches: int | None = None, *, track: bool | None = None, path: str | Path | None = "vram.jsonl"
     ) -> None:

@@ -1,6 +1,6 @@
 """A memory estimate as people see it: a table, a picture, a page."""
 
-from lightning_vram.planner.estimate import estimate_memory as _estimate_memory
+from lightning_vram.estimation import estimate_memory as _estimate_memory
 from lightning_vram.report.estimate.progress import ProgressDisplay as ProgressDisplay
 from lightning_vram.report.estimate.shown import ShownEstimate as ShownEstimate
 from lightning_vram.report.estimate.shown import check_plot_path as check_plot_path

@@ -14,6 +14,8 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_vram.estimation.fake_trainer import NUM_STEPS, make_trainer, needs_ranks
+from lightning_vram.estimation.isolation import isolated
 from lightning_vram.memory.estimate.cuda_semantics import CudaSpec, cuda_semantics
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
 from lightning_vram.memory.estimate.fake_device import CARD, HOST, fake_device
@@ -21,8 +23,6 @@ from lightning_vram.memory.estimate.fake_ranks import fake_ranks
 from lightning_vram.memory.estimate.fake_tensors import FakeTensors, like_fresh
 from lightning_vram.memory.tracking.timeline import MemoryTimeline
 from lightning_vram.memory.tracking.tracker import MemoryTracker, track_memory
-from lightning_vram.planner.estimate.fake_trainer import NUM_STEPS, make_trainer, needs_ranks
-from lightning_vram.planner.estimate.isolation import isolated
 from lightning_vram.private_names.torch.dispatch import without_modes
 from lightning_vram.private_names.torch.trees import tree_map
 

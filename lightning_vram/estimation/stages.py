@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 
+from lightning_vram.estimation.traced_fit import TracedFit
 from lightning_vram.memory.estimate.caching_allocator.replay import AllocatorReplay, replay
 from lightning_vram.memory.estimate.caching_allocator.settings import AllocatorSettings, read_settings
 from lightning_vram.memory.estimate.result import StageEstimate
 from lightning_vram.memory.estimate.workspaces import Workspaces
-from lightning_vram.planner.estimate.traced_fit import TracedFit
 
 
 def estimate_stages(traced: TracedFit, workspaces: Workspaces | None) -> Mapping[str, StageEstimate]:

@@ -9,8 +9,8 @@ from dataclasses import replace
 from fractions import Fraction
 from math import lcm, prod
 
+from lightning_vram.estimation.traced_fit import TracedFit
 from lightning_vram.memory.tracking.timeline import MemoryEvent
-from lightning_vram.planner.estimate.traced_fit import TracedFit
 
 
 class SizeLaw:

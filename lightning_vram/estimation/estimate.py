@@ -8,21 +8,21 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_vram.argument_checks import check_positive_int
-from lightning_vram.memory.estimate.device_spec import DeviceSpec
-from lightning_vram.memory.estimate.known_devices import find_device
-from lightning_vram.memory.estimate.result import MemoryEstimate
-from lightning_vram.memory.estimate.workspaces import workspaces_of
-from lightning_vram.memory.host.available import available_host_bytes
-from lightning_vram.planner.estimate.batches import (
+from lightning_vram.estimation.batches import (
     batch_size_of,
     first_batch,
     sequence_length_of,
     with_batch_size,
     with_sequence_length,
 )
-from lightning_vram.planner.estimate.limits import largest_that_fits
-from lightning_vram.planner.estimate.stages import estimate_stages, needed_bytes
-from lightning_vram.planner.estimate.traced_fit import FitRun, TracedFit, trace_fit
+from lightning_vram.estimation.limits import largest_that_fits
+from lightning_vram.estimation.stages import estimate_stages, needed_bytes
+from lightning_vram.estimation.traced_fit import FitRun, TracedFit, trace_fit
+from lightning_vram.memory.estimate.device_spec import DeviceSpec
+from lightning_vram.memory.estimate.known_devices import find_device
+from lightning_vram.memory.estimate.result import MemoryEstimate
+from lightning_vram.memory.estimate.workspaces import workspaces_of
+from lightning_vram.memory.host.available import available_host_bytes
 
 _HOST = "cpu"
 _SHORTEST = 8

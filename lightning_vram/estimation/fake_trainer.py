@@ -26,15 +26,12 @@ from lightning.pytorch.plugins.environments import ClusterEnvironment
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from typing_extensions import override
 
-from lightning_vram.callbacks.slurm_requeue import SlurmRequeue
-from lightning_vram.callbacks.vram_monitor import VRAMMonitor
 from lightning_vram.memory.estimate.fake_device import CARD
 
 NUM_STEPS = 2
-_WATCHERS = (
-    *(Checkpoint, DeviceStatsMonitor, EarlyStopping, LearningRateMonitor, ModelSummary, ProgressBar, Timer),
-    *(SlurmRequeue, VRAMMonitor),
-)
+_WATCHERS = (Checkpoint, DeviceStatsMonitor, EarlyStopping, LearningRateMonitor, ModelSummary, ProgressBar, Timer)
+TAKES_NO_MEMORY = "takes_no_memory"
+"""Attribute of callbacks that only watch, write files or read values: an estimate leaves them out."""
 _SET_HERE = (
     *("accelerator", "devices", "num_nodes", "max_epochs", "min_epochs", "max_steps", "min_steps", "max_time"),
     *("logger", "log_every_n_steps", "profiler", "barebones", "fast_dev_run", "overfit_batches", "detect_anomaly"),
@@ -166,7 +163,7 @@ def make_trainer(
     kept = {name: value for name, value in arguments.items() if name not in _SET_HERE}
     callbacks = kept.pop("callbacks", None) or []
     callbacks = [callbacks] if isinstance(callbacks, Callback) else list(callbacks)
-    callbacks = copy.deepcopy([callback for callback in callbacks if not isinstance(callback, _WATCHERS)])
+    callbacks = copy.deepcopy([callback for callback in callbacks if not _is_watcher(callback)])
     if kept.get("strategy") in _ON_ONE_DEVICE:
         kept["strategy"] = SingleDeviceStrategy(device=device)
     plugins = kept.pop("plugins", None) or []
@@ -186,6 +183,10 @@ def make_trainer(
         num_sanity_val_steps=0,
         limit_val_batches=1 if with_validation else 0,
     )
+
+
+def _is_watcher(callback: Callback) -> bool:
+    return isinstance(callback, _WATCHERS) or getattr(callback, TAKES_NO_MEMORY, False)
 
 
 def _check_names(arguments: Mapping[str, Any]) -> None:

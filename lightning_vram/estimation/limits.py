@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
-from lightning_vram.planner.estimate.size_law import SizeLaw
-from lightning_vram.planner.estimate.traced_fit import TracedFit
+from lightning_vram.estimation.size_law import SizeLaw
+from lightning_vram.estimation.traced_fit import TracedFit
 
 _LARGEST = 1 << 24
 _EXACT_UP_TO = 512  # larger sizes are found to one part in as many
