@@ -154,9 +154,10 @@ class _Estimator:
 
 
 def _spec_of(device: str | torch.device | DeviceSpec) -> DeviceSpec:
+    given: Any = device
     if isinstance(device, DeviceSpec):
         return device
-    if not isinstance(device, str | torch.device):
+    if not isinstance(given, str | torch.device):
         kind = type(device).__name__
         raise TypeError(f"estimate_memory(device) must be a name or a DeviceSpec, got {device!r} of type {kind}.")
     name = str(device)

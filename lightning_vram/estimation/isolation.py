@@ -41,8 +41,9 @@ def _keep_environment(stack: ExitStack) -> None:
 
 
 def _keep_switches(stack: ExitStack) -> None:
-    if hasattr(rank_zero_only, "rank"):
-        stack.callback(setattr, rank_zero_only, "rank", rank_zero_only.rank)
+    known = vars(rank_zero_only)
+    if "rank" in known:
+        stack.callback(known.__setitem__, "rank", known["rank"])
     is_deterministic, warns = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),

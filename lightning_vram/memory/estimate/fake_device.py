@@ -52,7 +52,7 @@ def fake_device(
         replace(stack, torch.utils, "swap_tensors", swap_contents)
         replace(stack, Tensor, "__deepcopy__", _deep_copy(Tensor.__deepcopy__, values))
         replace(stack, Tensor, "data", property(_DATA.__get__, _set_data))
-        replace(stack, Tensor, "pin_memory", lambda self, *_: on_pin(self) or self)
+        replace(stack, Tensor, "pin_memory", _pin(on_pin))
         replace(stack, Tensor, "is_pinned", lambda self, *_: False)
         replace(stack, Tensor, "record_stream", lambda self, stream: None)
         stack.enter_context(mode)
@@ -86,6 +86,14 @@ def _deep_copy(original: _Copy, values: KnownValues) -> _Copy:
         return memo[id(tensor)]  # type: ignore[no-any-return]
 
     return copy
+
+
+def _pin(on_pin: Callable[[Tensor], None]) -> Callable[..., Tensor]:
+    def pin_memory(tensor: Tensor, *_: Any) -> Tensor:
+        on_pin(tensor)
+        return tensor
+
+    return pin_memory
 
 
 def _set_data(tensor: Tensor, values: Tensor) -> None:

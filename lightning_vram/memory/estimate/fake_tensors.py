@@ -57,7 +57,8 @@ class FakeTensors:
     def _make(self, tensor: Tensor) -> Tensor:
         if isinstance(tensor, FakeTensor):
             return tensor
-        if is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided:
+        wrapper: Any = tensor
+        if is_traceable_wrapper_subclass(wrapper) or tensor.layout is not torch.strided:
             made: Tensor = self._mode.from_tensor(tensor)
             return made
         storage = tensor.untyped_storage()

@@ -47,8 +47,8 @@ class KnownValues(UnwrappedMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.num_guesses = 0
         """How many unknown floats were asked for."""
-        self._values: WeakIdKeyDictionary[Tensor, Tensor] = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
-        self._uniform: WeakIdKeyDictionary[Tensor, bool] = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
+        self._values: Any = WeakIdKeyDictionary()
+        self._uniform: Any = WeakIdKeyDictionary()
         """Truth values that are the same in a whole tensor."""
 
     @override
@@ -136,10 +136,14 @@ class KnownValues(UnwrappedMode):
 
 def _is_shown() -> bool:
     """Whether it is Lightning who asks, for the progress bar or a logger."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
-        frame = frame.f_back  # type: ignore[assignment]
-    return frame is not None and frame.f_globals.get("__name__", "").startswith("lightning.")
+    frame: Any = sys._getframe(1)
+    while frame is not None and _package_of(frame) in _BETWEEN:
+        frame = frame.f_back
+    return frame is not None and _package_of(frame) == "lightning"
+
+
+def _package_of(frame: Any) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def _is_short(tensor: Tensor) -> bool:
@@ -147,5 +151,5 @@ def _is_short(tensor: Tensor) -> bool:
 
 
 def _makes_unknown(func: OpOverload) -> bool:
-    name = func.name().partition("::")[2]
+    name: str = schema_of(func).name.partition("::")[2]
     return name.startswith(_UNKNOWN_MAKERS)

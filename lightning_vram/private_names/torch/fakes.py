@@ -19,7 +19,7 @@ def set_device_module(kind: str, module: ModuleType) -> None:
     Raises:
         RuntimeError: If there is one.
     """
-    torch._register_device_module(kind, module)
+    torch._register_device_module(kind, module)  # type: ignore[no-untyped-call]
 
 
 def remove_device_module(kind: str) -> None:
@@ -34,7 +34,7 @@ def swap_contents(first: Tensor, second: Tensor) -> None:
     Unlike ``torch.utils.swap_tensors`` it takes no notice of who knows them: the mode knows all fakes by weak
     references, and graphs of steps that are over may be left.
     """
-    torch._C._swap_tensor_impl(first, second)  # type: ignore[attr-defined]
+    torch._C._swap_tensor_impl(first, second)
     first.__class__, second.__class__ = second.__class__, first.__class__
     first.__dict__, second.__dict__ = second.__dict__, first.__dict__
     for slot in copyreg._slotnames(first.__class__):  # type: ignore[attr-defined]
