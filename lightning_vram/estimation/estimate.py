@@ -23,6 +23,7 @@ from lightning_vram.memory.estimate.known_devices import find_device
 from lightning_vram.memory.estimate.result import MemoryEstimate
 from lightning_vram.memory.estimate.workspaces import workspaces_of
 from lightning_vram.memory.host.available import available_host_bytes
+from lightning_vram.private_names.torch.compiled import OptimizedModule
 
 _HOST = "cpu"
 _SHORTEST = 8
@@ -141,7 +142,7 @@ class _Estimator:
     def _estimate(self, traced: TracedFit) -> MemoryEstimate:
         workspaces = self._workspaces
         notes = [*(workspaces.notes if workspaces is not None else ()), *traced.notes]
-        if any(isinstance(part, torch._dynamo.OptimizedModule) for part in self._module.modules()):
+        if any(isinstance(part, OptimizedModule) for part in self._module.modules()):
             notes.append("Compiled modules are traced uncompiled: compiled ones often take less.")
         return MemoryEstimate(
             device=self._spec,

@@ -70,7 +70,7 @@ def replace(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
         stack.callback(setattr, owner, name, original)
 
 
-_DATA: Any = torch._C.TensorBase.data
+_DATA: Any = Tensor.data  # of a base of it: what is put in its place here is taken away again
 _Copy = Callable[[Tensor, dict[int, Any]], Tensor]
 
 

@@ -17,11 +17,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from lightning_vram.private_names.torch.dispatch import FakeTensor, UnwrappedMode, without_dispatch
-from lightning_vram.private_names.torch.operators import OpOverload, schema_of
+from lightning_vram.private_names.torch.operators import READ_NUMBER, OpOverload, schema_of
 from lightning_vram.private_names.torch.tensors import storage_identity
 from lightning_vram.private_names.torch.trees import tree_leaves, tree_map
 
-_ITEM = torch.ops.aten._local_scalar_dense.default
 _EQUAL = torch.ops.aten.equal.default
 _KEEPS_VALUES = (
     "aten::_amp_foreach_non_finite_check_and_unscale_",  # nothing is infinite
@@ -62,7 +61,7 @@ class KnownValues(UnwrappedMode):
         is_known = all(map(self._knows, tensors)) and not _makes_unknown(func)
         if func is _EQUAL:
             return self._are_equal(tensors)
-        if func is _ITEM:
+        if func is READ_NUMBER:
             return self._answer(func, args, tensors[0], is_known=is_known)
         result = func(*args, **kwargs)
         self._note_truth(func, tensors, result)

@@ -2,9 +2,10 @@
 
 * ``torch._register_device_module``: ``torch.NAME`` for a kind of device | 2.11 - | nothing is estimated
 * ``torch._C._swap_tensor_impl``: what a tensor is, given to another | 2.11 - | a fake module cannot change its device
+* ``torch.distributed._tools.fake_collectives``: collectives of fake tensors | 2.11 - | no ranks are estimated
+* ``torch.testing._internal.distributed.fake_pg``: a backend that sends nothing | 2.11 - | no ranks are estimated
 """
 
-import copyreg
 import sys
 from types import ModuleType
 from typing import Any
@@ -37,14 +38,6 @@ def swap_contents(first: Tensor, second: Tensor) -> None:
     torch._C._swap_tensor_impl(first, second)
     first.__class__, second.__class__ = second.__class__, first.__class__
     first.__dict__, second.__dict__ = second.__dict__, first.__dict__
-    for slot in copyreg._slotnames(first.__class__):  # type: ignore[attr-defined]
-        _swap_attribute(first, second, slot)
-
-
-def _swap_attribute(first: Any, second: Any, name: str) -> None:
-    values = [getattr(owner, name, None) for owner in (first, second)]
-    setattr(first, name, values[1])
-    setattr(second, name, values[0])
 
 
 BACKEND = "fake"

@@ -15,6 +15,7 @@
 * ``torch.ops.aten._unsafe_view``: a view that counts versions on its own | 2.11 - | results of operators are not kept
 * ``torch.ops.aten._to_copy``: what all casts become | 2.11 - | recomputation and checks of it fail
 * ``torch.ops.aten._native_batch_norm_legit``: a batch norm that says what it writes | 2.11 - | recomputation fails
+* ``torch.ops.aten._local_scalar_dense``: what ``.item()`` is | 2.11 - | no step is estimated
 * ``aten._foreach``: what the names of operators on many tensors begin with | 2.11 - |
   writes of fused optimizers are not noticed on the host
 """
@@ -32,6 +33,7 @@ __all__ = ["HigherOrderOperator", "OpOverload", "OpOverloadPacket"]
 
 UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 TO_COPY = torch.ops.aten._to_copy.default
+READ_NUMBER = torch.ops.aten._local_scalar_dense.default
 BATCH_NORM = torch.ops.aten._native_batch_norm_legit.default
 BATCH_NORM_WITHOUT_STATISTICS = torch.ops.aten._native_batch_norm_legit.no_stats
 """One without running statistics."""
