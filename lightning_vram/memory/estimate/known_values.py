@@ -8,7 +8,8 @@ not a number.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from math import inf
 from typing import Any
 
 import torch
@@ -33,9 +34,12 @@ _UNKNOWN_MAKERS = ("empty", "rand", "bernoulli", "multinomial", "normal", "new_e
 _ANSWERS = {
     torch.ops.aten.isnan.default: False,
     torch.ops.aten.isinf.default: False,
-    torch.ops.aten.isfinite.default: True,
 }
-_SAME_FOR_ALL = (torch.ops.aten.any.default, torch.ops.aten.all.default)
+_PARTS_OF_ISFINITE: dict[Any, Callable[[tuple[Any, ...]], bool]] = {
+    torch.ops.aten.eq.Tensor: lambda args: args[0] is args[1],
+    torch.ops.aten.ne.Scalar: lambda args: args[1] == inf,
+}
+_SAME_FOR_ALL = (torch.ops.aten.any.default, torch.ops.aten.all.default, torch.ops.aten.mul.Tensor)
 _UNKNOWN = 1.0
 
 
@@ -64,7 +68,7 @@ class KnownValues(UnwrappedMode):
         if func is READ_NUMBER:
             return self._answer(func, args, tensors[0], is_known=is_known)
         result = func(*args, **kwargs)
-        self._note_truth(func, tensors, result)
+        self._note_truth(func, args, tensors, result)
         results = [one for one in (result if isinstance(result, list | tuple) else [result]) if one is not None]
         if is_known and all(isinstance(one, FakeTensor) and _is_short(one) for one in results):
             self._note(results, func, args, kwargs)
@@ -97,11 +101,11 @@ class KnownValues(UnwrappedMode):
         with without_dispatch():  # such as states of random generators
             return torch.equal(*tensors)
 
-    def _note_truth(self, func: Any, tensors: list[Tensor], result: Any) -> None:
-        if func in _ANSWERS:
-            self._uniform[result] = _ANSWERS[func]
-        elif func in _SAME_FOR_ALL and tensors[0] in self._uniform:
-            self._uniform[result] = self._uniform[tensors[0]]
+    def _note_truth(self, func: Any, args: tuple[Any, ...], tensors: list[Tensor], result: Any) -> None:
+        if func in _ANSWERS or (func in _PARTS_OF_ISFINITE and _PARTS_OF_ISFINITE[func](args)):
+            self._uniform[result] = _ANSWERS.get(func, True)
+        elif func in _SAME_FOR_ALL and all(tensor in self._uniform for tensor in tensors):
+            self._uniform[result] = all(self._uniform[tensor] for tensor in tensors)
 
     def carry_over(self, source: Tensor, target: Tensor) -> None:
         """Let ``target`` have the value of ``source``, if that is known."""

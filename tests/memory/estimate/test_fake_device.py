@@ -1,0 +1,107 @@
+"""The card that is not there: its backward runs, its module answers, and nothing is left of it."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import AdamW
+
+from lightning_vram.memory.device.accelerators import has_statistics, has_streams
+from lightning_vram.memory.device.allocator import read_allocator
+from lightning_vram.memory.estimate.fake_device import CARD, KIND, fake_device
+from lightning_vram.memory.estimate.fake_tensors import FakeTensors, like_fresh
+from lightning_vram.memory.tracking.tracker import track_memory
+from lightning_vram.private_names.torch.dispatch import FakeTensor
+
+MIB = 2**20
+
+
+def a_card(pinned=None, allocated=lambda: 0):
+    return fake_device(
+        num_bytes=64 * MIB, allocated_bytes=allocated, on_pin=[].append if pinned is None else pinned.append
+    )
+
+
+def test_a_step_runs_on_it_and_takes_no_memory():
+    with a_card():
+        layer = nn.Linear(4096, 4096, bias=False).to(CARD)
+        optimizer = AdamW(layer.parameters())
+        with track_memory(layer, optimizers=[optimizer]) as tracker:
+            layer(torch.empty(2, 4096, device=CARD)).sum().backward()
+            optimizer.step()
+    weight = 4096 * 4096 * 4
+    timeline = tracker.timeline
+    assert timeline.device == "lazy:0"
+    assert timeline.peak_by_phase["backward"] >= 2 * weight
+    assert timeline.live_bytes >= 4 * weight  # weight, gradient, two states
+
+
+def test_it_has_streams_and_statistics_as_a_card_has():
+    live = [5 * MIB]
+    with a_card(allocated=lambda: live[0]):
+        assert has_streams(KIND)
+        assert has_statistics(KIND)
+        assert read_allocator(CARD).allocated_bytes == 5 * MIB
+        assert torch.lazy.mem_get_info() == (59 * MIB, 64 * MIB)
+        with torch.lazy.stream(torch.Stream(CARD)):
+            event = torch.accelerator.current_stream().record_event()
+        event.synchronize()
+        assert event.query()
+
+
+def test_modules_and_parameters_change_their_device_and_stay_the_same_objects():
+    with a_card():
+        tied = nn.Linear(4, 4)
+        model = nn.Sequential(tied, nn.BatchNorm1d(4))
+        weight = tied.weight
+        model.to(CARD)
+        assert tied.weight is weight
+        assert {tensor.device for tensor in (*model.parameters(), *model.buffers())} == {CARD}
+        weight.data = weight.data.to("cpu")
+        assert weight.device.type == "cpu"
+        assert model.to(torch.float16)[0].weight is weight
+        assert weight.dtype == torch.float16
+        copied = copy.deepcopy(model)
+        assert copied[0].weight is not weight
+        assert isinstance(copied[0].weight, nn.Parameter)
+
+
+def test_pinned_memory_is_told_of():
+    pinned = []
+    with a_card(pinned):
+        tensor = torch.empty(8)
+        assert tensor.pin_memory() is tensor
+    assert pinned[0] is tensor
+
+
+def test_nothing_is_left_of_it():
+    before = {owner: dict(vars(owner)) for owner in (torch, torch.Tensor, torch.utils, torch.accelerator)}
+    with pytest.raises(RuntimeError, match="of the program"), a_card():
+        raise RuntimeError("of the program")
+    after = {owner: dict(vars(owner)) for owner in before}
+    assert after == before
+    assert not hasattr(torch, KIND)
+
+
+def test_fakes_share_what_the_real_ones_share():
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model[1].weight = model[0].weight
+    model.register_buffer("view", model[0].weight.detach()[1:])
+    with a_card() as (mode, _):
+        fakes = FakeTensors(mode, CARD)
+        copied = fakes.copy_of(model, [*model.parameters(), *model.buffers()])
+    assert copied[1].weight is copied[0].weight
+    assert isinstance(copied[0].weight, FakeTensor)
+    assert copied.view.untyped_storage()._cdata == copied[0].weight.untyped_storage()._cdata
+    assert copied.view.stride() == model.view.stride()
+    assert type(model[0].weight) is nn.Parameter
+
+
+def test_a_fresh_batch_has_the_shapes_of_the_template():
+    with a_card() as (mode, _):
+        batch = {"x": torch.empty(3, 5).T, "name": "a"}
+        fresh = like_fresh(batch, mode)
+    assert fresh["name"] == "a"
+    assert fresh["x"] is not batch["x"]
+    assert (fresh["x"].shape, fresh["x"].stride()) == (batch["x"].shape, batch["x"].stride())

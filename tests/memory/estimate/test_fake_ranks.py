@@ -1,0 +1,48 @@
+"""Ranks that are not there."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_vram.memory.estimate.fake_device import CARD, fake_device
+from lightning_vram.memory.estimate.fake_ranks import fake_ranks
+
+
+@pytest.fixture
+def ranks():
+    with (
+        fake_device(num_bytes=1, allocated_bytes=lambda: 0, on_pin=lambda tensor: None),
+        fake_ranks(4),
+    ):
+        yield
+
+
+def test_collectives_run_on_the_host_and_on_the_card(ranks):
+    assert (dist.get_rank(), dist.get_world_size()) == (0, 4)
+    for device in ("cpu", CARD):
+        part = torch.empty(8, device=device)
+        parts = [torch.empty(8, device=device) for _ in range(4)]
+        dist.all_gather(parts, part)
+        dist.reduce_scatter(part, parts)
+        dist.all_reduce(part)
+    dist.barrier()
+
+
+def test_others_say_what_this_one_says(ranks):
+    told = [None] * 4
+    dist.all_gather_object(told, {"a": 1})
+    assert told == [{"a": 1}] * 4
+    flags = torch.tensor([3, 5])
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+    assert flags.tolist() == [3, 5]
+    assert dist.get_world_size(dist.new_group(backend="gloo")) == 4
+
+
+def test_nothing_is_left_of_them():
+    before = dict(vars(dist)), dict(dist.Backend.default_device_backend_map)
+    with fake_ranks(2):
+        assert dist.is_initialized()
+        with pytest.raises(RuntimeError, match="connected to others already"), fake_ranks(2):
+            pass
+    assert not dist.is_initialized()
+    assert (dict(vars(dist)), dict(dist.Backend.default_device_backend_map)) == before

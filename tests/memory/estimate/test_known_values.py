@@ -1,0 +1,70 @@
+"""Values of fake tensors: those that follow from the program are known."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_vram.memory.estimate.fake_device import CARD, fake_device
+from lightning_vram.private_names.torch.dispatch import FakeTensor
+
+
+@pytest.fixture
+def device():
+    with fake_device(num_bytes=1 << 30, allocated_bytes=lambda: 0, on_pin=lambda tensor: None) as (_, values):
+        yield values
+
+
+def test_numbers_made_by_the_program_are_known_on_the_host_and_on_the_card(device):
+    for where in ("cpu", CARD):
+        number = torch.tensor(3.0, device=where) * 2 + 1
+        assert isinstance(number, FakeTensor)
+        assert number.item() == 7
+        assert torch.tensor([1, 5, 2], device=where).max().item() == 5
+        assert torch.arange(4, device=where).tolist() == [0, 1, 2, 3]
+    assert device.num_guesses == 0
+
+
+def test_writes_of_known_numbers_keep_a_tensor_known(device):
+    step = torch.zeros((), device=CARD)
+    step += 1
+    torch._foreach_add_([step], 2)
+    assert step.item() == 3
+    flags = torch.zeros(3)
+    flags[1] = 4
+    assert flags.tolist() == [0, 4, 0]
+
+
+def test_writes_of_data_make_a_tensor_unknown_and_all_that_shares_its_memory(device):
+    counts = torch.zeros(3, dtype=torch.int64)
+    part = counts[1:]
+    part.copy_(torch.randint(0, 9, (2,)))
+    with pytest.raises(RuntimeError):
+        counts[1].item()
+
+
+def test_a_float_that_depends_on_data_is_one_and_is_counted(device):
+    loss = nn.Linear(3, 1)(torch.randn(2, 3)).mean()
+    assert loss.item() == 1
+    assert device.num_guesses == 1
+
+
+def test_an_integer_that_depends_on_data_is_refused(device):
+    with pytest.raises(RuntimeError):
+        torch.randint(0, 9, ()).item()
+    with pytest.raises(RuntimeError):
+        bool(torch.randn(()) > 0)
+
+
+def test_nothing_is_infinite_or_no_number(device):
+    values = torch.randn(3, 4, device=CARD)
+    assert not torch.isnan(values).any()
+    assert not torch.isinf(values).any().item()
+    assert torch.isfinite(values).all()
+    assert device.num_guesses == 0
+
+
+def test_states_of_generators_are_compared_as_they_are(device):
+    generator = torch.Generator().manual_seed(0)
+    state = generator.get_state()
+    assert torch.equal(state, generator.get_state())
+    assert not torch.equal(state, generator.manual_seed(1).get_state())
