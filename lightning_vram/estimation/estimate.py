@@ -27,6 +27,7 @@ from lightning_vram.private_names.torch.compiled import OptimizedModule
 
 _HOST = "cpu"
 _SHORTEST = 8
+_KERNEL_WIDTH = 64  # kernels of attention round lengths up: those that differ by multiples follow one law
 Progress = Callable[[str, float], None]
 
 
@@ -126,8 +127,8 @@ class _Estimator:
         length = sequence_length_of(self._batch)
         if length is None or length < _SHORTEST:
             return None
-        # Of one parity with the length: kernels pad.
-        sizes = (length, length - length // 4 // 64 * 64 or length - 1, length - length // 2 // 64 * 64 or length - 2)
+        step = length // 4 // _KERNEL_WIDTH * _KERNEL_WIDTH or length // 4
+        sizes = (length, length - step, length - 2 * step)
         return self._largest(sizes, lambda new: with_sequence_length(self._batch, length, new))
 
     def _largest(self, sizes: tuple[int, ...], resized: Callable[[int], Any]) -> int | None:
