@@ -130,4 +130,4 @@ def make_host_tensor(numel: int, dtype: torch.dtype, *, pin_memory: bool) -> Ten
 
 def unseen(tensor: Tensor) -> AbstractContextManager[object]:
     """Return a context in which no dispatch mode sees what is done to ``tensor``. Fake ones live by being seen."""
-    return nullcontext() if type(tensor) is FakeTensor else without_dispatch()
+    return nullcontext() if isinstance(tensor, FakeTensor) else without_dispatch()

@@ -5,14 +5,15 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+from lightning_vram.memory.estimate.fake_parameters import FakeParameter
 from lightning_vram.private_names.torch.dispatch import FakeTensor
 
 Result = TypeVar("Result")
 OURS = "_lightning_vram_"
 """How attributes begin that we put on tensors."""
 
-PARAMETER_CLASSES: set[type] = {nn.Parameter}
-PLAIN_TYPES: set[type] = {Tensor, nn.Parameter, nn.Buffer, FakeTensor}
+PARAMETER_CLASSES: set[type] = {nn.Parameter, FakeParameter}
+PLAIN_TYPES: set[type] = {Tensor, nn.Parameter, nn.Buffer, FakeTensor, FakeParameter}
 
 
 def add_parameter_class(kind: type[nn.Parameter]) -> None:

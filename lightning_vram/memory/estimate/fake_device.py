@@ -12,8 +12,9 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_vram.memory.estimate.fake_parameters import make_parameter
 from lightning_vram.memory.estimate.fake_tensors import fake_of
 from lightning_vram.memory.estimate.known_values import KnownValues
 from lightning_vram.private_names.torch.dispatch import FakeTensor, FakeTensorMode, without_dispatch
@@ -50,6 +51,7 @@ def fake_device(
         replace(stack, torch, "Stream", _Stream)
         replace(stack, torch, "Event", _Stream)
         replace(stack, torch.utils, "swap_tensors", swap_contents)
+        replace(stack, nn.Parameter, "__new__", make_parameter(nn.Parameter.__new__))
         replace(stack, Tensor, "__deepcopy__", _deep_copy(Tensor.__deepcopy__, values))
         replace(stack, Tensor, "data", property(_DATA.__get__, _set_data))
         replace(stack, Tensor, "pin_memory", _pin(on_pin))

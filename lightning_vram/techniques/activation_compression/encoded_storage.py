@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_vram.core.hooks.stage import Taken
 from lightning_vram.core.tensors.versions import NO_VERSION, alias, version_of
 from lightning_vram.memory.device.accelerators import stream_id
+from lightning_vram.private_names.torch.dispatch import FakeTensor
 from lightning_vram.techniques.activation_compression.lossless_codecs import Encoding, can_be_read
 
 Encode = Callable[[Tensor], Encoding | None]
@@ -98,7 +99,7 @@ class EncodedStorage:
         if encoding is None:
             return False
         pairs = zip(self._read(), encoding.pieces, strict=True)
-        return all(torch.equal(_bytes_of(kept), _bytes_of(made)) for kept, made in pairs)
+        return all(_are_same(kept, made) for kept, made in pairs)
 
     @property
     def is_given_up(self) -> bool:
@@ -135,8 +136,9 @@ class EncodedStorage:
         return [piece.give() if isinstance(piece, Taken) else piece for piece in self._pieces]
 
 
-def _bytes_of(piece: Tensor) -> Tensor:
-    return piece.reshape(-1).view(torch.uint8)  # NaN is equal to itself
+def _are_same(kept: Tensor, made: Tensor) -> bool:
+    kept_bytes, made_bytes = (piece.reshape(-1).view(torch.uint8) for piece in (kept, made))  # NaN is equal to itself
+    return isinstance(kept, FakeTensor) or torch.equal(kept_bytes, made_bytes)
 
 
 class Encoded(Taken):

@@ -23,7 +23,12 @@ class Encoding(NamedTuple):
 
 def can_be_read(tensor: Tensor) -> bool:
     """Whether a look at the values costs no wait for a device. NumPy writes to no other memory."""
-    return tensor.device.type == "cpu" and not isinstance(tensor, FakeTensor)
+    return tensor.device.type == "cpu"
+
+
+def is_certain(flag: Tensor) -> bool:
+    """Whether ``flag`` is true. Of fake tensors nothing is known that speaks against what was noted."""
+    return isinstance(flag, FakeTensor) or bool(flag)
 
 
 def pack_mask(mask: Tensor) -> Encoding:
@@ -38,7 +43,7 @@ def pack_two_values(numbers: Tensor) -> Encoding | None:
     as_integers = numbers.view(_INTEGERS[dtype.itemsize])  # -0.0 and NaN are values like others
     low, high = as_integers.aminmax()
     is_high = as_integers == high
-    if can_be_read(numbers) and not bool((is_high | (as_integers == low)).all()):
+    if can_be_read(numbers) and not is_certain((is_high | (as_integers == low)).all()):
         return None
 
     def decode(pieces: list[Tensor]) -> Tensor:
@@ -53,7 +58,8 @@ def narrow_indices(indices: Tensor, largest: int) -> Encoding | None:
     dtype = indices.dtype
     if can_be_read(indices):
         low, high = indices.aminmax()
-        if int(low) < 0 or int(high) > largest:
+        is_fake = isinstance(indices, FakeTensor)
+        if not is_fake and (int(low) < 0 or int(high) > largest):
             return None  # somebody wrote there past PyTorch
     narrow = next((narrow for narrow in _NARROW if largest <= torch.iinfo(narrow).max), dtype)
     if narrow.itemsize >= dtype.itemsize:

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from lightning_vram.core.tensors.by_storage import ByStorage
 from lightning_vram.core.tensors.versions import version_of
 from lightning_vram.private_names.torch.autograd import has_own_result, innermost_hooks
+from lightning_vram.private_names.torch.dispatch import without_dispatch
 from lightning_vram.private_names.torch.tensors import is_view
 
 # By type of the node: what its backward asks of the saved result, NaN included.
@@ -33,7 +34,7 @@ _Condition = Callable[[Tensor], Tensor]
 
 @cache
 def _find_nodes() -> dict[type, _Condition]:
-    with torch.inference_mode(mode=False), torch.enable_grad():
+    with torch.inference_mode(mode=False), torch.enable_grad(), without_dispatch():  # once per process, seen by nobody
         zero = torch.zeros(1, device="cpu", requires_grad=True)
         relu, leaky_relu = F.relu(zero).grad_fn, F.leaky_relu_(zero * 1).grad_fn
     assert relu is not None

@@ -54,7 +54,7 @@ class _SharedCast:
 
     def make(self, storage: torch.UntypedStorage, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """Return another tensor on the memory that :meth:`find` found."""
-        is_fake = type(weight) is FakeTensor
+        is_fake = isinstance(weight, FakeTensor)
         # A second run of a layer may find a cast that its first did not: modes that compare the two see neither.
         with nullcontext() if is_fake else without_dispatch():
             offset = 0
@@ -87,7 +87,7 @@ class SharedCasts:
 
         Never write to it.
         """
-        stream = 0 if weight.is_cpu or type(weight) is FakeTensor else _stream_of(weight.device)
+        stream = 0 if weight.is_cpu or isinstance(weight, FakeTensor) else _stream_of(weight.device)
         if stream is None:
             return weight.to(dtype), False
         key = id(weight), dtype, stream

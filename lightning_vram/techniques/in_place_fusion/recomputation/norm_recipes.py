@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_vram.private_names.torch.dispatch import FakeTensor, without_dispatch
 from lightning_vram.private_names.torch.operators import BATCH_NORM, BATCH_NORM_WITHOUT_STATISTICS
 from lightning_vram.techniques.in_place_fusion.recomputation.recipes import Recipe, Value
 
@@ -43,7 +44,7 @@ class BatchNormRecipe(Recipe):
         x, weight, bias = args[0], args[1], args[2]
         if (
             self.statistics is not None
-            and type(x) is Tensor
+            and (type(x) is Tensor or (type(x) is FakeTensor and x.is_cpu))  # no kernel of a card can be tried
             and _formula_is_exact(_kernel_of(self.function, x, weight, bias))
         ):
             return (_normalise(x, weight, bias, *self.statistics),)
@@ -100,9 +101,10 @@ def _formula_is_exact(kernel: _Kernel) -> bool:
         return False
     if kernel.device.type == "meta":
         return True
-    generator = torch.Generator(kernel.device).manual_seed(0)
-    num_tries = -(-_NUM_TRIED // math.prod(shape))
-    return all(_is_exact_once(kernel, shape, generator) for _ in range(num_tries))
+    with without_dispatch():  # on real tensors, and seen by nobody: it is tried once per process
+        generator = torch.Generator(kernel.device).manual_seed(0)
+        num_tries = -(-_NUM_TRIED // math.prod(shape))
+        return all(_is_exact_once(kernel, shape, generator) for _ in range(num_tries))
 
 
 def _is_exact_once(kernel: _Kernel, shape: list[int], generator: torch.Generator) -> bool:

@@ -37,7 +37,7 @@ from lightning_vram.core.tensors.versions import (
     storage_address,
 )
 from lightning_vram.private_names.torch.autocast import without_autocast
-from lightning_vram.private_names.torch.dispatch import FakeTensor, TorchDispatchMode
+from lightning_vram.private_names.torch.dispatch import TorchDispatchMode, without_dispatch
 from lightning_vram.private_names.torch.tensors import base_of, is_view, num_writes
 from lightning_vram.techniques.in_place_fusion.recomputation.costs import HoldingCosts
 from lightning_vram.techniques.in_place_fusion.recomputation.kept import Kept, KeptElsewhere, KeptMask
@@ -248,7 +248,7 @@ class Recomputation(SavedTensorStage):
         return self._hold_all(found[0]) if self._costs.is_worth_it(found[0], tensor, recipe) else None
 
     def _compare(self, value: Value, tensor: Tensor) -> _Fate:
-        if self._verify == "never" or type(tensor) is FakeTensor or tensor.is_meta:
+        if self._verify == "never" or tensor.is_meta:
             return _Fate.DROPPED
         with self._recorder.paused(), torch.no_grad(), without_autocast():
             is_equal = gives_same_bits(value, tensor)
@@ -275,7 +275,7 @@ class _CountReferences(Recomputation):
 def _references_of_autograds_own() -> int:
     """References to a tensor that no Python code has: ``hardswish_`` saves a copy of what it will overwrite."""
     counter = _CountReferences()
-    with torch.enable_grad(), counter:
+    with torch.enable_grad(), counter, without_dispatch():  # once per process, seen by nobody
         nn.functional.hardswish(torch.ones(1).requires_grad_() * 1, inplace=True)
     return counter.num_references
 

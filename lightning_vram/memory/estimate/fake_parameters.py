@@ -1,0 +1,30 @@
+"""Fake parameters that are known by their class, as real ones are: whoever asks for it finds what it would find."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from lightning_vram.private_names.torch.dispatch import FakeTensor
+
+
+class FakeParameter(FakeTensor):
+    """A fake tensor that is a parameter."""
+
+
+def make_parameter(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what ``nn.Parameter.__new__`` is to be for parameters of fakes to be :class:`FakeParameter`.
+
+    Args:
+        original: What it is, for all others.
+    """
+
+    def new(cls: type, data: Tensor | None = None, requires_grad: bool = True) -> Any:  # noqa: FBT001, FBT002
+        if not isinstance(data, FakeTensor):
+            return original(cls, data, requires_grad)
+        parameter: Any = data.detach().requires_grad_(requires_grad)
+        parameter.__class__ = FakeParameter
+        parameter._is_param = True
+        return parameter
+
+    return new
