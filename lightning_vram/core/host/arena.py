@@ -6,7 +6,8 @@ what chunks have. A host that is too small is refused with an error: pinned memo
 kill the process.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from lightning_vram.core.host.chunked_space import Block, ChunkedSpace
 from lightning_vram.memory.device.accelerators import pin_in_place
 from lightning_vram.memory.host.available import available_host_bytes
 from lightning_vram.memory.units import GIB, format_bytes
-from lightning_vram.private_names.torch.dispatch import FakeTensor, without_dispatch
+from lightning_vram.private_names.torch.dispatch import FakeTensor, without_dispatch, without_modes
 from lightning_vram.private_names.torch.tensors import free_pinned_memory
 
 MARGIN_BYTES = GIB  # left to everything else on the host
@@ -79,7 +80,8 @@ class HostArena:
 
     def _make_chunks(self, sizes: list[int]) -> list[Tensor]:
         if self._like is not None:
-            return [self._like.new_empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
+            with _unseen_on_host(self._like):
+                return [self._like.new_empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
         check_host_bytes(sum(sizes), self.total_bytes)
         with without_dispatch():  # who counts memory counts that of the device
             return [make_host_bytes(size, pin_memory=self._pin_memory) for size in sizes]
@@ -126,6 +128,16 @@ def make_host_tensor(numel: int, dtype: torch.dtype, *, pin_memory: bool) -> Ten
     if not pin_memory or not numel:
         return tensor
     return tensor if pin_in_place(tensor) else tensor.pin_memory()
+
+
+@contextmanager
+def _unseen_on_host(like: Tensor) -> Iterator[None]:
+    """Let whoever counts the memory of a fake device see what is made on the host, unless that is the device."""
+    if like.is_cpu and isinstance(like, FakeTensor):
+        with without_modes(), like.fake_mode:
+            yield
+    else:
+        yield
 
 
 def unseen(tensor: Tensor) -> AbstractContextManager[object]:

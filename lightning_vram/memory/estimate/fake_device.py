@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_vram.memory.estimate.fake_parameters import make_parameter
+from lightning_vram.memory.estimate.fake_parameters import make_parameter, taken_together
 from lightning_vram.memory.estimate.fake_tensors import fake_of
 from lightning_vram.memory.estimate.known_values import KnownValues
 from lightning_vram.private_names.torch.dispatch import FakeTensor, FakeTensorMode, without_dispatch
@@ -57,6 +57,7 @@ def fake_device(
         replace(stack, Tensor, "pin_memory", _pin(on_pin))
         replace(stack, Tensor, "is_pinned", lambda self, *_: False)
         replace(stack, Tensor, "record_stream", lambda self, stream: None)
+        stack.enter_context(taken_together())
         stack.enter_context(mode)
         stack.enter_context(values)
         yield mode, values

@@ -1,15 +1,28 @@
 """Fake parameters that are known by their class, as real ones are: whoever asks for it finds what it would find."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor
 
 from lightning_vram.private_names.torch.dispatch import FakeTensor
+from lightning_vram.private_names.torch.optimizers import FOREACH_TYPES
 
 
 class FakeParameter(FakeTensor):
     """A fake tensor that is a parameter."""
+
+
+@contextmanager
+def taken_together() -> Iterator[None]:
+    """Let optimizers and clipping work on many fakes at once, as they do on real ones: they go by the class."""
+    fakes = [FakeTensor, FakeParameter]
+    with ExitStack() as stack:
+        for types in FOREACH_TYPES:
+            types[:0] = fakes
+            stack.callback(types.__delitem__, slice(len(fakes)))
+        yield
 
 
 def make_parameter(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,10 +8,9 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from lightning_vram.memory.estimate.cuda_semantics.replacing import replaced
+from lightning_vram.memory.estimate.fake_parameters import taken_together
 from lightning_vram.private_names.cuda.backends import BACKEND_NAMES, INITIALISATION
 from lightning_vram.private_names.torch.autocast import STEP_IF_FINITE, first_scale_of
-from lightning_vram.private_names.torch.dispatch import FakeTensor
-from lightning_vram.private_names.torch.optimizers import FOREACH_TYPES
 
 
 @contextmanager
@@ -33,9 +32,7 @@ def known_backend(kind: str) -> Iterator[None]:
 def optimizers_of_cuda() -> Iterator[None]:
     """Let fake parameters be stepped as real ones, inside the block; a scaled step finds no infinite gradient."""
     with ExitStack() as stack:
-        for types in FOREACH_TYPES:
-            types.append(FakeTensor)
-            stack.callback(types.remove, FakeTensor)
+        stack.enter_context(taken_together())
         stack.enter_context(replaced(GradScaler, {STEP_IF_FINITE: _step, "get_scale": first_scale_of}))
         yield
 
