@@ -91,6 +91,14 @@ def fake_of(
     return fake.requires_grad_(tensor.requires_grad and tensor.is_leaf)
 
 
+def fake_bytes(storage: torch.UntypedStorage, mode: FakeTensorMode, device: torch.device) -> Tensor:
+    """Return the bytes of the storage of a fake as a flat fake; under a mode, ``set_`` would keep it for good."""
+    with without_dispatch():
+        elements = torch.empty(0, dtype=torch.uint8, device="meta").set_(storage)
+    flat: Tensor = FakeTensor(mode, elements, device)
+    return flat
+
+
 def like_fresh(nest: Any, mode: FakeTensorMode) -> Any:
     """Return a nest with new tensors of the shapes of those in it, made under ``mode`` by an operator each."""
     with mode:

@@ -138,7 +138,7 @@ class OffloadedItem:
             if self._device is packed:
                 self._device = flat
             self._arrival = self._place.copies.note_made(flat)
-        if self._loan is None and type(flat) is not FakeTensor:
+        if self._loan is None:
             self._loan = _Loan(version_counter(flat), num_writes(flat), current_graph_task_id())
         return flat
 
@@ -215,8 +215,7 @@ class OffloadedItem:
         flat = self._device
         if self.parcel is None or flat is None:
             return
-        if type(flat) is not FakeTensor:  # set_(), which would be needed to find it, leaks fake memory
-            self._lent = weakref.ref(flat.untyped_storage())
+        self._lent = weakref.ref(flat.untyped_storage())
         self._device = None
 
     def _find_lent(self) -> Tensor | None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_vram.core.host.arena import HostArena, unseen
 from lightning_vram.core.host.disk_ring import DiskRing
 from lightning_vram.core.host.transfers import Arrival, Copies, Departure, make_copies
+from lightning_vram.memory.estimate.fake_tensors import fake_bytes
 from lightning_vram.private_names.torch.dispatch import FakeTensor
 
 
@@ -57,8 +58,11 @@ class Place:
 
     def wrap(self, storage: torch.UntypedStorage) -> Tensor:
         """Return the bytes of ``storage`` as a flat tensor."""
-        with unseen(self._like):
-            return self._like.new_empty(0).set_(storage)
+        like = self._like
+        if isinstance(like, FakeTensor):
+            return fake_bytes(storage, like.fake_mode, like.device)
+        with unseen(like):
+            return like.new_empty(0).set_(storage)
 
 
 class OffloadPlaces:
