@@ -75,13 +75,14 @@ class HostArena:
     def close(self) -> None:
         """Give all memory back. What still lies here can be read until it is gone, and keeps its chunk."""
         self._space = ChunkedSpace()
-        if self._pin_memory:
+        if self._pin_memory and self._like is None:
             free_pinned_memory()  # else PyTorch keeps it, pinned, for itself
 
     def _make_chunks(self, sizes: list[int]) -> list[Tensor]:
         if self._like is not None:
             with _unseen_on_host(self._like):
-                return [self._like.new_empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
+                chunks = [self._like.new_empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
+                return [chunk.pin_memory() for chunk in chunks] if self._pin_memory else chunks
         check_host_bytes(sum(sizes), self.total_bytes)
         with without_dispatch():  # who counts memory counts that of the device
             return [make_host_bytes(size, pin_memory=self._pin_memory) for size in sizes]

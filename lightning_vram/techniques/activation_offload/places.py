@@ -70,7 +70,7 @@ class OffloadPlaces:
 
     Args:
         disk_path: Folder for a file instead of host memory.
-        pin_memory: Whether to pin host memory.
+        pin_memory: Whether to pin host memory where there is an accelerator, or a fake one.
 
     Raises:
         ValueError: If ``disk_path`` is no folder.
@@ -79,7 +79,8 @@ class OffloadPlaces:
 
     def __init__(self, disk_path: str | os.PathLike[str] | None, *, pin_memory: bool) -> None:
         self._disk_path = disk_path
-        self._pin_memory = pin_memory
+        self._pins_fakes = pin_memory
+        self._pin_memory = pin_memory and torch.accelerator.is_available()
         self._places: dict[tuple[torch.device, Any], Place] = {}
         self._ring: DiskRing | None = None
         self.open()
@@ -141,7 +142,13 @@ class OffloadPlaces:
             arena = None
             if self._ring is None:
                 like = tensor.new_empty(0) if is_fake else None
-                arena = HostArena(pin_memory=self._pin_memory and not is_fake, like=like)
+                has_pins = self._pin_memory if not is_fake else self._pins_fakes and _is_fake_card(tensor.device)
+                arena = HostArena(pin_memory=has_pins, like=like)
             ring = self._ring if not is_fake else None
             place = self._places[key] = Place(arena, ring, make_copies(tensor), tensor)
         return place
+
+
+def _is_fake_card(device: torch.device) -> bool:
+    """Whether fakes on ``device`` stand for those on an accelerator, and the host memory beside them can be pinned."""
+    return device.type not in ("cpu", "meta")

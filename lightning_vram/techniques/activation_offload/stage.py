@@ -129,7 +129,7 @@ class ActivationOffloading(SavedTensorStage):
         self._memo: StorageMemo[OffloadedItem] = StorageMemo()
         self._candidates = OffloadCandidates(min_offload_bytes)
         self._history = ForwardHistory()
-        self._places = OffloadPlaces(disk_path, pin_memory=pin_memory and torch.accelerator.is_available())
+        self._places = OffloadPlaces(disk_path, pin_memory=pin_memory)
         self._late: list[weakref.ref[LateHandle]] = []  # saved by the last operator that saved any
         self._late_operator = -1
         self._offloaded_bytes = self._kept_bytes = self._num_offloaded = 0
