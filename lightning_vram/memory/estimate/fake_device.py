@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_vram.memory.estimate.fake_parameters import make_parameter, taken_together
 from lightning_vram.memory.estimate.fake_tensors import fake_of
+from lightning_vram.memory.estimate.host_kernels import HostKernels
 from lightning_vram.memory.estimate.known_values import KnownValues
 from lightning_vram.private_names.torch.dispatch import FakeTensor, FakeTensorMode, without_dispatch
 from lightning_vram.private_names.torch.fakes import remove_device_module, set_device_module, swap_contents
@@ -60,6 +61,7 @@ def fake_device(
         stack.enter_context(taken_together())
         stack.enter_context(mode)
         stack.enter_context(values)
+        stack.enter_context(HostKernels())
         yield mode, values
 
 
