@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_vram.core.rollback.module_roster import ModuleRoster
-from lightning_vram.core.tensors.parameter_classes import PARAMETER_CLASSES
+from lightning_vram.core.tensors.parameter_classes import REAL_TYPES
 from lightning_vram.core.tensors.versions import NO_VERSION, is_strided, storage_address, version_of
 from lightning_vram.memory.device.accelerators import has_streams
-from lightning_vram.memory.estimate.fake_parameters import FakeParameter
 from lightning_vram.memory.units import MIB
 from lightning_vram.private_names.torch.operators import copy_each
 
@@ -28,9 +27,7 @@ _PLAIN_KINDS = (Tensor, nn.Parameter, nn.Buffer)
 
 def differs(tensor: Tensor, start: Tensor | None) -> bool:
     """Whether a tensor was written past its version counter, through ``.data`` or by a kernel that does not tell."""
-    kind = type(tensor)
-    is_plain = kind in (Tensor, nn.Buffer) or (kind in PARAMETER_CLASSES and kind is not FakeParameter)
-    is_plain = is_plain and tensor.layout is torch.strided
+    is_plain = (type(tensor) is nn.Buffer or type(tensor) in REAL_TYPES) and tensor.layout is torch.strided
     if start is None or not is_plain or tensor.is_meta or tensor.is_nested or torch.equal(tensor, start):
         return False
     return not bool(((tensor == start) | ((tensor != tensor) & (start != start))).all())  # NaN is not a change

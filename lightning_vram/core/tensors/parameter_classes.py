@@ -13,6 +13,8 @@ OURS = "_lightning_vram_"
 """How attributes begin that we put on tensors."""
 
 PARAMETER_CLASSES: set[type] = {nn.Parameter, FakeParameter}
+REAL_TYPES: set[type] = {Tensor, nn.Parameter}
+"""Ordinary ones that hold values."""
 PLAIN_TYPES: set[type] = {Tensor, nn.Parameter, nn.Buffer, FakeTensor, FakeParameter}
 
 
@@ -20,6 +22,7 @@ def add_parameter_class(kind: type[nn.Parameter]) -> None:
     """Take a class of ours, which only watches what is done with a parameter, for an ordinary one."""
     PARAMETER_CLASSES.add(kind)
     PLAIN_TYPES.add(kind)
+    REAL_TYPES.add(kind)
 
 
 def while_plain(tensor: Any, kind: type, do: Callable[[], Result]) -> Result:

@@ -9,8 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from lightning_vram.core.tensors.parameter_classes import PARAMETER_CLASSES
-from lightning_vram.memory.estimate.fake_parameters import FakeParameter
+from lightning_vram.core.tensors.parameter_classes import REAL_TYPES
 from lightning_vram.private_names.torch.dispatch import DispatchKey, is_key_excluded, set_key_excluded, without_dispatch
 from lightning_vram.private_names.torch.tensors import num_writes, storage_identity
 
@@ -61,8 +60,7 @@ def alias(tensor: Tensor) -> Tensor:
 
 
 def _detach(tensor: Tensor) -> Tensor:
-    kind = type(tensor)
-    if kind is Tensor or (kind in PARAMETER_CLASSES and kind is not FakeParameter):
+    if type(tensor) in REAL_TYPES:
         with without_dispatch():  # nobody needs to see it
             return tensor.detach()
     return tensor.detach()

@@ -1,8 +1,9 @@
 """Give fakes on the host what the host's kernels return, where PyTorch's own fake kernels return something else.
 
-Statistics of norms of 16-bit inputs are float32 where the norm's weights or statistics are; a gradient that nobody
-asked a batch norm for is not made, and that of a group norm has the dtype of its input; the indices of an embedding bag lie in memory for one more. What is left: the
-workspace that oneDNN keeps for an LSTM in training, which only oneDNN knows.
+Statistics of norms of 16-bit inputs are float32 where the norm's weights or statistics are. A gradient that nobody
+asked a batch norm for is not made, and that of a group norm has the dtype of its input. The indices of an embedding bag
+lie in memory for one more. What is left: the workspace that oneDNN keeps for an LSTM in training, whose size only
+oneDNN knows.
 """
 
 from collections.abc import Callable

@@ -15,7 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_vram.core.hooks.mode import QuietMode
-from lightning_vram.core.tensors.parameter_classes import PARAMETER_CLASSES, PLAIN_TYPES
+from lightning_vram.core.tensors.parameter_classes import PARAMETER_CLASSES, PLAIN_TYPES, REAL_TYPES
 from lightning_vram.core.tensors.versions import is_strided, storage_address
 from lightning_vram.private_names.torch.autograd import current_graph_task_id
 from lightning_vram.private_names.torch.dispatch import without_dispatch
@@ -144,9 +144,7 @@ def _describe(output: Any) -> tuple[str, ...]:
 
 
 def _sample(leaf: Any, num_samples: int = _NUM_SAMPLES) -> Tensor | None:
-    is_plain = (
-        isinstance(leaf, Tensor) and (type(leaf) is Tensor or type(leaf) in PARAMETER_CLASSES) and is_strided(leaf)
-    )
+    is_plain = type(leaf) in REAL_TYPES and is_strided(leaf)
     if not is_plain or leaf.is_meta or leaf.numel() == 0 or leaf.dtype not in _SAMPLED:
         return None
     with torch.no_grad():
