@@ -6,8 +6,7 @@ what chunks have. A host that is too small is refused with an error: pinned memo
 kill the process.
 """
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -80,7 +79,7 @@ class HostArena:
 
     def _make_chunks(self, sizes: list[int]) -> list[Tensor]:
         if self._like is not None:
-            with _unseen_on_host(self._like):
+            with unseen(self._like) if self._like.is_cpu else nullcontext():  # who counts on a card counts this, too
                 chunks = [self._like.new_empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
                 return [chunk.pin_memory() for chunk in chunks] if self._pin_memory else chunks
         check_host_bytes(sum(sizes), self.total_bytes)
@@ -131,16 +130,6 @@ def make_host_tensor(numel: int, dtype: torch.dtype, *, pin_memory: bool) -> Ten
     return tensor if pin_in_place(tensor) else tensor.pin_memory()
 
 
-@contextmanager
-def _unseen_on_host(like: Tensor) -> Iterator[None]:
-    """Let whoever counts the memory of a fake device see what is made on the host, unless that is the device."""
-    if like.is_cpu and isinstance(like, FakeTensor):
-        with without_modes(), like.fake_mode:
-            yield
-    else:
-        yield
-
-
 def unseen(tensor: Tensor) -> AbstractContextManager[object]:
-    """Return a context in which no dispatch mode sees what is done to ``tensor``. Fake ones live by being seen."""
-    return nullcontext() if isinstance(tensor, FakeTensor) else without_dispatch()
+    """Return a context in which no dispatch mode sees what is done to ``tensor``, but that of fake ones."""
+    return without_modes() if isinstance(tensor, FakeTensor) else without_dispatch()

@@ -4,13 +4,21 @@ While saved-tensor hooks are set, autograd does not look whether a saved tensor 
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import cache
 
 import torch
 from torch import Tensor
 
 from lightning_vram.core.tensors.parameter_classes import REAL_TYPES
-from lightning_vram.private_names.torch.dispatch import DispatchKey, is_key_excluded, set_key_excluded, without_dispatch
+from lightning_vram.private_names.torch.dispatch import (
+    DispatchKey,
+    FakeTensor,
+    is_key_excluded,
+    set_key_excluded,
+    without_dispatch,
+    without_modes,
+)
 from lightning_vram.private_names.torch.tensors import num_writes, storage_identity
 
 NO_VERSION = -1
@@ -63,7 +71,8 @@ def _detach(tensor: Tensor) -> Tensor:
     if type(tensor) in REAL_TYPES:
         with without_dispatch():  # nobody needs to see it
             return tensor.detach()
-    return tensor.detach()
+    with without_modes() if isinstance(tensor, FakeTensor) else nullcontext():
+        return tensor.detach()
 
 
 def check_version(counter: Tensor, expected: int, shape: Sequence[int]) -> None:
