@@ -23,6 +23,9 @@ _INDICES = 1  # position among the results of an embedding bag
 class HostKernels(UnwrappedMode):
     """Corrects the results of fake operators on the host while it is entered, inside of a fake mode."""
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
     @override
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -31,7 +31,10 @@ from lightning_vram.planner.estimate.traced_fit import (
     trace_real_fit,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:ActivationOffload moves activations from the device to the host")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:ActivationOffload moves activations from the device to the host"),
+    pytest.mark.filterwarnings("ignore:AccumulationScheduler. batch norm normalises each micro-batch"),
+]
 
 _MAKERS_OF_BATCHES = ("aten.clone.default", "aten.empty_strided.default")
 _CARD_BYTES = 80 * 2**30
@@ -66,7 +69,7 @@ class TwoPlayers(pl.LightningModule):
 
 
 def _gpt() -> tuple[pl.LightningModule, Any]:
-    return ByteGPT(1, 32, 2, 16), torch.randint(0, 255, (4, 17))
+    return ByteGPT(2, 32, 2, 16), torch.randint(0, 255, (4, 17))
 
 
 def _resnet() -> tuple[pl.LightningModule, Any]:
