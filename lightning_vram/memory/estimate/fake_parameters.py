@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_vram.private_names.torch.dispatch import FakeTensor
+from lightning_vram.private_names.torch.fakes import mark_parameter
 from lightning_vram.private_names.torch.optimizers import FOREACH_TYPES
 
 
@@ -37,7 +38,7 @@ def make_parameter(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(cls, data, requires_grad)
         parameter: Any = data.detach().requires_grad_(requires_grad)
         parameter.__class__ = FakeParameter
-        parameter._is_param = True
+        mark_parameter(parameter)
         return parameter
 
     return new

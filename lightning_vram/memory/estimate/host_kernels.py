@@ -14,6 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_vram.private_names.torch.dispatch import UnwrappedMode
+from lightning_vram.private_names.torch.operators import EMBEDDING_BAG
 
 aten = torch.ops.aten
 _SUM = 0  # mode of an embedding bag: its fast path keeps no indices
@@ -69,5 +70,5 @@ _CORRECTIONS: dict[Any, Callable[[Any, tuple[Any, ...]], Any]] = {
     ),
     aten.native_batch_norm_backward.default: _with_wanted_gradients,
     aten.native_group_norm_backward.default: _with_gradient_like_input,
-    aten._embedding_bag.default: _with_room_for_indices,
+    EMBEDDING_BAG: _with_room_for_indices,
 }

@@ -4,6 +4,7 @@
 * ``torch._C._swap_tensor_impl``: what a tensor is, given to another | 2.11 - | a fake module cannot change its device
 * ``torch.distributed._tools.fake_collectives``: collectives of fake tensors | 2.11 - | no ranks are estimated
 * ``torch.testing._internal.distributed.fake_pg``: a backend that sends nothing | 2.11 - | no ranks are estimated
+* ``_is_param``: marks a tensor of a subclass as a parameter | 2.11 - | fake modules have no parameters
 """
 
 import sys
@@ -27,6 +28,11 @@ def remove_device_module(kind: str) -> None:
     """Take it back."""
     delattr(torch, kind)
     sys.modules.pop(f"torch.{kind}", None)
+
+
+def mark_parameter(tensor: Any) -> None:
+    """Let a tensor of a subclass be a parameter."""
+    tensor._is_param = True
 
 
 def swap_contents(first: Tensor, second: Tensor) -> None:

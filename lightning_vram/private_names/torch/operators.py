@@ -16,6 +16,7 @@
 * ``torch.ops.aten._to_copy``: what all casts become | 2.11 - | recomputation and checks of it fail
 * ``torch.ops.aten._native_batch_norm_legit``: a batch norm that says what it writes | 2.11 - | recomputation fails
 * ``torch.ops.aten._local_scalar_dense``: what ``.item()`` is | 2.11 - | no step is estimated
+* ``torch.ops.aten._embedding_bag``: what an embedding bag runs | 2.11 - | its estimate on the host is 8 bytes too small
 * ``aten._foreach``: what the names of operators on many tensors begin with | 2.11 - |
   writes of fused optimizers are not noticed on the host
 """
@@ -37,6 +38,8 @@ READ_NUMBER = torch.ops.aten._local_scalar_dense.default
 BATCH_NORM = torch.ops.aten._native_batch_norm_legit.default
 BATCH_NORM_WITHOUT_STATISTICS = torch.ops.aten._native_batch_norm_legit.no_stats
 """One without running statistics."""
+
+EMBEDDING_BAG = torch.ops.aten._embedding_bag.default
 
 neg_view: Callable[[Tensor], Tensor] = torch._neg_view
 """Return a view with the opposite sign."""
