@@ -20,8 +20,7 @@ from lightning_vram import (
     MicroBatching,
 )
 from lightning_vram.demos import ByteGPT, DigitsResNet
-from lightning_vram.memory.tracking.timeline import MemoryTimeline
-from lightning_vram.planner.estimate.traced_fit import (
+from lightning_vram.estimation.traced_fit import (
     FIRST_STEP,
     STEP,
     VALIDATION,
@@ -30,6 +29,7 @@ from lightning_vram.planner.estimate.traced_fit import (
     trace_fit,
     trace_real_fit,
 )
+from lightning_vram.memory.tracking.timeline import MemoryTimeline
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:ActivationOffload moves activations from the device to the host"),
