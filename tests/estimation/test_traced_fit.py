@@ -29,6 +29,7 @@ from lightning_vram.estimation.traced_fit import (
     trace_fit,
     trace_real_fit,
 )
+from lightning_vram.memory.estimate.known_devices import find_device
 from lightning_vram.memory.tracking.timeline import MemoryTimeline
 
 pytestmark = [
@@ -37,7 +38,6 @@ pytestmark = [
 ]
 
 _MAKERS_OF_BATCHES = ("aten.clone.default", "aten.empty_strided.default")
-_CARD_BYTES = 80 * 2**30
 
 
 class TwoPlayers(pl.LightningModule):
@@ -207,8 +207,8 @@ def test_what_is_verified_in_the_first_step_takes_its_memory_on_fakes_too(run: s
 def test_blocks_that_hold_offloaded_activations_are_pinned_bytes_of_the_host() -> None:
     module, batch = _gpt()
 
-    step = trace_fit(module, batch, FitRun(_RUNS["offload"](), card_bytes=_CARD_BYTES)).stage(STEP)
-    plain = trace_fit(module, batch, FitRun({}, card_bytes=_CARD_BYTES)).stage(STEP)
+    step = trace_fit(module, batch, FitRun(_RUNS["offload"](), card=find_device("A100 80GB"))).stage(STEP)
+    plain = trace_fit(module, batch, FitRun({}, card=find_device("A100 80GB"))).stage(STEP)
 
     assert step.pinned_peak_bytes % 2**20 == 0
     assert step.pinned_peak_bytes > 0 == plain.pinned_peak_bytes

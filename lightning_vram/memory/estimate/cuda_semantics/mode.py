@@ -13,6 +13,7 @@ from lightning_vram.memory.estimate.cuda_semantics.replacing import replaced
 from lightning_vram.private_names.torch.autograd import ENGINE
 
 _IS_CUDA = Tensor.is_cuda.__get__  # type: ignore[attr-defined]
+_PIN_MEMORY = Tensor.pin_memory
 _FROM_DATA = (torch.tensor, torch.as_tensor)
 
 
@@ -55,8 +56,11 @@ class _CudaDevices(TorchFunctionMode):
             return args[0].to(self._stand_in)
         if "device" in kwargs:
             kwargs["device"] = self._device(kwargs["device"])
+        if func is _PIN_MEMORY:
+            return args[0].clone()
         if kwargs.pop("pin_memory", False):
-            return func(*args, **kwargs).pin_memory()
+            made = func(*args, **kwargs)
+            return made if Tensor.pin_memory is _PIN_MEMORY else made.pin_memory()  # somebody else takes a note
         if func is Tensor.to:
             args = tuple(map(self._device, args))
         if func in _FROM_DATA and kwargs.get("device") is not None:  # as CUDA: made on the host, and copied
