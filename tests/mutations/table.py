@@ -161,8 +161,8 @@ SHARDING = [
     Mutation(f"{_LANE}.refresh", "self.wait_for_copies()", "pass", sharding.fetched_twice),
     Mutation(
         f"{_LANE}.refresh",
-        "self._resident.copy_(source, non_blocking=True)\nself._arrived = _record(self.device)",
-        "self._arrived = _record(self.device)\nself._resident.copy_(source, non_blocking=True)",
+        "self.resident.copy_(source, non_blocking=True)\nself._arrived = _record(self.device)",
+        "self._arrived = _record(self.device)\nself.resident.copy_(source, non_blocking=True)",
         sharding.resident,
     ),
     Mutation(
