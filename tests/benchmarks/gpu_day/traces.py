@@ -9,7 +9,7 @@ import torch
 
 from tests.benchmarks.cases import WORKLOADS, Workload
 from tests.benchmarks.gpu_day.items import Item, Setting
-from tests.benchmarks.gpu_day.report import Report
+from tests.benchmarks.gpu_day.results import Report
 from tests.benchmarks.gpu_day.speed import workload_of
 from tests.benchmarks.measure import NUM_WARM_UP, Row, Run, read_peaks
 
