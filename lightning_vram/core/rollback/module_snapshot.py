@@ -83,6 +83,12 @@ class ModuleSnapshot:
                     self._buffers[number, name] = _Buffer(member, buffer, version_of(buffer), start)
         self._entered: list[tuple[list[AttributeState], list[tuple[Tensor, Tensor, bool]]]] = []
 
+    def devices(self) -> set[torch.device]:
+        """Return the device of the first parameter: a layer may get its tensors inside an object of the user's."""
+        parameters = chain.from_iterable(own_parameters(member).values() for member in self._members)
+        first = next((parameter for parameter in parameters if parameter is not None), None)
+        return {first.device} if first is not None else set()
+
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Run the forward inside: in the first run it is watched."""
