@@ -1,4 +1,4 @@
-"""What the package costs in Python, on layers so small that little else counts: python -m tests.benchmarks.python_price.
+"""What the package costs in Python, on tiny layers: python -m tests.benchmarks.python_price.
 
 Processor time of one thread, forward and backward. Variants take turns, and the fastest turn of each counts beside the
 median: others work on the machine. Calls of Python functions are counted as well, which is exact.

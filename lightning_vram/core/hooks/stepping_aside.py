@@ -30,7 +30,9 @@ from lightning_vram.private_names.torch.dispatch import TorchDispatchMode, curre
 class Hooks(Protocol):
     """Saved-tensor hooks that can be taken off and put back."""
 
-    pack_hook: Callable[[Tensor], Any]
+    @property
+    def pack_hook(self) -> Callable[[Tensor], Any]:
+        """What gets a tensor that autograd saves."""
 
     def __enter__(self) -> None: ...
 

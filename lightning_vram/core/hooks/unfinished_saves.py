@@ -2,8 +2,8 @@
 
 ``rrelu`` saves the noise that its kernel is going to draw. Whoever copies a saved tensor at once copies what happened
 to be in that memory, and a second run that ends with the last save ends before there is any noise: see
-``recomputed_saves.py``. An operator can only do so with a tensor that asks for no gradient and is no view. It is through
-when the next one saves something: each makes a node of the graph before it does.
+``recomputed_saves.py``. An operator can only do so with a tensor that asks for no gradient and is no view. It is
+through when the next one saves something: each makes a node of the graph before it does.
 """
 
 import threading

@@ -44,7 +44,7 @@ __all__ = ["StopRecomputation"]
 current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 """Return which backward runs in this thread; -1 for none."""
 
-current_graph_group: Callable[[], Any] = torch._C._get_graph_exec_group  # type: ignore[attr-defined]
+current_graph_group: Callable[[], Any] = torch._C._get_graph_exec_group
 """Return the ``GraphExecGroup`` that this thread is in, whose backwards count as one; ``None`` outside."""
 
 make_saved_tensor: Callable[..., Any] | None = getattr(torch._C._autograd, "_make_saved_tensor", None)

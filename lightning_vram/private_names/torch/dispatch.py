@@ -68,5 +68,5 @@ def default_device_of_block() -> torch.device | None:
     """
     if not torch._C._len_torch_function_stack():
         return None
-    modes = reversed(current_function_modes())
+    modes = reversed(current_function_modes())  # type: ignore[no-untyped-call]
     return next((mode.device for mode in modes if isinstance(mode, DeviceContext)), None)
