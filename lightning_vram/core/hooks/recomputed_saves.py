@@ -137,7 +137,7 @@ class SecondRun(OwnHooks):
     def pack_hook(self, tensor: Tensor) -> Tensor:  # noqa: C901 - once for each saved tensor, without a further call
         saves, number = self._saves, self._number
         if self._last != -1 and num_nodes() == self._last:
-            return tensor
+            return tensor.detach()  # else a result would hold its own node
         if number >= len(saves.places):
             return self._pack_more(tensor)
         self._number = number + 1

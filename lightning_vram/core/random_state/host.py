@@ -1,11 +1,11 @@
 """Random numbers that do not come from torch: Python's and NumPy's, as in hand-written stochastic depth."""
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from lightning_vram.core.random_state.python_generator import write_python
 from lightning_vram.core.random_state.sources import differs, host_sources
 
 
@@ -38,7 +38,7 @@ class HostRandomState:
         """Call after the forward: forget the states of generators nothing was drawn from."""
         changed = [(read, write, start) for read, write, start in self._generators if differs(start, read())]
         if self._drawn.from_numpy is None:
-            self._drawn.from_numpy = any(write is not write_python for _, write, _ in changed)
+            self._drawn.from_numpy = any(write is not random.setstate for _, write, _ in changed)
         self._generators = changed
 
     def __enter__(self) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_vram.core.random_state.python_generator import read_python, write_python
 from lightning_vram.core.tensors.nests import flatten_arguments
 
 Source = tuple[Callable[[], Any], Callable[[Any], object]]
@@ -26,7 +25,7 @@ def global_sources(device: torch.device) -> list[Source]:
 def host_sources() -> list[Source]:
     """Return the global generators that are not torch's: that of Python, then that of NumPy."""
     numpy = sys.modules.get("numpy")  # torch works without it
-    python: Source = (read_python, write_python)
+    python: Source = (random.getstate, random.setstate)
     return [python] if numpy is None else [python, (numpy.random.get_state, numpy.random.set_state)]
 
 
