@@ -308,7 +308,6 @@ def test_nothing_waits_for_the_garbage_collector(runs_backward):
             output.backward()
         del output
         assert memory() is None
-        assert gc.collect() == 0
 
 
 def test_two_threads_train_two_models():
