@@ -11,7 +11,7 @@ from lightning_vram.core.processes.clean_exit import leave_group
 from tests.benchmarks import __main__ as benchmarks
 from tests.benchmarks import compression_errors, fsdp_offload, host_adamw, mixed_precision, offload_overlap
 from tests.benchmarks.cases import WORKLOADS
-from tests.benchmarks.measure import Run
+from tests.benchmarks.measure import Run, sum_up_events
 from tests.benchmarks.recomputation import Chain, measure_overhead, measure_shares
 from tests.benchmarks.variants import GPU_PEERS, VARIANTS
 
@@ -140,7 +140,7 @@ def test_what_runs_beside_what_is_summed_up():
         ("Memcpy DtoH (Device -> Pinned)", (28, 32)),
         ("Memcpy DtoD (Device -> Device)", (40, 50)),
     ]
-    sums = fsdp_offload.sum_up(events)
+    sums = sum_up_events(events)
     assert sums == {"computing_seconds": 20e-9, "copying_seconds": 17e-9, "copying_beside_seconds": 5e-9}
 
 

@@ -25,8 +25,10 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader
 
 from lightning_vram import ActivationCheckpointing, LeanMixedPrecision
@@ -34,11 +36,19 @@ from lightning_vram.demos import ByteGPT
 from lightning_vram.demos.gpt import Block
 from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
 from tests.benchmarks.__main__ import report
-from tests.benchmarks.measure import Row, accelerator_of, give_back, read_peaks, synchronize
+from tests.benchmarks.measure import (
+    DeviceEvent,
+    Row,
+    accelerator_of,
+    give_back,
+    read_device_events,
+    read_peaks,
+    sum_up_events,
+    synchronize,
+)
 from tests.benchmarks.micro_batching import Same
 
 NUM_WARM_UP = 3
-Interval = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -78,12 +88,14 @@ class Variant:
         make_strategy: For ``Trainer``.
         make_optimizer: Of the parameters.
         is_checkpointed: By our callback; Lightning's own wraps the blocks by itself.
+        is_sharded_by_hand: In ``configure_model``.
         needs_gpu: Refuses a CPU.
     """
 
     make_strategy: Callable[[Shape], Any]
     make_optimizer: Callable[[Iterable[Tensor]], Any] = lambda parameters: torch.optim.AdamW(parameters, fused=True)
     is_checkpointed: bool = True
+    is_sharded_by_hand: bool = False
     needs_gpu: bool = False
 
 
@@ -93,6 +105,18 @@ def _offload(mode: Any, **arguments: Any) -> Variant:
 
 def _lightning(shape: Shape) -> FSDPStrategy:
     return FSDPStrategy(cpu_offload=True, auto_wrap_policy={Block}, activation_checkpointing_policy={Block})
+
+
+class _ModelParallel(ModelParallelStrategy):
+    """With weights on the host: Lightning's own then takes them to the device again, which FSDP2 refuses."""
+
+    def model_to_device(self) -> None:
+        pass
+
+
+def _model_parallel(shape: Shape) -> ModelParallelStrategy:
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    return _ModelParallel(1, 1, process_group_backend=torch.distributed.get_default_backend_for_device(device))
 
 
 def _torchao(parameters: Iterable[Tensor]) -> Any:
@@ -107,6 +131,9 @@ VARIANTS: dict[str, Variant] = {
     "fsdp_offload, optimizer, grad_op": _offload("optimizer", shard="grad_op"),
     "fsdp_offload, none": _offload("none"),
     "Lightning FSDP, cpu_offload": Variant(_lightning, is_checkpointed=False, needs_gpu=True),
+    "Lightning ModelParallel, CPUOffloadPolicy": Variant(
+        _model_parallel, is_checkpointed=False, is_sharded_by_hand=True
+    ),
 }
 if importlib.util.find_spec("torchao") is not None:
     VARIANTS["torchao CPUOffloadOptimizer"] = Variant(lambda shape: "auto", _torchao, needs_gpu=True)
@@ -128,6 +155,20 @@ class LitGPT(ByteGPT):
     def train_dataloader(self) -> DataLoader:
         dataset = Same(self.batch)
         return DataLoader(torch.utils.data.ConcatDataset([dataset] * 100), batch_size=None)
+
+
+class ShardedGPT(LitGPT):
+    """As PyTorch's pages on FSDP2 shard a model, and checkpoint it."""
+
+    def configure_model(self) -> None:
+        options = {
+            "mesh": self.device_mesh["data_parallel"],
+            "offload_policy": CPUOffloadPolicy(pin_memory=torch.accelerator.is_available()),
+            "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16),
+        }
+        for index, block in enumerate(self.net.blocks):
+            self.net.blocks[index] = fully_shard(checkpoint_wrapper(block), **options)
+        fully_shard(self, **options)
 
 
 class Meter(Callback):
@@ -156,40 +197,8 @@ class Meter(Callback):
                 self._profiler.stop()
                 self.row |= self._sum_up(read_device_events(self._profiler))
 
-    def _sum_up(self, events: Iterable[tuple[str, Interval]]) -> Row:
-        return {name: value / self._num_steps for name, value in sum_up(events).items()}
-
-
-def read_device_events(profiler: Any) -> list[tuple[str, Interval]]:
-    """What ran on the GPU, from when to when, in nanoseconds."""
-    events = profiler.profiler.kineto_results.events()
-    cuda = [event for event in events if str(event.device_type()).endswith("CUDA")]
-    return [(event.name(), (event.start_ns(), event.start_ns() + event.duration_ns())) for event in cuda]
-
-
-def sum_up(events: Iterable[tuple[str, Interval]]) -> Row:
-    """Seconds of kernels, of copies between host and device, and of copies beside kernels."""
-    kernels, copies = [], []
-    for name, interval in events:
-        if "HtoD" in name or "DtoH" in name:
-            copies.append(interval)
-        elif not name.startswith("Mem"):
-            kernels.append(interval)
-    computing, copying, either = busy(kernels), busy(copies), busy(kernels + copies)
-    return {
-        "computing_seconds": computing / 1e9,
-        "copying_seconds": copying / 1e9,
-        "copying_beside_seconds": (computing + copying - either) / 1e9,
-    }
-
-
-def busy(intervals: Iterable[Interval]) -> int:
-    """Length of the union."""
-    total, end = 0, 0
-    for start, stop in sorted(intervals):
-        total += max(0, stop - max(start, end))
-        end = max(end, stop)
-    return total
+    def _sum_up(self, events: Iterable[DeviceEvent]) -> Row:
+        return {name: value / self._num_steps for name, value in sum_up_events(events).items()}
 
 
 def measure_row(
@@ -214,7 +223,7 @@ def measure_row(
         **({"plugins": [LeanMixedPrecision("bf16")]} if variant.is_checkpointed else {"precision": "bf16-mixed"}),
     )
     with device:  # random numbers for billions of weights take minutes on the host
-        model = LitGPT(shape, name)
+        model = (ShardedGPT if variant.is_sharded_by_hand else LitGPT)(shape, name)
     try:
         trainer.fit(model)
     except torch.OutOfMemoryError:

@@ -7,7 +7,7 @@ import statistics
 import subprocess
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import lightning
@@ -20,6 +20,7 @@ from tests.benchmarks.cases import Workload
 from tests.benchmarks.variants import COMPILED_VARIANTS, GPU_PEERS, VARIANTS
 
 Row = dict[str, Any]
+DeviceEvent = tuple[str, tuple[int, int]]  # name, and from when to when, in nanoseconds
 NUM_WARM_UP = 3  # the first step is observed, the second verified, from the third on all is as it stays
 
 
@@ -224,3 +225,35 @@ def _sum_up(turns: list[Row], others: list[Row]) -> Row:
         "all_seconds_per_step": [[round(seconds, 6) for seconds in turn["seconds"]] for turn in turns],
         **{name: value for name, value in turns[-1].items() if name.endswith("_bytes")},
     }
+
+
+def read_device_events(profiler: Any) -> list[DeviceEvent]:
+    """What ran on the GPU while it was profiled."""
+    events = profiler.profiler.kineto_results.events()
+    cuda = [event for event in events if str(event.device_type()).endswith("CUDA")]
+    return [(event.name(), (event.start_ns(), event.start_ns() + event.duration_ns())) for event in cuda]
+
+
+def sum_up_events(events: Iterable[DeviceEvent]) -> Row:
+    """Seconds of kernels, of copies between host and device, and of copies beside kernels."""
+    kernels, copies = [], []
+    for name, interval in events:
+        if "HtoD" in name or "DtoH" in name:
+            copies.append(interval)
+        elif not name.startswith("Mem"):
+            kernels.append(interval)
+    computing, copying, either = _busy(kernels), _busy(copies), _busy(kernels + copies)
+    return {
+        "computing_seconds": computing / 1e9,
+        "copying_seconds": copying / 1e9,
+        "copying_beside_seconds": (computing + copying - either) / 1e9,
+    }
+
+
+def _busy(intervals: Iterable[tuple[int, int]]) -> int:
+    """Length of the union."""
+    total, end = 0, 0
+    for start, stop in sorted(intervals):
+        total += max(0, stop - max(start, end))
+        end = max(end, stop)
+    return total

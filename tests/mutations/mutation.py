@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 from torch import Tensor
@@ -43,23 +44,20 @@ class Mutation:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Have the function be the wrong one."""
-        *outer, name = self.place.partition(":")[2].split(".")
-        owner = self.module
-        for part in outer:
-            owner = vars(owner)[part]
-        right = vars(owner)[name]
-        setattr(owner, name, self._compile(owner, name))
+        """Have the function do the wrong thing, for those as well who have imported it by its name."""
+        function = self._function()
+        right = function.__code__
+        function.__code__ = self._compile()
         try:
             yield
         finally:
-            setattr(owner, name, right)
+            function.__code__ = right
 
     def _function(self) -> Any:
         found = self.module
         for part in self.place.partition(":")[2].split("."):
             found = vars(found)[part]
-        return inspect.unwrap(found.fget if isinstance(found, property) else found)
+        return _bare(found)
 
     def _source(self) -> tuple[str, int]:
         """The function, its first line counted from 1."""
@@ -78,11 +76,17 @@ class Mutation:
         assert source.count(old + "\n") == 1, f"{self.place} has these lines twice:\n{self.old}"
         return old
 
-    def _compile(self, owner: Any, name: str) -> Any:
+    def _compile(self) -> CodeType:
         source, old = self._source()[0], self._old
         new = textwrap.indent(self.new, old[: len(old) - len(old.lstrip())])
         # `super()` asks for the class in a variable of an outer function.
+        name = self.place.rpartition(".")[2].rpartition(":")[2]
         text = f"def outer(__class__):\n{textwrap.indent(source.replace(old, new), '    ')}\n    return {name}"
         namespace: dict[str, Any] = {}
         exec(compile(text, f"<mutation of {self.place}>", "exec"), vars(self.module), namespace)
-        return namespace["outer"](owner)
+        return _bare(namespace["outer"](None)).__code__
+
+
+def _bare(found: Any) -> Any:
+    """The function under its decorators."""
+    return inspect.unwrap(found.fget if isinstance(found, property) else found)

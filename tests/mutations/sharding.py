@@ -11,11 +11,14 @@ from support.devices import DEVICE
 from support.sharded_nets import WIDTH, Net, loss_of, make
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from lightning_vram.core.gradients.averaging import average_dense
 from lightning_vram.core.host.worker import HostWorker
 from lightning_vram.optimizers.on_host.optimizers import HostOptimizers
+from lightning_vram.private_names.fsdp2.states import discard_step, groups_of
 from lightning_vram.techniques.sharding.apply import FullSharding, ShardingOptions
 from lightning_vram.techniques.sharding.grouping.plan import plan_sharding_groups
 
@@ -157,6 +160,27 @@ def hooks_on_gradients() -> list[Tensor]:
     return _steps(prepare=_set_hooks)
 
 
+class _CalledAgain(Net):
+    """Under checkpoints whose backwards are apart: a block's gradients come twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        for block in (*self.blocks, self.blocks[-1]):
+            x = checkpoint(block, x, use_reentrant=True)
+        return self.head(self.norm(x))
+
+
+def _set_slow_hooks(network: Any) -> None:
+    for block in network.blocks:
+        block.up.weight.register_hook(lambda gradient: time.sleep(0.03))
+
+
+def called_again() -> list[Tensor]:
+    """Gradients land while others of the same parameters are reduced."""
+    with late_threads():
+        return _steps(net=_CalledAgain, prepare=_set_slow_hooks)
+
+
 def _watch_gradients(network: Any) -> None:
     for parameter in network.blocks.parameters():
         parameter.register_post_accumulate_grad_hook(lambda shard: shard.grad.mul_(2))
@@ -199,19 +223,6 @@ def written_between_forwards() -> list[Tensor]:
         return [output.cpu() for output in outputs]
 
 
-def clipped() -> list[Tensor]:
-    data = batches()
-    with late_threads(), trained() as (network, host):
-        optimizer = sgd(network, host)
-        for batch in data:
-            optimizer.zero_grad()
-            loss_of(network, batch).backward()
-            host.clip_norm(optimizer, 0.1, may_wait=True)
-            optimizer.step()
-        host.finish()
-        return shards(network)
-
-
 def finished() -> list[Tensor]:
     """Shards are looked at past all that waits for steps."""
     with late_threads(), trained() as (network, host):
@@ -220,6 +231,62 @@ def finished() -> list[Tensor]:
         optimizer.step()
         host.finish()
         return [lane.shards.clone() for group in host._sharding.groups for lane in group.lanes]
+
+
+def held_beside_a_step() -> list[Tensor]:
+    """A user got hold of a shard while one beside it was stepped, and writes to it past all counters afterwards."""
+    data, outputs = batches(), []
+    with late_threads(), trained(narrow_dtype=torch.bfloat16, narrow=NARROW) as (network, host):
+        optimizer = torch.optim.SGD([block.up.weight for block in network.blocks], lr=0.5)
+        host.attach([optimizer])
+        for batch in data:
+            optimizer.zero_grad()
+            with torch.autocast(DEVICE, torch.bfloat16):
+                loss = loss_of(network, batch)
+            loss.backward()
+            outputs.append(loss.detach().cpu())
+            optimizer.step()
+            held = [local(block.down.weight).data for block in network.blocks]
+            host.finish()
+            for shard in held:
+                shard.mul_(0.5)
+    return outputs
+
+
+def removed_after_a_step_that_failed() -> list[Tensor]:
+    """Whoever finishes steps hears of the error; weights become whole all the same."""
+    weights: list[Tensor] = []
+    with contextlib.suppress(TypeError), late_threads(), trained() as (network, host):
+        optimizer = sgd(network, host)
+        loss_of(network, batches()[0]).backward()
+        optimizer.param_groups[0]["lr"] = None
+        optimizer.step()
+        host._sharding.remove()
+        weights = [parameter.detach().cpu() for parameter in network.parameters()]
+    return weights
+
+
+def discarded() -> list[Tensor]:
+    """After a backward that failed the gradients that FSDP2 has sent are written by the caller."""
+
+    def fail(_: Tensor) -> None:
+        raise ArithmeticError
+
+    with _ranks((1,)) as mesh:
+        network = make()
+        for part in (*network.blocks, network):
+            fully_shard(part, mesh=mesh, offload_policy=CPUOffloadPolicy())
+        network.blocks[1].register_forward_hook(lambda part, given, output: output.register_hook(fail) and None)
+        with contextlib.suppress(ArithmeticError):
+            loss_of(network, batches()[0]).backward()
+        parts = [part for part in network.modules() if isinstance(part, FSDPModule)]
+        for parameter in (p for part in parts for group in groups_of(part) for p in group.fsdp_params):
+            discard_step(parameter)
+        gradients = [local(parameter.grad) for parameter in network.parameters() if parameter.grad is not None]
+        for gradient in gradients:
+            gradient.zero_()
+        torch.accelerator.synchronize()
+        return [gradient.clone() for gradient in gradients]
 
 
 def averaged() -> list[Tensor]:

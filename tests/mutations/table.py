@@ -132,6 +132,19 @@ SHARDING = [
         "pass",
         sharding.written_between_forwards,
     ),
+    Mutation("techniques.sharding.steps:ShardSteps.touch", "self.wait()", "pass", sharding.held_beside_a_step),
+    Mutation(
+        "techniques.sharding.apply:FullSharding.remove",
+        "group.steps.wait()",
+        "pass",
+        sharding.removed_after_a_step_that_failed,
+    ),
+    Mutation(
+        "private_names.fsdp2.states:discard_step",
+        "parameter.grad_offload_event.synchronize()",
+        "pass",
+        sharding.discarded,
+    ),
     Mutation(f"{_GROUP}.unshard", "self.steps.wait()", "pass", sharding.on_the_host_with_late_threads),
     Mutation(
         f"{_GROUP}.wait_for_unshard",
@@ -150,6 +163,7 @@ SHARDING = [
     Mutation(
         f"{_GROUP}.finalize_backward", "self.wait_for_gradients()", "pass", sharding.on_the_host_with_late_threads
     ),
+    Mutation(f"{_GROUP}.post_backward", "self.wait_for_gradients()", "pass", sharding.called_again),
     Mutation(f"{_GROUP}.post_backward", "self.await_reduce_stream()", "pass", sharding.on_the_device),
     Mutation(f"{_GROUP}._land", "event.synchronize()", "pass", sharding.on_the_host),
     Mutation(
@@ -161,8 +175,8 @@ SHARDING = [
     Mutation(f"{_LANE}.refresh", "self.wait_for_copies()", "pass", sharding.fetched_twice),
     Mutation(
         f"{_LANE}.refresh",
-        "self._resident.copy_(source, non_blocking=True)\nself._arrived = _record(self.device)",
-        "self._arrived = _record(self.device)\nself._resident.copy_(source, non_blocking=True)",
+        "self.resident.copy_(source, non_blocking=True)\nself._arrived = _record(self.device)",
+        "self._arrived = _record(self.device)\nself.resident.copy_(source, non_blocking=True)",
         sharding.resident,
     ),
     Mutation(
@@ -181,12 +195,6 @@ SHARDING = [
         "lane.wait_for_copies()  # of a forward without gradients, after the backward",
         "pass",
         sharding.evaluated_before_the_step,
-    ),
-    Mutation(
-        "optimizers.on_host.optimizers:HostOptimizers._compute",
-        "self._worker.submit(lambda: results.append(compute())).wait()",
-        "self._worker.submit(lambda: results.append(compute()))",
-        sharding.clipped,
     ),
     Mutation(
         "techniques.sharding.steps:ShardSteps.wait", "pending.wait()", "pass", sharding.on_the_host_with_late_threads

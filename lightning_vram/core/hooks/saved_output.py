@@ -1,6 +1,7 @@
 """Keep a tensor for the backward by hand, as autograd would: under the saved-tensor hooks that are set."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,6 +9,21 @@ from torch import Tensor
 
 from lightning_vram.core.tensors.parameter_classes import PLAIN_TYPES
 from lightning_vram.core.tensors.versions import is_strided, version_counter, version_of
+from lightning_vram.private_names.torch.autograd import make_saved_tensor
+
+
+def save(tensor: Tensor) -> Callable[[], Tensor]:
+    """Keep ``tensor`` as a node of the graph keeps what it saves, under the hooks that are set now.
+
+    Returns:
+        What gives it back, each time it is called. Raises ``RuntimeError`` if it was overwritten since.
+    """
+    if make_saved_tensor is not None:
+        is_output = False
+        unpack: Callable[[], Tensor] = make_saved_tensor(tensor, is_output).unpack
+        return unpack
+    # The output, not its node: a node that no tensor holds gives up what it saved.
+    return partial(_read, _Save.apply(torch.empty(0, requires_grad=True), (tensor,)))  # type: ignore[no-untyped-call]
 
 
 class SavedOutput:
@@ -20,16 +36,13 @@ class SavedOutput:
 
     def __init__(self, tensor: Tensor, others: Sequence[Tensor] = ()) -> None:
         self._counters = [(_counter_of(other), version_of(other)) for other in (tensor, *others)]
-        # The output, not its node: up to torch 2.12 a node that no tensor holds gives up what it saved.
-        self._output: Tensor = _Save.apply(torch.empty(0, requires_grad=True), tensor)  # type: ignore[no-untyped-call]
+        self._read = save(tensor)
 
     def give(self) -> Tensor | None:
         """Return the tensor, each time it is asked; ``None`` if it was overwritten since."""
         if any(version_of(counter) != version for counter, version in self._counters):
             return None
-        node: Any = self._output.grad_fn
-        (tensor,) = node.saved_tensors
-        return tensor  # type: ignore[no-any-return]
+        return self._read()
 
 
 def _counter_of(tensor: Tensor) -> Tensor:
@@ -37,12 +50,18 @@ def _counter_of(tensor: Tensor) -> Tensor:
     return version_counter(tensor) if is_plain else tensor
 
 
+def _read(output: Tensor) -> Tensor:
+    node: Any = output.grad_fn
+    (tensor,) = node.saved_tensors
+    return tensor  # type: ignore[no-any-return]
+
+
 class _Save(torch.autograd.Function):
     """Does nothing but to save."""
 
     @staticmethod
-    def forward(ctx: Any, dummy: Tensor, tensor: Tensor) -> Tensor:
-        ctx.save_for_backward(tensor)
+    def forward(ctx: Any, dummy: Tensor, tensors: tuple[Tensor]) -> Tensor:
+        ctx.save_for_backward(*tensors)  # inside of a tuple they are no inputs of the node, and keep their own past
         return torch.empty(0)
 
     @staticmethod

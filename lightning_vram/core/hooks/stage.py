@@ -7,8 +7,7 @@ make what is left smaller, then move it off the device. Nested ``with`` blocks a
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
 
@@ -67,14 +66,16 @@ def innermost_stage() -> "SavedTensorStage | None":
     return _chain.stages[-1] if _chain.stages else None
 
 
-@contextmanager
-def exact_only() -> Iterator[None]:
-    """Let no stage take anything with a loss inside the block: a layer is going to be run again on it."""
-    _chain.exactness += 1
-    try:
-        yield
-    finally:
+class _ExactOnly:
+    def __enter__(self) -> None:
+        _chain.exactness += 1
+
+    def __exit__(self, *args: object) -> None:
         _chain.exactness -= 1
+
+
+exact_only = _ExactOnly()
+"""Let no stage take anything with a loss inside the block: a layer is going to be run again on it."""
 
 
 def is_exact_only() -> bool:

@@ -7,6 +7,7 @@ anybody needs it, and ask the thread they run in whether it does.
 """
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
@@ -29,23 +30,28 @@ from lightning_vram.private_names.torch.dispatch import TorchDispatchMode, curre
 class Hooks(Protocol):
     """Saved-tensor hooks that can be taken off and put back."""
 
-    pack_hook: Callable[[Tensor], Any]
+    @property
+    def pack_hook(self) -> Callable[[Tensor], Any]:
+        """What gets a tensor that autograd saves."""
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, *args: object) -> None: ...
 
 
-class InnermostHooks:
-    """The hooks that are set when it is made: those of a checkpoint, which keeps them to itself."""
+class OwnHooks(ABC):
+    """Saved-tensor hooks that are their own context, without a wrapper between them and autograd."""
 
-    def __init__(self) -> None:
-        hooks = innermost_hooks()
-        assert hooks is not None
-        self.pack_hook, self._unpack_hook = hooks
+    @abstractmethod
+    def pack_hook(self, tensor: Tensor) -> Any:
+        """Get a tensor that autograd saves; return what it keeps."""
+
+    @abstractmethod
+    def unpack_hook(self, packed: Any) -> Tensor:
+        """Return the tensor."""
 
     def __enter__(self) -> None:
-        push_hooks((self.pack_hook, self._unpack_hook))
+        push_hooks((self.pack_hook, self.unpack_hook))
 
     def __exit__(self, *args: object) -> None:
         pop_hooks()
@@ -64,17 +70,24 @@ _disable: Callable[[str], AbstractContextManager[None]] = graph.disable_saved_te
 _backward: RunBackward | None = engine_run_backward()
 
 
-@contextmanager
-def stepping_aside(hooks: Hooks, mode: TorchDispatchMode | None = None) -> Iterator[None]:
+class stepping_aside:  # noqa: N801 - a context, quicker than one made by a generator
     """Take ``hooks`` off for each ``torch.func`` transform inside the block, and ``mode`` for each backward.
 
     To be entered right after the hooks: where several are nested, they are taken off from the innermost on.
+
+    Args:
+        hooks: That are set.
+        mode: That is entered.
     """
-    _active.entered.append((hooks, mode))
-    _functions.acquire()
-    try:
-        yield
-    finally:
+
+    def __init__(self, hooks: Hooks, mode: TorchDispatchMode | None = None) -> None:
+        self._entry = (hooks, mode)
+
+    def __enter__(self) -> None:
+        _active.entered.append(self._entry)
+        _functions.acquire()
+
+    def __exit__(self, *args: object) -> None:
         _functions.release()
         _active.entered.pop()
 

@@ -1,22 +1,18 @@
 """Tensors that autograd saves before the operator has written them.
 
 ``rrelu`` saves the noise that its kernel is going to draw. Whoever copies a saved tensor at once copies what happened
-to be in that memory, and a second run that ends with the last save ends before there is any noise. An operator can
-only do so with a tensor that asks for no gradient and is no view. It is through when the next one saves something: each
-makes a node of the graph before it does.
+to be in that memory, and a second run that ends with the last save ends before there is any noise: see
+``recomputed_saves.py``. An operator can only do so with a tensor that asks for no gradient and is no view. It is
+through when the next one saves something: each makes a node of the graph before it does.
 """
 
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_vram.core.hooks.hidden_from_dynamo import hide_from_dynamo
 from lightning_vram.core.tensors.parameter_classes import PARAMETER_CLASSES
-from lightning_vram.private_names.torch.autograd import StopRecomputation, innermost_hooks, num_nodes
 from lightning_vram.private_names.torch.tensors import is_view
 
 
@@ -42,33 +38,6 @@ def saving(tensor: Tensor) -> Iterator[None]:
 def is_unfinished(tensor: Tensor) -> bool:
     """Whether autograd is saving ``tensor`` at this moment, for an operator that may not have written it yet."""
     return _saving.tensor is tensor
-
-
-def whole_last_operator() -> saved_tensors_hooks:
-    """Return a context for the second run of a checkpoint: it ends after the operator that saves the last tensor."""
-    hooks = innermost_hooks()
-    assert hooks is not None, "the checkpoint has set its own"
-    pack, unpack = hooks
-    unfinished = last = -1  # operators: one that saves such a tensor, and the one that has to come to its end
-
-    @hide_from_dynamo
-    def pack_and_go_on(tensor: Tensor) -> Any:
-        nonlocal unfinished, last
-        if last != -1:
-            if num_nodes() != last:
-                raise StopRecomputation
-            return tensor
-        if _may_be_unfinished(tensor):
-            unfinished = num_nodes()
-        try:
-            return pack(tensor)
-        except StopRecomputation:
-            if num_nodes() != unfinished:
-                raise
-        last = unfinished
-        return tensor
-
-    return saved_tensors_hooks(pack_and_go_on, unpack)
 
 
 def _may_be_unfinished(tensor: Tensor) -> bool:

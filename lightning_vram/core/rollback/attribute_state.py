@@ -46,26 +46,23 @@ class AttributeLayout:
         values: Of all attributes, in the same order.
     """
 
-    __slots__ = ("_kinds", "_start", "containers", "generators", "names", "registries", "tensors")
+    __slots__ = ("containers", "generators", "kinds", "names", "registries", "start", "tensors")
 
     def __init__(self, names: list[str], values: list[Any]) -> None:
         self.names = names
         has_registries = _ARE_REGISTRIES_KNOWN and names[: len(_REGISTRIES)] == _REGISTRIES
-        self._start = len(_REGISTRIES) if has_registries else 0
-        self._kinds = [*map(type, values[self._start :])]
-        self.registries = slice(_HAS_REGISTRIES_BEHIND, self._start)
+        self.start = len(_REGISTRIES) if has_registries else 0
+        self.kinds = [*map(type, values[self.start :])]
+        """Of the attributes behind the registries, which start there."""
+        self.registries = slice(_HAS_REGISTRIES_BEHIND, self.start)
         """Where the dicts of buffers, children and hooks are. There is nothing in them that needs a look inside."""
-        places = list(enumerate(self._kinds, start=self._start))
+        places = list(enumerate(self.kinds, start=self.start))
         self.containers = [place for place, kind in places if kind in _CONTAINERS and names[place] != PARAMETERS]
         """Where other containers are."""
         self.tensors = [place for place, kind in places if issubclass(kind, Tensor)]
         sources = own_sources()
         self.generators = [(place, sources[kind]) for place, kind in places if kind in sources]
         """Where generators are, and what makes their source."""
-
-    def fits(self, names: list[str], values: list[Any]) -> bool:
-        """Whether these attributes have the same names and types."""
-        return names == self.names and [*map(type, values[self._start :])] == self._kinds
 
 
 class AttributeState:
@@ -90,7 +87,7 @@ class AttributeState:
     ) -> None:
         attributes = vars(module)
         names, values = [*attributes], [*attributes.values()]
-        if layout is None or not layout.fits(names, values):
+        if layout is None or names != layout.names or [*map(type, values[layout.start :])] != layout.kinds:
             layout = AttributeLayout(names, values)
         self.layout = layout
         self.module = module
@@ -100,11 +97,10 @@ class AttributeState:
         self._values = values
         registered = attributes[PARAMETERS]
         self._parameters = registered.copy() if type(registered) in _DICTS else None  # not of a scripted module
-        self._notes: list[tuple[Any, Undo | None]] = [  # what is not empty, and how it gets its content back
-            (registry, partial(_refill, registry, registry.copy()))
-            for registry in filter(None, values[layout.registries])
-            if type(registry) in _CONTAINERS
-        ]
+        self._notes: list[tuple[Any, Undo | None]] = []  # what is not empty, and how it gets its content back
+        for registry in filter(None, values[layout.registries]):
+            if type(registry) in _CONTAINERS:
+                self._notes.append((registry, partial(_refill, registry, registry.copy())))
         for place in layout.containers:
             if values[place]:
                 self._note(values[place], depth=0)
@@ -128,7 +124,10 @@ class AttributeState:
             now.update(attributes)
             for name in [name for name in now if name not in attributes]:
                 del now[name]
-        filled = [*filter(None, values[layout.registries]), *[values[p] for p in layout.containers if values[p]]]
+        filled = [*filter(None, values[layout.registries])]
+        for place in layout.containers:
+            if values[place]:
+                filled.append(values[place])
         if filled or self._notes:
             self._put_content_back(filled)
         registered, before = now[PARAMETERS], self._parameters

@@ -5,7 +5,7 @@ and what others set on it can change. Half of most models are such layers; their
 costs a few tenths of a microsecond for each. Which they are is found out once, and again when the model changes.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, repeat
 from operator import is_, itemgetter
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_vram.core.rollback.attribute_state import AttributeLayout, AttributeState, put_parameters_back
-from lightning_vram.private_names.torch.modules import HOOK_KIND, PARAMETERS, own_children
+from lightning_vram.private_names.torch.modules import CHILDREN, HOOK_KIND, PARAMETERS
 
 _REGISTRIES = {name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set)}
 _IMMUTABLE = (bool, int, float, str, torch.dtype, torch.device, torch.Size)
@@ -88,19 +88,21 @@ class ModuleRoster:
         return LeafStates(self._leaves, self._attributes), states
 
 
-def iterate_members(*modules: nn.Module) -> Iterator[nn.Module]:
-    """Yield ``modules`` and all modules in them, each once; quicker than ``modules()``, which hashes by state."""
+def iterate_members(*modules: nn.Module) -> list[nn.Module]:
+    """Return ``modules`` and all modules in them, each once; quicker than ``modules()``, which hashes by state."""
     waiting = list({id(module): module for module in modules}.values())
     seen = set(map(id, waiting))
+    members: list[nn.Module] = []
     while waiting:
         member = waiting.pop()
-        yield member
-        children = own_children(member)
+        members.append(member)
+        children = vars(member)[CHILDREN]
         if children:
             for child in children.values():
                 if child is not None and id(child) not in seen:
                     seen.add(id(child))
                     waiting.append(child)
+    return members
 
 
 def _is_simple_leaf(module: nn.Module) -> bool:

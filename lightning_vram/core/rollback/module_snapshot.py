@@ -15,7 +15,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, repeat
+from operator import itemgetter, methodcaller
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +27,12 @@ from lightning_vram.core.rollback.buffer_copies import ALWAYS_COPIED_BYTES, diff
 from lightning_vram.core.rollback.module_roster import iterate_members
 from lightning_vram.core.rollback.statistics_reads import StatisticsReads
 from lightning_vram.core.tensors.shards import is_shard
-from lightning_vram.core.tensors.versions import storage_address, version_of
+from lightning_vram.core.tensors.versions import version_of
 from lightning_vram.private_names.torch.compiled import OptimizedModule
-from lightning_vram.private_names.torch.modules import NormBase, own_buffers, own_parameters
-from lightning_vram.private_names.torch.tensors import is_view
+from lightning_vram.private_names.torch.modules import BUFFERS, PARAMETERS, NormBase, own_buffers, own_parameters
+from lightning_vram.private_names.torch.tensors import is_view, storage_identity
+
+_read_values = methodcaller("values")
 
 
 @dataclass
@@ -65,23 +69,32 @@ class ModuleSnapshot:
     def __init__(self, modules: Sequence[nn.Module], written: WrittenBuffers) -> None:
         self._modules = modules
         self._written = written
-        members = iterate_members(*modules)
-        self._members = [member for member in members if not isinstance(member, OptimizedModule)]  # a mere shell
+        self._members: list[nn.Module] = []
+        for member in iterate_members(*modules):
+            if not isinstance(member, OptimizedModule):  # a mere shell
+                self._members.append(member)
         # What a forward adds to a large container is taken away when the second run is over, not before it.
         self._states = self._take(shortens=False)
-        self._requires_grad = [
-            [parameter is not None and parameter.requires_grad for parameter in own_parameters(member).values()]
-            for member in self._members
-        ]
+        self._requires_grad: list[list[bool]] = []
+        for registered in self._own(PARAMETERS):
+            self._requires_grad.append(
+                [p is not None and p.requires_grad for p in registered.values()] if registered else []
+            )
         # In the first run all buffers are copied: whether it reads its statistics is not known yet.
         counts_statistics = written.names is None or written.has_read_statistics
         self._buffers: dict[tuple[int, str], _Buffer] = {}
-        for number, member in enumerate(self._members):
-            for name, buffer in own_buffers(member).items():
+        for number, (member, buffers) in enumerate(zip(self._members, self._own(BUFFERS), strict=True)):
+            for name, buffer in buffers.items():
                 if buffer is not None and (counts_statistics or not _is_statistic(member, name)):
                     start = _copy(buffer) if self._may_be_written(number, name, buffer) else None
                     self._buffers[number, name] = _Buffer(member, buffer, version_of(buffer), start)
         self._entered: list[tuple[list[AttributeState], list[tuple[Tensor, Tensor, bool]]]] = []
+
+    def devices(self) -> set[torch.device]:
+        """Return the device of the first parameter: a layer may get its tensors inside an object of the user's."""
+        parameters = chain.from_iterable(map(_read_values, self._own(PARAMETERS)))
+        first = next((parameter for parameter in parameters if parameter is not None), None)
+        return {first.device} if first is not None else set()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -122,13 +135,7 @@ class ModuleSnapshot:
 
     def __enter__(self) -> None:
         now = self._take(shortens=True)
-        parameters: list[tuple[Tensor, Tensor, bool]] = [
-            (parameter, parameter.data, parameter.requires_grad)
-            for member in self._members
-            for parameter in own_parameters(member).values()
-            if parameter is not None and not is_shard(parameter)
-        ]
-        self._entered.append((now, parameters))
+        self._entered.append((now, self._take_parameters()))
         stand_ins: dict[int, Tensor] = {}
         for number, (state, present) in enumerate(zip(self._states, now, strict=True)):
             state.put_back()
@@ -139,7 +146,7 @@ class ModuleSnapshot:
                 for parameter, requires_grad in zip(registered, self._requires_grad[number], strict=False):
                     if parameter is not None and parameter.requires_grad != requires_grad:
                         parameter.requires_grad_(requires_grad)
-            buffers = own_buffers(state.module)
+            buffers = vars(state.module)[BUFFERS]
             for name, buffer in buffers.items():
                 if buffer is not None:
                     buffers[name] = self._stand_in(number, name, buffer, stand_ins)
@@ -151,10 +158,21 @@ class ModuleSnapshot:
         for state in now:
             state.put_back()
         for parameter, data, requires_grad in parameters:
-            if _place(parameter) != _place(data):
+            if _is_moved(parameter, data):
                 parameter.data = data
             if parameter.requires_grad != requires_grad:
                 parameter.requires_grad_(requires_grad)
+
+    def _own(self, registry: str) -> Iterator[dict[str, Any]]:
+        """Return the very dictionaries of all members: this and what follows calls no function of Python for each."""
+        return map(itemgetter(registry), map(vars, self._members))
+
+    def _take_parameters(self) -> list[tuple[Tensor, Tensor, bool]]:
+        parameters: list[tuple[Tensor, Tensor, bool]] = []
+        for parameter in chain.from_iterable(map(_read_values, self._own(PARAMETERS))):
+            if type(parameter) is nn.Parameter or (parameter is not None and not is_shard(parameter)):
+                parameters.append((parameter, parameter.data, parameter.requires_grad))
+        return parameters
 
     def _take(self, *, shortens: bool) -> list[AttributeState]:
         layouts = chain(self._written.layouts, repeat(None))
@@ -184,8 +202,14 @@ def _is_statistic(module: nn.Module, name: str) -> bool:
     return isinstance(module, NormBase) and type(module).forward.__module__.startswith("torch.nn.modules.")
 
 
-def _place(tensor: Tensor) -> tuple[int, int]:
-    return storage_address(tensor), int(tensor.storage_offset())  # not data_ptr(): fake tensors have none
+def _is_moved(parameter: Tensor, data: Tensor) -> bool:
+    """Whether a parameter lies elsewhere than ``data``, which was its own; fake tensors have no ``data_ptr()``."""
+    if parameter.storage_offset() != data.storage_offset():
+        return True
+    try:
+        return storage_identity(parameter) != storage_identity(data)
+    except (NotImplementedError, RuntimeError):  # not one piece of memory
+        return False
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_vram.core.gradients.clipping import apply_clip_factor, clip_factor, sharded_norm
 from lightning_vram.core.host.worker import HostWorker, Ticket
 from lightning_vram.core.surgery.shadow import Shadow
+from lightning_vram.memory.tracking.optimizer_tensors import forget_optimizer_tensors, register_optimizer_tensors
 from lightning_vram.optimizers.on_disk import StreamedStates
 from lightning_vram.optimizers.stepping import (
     Member,
@@ -34,7 +35,7 @@ from lightning_vram.optimizers.stepping import (
 )
 from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
 from lightning_vram.private_names.torch.optimizers import has_step_hooks, note_step
-from lightning_vram.techniques.sharding import FullSharding, ShardedGroup
+from lightning_vram.techniques.sharding import FullSharding, ShardedGroup, ShardLane
 
 Result = TypeVar("Result")
 
@@ -89,8 +90,10 @@ class HostOptimizers(StepTakeOver):
             refuse_optimizer(optimizer, is_split=self._is_split)
         folder = self._nvme_path
         streamed = [None if folder is None else StreamedStates(one, self._groups, folder) for one in fresh]
+        lanes = [lane for group in self._sharding.groups for lane in group.lanes]
         for optimizer, states in zip(fresh, streamed, strict=True):
             self._attached.append(optimizer)
+            register_optimizer_tensors(optimizer, partial(_list_copies, lanes))
             self._handles += [
                 optimizer.register_state_dict_pre_hook(lambda *_: self.finish()),
                 optimizer.register_load_state_dict_pre_hook(lambda *_: self.finish()),
@@ -162,6 +165,7 @@ class HostOptimizers(StepTakeOver):
             handle.remove()
         self.end_standing_in()
         for optimizer in self._attached:
+            forget_optimizer_tensors(optimizer)
             _replace_parameters(optimizer, replaced)
         self._attached, self._taken, self._stand_ins, self._handles, self._groups = [], [], [], [], {}
 
@@ -251,6 +255,11 @@ def _run(run: Callable[[Sequence[Member]], None], group: ShardedGroup, members: 
     run(members)
     for lane in group.lanes:
         lane.refresh()
+
+
+def _list_copies(lanes: Iterable[ShardLane]) -> list[Tensor]:
+    """What stays on the device though the weights are on the host."""
+    return [lane.resident for lane in lanes if lane.resident is not None]
 
 
 def _list_tensors(members: Iterable[Member]) -> list[Tensor]:

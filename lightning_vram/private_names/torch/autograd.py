@@ -1,6 +1,11 @@
 """What autograd is at: which backward runs, what a node saves, which hooks are set; transforms and tracers beside it.
 
 * ``torch._C._current_graph_task_id``: which backward runs in this thread | 2.11 - | nothing works
+* ``torch._C._get_graph_exec_group``: which backwards count as one (``GraphExecGroup``) | 2.11 - | checkpoints fail
+* ``torch._C._autograd._make_saved_tensor``: save a tensor as a node does | 2.13 - | a node saves it, which takes ten
+  times as long
+* ``torch.utils.checkpoint._enable_checkpoint_early_stop``: what ``set_checkpoint_early_stop`` sets | 2.11 - | it means
+  nothing to our checkpoints
 * ``torch.autograd._engine_run_backward``: through which all backwards pass | 2.11 - | a backward inside of a step may
   round differently in few operators
 * ``grad_fn._saved_result``: whether a node has its result yet | 2.11 - | ReLU's results are kept with their values
@@ -28,6 +33,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation
@@ -40,8 +46,20 @@ ENGINE = (torch.autograd, "_engine_run_backward")
 current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 """Return which backward runs in this thread; -1 for none."""
 
+current_graph_group: Callable[[], Any] = torch._C._get_graph_exec_group
+"""Return the ``GraphExecGroup`` that this thread is in, whose backwards count as one; ``None`` outside."""
+
+make_saved_tensor: Callable[..., Any] | None = getattr(torch._C._autograd, "_make_saved_tensor", None)
+"""Save a tensor, ``is_output`` of the node or not; returns what has ``unpack``."""
+
 num_nodes: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """Return how many nodes of the graph were made in this thread: one more for each operator that has a gradient."""
+
+
+def may_stop_early() -> bool:
+    """Whether second runs may end with the last tensor that is needed, by ``set_checkpoint_early_stop``."""
+    return getattr(torch.utils.checkpoint, "_enable_checkpoint_early_stop", None) is not False
+
 
 RunBackward = Callable[..., Any]
 SavedTensorHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]

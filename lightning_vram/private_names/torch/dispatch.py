@@ -7,6 +7,10 @@
 * ``torch.utils._python_dispatch._get_current_dispatch_mode_stack``: all modes | 2.11 - | shared casts fail
 * ``torch.utils._python_dispatch.is_traceable_wrapper_subclass``: tensors made of tensors | 2.11 - | nothing works
 * ``torch.utils._python_dispatch.is_traceable_wrapper_subclass_type``: the same, by class | 2.11 - | nothing works
+* ``torch._C._len_torch_function_stack``: whether there are modes for functions | 2.11 - | recomputation fails
+* ``torch.overrides._get_current_function_mode_stack``: which | 2.11 - | as without ``_len_torch_function_stack``
+* ``torch.utils._device.DeviceContext``: the mode of ``with torch.device(...)`` | 2.11 - | as without
+  ``_len_torch_function_stack``
 * ``torch._subclasses.fake_tensor.FakeTensor``: tensors without memory | 2.11 - | nothing works
 * ``torch._subclasses.fake_tensor.FakeTensorMode``: makes such of all | 2.11 - | no step is estimated
 * ``torch._guards.detect_fake_mode``: whether some are among inputs | 2.11 - | memory cannot be tracked
@@ -23,6 +27,8 @@ from typing import Any
 import torch
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import _get_current_function_mode_stack as current_function_modes
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     is_traceable_wrapper_subclass,
@@ -59,3 +65,14 @@ class UnwrappedMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+
+def default_device_of_block() -> torch.device | None:
+    """Return the device of the innermost ``with torch.device(...)``, or the default one that was set, if there is any.
+
+    ``torch.get_default_device`` makes a tensor to find out, and takes a hundred times as long where there is none.
+    """
+    if not torch._C._len_torch_function_stack():
+        return None
+    modes = reversed(current_function_modes())  # type: ignore[no-untyped-call]
+    return next((mode.device for mode in modes if isinstance(mode, DeviceContext)), None)

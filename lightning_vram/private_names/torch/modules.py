@@ -47,7 +47,7 @@ from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 
 __all__ = ["BatchNormBase", "ConvBase", "IncompatibleKeys", "InstanceNormBase", "LossBase", "NormBase"]
 
-PARAMETERS, BUFFERS = "_parameters", "_buffers"
+PARAMETERS, BUFFERS, CHILDREN = "_parameters", "_buffers", "_modules"
 """Names of dictionaries in ``vars`` of a module."""
 FORWARD_HOOKS, FORWARD_PRE_HOOKS = "_forward_hooks", "_forward_pre_hooks"
 SEE_OUTPUT = (FORWARD_HOOKS, "_backward_hooks", "_backward_pre_hooks")

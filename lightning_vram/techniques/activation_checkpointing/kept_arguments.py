@@ -1,14 +1,19 @@
-"""What stays of a layer's arguments until it runs again."""
+"""What stays of a layer's arguments until it runs again.
+
+Tensors count as inputs wherever they are passed, by keyword or deep inside: they are kept as autograd keeps them, under
+the hooks that are set, and one that is overwritten before the backward is an error. The objects and containers of the
+caller are written by the first run only.
+"""
 
 import copy
-from collections.abc import Sequence
 from enum import Enum
 from operator import ne
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from lightning_vram.core.hooks.saved_output import SavedOutput
+from lightning_vram.core.hooks.saved_output import SavedOutput, save
 from lightning_vram.core.rollback.buffer_copies import differs
 from lightning_vram.core.tensors.nests import flatten_arguments
 from lightning_vram.core.tensors.parameter_classes import PLAIN_TYPES
@@ -29,17 +34,20 @@ class KeptArguments:
 
     def __init__(self, arguments: Arguments, overwrites_inputs: bool | None) -> None:  # noqa: FBT001 - three states
         self._leaves, self._rebuild = flatten_arguments(arguments)
-        self.values = [_keep(leaf, overwrites_inputs) for leaf in self._leaves]
-        """What stands for them in the checkpoint."""
+        self._values = [_keep(leaf, overwrites_inputs) for leaf in self._leaves]
         self._versions = [version_of(leaf) if isinstance(leaf, Tensor) else 0 for leaf in self._leaves]
         # What the caller has put on each tensor, as ``tensor.name = ...`` does.
         self._attributes = [dict(vars(leaf)) if type(leaf) in PLAIN_TYPES else {} for leaf in self._leaves]
+
+    def devices(self) -> set[torch.device]:
+        """Return the devices of the tensors, before :meth:`settle`."""
+        return {leaf.device for leaf in self._leaves if isinstance(leaf, Tensor)}
 
     def are_overwritten(self) -> bool:
         """Whether one was written to since."""
         now = (version_of(leaf) if isinstance(leaf, Tensor) else 0 for leaf in self._leaves)
         return any(map(ne, self._versions, now)) or any(
-            value.is_overwritten() for value in self.values if isinstance(value, _FirstInput)
+            value.is_overwritten() for value in self._values if isinstance(value, _FirstInput)
         )
 
     def share_memory(self) -> bool:
@@ -50,19 +58,18 @@ class KeptArguments:
 
     def settle(self) -> None:
         """Call after the layer's forward: keeps what the second run needs, under the hooks that are set."""
-        for value in self.values:
+        for value in self._values:
             if isinstance(value, _FirstInput):
                 value.settle()
-        self._leaves, self.values, self._versions = [], [], []  # the checkpoint has the values
+        self._leaves, self._versions = [], []
 
-    def give(self, values: Sequence[Any], *, is_overwritten: bool | None) -> Arguments:
+    def give(self, *, is_overwritten: bool | None) -> Arguments:
         """Return what the second run gets.
 
         Args:
-            values: Of the checkpoint; first those that stand for the arguments.
             is_overwritten: Whether it must not get what is kept: a retained graph needs it again.
         """
-        leaves = [_give(value, is_overwritten=is_overwritten) for value in values[: len(self._attributes)]]
+        leaves = [_give(value, is_overwritten=is_overwritten) for value in self._values]
         arguments: Arguments = self._rebuild(list(map(_give_attributes, leaves, self._attributes)))
         return arguments
 
@@ -74,13 +81,13 @@ def _keep(leaf: Any, overwrites_inputs: bool | None) -> Any:  # noqa: FBT001
         return _InferenceInput(leaf)  # cannot be saved for a backward, and cannot change
     if overwrites_inputs is None:
         return _FirstInput(leaf)
-    return _copy_tensor(leaf) if overwrites_inputs else leaf
+    return _Input(_copy_tensor(leaf) if overwrites_inputs else leaf)
 
 
 def _give(value: Any, *, is_overwritten: bool | None) -> Any:
-    tensor = value.read() if isinstance(value, _FirstInput | _InferenceInput) else value
-    if not isinstance(tensor, Tensor):
-        return _copy_object(tensor)
+    if not isinstance(value, _Input | _FirstInput | _InferenceInput):
+        return _copy_object(value)
+    tensor = value.read()
     return tensor.clone() if is_overwritten else tensor
 
 
@@ -91,8 +98,17 @@ def _give_attributes(leaf: Any, attributes: dict[str, Any]) -> Any:
     return leaf
 
 
+class _Input:
+    """A tensor that is kept as it is."""
+
+    __slots__ = ("read",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.read = save(tensor)
+
+
 class _InferenceInput:
-    """A tensor that the checkpoint does not see as one."""
+    """A tensor that autograd does not save."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor

@@ -1,11 +1,10 @@
 """One call of a layer that is run again in the backward, with everything in place for the second run.
 
-The work is done by :func:`torch.utils.checkpoint.checkpoint` (non-reentrant). What is ours: modules and host random
-numbers are as in the first run (:mod:`~lightning_vram.core.rollback.module_snapshot`); tensors count as inputs wherever
-they are passed, by keyword or deep inside, so that the random state of their device is kept and an input overwritten
-before the backward is an error; the objects and containers of the caller are written by the first run only; results of
-chosen operators are taken from the first run (``selective.py``); and a second run that does something else is noticed
-(``two_runs.py``). In compiled code the compiler's partitioner does all that.
+It follows the rules of :func:`torch.utils.checkpoint.checkpoint`, not reentrant: see
+:mod:`~lightning_vram.core.hooks.recomputed_saves`. What is more: modules and host random numbers are as in the first
+run (:mod:`~lightning_vram.core.rollback.module_snapshot`); inputs may be passed anywhere (``kept_arguments.py``); the
+results of chosen operators are taken from the first run (``selective.py``); and a second run that does something else
+is noticed (``two_runs.py``). In compiled code the compiler's partitioner does all that, under PyTorch's checkpoint.
 
 Key-value caches of transformers stay out of it. A decoder layer appends its keys and values to a cache that is passed
 in (``use_cache=True`` is the default, in training too). Run a second time it would append them twice, and the cache
@@ -18,11 +17,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from lightning_vram.core.hooks.hidden_from_dynamo import hide_from_dynamo
+from lightning_vram.core.hooks.recomputed_saves import SecondRun
 from lightning_vram.core.hooks.stage import exact_only
 from lightning_vram.core.random_state.host import DrawnNumbers, HostRandomState
 from lightning_vram.core.rollback.module_snapshot import ModuleSnapshot, WrittenBuffers
@@ -31,6 +31,7 @@ from lightning_vram.memory.tracking.following import module_scope
 from lightning_vram.private_names.torch.trees import tree_map
 from lightning_vram.techniques.activation_checkpointing.kept_arguments import Arguments, KeptArguments
 from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
+from lightning_vram.techniques.activation_checkpointing.surroundings import Surroundings
 from lightning_vram.techniques.activation_checkpointing.two_runs import LayerRuns, Recomputing
 
 # Past the saved-tensor hooks of others, as always. From torch 2.15 on it has to be said: else a warning tells that a
@@ -58,6 +59,7 @@ class Observation:
     checked: set[SavePolicy | None] = field(default_factory=set)
 
 
+@hide_from_dynamo  # as PyTorch's checkpoint is, in what surrounds compiled code
 def call_recomputed(
     modules: Sequence[nn.Module],
     forward: Callable[..., Any],
@@ -97,37 +99,29 @@ def _call(
     observation: Observation,
     recomputing: Recomputing,
 ) -> Any:
-    kept = KeptArguments(arguments, observation.overwrites_inputs)
-    snapshot, host_random = ModuleSnapshot(modules, observation.written), HostRandomState(observation.drawn)
-    runs = LayerRuns(modules, recomputing, observation.checked)
-    first_call = [arguments]
-    del arguments
+    with exact_only:
+        kept = KeptArguments(arguments, observation.overwrites_inputs)
+        snapshot, host_random = ModuleSnapshot(modules, observation.written), HostRandomState(observation.drawn)
+        surroundings = Surroundings(kept.devices() | snapshot.devices())
+        runs = LayerRuns(modules, recomputing, observation.checked)
 
-    def run(*values: Any) -> Any:
-        if not first_call:
-            return run_again(values)
-        args, kwargs = first_call.pop()
-        with snapshot.watching(), runs.first():
+        def run_again(run: SecondRun) -> None:
+            with surroundings.as_they_were(), snapshot, host_random:
+                args, kwargs = kept.give(is_overwritten=observation.overwrites_inputs)
+                with module_scope(modules[0]), runs.second(run):
+                    output = forward(*args, **kwargs)
+                runs.check(output)
+
+        saves = runs.saves(run_again)
+        args, kwargs = arguments
+        del arguments
+        with snapshot.watching(), runs.first(saves):
             output = forward(*args, **kwargs)
+        saves.is_complete = True
         runs.note(output)
         snapshot.settle()
         host_random.settle()
-        return output
-
-    def run_again(values: Sequence[Any]) -> Any:
-        with snapshot, host_random:
-            args, kwargs = kept.give(values, is_overwritten=observation.overwrites_inputs)
-            with module_scope(modules[0]), runs.second():
-                output = forward(*args, **kwargs)
-            runs.check(output)
-        return output
-
-    witness = _device_witness(modules, kept.values)
-    check = "none" if recomputing.determinism_check == "none" else "default"
-    with runs.without_early_stop(), exact_only():
-        output = checkpoint(run, *kept.values, *witness, use_reentrant=False, determinism_check=check)
-    _settle(kept, observation, recomputing.name)
-    with exact_only():
+        _settle(kept, observation, recomputing.name)
         observation.num_kept = runs.settle()
     return output
 
@@ -146,27 +140,12 @@ def _settle(kept: KeptArguments, observation: Observation, name: str) -> None:
             "recomputed. Choose other layers to checkpoint."
         )
     observation.overwrites_inputs = bool(observation.overwrites_inputs) or is_overwritten
-    with exact_only():
-        kept.settle()
+    kept.settle()
 
 
 def _has_lazy(modules: Sequence[nn.Module]) -> bool:
     tensors = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
     return any(map(is_lazy, tensors))
-
-
-def _device_witness(modules: Sequence[nn.Module], kept: Sequence[Any]) -> tuple[Tensor, ...]:
-    """An empty tensor on the layer's device, where no argument lies there.
-
-    The checkpoint keeps the random state of the devices of its tensor arguments: a layer that gets its tensors inside
-    an object of the user's would draw another dropout mask the second time.
-    """
-    parameter = next((p for module in modules for p in module.parameters()), None)
-    if parameter is None or parameter.device.type in ("cpu", "meta"):
-        return ()
-    if any(isinstance(leaf, Tensor) and leaf.device == parameter.device for leaf in kept):
-        return ()
-    return (torch.empty(0, device=parameter.device),)
 
 
 def compiled_checkpoint(save: SavePolicy | None, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

@@ -6,7 +6,7 @@ refuses a layer that overwrites one, if it notices; and operators that draw rand
 leave the generator behind in the second run, so that the masks after them differ. Here each of these works.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -51,20 +51,21 @@ class KeptOutputs:
 
     Args:
         choice: What to keep.
+        saves: One for each tensor that autograd has saved so far: results made after the last of them are not wanted.
         compares_inputs: Whether the second run is to find the kept operators with the inputs they had.
     """
 
-    def __init__(self, choice: SavePolicy, *, compares_inputs: bool = False) -> None:
+    def __init__(self, choice: SavePolicy, saves: Sequence[object], *, compares_inputs: bool = False) -> None:
         self.choice = choice
+        self.saves = saves
         self.compares_inputs = compares_inputs
         self.results: list[KeptResult] = []
-        self.num_saves = 0
         self.by_address: dict[int, list[KeptResult]] = {}
         self.is_complete = False  # a backward inside of the layer recomputes it before its forward has ended
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Run the first forward inside, with :meth:`count_save` called for what autograd saves."""
+        """Run the first forward inside."""
         with _Recording(self):
             yield
         self.by_address.clear()
@@ -76,15 +77,11 @@ class KeptOutputs:
             How many results are kept.
         """
         self.is_complete = True
-        return sum(result.settle(self.num_saves) for result in self.results)
+        return sum(result.settle(len(self.saves)) for result in self.results)
 
     def replaying(self) -> TorchDispatchMode:
         """Return a context for one more forward."""
         return _Replaying(self)
-
-    def count_save(self, tensor: Tensor) -> None:
-        """Count what autograd saves: results made after the last of it are not wanted."""
-        self.num_saves += 1
 
 
 class _Mode(SelectiveCheckpointMode, QuietMode):
@@ -114,7 +111,7 @@ class _Recording(_Mode):
         kept = self._kept
         number = len(kept.results)
         leaves = flatten_arguments((args, kwargs))[0]
-        result = KeptResult(func, sign(leaves), kept.num_saves)
+        result = KeptResult(func, sign(leaves), len(kept.saves))
         kept.results.append(result)
         if not kept.choice.keeps(number):
             return call_operator(func, args, kwargs)

@@ -1,16 +1,16 @@
 """The two runs of one call of a layer, and what has to be the same in both."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
+from weakref import ref
 
-from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointError, set_checkpoint_early_stop
+from torch import nn
 
-from lightning_vram.core.hooks.save_watch import SaveWatch
-from lightning_vram.core.hooks.stepping_aside import InnermostHooks, stepping_aside
-from lightning_vram.core.hooks.unfinished_saves import whole_last_operator
+from lightning_vram.core.hooks.recomputed_saves import Place, RecomputedSaves, SecondRun
+from lightning_vram.core.hooks.stepping_aside import stepping_aside
+from lightning_vram.private_names.torch.autograd import may_stop_early
 from lightning_vram.techniques.activation_checkpointing.determinism import (
     OperatorTrace,
     OutputSamples,
@@ -20,7 +20,6 @@ from lightning_vram.techniques.activation_checkpointing.save_policy import SaveP
 from lightning_vram.techniques.activation_checkpointing.selective import KeptOutputs
 
 DeterminismCheck = Literal["outputs", "operators", "none"]
-_DIFFERENCES = ("different metadata", "different number of tensors", "more tensors")  # in torch's words
 
 
 @dataclass(frozen=True)
@@ -77,32 +76,39 @@ class LayerRuns:
         self._trace: OperatorTrace | None = None
         if check == "operators":
             self._trace = OperatorTrace(buffer for module in modules for buffer in module.buffers())
+        self._places: list[ref[Place]] = []
         self._outputs: KeptOutputs | None = None
         if recomputing.save is not None:
-            self._outputs = KeptOutputs(recomputing.save, compares_inputs=has_new_policy and check == "outputs")
+            compares_inputs = has_new_policy and check == "outputs"
+            self._outputs = KeptOutputs(recomputing.save, self._places, compares_inputs=compares_inputs)
+        self._compares_kinds = check != "none"
 
-    def without_early_stop(self) -> AbstractContextManager[None]:
-        """For a call whose second run is compared: it has to get to the end."""
-        is_enabled = False
-        is_compared = self._compares_outputs or self._trace is not None
-        return set_checkpoint_early_stop(is_enabled) if is_compared else nullcontext()
+    def saves(self, run_again: Callable[[SecondRun], None]) -> RecomputedSaves:
+        """Return what is saved in the call, which ``run_again`` runs a second time."""
+        is_compared = self._compares_outputs or self._trace is not None  # then it has to get to the end
+        return RecomputedSaves(
+            run_again,
+            self._places,
+            self._error,
+            compares_kinds=self._compares_kinds,
+            stops_early=not is_compared and may_stop_early(),
+        )
 
     @contextmanager
-    def first(self) -> Iterator[None]:
+    def first(self, saves: RecomputedSaves) -> Iterator[None]:
         """Call the forward for the first time inside; then :meth:`note` what it returned."""
-        with ExitStack() as stack:
-            stack.enter_context(stepping_aside(InnermostHooks()))  # the checkpoint's
-            on_save = self._outputs.count_save if self._outputs is not None else _ignore
-            hooks = SaveWatch(on_save, self._explain).hooks()
-            stack.enter_context(hooks)
-            stack.enter_context(stepping_aside(hooks))
-            if self._watch is not None:
-                stack.enter_context(self._watch.inside())
-            if self._outputs is not None:
-                stack.enter_context(self._outputs.recording())
-            if self._trace is not None:
-                stack.enter_context(self._trace)
-            yield
+        with saves, stepping_aside(saves):
+            if self._watch is None and self._outputs is None and self._trace is None:
+                yield
+                return
+            with ExitStack() as stack:
+                if self._watch is not None:
+                    stack.enter_context(self._watch.inside())
+                if self._outputs is not None:
+                    stack.enter_context(self._outputs.recording())
+                if self._trace is not None:
+                    stack.enter_context(self._trace)
+                yield
 
     def note(self, output: Any) -> None:
         """Note what the first run returned, if that is compared."""
@@ -110,7 +116,7 @@ class LayerRuns:
             self._samples = OutputSamples(output)
 
     @contextmanager
-    def second(self) -> Iterator[None]:
+    def second(self, run: SecondRun) -> Iterator[None]:
         """Call it again inside; then :meth:`check` what it returned.
 
         Raises:
@@ -119,15 +125,16 @@ class LayerRuns:
         if self._watch is not None:
             self._watch.on_recomputation()
         try:
-            with stepping_aside(InnermostHooks()), ExitStack() as stack:
-                hooks = whole_last_operator()
-                stack.enter_context(hooks)
-                stack.enter_context(stepping_aside(hooks))
-                if self._outputs is not None:
-                    stack.enter_context(self._outputs.replaying())
-                if self._trace is not None:
-                    stack.enter_context(self._trace.comparing())
-                yield
+            with run, stepping_aside(run):
+                if self._outputs is None and self._trace is None:
+                    yield
+                    return
+                with ExitStack() as stack:
+                    if self._outputs is not None:
+                        stack.enter_context(self._outputs.replaying())
+                    if self._trace is not None:
+                        stack.enter_context(self._trace.comparing())
+                    yield
         except RecomputationError as error:
             raise self._error(f"{error}.", is_named=True) from None
 
@@ -140,12 +147,6 @@ class LayerRuns:
         """Call after the first run, outside of the checkpoint; returns how many results are kept."""
         return self._outputs.settle() if self._outputs is not None else 0
 
-    def _explain(self, error: RuntimeError) -> RuntimeError:
-        text = str(error)
-        if not isinstance(error, CheckpointError) or not any(part in text for part in _DIFFERENCES):
-            return error
-        return self._error(text.partition("\n\nTip:")[0].removeprefix("torch.utils.checkpoint: "))
-
     def _error(self, reason: str, *, is_named: bool = False) -> RecomputationError:
         tip = "" if is_named else " determinism_check='operators' names the operator that differs."
         return RecomputationError(
@@ -154,7 +155,3 @@ class LayerRuns:
             f"something that changes between forward and backward?{tip} Leave the layer out of checkpointing, or pass "
             "determinism_check='none' if the difference is meant."
         )
-
-
-def _ignore(tensor: Tensor) -> None:
-    """Nothing is to be known about what is saved."""

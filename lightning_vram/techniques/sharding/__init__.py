@@ -6,6 +6,7 @@ memory.
 
 from lightning_vram.techniques.sharding.apply import FullSharding, ShardingOptions
 from lightning_vram.techniques.sharding.group import ShardedGroup
+from lightning_vram.techniques.sharding.lanes import ShardLane
 from lightning_vram.techniques.sharding.recovery import can_recover, discard_failed_iteration
 
-__all__ = ["FullSharding", "ShardedGroup", "ShardingOptions", "can_recover", "discard_failed_iteration"]
+__all__ = ["FullSharding", "ShardLane", "ShardedGroup", "ShardingOptions", "can_recover", "discard_failed_iteration"]

@@ -24,6 +24,9 @@ class ShardLane:
         device: Where they are computed with.
         pin_memory: Whether to pin what is copied from there and to there.
         is_resident: Whether a copy of the shards stays on the device.
+
+    Attributes:
+        resident: That copy; ``None``: there is none.
     """
 
     def __init__(
@@ -45,7 +48,7 @@ class ShardLane:
         self.shards = _gather(parameters, self._sizes, home, pin_memory=pin_memory)
         is_narrow = dtype != self.shards.dtype and home != device
         self._narrow = make_host_tensor(self.shards.numel(), dtype, pin_memory=pin_memory) if is_narrow else None
-        self._resident = torch.empty(self.shards.numel(), dtype=dtype, device=device) if is_resident else None
+        self.resident = torch.empty(self.shards.numel(), dtype=dtype, device=device) if is_resident else None
         self._seen = -1  # version of the shards that the copies are of
         self._fetched: torch.Event | None = None
         self._arrived: torch.Event | None = None
@@ -68,7 +71,7 @@ class ShardLane:
     @property
     def has_copies(self) -> bool:
         """Whether what is written to the shards has to be taken over somewhere."""
-        return self._narrow is not None or self._resident is not None
+        return self._narrow is not None or self.resident is not None
 
     @property
     def host_bytes(self) -> int:
@@ -92,8 +95,8 @@ class ShardLane:
             return
         self.widen(is_wide=True)
         self.dtype, self.is_wide, self._narrow, self._seen = self.shards.dtype, False, None, -1
-        if self._resident is not None:
-            self._resident = torch.empty(self.shards.numel(), dtype=self.dtype, device=self.device)
+        if self.resident is not None:
+            self.resident = torch.empty(self.shards.numel(), dtype=self.dtype, device=self.device)
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -102,9 +105,9 @@ class ShardLane:
         source = self.shards
         if self._narrow is not None:
             source = self._narrow.copy_(self.shards)
-        if self._resident is not None:
+        if self.resident is not None:
             with _side_stream(self.device):
-                self._resident.copy_(source, non_blocking=True)
+                self.resident.copy_(source, non_blocking=True)
                 self._arrived = _record(self.device)
         self._seen = self._version
 
@@ -133,11 +136,11 @@ class ShardLane:
         """
         if self.has_copies and self._seen != self._version:
             self.refresh()
-        if self._resident is None or self.is_wide:
+        if self.resident is None or self.is_wide:
             source = self.shards if self._narrow is None or self.is_wide else self._narrow
             flat = source.to(self.device, self.transfer_dtype, non_blocking=True)
         else:
-            flat = self._resident
+            flat = self.resident
             if self._arrived is not None:
                 torch.accelerator.current_stream().wait_event(self._arrived)
         self._fetched = _record(self.device)

@@ -25,7 +25,7 @@ def main() -> None:
     arguments = parse()
     folder = arguments.output or (Path(tempfile.mkdtemp()) if arguments.dry_run else FOLDER)
     device = arguments.device or ("cpu" if arguments.dry_run else "cuda")
-    job = Job(device, folder, arguments.dry_run, arguments.fresh)
+    job = Job(device, folder, arguments.dry_run, arguments.fresh, arguments.gather)
     if arguments.work:
         work(next(item for item in ITEMS if item.name == arguments.work), job)
     if arguments.scatter is not None:
@@ -33,7 +33,7 @@ def main() -> None:
     items = choose(arguments.only, job)
     if arguments.list:
         print_list(items, folder)
-    elif arguments.dry_run or not (arguments.summary or arguments.gather or arguments.scatter):
+    elif arguments.dry_run or not (arguments.summary or arguments.scatter):
         forget(items, folder, arguments.again)
         late = run_items(items, job, arguments.minutes, partial(is_wanted, job=job))
         print(f"left for the next call: {', '.join(late) or 'nothing'}")
@@ -51,7 +51,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--again", choices=("failed", "all"), help="forget results, of --only where it is given")
     parser.add_argument("--list", action="store_true", help="print the items, their seconds, and what is done")
     parser.add_argument("--summary", action="store_true", help="print the figures with their goals")
-    parser.add_argument("--gather", type=Path, metavar="FILE", help="write all results into one file")
+    parser.add_argument("--gather", type=Path, metavar="FILE", help="write all results into one file, after each item")
     parser.add_argument("--scatter", type=Path, metavar="FILE", help="read such a file back")
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="of the results, tests/benchmarks/results/gpu")
     parser.add_argument("--device", choices=("cuda", "sim", "cpu"), help="cuda by default; with --dry-run cpu")

@@ -2,23 +2,23 @@
 
 import re
 
-from tests.benchmarks.gpu_day import device_tests, fits, goals, profiles, sharded, smoke, speed, traces
+from tests.benchmarks.gpu_day import device_tests, fits, goals, profiles, smoke, speed, traces
 from tests.benchmarks.gpu_day.items import Item, Job
 
 ITEMS = (
     *smoke.ITEMS,
     *device_tests.ITEMS,
     *speed.WITH_GOALS[:5],
-    *sharded.XL,
-    *sharded.XL_CLIPPED,
+    *fits.XL,
+    *fits.XL_CLIPPED,
     *fits.WITH_GOALS,
     *speed.WITH_GOALS[5:],
-    *sharded.XL_LIGHTNING,
+    *fits.XL_LIGHTNING,
     *traces.ITEMS,
     *profiles.ITEMS,
     *speed.OTHERS[:3],
-    *sharded.THREE,
-    *sharded.LARGE,
+    *fits.THREE,
+    *fits.LARGE,
     *fits.OTHERS,
     *speed.OTHERS[3:],
 )

@@ -1,4 +1,7 @@
-"""The tests that need a device, in chunks that fit into a call."""
+"""The tests that need a device, in chunks that fit into a call.
+
+To pytest this module is a plugin, which writes each test's outcome as it is known.
+"""
 
 import json
 import os
@@ -8,16 +11,18 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
+import pytest
+
 from tests.benchmarks.gpu_day.items import Item, Setting
-from tests.benchmarks.gpu_day.report import Report
+from tests.benchmarks.gpu_day.results import Report
 
 ROOT = Path(__file__).parents[3]
 CHOICE = {
     "cuda": ["--device", "cuda", "-m", ""],
-    "sim": ["--device", "sim"],
+    "sim": ["--device", "sim", "--one-of-each"],
     "cpu": ["--device", "cuda", "-k", "allocator"],  # skipped, each with a reason
 }
-"""Options of pytest that choose the tests of a device; slow ones on a real one only."""
+"""Options of pytest that choose the tests of a device; slow ones and all parametrisations on a real one only."""
 
 CHUNKS = {
     "memory_core": ("memory", "core"),
@@ -28,7 +33,8 @@ CHUNKS = {
     "precision": ("precision", "optimizers", "techniques/mixed_precision"),
     "fusion": ("techniques/in_place_fusion",),
 }
-SECONDS = {"callbacks": 60, "strategies": 90, "precision": 60, "fusion": 90}
+NUM_TRACEBACK_LINES = 15
+SECONDS = {"memory_core": 60, "callbacks": 60, "strategies": 90, "precision": 60, "fusion": 90}
 NUM_WORKERS = {"fusion": 4, "precision": 4}  # the others look at what is free on the device
 
 
@@ -45,7 +51,7 @@ def run(setting: Setting, report: Report, *, folders: tuple[str, ...], num_worke
     """Run the tests of some folders; add a row for each that fails, and the numbers of all outcomes."""
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch, "outcomes")
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", f"{__package__}.outcomes"]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", __name__]
         options = [*CHOICE[setting.device.type], "-n", str(num_workers), "--timeout", "120", "--tb", "short"]
         paths = [str(Path("tests", folder)) for folder in folders]
         environment = {**os.environ, "GPU_DAY_OUTCOMES": str(log)}
@@ -61,6 +67,17 @@ def run(setting: Setting, report: Report, *, folders: tuple[str, ...], num_worke
     report.set(
         slowest=[[row["name"], row["seconds"]] for row in sorted(outcomes, key=lambda row: -row["seconds"])[:10]]
     )
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Append a line for each test that ran, was skipped, or failed in a fixture."""
+    if "PYTEST_XDIST_WORKER" in os.environ or (report.when != "call" and report.passed):
+        return
+    lines = report.longreprtext.splitlines()[-NUM_TRACEBACK_LINES:] if report.failed else []
+    row = {"name": report.nodeid, "outcome": report.outcome, "seconds": round(report.duration, 2)}
+    row["traceback"] = [line[:300] for line in lines] or [report.outcome]
+    with Path(os.environ["GPU_DAY_OUTCOMES"]).open("a") as file:
+        file.write(json.dumps(row) + "\n")
 
 
 def _item(name: str, folders: tuple[str, ...]) -> Item:

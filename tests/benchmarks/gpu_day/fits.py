@@ -1,18 +1,31 @@
-"""In a Trainer: the precision plugin beside Lightning's, parts that have nothing to do, batches in parts."""
+"""In a Trainer: the precision plugin beside Lightning's, parts that have nothing to do, batches in parts.
+
+And ``fsdp_offload`` beside the run that fits and beside Lightning's ways to offload, one row in each process.
+"""
 
 import statistics
 from functools import partial
 from typing import Any
 
 from lightning_vram import EmptyCache, MicroBatching, VRAMMonitor
-from tests.benchmarks import micro_batching, mixed_precision
+from tests.benchmarks import fsdp_offload, micro_batching, mixed_precision
 from tests.benchmarks.cases import Workload
-from tests.benchmarks.fsdp_offload import NUM_WARM_UP, Meter
+from tests.benchmarks.fsdp_offload import NUM_WARM_UP, SHAPES, TINY, VARIANTS, Meter
 from tests.benchmarks.gpu_day.items import Item, Setting
-from tests.benchmarks.gpu_day.report import Report
+from tests.benchmarks.gpu_day.results import Report
 from tests.benchmarks.gpu_day.speed import workload_of
 from tests.benchmarks.measure import Row, give_back
 
+GB = 10**9
+PLAIN, PARAMS, OPTIMIZER = "plain", "fsdp_offload, params", "fsdp_offload, optimizer"
+LIGHTNING, LIGHTNING_2 = "Lightning FSDP, cpu_offload", "Lightning ModelParallel, CPUOffloadPolicy"
+SHORT = {
+    PLAIN: "plain",
+    PARAMS: "params",
+    OPTIMIZER: "optimizer",
+    LIGHTNING: "lightning",
+    LIGHTNING_2: "lightning_fsdp2",
+}
 PLUGINS = ("Lightning bf16-mixed", "bf16", "bf16, recast")
 IDLE = {
     "plain": lambda: [],
@@ -55,6 +68,36 @@ def _time_fit(workload: Workload, callbacks: list[Any], setting: Setting, num_st
     return meter.row["seconds_per_step"]
 
 
+def run_sharded(
+    setting: Setting, report: Report, *, shape: str, variant: str, steps: int, is_profiled: bool = False
+) -> None:
+    """Train one variant at one shape."""
+    if setting.is_tiny:
+        steps = 1
+    chosen = TINY if setting.is_tiny else SHAPES[shape]
+    measure = partial(fsdp_offload.measure_row, chosen, variant, steps, is_profiled=is_profiled, device=setting.device)
+    report.attempt(variant, lambda: {"shape": shape, "num_tokens": chosen.num_tokens, **_with_error(measure())})
+
+
+def _with_error(row: Row) -> Row:
+    return row if row["fits"] == "yes" else {**row, "error": row["fits"]}
+
+
+def _sharded_items(key: str, shape: str, host_bytes: int, *rows: tuple[str, int, int]) -> tuple[Item, ...]:
+    """One item for each variant, with its seconds and steps."""
+    return tuple(
+        Item(
+            f"sharded.{key}.{SHORT[variant]}",
+            seconds,
+            partial(run_sharded, shape=shape, variant=variant, steps=steps),
+            row_seconds=3 * seconds,
+            host_bytes=0 if variant == PLAIN else host_bytes,
+            needs_cuda=VARIANTS[variant].needs_gpu,
+        )
+        for variant, seconds, steps in rows
+    )
+
+
 WITH_GOALS = (
     Item("fits.precision.gpt2_small", 60, partial(run_precision, key="gpt2_small")),
     Item("fits.idle.gpt2_small", 60, partial(run_idle, key="gpt2_small")),
@@ -63,4 +106,21 @@ WITH_GOALS = (
 OTHERS = (
     Item("fits.micro_batching.gpt2_small", 70, partial(run_micro_batching, key="gpt2_small")),
     Item("fits.precision.gpt2_xl", 100, partial(run_precision, key="gpt2_xl")),
+)
+XL = _sharded_items("xl_16k", "GPT-2 XL, 16 k tokens", 36 * GB, (PLAIN, 25, 8), (OPTIMIZER, 45, 8), (PARAMS, 45, 8))
+XL_LIGHTNING = _sharded_items("xl_16k", "GPT-2 XL, 16 k tokens", 36 * GB, (LIGHTNING, 90, 4), (LIGHTNING_2, 90, 4))
+XL_CLIPPED = _sharded_items("xl_8k_clip", "GPT-2 XL, 8 k tokens, clipping", 36 * GB, (PLAIN, 20, 8), (OPTIMIZER, 45, 8))
+THREE = _sharded_items(
+    "3b_16k",
+    "3 B, 16 k tokens",
+    64 * GB,
+    (PLAIN, 40, 6),
+    (OPTIMIZER, 80, 6),
+    (PARAMS, 80, 6),
+    (LIGHTNING, 150, 3),
+    (LIGHTNING_2, 150, 3),
+)
+LARGE = (
+    *_sharded_items("8b_16k", "8 B, 16 k tokens", 148 * GB, (PARAMS, 200, 3)),
+    *_sharded_items("6b_16k", "6 B, 16 k tokens", 112 * GB, (PARAMS, 180, 3)),
 )

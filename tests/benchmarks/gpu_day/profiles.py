@@ -5,9 +5,9 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
-from tests.benchmarks.gpu_day import sharded
+from tests.benchmarks.gpu_day import fits
 from tests.benchmarks.gpu_day.items import Item, Setting
-from tests.benchmarks.gpu_day.report import Report
+from tests.benchmarks.gpu_day.results import Report
 from tests.benchmarks.gpu_day.speed import workload_of
 from tests.benchmarks.measure import NUM_WARM_UP, Row, Run, synchronize
 
@@ -56,7 +56,7 @@ def _item(after: str, *variants: str) -> Item:
 
 
 def _sharded_item(key: str, shape: str) -> Item:
-    measure = partial(sharded.run, shape=shape, variant=sharded.OPTIMIZER, steps=3, is_profiled=True)
+    measure = partial(fits.run_sharded, shape=shape, variant=fits.OPTIMIZER, steps=3, is_profiled=True)
     return Item(f"profile.{key}", 60, measure, after=f"sharded.{key}.optimizer", row_seconds=180)
 
 

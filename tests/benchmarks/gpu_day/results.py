@@ -1,9 +1,18 @@
-"""The folder of results: a small JSON file for each item, which is also the state that the next call goes on from."""
+"""The folder of results: a small JSON file for each item, which is also the state that the next call goes on from.
 
+It is written as things are found: a process that dies leaves what it had.
+"""
+
+import faulthandler
 import json
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+
+import torch
+
+from tests.benchmarks.measure import Row, describe_error, give_back
 
 Result = dict[str, Any]
 FINAL = ("done", "failed", "killed")  # not: "running", "cut" by the end of a call
@@ -54,3 +63,64 @@ def scatter(file: Path, folder: Path) -> Iterable[str]:
     for name, result in items.items():
         write(folder, name, result)
     return list(items)
+
+
+class DeviceLostError(RuntimeError):
+    """After such an error nothing works on the device in this process; another one goes on."""
+
+
+class Report:
+    """The rows of one item.
+
+    Args:
+        folder: Of the results.
+        name: Of the item. Rows that an earlier process wrote are kept.
+        device: Its memory is given back after each row.
+        row_seconds: Longest time for a row.
+    """
+
+    def __init__(self, folder: Path, name: str, device: torch.device, row_seconds: float) -> None:
+        self._folder, self._name = folder, name
+        self._device = device
+        self._row_seconds = row_seconds
+        earlier = read(folder, name) or {}
+        self._result: Result = {**earlier, "status": "running", "rows": earlier.get("rows", []), "at": None}
+        self.write()
+
+    def set(self, **values: Any) -> None:
+        """Note what is not of one row."""
+        self._result |= values
+        self.write()
+
+    def add(self, *rows: Row) -> None:
+        self._result["rows"] += rows
+        self.write()
+
+    def write(self) -> None:
+        write(self._folder, self._name, self._result)
+
+    def attempt(self, name: str, function: Callable[[], Row]) -> None:
+        """Add the row that ``function`` makes, or its error; nothing if an earlier process has done that.
+
+        Raises:
+            DeviceLostError: If the device needs a new process.
+        """
+        if any(row["name"] == name for row in self._result["rows"]):
+            return
+        self.set(at=name)  # should the process die here, its parent knows where
+        faulthandler.dump_traceback_later(self._row_seconds, exit=True, file=2)
+        start, is_lost = time.perf_counter(), False
+        try:
+            row = function()
+        except Exception as error:
+            row, is_lost = describe_error(error), _is_lost(error)
+        faulthandler.cancel_dump_traceback_later()
+        self._result["at"] = None
+        self.add({"name": name, "row_seconds": round(time.perf_counter() - start, 3), **row})
+        if is_lost:
+            raise DeviceLostError
+        give_back(self._device)
+
+
+def _is_lost(error: Exception) -> bool:
+    return not isinstance(error, torch.OutOfMemoryError) and "CUDA error" in str(error)

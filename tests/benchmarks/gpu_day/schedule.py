@@ -47,6 +47,8 @@ def run_items(items: Iterable[Item], job: Job, minutes: float, is_wanted: Callab
             late.append(item.name)
         else:
             run_item(item, job, end)
+            if job.gathered is not None:
+                results.gather(job.folder, job.gathered)
     return late
 
 

@@ -9,7 +9,7 @@ import torch
 from lightning_vram.demos import ByteGPT, DigitsResNet
 from tests.benchmarks.cases import GPU_WORKLOADS, Workload
 from tests.benchmarks.gpu_day.items import Item, Setting
-from tests.benchmarks.gpu_day.report import Report
+from tests.benchmarks.gpu_day.results import Report
 from tests.benchmarks.measure import measure_memory, measure_speed
 from tests.support.networks import ViT
 

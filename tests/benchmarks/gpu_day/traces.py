@@ -9,7 +9,7 @@ import torch
 from lightning_vram.memory.device.allocator_settings import VARIABLES
 from tests.benchmarks.cases import WORKLOADS, Workload
 from tests.benchmarks.gpu_day.items import Item, Setting
-from tests.benchmarks.gpu_day.report import Report
+from tests.benchmarks.gpu_day.results import Report
 from tests.benchmarks.gpu_day.speed import workload_of
 from tests.benchmarks.gpu_day.trace_text import reduce_trace
 from tests.benchmarks.measure import NUM_WARM_UP, Row, Run, read_peaks

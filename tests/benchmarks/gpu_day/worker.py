@@ -1,6 +1,7 @@
 """The process of one item: forked, with its output in a file, and gone when the item is done."""
 
 import faulthandler
+import gc
 import os
 import resource
 import sys
@@ -10,9 +11,8 @@ import warnings
 from pathlib import Path
 from typing import NoReturn
 
-from tests.benchmarks.gpu_day.device import open_device
-from tests.benchmarks.gpu_day.items import Item, Job, Setting
-from tests.benchmarks.gpu_day.report import DeviceLostError, Report
+from tests.benchmarks.gpu_day.items import Item, Job, Setting, open_device
+from tests.benchmarks.gpu_day.results import DeviceLostError, Report
 from tests.benchmarks.measure import describe_error, describe_machine
 
 DEVICE_LOST = 3
@@ -52,6 +52,7 @@ def work(item: Item, job: Job) -> NoReturn:
     # for results to the bit; read when the device is seen for the first time
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     setting = Setting(open_device(job.device), job.is_tiny)
+    gc.freeze()  # what is imported stays: each collection would walk through it for a quarter of a second
     report = Report(job.folder, item.name, setting.device, item.row_seconds)
     start = time.perf_counter()
     code = 0

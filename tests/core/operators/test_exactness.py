@@ -200,7 +200,7 @@ def test_the_inputs_of_checkpoints_are_exact(use_reentrant: bool) -> None:
     with CompressionStage(lossy="int8", min_bytes=0) as stage:
         y = checkpoint(torch.sin, x * 1.0, use_reentrant=use_reentrant)
     assert not stage.report.kinds["int8"]
-    with CompressionStage(lossy="int8", min_bytes=0) as stage, exact_only():
+    with CompressionStage(lossy="int8", min_bytes=0) as stage, exact_only:
         (x * 1.0).sin()
     assert not stage.report.kinds["int8"]
     y.sum().backward()

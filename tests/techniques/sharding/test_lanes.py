@@ -155,7 +155,7 @@ def test_a_resident_copy_is_what_is_fetched_under_autocast_and_without(net, is_w
     lane = make_lane(net, device=APART, is_resident=True)
     lane.widen(is_wide=is_wide)
     parts = list(lane.fetch())
-    assert parts[0].data_ptr() == lane._resident.data_ptr()
+    assert parts[0].data_ptr() == lane.resident.data_ptr()
     assert len({part.untyped_storage().data_ptr() for part in parts}) == 1
 
 

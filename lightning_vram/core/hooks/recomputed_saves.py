@@ -1,0 +1,193 @@
+"""What autograd saves in a call that runs again in the backward: empty places, which the second run fills.
+
+This is the inside of a checkpoint, by the rules of PyTorch's own (``torch.utils.checkpoint``, not reentrant). The two
+nest in any order:
+
+* The first tensor that a backward asks for lets the call run again, once for each backward. Each tensor is handed out
+  once and forgotten then, whether the graph is retained or not.
+* A place that autograd no longer wants stays empty.
+* The second run ends with the operator that saves the last tensor, unless it is to be compared to the first.
+* A backward inside of the call finds what was saved so far. One on the graph of the second run finds its tensors.
+
+PyTorch's hooks take some 25 calls of Python functions for each saved tensor, and it enters autocast, a fork of the
+generators and Dynamo around each second run. These hooks take three; what surrounds the run is left to the caller.
+"""
+
+from collections.abc import Callable
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointError
+from typing_extensions import override
+
+from lightning_vram.core.hooks.hidden_from_dynamo import hide_from_dynamo
+from lightning_vram.core.hooks.stepping_aside import OwnHooks
+from lightning_vram.core.tensors.parameter_classes import PARAMETER_CLASSES
+from lightning_vram.private_names.torch.autograd import (
+    StopRecomputation,
+    current_graph_group,
+    current_graph_task_id,
+    hide_warning_of_hooks,
+    num_nodes,
+)
+from lightning_vram.private_names.torch.tensors import is_view
+
+_NOBODY = -1  # runs a backward
+
+
+class Place(dict[Any, Tensor]):
+    """Stands for a saved tensor: the tensor, by the backward for which it was made again."""
+
+    __slots__ = ("__weakref__",)
+
+
+class RecomputedSaves(OwnHooks):
+    """What autograd saves in one call; as a context manager, the time of its first run.
+
+    Args:
+        run_again: Runs the call again, with the hooks that it gets set around the forward.
+        places: Gets a reference for each tensor that is saved, in order; autograd holds the places.
+        difference: Makes an error of what is different in the second run.
+        compares_kinds: Whether tensors must have the shapes, types and devices that they had.
+        stops_early: Whether the second run ends with the last tensor that the first has saved.
+    """
+
+    def __init__(
+        self,
+        run_again: Callable[["SecondRun"], None],
+        places: list[ref[Place]],
+        difference: Callable[[str], Exception],
+        *,
+        compares_kinds: bool,
+        stops_early: bool,
+    ) -> None:
+        hide_warning_of_hooks()
+        self.places = places
+        self.kinds: list[tuple[torch.Size, torch.dtype, torch.device]] = []
+        self.is_complete = False
+        """Whether the first run is over: to be set."""
+        self.compares_kinds = compares_kinds
+        self.stops_early = stops_early
+        self._run_again = run_again
+        self._difference = difference
+        self._filled: set[Any] = set()
+
+    @override
+    @hide_from_dynamo
+    def pack_hook(self, tensor: Tensor) -> Place:
+        place = Place()
+        self.places.append(ref(place))
+        self.kinds.append((tensor.shape, tensor.dtype, tensor.device))
+        return place
+
+    @override
+    @hide_from_dynamo
+    def unpack_hook(self, packed: Place) -> Tensor:
+        backward: Any = current_graph_group()  # several backwards that count as one
+        if backward is None:
+            backward = current_graph_task_id()
+            if backward == _NOBODY:
+                backward = object()  # who asks is told, and nothing is kept for others
+        if backward not in self._filled:
+            self._fill(backward)
+        if backward not in packed:
+            raise CheckpointError(
+                "a tensor that is made again for the backward was asked for twice in it. Read ctx.saved_tensors once."
+            )
+        return packed.pop(backward)
+
+    def _fill(self, backward: Any) -> None:
+        second = SecondRun(self, backward)
+        try:
+            with torch.enable_grad():
+                self._run_again(second)
+        except StopRecomputation:
+            pass
+        self._filled.add(backward)
+        difference = second.difference()
+        if difference is not None:
+            raise self._difference(difference)
+
+
+class SecondRun(OwnHooks):
+    """The hooks of one second run; the context for its forward.
+
+    ``rrelu`` saves noise that its kernel is going to draw (``unfinished_saves.py``): a run that ends with the last save
+    ends when the operator that made it is through, which is when the next one saves something.
+
+    Args:
+        saves: Of the first run.
+        backward: Which the tensors are for.
+    """
+
+    def __init__(self, saves: RecomputedSaves, backward: Any) -> None:
+        self._saves = saves
+        self._backward = backward
+        self._number = 0  # of saved tensors
+        self._unfinished = (
+            self._last
+        ) = -1  # operators: one that saves such noise, and the one that has to come to its end
+        self._difference: str | None = None
+        self._ignores_number = False
+
+    @override
+    @hide_from_dynamo
+    def pack_hook(self, tensor: Tensor) -> Tensor:  # noqa: C901 - once for each saved tensor, without a further call
+        saves, number = self._saves, self._number
+        if self._last != -1 and num_nodes() == self._last:
+            return tensor.detach()  # else a result would hold its own node
+        if number >= len(saves.places):
+            return self._pack_more(tensor)
+        self._number = number + 1
+        if tensor.requires_grad:
+            tensor = tensor.detach()
+        elif type(tensor) not in PARAMETER_CLASSES and not is_view(tensor):
+            self._unfinished = num_nodes()
+        place = saves.places[number]()
+        if place is not None:  # else autograd has let go of it, after a backward inside of the call
+            place[self._backward] = tensor
+            if saves.compares_kinds and saves.kinds[number] != (tensor.shape, tensor.dtype, tensor.device):
+                self._note_difference(number, tensor)
+        if saves.stops_early and number + 1 == len(saves.places):
+            self._last = num_nodes()
+            if self._last != self._unfinished:
+                raise StopRecomputation
+        return tensor
+
+    @override
+    @hide_from_dynamo
+    def unpack_hook(self, packed: Tensor) -> Tensor:
+        return packed
+
+    def difference(self) -> str | None:
+        """Return what is different from the first run, as far as it can be seen here."""
+        expected = len(self._saves.places)
+        if self._number == expected or self._ignores_number:
+            return self._difference
+        return (
+            f"A different number of tensors was saved: {expected} in the first run, "
+            f"{'more' if self._number > expected else self._number} in the second."
+        )
+
+    def _pack_more(self, tensor: Tensor) -> Tensor:
+        saves = self._saves
+        if not (saves.stops_early or saves.is_complete):  # of a backward inside of the call: the rest of it comes now
+            self._ignores_number = True
+            return tensor.detach()
+        if not saves.stops_early:
+            self._number += 1
+        raise StopRecomputation
+
+    def _note_difference(self, number: int, tensor: Tensor) -> None:
+        if self._difference is None:
+            now = (tensor.shape, tensor.dtype, tensor.device)
+            self._difference = (
+                f"Tensor {number + 1} of those that autograd saves was {_describe(*self._saves.kinds[number])} and is "
+                f"{_describe(*now)}."
+            )
+
+
+def _describe(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}"
