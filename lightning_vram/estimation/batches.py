@@ -50,7 +50,7 @@ def batch_size_of(batch: Any) -> int | None:
 
 def with_batch_size(batch: Any, old: int, new: int) -> Any:
     """Return a batch of ``new`` samples in the place of ``old``: shapes only, on no device."""
-    return _map_tensors(batch, lambda shape: (new, *shape[1:]) if shape and shape[0] == old else shape)
+    return _reshape(batch, lambda shape: (new, *shape[1:]) if shape and shape[0] == old else shape)
 
 
 def sequence_length_of(batch: Any) -> int | None:
@@ -61,14 +61,19 @@ def sequence_length_of(batch: Any) -> int | None:
 
 def with_sequence_length(batch: Any, old: int, new: int) -> Any:
     """Return a batch whose sequences are ``new`` long in the place of ``old``: shapes only."""
-    return _map_tensors(batch, lambda shape: (*shape[:1], *(new if length == old else length for length in shape[1:])))
+    return _reshape(batch, lambda shape: (*shape[:1], *(new if length == old else length for length in shape[1:])))
 
 
-def _map_tensors(value: Any, change: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Any:
-    if isinstance(value, Tensor):
-        return torch.empty(change(tuple(value.shape)), dtype=value.dtype, device="meta")
-    parts = take_apart(value)
-    return value if parts is None else parts.build([_map_tensors(part, change) for part in parts.values])
+def map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return a batch with other tensors, in new containers of the same kinds."""
+    if isinstance(batch, Tensor):
+        return change(batch)
+    parts = take_apart(batch)
+    return batch if parts is None else parts.build([map_tensors(part, change) for part in parts.values])
+
+
+def _reshape(batch: Any, change: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Any:
+    return map_tensors(batch, lambda one: torch.empty(change(tuple(one.shape)), dtype=one.dtype, device="meta"))
 
 
 def _tensors(value: Any) -> list[Tensor]:

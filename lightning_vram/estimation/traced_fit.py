@@ -12,8 +12,10 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from typing_extensions import override
 
+from lightning_vram.estimation.batches import map_tensors
 from lightning_vram.estimation.fake_trainer import NUM_STEPS, make_trainer, needs_ranks
 from lightning_vram.estimation.isolation import isolated
 from lightning_vram.memory.estimate.cuda_semantics import CudaSpec, cuda_semantics
@@ -24,7 +26,6 @@ from lightning_vram.memory.estimate.fake_tensors import FakeTensors, like_fresh
 from lightning_vram.memory.tracking.timeline import MemoryTimeline
 from lightning_vram.memory.tracking.tracker import MemoryTracker, track_memory
 from lightning_vram.private_names.torch.dispatch import without_modes
-from lightning_vram.private_names.torch.trees import tree_map
 
 FIRST_STEP, STEP, VALIDATION = "first step", "train", "validation"
 _MOST_BATCHES = 256
@@ -84,7 +85,7 @@ def trace_fit(module: pl.LightningModule, batch: Any, run: FitRun) -> TracedFit:
 
 def trace_real_fit(module: pl.LightningModule, batch: Any, run: FitRun) -> TracedFit:
     """The same on real tensors, on the host, in one process. The module is copied, weights and all."""
-    make = partial(tree_map, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
+    make = partial(map_tensors, batch, Tensor.clone)
     with isolated():
         return _with_enough_batches(lambda num_batches: _fit(copy.deepcopy(module), make, run, HOST, [], num_batches))
 
@@ -113,7 +114,8 @@ def _fake_fit(module: pl.LightningModule, batch: Any, run: FitRun, num_batches: 
             stack.enter_context(fake_ranks(run.num_ranks))
         fakes = FakeTensors(mode, HOST)
         copied = fakes.copy_of(module, [*module.parameters(), *module.buffers()])
-        make = partial(like_fresh, fakes.batch(batch), mode)
+        make = partial(map_tensors, map_tensors(batch, fakes.fake), partial(like_fresh, mode=mode))
+        del fakes  # it knows the storages that the module begins with: whoever puts others there frees those
         traced = _fit(copied, make, run, HOST if run.card is None else CARD, trackers, num_batches)
     if values.num_guesses:
         notes["The step asks for numbers that depend on the data: they were taken for 1."] = None
@@ -147,7 +149,12 @@ def _fit(
             run.trainer_arguments, device, run.num_ranks, [marks], with_validation=run.with_validation
         )
         _connect_past_modes(trainer.strategy)
-        trainer.fit(module, _Batches(make_batch, num_batches), _Batches(make_batch, 1) if run.with_validation else None)
+        hook = register_optimizer_step_post_hook(marks.count_step)
+        try:
+            batches, for_validation = (_Batches(make_batch, number) for number in (num_batches, 1))
+            trainer.fit(module, batches, for_validation if run.with_validation else None)
+        finally:
+            hook.remove()
     spans = marks.spans()
     return None if spans is None else TracedFit(tracker.timeline.on(str(device)), spans)
 
@@ -185,17 +192,25 @@ class _Marks(Callback):
         self._tracker = tracker
         self._ends: list[int] = []
         self._num_steps = 0
+        self._num_own_steps = 0
         self._end_of_validation = 0
+
+    def count_step(self, *_: Any) -> None:
+        """Note that an optimizer has stepped, past Lightning maybe."""
+        self._num_own_steps += 1
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, _: int) -> None:
         self._tracker.label_inputs(batch)
 
     @override
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        if trainer.global_step > self._num_steps or not trainer.optimizers:
-            self._num_steps = trainer.global_step  # that of several optimizers counts each
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, *_: Any) -> None:
+        is_automatic = pl_module.automatic_optimization
+        num_steps = trainer.global_step if is_automatic else trainer.global_step + self._num_own_steps
+        is_skipped = is_automatic and not outputs  # the step has returned None
+        if (num_steps > self._num_steps and not is_skipped) or not trainer.optimizers:
             self._ends.append(self._tracker.num_events)
+        self._num_steps = num_steps
 
     @override
     def on_validation_batch_start(

@@ -85,8 +85,7 @@ def _deep_copy(original: _Copy, values: KnownValues) -> _Copy:
             with without_dispatch():
                 return original(tensor, memo)
         if id(tensor) not in memo:
-            tensor.new_empty([])  # the one operator of a real copy, whose storage is copied by none
-            memo[id(tensor)] = copied = fake_of(tensor, tensor.fake_mode, tensor.device)
+            memo[id(tensor)] = copied = _copy_of(tensor)
             values.carry_over(tensor, copied)
         return memo[id(tensor)]  # type: ignore[no-any-return]
 
@@ -99,6 +98,15 @@ def _pin(on_pin: Callable[[Tensor], None]) -> Callable[..., Tensor]:
         return tensor
 
     return pin_memory
+
+
+def _copy_of(tensor: FakeTensor) -> Tensor:
+    if isinstance(tensor, nn.Parameter):  # as its own method does
+        return nn.Parameter(tensor.detach().clone(), tensor.requires_grad)
+    if tensor.device.type == KIND:  # the copy of a storage is made by no operator, but takes memory
+        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    tensor.new_empty([])  # the one operator of a real copy
+    return fake_of(tensor, tensor.fake_mode, tensor.device)
 
 
 def _set_data(tensor: Tensor, values: Tensor) -> None:

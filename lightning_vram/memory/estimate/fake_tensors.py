@@ -14,7 +14,6 @@ from lightning_vram.private_names.torch.dispatch import (
     without_dispatch,
 )
 from lightning_vram.private_names.torch.tensors import storage_key
-from lightning_vram.private_names.torch.trees import tree_map
 
 _Copied = TypeVar("_Copied")
 
@@ -40,10 +39,6 @@ class FakeTensors:
             known = tensor, self._make(tensor)
             self._by_tensor[id(tensor)] = known
         return known[1]
-
-    def batch(self, nest: Any) -> Any:
-        """Return a nest like ``nest`` with fakes for its tensors."""
-        return tree_map(lambda leaf: self.fake(leaf) if isinstance(leaf, Tensor) else leaf, nest)
 
     def copy_of(self, nest: _Copied, tensors: Iterable[Tensor]) -> _Copied:
         """Copy an object deeply, with fakes in the place of ``tensors``.
@@ -99,14 +94,7 @@ def fake_bytes(storage: torch.UntypedStorage, mode: FakeTensorMode, device: torc
     return flat
 
 
-def like_fresh(nest: Any, mode: FakeTensorMode) -> Any:
-    """Return a nest with new tensors of the shapes of those in it, made under ``mode`` by an operator each."""
+def like_fresh(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+    """Return a new tensor of the shape of another, made under ``mode`` by an operator."""
     with mode:
-        return tree_map(
-            lambda leaf: (
-                torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
-                if isinstance(leaf, Tensor)
-                else leaf
-            ),
-            nest,
-        )
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)

@@ -3,13 +3,11 @@
 What was made of known numbers is known again. Nothing that data or weights went into is: a float of that kind is said
 to be 1, since programs show it, log it or hold it against a threshold, and tensors that are compared as a whole are
 said to be equal. An integer or a truth value decides about
-shapes and branches: asking for it raises, and the caller has to run real tensors instead. Nothing is ever infinite or
-not a number.
+shapes and branches: asking for it raises, and the caller has to run real tensors instead.
 """
 
 import sys
-from collections.abc import Callable, Sequence
-from math import inf
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +15,8 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
+from lightning_vram.memory.estimate.fake_kernels import call_fake
+from lightning_vram.memory.estimate.uniform_truths import UniformTruths
 from lightning_vram.private_names.torch.dispatch import FakeTensor, UnwrappedMode, without_dispatch
 from lightning_vram.private_names.torch.operators import READ_NUMBER, OpOverload, schema_of
 from lightning_vram.private_names.torch.tensors import storage_identity
@@ -31,15 +31,6 @@ _KEEPS_VALUES = (
 _MOST_NUMBERS = 4096
 _BETWEEN = ("torch", "lightning_vram", "lightning_utilities")
 _UNKNOWN_MAKERS = ("empty", "rand", "bernoulli", "multinomial", "normal", "new_empty")
-_ANSWERS = {
-    torch.ops.aten.isnan.default: False,
-    torch.ops.aten.isinf.default: False,
-}
-_PARTS_OF_ISFINITE: dict[Any, Callable[[tuple[Any, ...]], bool]] = {
-    torch.ops.aten.eq.Tensor: lambda args: args[0] is args[1],
-    torch.ops.aten.ne.Scalar: lambda args: args[1] == inf,
-}
-_SAME_FOR_ALL = (torch.ops.aten.any.default, torch.ops.aten.all.default, torch.ops.aten.mul.Tensor)
 _UNKNOWN = 1.0
 
 
@@ -51,8 +42,7 @@ class KnownValues(UnwrappedMode):
         self.num_guesses = 0
         """How many unknown floats were asked for."""
         self._values: Any = WeakIdKeyDictionary()
-        self._uniform: Any = WeakIdKeyDictionary()
-        """Truth values that are the same in a whole tensor."""
+        self._truths = UniformTruths()
 
     @override
     def __torch_dispatch__(
@@ -67,8 +57,8 @@ class KnownValues(UnwrappedMode):
             return self._are_equal(tensors)
         if func is READ_NUMBER:
             return self._answer(func, args, tensors[0], is_known=is_known)
-        result = func(*args, **kwargs)
-        self._note_truth(func, args, tensors, result)
+        result = call_fake(func, args, kwargs)
+        self._truths.note(func, args, result)
         results = [one for one in (result if isinstance(result, list | tuple) else [result]) if one is not None]
         if is_known and all(isinstance(one, FakeTensor) and _is_short(one) for one in results):
             self._note(results, func, args, kwargs)
@@ -87,8 +77,9 @@ class KnownValues(UnwrappedMode):
     def _answer(self, func: Any, args: tuple[Any, ...], tensor: Tensor, *, is_known: bool) -> Any:
         if is_known:
             return self._on_host(func, args, {})
-        if tensor in self._uniform:
-            return self._uniform[tensor]
+        truth = self._truths.of(tensor)
+        if truth is not None:
+            return truth
         if not tensor.is_floating_point():
             return func(*args)  # raises
         self.num_guesses += not _is_shown()
@@ -100,12 +91,6 @@ class KnownValues(UnwrappedMode):
             return True
         with without_dispatch():  # such as states of random generators
             return torch.equal(*tensors)
-
-    def _note_truth(self, func: Any, args: tuple[Any, ...], tensors: list[Tensor], result: Any) -> None:
-        if func in _ANSWERS or (func in _PARTS_OF_ISFINITE and _PARTS_OF_ISFINITE[func](args)):
-            self._uniform[result] = _ANSWERS.get(func, True)
-        elif func in _SAME_FOR_ALL and all(tensor in self._uniform for tensor in tensors):
-            self._uniform[result] = all(self._uniform[tensor] for tensor in tensors)
 
     def carry_over(self, source: Tensor, target: Tensor) -> None:
         """Let ``target`` have the value of ``source``, if that is known."""

@@ -5,6 +5,12 @@
 * ``torch.distributed._tools.fake_collectives``: collectives of fake tensors | 2.11 - | no ranks are estimated
 * ``torch.testing._internal.distributed.fake_pg``: a backend that sends nothing | 2.11 - | no ranks are estimated
 * ``_is_param``: marks a tensor of a subclass as a parameter | 2.11 - | fake modules have no parameters
+* ``torch.Tensor._backward_hooks``: hooks of a tensor | 2.11 - | those of weights do not run in estimates
+* ``torch.Tensor._post_accumulate_grad_hooks``: the same, after its gradient is there | 2.11 - | the same
+* ``torch._subclasses.fake_tensor.DataDependentOutputException``: a value was asked for | 2.11 - | nothing is estimated
+* ``torch._subclasses.fake_tensor.DynamicOutputShapeException``: a shape that depends on values | 2.11 - | same
+* ``torch._subclasses.fake_tensor.UnsupportedOperatorException``: no fake kernel | 2.11 - | the same
+* ``torch._grouped_mm``: products of a mixture of experts | 2.11 - | nothing is estimated
 """
 
 import sys
@@ -13,6 +19,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+
+__all__ = ["DataDependentOutputException", "DynamicOutputShapeException", "UnsupportedOperatorException"]
+
+GROUPED_MM = torch.ops.aten._grouped_mm.default
 
 
 def set_device_module(kind: str, module: ModuleType) -> None:
@@ -44,6 +59,10 @@ def swap_contents(first: Tensor, second: Tensor) -> None:
     torch._C._swap_tensor_impl(first, second)
     first.__class__, second.__class__ = second.__class__, first.__class__
     first.__dict__, second.__dict__ = second.__dict__, first.__dict__
+    for tensor in (first, second):
+        for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):  # what knows them in C++ was swapped
+            if getattr(tensor, name) is not None:
+                setattr(tensor, name, getattr(tensor, name))
 
 
 BACKEND = "fake"

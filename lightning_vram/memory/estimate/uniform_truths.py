@@ -1,0 +1,52 @@
+"""Truth values that are the same in a whole tensor: nothing is ever infinite or not a number, and all is itself."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+_aten = torch.ops.aten
+_ANSWERS = {_aten.isnan.default: False, _aten.isinf.default: False, _aten.isfinite.default: True}
+_WITH_ITSELF = {_aten.eq.Tensor: True, _aten.ne.Tensor: False}
+_WITH_INFINITY = {_aten.eq.Scalar: False, _aten.ne.Scalar: True}
+_SAME = (_aten.any.default, _aten.all.default, _aten.any.dim, _aten.all.dim)
+_NOT = (_aten.bitwise_not.default, _aten.logical_not.default)
+_AND = (_aten.mul.Tensor, _aten.bitwise_and.Tensor, _aten.logical_and.default)
+_OR = (_aten.bitwise_or.Tensor, _aten.logical_or.default)
+
+
+class UniformTruths:
+    """Remembers what follows from such questions: ``torch.isfinite`` asks two of them, and multiplies the answers."""
+
+    def __init__(self) -> None:
+        self._known: Any = WeakIdKeyDictionary()
+
+    def note(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        """Learn from what an operator has returned."""
+        truth = self._follows(func, args)
+        if truth is not None:
+            self._known[result] = truth
+
+    def of(self, tensor: Tensor) -> bool | None:
+        """Return the truth value of all elements; ``None`` if it is not known."""
+        truth: bool | None = self._known.get(tensor)
+        return truth
+
+    def _follows(self, func: Any, args: tuple[Any, ...]) -> bool | None:
+        if func in _ANSWERS:
+            return _ANSWERS[func]
+        if func in _WITH_ITSELF and args[0] is args[1]:
+            return _WITH_ITSELF[func]
+        if func in _WITH_INFINITY and isinstance(args[1], float) and math.isinf(args[1]):
+            return _WITH_INFINITY[func]
+        return self._combined(func, args) if func in (*_SAME, *_NOT, *_AND, *_OR) else None
+
+    def _combined(self, func: Any, args: tuple[Any, ...]) -> bool | None:
+        truths = [self._known.get(arg) for arg in args if isinstance(arg, Tensor)]
+        if None in truths:
+            return None
+        if func in _NOT:
+            return not truths[0]
+        return any(truths) if func in _OR else all(truths)
