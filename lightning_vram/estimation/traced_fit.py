@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,7 +19,9 @@ from lightning_vram.estimation.batches import map_tensors
 from lightning_vram.estimation.fake_trainer import NUM_STEPS, make_trainer, needs_ranks
 from lightning_vram.estimation.isolation import isolated
 from lightning_vram.memory.estimate.cuda_semantics import CudaSpec, cuda_semantics
+from lightning_vram.memory.estimate.cuda_semantics.scratch import Scratch
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
+from lightning_vram.memory.estimate.event_order import as_on_card
 from lightning_vram.memory.estimate.fake_device import CARD, HOST, fake_device
 from lightning_vram.memory.estimate.fake_ranks import fake_ranks
 from lightning_vram.memory.estimate.fake_tensors import FakeTensors, like_fresh
@@ -142,21 +144,30 @@ def _fit(
     num_batches: int,
 ) -> TracedFit | None:
     """Fit; ``None``: the optimizers have not stepped twice within ``num_batches``."""
-    with track_memory(module) as tracker:
+    with ExitStack() as stack:
+        tracker = stack.enter_context(track_memory(module))
         trackers[:] = [tracker]
         marks = _Marks(tracker)
         trainer = make_trainer(
             run.trainer_arguments, device, run.num_ranks, [marks], with_validation=run.with_validation
         )
         _connect_past_modes(trainer.strategy)
-        hook = register_optimizer_step_post_hook(marks.count_step)
-        try:
-            batches, for_validation = (_Batches(make_batch, number) for number in (num_batches, 1))
-            trainer.fit(module, batches, for_validation if run.with_validation else None)
-        finally:
-            hook.remove()
+        stack.callback(register_optimizer_step_post_hook(marks.count_step).remove)
+        stack.enter_context(_scratch(run.card, device, tracker))
+        batches, for_validation = (_Batches(make_batch, number) for number in (num_batches, 1))
+        trainer.fit(module, batches, for_validation if run.with_validation else None)
     spans = marks.spans()
-    return None if spans is None else TracedFit(tracker.timeline.on(str(device)), spans)
+    if spans is None:
+        return None
+    timeline = tracker.timeline.on(str(device))
+    return TracedFit(timeline if device == HOST else as_on_card(timeline), spans)
+
+
+def _scratch(card: DeviceSpec | None, device: torch.device, tracker: MemoryTracker) -> AbstractContextManager[Any]:
+    """Sees an operator before the tracker does, and so is asked for its scratch when its results are there."""
+    if card is None or device != CARD:
+        return nullcontext()
+    return Scratch(card, device, lambda op, sizes: tracker.note_scratch(op, device, sizes))
 
 
 def _connect_past_modes(strategy: Strategy) -> None:

@@ -144,6 +144,9 @@ class _Stream:
     def query(self) -> bool:
         return True
 
+    def is_capturing(self) -> bool:
+        return False
+
     def elapsed_time(self, _: Any) -> float:
         return 0.0
 

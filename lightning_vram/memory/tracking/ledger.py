@@ -107,6 +107,15 @@ class Ledger:
             if account is not None:
                 self._entries[account[1]].is_pinned = True
 
+    def note_scratch(self, op: str, device: str, sizes: Iterable[int]) -> None:
+        """Note what a kernel took beside its result, and gave back: blocks of ``sizes`` bytes."""
+        first = len(self._entries)
+        for num_bytes in sizes:
+            self._entries.append(_Entry(op, self.module, self.moment, device, num_bytes=0))
+            self._change(len(self._entries) - 1, num_bytes)
+        for number in range(len(self._entries) - 1, first - 1, -1):
+            self._change(number, -self._entries[number].num_bytes)
+
     def label_activations(self) -> None:
         """Say that what was made for a backward and is alive now is kept for it."""
         for _, number in self._open.values():

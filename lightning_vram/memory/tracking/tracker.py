@@ -127,6 +127,10 @@ class MemoryTracker:
         """Note that a host tensor made inside the block is page-locked: no operator tells."""
         self._ledger.note_pinned(tensor)
 
+    def note_scratch(self, op: str, device: torch.device, sizes: Iterable[int]) -> None:
+        """Note what the kernel of an operator took beside its result, and gave back: no operator tells."""
+        self._ledger.note_scratch(op, str(device), sizes)
+
     def label_inputs(self, batch: Any) -> None:
         """Count the tensors of a batch, any nest of them, as inputs; also those made inside the block."""
         label_all(self._ledger, (("", leaf) for leaf in iterate_tensors(batch)), Category.INPUTS)

@@ -89,6 +89,10 @@ class _Stream:
         """All is done."""
         return True
 
+    def is_capturing(self) -> bool:
+        """No graph is captured."""
+        return False
+
     def elapsed_time(self, _: Any) -> float:
         """No time."""
         return 0.0

@@ -1,0 +1,1 @@
+"""What ``estimate_memory`` says, held against PyTorch's own allocator."""
