@@ -29,6 +29,7 @@ __all__ = [
     "FSDPOffloadStrategy",
     "InPlaceFusion",
     "LeanMixedPrecision",
+    "MemoryBudget",
     "MicroBatching",
     "SavePolicy",
     "SlurmRequeue",
@@ -45,6 +46,7 @@ if TYPE_CHECKING or importlib.util.find_spec("lightning") is not None:
     from lightning_vram.callbacks.activation_offload import ActivationOffload
     from lightning_vram.callbacks.empty_cache import EmptyCache
     from lightning_vram.callbacks.in_place_fusion import InPlaceFusion
+    from lightning_vram.callbacks.memory_budget import MemoryBudget
     from lightning_vram.callbacks.micro_batching import MicroBatching
     from lightning_vram.callbacks.slurm_requeue import SlurmRequeue
     from lightning_vram.callbacks.vram_monitor import VRAMMonitor

@@ -145,6 +145,7 @@ def make_trainer(
     num_ranks: int,
     own_callbacks: Sequence[Callback],
     *,
+    folder: str,
     with_validation: bool,
 ) -> pl.Trainer:
     """Make a Trainer that runs :data:`NUM_STEPS` optimizer steps and one batch of validation.
@@ -154,6 +155,7 @@ def make_trainer(
         device: What it runs on.
         num_ranks: How many of them there are.
         own_callbacks: Come after the user's.
+        folder: For files that a callback may write.
         with_validation: Whether to validate.
 
     Raises:
@@ -166,6 +168,7 @@ def make_trainer(
     callbacks = copy.deepcopy([callback for callback in callbacks if not _is_watcher(callback)])
     if kept.get("strategy") in _ON_ONE_DEVICE:
         kept["strategy"] = SingleDeviceStrategy(device=device)
+    kept["strategy"] = copy.deepcopy(kept["strategy"])  # a Trainer writes to it
     plugins = kept.pop("plugins", None) or []
     plugins = copy.deepcopy(list(plugins) if isinstance(plugins, list | tuple) else [plugins])
     plugins = [plugin for plugin in plugins if not isinstance(plugin, ClusterEnvironment)]
@@ -176,6 +179,7 @@ def make_trainer(
         callbacks=[*callbacks, *own_callbacks],
         plugins=[*plugins, FakeEnvironment(num_ranks)],
         max_epochs=1,
+        default_root_dir=folder,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -9,6 +10,9 @@ from contextlib import ExitStack, contextmanager
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.utilities.seed import isolate_rng
+
+from lightning_vram.private_names.lightning.loops import AutomaticOptimization
+from lightning_vram.private_names.torch.process_groups import disconnected
 
 _TALKERS = ("lightning.pytorch", "lightning.fabric", "lightning_vram")
 
@@ -26,6 +30,8 @@ def isolated() -> Iterator[None]:
             logger.setLevel(logging.ERROR)
         _keep_environment(stack)
         _keep_switches(stack)
+        _keep_warnings_to_come(stack)
+        stack.enter_context(disconnected())
         yield
 
 
@@ -51,3 +57,17 @@ def _keep_switches(stack: ExitStack) -> None:
     stack.callback(torch.use_deterministic_algorithms, is_deterministic, warn_only=warns)
     stack.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
     stack.callback(torch.set_num_threads, torch.get_num_threads())
+
+
+def _keep_warnings_to_come(stack: ExitStack) -> None:
+    """Lightning warns once of each thing: what it keeps to itself here is still to be said."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("lightning.")]
+    for owner in (AutomaticOptimization, *modules):
+        said = getattr(owner, "warning_cache", None)
+        if isinstance(said, set):
+            stack.callback(_set_back, said, set(said))
+
+
+def _set_back(values: set[str], before: set[str]) -> None:
+    values.clear()
+    values.update(before)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import lightning.pytorch as pl
@@ -145,11 +146,17 @@ def _fit(
 ) -> TracedFit | None:
     """Fit; ``None``: the optimizers have not stepped twice within ``num_batches``."""
     with ExitStack() as stack:
+        folder = stack.enter_context(TemporaryDirectory())
         tracker = stack.enter_context(track_memory(module))
         trackers[:] = [tracker]
         marks = _Marks(tracker)
         trainer = make_trainer(
-            run.trainer_arguments, device, run.num_ranks, [marks], with_validation=run.with_validation
+            run.trainer_arguments,
+            device,
+            run.num_ranks,
+            [marks],
+            folder=folder,
+            with_validation=run.with_validation,
         )
         _connect_past_modes(trainer.strategy)
         stack.callback(register_optimizer_step_post_hook(marks.count_step).remove)

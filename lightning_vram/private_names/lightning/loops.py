@@ -29,6 +29,10 @@ Constants are names of methods that something of ours stands in for (``Shadow(lo
 * ``lightning.pytorch.loops._FitLoop``: goes through the epochs | 2.6 - | the package cannot be imported
 * ``lightning.pytorch.loops._FitLoop._combined_loader``: the training data, once it is set up | 2.6 -
   | AccumulationScheduler and SlurmRequeue fail when the data is set up
+* ``lightning.pytorch.loops._FitLoop._data_source``: what training data comes from | 2.6 -
+  | MemoryBudget cannot tell whether a run fits, and says so
+* ``lightning.pytorch.utilities.combined_loader.CombinedLoader._mode``: how batches of several loaders are combined
+  | 2.6 - | MemoryBudget takes them to come together
 * ``lightning.pytorch.loops._FitLoop._load_combined_loader_states``: right before the data is iterated over | 2.6 -
   | SlurmRequeue fails at the start of a fit
 * ``lightning.pytorch.loops.loop._Loop``: the base of loops | 2.6 - | the package cannot be imported
@@ -113,6 +117,16 @@ def validation_follows(loop: _TrainingEpochLoop, fetcher: Any) -> bool:
 def training_data(loop: _FitLoop) -> CombinedLoader | None:
     """Return the training loaders; ``None`` before they are set up."""
     return loop._combined_loader
+
+
+def training_source(trainer: pl.Trainer) -> Any:
+    """Return the module, the datamodule or the loaders that training data comes from."""
+    return trainer.fit_loop._data_source.instance
+
+
+def takes_turns(loader: CombinedLoader) -> bool:
+    """Whether one loader follows the other; else each batch is made of one of each."""
+    return getattr(loader, "_mode", "") == "sequential"
 
 
 def set_sampler_epoch(loader: object, epoch: int) -> None:

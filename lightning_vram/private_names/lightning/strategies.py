@@ -7,7 +7,7 @@
 * ``lightning.pytorch.strategies.Strategy._precision_plugin``: the plugin, as it was given | 2.6 -
   | fsdp_offload ignores the Trainer's precision
 * ``lightning.pytorch.strategies.ParallelStrategy._layer_sync``: batch norms that are to see all ranks | 2.6 -
-  | fsdp_offload fails at the start of a run
+  | fsdp_offload fails at the start of a run, MemoryBudget takes no batch norms to do so
 * ``lightning.pytorch.strategies.Strategy._reset_optimizers_and_schedulers``: forgets those of a run before
   | 2.6 - | fsdp_offload fails at the start of a fit
 * ``lightning.pytorch.strategies.Strategy._forward_redirection``: runs a step within the forward of the model
@@ -17,7 +17,11 @@
 * ``lightning.fabric.utilities.distributed._sync_ddp_if_available``: reduces a value that is logged | 2.6 -
   | fsdp_offload cannot be imported
 * ``lightning.pytorch.strategies.DDPStrategy._ddp_kwargs``: what DDP will be made with | 2.6 -
-  | ActivationCompression that measures fails at the start of a fit under DDP
+  | ActivationCompression that measures fails at the start of a fit under DDP, MemoryBudget cannot tell whether it fits
+* ``lightning.pytorch.strategies.ModelParallelStrategy._data_parallel_size``: how data is split | 2.6 -
+  | MemoryBudget cannot tell whether a run fits, and says so
+* ``lightning.pytorch.strategies.ModelParallelStrategy._tensor_parallel_size``: how layers are split | 2.6 -
+  | MemoryBudget cannot tell whether a run fits, and says so
 * ``lightning.pytorch.strategies.DDPStrategy._timeout``: how long ranks wait; of FSDP's and others, too | 2.6 -
   | SlurmRequeue and LostPeerError wait as long as PyTorch does by default
 * ``lightning.pytorch.plugins.precision.Precision._after_closure``: hooks and clipping between backward and step
@@ -34,7 +38,7 @@ from lightning.fabric.utilities.distributed import _sync_ddp_if_available
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.plugins.environments import ClusterEnvironment
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, ParallelStrategy, Strategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -106,6 +110,19 @@ def reduce_over_ranks(tensor: Tensor, group: Any, reduce_op: Any) -> Tensor:
 def ddp_arguments(strategy: DDPStrategy) -> dict[str, Any]:
     """Return what DDP is made with, besides the module."""
     return strategy._ddp_kwargs
+
+
+def mesh_sizes(strategy: ModelParallelStrategy) -> dict[str, Any]:
+    """Return over how many ranks data and layers are split, as arguments of the strategy."""
+    return {
+        "data_parallel_size": strategy._data_parallel_size,
+        "tensor_parallel_size": strategy._tensor_parallel_size,
+    }
+
+
+def syncs_layers(strategy: Strategy) -> bool:
+    """Whether batch norms are to see all ranks."""
+    return getattr(strategy, "_layer_sync", None) is not None
 
 
 def read_timeout(strategy: Strategy) -> timedelta | None:

@@ -166,6 +166,10 @@ class FSDPOffloadStrategy(ShardedStrategy):
         super().__init__(arguments, process_group_backend, *given)
         self._inference_modes: dict[Any, bool] = {}
 
+    def make_again(self) -> "FSDPOffloadStrategy":
+        """Return another one of the same arguments, which no Trainer has set anything of."""
+        return FSDPOffloadStrategy(**vars(self.arguments))
+
     @override
     def choose_precision(self, plugin: Precision) -> Precision:
         return fitting_precision(plugin, type(self).__name__)

@@ -1,0 +1,207 @@
+"""Tell before a run whether it fits the device, so that it does not end hours later, or after minutes of loading.
+
+Two steps of the same Trainer run on tensors without memory (``estimate_memory``), and what they need is held against
+what the device has left. It costs the seconds of that estimate and saves no memory by itself.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from typing_extensions import override
+
+from lightning_vram.callbacks.hook_points import check_trainer, rank_timeout
+from lightning_vram.callbacks.memory_budget.first_batch import read_first_batch
+from lightning_vram.callbacks.memory_budget.limit import AUTO, check_limit, limit_bytes, room_bytes
+from lightning_vram.callbacks.memory_budget.trainer_arguments import read_trainer_arguments
+from lightning_vram.callbacks.memory_budget.words import excess_message, first_step_line, fit_line, unknown_line
+from lightning_vram.core.processes.agreement import RankAgreement
+from lightning_vram.estimation import estimate_memory
+from lightning_vram.estimation.isolation import isolated
+from lightning_vram.memory.device.allocator import PeakWatch, has_cache, read_allocator
+from lightning_vram.memory.device.process_limit import ProcessLimit, can_limit
+from lightning_vram.memory.estimate.device_spec import DeviceSpec
+from lightning_vram.memory.estimate.known_devices import describe_this_device
+from lightning_vram.memory.estimate.result import TRAIN, MemoryEstimate
+
+_FIRST_STEP = "first step"
+_ACTIONS = ("warn", "error")
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """What rank zero tells the others."""
+
+    message: str
+    fits: bool | None
+    expected: tuple[tuple[str, int], ...] = ()  # allocated bytes, by stage
+
+
+class MemoryBudget(Callback):
+    """Hold what a fit will need against what the device has left, before anything is moved there.
+
+    At the start of ``fit`` two steps and one batch of validation run on tensors without memory, with this Trainer's
+    callbacks, plugins and strategy, on copies of all of them. If they need more than is available, a message says what
+    takes the room, the largest batch that fits, and what helps. After the first optimizer step on an accelerator one
+    line compares the prediction with what was allocated. The run itself is not changed, to the bit: data are read from
+    copies, and random numbers are put back. Where nothing can be told (data that cannot be read twice, a step that
+    needs the values of its tensors, a strategy that is not known), a warning says so and the run goes on.
+
+    Rank zero estimates, for the rank with the least room, and all ranks get the same answer. A module that makes its
+    data itself has its ``setup`` called once more before, on a shallow copy. Nothing is stored in checkpoints.
+
+    Args:
+        limit: What may be taken of the device. ``"auto"``: what it has left when ``fit`` begins, with what this
+            process has cached. Bytes, as an ``int`` or as ``"20GiB"``, or a share of the device between 0 and 1: no
+            more than that, and until the end of the run PyTorch gives this process no more of an accelerator either.
+        on_excess: What happens if more is needed: ``"warn"``, or ``"error"``.
+
+    Raises:
+        TypeError: If an argument has another type than said above.
+        ValueError: If ``limit`` is no size above 0 and no share, or ``on_excess`` is neither of the two.
+        MisconfigurationException: In ``setup``, on all ranks, if the run does not fit and ``on_excess`` is
+            ``"error"``, or if there are several in one trainer.
+
+    Example:
+        >>> import lightning.pytorch as pl
+        >>> from lightning_vram import MemoryBudget
+        >>> trainer = pl.Trainer(callbacks=[MemoryBudget("20GiB", on_excess="error")], logger=False)
+    """
+
+    takes_no_memory = True  # an estimate leaves it out
+    uses_gradients = False  # so that optimizers may step before: see FSDPOffloadStrategy
+
+    def __init__(self, limit: int | float | str = AUTO, *, on_excess: Literal["warn", "error"] = "warn") -> None:
+        check_limit(limit)
+        if on_excess not in _ACTIONS:
+            raise ValueError(f"MemoryBudget(on_excess) must be 'warn' or 'error', got {on_excess!r}.")
+        self.limit = limit
+        self.on_excess = on_excess
+        vars(self).update(self._between_runs())
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        check_trainer("MemoryBudget", trainer)
+        self._end()  # a run whose end another callback's error cut short
+        if stage != "fit":
+            return
+        if sum(isinstance(callback, MemoryBudget) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
+            raise MisconfigurationException("MemoryBudget can be used once, got several: one device has one budget.")
+        device = trainer.strategy.root_device
+        limit = limit_bytes(self.limit, device)
+        if limit is not None and can_limit(device):
+            self._process_limit = ProcessLimit(device, limit)
+        verdict = self._agree(trainer, pl_module, limit)
+        self._expected = dict(verdict.expected)
+        if verdict.fits is False and self.on_excess == "error":
+            self._end()
+            raise MisconfigurationException(verdict.message)
+        (rank_zero_info if verdict.fits else rank_zero_warn)(verdict.message)
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        device = trainer.strategy.root_device
+        if self._expected and has_cache(device):
+            self._watch = PeakWatch(device)
+            self._watch.restart()
+            self._first_step = trainer.global_step
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+    ) -> None:
+        if self._watch is None or trainer.global_step == self._first_step:
+            return
+        watch, self._watch = self._watch, None
+        expected = self._expected[TRAIN if self._first_step else _FIRST_STEP]  # a resumed run has its states already
+        measured = watch.read().peak_allocated_bytes - self._bytes_of_others
+        rank_zero_info(first_step_line(measured, expected, str(trainer.strategy.root_device)))
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._end()
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._end()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | self._between_runs()
+
+    def _between_runs(self) -> dict[str, Any]:
+        return {"_process_limit": None, "_watch": None, "_expected": {}, "_first_step": 0, "_bytes_of_others": 0}
+
+    def _end(self) -> None:
+        if self._process_limit is not None:
+            self._process_limit.remove()
+        vars(self).update(self._between_runs())
+
+    def _agree(self, trainer: pl.Trainer, module: pl.LightningModule, limit: int | None) -> _Verdict:
+        """Rank zero decides, for the rank with the least room."""
+        device = trainer.strategy.root_device
+        held = _bytes_on(device, module)
+        if has_cache(device):
+            self._bytes_of_others = read_allocator(device).allocated_bytes - held
+        room = room_bytes(device, trainer.num_devices)
+        if room is not None:
+            room = room + held if limit is None else min(room + held, limit)
+        ranks = RankAgreement(rank_timeout(trainer))
+        try:
+            rooms = ranks.gather(room)
+            verdict = _judge(trainer, module, rooms) if trainer.is_global_zero else None
+            return next(one for one in ranks.gather(verdict) if one is not None)
+        finally:
+            ranks.close()
+
+
+def _judge(trainer: pl.Trainer, module: pl.LightningModule, rooms: list[int | None]) -> _Verdict:
+    known = [room for room in rooms if room is not None]
+    device = trainer.strategy.root_device
+    if not known:
+        return _Verdict(unknown_line(f"device '{device}' does not tell what it has left"), fits=None)
+    try:
+        estimate = _estimate(trainer, module, _describe(device, min(known)))
+    except Exception as error:  # a step on tensors without values may fail where the run does not
+        return _Verdict(unknown_line(f"{type(error).__name__}: {error}"), fits=None)
+    expected = tuple((name, stage.allocated_bytes) for name, stage in estimate.stages.items())
+    message = fit_line(estimate) if estimate.fits else excess_message(estimate)
+    return _Verdict(message, estimate.fits, expected)
+
+
+def _estimate(trainer: pl.Trainer, module: pl.LightningModule, spec: DeviceSpec) -> MemoryEstimate:
+    with isolated():
+        batch = read_first_batch(trainer, module)
+    arguments = {
+        "device": spec,
+        "trainer": read_trainer_arguments(trainer),
+        "devices": trainer.num_devices,
+        "num_nodes": trainer.num_nodes,
+    }
+    estimate = estimate_memory(module, batch, **arguments, find_limits=False)
+    if estimate.fits:
+        return estimate
+    return estimate_memory(module, batch, **arguments)  # the search for the largest batch takes longer
+
+
+def _describe(device: torch.device, num_bytes: int) -> DeviceSpec:
+    """Describe what is left of a device. Its driver has taken its own part by now."""
+    memory_bytes = max(1, num_bytes)
+    if device.type == "cpu":
+        return DeviceSpec("cpu", memory_bytes)
+    return replace(describe_this_device(), name=str(device), memory_bytes=memory_bytes, context_bytes=0)
+
+
+def _bytes_on(device: torch.device, module: pl.LightningModule) -> int:
+    """What of a module is there already."""
+    tensors = [*module.parameters(), *module.buffers()]
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in tensors
+        if tensor.device == device and not isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin)
+    }
+    return sum(storages.values())

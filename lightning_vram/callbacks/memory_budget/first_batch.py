@@ -1,0 +1,122 @@
+"""The first batch of a run, read beside the run: it finds its data as if nobody had looked."""
+
+import copy
+from itertools import islice
+from types import ModuleType
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_vram.core.random_state.generators import is_generator, read_state, write_state
+from lightning_vram.private_names.lightning.loops import takes_turns, training_source
+from lightning_vram.private_names.torch.trees import tree_map
+
+_READ_BY_PLACE = (list, tuple, Tensor)
+_MOST_PARTS = 10_000
+_MOST_TRANSFORMS = 64  # longer lists are samples
+
+
+def read_first_batch(trainer: pl.Trainer, module: pl.LightningModule) -> Any:
+    """Return a batch as the run's first one, from the loaders, the datamodule or the module that ``fit`` was given.
+
+    Global random numbers are the caller's to keep.
+
+    Args:
+        trainer: That is in its ``setup`` hooks.
+        module: Of the run.
+
+    Raises:
+        ValueError: If there is none, or none can be had without taking it away from the run.
+        Exception: What the user's data raise.
+    """
+    source = training_source(trainer)
+    if isinstance(source, pl.LightningModule):
+        if not is_overridden("train_dataloader", source):
+            raise ValueError("there is no data to train on")
+        source = _set_up_twin(source, trainer)
+    loaders = source.train_dataloader() if isinstance(source, pl.LightningModule | pl.LightningDataModule) else source
+    combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "max_size_cycle")
+    if not combined.flattened:
+        raise ValueError("there is no data to train on")
+    try:
+        if takes_turns(combined):
+            return _first_of(combined.flattened[0])
+        return tree_map(_first_of, combined.iterables)
+    except StopIteration:
+        raise ValueError("the data has no batch") from None
+
+
+def _set_up_twin(module: pl.LightningModule, trainer: pl.Trainer) -> pl.LightningModule:
+    """A module that makes its data itself may need its ``setup``, whose turn comes later: a twin runs it before."""
+    if not is_overridden("setup", module):
+        return module
+    twin = copy.copy(module)
+    for name in ("_parameters", "_buffers", "_modules"):
+        vars(twin)[name] = dict(vars(module)[name])
+    vars(twin)["_trainer"] = trainer
+    twin.setup("fit")
+    return twin
+
+
+def _first_of(loader: Any) -> Any:
+    if isinstance(loader, DataLoader):
+        return _first_of_loader(loader)
+    if not isinstance(loader, _READ_BY_PLACE):
+        loader = _copy(loader)
+    return next(iter(loader))
+
+
+def _first_of_loader(loader: DataLoader[Any]) -> Any:
+    """Read it in this process: no worker begins, and what the loader keeps of its iterations stays."""
+    dataset = loader.dataset
+    if isinstance(dataset, IterableDataset):
+        samples = iter(_copy(dataset))
+        if loader.batch_size is None:
+            return loader.collate_fn(next(samples))
+        batch = list(islice(samples, loader.batch_size))
+        if not batch:
+            raise StopIteration
+        return loader.collate_fn(batch)
+    sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    states = [(generator, read_state(generator)) for generator in _generators_of(dataset)]
+    try:
+        indices = next(iter(copy.deepcopy(sampler, {id(dataset): dataset})))
+        if loader.batch_sampler is None:
+            return loader.collate_fn(dataset[indices])
+        read = getattr(dataset, "__getitems__", lambda places: [dataset[place] for place in places])
+        return loader.collate_fn(read(indices))
+    finally:
+        for generator, state in states:
+            write_state(generator, state)
+
+
+def _copy(iterable: Any) -> Any:
+    """Return a copy to read from; what is consumed by reading has none."""
+    try:
+        return copy.deepcopy(iterable)
+    except Exception as error:  # theirs can raise anything
+        kind = type(iterable).__name__
+        raise ValueError(f"reading from {kind} would take a batch away from the run, and it has no copy") from error
+
+
+def _generators_of(dataset: Any) -> list[Any]:
+    """Generators that a dataset draws from by itself, or what it is made of: other datasets, transforms."""
+    found: dict[int, Any] = {}
+    seen: dict[int, Any] = {}
+    waiting = [dataset]
+    while waiting and len(seen) < _MOST_PARTS:
+        part = waiting.pop()
+        if id(part) in seen or isinstance(part, type | ModuleType | Tensor):
+            continue
+        seen[id(part)] = part
+        if is_generator(part):
+            found[id(part)] = part
+        elif isinstance(part, list | tuple):
+            waiting += part if len(part) <= _MOST_TRANSFORMS else []
+        else:
+            waiting += getattr(part, "__dict__", {}).values()
+    return list(found.values())

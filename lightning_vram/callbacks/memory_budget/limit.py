@@ -1,0 +1,61 @@
+"""What ``MemoryBudget(limit)`` means on a device."""
+
+import torch
+
+from lightning_vram.memory.device.process_limit import can_limit, total_bytes
+from lightning_vram.memory.device.room import device_room
+from lightning_vram.memory.host.available import available_host_bytes
+from lightning_vram.memory.units import parse_bytes
+
+NAME = "MemoryBudget(limit)"
+AUTO = "auto"
+
+
+def check_limit(limit: object) -> None:
+    """Refuse what is no limit.
+
+    Raises:
+        TypeError: If it is of a wrong kind.
+        ValueError: If it is no size above 0, and no share of a device.
+    """
+    if limit == AUTO:
+        return
+    if isinstance(limit, float):
+        if not 0 < limit <= 1:
+            raise ValueError(f"{NAME} as a share of the device must be above 0 and at most 1, got {limit}.")
+    elif isinstance(limit, bool) or not isinstance(limit, int | str):
+        kind = type(limit).__name__
+        raise TypeError(
+            f"{NAME} must be 'auto', bytes, text such as '20GiB', or a share, got {limit!r} of type {kind}."
+        )
+    elif parse_bytes(limit, NAME) == 0:
+        raise ValueError(f"{NAME} must be above 0, got {limit!r}.")
+
+
+def limit_bytes(limit: int | float | str, device: torch.device) -> int | None:
+    """Return a limit in bytes; ``None`` if there is none.
+
+    Args:
+        limit: As :func:`check_limit` lets it pass.
+        device: What shares are of; of a device that does not tell, of what the host has available.
+    """
+    if limit == AUTO:
+        return None
+    if isinstance(limit, float):
+        all_bytes = total_bytes(device) if can_limit(device) else available_host_bytes() or 0
+        return int(limit * all_bytes)
+    return parse_bytes(limit, NAME)
+
+
+def room_bytes(device: torch.device, num_processes: int) -> int | None:
+    """Return how much more this process can have of ``device``; ``None`` if the device does not tell.
+
+    Args:
+        device: An accelerator with its index, or the host.
+        num_processes: That share the host.
+    """
+    if device.type == "cpu":
+        available_bytes = available_host_bytes()
+        return None if available_bytes is None else available_bytes // num_processes
+    room = device_room(device)
+    return None if room is None else room.room_bytes()

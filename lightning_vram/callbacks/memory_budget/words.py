@@ -1,0 +1,71 @@
+"""What ``MemoryBudget`` says."""
+
+from collections.abc import Mapping
+
+from lightning_vram.memory.estimate.result import MemoryEstimate
+from lightning_vram.memory.tracking.timeline import Category
+from lightning_vram.memory.units import format_bytes
+
+_NAME = "MemoryBudget"
+_PER_SAMPLE = (
+    "a smaller batch with accumulate_grad_batches, MicroBatching('auto'), ActivationCheckpointing() or "
+    "ActivationOffload()"
+)
+_PER_PARAMETER = "strategy='fsdp_offload' or LeanMixedPrecision('bf16', parameters='bf16+split')"
+_WAYS_OUT: Mapping[Category, str] = {
+    Category.PARAMETERS: _PER_PARAMETER,
+    Category.BUFFERS: _PER_PARAMETER,
+    Category.GRADIENTS: _PER_PARAMETER,
+    Category.OPTIMIZER_STATE: _PER_PARAMETER,
+    Category.INPUTS: _PER_SAMPLE,
+    Category.ACTIVATIONS: _PER_SAMPLE,
+    Category.TEMPORARIES: _PER_SAMPLE,
+}
+_NAMES = {Category.OPTIMIZER_STATE: "states of optimizers"}
+
+
+def fit_line(estimate: MemoryEstimate) -> str:
+    """Say that a run fits."""
+    needed, room = format_bytes(estimate.needed_bytes), format_bytes(estimate.device.memory_bytes)
+    return f"{_NAME}: a step needs {needed} of the {room} available on {estimate.device.name}."
+
+
+def excess_message(estimate: MemoryEstimate) -> str:
+    """Say that it does not, what takes the room, and what to do."""
+    needed, room = estimate.needed_bytes, estimate.device.memory_bytes
+    largest = max(estimate.by_category, key=lambda category: estimate.by_category[category])
+    sentences = [
+        f"{_NAME}: the run does not fit. A step needs {format_bytes(needed)}, and {format_bytes(room)} are available "
+        f"on {estimate.device.name}: {format_bytes(needed - room)} too few.",
+        f"The largest part, {format_bytes(estimate.by_category[largest])}, is {_NAMES.get(largest, largest)}"
+        f"{_place(estimate)}.",
+    ]
+    if estimate.max_batch_size is not None and estimate.batch_size:
+        sentences.append(_batch_sentence(estimate.max_batch_size, estimate.batch_size))
+    return " ".join([*sentences, f"What helps: {_WAYS_OUT[largest]}."])
+
+
+def first_step_line(measured_bytes: int, expected_bytes: int, device: str) -> str:
+    """Hold what a first step took against what was expected."""
+    share = (expected_bytes - measured_bytes) / max(1, measured_bytes)
+    return (
+        f"{_NAME}: up to the first optimizer step {format_bytes(measured_bytes)} were allocated at most on {device}, "
+        f"{format_bytes(expected_bytes)} were expected ({share:+.1%})."
+    )
+
+
+def unknown_line(error: str) -> str:
+    """Say that nobody can tell."""
+    reason = error.partition("\n")[0].rstrip(".")
+    return f"{_NAME} cannot tell whether the run fits: {reason}. The run goes on."
+
+
+def _place(estimate: MemoryEstimate) -> str:
+    module, size = next(iter(estimate.by_module.items()), ("", 0))
+    return f"; the largest module is {module} with {format_bytes(size)}" if module else ""
+
+
+def _batch_sentence(largest: int, size: int) -> str:
+    if largest == 0:
+        return f"The batch has {size} samples, and not even one fits."
+    return f"The batch has {size} samples, {largest} would fit."

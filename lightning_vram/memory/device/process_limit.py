@@ -1,0 +1,44 @@
+"""A limit to what this process takes of a device, and the way back."""
+
+import torch
+
+from lightning_vram.memory.device.accelerators import has_statistics
+
+
+class ProcessLimit:
+    """Let this process take no more than so much of a device, until :meth:`remove`.
+
+    What PyTorch reserves counts; what the driver keeps for the process does not.
+
+    Args:
+        device: With its index, as in ``cuda:0``.
+        limit_bytes: Cut to what the device has.
+
+    Raises:
+        ValueError: If ``device`` knows no limit.
+    """
+
+    def __init__(self, device: torch.device, limit_bytes: int) -> None:
+        if not can_limit(device):
+            raise ValueError(f"device '{device}' has no limit for a process.")
+        self._device = device
+        memory = torch.get_device_module(device)
+        read = getattr(memory, "get_per_process_memory_fraction", None)  # XPU has it since torch 2.10
+        self._before: float | None = 1.0 if read is None else float(read(device))
+        memory.set_per_process_memory_fraction(min(1.0, limit_bytes / total_bytes(device)), device)
+
+    def remove(self) -> None:
+        """Put back the limit that was there. Calling it again does nothing."""
+        if self._before is not None:
+            torch.get_device_module(self._device).set_per_process_memory_fraction(self._before, self._device)
+            self._before = None
+
+
+def can_limit(device: torch.device) -> bool:
+    """Whether :class:`ProcessLimit` can be had on ``device``."""
+    return has_statistics(device.type) and hasattr(torch.get_device_module(device), "set_per_process_memory_fraction")
+
+
+def total_bytes(device: torch.device) -> int:
+    """Return what ``device`` has in all, for all processes."""
+    return int(torch.get_device_module(device).mem_get_info(device)[1])

@@ -1,0 +1,282 @@
+import logging
+import random
+import re
+import threading
+
+import lightning.pytorch as pl
+import numpy
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from support.helpers import BATCH_SIZE, ForkingOffload, LitTiny, TinyCNN, TinyGPT, assert_equal_weights
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from lightning_vram import ActivationCheckpointing, EmptyCache, LeanMixedPrecision, MemoryBudget, estimate_memory
+
+pytestmark = pytest.mark.filterwarnings("ignore:MemoryBudget. the run does not fit")
+
+
+class Drawing(Dataset):
+    """Draws from generators of its own, and from the global ones."""
+
+    def __init__(self) -> None:
+        self.own = numpy.random.default_rng(3)
+        self.transforms = [random.Random(4)]
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int):
+        noise = self.own.random() + self.transforms[0].random() + random.random() + numpy.random.rand()
+        return torch.randn(3, 8, 8) + noise, index % 10
+
+
+class Lines(IterableDataset):
+    """Goes on where it was left, as a file does."""
+
+    def __init__(self) -> None:
+        self.place = 0
+
+    def __iter__(self):
+        while self.place < 12:
+            self.place += 1
+            yield torch.full((3, 8, 8), float(self.place)), self.place % 10
+
+
+class Once(IterableDataset):
+    def __init__(self) -> None:
+        self.samples = ((torch.zeros(3, 8, 8), 0) for _ in range(12))
+
+    def __iter__(self):
+        return self.samples
+
+
+def fit(make_trainer, callbacks, data=None, **arguments):
+    pl.seed_everything(0, verbose=False)
+    model = LitTiny(TinyCNN())
+    make_trainer(callbacks=callbacks, **arguments).fit(model, *([] if data is None else [data()]))
+    return model
+
+
+def own_order():
+    return DataLoader(Drawing(), batch_size=BATCH_SIZE, shuffle=True, generator=torch.Generator().manual_seed(5))
+
+
+@pytest.mark.parametrize(
+    "data", [own_order, lambda: DataLoader(Lines(), batch_size=4), lambda: DataLoader(Once(), batch_size=4)]
+)
+@pytest.mark.filterwarnings("ignore:MemoryBudget cannot tell")
+def test_the_run_sees_the_same_data_and_random_numbers(data, make_trainer):
+    weights = [fit(make_trainer, callbacks, data, max_epochs=1) for callbacks in ([], [MemoryBudget()])]
+    assert_equal_weights(*weights)
+
+
+def test_what_can_be_read_once_is_not_read(make_trainer):
+    message = (
+        "MemoryBudget cannot tell whether the run fits: ValueError: reading from Once would take a batch away from the "
+        "run, and it has no copy. The run goes on."
+    )
+    with pytest.warns(UserWarning, match=f"^{re.escape(message)}$"):
+        fit(make_trainer, [MemoryBudget()], lambda: DataLoader(Once(), batch_size=4), max_epochs=1)
+
+
+def test_no_worker_is_started_or_kept(make_trainer):
+    seen = []
+
+    class Watch(pl.Callback):
+        takes_no_memory = True
+
+        def setup(self, trainer, pl_module, stage):
+            seen.append((loader._iterator, threading.active_count()))
+
+    loader = DataLoader(Drawing(), batch_size=4, num_workers=1, persistent_workers=True, multiprocessing_context="fork")
+    before = threading.active_count()
+    fit(make_trainer, [MemoryBudget(), Watch()], lambda: loader, max_epochs=1)
+    assert seen == [(None, before)]
+
+
+def test_a_module_that_makes_its_data_in_setup(make_trainer, caplog):
+    class Late(LitTiny):
+        def setup(self, stage):
+            self.samples = self.net.samples(8)
+
+        def train_dataloader(self):
+            return DataLoader(self.samples, batch_size=4)
+
+    with caplog.at_level(logging.INFO, "lightning.pytorch"):
+        make_trainer(callbacks=[MemoryBudget()], max_epochs=1).fit(Late(TinyCNN()))
+    assert "MemoryBudget: a step needs" in caplog.text
+
+
+def test_loaders_that_are_combined(make_trainer, caplog):
+    class Both(LitTiny):
+        def training_step(self, batch, batch_idx):
+            return self.loss(batch["one"]) + self.loss(batch["other"][0])
+
+        validation_step = training_step
+
+    net = TinyCNN()
+    loaders = {"one": DataLoader(net.samples(8), batch_size=4), "other": [DataLoader(net.samples(8), batch_size=2)]}
+    with caplog.at_level(logging.INFO, "lightning.pytorch"):
+        make_trainer(callbacks=[MemoryBudget()], max_epochs=1, limit_val_batches=0).fit(Both(net), loaders)
+    assert "MemoryBudget: a step needs" in caplog.text
+
+
+@pytest.mark.slow_except("accumulation")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"},
+        {"precision": "bf16-mixed"},
+        {"precision": "bf16-true"},
+    ],
+    ids=["plain", "accumulation", "mixed", "true"],
+)
+def test_the_estimate_is_that_of_the_same_arguments(arguments, make_trainer, monkeypatch):
+    estimates = spy(monkeypatch)
+    fit(make_trainer, [MemoryBudget(), ActivationCheckpointing()], **arguments)
+    callbacks = [ActivationCheckpointing()]
+    alone = estimate_memory(
+        LitTiny(TinyCNN()), device="cpu", trainer={**arguments, "callbacks": callbacks}, find_limits=False
+    )
+    assert [each.peak_bytes for each in estimates] == [alone.peak_bytes]
+
+
+@pytest.mark.slow
+def test_plugins_and_strategies_are_those_of_the_trainer(make_trainer, monkeypatch):
+    estimates = spy(monkeypatch)
+    plugin = LeanMixedPrecision("bf16", parameters="bf16+split")
+    fit(make_trainer, [MemoryBudget()], plugins=[plugin], max_epochs=1)
+    fit(make_trainer, [MemoryBudget()], strategy=ForkingOffload(min_params=1), devices=1, max_epochs=1)
+    lean = estimate_memory(LitTiny(TinyCNN()), device="cpu", trainer={"plugins": [plugin]}, find_limits=False)
+    sharded = estimate_memory(
+        LitTiny(TinyCNN()), device="cpu", trainer={"strategy": ForkingOffload(min_params=1)}, find_limits=False
+    )
+    assert [each.peak_bytes for each in estimates] == [lean.peak_bytes, sharded.peak_bytes]
+
+
+def spy(monkeypatch):
+    from lightning_vram.callbacks.memory_budget import callback
+
+    made, inner = [], callback.estimate_memory
+    monkeypatch.setattr(callback, "estimate_memory", lambda *a, **k: made.append(inner(*a, **k)) or made[-1])
+    return made
+
+
+@pytest.mark.slow
+def test_a_run_that_does_not_fit_ends_before_it_begins(make_trainer):
+    begun = []
+
+    class Begins(LitTiny):
+        def configure_model(self):
+            begun.append(self.trainer)
+
+    trainer = make_trainer(callbacks=[MemoryBudget(200_000, on_excess="error")])
+    with pytest.raises(MisconfigurationException) as caught:
+        trainer.fit(Begins(TinyGPT()))
+    assert re.fullmatch(
+        r"MemoryBudget: the run does not fit. A step needs 2\d\d.\d\d KiB, and 195.31 KiB are available on cpu: "
+        r"\d+.\d\d KiB too few. The largest part, \d+.\d\d KiB, is activations; the largest module is "
+        r"net.blocks.0.self_attn with \d+.\d\d KiB. The batch has 4 samples, 2 would fit. What helps: a smaller batch "
+        r"with accumulate_grad_batches, MicroBatching\('auto'\), ActivationCheckpointing\(\) or ActivationOffload\(\).",
+        str(caught.value),
+    )
+    assert trainer not in begun
+
+
+def test_a_warning_lets_the_run_go_on(make_trainer):
+    plain = fit(make_trainer, [])
+    with pytest.warns(
+        UserWarning, match=r"^MemoryBudget: the run does not fit. .* The batch has 4 samples, and not even"
+    ):
+        model = fit(make_trainer, [MemoryBudget(10_000)])
+    assert_equal_weights(model, plain)
+
+
+def test_a_step_that_cannot_be_estimated_runs(make_trainer):
+    class Reads(LitTiny):
+        def training_step(self, batch, batch_idx):
+            batch[0].numpy()
+            return super().training_step(batch, batch_idx)
+
+    with pytest.warns(UserWarning, match=r"^MemoryBudget cannot tell whether the run fits: .*\. The run goes on\.$"):
+        make_trainer(callbacks=[MemoryBudget(on_excess="error")]).fit(Reads(TinyCNN()))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"limit": 0}, ValueError, "MemoryBudget(limit) must be above 0, got 0."),
+        ({"limit": "0 GiB"}, ValueError, "MemoryBudget(limit) must be above 0, got '0 GiB'."),
+        (
+            {"limit": 1.5},
+            ValueError,
+            "MemoryBudget(limit) as a share of the device must be above 0 and at most 1, got 1.5.",
+        ),
+        (
+            {"limit": None},
+            TypeError,
+            "MemoryBudget(limit) must be 'auto', bytes, text such as '20GiB', or a share, got None of type NoneType.",
+        ),
+        (
+            {"limit": "much"},
+            ValueError,
+            "MemoryBudget(limit) must be a number and one of B, KiB, MiB, GiB, TiB, kB, MB, GB, TB, got 'much'.",
+        ),
+        ({"on_excess": "stop"}, ValueError, "MemoryBudget(on_excess) must be 'warn' or 'error', got 'stop'."),
+    ],
+)
+def test_bad_arguments(arguments, error, message):
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        MemoryBudget(**arguments)
+
+
+def test_two_are_refused(make_trainer):
+    with pytest.raises(
+        MisconfigurationException, match=r"^MemoryBudget can be used once, got several: one device has one budget\.$"
+    ):
+        fit(make_trainer, [MemoryBudget(), MemoryBudget()])
+
+
+def test_evaluation_is_left_alone(make_trainer, monkeypatch):
+    estimates = spy(monkeypatch)
+    trainer = make_trainer(callbacks=[MemoryBudget(), EmptyCache()])
+    trainer.validate(LitTiny(TinyCNN()))
+    assert estimates == []
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("limit", [0.9, 1000], ids=["fits", "does not fit"])
+def test_all_ranks_decide_alike(limit, make_trainer, make_model):
+    if limit == 1000:
+        trainer = make_trainer(callbacks=[MemoryBudget(limit, on_excess="error")], strategy=ForkingOffload(), devices=2)
+        with pytest.raises(Exception, match=r"MemoryBudget: the run does not fit"):
+            trainer.fit(make_model())
+        return
+    fitted = []
+    for callbacks in ([], [MemoryBudget(limit)]):
+        model = make_model()
+        make_trainer(callbacks=callbacks, strategy=ForkingOffload(), devices=2, max_epochs=1).fit(model)
+        fitted.append(model)
+    assert_equal_weights(*fitted)
+
+
+def test_tensors_given_as_a_list_of_batches(make_trainer, caplog):
+    net = TinyCNN()
+    batches = list(DataLoader(TensorDataset(*net.samples(8).tensors), batch_size=4))
+    with caplog.at_level(logging.INFO, "lightning.pytorch"):
+        make_trainer(callbacks=[MemoryBudget()], max_epochs=1).fit(LitTiny(net), Batches(batches))
+    assert "MemoryBudget: a step needs" in caplog.text
+
+
+class Batches:
+    def __init__(self, batches) -> None:
+        self.batches = batches
+
+    def __iter__(self):
+        return iter(self.batches)
+
+    def __len__(self):
+        return len(self.batches)
