@@ -16,6 +16,7 @@ from lightning_vram.estimation.batches import (
     with_sequence_length,
 )
 from lightning_vram.estimation.limits import largest_that_fits
+from lightning_vram.estimation.real_steps import RealSteps
 from lightning_vram.estimation.stages import estimate_stages, needed_bytes
 from lightning_vram.estimation.traced_fit import FitRun, TracedFit, trace_fit
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
@@ -67,7 +68,8 @@ def estimate_memory(  # noqa: PLR0913 - by name
 
     Raises:
         TypeError: If an argument is of a wrong kind, or ``trainer`` has a name that ``Trainer`` has not.
-        ValueError: If the card is not known, no batch can be had, or no optimizer steps.
+        ValueError: If the card is not known, no batch can be had, no optimizer steps, or a step that looks at values
+            cannot be run on real tensors.
         Exception: What the module raises in its step.
 
     Example:
@@ -109,7 +111,12 @@ class _Estimator:
         self._spec = spec
         self._run = run
         self._workspaces = None if run.card is None else workspaces_of(spec)
-        self._traced = trace_fit(module, batch, run)
+        self._real: RealSteps | None = None
+        try:
+            self._traced = trace_fit(module, batch, run)
+        except RuntimeError as error:  # among it what fake tensors cannot do; a mistake is one with real ones, too
+            self._real = RealSteps(module, batch, run, error)
+            self._traced = self._real.predict(batch_size_of(batch) or 1)
 
     def estimate(self) -> MemoryEstimate:
         """Return the estimate of the batch, without limits."""
@@ -118,22 +125,29 @@ class _Estimator:
     def max_batch_size(self) -> int | None:
         """Return the largest batch that fits; ``None`` if it is not known."""
         size = batch_size_of(self._batch)
-        if not size:
+        if not size or (self._real is not None and not self._real.has_law):
             return None
-        return self._largest((size, size // 2 or 2), lambda new: with_batch_size(self._batch, size, new))
+        return self._largest((size, size // 2 or 2), lambda new: self._trace_batch_of(new, size))
 
     def max_sequence_length(self) -> int | None:
         """Return the longest sequence that fits; ``None`` if there is none, or it is not known."""
         length = sequence_length_of(self._batch)
-        if length is None or length < _SHORTEST:
+        if length is None or length < _SHORTEST or self._real is not None:
             return None
         step = length // 4 // _KERNEL_WIDTH * _KERNEL_WIDTH or length // 4
         sizes = (length, length - step, length - 2 * step)
-        return self._largest(sizes, lambda new: with_sequence_length(self._batch, length, new))
+        return self._largest(
+            sizes, lambda new: trace_fit(self._module, with_sequence_length(self._batch, length, new), self._run)
+        )
 
-    def _largest(self, sizes: tuple[int, ...], resized: Callable[[int], Any]) -> int | None:
+    def _trace_batch_of(self, new: int, size: int) -> TracedFit:
+        if self._real is not None:
+            return self._real.predict(new)
+        return trace_fit(self._module, with_batch_size(self._batch, size, new), self._run)
+
+    def _largest(self, sizes: tuple[int, ...], trace: Callable[[int], TracedFit]) -> int | None:
         return largest_that_fits(
-            lambda size: trace_fit(self._module, resized(size), self._run),
+            trace,
             lambda traced: needed_bytes(traced, self._workspaces),
             self._spec.memory_bytes,
             sizes,

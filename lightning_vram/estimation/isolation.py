@@ -12,9 +12,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from lightning_vram.private_names.lightning.loops import AutomaticOptimization
+from lightning_vram.private_names.torch.dispatch import FakeTensor
 from lightning_vram.private_names.torch.process_groups import disconnected
 
 _TALKERS = ("lightning.pytorch", "lightning.fabric", "lightning_vram")
+_FAKES = logging.getLogger(FakeTensor.__module__)
 
 
 @contextmanager
@@ -28,6 +30,8 @@ def isolated() -> Iterator[None]:
             logger = logging.getLogger(name)
             stack.callback(logger.setLevel, logger.level)
             logger.setLevel(logging.ERROR)
+        stack.callback(_FAKES.setLevel, _FAKES.level)
+        _FAKES.setLevel(logging.CRITICAL)  # it shows errors that are caught
         _keep_environment(stack)
         _keep_switches(stack)
         _keep_warnings_to_come(stack)

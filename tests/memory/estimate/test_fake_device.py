@@ -98,7 +98,7 @@ def test_fakes_share_what_the_real_ones_share():
     assert type(model[0].weight) is nn.Parameter
 
 
-def test_a_fresh_batch_has_the_shapes_of_the_template():
+def test_a_fresh_tensor_has_the_shape_of_the_template():
     with a_card() as (mode, _):
         template = torch.empty(3, 5).T
         fresh = like_fresh(template, mode)
