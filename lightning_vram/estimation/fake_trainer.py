@@ -6,6 +6,7 @@ first makes the state of the optimizer, the second is as all others.
 
 import copy
 import inspect
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ from lightning.pytorch.callbacks import (
     Timer,
 )
 from lightning.pytorch.plugins.environments import ClusterEnvironment
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy
 from typing_extensions import override
 
 from lightning_vram.memory.estimate.fake_device import CARD
@@ -39,6 +40,9 @@ _SET_HERE = (
     *("limit_train_batches", "limit_val_batches", "val_check_interval", "check_val_every_n_epoch"),
     *("limit_test_batches", "limit_predict_batches", "reload_dataloaders_every_n_epochs", "default_root_dir"),
 )
+_NEED_CUDA = (FSDPStrategy, DeepSpeedStrategy)
+_NAMES_OF_SUCH = ("deepspeed", "fsdp_cpu_offload")
+_STARTS_PROCESSES = re.compile("_(spawn|fork|notebook)")  # of ddp: no process is started here
 _ON_ONE_DEVICE = (None, "auto", "single_device")
 
 
@@ -160,14 +164,23 @@ def make_trainer(
 
     Raises:
         TypeError: If an argument is none of ``Trainer``.
+        ValueError: If the strategy runs on CUDA only.
     """
     _check_names(arguments)
     kept = {name: value for name, value in arguments.items() if name not in _SET_HERE}
     callbacks = kept.pop("callbacks", None) or []
     callbacks = [callbacks] if isinstance(callbacks, Callback) else list(callbacks)
     callbacks = copy.deepcopy([callback for callback in callbacks if not _is_watcher(callback)])
-    if kept.get("strategy") in _ON_ONE_DEVICE:
-        kept["strategy"] = SingleDeviceStrategy(device=device)
+    strategy = kept.get("strategy")
+    if strategy in _ON_ONE_DEVICE:
+        kept["strategy"] = SingleDeviceStrategy(device=device) if num_ranks == 1 else "ddp"
+    elif isinstance(strategy, _NEED_CUDA) or str(strategy).startswith(_NAMES_OF_SUCH) or strategy == "fsdp":
+        raise ValueError(
+            f"estimate_memory does not run the strategy {strategy!r}, which takes no device but CUDA's: fsdp_offload "
+            "shards the same."
+        )
+    elif isinstance(strategy, str):
+        kept["strategy"] = _STARTS_PROCESSES.sub("", strategy)
     kept["strategy"] = copy.deepcopy(kept["strategy"])  # a Trainer writes to it
     plugins = kept.pop("plugins", None) or []
     plugins = copy.deepcopy(list(plugins) if isinstance(plugins, list | tuple) else [plugins])

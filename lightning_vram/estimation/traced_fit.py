@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from typing_extensions import override
 
 from lightning_vram.estimation.batches import map_tensors
+from lightning_vram.estimation.data_parallel import leave_out_reducer
 from lightning_vram.estimation.fake_trainer import NUM_STEPS, make_trainer, needs_ranks
 from lightning_vram.estimation.isolation import isolated
 from lightning_vram.memory.estimate.cuda_semantics import CudaSpec, cuda_semantics
@@ -159,6 +160,7 @@ def _fit(
             with_validation=run.with_validation,
         )
         _connect_past_modes(trainer.strategy)
+        leave_out_reducer(trainer.strategy, tracker.label_gradients)
         stack.callback(register_optimizer_step_post_hook(marks.count_step).remove)
         stack.enter_context(_scratch(run.card, device, tracker))
         batches, for_validation = (_Batches(make_batch, number) for number in (num_batches, 1))

@@ -135,6 +135,10 @@ class MemoryTracker:
         """Count the tensors of a batch, any nest of them, as inputs; also those made inside the block."""
         label_all(self._ledger, (("", leaf) for leaf in iterate_tensors(batch)), Category.INPUTS)
 
+    def label_gradients(self, tensors: Iterable[Tensor]) -> None:
+        """Count tensors as gradients, such as those that they are gathered in."""
+        label_all(self._ledger, (("", tensor) for tensor in tensors), Category.GRADIENTS)
+
     def __enter__(self) -> Self:
         if not self._is_fresh:
             raise RuntimeError("a memory tracker can be entered once; call track_memory() again for a new one.")
