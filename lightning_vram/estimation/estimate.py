@@ -117,10 +117,25 @@ class _Estimator:
         except RuntimeError as error:  # among it what fake tensors cannot do; a mistake is one with real ones, too
             self._real = RealSteps(module, batch, run, error)
             self._traced = self._real.predict(batch_size_of(batch) or 1)
+        self._micro_batch_size: int | None = None
+        self._cut_until_it_fits()
 
     def estimate(self) -> MemoryEstimate:
         """Return the estimate of the batch, without limits."""
         return self._estimate(self._traced)
+
+    def _cut_until_it_fits(self) -> None:
+        """Do what callbacks that cut batches when memory runs out would find out: here it never does."""
+        size, arguments = batch_size_of(self._batch) or 1, self._run.trainer_arguments
+        callbacks = arguments.get("callbacks") or []
+        callbacks = list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
+        if self._real is not None or not any(_cuts_when_full(callback) for callback in callbacks):
+            return
+        while size > 1 and needed_bytes(self._traced, self._workspaces) > self._spec.memory_bytes:
+            self._micro_batch_size = size = -(-size // 2)
+            cut = [one.starting_with(size) if _cuts_when_full(one) else one for one in callbacks]
+            self._run = replace(self._run, trainer_arguments={**arguments, "callbacks": cut})
+            self._traced = trace_fit(self._module, self._batch, self._run)
 
     def max_batch_size(self) -> int | None:
         """Return the largest batch that fits; ``None`` if it is not known."""
@@ -159,6 +174,8 @@ class _Estimator:
         notes = [*(workspaces.notes if workspaces is not None else ()), *traced.notes]
         if any(isinstance(part, OptimizedModule) for part in self._module.modules()):
             notes.append("Compiled modules are traced uncompiled: compiled ones often take less.")
+        if self._micro_batch_size is not None:
+            notes.append(f"MicroBatching finds that {self._micro_batch_size} samples fit at once.")
         return MemoryEstimate(
             device=self._spec,
             stages=estimate_stages(traced, workspaces),
@@ -167,6 +184,10 @@ class _Estimator:
             context_bytes=workspaces.context_bytes if workspaces is not None else 0,
             notes=tuple(notes),
         )
+
+
+def _cuts_when_full(callback: Any) -> bool:
+    return hasattr(callback, "starting_with") and callback.size == "auto"
 
 
 def _spec_of(device: str | torch.device | DeviceSpec) -> DeviceSpec:

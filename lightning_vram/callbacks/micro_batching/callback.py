@@ -1,5 +1,6 @@
 """Run every batch in parts that fit, inside one step: smaller ones when memory runs out, with the same result."""
 
+import copy
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -156,6 +157,15 @@ class MicroBatching(FitTechnique):
         }
         self._run = _Run()
         self._last_size: int | None = None
+
+    def starting_with(self, size: int) -> "MicroBatching":
+        """Return a copy that, where the size is ``"auto"``, runs ``size`` samples at once, as if it had found so."""
+        clone = copy.copy(self)
+        clone._run = _Run()
+        clone._choosers = {name: FixedSize(size) if one.retries else one for name, one in self._choosers.items()}
+        for name, one in self._choosers.items():
+            clone._choosers[name].retries = one.retries  # the state before the step is held, as in such a run
+        return clone
 
     @property
     def micro_batch_size(self) -> int | None:
