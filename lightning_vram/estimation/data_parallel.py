@@ -35,12 +35,13 @@ def _hold_buckets(strategy: DDPStrategy, label: Callable[[Sequence[Tensor]], Non
     strategy.ddp_buckets = buckets  # type: ignore[attr-defined]  # as long as it
     if arguments.get("gradient_as_bucket_view"):
         for bucket, group in zip(buckets, groups, strict=True):
-            for view, parameter in zip(bucket.split([one.numel() for one in group]), group, strict=True):
-                parameter.register_post_accumulate_grad_hook(partial(_move_into, view.view_as(parameter)))
+            for view, parameter in zip(torch.split(bucket, [one.numel() for one in group]), group, strict=True):
+                move = partial(_move_into, view.view_as(parameter))
+                parameter.register_post_accumulate_grad_hook(move)  # type: ignore[no-untyped-call]
 
 
 def _move_into(view: Tensor, parameter: nn.Parameter) -> None:
-    if parameter.grad is not view:
+    if parameter.grad is not None and parameter.grad is not view:
         view.copy_(parameter.grad)
         parameter.grad = view
 

@@ -161,7 +161,6 @@ class MicroBatching(FitTechnique):
     def starting_with(self, size: int) -> "MicroBatching":
         """Return a copy that, where the size is ``"auto"``, runs ``size`` samples at once, as if it had found so."""
         clone = copy.copy(self)
-        clone._run = _Run()
         clone._choosers = {name: FixedSize(size) if one.retries else one for name, one in self._choosers.items()}
         for name, one in self._choosers.items():
             clone._choosers[name].retries = one.retries  # the state before the step is held, as in such a run
