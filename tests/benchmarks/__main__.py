@@ -10,21 +10,29 @@ from rich.table import Table
 
 from lightning_vram.memory.units import format_bytes
 from tests.benchmarks.cases import WORKLOADS
+from tests.benchmarks.estimates.cases import CASES
+from tests.benchmarks.estimates.measure import measure_all
 from tests.benchmarks.measure import Row, describe_machine, measure_memory, measure_speed
 from tests.benchmarks.variants import COMPILED_VARIANTS, GPU_PEERS, VARIANTS
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
-    parser.add_argument("--suite", choices=["memory", "speed"], required=True)
+    parser.add_argument("--suite", choices=["memory", "speed", "estimate"], required=True)
     parser.add_argument("-o", "--output", type=Path, help="JSON file; kept under tests/benchmarks/results/")
     parser.add_argument("--repeats", type=int, default=5, help="interleaved repeats of each variant (speed)")
     parser.add_argument("--steps", type=int, default=5, help="timed steps per repeat (speed)")
     parser.add_argument("--only", default="", help="part of a workload's name")
     parser.add_argument("--variants", default="", help="part of a variant's name; plain is always there (speed)")
+    parser.add_argument("--without-cudnn", action="store_true", help="convolutions without their workspaces (estimate)")
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows: list[Row] = []
+    if arguments.suite == "estimate":
+        names = [name for name in CASES if arguments.only in name]
+        rows = list(measure_all(names, has_cudnn=not arguments.without_cudnn))
+        report(arguments.suite, rows, arguments.output)
+        return
     for workload in WORKLOADS:
         if (workload.needs_gpu and device.type == "cpu") or arguments.only not in workload.name:
             continue

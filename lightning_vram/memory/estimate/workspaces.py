@@ -27,7 +27,7 @@ _UNKNOWN_CONTEXT = 500 * MIB
 # aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize and parseCUDABlasLtWorkspaceSize
 _CUBLAS_BYTES = 8_519_680  # ":4096:2:16:8" (pytorch#95668)
 _CUBLAS_BYTES_FROM_HOPPER_ON = 32 * MIB  # Blackwell: pytorch#175344
-_CUBLASLT_BYTES = 1 * MIB  # of its own only where workspaces are not kept
+_CUBLASLT_BYTES = 1 * MIB  # for products with bias: those of the forward
 _PRODUCTS = ("aten.mm.default", "aten.bmm.default", "aten.baddbmm.default", "aten.addmv.default", "aten.mv.default")
 _PRODUCT_WITH_BIAS = "aten.addmm.default"  # by cuBLASLt
 
@@ -75,7 +75,9 @@ def workspaces_of(spec: DeviceSpec, environment: Mapping[str, str] = os.environ)
     is_kept = spec.is_workspace_kept
     if is_kept is None:
         is_kept = environment.get("TORCH_CUBLAS_WORKSPACE_CACHE") == "1" or not _allocates_for_each_product()
-    kept = dict.fromkeys((Phase.FORWARD, Phase.BACKWARD), cublas_bytes) if is_kept and cublas_bytes else {}
+    kept = {}
+    if is_kept and cublas_bytes:
+        kept = {Phase.FORWARD: cublas_bytes + _CUBLASLT_BYTES, Phase.BACKWARD: cublas_bytes}
     scratch = {}
     if not is_kept and cublas_bytes:
         scratch = {**dict.fromkeys(_PRODUCTS, cublas_bytes), _PRODUCT_WITH_BIAS: _CUBLASLT_BYTES}

@@ -112,6 +112,7 @@ def _net_of(kind: type[pl.LightningModule], *arguments: Any) -> nn.Module:
 
 
 MODELS = {
+    "small gpt": _gpt(1, 256, 4, 256, 16),
     "gpt": _gpt(4, 256, 4, 256, 16),
     "wide gpt": _gpt(6, 768, 12, 512, 4),
     "long gpt": _gpt(2, 512, 8, 2048, 2),
@@ -158,6 +159,7 @@ WAYS: dict[str, Callable[[], Options]] = {
 }
 FUSED_ADAMW = "fused AdamW"
 _CHOSEN = {
+    "small gpt": ("fp32", "bf16-mixed", "clipped", "in parts"),
     "gpt": (*WAYS, FUSED_ADAMW),
     "wide gpt": (
         *("fp32", "bf16-mixed", "clipped", FUSED_ADAMW, "checkpointed", "matmuls kept", "offloaded", "lean bf16"),

@@ -29,9 +29,10 @@ def measure_all(names: Iterable[str], *, has_cudnn: bool = True) -> Iterator[Row
         names: In :data:`CASES`.
         has_cudnn: Whether convolutions may use cuDNN, whose workspaces nobody can foretell.
     """
+    context = get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # imported once
     for name in names:
-        pool = ProcessPoolExecutor(1, mp_context=get_context("forkserver"))
-        with pool:
+        with ProcessPoolExecutor(1, mp_context=context) as pool:
             yield pool.submit(compare, name, has_cudnn).result()
 
 
@@ -41,7 +42,7 @@ def compare(name: str, has_cudnn: bool) -> Row:
         with warnings.catch_warnings(), torch.backends.cudnn.flags(enabled=has_cudnn):
             warnings.simplefilter("ignore")
             steps = train(name)
-            return {"name": name, **summarize(steps, estimate(name, describe_this_device())), "steps": steps}
+            return {"name": name, **summarize(steps, estimate(name, describe_this_device())), "all_steps": steps}
     except Exception as error:
         return {"name": name, **describe_error(error)}
 
@@ -52,11 +53,8 @@ def train(name: str) -> list[Row]:
     options = case.make_options()
     peaks = _Peaks()
     num_batches = NUM_STEPS * options.get("accumulate_grad_batches", 1)
-    trainer = pl.Trainer(
-        **{**trainer_options(torch.device("cuda", 0)), **options},
-        max_epochs=1,
-    )
-    trainer.callbacks.append(peaks)
+    trainer = pl.Trainer(**trainer_options(torch.device("cuda", 0)), **options, max_epochs=1)
+    trainer.callbacks.append(peaks)  # after all others
     trainer.fit(case.make_module(), DataLoader(_Same(case.model.make_batch(), num_batches), batch_size=None))
     return peaks.steps
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 from rich.console import Console
 from rich.table import Table
@@ -67,6 +68,11 @@ def _failed_tests(item: str) -> Figure:
     return figure
 
 
+def _error(key: str, reduce: Callable[[list[float]], float]) -> Figure:
+    """Of all cases that were estimated: how far from what the allocator had, as a part of that."""
+    return lambda found: reduce([abs(row[key]) for row in found["estimate.allocator"]["rows"] if key in row])
+
+
 SECONDS, KEPT, PEAK = "seconds_of_first", "kept_bytes", "max_memory_allocated_bytes"
 _OPTIMIZER, _TOKENS = "fsdp_offload, optimizer", "tokens_per_second"
 GOALS = (
@@ -119,6 +125,15 @@ GOALS = (
         1.005,
     ),
     *(
+        Goal("estimate.allocator", f"{text} error of estimated {name} bytes", _error(f"{name}_error", reduce), bound)
+        for text, reduce, name, bound in (
+            ("mean", fmean, "allocated", 0.02),
+            ("worst", max, "allocated", 0.05),
+            ("mean", fmean, "reserved", 0.03),
+            ("worst", max, "reserved", 0.08),
+        )
+    ),
+    *(
         Goal(
             f"sharded.{key}.optimizer",
             "tokens per second, of plain",
@@ -135,7 +150,7 @@ def figure_of(goal: Goal, found: dict[str, Result]) -> float | None:
     """Return the figure, or ``None`` where it has not been measured."""
     try:
         return goal.figure(found)
-    except (LookupError, TypeError, ZeroDivisionError):
+    except (LookupError, TypeError, ValueError, ZeroDivisionError):  # no row has it
         return None
 
 

@@ -17,7 +17,7 @@ class AllocatorReplay:
     """What the allocator held over a timeline.
 
     Args:
-        allocated: Bytes in blocks that are in use, after each event of the timeline.
+        allocated: Most bytes in blocks that are in use at each event of the timeline, with scratch of its operator.
         reserved: Bytes taken from the driver, after each event.
         peak_requested_bytes: Most bytes that were asked for at once, workspaces among them.
         peak_allocated_bytes: Most bytes in blocks at once: what ``torch.cuda.max_memory_allocated`` would say.
@@ -76,6 +76,7 @@ def replay(
     allocated, reserved = [], []
     failed = None
     for index, event in enumerate(timeline.events):
+        scratch_bytes = 0
         allocation = timeline.allocations[event.allocation]
         if allocation.device == device:
             try:
@@ -83,11 +84,11 @@ def replay(
                     player.take_workspace(event.phase)
                 player.change(event.allocation, event.change_bytes)
                 if event.change_bytes > 0:
-                    player.use_scratch(allocation.op)
+                    scratch_bytes = player.use_scratch(allocation.op)
             except torch.OutOfMemoryError:
                 failed = index
                 break
-        allocated.append(player.allocator.statistics.allocated_bytes)
+        allocated.append(player.allocator.statistics.allocated_bytes + scratch_bytes)
         reserved.append(player.allocator.reserved_bytes)
     statistics = player.allocator.statistics
     return AllocatorReplay(
@@ -121,10 +122,15 @@ class _Player:
         if num_bytes := self._workspace.pop(phase, 0):
             self.allocator.malloc(num_bytes)
 
-    def use_scratch(self, op: str) -> None:
-        """Allocate and free what an operator needs beside its result."""
-        if num_bytes := self._scratch.get(op, 0):
-            self.allocator.free(self.allocator.malloc(num_bytes))
+    def use_scratch(self, op: str) -> int:
+        """Allocate and free what an operator needs beside its result; return how much was in use for it."""
+        before = self.allocator.statistics.allocated_bytes
+        if not (num_bytes := self._scratch.get(op, 0)):
+            return 0
+        block = self.allocator.malloc(num_bytes)
+        allocated_bytes = self.allocator.statistics.allocated_bytes - before
+        self.allocator.free(block)
+        return allocated_bytes
 
     def change(self, number: int, change_bytes: int) -> None:
         """Let an allocation grow or shrink: as a storage does, whose new block is there before the old one is freed."""

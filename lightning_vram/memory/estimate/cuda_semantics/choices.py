@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_vram.memory.estimate.cuda_semantics.attention.choice import Attention
@@ -18,6 +19,8 @@ from lightning_vram.private_names.torch.trees import tensors_in
 _Way = Callable[..., Any]
 # Made of others, some of which autocast casts. Without autograd a dispatch mode would see them whole, where it is late.
 _TAKEN_APART = ("aten::cross_entropy_loss", "aten::nll_loss_nd", "aten::instance_norm")
+# One kernel, which other devices make of several operators.
+_ONE_KERNEL = ("aten::silu_backward", "aten::mish_backward")
 # In place, and without a fake kernel. Those of Adam have one.
 _FUSED_STEPS = ("aten::_fused_sgd_", "aten::_fused_sgd_.tensor_lr", "aten::_fused_adagrad_")
 
@@ -36,6 +39,7 @@ def choices(spec: CudaSpec, notes: dict[str, None]) -> dict[str, Kernel]:
         **dict.fromkeys(OPERATORS, partial(_recurrent, notes)),
         **dict.fromkeys(_FUSED_STEPS, _step_in_place),
         **dict.fromkeys(_TAKEN_APART, _take_apart),
+        **dict.fromkeys(_ONE_KERNEL, _make_gradient),
     }
     return {name: partial(_run, kind, way, operator_named(name)) for name, way in ways.items()}
 
@@ -67,6 +71,10 @@ def _recurrent(notes: dict[str, None], op: Any, given: dict[str, Any]) -> tuple[
 
 
 def _step_in_place(op: Any, given: dict[str, Any]) -> None: ...
+
+
+def _make_gradient(op: Any, given: dict[str, Any]) -> Tensor:
+    return torch.empty_like(given["grad_output"])
 
 
 def _take_apart(op: Any, given: dict[str, Any]) -> Any:
