@@ -1,3 +1,5 @@
-"""Tell before a run whether it fits the device's memory."""
+"""See :class:`MemoryBudget`."""
 
-from lightning_vram.callbacks.memory_budget.callback import MemoryBudget as MemoryBudget
+from lightning_vram.callbacks.memory_budget.callback import MemoryBudget
+
+__all__ = ["MemoryBudget"]

@@ -5,6 +5,7 @@ what the device has left. It costs the seconds of that estimate and saves no mem
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -13,6 +14,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
 from lightning_vram.callbacks.hook_points import check_trainer, rank_timeout
@@ -82,7 +84,11 @@ class MemoryBudget(Callback):
             raise ValueError(f"MemoryBudget(on_excess) must be 'warn' or 'error', got {on_excess!r}.")
         self.limit = limit
         self.on_excess = on_excess
-        vars(self).update(self._between_runs())
+        self._process_limit: ProcessLimit | None = None
+        self._watch: PeakWatch | None = None
+        self._expected: dict[str, int] = {}
+        self._first_step = 0
+        self._bytes_of_others = 0  # on the device before the run
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -153,8 +159,8 @@ class MemoryBudget(Callback):
         ranks = RankAgreement(rank_timeout(trainer))
         try:
             rooms = ranks.gather(room)
-            verdict = _judge(trainer, module, rooms) if trainer.is_global_zero else None
-            return next(one for one in ranks.gather(verdict) if one is not None)
+            verdict: _Verdict = ranks.gather(_judge(trainer, module, rooms) if trainer.is_global_zero else None)[0]
+            return verdict
         finally:
             ranks.close()
 
@@ -176,16 +182,17 @@ def _judge(trainer: pl.Trainer, module: pl.LightningModule, rooms: list[int | No
 def _estimate(trainer: pl.Trainer, module: pl.LightningModule, spec: DeviceSpec) -> MemoryEstimate:
     with isolated():
         batch = read_first_batch(trainer, module)
-    arguments = {
-        "device": spec,
-        "trainer": read_trainer_arguments(trainer),
-        "devices": trainer.num_devices,
-        "num_nodes": trainer.num_nodes,
-    }
-    estimate = estimate_memory(module, batch, **arguments, find_limits=False)
-    if estimate.fits:
-        return estimate
-    return estimate_memory(module, batch, **arguments)  # the search for the largest batch takes longer
+    estimate = partial(
+        estimate_memory,
+        module,
+        batch,
+        device=spec,
+        trainer=read_trainer_arguments(trainer),
+        devices=trainer.num_devices,
+        num_nodes=trainer.num_nodes,
+    )
+    found = estimate(find_limits=False)
+    return found if found.fits else estimate()  # the search for the largest batch takes longer
 
 
 def _describe(device: torch.device, num_bytes: int) -> DeviceSpec:
@@ -202,6 +209,6 @@ def _bytes_on(device: torch.device, module: pl.LightningModule) -> int:
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for tensor in tensors
-        if tensor.device == device and not isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin)
+        if tensor.device == device and not is_lazy(tensor)
     }
     return sum(storages.values())

@@ -52,7 +52,7 @@ def _own_meshes() -> Iterator[None]:
         make(mesh, *args, **kwargs)
         mesh._thread_id = _NO_THREAD
 
-    DeviceMesh.__init__ = make_apart  # type: ignore[method-assign]
+    DeviceMesh.__init__ = make_apart  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
@@ -67,8 +67,8 @@ def _make_world(c10d: Any) -> Any:
 
 
 def _register(name: str, group: Any) -> None:
-    registry = torch._C._distributed_c10d
+    registry: Any = torch._C._distributed_c10d
     try:
-        registry._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
+        registry._resolve_process_group(name)
     except (LookupError, RuntimeError, ValueError):  # closing a group forgets those of everybody
-        registry._register_process_group(name, group)  # type: ignore[attr-defined, arg-type]
+        registry._register_process_group(name, group)
