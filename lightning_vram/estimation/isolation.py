@@ -20,8 +20,12 @@ _FAKES = logging.getLogger(FakeTensor.__module__)
 
 
 @contextmanager
-def isolated() -> Iterator[None]:
-    """Run a Trainer inside the block as if nobody had: what it says and switches ends with the block."""
+def isolated(*, is_connected: bool = False) -> Iterator[None]:
+    """Run a Trainer inside the block as if nobody had: what it says and switches ends with the block.
+
+    Args:
+        is_connected: Whether the block sees the process groups of this process.
+    """
     with ExitStack() as stack:
         stack.enter_context(isolate_rng())
         stack.enter_context(warnings.catch_warnings())
@@ -35,7 +39,8 @@ def isolated() -> Iterator[None]:
         _keep_environment(stack)
         _keep_switches(stack)
         _keep_warnings_to_come(stack)
-        stack.enter_context(disconnected())
+        if not is_connected:
+            stack.enter_context(disconnected())
         yield
 
 

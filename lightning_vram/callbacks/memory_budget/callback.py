@@ -180,7 +180,7 @@ def _judge(trainer: pl.Trainer, module: pl.LightningModule, rooms: list[int | No
 
 
 def _estimate(trainer: pl.Trainer, module: pl.LightningModule, spec: DeviceSpec) -> MemoryEstimate:
-    with isolated():
+    with isolated(is_connected=True):  # samplers may ask for the rank
         batch = read_first_batch(trainer, module)
     estimate = partial(
         estimate_memory,

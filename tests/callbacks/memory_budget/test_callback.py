@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from support.helpers import BATCH_SIZE, ForkingOffload, LitTiny, TinyCNN, TinyGPT, assert_equal_weights
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 
 from lightning_vram import ActivationCheckpointing, EmptyCache, LeanMixedPrecision, MemoryBudget, estimate_memory
 
@@ -244,6 +244,20 @@ def test_evaluation_is_left_alone(make_trainer, monkeypatch):
     trainer = make_trainer(callbacks=[MemoryBudget(), EmptyCache()])
     trainer.validate(LitTiny(TinyCNN()))
     assert estimates == []
+
+
+@pytest.mark.slow
+def test_a_sampler_that_asks_for_the_rank(make_trainer, monkeypatch):
+    class Distributed(LitTiny):
+        def train_dataloader(self):
+            samples = self.net.samples(8)
+            return DataLoader(samples, batch_size=4, sampler=DistributedSampler(samples))
+
+    estimates = spy(monkeypatch)
+    make_trainer(callbacks=[MemoryBudget()], strategy=ForkingOffload(), devices=1, max_epochs=1).fit(
+        Distributed(TinyCNN())
+    )
+    assert [each.batch_size for each in estimates] == [4]
 
 
 @pytest.mark.slow
