@@ -15,7 +15,7 @@ from support.simdevice import build
 from tests.benchmarks.gpu_day import agenda, device_tests, goals, results
 from tests.benchmarks.gpu_day.items import Item, Job
 from tests.benchmarks.gpu_day.schedule import run_items
-from tests.benchmarks.gpu_day.trace_text import reduce_trace
+from tests.benchmarks.trace_text import reduce_trace
 
 ROOT = Path(__file__).parents[1]
 

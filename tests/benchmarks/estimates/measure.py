@@ -9,10 +9,10 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
-from lightning_vram.planner.estimate import estimate_memory
 from tests.benchmarks.gpu_day.device import trainer_options
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_vram.estimation import estimate_memory
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
 from lightning_vram.memory.estimate.known_devices import describe_this_device
 from tests.benchmarks.estimates.cases import CASES

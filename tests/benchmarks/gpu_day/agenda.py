@@ -2,7 +2,7 @@
 
 import re
 
-from tests.benchmarks.gpu_day import device_tests, estimates, fits, goals, profiles, smoke, speed, traces
+from tests.benchmarks.gpu_day import device_tests, fits, goals, profiles, smoke, speed, traces
 from tests.benchmarks.gpu_day.items import Item, Job
 
 ITEMS = (
@@ -14,7 +14,6 @@ ITEMS = (
     *fits.WITH_GOALS,
     *speed.WITH_GOALS[5:],
     *fits.XL_LIGHTNING,
-    *estimates.ITEMS,
     *traces.ITEMS,
     *profiles.ITEMS,
     *speed.OTHERS[:3],

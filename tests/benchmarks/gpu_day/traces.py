@@ -1,4 +1,4 @@
-"""What the allocator was asked for in small cases, with the phases of the step: an estimator can be held against it."""
+"""What estimates are held against: what the allocator was asked for in small cases, and what it took in many."""
 
 import os
 from functools import partial
@@ -8,11 +8,13 @@ import torch
 
 from lightning_vram.memory.device.allocator_settings import VARIABLES
 from tests.benchmarks.cases import WORKLOADS, Workload
+from tests.benchmarks.estimates.cases import CASES
+from tests.benchmarks.estimates.measure import measure_all
 from tests.benchmarks.gpu_day.items import Item, Setting
 from tests.benchmarks.gpu_day.results import Report
 from tests.benchmarks.gpu_day.speed import workload_of
-from tests.benchmarks.gpu_day.trace_text import reduce_trace
 from tests.benchmarks.measure import NUM_WARM_UP, Row, Run, read_peaks
+from tests.benchmarks.trace_text import reduce_trace
 
 VARIANTS = ("plain", "checkpointed", "checkpointed, matmuls kept", "InPlaceFusion", "offloaded", "compressed")
 MAX_ENTRIES = 200_000
@@ -64,4 +66,10 @@ def _num_entries(setting: Setting) -> int:
     return len(torch.cuda.memory._snapshot()["device_traces"][setting.device.index])
 
 
-ITEMS = (Item("traces.small", 40, run),)
+def run_estimates(setting: Setting, report: Report) -> None:
+    """Add a row for each case of ``estimate_memory`` beside the allocator; each has a process of its own."""
+    for row in measure_all(CASES):
+        report.add(row)
+
+
+ITEMS = (Item("estimate.allocator", 500, run_estimates, needs_cuda=True), Item("traces.small", 40, run))

@@ -13,7 +13,7 @@ import pytest
 from lightning_vram.memory.estimate.caching_allocator.settings import parse_settings
 from lightning_vram.memory.estimate.caching_allocator.snapshots import replay_snapshot
 from lightning_vram.memory.units import MIB
-from tests.benchmarks.gpu_day.trace_text import expand_trace
+from tests.benchmarks.trace_text import expand_trace
 
 STEPS = json.loads((Path(__file__).parent / "recorded_steps.json").read_text())
 

@@ -9,7 +9,7 @@ from lightning_vram.memory.estimate.caching_allocator.restored import restore
 from lightning_vram.memory.estimate.caching_allocator.settings import parse_settings
 from lightning_vram.memory.estimate.caching_allocator.snapshots import replay_snapshot
 from lightning_vram.memory.units import MIB
-from tests.benchmarks.gpu_day.trace_text import expand_trace, reduce_trace
+from tests.benchmarks.trace_text import expand_trace, reduce_trace
 
 SETTINGS = ["", "expandable_segments:True", "expandable_segments:True,large_segment_size_mb:32"]
 
