@@ -29,6 +29,7 @@ from lightning_vram.memory.estimate.fake_ranks import fake_ranks
 from lightning_vram.memory.estimate.fake_tensors import FakeTensors, like_fresh
 from lightning_vram.memory.tracking.timeline import MemoryTimeline
 from lightning_vram.memory.tracking.tracker import MemoryTracker, track_memory
+from lightning_vram.private_names.lightning.compile import forget_compiled_steps
 from lightning_vram.private_names.torch.dispatch import without_modes
 
 FIRST_STEP, STEP, VALIDATION = "first step", "train", "validation"
@@ -91,7 +92,13 @@ def trace_real_fit(module: pl.LightningModule, batch: Any, run: FitRun) -> Trace
     """The same on real tensors, on the host, in one process. The module is copied, weights and all."""
     make = partial(map_tensors, batch, Tensor.clone)
     with isolated():
-        return _with_enough_batches(lambda num_batches: _fit(copy.deepcopy(module), make, run, HOST, [], num_batches))
+        return _with_enough_batches(lambda num_batches: _fit(_copy(module), make, run, HOST, [], num_batches))
+
+
+def _copy(module: pl.LightningModule) -> pl.LightningModule:
+    copied = copy.deepcopy(module)
+    forget_compiled_steps(copied)
+    return copied
 
 
 def _fake_fit(module: pl.LightningModule, batch: Any, run: FitRun, num_batches: int) -> TracedFit | None:
@@ -118,6 +125,7 @@ def _fake_fit(module: pl.LightningModule, batch: Any, run: FitRun, num_batches: 
             stack.enter_context(fake_ranks(run.num_ranks))
         fakes = FakeTensors(mode, HOST)
         copied = fakes.copy_of(module, [*module.parameters(), *module.buffers()])
+        forget_compiled_steps(copied)
         make = partial(map_tensors, map_tensors(batch, fakes.fake), partial(like_fresh, mode=mode))
         del fakes  # it knows the storages that the module begins with: whoever puts others there frees those
         traced = _fit(copied, make, run, HOST if run.card is None else CARD, trackers, num_batches)

@@ -1,5 +1,6 @@
 """What an estimate leaves behind: nothing, whatever runs in it and however it ends."""
 
+import copy
 import logging
 import os
 import random
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.utilities.seed import isolate_rng
-from support.helpers import LitTiny, TinyGPT, describe_module
+from support.helpers import LitTiny, TinyCNN, TinyGPT, describe_module
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
@@ -151,6 +152,21 @@ def test_one_that_fails_leaves_none(hook, seeded):
     before = describe_module(module)
     assert_no_trace(run)
     assert describe_module(module) == before
+
+
+def test_a_compiled_module_is_left_alone(seeded):
+    module = LitTiny(TinyCNN())
+    compiled = torch.compile(module, backend="eager")
+    before, weights = describe_module(module), copy.deepcopy(module.state_dict())
+    trainer = {"callbacks": [ActivationCheckpointing()]}
+    images = [torch.zeros(4, 3, 8, 8), torch.zeros(4, dtype=torch.int64)]
+    peak_bytes = [
+        estimate_memory(each, images, device="rtx4090", find_limits=False, trainer=trainer).peak_bytes
+        for each in (LitTiny(TinyCNN()), pl.utilities.compile.from_compiled(compiled))
+    ]
+    assert peak_bytes[0] == peak_bytes[1]
+    assert describe_module(module) == before
+    torch.testing.assert_close(module.state_dict(), weights, rtol=0, atol=0)
 
 
 def test_files_of_callbacks_go_nowhere(seeded):
