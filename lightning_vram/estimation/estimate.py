@@ -28,6 +28,9 @@ from lightning_vram.private_names.torch.compiled import OptimizedModule
 
 _HOST = "cpu"
 _SHORTEST = 8
+_COPIES = (
+    "Copies to the host run on streams of their own, with blocks of their own: reserved bytes may be some 10 % more."
+)
 _KERNEL_WIDTH = 64  # kernels of attention round lengths up: those that differ by multiples follow one law
 Progress = Callable[[str, float], None]
 
@@ -172,6 +175,8 @@ class _Estimator:
     def _estimate(self, traced: TracedFit) -> MemoryEstimate:
         workspaces = self._workspaces
         notes = [*(workspaces.notes if workspaces is not None else ()), *traced.notes]
+        if traced.timeline.pinned_peak_bytes:
+            notes.append(_COPIES)
         if any(isinstance(part, OptimizedModule) for part in self._module.modules()):
             notes.append("Compiled modules are traced uncompiled: compiled ones often take less.")
         if self._micro_batch_size is not None:
