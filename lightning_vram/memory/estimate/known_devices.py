@@ -1,7 +1,8 @@
 """Cards of 2018 to 2026, by name: ``known_devices.json``, and the one at hand.
 
-FLOP rates, bandwidths and buses are nominal, as the makers' data sheets have them. Memory is what the driver says there is, where
-somebody has published it (``memory_source``), since it keeps 1 to 6 % of what is on the card; on Windows it says more.
+FLOP rates, bandwidths and buses are nominal, as the makers' data sheets have them. Memory is what the driver says there
+is, where somebody has published it (``memory_source``), since it keeps 1 to 6 % of what is on the card; on Windows it
+says more.
 """
 
 import difflib

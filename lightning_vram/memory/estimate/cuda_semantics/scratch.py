@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from lightning_vram.memory.estimate.cuda_semantics.reductions import Processors, reduction_buffers
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
+from lightning_vram.private_names.cuda.attention import efficient_backward, flash_backward
 from lightning_vram.private_names.torch.dispatch import UnwrappedMode
 from lightning_vram.private_names.torch.operators import OpOverload, given_arguments
 
@@ -109,6 +110,6 @@ _BLOCKS: dict[Any, _BlocksOf] = {
         _reduction,
     ),
     **dict.fromkeys((_aten.var.correction, _aten.var_mean.correction, _aten.std.correction), _variance),
-    _aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
-    _aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
+    flash_backward: _flash_backward,
+    efficient_backward: _efficient_backward,
 }
