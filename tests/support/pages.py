@@ -12,8 +12,6 @@ README = ROOT / "README.md"
 MATRIX = ROOT / "lightning_vram" / "callbacks" / "README.md"
 _NO_PARTS = ("DeviceSpec", "SavePolicy")
 PARTS = [part.__name__ for part in PUBLIC if isinstance(part, type) and part.__name__ not in _NO_PARTS]
-    part.__name__ for part in PUBLIC if isinstance(part, type) and part.__name__ not in ("DeviceSpec", "SavePolicy")
-]
 MARKS = ("works", "limited", "refused")
 _ELSEWHERE = {
     "FSDPOffloadStrategy": "lightning_vram/strategies/fsdp_offload",

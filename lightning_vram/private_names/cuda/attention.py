@@ -4,8 +4,8 @@
 * ``torch.ops.aten._scaled_dot_product_efficient_attention``: the one of xformers | 2.11 - | as without flash's
 * ``torch.ops.aten._scaled_dot_product_cudnn_attention``: cuDNN's | 2.11 - | as without flash's
 * ``torch.ops.aten._scaled_dot_product_attention_math``: plain products | 2.11 - | as without flash's
-* ``torch.ops.aten._scaled_dot_product_flash_attention_backward``: its backward | 2.11 - | its scratch is not counted
-* ``torch.ops.aten._scaled_dot_product_efficient_attention_backward``: its backward | 2.11 - | its scratch is not counted
+* ``torch.ops.aten._scaled_dot_product_flash_attention_backward``: its backward | 2.11 - | no scratch
+* ``torch.ops.aten._scaled_dot_product_efficient_attention_backward``: its backward | 2.11 - | no scratch
 * ``torch._C._get_sdp_priority_order``: which is tried first | 2.11 - | attention cannot be estimated
 """
 
