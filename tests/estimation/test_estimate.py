@@ -161,3 +161,16 @@ def test_a_module_that_never_steps_is_refused():
 
     with pytest.raises(ValueError, match="No optimizer has stepped twice within 256 batches"):
         lv.estimate_memory(Never(), torch.zeros(2, 2048), device="a10", find_limits=False)
+
+
+def test_weights_that_are_cast_again_are_so_in_checkpointed_layers_too():
+    def estimate(**arguments):
+        trainer = {
+            "plugins": [lv.LeanMixedPrecision("bf16", **arguments)],
+            "callbacks": [lv.ActivationCheckpointing()],
+        }
+        return lv.estimate_memory(a_gpt(), TOKENS, device="a10", trainer=trainer, find_limits=False)
+
+    kept, cast_again = estimate(), estimate(recast_in_backward=True)
+    assert not any("real steps" in note for note in (*kept.notes, *cast_again.notes))
+    assert cast_again.peak_bytes < kept.peak_bytes

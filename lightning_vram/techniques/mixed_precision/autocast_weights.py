@@ -120,7 +120,8 @@ def _is_cast(weight: Any, device_type: str) -> bool:
     """Not those that are sharded, were put there by a transform, or have no version."""
     if type(weight) not in PARAMETER_CLASSES and type(weight) is not FakeTensor:
         return False
-    if has_torch_function_unary(weight):  # somebody wants to see the call that autocast casts it for
+    # Somebody wants to see the call that autocast casts it for; of fake ones those who let them be fake.
+    if not isinstance(weight, FakeTensor) and has_torch_function_unary(weight):
         return False
     is_dense = weight.dtype is torch.float32 and weight.layout is torch.strided
     return is_dense and weight.device.type == device_type and not weight.is_inference()
