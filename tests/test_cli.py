@@ -47,7 +47,7 @@ def in_tmp_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "argv", ["lightning-vram"])  # LightningCLI warns about arguments of pytest's
 
 
-COMMANDS = "expected a command, one of fit, validate, test, predict, estimate, report, consolidate"
+COMMANDS = "expected a command, one of fit, validate, test, predict, estimate, report, consolidate, calibrate"
 
 
 def fail(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:

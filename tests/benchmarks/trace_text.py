@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from tests.benchmarks.gpu_day.report import Row
+from tests.benchmarks.gpu_day.results import Row
 
 Entry = Mapping[str, Any]
 _TAKEN, _GIVEN = ("segment_alloc", "segment_map"), ("segment_free", "segment_unmap")

@@ -5,6 +5,8 @@ _FILES = "waits for files; nothing is on the device: tests/strategies/fsdp_offlo
 _WAITED_FOR = "a copy, which is waited for: "
 _SEVERAL = "several ranks, which the simulated device has not; one reads its shards with the computation's stream: "
 
+_CALIBRATE = "memory.estimate.calibrate"
+_TIMED = "what is copied is not read: the time it takes is measured"
 _TRANSFERS, _SHARDING = "core.host.transfers", "techniques.sharding"
 
 EXCEPTIONS = {
@@ -25,6 +27,15 @@ EXCEPTIONS = {
         _ONE_STREAM
     ),
     ("core.rollback.buffer_copies", "self.tensor.copy_(self.value, non_blocking=self.value.is_pinned())"): _ONE_STREAM,
+    (
+        "memory.estimate.calibrate",
+        "_COPY_BYTES / _fastest(lambda: on_device.copy_(on_host, non_blocking=True)),",
+    ): _TIMED,
+    (
+        "memory.estimate.calibrate",
+        "_COPY_BYTES / _fastest(lambda: on_host.copy_(on_device, non_blocking=True)),",
+    ): _TIMED,
+    (_CALIBRATE, "torch.accelerator.synchronize()"): _TIMED,
     ("optimizers.on_host.optimizers", "self._worker.submit(lambda: results.append(compute())).wait()"): (
         "the next line takes the result, and fails where there is none"
     ),

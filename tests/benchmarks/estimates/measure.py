@@ -9,13 +9,13 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
-from tests.benchmarks.gpu_day.device import trainer_options
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_vram.estimation import estimate_memory
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
 from lightning_vram.memory.estimate.known_devices import describe_this_device
 from tests.benchmarks.estimates.cases import CASES
+from tests.benchmarks.gpu_day.items import trainer_options
 from tests.benchmarks.measure import Row, describe_error
 
 NUM_STEPS = 4  # parts look at the first and prove the second; from the third on all is as it stays

@@ -74,6 +74,7 @@ def test_cuda_is_named_where_it_alone_has_the_thing():
         )
     }
     files = {"memory/device/accelerators.py", "memory/device/allocator_settings.py"}
+    found = {place for place in found if "cuda_semantics/" not in place}  # which plays CUDA
     assert {place.partition(":")[0] for place in found} == files, found
 
 
