@@ -29,10 +29,10 @@ from typing_extensions import override
 
 from lightning_vram.callbacks.slurm_requeue import SlurmJob, SlurmRequeue, check_job
 from lightning_vram.callbacks.vram_monitor import VRAMMonitor
-from lightning_vram.command_checks import check_checkpoint_path
-from lightning_vram.command_estimate import ESTIMATE, EstimateCLI
-from lightning_vram.command_files import FILE_COMMANDS
-from lightning_vram.command_parser import DEBUG_VARIABLE, PARSER_MODE, PROGRAM, CommandParser, fail
+from lightning_vram.commands.checks import check_checkpoint_path
+from lightning_vram.commands.estimate import ESTIMATE, EstimateCLI
+from lightning_vram.commands.files import FILE_COMMANDS
+from lightning_vram.commands.parser import DEBUG_VARIABLE, PARSER_MODE, PROGRAM, CommandParser, fail
 from lightning_vram.core.processes.rank_errors import CheckpointError
 from lightning_vram.early_signals import let_through
 from lightning_vram.memory.device.allocator import empty_cache

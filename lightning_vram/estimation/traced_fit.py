@@ -24,9 +24,9 @@ from lightning_vram.memory.estimate.cuda_semantics import CudaSpec, cuda_semanti
 from lightning_vram.memory.estimate.cuda_semantics.scratch import Scratch
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
 from lightning_vram.memory.estimate.event_order import as_on_card
-from lightning_vram.memory.estimate.fake_device import CARD, HOST, fake_device
-from lightning_vram.memory.estimate.fake_ranks import fake_ranks
-from lightning_vram.memory.estimate.fake_tensors import FakeTensors, like_fresh
+from lightning_vram.memory.estimate.fakes.device import CARD, HOST, fake_device
+from lightning_vram.memory.estimate.fakes.ranks import fake_ranks
+from lightning_vram.memory.estimate.fakes.tensors import FakeTensors, like_fresh
 from lightning_vram.memory.tracking.timeline import MemoryTimeline
 from lightning_vram.memory.tracking.tracker import MemoryTracker, track_memory
 from lightning_vram.private_names.lightning.compile import forget_compiled_steps

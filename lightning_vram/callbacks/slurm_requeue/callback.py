@@ -168,9 +168,7 @@ class SlurmRequeue(Callback):
         if trainer.is_global_zero:
             _folders.append(folder)
         self._shadows += [
-            Shadow(
-                checkpoint_connector(trainer), "resume_start", lambda start: partial(self._start, trainer, job, start)
-            ),
+            Shadow(checkpoint_connector(trainer), "resume_start", partial(partial, self._start, trainer, job)),
             Shadow(trainer.fit_loop, "run", partial(partial, self._run, trainer)),
             Shadow(trainer.fit_loop.epoch_loop, "advance", partial(partial, stops.advance)),
         ]

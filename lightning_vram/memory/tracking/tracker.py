@@ -20,8 +20,6 @@ gradients, take formulas that round otherwise, and ``Custom(tensor)`` of a tenso
 import gc
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from enum import Enum, auto
-from functools import cache
 from types import TracebackType
 from typing import Any, Self
 
@@ -44,19 +42,19 @@ from lightning_vram.memory.tracking.ledger import (
     Moment,
     label_all,
 )
+from lightning_vram.memory.tracking.operator_results import Results, results_of
 from lightning_vram.memory.tracking.optimizer_tensors import optimizer_tensors
 from lightning_vram.memory.tracking.storages import iterate_tensors
 from lightning_vram.memory.tracking.timeline import Category, MemoryTimeline, Phase
 from lightning_vram.private_names.torch.autograd import current_graph_task_id
 from lightning_vram.private_names.torch.dispatch import (
-    DispatchKey,
     FakeTensor,
     TorchDispatchMode,
     detect_fake_mode,
     is_traceable_wrapper_subclass_type,
 )
 from lightning_vram.private_names.torch.operator_calls import call_operator
-from lightning_vram.private_names.torch.operators import OpOverload, is_made_of_others, run_others, schema_of
+from lightning_vram.private_names.torch.operators import run_others
 from lightning_vram.private_names.torch.trees import tensors_in
 
 
@@ -261,8 +259,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # the wrapper unwraps itself; what it runs inside comes here again
-        results = _results_of(func)
-        if results is _Results.COMPOSED:
+        results = results_of(func)
+        if results is Results.COMPOSED:
             with self:
                 return run_others(func, *args, **(kwargs or {}))
         if func is not torch.ops.aten.detach.default:
@@ -271,42 +269,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._write_down(result, results, func)
         return result
 
-    def _write_down(self, result: Any, results: "_Results", func: Any) -> None:
-        if results is _Results.NEW:
+    def _write_down(self, result: Any, results: Results, func: Any) -> None:
+        if results is Results.NEW:
             for tensor in tensors_in(result):
                 # DTensor works shapes out on fake tensors of its own, once per operator.
                 if self._is_fake or not isinstance(tensor, FakeTensor):
                     self._ledger.add(tensor, str(func))
-        elif results is _Results.CHANGED:
+        elif results is Results.CHANGED:
             for tensor in tensors_in(result):
                 self._ledger.update(tensor)
-
-
-class _Results(Enum):
-    """What an operator returns."""
-
-    NEW = auto()
-    CHANGED = auto()  # an argument, perhaps with another size: ``aten.resize_``
-    VIEWS = auto()  # of an argument: an unknown storage is older than the block
-    COMPOSED = auto()  # what other operators return: without autograd those are not seen unless it is taken apart
-
-
-@cache
-def _results_of(func: Any) -> _Results:
-    if not isinstance(func, OpOverload):
-        return _Results.NEW  # a higher-order operator
-    if func.namespace == "prim":
-        return _Results.VIEWS  # questions about a tensor; the dispatcher does not know them
-    keys = DispatchKey
-    has_own_kernel = func.has_kernel_for_dispatch_key(keys.CPU) or func.has_kernel_for_dispatch_key(keys.CUDA)
-    if is_made_of_others(func) and not has_own_kernel:
-        return _Results.COMPOSED
-    schema = schema_of(func)
-    if not any(result.alias_info for result in schema.returns):
-        return _Results.NEW
-    if func is torch.ops.aten.lift_fresh.default:  # the first that is seen of torch.tensor([...])
-        return _Results.NEW
-    return _Results.CHANGED if schema.is_mutable else _Results.VIEWS
 
 
 def _held_tensors(module: nn.Module | None, inputs: Any) -> list[Tensor]:

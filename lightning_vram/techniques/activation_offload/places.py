@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_vram.core.host.arena import HostArena, unseen
 from lightning_vram.core.host.disk_ring import DiskRing
 from lightning_vram.core.host.transfers import Arrival, Copies, Departure, make_copies
-from lightning_vram.memory.estimate.fake_tensors import fake_bytes
+from lightning_vram.memory.estimate.fakes.tensors import fake_bytes
 from lightning_vram.private_names.torch.dispatch import FakeTensor
 
 

@@ -7,8 +7,8 @@ from typing import Any
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from lightning_vram.memory.estimate.cuda_semantics.replacing import replaced
-from lightning_vram.memory.estimate.fake_parameters import taken_together
+from lightning_vram.memory.estimate.fakes.parameters import taken_together
+from lightning_vram.memory.estimate.replaced import replaced
 from lightning_vram.private_names.cuda.backends import BACKEND_NAMES, INITIALISATION
 from lightning_vram.private_names.torch.autocast import STEP_IF_FINITE, first_scale_of
 

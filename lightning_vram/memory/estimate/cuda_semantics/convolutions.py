@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_vram.memory.estimate.cuda_semantics.replacing import replaced
+from lightning_vram.memory.estimate.replaced import replaced
 from lightning_vram.private_names.cuda.backends import CONVOLUTION_FORMAT
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}

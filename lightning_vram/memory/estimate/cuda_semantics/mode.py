@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from lightning_vram.memory.estimate.cuda_semantics.replacing import replaced
+from lightning_vram.memory.estimate.replaced import replaced
 from lightning_vram.private_names.torch.autograd import ENGINE
 
 _IS_CUDA = Tensor.is_cuda.__get__  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lightning_vram.memory.estimate.cuda_semantics.replacing import replaced
+from lightning_vram.memory.estimate.replaced import replaced
 from lightning_vram.private_names.torch.autocast import AVAILABILITY, CAST_ARGUMENTS
 
 _OF_A_KIND = ("is_autocast_enabled", "set_autocast_enabled", "get_autocast_dtype", "set_autocast_dtype")

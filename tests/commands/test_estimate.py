@@ -20,7 +20,7 @@ from lightning_vram.cli import main
 from lightning_vram.memory.units import parse_bytes
 from lightning_vram.report.estimate import shown
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 QUICKSTART = f"--config={ROOT / 'configs' / 'quickstart.yaml'}"
 DEVICE = ["--device", "rtx4090"]
 

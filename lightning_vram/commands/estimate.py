@@ -16,9 +16,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
-from lightning_vram.command_batch import make_batch
-from lightning_vram.command_offline import NoDownloads
-from lightning_vram.command_parser import PARSER_MODE, PROGRAM, CommandParser
+from lightning_vram.commands.batch import make_batch
+from lightning_vram.commands.offline import NoDownloads
+from lightning_vram.commands.parser import PARSER_MODE, PROGRAM, CommandParser
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
 from lightning_vram.memory.estimate.known_devices import find_device
 from lightning_vram.memory.estimate.untouched import UntouchedWeights

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_vram.memory.estimate.fake_device import CARD, fake_device
-from lightning_vram.memory.estimate.fake_ranks import fake_ranks
+from lightning_vram.memory.estimate.fakes.device import CARD, fake_device
+from lightning_vram.memory.estimate.fakes.ranks import fake_ranks
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
-from lightning_vram.memory.estimate.fake_kernels import call_fake
-from lightning_vram.memory.estimate.uniform_truths import UniformTruths
+from lightning_vram.memory.estimate.fakes.kernels import call_fake
+from lightning_vram.memory.estimate.fakes.uniform_truths import UniformTruths
 from lightning_vram.private_names.torch.dispatch import FakeTensor, UnwrappedMode, without_dispatch
 from lightning_vram.private_names.torch.operators import READ_NUMBER, OpOverload, schema_of
 from lightning_vram.private_names.torch.tensors import storage_identity

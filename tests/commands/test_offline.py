@@ -7,7 +7,7 @@ import urllib.request
 import pytest
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_vram.command_offline import NoDownloads
+from lightning_vram.commands.offline import NoDownloads
 
 MESSAGE = (
     r"^an estimate downloads nothing, and this configuration needs something from models\.example\. Fetch it first, as "

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_vram.memory.estimate.fake_device import KIND, replace
+from lightning_vram.memory.estimate.fakes.device import KIND
+from lightning_vram.memory.estimate.replaced import replaced
 from lightning_vram.private_names.torch.fakes import BACKEND, make_store
 
 
@@ -23,10 +24,13 @@ def fake_ranks(num_ranks: int) -> Iterator[None]:
         stack.enter_context(_backend_of(KIND))
         dist.init_process_group(f"cpu:{BACKEND},{KIND}:{BACKEND}", store=make_store(), rank=0, world_size=num_ranks)
         stack.callback(dist.destroy_process_group)
-        replace(stack, dist, "new_group", _make_group(dist.new_group))
-        replace(stack, dist, "barrier", lambda *_, **__: None)
-        replace(stack, dist, "broadcast_object_list", lambda *_, **__: None)
-        replace(stack, dist, "all_gather_object", _gather_same)
+        functions = {
+            "new_group": _make_group(dist.new_group),
+            "barrier": lambda *_, **__: None,
+            "broadcast_object_list": lambda *_, **__: None,
+            "all_gather_object": _gather_same,
+        }
+        stack.enter_context(replaced(dist, functions))
         yield
 
 

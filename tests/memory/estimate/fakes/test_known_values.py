@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_vram.memory.estimate.fake_device import CARD, fake_device
+from lightning_vram.memory.estimate.fakes.device import CARD, fake_device
 from lightning_vram.private_names.torch.dispatch import FakeTensor
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
-from lightning_vram.command_parser import PROGRAM
+from lightning_vram.commands.parser import PROGRAM
 from lightning_vram.memory.device.measurement import read_measurements
 from lightning_vram.memory.estimate.calibrate import calibrate
 from lightning_vram.memory.estimate.device_spec import write_calibration

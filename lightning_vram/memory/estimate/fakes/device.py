@@ -7,17 +7,19 @@ computation: what a real card holds while one lags behind is not seen.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_vram.memory.estimate.fake_parameters import make_parameter, taken_together
-from lightning_vram.memory.estimate.fake_tensors import fake_of
-from lightning_vram.memory.estimate.host_kernels import HostKernels
-from lightning_vram.memory.estimate.known_values import KnownValues
+from lightning_vram.memory.estimate.fakes.device_functions import FinishedStream, device_functions
+from lightning_vram.memory.estimate.fakes.host_kernels import HostKernels
+from lightning_vram.memory.estimate.fakes.known_values import KnownValues
+from lightning_vram.memory.estimate.fakes.parameters import make_parameter, taken_together
+from lightning_vram.memory.estimate.fakes.tensors import fake_of
+from lightning_vram.memory.estimate.replaced import replaced
 from lightning_vram.private_names.torch.dispatch import FakeTensor, FakeTensorMode, without_dispatch
 from lightning_vram.private_names.torch.fakes import remove_device_module, set_device_module, swap_contents
 
@@ -46,18 +48,8 @@ def fake_device(
         module = _device_module(num_bytes, allocated_bytes)
         set_device_module(KIND, module)
         stack.callback(remove_device_module, KIND)
-        for name in ("current_stream", "synchronize"):
-            replace(stack, torch.accelerator, name, getattr(module, name))
-        replace(stack, torch.accelerator, "current_device_index", module.current_device)
-        replace(stack, torch, "Stream", _Stream)
-        replace(stack, torch, "Event", _Stream)
-        replace(stack, torch.utils, "swap_tensors", swap_contents)
-        replace(stack, nn.Parameter, "__new__", make_parameter(nn.Parameter.__new__))
-        replace(stack, Tensor, "__deepcopy__", _deep_copy(Tensor.__deepcopy__, values))
-        replace(stack, Tensor, "data", property(_DATA.__get__, _set_data))
-        replace(stack, Tensor, "pin_memory", _pin(on_pin))
-        replace(stack, Tensor, "is_pinned", lambda self, *_: False)
-        replace(stack, Tensor, "record_stream", lambda self, stream: None)
+        for owner, attributes in _replacements(module, values, on_pin):
+            stack.enter_context(replaced(owner, attributes))
         stack.enter_context(taken_together())
         stack.enter_context(mode)
         stack.enter_context(values)
@@ -65,14 +57,29 @@ def fake_device(
         yield mode, values
 
 
-def replace(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Give ``owner`` another attribute until ``stack`` is closed."""
-    original = owner.__dict__[name] if name in vars(owner) else None
-    setattr(owner, name, value)
-    if original is None:
-        stack.callback(delattr, owner, name)
-    else:
-        stack.callback(setattr, owner, name, original)
+def _replacements(
+    module: ModuleType, values: KnownValues, on_pin: Callable[[Tensor], None]
+) -> list[tuple[Any, dict[str, Any]]]:
+    """What is put in the place of attributes of torch."""
+    accelerator = {
+        "current_stream": module.current_stream,
+        "synchronize": module.synchronize,
+        "current_device_index": module.current_device,
+    }
+    of_tensors = {
+        "__deepcopy__": _deep_copy(Tensor.__deepcopy__, values),
+        "data": property(_DATA.__get__, _set_data),
+        "pin_memory": _pin(on_pin),
+        "is_pinned": lambda self, *_: False,
+        "record_stream": lambda self, stream: None,
+    }
+    return [
+        (torch.accelerator, accelerator),
+        (torch, {"Stream": _Stream, "Event": _Stream}),
+        (torch.utils, {"swap_tensors": swap_contents}),
+        (nn.Parameter, {"__new__": make_parameter(nn.Parameter.__new__)}),
+        (Tensor, of_tensors),
+    ]
 
 
 _DATA: Any = Tensor.data  # of a base of it: what is put in its place here is taken away again
@@ -120,77 +127,17 @@ def _set_data(tensor: Tensor, values: Tensor) -> None:
     swap_contents(tensor, moved.requires_grad_(requires_grad))
 
 
-class _Stream:
-    """Does at once what it is given."""
-
+class _Stream(FinishedStream):
     device = CARD
-    device_index = 0
-    stream_id = 0
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def __enter__(self) -> "_Stream":
-        return self
-
-    def __exit__(self, *_: Any) -> None: ...
-
-    def _nothing(self, *_: Any, **__: Any) -> None: ...
-
-    synchronize = wait_stream = wait_event = wait = record = _nothing
-
-    def record_event(self, event: Any = None) -> Any:
-        return event or _Stream()
-
-    def query(self) -> bool:
-        return True
-
-    def is_capturing(self) -> bool:
-        return False
-
-    def elapsed_time(self, _: Any) -> float:
-        return 0.0
 
 
 def _device_module(num_bytes: int, allocated_bytes: Callable[[], int]) -> ModuleType:
     """What ``torch.cuda`` is for CUDA, as far as it is asked for."""
-    stream = _Stream()
-    nothing = stream._nothing
-    host_generator = torch.default_generator
-
-    def allocated(device: Any = None) -> int:
-        return allocated_bytes()
-
-    def mem_get_info(device: Any = None) -> tuple[int, int]:
-        return max(0, num_bytes - allocated_bytes()), num_bytes
-
-    names: dict[str, Any] = {
-        "is_available": lambda: True,
-        "is_initialized": lambda: True,
-        "_is_in_bad_fork": lambda: False,
-        "is_bf16_supported": lambda *_, **__: True,
-        "device_count": lambda: 1,
-        "current_device": lambda: 0,
-        "set_device": nothing,
-        "synchronize": nothing,
-        "device": lambda *_: nullcontext(),
-        "Stream": _Stream,
-        "Event": _Stream,
-        "stream": lambda _: nullcontext(),
-        "current_stream": lambda *_: stream,
-        "default_stream": lambda *_: stream,
-        "memory_allocated": allocated,
-        "memory_reserved": allocated,
-        "max_memory_allocated": allocated,
-        "max_memory_reserved": allocated,
-        "reset_peak_memory_stats": nothing,
-        "empty_cache": nothing,
-        "mem_get_info": mem_get_info,
-        "get_rng_state": lambda *_: host_generator.get_state(),
-        "set_rng_state": nothing,
-        "manual_seed": nothing,
-        "manual_seed_all": nothing,
-        "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16],
-    }
     module = ModuleType(f"torch.{KIND}")
-    vars(module).update(names)
+    vars(module).update(
+        device_functions(num_bytes, allocated_bytes, _Stream),
+        _is_in_bad_fork=lambda: False,
+        is_bf16_supported=lambda *_, **__: True,
+        get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
+    )
     return module

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_vram import track_memory
-from lightning_vram.memory.estimate.host_kernels import HostKernels
+from lightning_vram.memory.estimate.fakes.host_kernels import HostKernels
 from lightning_vram.private_names.torch.dispatch import FakeTensorMode
 
 _IN_16_BITS = torch.bfloat16

@@ -8,7 +8,7 @@ from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 from typing_extensions import override
 
-from lightning_vram.command_checks import check_aliases
+from lightning_vram.commands.checks import check_aliases
 from lightning_vram.report.one_line import condense_error
 
 PROGRAM = "lightning-vram"
