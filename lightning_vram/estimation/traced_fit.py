@@ -129,9 +129,7 @@ def _fake_fit(module: pl.LightningModule, batch: Any, run: FitRun, num_batches: 
         make = partial(map_tensors, map_tensors(batch, fakes.fake), partial(like_fresh, mode=mode))
         del fakes  # it knows the storages that the module begins with: whoever puts others there frees those
         traced = _fit(copied, make, run, HOST if run.card is None else CARD, trackers, num_batches)
-    if values.num_guesses:
-        notes["The step asks for numbers that depend on the data: they were taken for 1."] = None
-    return traced and replace(traced, notes=tuple(notes))
+    return traced and replace(traced, notes=(*notes, *values.guesses))
 
 
 def _with_enough_batches(fit: Callable[[int], TracedFit | None]) -> TracedFit:

@@ -2,8 +2,8 @@
 
 What was made of known numbers is known again. Nothing that data or weights went into is: a float of that kind is said
 to be 1, since programs show it, log it or hold it against a threshold, and tensors that are compared as a whole are
-said to be equal. An integer or a truth value decides about
-shapes and branches: asking for it raises, and the caller has to run real tensors instead.
+said to be equal. An integer or a truth value decides about shapes and branches: asking for it raises, and the caller
+has to run real tensors instead.
 """
 
 import sys
@@ -39,8 +39,8 @@ class KnownValues(UnwrappedMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.num_guesses = 0
-        """How many unknown floats were asked for."""
+        self.guesses: dict[str, None] = {}
+        """What was said about unknown values, in sentences, in order."""
         self._values: Any = WeakIdKeyDictionary()
         self._truths = UniformTruths()
 
@@ -82,12 +82,13 @@ class KnownValues(UnwrappedMode):
             return truth
         if not tensor.is_floating_point():
             return func(*args)  # raises
-        self.num_guesses += not _is_shown()
+        if not _is_shown():
+            self.guesses["The step asks for numbers that depend on the data: they were taken for 1."] = None
         return _UNKNOWN
 
     def _are_equal(self, tensors: list[Tensor]) -> bool:
         if any(isinstance(tensor, FakeTensor) for tensor in tensors):
-            self.num_guesses += 1
+            self.guesses["The step compares tensors by their values: they were taken for equal."] = None
             return True
         with without_dispatch():  # such as states of random generators
             return torch.equal(*tensors)

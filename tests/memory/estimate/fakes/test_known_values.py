@@ -21,7 +21,7 @@ def test_numbers_made_by_the_program_are_known_on_the_host_and_on_the_card(devic
         assert number.item() == 7
         assert torch.tensor([1, 5, 2], device=where).max().item() == 5
         assert torch.arange(4, device=where).tolist() == [0, 1, 2, 3]
-    assert device.num_guesses == 0
+    assert not device.guesses
 
 
 def test_writes_of_known_numbers_keep_a_tensor_known(device):
@@ -42,10 +42,17 @@ def test_writes_of_data_make_a_tensor_unknown_and_all_that_shares_its_memory(dev
         counts[1].item()
 
 
-def test_a_float_that_depends_on_data_is_one_and_is_counted(device):
+def test_a_float_that_depends_on_data_is_one_and_that_is_said(device):
     loss = nn.Linear(3, 1)(torch.randn(2, 3)).mean()
     assert loss.item() == 1
-    assert device.num_guesses == 1
+    assert list(device.guesses) == [
+        "The step asks for numbers that depend on the data: they were taken for 1.",
+    ]
+
+
+def test_tensors_are_said_to_be_equal_and_that_is_said(device):
+    assert torch.equal(torch.randn(3, device=CARD), torch.randn(3, device=CARD))
+    assert list(device.guesses) == ["The step compares tensors by their values: they were taken for equal."]
 
 
 def test_an_integer_that_depends_on_data_is_refused(device):
@@ -60,7 +67,7 @@ def test_nothing_is_infinite_or_no_number(device):
     assert not torch.isnan(values).any()
     assert not torch.isinf(values).any().item()
     assert torch.isfinite(values).all()
-    assert device.num_guesses == 0
+    assert not device.guesses
 
 
 def test_states_of_generators_are_compared_as_they_are(device):
