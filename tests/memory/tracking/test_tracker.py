@@ -543,3 +543,29 @@ def test_fsdp2_steps_are_alike():
     weight_bytes = 32 * 32 * FLOAT
     assert timelines[3].peak_by_category[Category.PARAMETERS] == 2 * weight_bytes
     assert timelines[3].peak_by_category[Category.OPTIMIZER_STATE] == 4 * weight_bytes + 2 * FLOAT
+
+
+def test_what_no_operator_tells_is_noted():
+    with track_memory() as tracker:
+        batch = torch.empty(64)
+        before = tracker.num_events
+        tracker.note_scratch("aten.mm.default", batch.device, [1000, 24])
+        assert tracker.num_events == before + 4
+        buffer = torch.empty(16)
+        tracker.note_pinned(buffer)
+        tracker.label_inputs({"batch": [batch]})
+        tracker.label_gradients([buffer])
+        assert tracker.live_bytes(batch.device) == 80 * FLOAT
+    timeline = tracker.timeline
+    assert changes(timeline)[before:] == [
+        ("aten.mm.default", 1000),
+        ("aten.mm.default", 24),
+        ("aten.mm.default", -24),
+        ("aten.mm.default", -1000),
+        ("aten.empty.memory_format", 16 * FLOAT),
+    ]
+    first, *_, last = timeline.allocations
+    assert (first.category, last.category) == (Category.INPUTS, Category.GRADIENTS)
+    assert [one.is_pinned for one in timeline.allocations] == [False, False, False, True]
+    assert timeline.pinned_peak_bytes == 16 * FLOAT
+    assert timeline.peak_bytes == 64 * FLOAT + 1024
