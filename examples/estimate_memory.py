@@ -22,5 +22,6 @@ ways = {
 for name, trainer in ways.items():
     estimate = estimate_memory(model, tokens, device="rtx4060", trainer=trainer, find_limits=False)
     print(f"{name:>28}: {'fits' if estimate.fits else 'does not fit'}, {estimate.needed_bytes / 2**30:5.2f} GiB")
-estimate.plot("step.html")
 print(estimate)
+estimate.plot("step.html")
+print("The step, moment by moment, is drawn in step.html.")
