@@ -27,7 +27,7 @@ from lightning.pytorch.plugins.environments import ClusterEnvironment
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy
 from typing_extensions import override
 
-from lightning_vram.memory.estimate.fakes.device import CARD
+from lightning_vram.memory.estimate.fakes.device_module import CARD
 
 NUM_STEPS = 2
 _WATCHERS = (Checkpoint, DeviceStatsMonitor, EarlyStopping, LearningRateMonitor, ModelSummary, ProgressBar, Timer)

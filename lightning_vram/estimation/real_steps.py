@@ -14,7 +14,7 @@ from lightning_vram.estimation.batches import batch_size_of, map_tensors
 from lightning_vram.estimation.fake_trainer import needs_ranks
 from lightning_vram.estimation.size_law import SizeLaw
 from lightning_vram.estimation.traced_fit import STEP, FitRun, TracedFit, trace_real_fit
-from lightning_vram.memory.estimate.fakes.device import CARD
+from lightning_vram.memory.estimate.fakes.device_module import CARD
 from lightning_vram.memory.host.available import available_host_bytes
 from lightning_vram.memory.tracking.timeline import Category, MemoryEvent, Phase
 from lightning_vram.memory.units import format_bytes

@@ -24,7 +24,7 @@ def estimate_stages(traced: TracedFit, workspaces: Workspaces | None) -> Mapping
     own = expandable if settings.expandable_segments else fixed
     if settings not in (AllocatorSettings(), AllocatorSettings(expandable_segments=True)):
         own = _replay(traced, workspaces, settings)
-    return {name: _on_card(traced, name, own, expandable, workspaces) for name in traced.spans}
+    return {name: _on_card(traced, name, own, expandable) for name in traced.spans}
 
 
 def needed_bytes(traced: TracedFit, workspaces: Workspaces | None) -> int:
@@ -39,7 +39,7 @@ def _replay(traced: TracedFit, workspaces: Workspaces, settings: AllocatorSettin
         traced.timeline,
         traced.timeline.device,
         settings=settings,
-        workspace=workspaces.kept_bytes,
+        kept=workspaces.kept_bytes,
         scratch=workspaces.scratch_bytes,
     )
 
@@ -50,9 +50,7 @@ def _on_host(traced: TracedFit, name: str) -> StageEstimate:
     return StageEstimate(timeline, peak_bytes, peak_bytes, peak_bytes, first_event=_num_held(traced, name))
 
 
-def _on_card(
-    traced: TracedFit, name: str, own: AllocatorReplay, expandable: AllocatorReplay, workspaces: Workspaces
-) -> StageEstimate:
+def _on_card(traced: TracedFit, name: str, own: AllocatorReplay, expandable: AllocatorReplay) -> StageEstimate:
     timeline = traced.stage(name)
     part = slice(*traced.spans[name])
     return StageEstimate(
@@ -60,7 +58,7 @@ def _on_card(
         allocated_bytes=max(own.allocated[part], default=0),
         reserved_bytes=max(own.reserved[part], default=0),
         expandable_reserved_bytes=max(expandable.reserved[part], default=0),
-        workspace_bytes=sum(workspaces.kept_bytes.values()) or max(workspaces.scratch_bytes.values(), default=0),
+        workspace_bytes=own.workspace_bytes,
         host_bytes=timeline.host_peak_bytes,
         pinned_bytes=timeline.pinned_peak_bytes,
         first_event=_num_held(traced, name),

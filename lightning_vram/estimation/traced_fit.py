@@ -24,7 +24,8 @@ from lightning_vram.memory.estimate.cuda_semantics import CudaSpec, cuda_semanti
 from lightning_vram.memory.estimate.cuda_semantics.scratch import Scratch
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
 from lightning_vram.memory.estimate.event_order import as_on_card
-from lightning_vram.memory.estimate.fakes.device import CARD, HOST, fake_device
+from lightning_vram.memory.estimate.fakes.device import HOST, fake_device
+from lightning_vram.memory.estimate.fakes.device_module import CARD
 from lightning_vram.memory.estimate.fakes.ranks import fake_ranks
 from lightning_vram.memory.estimate.fakes.tensors import FakeTensors, like_fresh
 from lightning_vram.memory.tracking.timeline import MemoryTimeline

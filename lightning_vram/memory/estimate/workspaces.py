@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
-from lightning_vram.memory.tracking.timeline import Phase
 from lightning_vram.memory.units import KIB, MIB
 
 # Used by a process, less what its allocator had reserved, for each multiprocessor: from PyTorch's out-of-memory
@@ -40,14 +39,15 @@ class Workspaces:
 
     Args:
         context_bytes: By the driver, outside of the allocator.
-        kept_bytes: From the allocator for good, when a phase first makes something: by one cuBLAS handle for the
-            thread of the forward, and one for that of the backward.
+        kept_bytes: From the allocator for good, by the name of the operator that takes it where it was not taken yet:
+            one block for each library, once for the thread of the forward and once for that of the backward, and
+            again on other streams.
         scratch_bytes: From the allocator while an operator runs, by its name.
         notes: What to tell the user.
     """
 
     context_bytes: int
-    kept_bytes: Mapping[Phase, int]
+    kept_bytes: Mapping[str, tuple[int, ...]]
     scratch_bytes: Mapping[str, int]
     notes: tuple[str, ...]
 
@@ -75,11 +75,11 @@ def workspaces_of(spec: DeviceSpec, environment: Mapping[str, str] = os.environ)
     is_kept = spec.is_workspace_kept
     if is_kept is None:
         is_kept = environment.get("TORCH_CUBLAS_WORKSPACE_CACHE") == "1" or not _allocates_for_each_product()
-    kept = {}
+    kept: dict[str, tuple[int, ...]] = {}
+    scratch: dict[str, int] = {}
     if is_kept and cublas_bytes:
-        kept = {Phase.FORWARD: cublas_bytes + _CUBLASLT_BYTES, Phase.BACKWARD: cublas_bytes}
-    scratch = {}
-    if not is_kept and cublas_bytes:
+        kept = {**dict.fromkeys(_PRODUCTS, (cublas_bytes,)), _PRODUCT_WITH_BIAS: (cublas_bytes, _CUBLASLT_BYTES)}
+    elif cublas_bytes:
         scratch = {**dict.fromkeys(_PRODUCTS, cublas_bytes), _PRODUCT_WITH_BIAS: _CUBLASLT_BYTES}
     return Workspaces(context_bytes, kept, scratch, tuple(notes))
 

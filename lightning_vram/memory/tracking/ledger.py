@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_vram.memory.device.accelerators import stream_id
 from lightning_vram.memory.tracking.storages import iterate_storages
 from lightning_vram.memory.tracking.timeline import HOST, Allocation, Category, MemoryEvent, MemoryTimeline, Phase
 from lightning_vram.private_names.torch.tensors import storage_key
@@ -44,6 +45,7 @@ class _Entry:
     num_bytes: int
     category: Category | None = None  # None until something says what it is for
     is_pinned: bool = False
+    stream: int = 0
 
 
 class Ledger:
@@ -61,6 +63,7 @@ class Ledger:
         self._events: list[MemoryEvent] = []
         self._backward_starts: list[int] = []
         self._live_bytes: Counter[str] = Counter()
+        self._streams: dict[tuple[torch.device, int], int] = {}
         self._open: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
 
     def add(self, tensor: Tensor, op: str) -> None:
@@ -107,12 +110,11 @@ class Ledger:
             if account is not None:
                 self._entries[account[1]].is_pinned = True
 
-    def note_scratch(self, op: str, device: str, sizes: Iterable[int]) -> None:
+    def note_scratch(self, op: str, device: torch.device, sizes: Iterable[int]) -> None:
         """Note what a kernel took beside its result, and gave back: blocks of ``sizes`` bytes."""
         first = len(self._entries)
         for num_bytes in sizes:
-            self._entries.append(_Entry(op, self.module, self.moment, device, num_bytes=0))
-            self._change(len(self._entries) - 1, num_bytes)
+            self._change(self._enter(device, op, self.module), num_bytes)
         for number in range(len(self._entries) - 1, first - 1, -1):
             self._change(number, -self._entries[number].num_bytes)
 
@@ -160,9 +162,8 @@ class Ledger:
         )
 
     def _birth(self, storage: torch.UntypedStorage, device: torch.device, op: str, module: str) -> None:
-        key, number = storage_key(storage), len(self._entries)  # an empty one may grow
-        category = Category.GRADIENTS if self.is_in_reducer else None
-        self._entries.append(_Entry(op, module, self.moment, str(device), num_bytes=0, category=category))
+        key, number = storage_key(storage), self._enter(device, op, module)  # an empty one may grow
+        self._entries[number].category = Category.GRADIENTS if self.is_in_reducer else None
         self._change(number, int(storage.nbytes()))
 
         def bury(reference: weakref.ref[torch.UntypedStorage]) -> None:
@@ -173,6 +174,13 @@ class Ledger:
 
         self._open[key] = (weakref.ref(storage, bury), number)
 
+    def _enter(self, device: torch.device, op: str, module: str) -> int:
+        stream = stream_id(device)
+        if stream:
+            stream = self._streams.setdefault((device, stream), len(self._streams) + 1)
+        self._entries.append(_Entry(op, module, self.moment, str(device), num_bytes=0, stream=stream))
+        return len(self._entries) - 1
+
     def _change(self, number: int, change_bytes: int) -> None:
         if change_bytes:
             entry = self._entries[number]
@@ -182,8 +190,15 @@ class Ledger:
 
 
 def _freeze(entry: _Entry) -> Allocation:
-    category = entry.category or Category.TEMPORARIES
-    return Allocation(entry.op, entry.module, entry.born.phase, category, entry.device, entry.is_pinned)
+    return Allocation(
+        op=entry.op,
+        module=entry.module,
+        phase=entry.born.phase,
+        category=entry.category or Category.TEMPORARIES,
+        device=entry.device,
+        is_pinned=entry.is_pinned,
+        stream=entry.stream,
+    )
 
 
 def label_all(ledger: Ledger, tensors: Iterable[tuple[str, Tensor | None]], category: Category) -> None:

@@ -40,6 +40,7 @@ class Allocation:
         category: What it is for, known at the end.
         device: Where it lies, as ``"cuda:0"``.
         is_pinned: Whether somebody has told that it is page-locked host memory.
+        stream: On which of the device's streams it was made: 0 is the default one, others count in order of sight.
     """
 
     op: str
@@ -48,6 +49,7 @@ class Allocation:
     category: Category
     device: str
     is_pinned: bool = False
+    stream: int = 0
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,7 @@ class MemoryTracker:
 
     def note_scratch(self, op: str, device: torch.device, sizes: Iterable[int]) -> None:
         """Note what the kernel of an operator took beside its result, and gave back: no operator tells."""
-        self._ledger.note_scratch(op, str(device), sizes)
+        self._ledger.note_scratch(op, device, sizes)
 
     def label_inputs(self, batch: Any) -> None:
         """Count the tensors of a batch, any nest of them, as inputs; also those made inside the block."""

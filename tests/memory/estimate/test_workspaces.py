@@ -8,7 +8,6 @@ from lightning_vram.memory.estimate import workspaces as room
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
 from lightning_vram.memory.estimate.known_devices import find_device
 from lightning_vram.memory.estimate.workspaces import workspaces_of
-from lightning_vram.memory.tracking.timeline import Phase
 from lightning_vram.memory.units import GIB, MIB
 
 MESSAGES = [  # card, "this process has" GiB, "allocated by PyTorch" GiB, "reserved but unallocated" MiB, where
@@ -64,7 +63,8 @@ def test_the_context_of_an_unknown_card_is_half_a_gigabyte():
 def test_cublas_takes_workspaces_by_the_generation_of_the_card(card, num_bytes, is_kept):
     found = workspaces_of(find_device(card), {})
     if is_kept:
-        assert found.kept_bytes == {Phase.FORWARD: num_bytes + MIB, Phase.BACKWARD: num_bytes}
+        assert found.kept_bytes["aten.mm.default"] == found.kept_bytes["aten.bmm.default"] == (num_bytes,)
+        assert found.kept_bytes["aten.addmm.default"] == (num_bytes, MIB)
         assert found.scratch_bytes == {}
     else:
         assert found.kept_bytes == {}
@@ -76,7 +76,7 @@ def test_the_environment_sets_the_workspace(is_kept):
     environment = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8:16:2"}
     found = workspaces_of(find_device("h100"), environment)
     num_bytes = (4096 * 8 + 16 * 2) * 1024
-    assert num_bytes in (found.kept_bytes if is_kept else found.scratch_bytes).values()
+    assert (found.kept_bytes if is_kept else found.scratch_bytes)["aten.mm.default"] in (num_bytes, (num_bytes,))
 
 
 def test_the_environment_lets_workspaces_be_kept(is_kept):
@@ -90,7 +90,7 @@ def test_what_was_measured_overrules(is_kept):
     found = workspaces_of(spec, {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
     assert (found.context_bytes, found.notes) == (300 * MIB, ())
     assert bool(found.kept_bytes) is not is_kept
-    assert 5 * MIB in (found.scratch_bytes if is_kept else found.kept_bytes).values()
+    assert (found.scratch_bytes if is_kept else found.kept_bytes)["aten.mm.default"] in (5 * MIB, (5 * MIB,))
 
 
 def test_a_card_without_workspaces_takes_none(is_kept):

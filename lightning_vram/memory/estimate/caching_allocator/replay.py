@@ -8,8 +8,7 @@ import torch
 from lightning_vram.memory.estimate.caching_allocator.allocator import CachingAllocator
 from lightning_vram.memory.estimate.caching_allocator.blocks import Block
 from lightning_vram.memory.estimate.caching_allocator.settings import AllocatorSettings
-from lightning_vram.memory.tracking.ledger import HELD
-from lightning_vram.memory.tracking.timeline import MemoryTimeline, Phase
+from lightning_vram.memory.tracking.timeline import Allocation, MemoryTimeline, Phase
 
 
 @dataclass(frozen=True)
@@ -22,6 +21,7 @@ class AllocatorReplay:
         peak_requested_bytes: Most bytes that were asked for at once, workspaces among them.
         peak_allocated_bytes: Most bytes in blocks at once: what ``torch.cuda.max_memory_allocated`` would say.
         peak_reserved_bytes: Most bytes taken from the driver: ``torch.cuda.max_memory_reserved``.
+        workspace_bytes: Most bytes that libraries took at once, beside tensors.
         num_retries: How often all cache had to be given back.
         out_of_memory_event: Index of the event that there was no memory for; the curves end before it. ``None``: all
             went well.
@@ -32,6 +32,7 @@ class AllocatorReplay:
     peak_requested_bytes: int
     peak_allocated_bytes: int
     peak_reserved_bytes: int
+    workspace_bytes: int
     num_retries: int
     out_of_memory_event: int | None
 
@@ -49,7 +50,7 @@ def replay(
     device: str,
     *,
     settings: AllocatorSettings | None = None,
-    workspace: Mapping[Phase, int] | None = None,
+    kept: Mapping[str, tuple[int, ...]] | None = None,
     scratch: Mapping[str, int] | None = None,
     capacity_bytes: int | None = None,
 ) -> AllocatorReplay:
@@ -59,8 +60,8 @@ def replay(
         timeline: Of :func:`lightning_vram.track_memory`, of one step or more. The second step is as all later ones.
         device: As in :attr:`MemoryTimeline.devices`.
         settings: Of the allocator. ``None`` takes PyTorch's defaults.
-        workspace: Bytes that a library takes for good when a phase first makes something: cuBLAS, once for the thread
-            of the forward and once for that of the backward.
+        kept: Blocks that libraries take for good when an operator, by its name, has first made its result: each once
+            for a stream in the thread of the forward, and once in that of the backward.
         scratch: Bytes that an operator, by its name, takes while it makes its result, and gives back.
         capacity_bytes: What the allocator can take from the driver. ``None`` is without end.
 
@@ -72,7 +73,7 @@ def replay(
         >>> result.peak_requested_bytes, result.peak_allocated_bytes, result.peak_reserved_bytes
         (4000, 4096, 2097152)
     """
-    player = _Player(CachingAllocator(settings, capacity_bytes=capacity_bytes), dict(workspace or {}), scratch or {})
+    player = _Player(CachingAllocator(settings, capacity_bytes=capacity_bytes), kept or {}, scratch or {})
     allocated, reserved = [], []
     failed = None
     for index, event in enumerate(timeline.events):
@@ -80,11 +81,10 @@ def replay(
         allocation = timeline.allocations[event.allocation]
         if allocation.device == device:
             try:
-                if allocation.op != HELD:
-                    player.take_workspace(event.phase)
-                player.change(event.allocation, event.change_bytes)
+                player.change(event.allocation, event.change_bytes, allocation.stream)
                 if event.change_bytes > 0:
-                    scratch_bytes = player.use_scratch(allocation.op)
+                    player.take_kept(allocation, event.phase)
+                    scratch_bytes = player.use_scratch(allocation)
             except torch.OutOfMemoryError:
                 failed = index
                 break
@@ -97,6 +97,7 @@ def replay(
         peak_requested_bytes=statistics.peak_requested_bytes,
         peak_allocated_bytes=statistics.peak_allocated_bytes,
         peak_reserved_bytes=player.allocator.peak_reserved_bytes,
+        workspace_bytes=player.kept_bytes + player.most_scratch_bytes,
         num_retries=statistics.num_retries,
         out_of_memory_event=failed,
     )
@@ -107,36 +108,43 @@ class _Player:
 
     Args:
         allocator: That they come from.
-        workspace: Bytes that each phase still has to take.
+        kept: Blocks that operators take for good.
         scratch: Bytes that operators take for a moment.
     """
 
-    def __init__(self, allocator: CachingAllocator, workspace: dict[Phase, int], scratch: Mapping[str, int]) -> None:
+    def __init__(
+        self, allocator: CachingAllocator, kept: Mapping[str, tuple[int, ...]], scratch: Mapping[str, int]
+    ) -> None:
         self.allocator = allocator
-        self._workspace = workspace
+        self._kept = kept
+        self._taken: set[tuple[int, int, bool]] = set()
         self._scratch = scratch
+        self.kept_bytes = self.most_scratch_bytes = 0
         self._blocks: dict[int, Block] = {}
 
-    def take_workspace(self, phase: Phase) -> None:
-        """Allocate what libraries keep, at the first event of a phase."""
-        if num_bytes := self._workspace.pop(phase, 0):
-            self.allocator.malloc(num_bytes)
+    def take_kept(self, allocation: Allocation, phase: Phase) -> None:
+        """Allocate what libraries keep from an operator's first run on."""
+        for library, num_bytes in enumerate(self._kept.get(allocation.op, ())):
+            key = library, allocation.stream, phase is Phase.BACKWARD
+            if key not in self._taken:
+                self._taken.add(key)
+                self.kept_bytes += self.allocator.malloc(num_bytes, allocation.stream).size
 
-    def use_scratch(self, op: str) -> int:
+    def use_scratch(self, allocation: Allocation) -> int:
         """Allocate and free what an operator needs beside its result; return how much was in use for it."""
-        before = self.allocator.statistics.allocated_bytes
-        if not (num_bytes := self._scratch.get(op, 0)):
+        if not (num_bytes := self._scratch.get(allocation.op, 0)):
             return 0
-        block = self.allocator.malloc(num_bytes)
-        allocated_bytes = self.allocator.statistics.allocated_bytes - before
+        block = self.allocator.malloc(num_bytes, allocation.stream)
+        allocated_bytes = block.size  # before it grows by free neighbours
         self.allocator.free(block)
+        self.most_scratch_bytes = max(self.most_scratch_bytes, allocated_bytes)
         return allocated_bytes
 
-    def change(self, number: int, change_bytes: int) -> None:
+    def change(self, number: int, change_bytes: int, stream: int) -> None:
         """Let an allocation grow or shrink: as a storage does, whose new block is there before the old one is freed."""
         block = self._blocks.pop(number, None)
         num_bytes = change_bytes + (block.requested_bytes if block is not None else 0)
         if num_bytes:
-            self._blocks[number] = self.allocator.malloc(num_bytes)
+            self._blocks[number] = self.allocator.malloc(num_bytes, stream)
         if block is not None:
             self.allocator.free(block)

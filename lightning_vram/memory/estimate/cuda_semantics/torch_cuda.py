@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lightning_vram.memory.estimate.cuda_semantics.spec import CudaSpec
-from lightning_vram.memory.estimate.fakes.device_functions import device_functions
+from lightning_vram.memory.estimate.fakes.device_module import device_functions
 from lightning_vram.memory.estimate.replaced import replaced
 
 _NOTHING = (

@@ -14,7 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_vram.memory.estimate.fakes.device_functions import FinishedStream, device_functions
+from lightning_vram.memory.estimate.fakes.device_module import (
+    KIND,
+    FinishedEvent,
+    FinishedStream,
+    device_functions,
+)
 from lightning_vram.memory.estimate.fakes.host_kernels import HostKernels
 from lightning_vram.memory.estimate.fakes.known_values import KnownValues
 from lightning_vram.memory.estimate.fakes.parameters import make_parameter, taken_together
@@ -23,8 +28,6 @@ from lightning_vram.memory.estimate.replaced import replaced
 from lightning_vram.private_names.torch.dispatch import FakeTensor, FakeTensorMode, without_dispatch
 from lightning_vram.private_names.torch.fakes import remove_device_module, set_device_module, swap_contents
 
-KIND = "lazy"
-CARD = torch.device(KIND, 0)
 HOST = torch.device("cpu")
 
 
@@ -75,7 +78,7 @@ def _replacements(
     }
     return [
         (torch.accelerator, accelerator),
-        (torch, {"Stream": _Stream, "Event": _Stream}),
+        (torch, {"Stream": FinishedStream, "Event": FinishedEvent}),
         (torch.utils, {"swap_tensors": swap_contents}),
         (nn.Parameter, {"__new__": make_parameter(nn.Parameter.__new__)}),
         (Tensor, of_tensors),
@@ -127,15 +130,11 @@ def _set_data(tensor: Tensor, values: Tensor) -> None:
     swap_contents(tensor, moved.requires_grad_(requires_grad))
 
 
-class _Stream(FinishedStream):
-    device = CARD
-
-
 def _device_module(num_bytes: int, allocated_bytes: Callable[[], int]) -> ModuleType:
     """What ``torch.cuda`` is for CUDA, as far as it is asked for."""
     module = ModuleType(f"torch.{KIND}")
     vars(module).update(
-        device_functions(num_bytes, allocated_bytes, _Stream),
+        device_functions(num_bytes, allocated_bytes),
         _is_in_bad_fork=lambda: False,
         is_bf16_supported=lambda *_, **__: True,
         get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_vram.memory.estimate.fakes.device import KIND
+from lightning_vram.memory.estimate.fakes.device_module import KIND
 from lightning_vram.memory.estimate.replaced import replaced
 from lightning_vram.private_names.torch.fakes import BACKEND, make_store
 

@@ -1,6 +1,7 @@
 """Timelines through the allocator."""
 
 import time
+from itertools import cycle
 
 from lightning_vram.memory.estimate.caching_allocator.replay import replay
 from lightning_vram.memory.estimate.caching_allocator.settings import AllocatorSettings
@@ -10,10 +11,13 @@ from lightning_vram.memory.units import MIB
 CARD = "lazy:0"
 
 
-def make_timeline(*changes, op="aten.mm", phases=None):
+def make_timeline(*changes, op="aten.mm", phases=None, streams=(0,)):
     """Of (allocation, bytes) or (allocation, bytes, device)."""
     devices = {number: (*rest, CARD)[0] for number, _, *rest in changes}
-    allocations = [Allocation(op, "", Phase.FORWARD, Category.TEMPORARIES, devices[number]) for number in devices]
+    allocations = [
+        Allocation(op, "", Phase.FORWARD, Category.TEMPORARIES, device, stream=stream)
+        for device, stream in zip(devices.values(), cycle(streams), strict=False)
+    ]
     phases = phases or [Phase.FORWARD] * len(changes)
     events = [MemoryEvent(number, size, phase) for (number, size, *_), phase in zip(changes, phases, strict=True)]
     return MemoryTimeline(tuple(allocations), tuple(events), (), CARD)
@@ -50,15 +54,21 @@ def test_expandable_segments_reserve_less():
     assert replay(timeline, CARD, settings=settings).peak_reserved_bytes == 80 * MIB
 
 
-def test_workspaces_are_taken_when_a_phase_first_makes_something_and_stay():
-    changes = (0, 2 * MIB), (1, 2 * MIB), (1, -2 * MIB), (0, -2 * MIB)
-    phases = [Phase.FORWARD, Phase.FORWARD, Phase.BACKWARD, Phase.BACKWARD]
-    workspace = {Phase.FORWARD: 8 * MIB, Phase.BACKWARD: 9 * MIB}
-    result = replay(make_timeline(*changes, phases=phases), CARD, workspace=workspace)
-    assert result.allocated == (10 * MIB, 12 * MIB, 19 * MIB, 17 * MIB)
-    assert result.peak_requested_bytes == 21 * MIB
-    held = replay(make_timeline((0, 2 * MIB), op="held"), CARD, workspace=workspace)
-    assert held.peak_allocated_bytes == 2 * MIB  # what was there before needed none
+def test_workspaces_are_taken_by_the_first_product_of_each_thread_and_stay():
+    changes = (0, 2 * MIB), (1, 2 * MIB), (1, -2 * MIB), (2, 2 * MIB), (0, -2 * MIB)
+    phases = [Phase.FORWARD, Phase.OPTIMIZER_STEP, Phase.BACKWARD, Phase.BACKWARD, Phase.BACKWARD]
+    kept = {"aten.mm": (8 * MIB, 3 * MIB)}
+    result = replay(make_timeline(*changes, phases=phases), CARD, kept=kept)
+    assert result.allocated == tuple(number * MIB for number in (13, 15, 13, 26, 24))
+    assert result.workspace_bytes == 22 * MIB
+    assert replay(make_timeline((0, 2 * MIB), op="held"), CARD, kept=kept).workspace_bytes == 0
+
+
+def test_each_stream_has_blocks_and_workspaces_of_its_own():
+    changes = (0, 12 * MIB), (0, -12 * MIB), (1, 12 * MIB)
+    kept = {"aten.mm": (8 * MIB,)}
+    assert replay(make_timeline(*changes), CARD, kept=kept).peak_reserved_bytes == 32 * MIB
+    assert replay(make_timeline(*changes, streams=(0, 3)), CARD, kept=kept).peak_reserved_bytes == 64 * MIB
 
 
 def test_scratch_of_an_operator_lies_beside_its_result_and_goes():
@@ -66,6 +76,7 @@ def test_scratch_of_an_operator_lies_beside_its_result_and_goes():
     result = replay(make_timeline(*changes), CARD, scratch={"aten.mm": 32 * MIB, "aten.add": 64 * MIB})
     assert result.allocated == (34 * MIB, 0)
     assert (result.peak_allocated_bytes, result.peak_reserved_bytes) == (34 * MIB, 52 * MIB)
+    assert result.workspace_bytes == 32 * MIB
 
 
 def test_memory_that_runs_out_ends_the_replay():

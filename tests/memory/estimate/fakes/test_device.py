@@ -9,7 +9,8 @@ from torch.optim import AdamW
 
 from lightning_vram.memory.device.accelerators import has_statistics, has_streams
 from lightning_vram.memory.device.allocator import read_allocator
-from lightning_vram.memory.estimate.fakes.device import CARD, KIND, fake_device
+from lightning_vram.memory.estimate.fakes.device import fake_device
+from lightning_vram.memory.estimate.fakes.device_module import CARD, KIND
 from lightning_vram.memory.estimate.fakes.tensors import FakeTensors, like_fresh
 from lightning_vram.memory.tracking.tracker import track_memory
 from lightning_vram.private_names.torch.dispatch import FakeTensor

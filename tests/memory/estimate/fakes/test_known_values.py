@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_vram.memory.estimate.fakes.device import CARD, fake_device
+from lightning_vram.memory.estimate.fakes.device import fake_device
+from lightning_vram.memory.estimate.fakes.device_module import CARD
 from lightning_vram.private_names.torch.dispatch import FakeTensor
 
 

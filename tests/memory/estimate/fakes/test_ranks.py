@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_vram.memory.estimate.fakes.device import CARD, fake_device
+from lightning_vram.memory.estimate.fakes.device import fake_device
+from lightning_vram.memory.estimate.fakes.device_module import CARD
 from lightning_vram.memory.estimate.fakes.ranks import fake_ranks
 
 
