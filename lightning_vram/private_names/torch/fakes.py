@@ -10,14 +10,17 @@
 * ``torch._subclasses.fake_tensor.DataDependentOutputException``: a value was asked for | 2.11 - | nothing is estimated
 * ``torch._subclasses.fake_tensor.DynamicOutputShapeException``: a shape that depends on values | 2.11 - | same
 * ``torch._subclasses.fake_tensor.UnsupportedOperatorException``: no fake kernel | 2.11 - | the same
+* ``torch.distributed.ProcessGroup._set_default_backend``: which backend a group asks | 2.11 - | a warning
 * ``torch._grouped_mm``: products of a mixture of experts | 2.11 - | nothing is estimated
 """
 
 import sys
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -68,9 +71,17 @@ def swap_contents(first: Tensor, second: Tensor) -> None:
 BACKEND = "fake"
 
 
-def make_store() -> Any:
-    """Make what a process group of fake ranks meets in. Collectives on fake tensors work from then on."""
+def connect_fake_ranks(kinds: Iterable[str], num_ranks: int) -> None:
+    """Make the default process group one of ranks that are not there. Collectives on fake tensors work from then on.
+
+    Args:
+        kinds: Of devices that it serves.
+        num_ranks: How many there are; this process is rank 0.
+    """
     from torch.distributed._tools import fake_collectives  # noqa: F401 - registers operators
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    return FakeStore()
+    backend = ",".join(f"{kind}:{BACKEND}" for kind in kinds)
+    dist.init_process_group(backend, store=FakeStore(), rank=0, world_size=num_ranks)
+    group: Any = dist.group.WORLD
+    group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)  # else its end is warned of

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from lightning_vram.memory.estimate.fakes.device_module import KIND
 from lightning_vram.memory.estimate.replaced import replaced
-from lightning_vram.private_names.torch.fakes import BACKEND, make_store
+from lightning_vram.private_names.torch.fakes import BACKEND, connect_fake_ranks
 
 
 @contextmanager
@@ -22,7 +22,7 @@ def fake_ranks(num_ranks: int) -> Iterator[None]:
         raise RuntimeError("estimate_memory makes ranks of its own, and this process is connected to others already.")
     with ExitStack() as stack:
         stack.enter_context(_backend_of(KIND))
-        dist.init_process_group(f"cpu:{BACKEND},{KIND}:{BACKEND}", store=make_store(), rank=0, world_size=num_ranks)
+        connect_fake_ranks(("cpu", KIND), num_ranks)
         stack.callback(dist.destroy_process_group)
         functions = {
             "new_group": _make_group(dist.new_group),
