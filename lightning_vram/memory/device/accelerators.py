@@ -6,7 +6,6 @@ Only here CUDA is named where another accelerator might stand. One that lacks so
 
 import weakref
 from contextlib import suppress
-from functools import cache
 from typing import Any
 
 import torch
@@ -22,16 +21,14 @@ _STATISTICS_NAMES = (
 )
 
 
-@cache
 def has_streams(kind: str) -> bool:
     """Whether devices of ``kind``, such as ``"cuda"``, copy beside their computation, on streams of their own."""
-    return _has_all(kind, _STREAM_NAMES)
+    return kind not in _HOSTS and _has_all(_module(kind), _STREAM_NAMES)
 
 
-@cache
 def has_statistics(kind: str) -> bool:
     """Whether devices of ``kind`` have a caching allocator that tells what it holds, and held at most."""
-    return _has_all(kind, _STATISTICS_NAMES)
+    return kind not in _HOSTS and _has_all(_module(kind), _STATISTICS_NAMES)
 
 
 def stream_id(device: torch.device) -> int:
@@ -81,5 +78,5 @@ def _module(kind: str) -> Any:
     return getattr(torch, kind, None)
 
 
-def _has_all(kind: str, names: tuple[str, ...]) -> bool:
-    return kind not in _HOSTS and all(hasattr(_module(kind), name) for name in names)
+def _has_all(module: Any, names: tuple[str, ...]) -> bool:
+    return all(hasattr(module, name) for name in names)

@@ -14,6 +14,7 @@ from lightning_vram.memory.tracking.timeline import HOST, Allocation, Category, 
 from lightning_vram.private_names.torch.tensors import storage_key
 
 HELD = "held"
+SCRATCH = " (scratch)"  # ends the name of an operator, for what it took beside its result
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ class Ledger:
         """Note what a kernel took beside its result, and gave back: blocks of ``sizes`` bytes."""
         first = len(self._entries)
         for num_bytes in sizes:
-            self._change(self._enter(device, op, self.module), num_bytes)
+            self._change(self._enter(device, op + SCRATCH, self.module), num_bytes)
         for number in range(len(self._entries) - 1, first - 1, -1):
             self._change(number, -self._entries[number].num_bytes)
 

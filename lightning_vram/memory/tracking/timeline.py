@@ -34,7 +34,8 @@ class Allocation:
     """One storage, from birth to death.
 
     Args:
-        op: Operator that made it, ``"held"`` if it was there before.
+        op: Operator that made it, ``"held"`` if it was there before; ``"NAME (scratch)"`` if a kernel took it and gave
+            it back.
         module: Name of the innermost module it belongs to or was made in; empty for the root and outside of any.
         phase: Phase in which it was made.
         category: What it is for, known at the end.

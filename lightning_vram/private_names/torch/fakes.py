@@ -1,6 +1,7 @@
 """Tensors that only pretend, and the devices they pretend to lie on.
 
 * ``torch._register_device_module``: ``torch.NAME`` for a kind of device | 2.11 - | nothing is estimated
+* ``torch.get_device_module.cache_clear``: which modules it knows | 2.11 - | a second estimate asks the first one's card
 * ``torch._C._swap_tensor_impl``: what a tensor is, given to another | 2.11 - | a fake module cannot change its device
 * ``torch.distributed._tools.fake_collectives``: collectives of fake tensors | 2.11 - | no ranks are estimated
 * ``torch.testing._internal.distributed.fake_pg``: a backend that sends nothing | 2.11 - | no ranks are estimated
@@ -40,12 +41,21 @@ def set_device_module(kind: str, module: ModuleType) -> None:
         RuntimeError: If there is one.
     """
     torch._register_device_module(kind, module)  # type: ignore[no-untyped-call]
+    _forget_modules()
 
 
 def remove_device_module(kind: str) -> None:
     """Take it back."""
     delattr(torch, kind)
     sys.modules.pop(f"torch.{kind}", None)
+    _forget_modules()
+
+
+def _forget_modules() -> None:
+    """``torch.get_device_module`` remembers for ever what it has found."""
+    forget = getattr(torch.get_device_module, "cache_clear", None)
+    if forget is not None:
+        forget()
 
 
 def mark_parameter(tensor: Any) -> None:

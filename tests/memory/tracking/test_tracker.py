@@ -558,10 +558,10 @@ def test_what_no_operator_tells_is_noted():
         assert tracker.live_bytes(batch.device) == 80 * FLOAT
     timeline = tracker.timeline
     assert changes(timeline)[before:] == [
-        ("aten.mm.default", 1000),
-        ("aten.mm.default", 24),
-        ("aten.mm.default", -24),
-        ("aten.mm.default", -1000),
+        ("aten.mm.default (scratch)", 1000),
+        ("aten.mm.default (scratch)", 24),
+        ("aten.mm.default (scratch)", -24),
+        ("aten.mm.default (scratch)", -1000),
         ("aten.empty.memory_format", 16 * FLOAT),
     ]
     first, *_, last = timeline.allocations
