@@ -266,7 +266,8 @@ def _list_tensors(members: Iterable[Member]) -> list[Tensor]:
     """What a step reads and writes, as others see it."""
     tensors: list[Tensor] = []
     for member in members:
-        tensors += [member.parameter, *(value for value in member.state.values() if isinstance(value, Tensor))]
+        states = tuple(member.state.values())  # at once: the step that was submitted may be making them
+        tensors += [member.parameter, *(value for value in states if isinstance(value, Tensor))]
         if member.parameter.grad is not None:
             tensors.append(member.parameter.grad)
     return tensors

@@ -1,11 +1,13 @@
 """Optimizers that step beside the training: the bits of a plain run, and nobody who reads what is not yet written."""
 
 import copy
+import sys
 import threading
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,7 +37,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 from lightning_vram.core.host.worker import Ticket
-from lightning_vram.optimizers.on_host.optimizers import HostOptimizers
+from lightning_vram.optimizers.on_host.optimizers import HostOptimizers, _list_tensors
 from lightning_vram.techniques.sharding.recovery import can_recover, discard_failed_iteration
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
@@ -743,3 +745,26 @@ def refuse_on_two() -> None:
 
 def test_two_ranks_train_as_one(tmp_path):
     on_ranks(tmp_path, train_on_two, leave_out_on_two, refuse_on_two)
+
+
+def test_states_are_listed_while_a_step_makes_them():
+    member = SimpleNamespace(parameter=nn.Parameter(torch.ones(1)), state={})
+    is_over = threading.Event()
+
+    def make_states():
+        number = 0
+        while not is_over.is_set():
+            member.state[number % 100] = number
+            member.state.pop((number + 50) % 100, None)
+            number += 1
+
+    interval, thread = sys.getswitchinterval(), threading.Thread(target=make_states)
+    sys.setswitchinterval(1e-6)
+    thread.start()
+    try:
+        for _ in range(300):
+            _list_tensors([member] * 100)
+    finally:
+        is_over.set()
+        thread.join()
+        sys.setswitchinterval(interval)
