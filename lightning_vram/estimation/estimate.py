@@ -28,9 +28,7 @@ from lightning_vram.private_names.torch.compiled import OptimizedModule
 
 _HOST = "cpu"
 _SHORTEST = 8
-_COPIES = (
-    "Copies to the host run on streams of their own, with blocks of their own: reserved bytes may be some 10 % more."
-)
+_COPIES = "Copies to the host are taken to keep up with the computation: where they lag behind, more is held."
 _KERNEL_WIDTH = 64  # kernels of attention round lengths up: those that differ by multiples follow one law
 Progress = Callable[[str, float], None]
 
