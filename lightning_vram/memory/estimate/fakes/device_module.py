@@ -21,6 +21,8 @@ class FinishedEvent:
     """An event that has always happened."""
 
     device = CARD
+    device_index = 0
+    device_type = 17  # of a lazy device: c10/core/DeviceType.h
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -39,8 +41,6 @@ class FinishedEvent:
 
 class FinishedStream(FinishedEvent):
     """A stream that has always done what it was given. What is made on it comes from blocks of its own."""
-
-    device_index = 0
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.stream_id = self.cuda_stream = next(_ids)
