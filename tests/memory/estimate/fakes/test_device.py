@@ -105,3 +105,23 @@ def test_a_fresh_tensor_has_the_shape_of_the_template():
         fresh = like_fresh(template, mode)
     assert fresh is not template
     assert (fresh.shape, fresh.stride()) == (template.shape, template.stride())
+
+
+def test_what_is_made_on_a_stream_knows_it_by_the_order_of_sight():
+    def streams_of_a_run():
+        with a_card(), track_memory() as tracker:
+            held = [torch.empty(8, device=CARD)]
+            for stream in (torch.Stream(CARD), torch.lazy.Stream()):
+                with stream:
+                    held.append(torch.empty(8, device=CARD))
+                    tracker.note_scratch("aten.mm.default", CARD, [512])
+            held.append(torch.empty(8, device=CARD))
+        return [allocation.stream for allocation in tracker.timeline.allocations]
+
+    assert streams_of_a_run() == streams_of_a_run() == [0, 1, 1, 2, 2, 0]  # the ids of the card's streams go on
+
+
+def test_a_stream_has_what_fsdp2_hands_to_its_operators():
+    with a_card():
+        stream = torch.Stream(CARD)
+        assert all(isinstance(number, int) for number in (stream.stream_id, stream.device_index, stream.device_type))
