@@ -6,7 +6,8 @@ second time when the backward reaches it: about a third more compute for a small
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -16,6 +17,13 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_vram.argument_checks import check_bool, check_positive_int
+from lightning_vram.callbacks.activation_checkpointing.budget_offload import (
+    MIN_OFFLOAD_BYTES,
+    BudgetOffload,
+    check_remedies,
+)
+from lightning_vram.callbacks.activation_checkpointing.compiled_layers import CompiledLayersBudget, are_compiled
+from lightning_vram.callbacks.activation_checkpointing.segments import check_segments
 from lightning_vram.callbacks.hook_points import AroundStep, Depth, FitTechnique
 from lightning_vram.core.layers.patterns import check_layers
 from lightning_vram.core.layers.selection import LayerSelection
@@ -30,7 +38,6 @@ from lightning_vram.techniques.activation_checkpointing import (
 )
 from lightning_vram.techniques.activation_checkpointing.budget import (
     BudgetedCheckpointing,
-    Decisions,
     SharedPlan,
     share_largest,
 )
@@ -69,7 +76,13 @@ class ActivationCheckpointing(FitTechnique):
             watched; then the cheapest choice that fits is made, by layer and by operator, and told in a table.
             Excludes the arguments above but ``layers``. On a single process a step whose layers get larger inputs than
             before runs checkpointed, and the plan is made anew; with several ranks it is made once, for the first
-            batch on the rank that needs most.
+            batch on the rank that needs most. Where the layers are compiled, the first steps try which share the
+            compiler may keep; see the README.
+        remedies: What keeps a ``budget``. ``("recompute", "offload")``: also
+            :class:`~lightning_vram.techniques.activation_offload.stage.ActivationOffloading`: of each forward what is
+            saved first travels to the host, as much as the bus carries in time; only the rest is recomputed.
+        offload_bytes: What the bus carries while one forward runs, at most, as ``"4GiB"``. ``"auto"``: the time of the
+            first step's forward, times the speed of a copy.
         determinism_check: ``"outputs"`` compares what a layer returns in both runs of its first call, and shapes
             always. ``"operators"`` compares every operator and names the one that differs: slow, to find a fault.
             ``"none"`` looks at nothing.
@@ -93,10 +106,12 @@ class ActivationCheckpointing(FitTechnique):
         skip_last: bool = False,  # noqa: FBT001, FBT002
         budget: int | str | None = None,
         determinism_check: Literal["outputs", "operators", "none"] = "outputs",
+        remedies: Sequence[Literal["recompute", "offload"]] = ("recompute",),
+        offload_bytes: int | str = "auto",
     ) -> None:
         check_layers("ActivationCheckpointing(layers)", layers)
         check_positive_int("ActivationCheckpointing(every_n_layers)", every_n_layers)
-        _check_segments(segments)
+        check_segments(segments)
         check_bool("ActivationCheckpointing(skip_last)", skip_last)
         if determinism_check not in _CHECKS:
             raise ValueError(
@@ -116,19 +131,26 @@ class ActivationCheckpointing(FitTechnique):
         self.budget = budget
         self.determinism_check = determinism_check
         self._policy = parse_save(save, "ActivationCheckpointing(save)")
+        self.remedies = remedies
+        self.offload_bytes = offload_bytes
         self._budget_bytes = self._check_budget()
+        self._offload_bytes = check_remedies(remedies, offload_bytes, budget)
+        self._offload: BudgetOffload | None = None
         self._handle: CheckpointingHandle | None = None
         self._is_policy_unproven = False
         self._budgeted: BudgetedCheckpointing | None = None
+        self._compiled: CompiledLayersBudget | None = None
         self._context: AroundStep | None = None
         self._batch: Any = None  # of the step that is about to be observed
-        self._decisions: Decisions | None = None  # made in the step, and not applied yet
+        self._plan: SharedPlan | None = None  # made in the step, and not applied yet
         self._planned_bytes = -1  # of the largest batch a plan was made for
 
     @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: object, batch_idx: int
     ) -> None:
+        if self._offload is not None:
+            self._offload.keep_in_place(batch)
         is_planned = self._planned_bytes >= 0
         if self._budgeted is None or (is_planned and trainer.world_size > 1):  # ranks must recompute the same layers
             return
@@ -139,10 +161,12 @@ class ActivationCheckpointing(FitTechnique):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
-        if self._decisions is not None and self._budgeted is not None:
+        if self._plan is not None and self._budgeted is not None:
             # Not before: an outer checkpoint of the user's runs the layers again in the backward, as they were.
-            self._budgeted.apply(self._decisions, is_guarded=trainer.world_size == 1)
-            self._decisions = None
+            self._budgeted.apply(self._plan.decisions, is_guarded=trainer.world_size == 1)
+            if self._offload is not None:
+                self._offload.apply(self._plan)
+            self._plan = None
         if self._is_policy_unproven and self._handle is not None and self._handle.num_kept_results() is not None:
             self._is_policy_unproven = False
             if self._handle.num_kept_results():
@@ -154,8 +178,13 @@ class ActivationCheckpointing(FitTechnique):
 
     def __getstate__(self) -> dict[str, object]:
         # A copy of the callback has not changed any module.
-        run = ("_handle", "_budgeted", "_context", "_batch", "_decisions")
+        run = ("_handle", "_budgeted", "_compiled", "_context", "_batch", "_plan", "_offload")
         return {**vars(self), **dict.fromkeys(run), "_planned_bytes": -1}
+
+    @override
+    def _check(self, trainer: pl.Trainer) -> None:
+        if self._offload_bytes is not None:
+            BudgetOffload.check(trainer, self._offload_bytes)
 
     @override
     def _apply(self, trainer: pl.Trainer) -> None:
@@ -177,12 +206,22 @@ class ActivationCheckpointing(FitTechnique):
             rank_zero_info(f"ActivationCheckpointing {_describe(self._handle.selection)}")
             return
         if is_compiled(pl_module):
-            self._handle.leave_to_compiler()
-            rank_zero_warn(
-                "ActivationCheckpointing(budget) does not see inside of compiled code and leaves the choice there to "
-                "the compiler's partitioner: torch._functorch.config.activation_memory_budget takes a share of 0 to 1."
-            )
-        self._budgeted = BudgetedCheckpointing(pl_module, self._handle, self._budget_bytes, self.determinism_check)
+            if are_compiled(pl_module, self._handle.selection.layers):
+                self._handle.remove()  # the compiler recomputes
+                self._compiled = CompiledLayersBudget(
+                    trainer, str(self.budget), self._budget_bytes, offloads=self._offload_bytes is not None
+                )
+                return
+            self._handle.leave_to_compiler()  # what else is compiled
+        if self._offload_bytes is not None:
+            self._offload = BudgetOffload(trainer, self._offload_bytes)
+        self._budgeted = BudgetedCheckpointing(
+            pl_module,
+            self._handle,
+            self._budget_bytes,
+            self.determinism_check,
+            MIN_OFFLOAD_BYTES if self._offload is not None else 0,
+        )
         self._context = AroundStep(
             trainer.strategy, "training_step", Depth.OBSERVATION, lambda *_, **__: self._step(trainer)
         )
@@ -193,19 +232,20 @@ class ActivationCheckpointing(FitTechnique):
         if batch is None or self._budgeted is None:
             yield
             return
-        with self._budgeted.observing(batch):
+        with self._budgeted.observing(batch), self._offload.timed() if self._offload is not None else nullcontext():
             yield
         is_first = self._planned_bytes < 0
+        offload_bytes = self._offload.bus_bytes(self._budgeted.observed_cost) if self._offload is not None else 0
         try:
-            plan = share_largest(self._budgeted.plan)
+            plan = share_largest(partial(self._budgeted.plan, offload_bytes))
         except ValueError as error:
             if is_first:
                 raise MisconfigurationException(f"ActivationCheckpointing: {error}") from None
             rank_zero_warn(f"ActivationCheckpointing recomputes all layers from now on. A larger batch came: {error}")
-            plan = SharedPlan({}, 0, "", "")
+            plan = SharedPlan({}, 0, "", "", offload_bytes)
         if plan is None:
             return  # no layer ran: the next step may show more
-        self._decisions = plan.decisions
+        self._plan = plan
         self._planned_bytes = max(self._planned_bytes, _count_bytes(batch))
         title = f"ActivationCheckpointing(budget={self.budget!r}) planned"
         if is_first:
@@ -215,11 +255,14 @@ class ActivationCheckpointing(FitTechnique):
 
     @override
     def _undo(self) -> None:
-        if self._context is not None:
-            self._context.remove()
+        for undone in (self._context, self._compiled):
+            if undone is not None:
+                undone.remove()
         if self._handle is not None:
             self._handle.remove()
-        self._context = self._handle = self._budgeted = self._batch = self._decisions = None
+        if self._offload is not None:
+            self._offload.remove()
+        self._context = self._handle = self._budgeted = self._compiled = self._batch = self._plan = self._offload = None
         self._planned_bytes = -1
 
     def _check_budget(self) -> int | None:
@@ -241,21 +284,6 @@ class ActivationCheckpointing(FitTechnique):
         if budget_bytes == 0:
             raise ValueError(f"ActivationCheckpointing(budget) must be at least 1 byte, got {self.budget!r}.")
         return budget_bytes
-
-
-def _check_segments(segments: object) -> None:
-    if segments is None or segments == "sqrt":
-        return
-    if not isinstance(segments, int) or isinstance(segments, bool):
-        raise TypeError(
-            f"ActivationCheckpointing(segments) must be an int, 'sqrt' or None, "
-            f"got {segments!r} of type {type(segments).__name__}."
-        )
-    if segments < 2:
-        raise ValueError(
-            f"ActivationCheckpointing(segments) must be at least 2, got {segments}: one segment recomputes the whole "
-            "body at once and saves nothing. 'sqrt' needs least memory."
-        )
 
 
 def _count_bytes(batch: object) -> int:

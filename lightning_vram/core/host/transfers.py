@@ -17,15 +17,32 @@ import torch
 from torch import Tensor
 
 from lightning_vram.core.host.arena import unseen
+from lightning_vram.core.host.copy_notes import TO_DEVICE, TO_HOST, note_copy
+from lightning_vram.core.host.copy_times import (
+    WAIT_FOR_FETCHING,
+    WAIT_FOR_SENDING,
+    Clock,
+    CopyTimes,
+    HostClock,
+    StreamClock,
+    timed,
+)
 from lightning_vram.memory.device.accelerators import has_streams
 
 
 class Departure:
     """A copy to the host; ``source`` is what it reads, held as long as it is in flight, then ``None``."""
 
-    __slots__ = ("event", "num_bytes", "source", "stream")
+    __slots__ = ("event", "num_bytes", "source", "stream", "times")
 
-    def __init__(self, source: Tensor | None = None, event: Any = None, stream: Any = None) -> None:
+    def __init__(
+        self,
+        source: Tensor | None = None,
+        event: Any = None,
+        stream: Any = None,
+        times: CopyTimes | None = None,
+    ) -> None:
+        self.times = times
         self.source = source
         self.num_bytes = source.nbytes if source is not None else 0
         self.event = event
@@ -58,9 +75,16 @@ class Copies:
     These are done at once: without a stream of its own nobody could wait for a copy that is left to itself.
     """
 
+    times: CopyTimes | None = None
+    """Where it is noted how long copies take from now on."""
+
+    def make_clock(self) -> Clock | None:
+        """Return what measures the computation and its copies alike; ``None`` if the device has no such clock."""
+        return HostClock()
+
     def send(self, source: Tensor, pieces: Sequence[Tensor], window_bytes: int) -> Departure:
         """Copy ``source`` to the host; at most ``window_bytes`` of the device are held for copies in flight."""
-        with unseen(source):
+        with unseen(source), timed(self.times, TO_HOST, source.nbytes):
             scatter(source, pieces, is_blocking=True)
         return Departure()
 
@@ -69,7 +93,7 @@ class Copies:
 
     def fetch(self, pieces: Sequence[Tensor], target: Tensor, moment: Any) -> Arrival:
         """Copy from the host into ``target``, which was made before ``moment``."""
-        with unseen(target):
+        with unseen(target), timed(self.times, TO_DEVICE, target.nbytes):
             gather(pieces, target, is_blocking=True)
         return Arrival()
 
@@ -100,13 +124,16 @@ class StreamCopies(Copies):
         self._arrivals: deque[_StreamArrival] = deque()
         weakref.finalize(self, _let_go_of_all, self._departures, self._arrivals).atexit = False
 
+    def make_clock(self) -> Clock | None:  # noqa: D102
+        return StreamClock(self._module) if hasattr(self._module, "Event") else None
+
     def send(self, source: Tensor, pieces: Sequence[Tensor], window_bytes: int) -> Departure:  # noqa: D102
         compute = self._module.current_stream(self._device)
         self._side.wait_stream(compute)
-        with self._module.stream(self._side), unseen(source):
+        with self._module.stream(self._side), unseen(source), timed(self.times, TO_HOST, source.nbytes):
             scatter(source, pieces)
             event = self._side.record_event()
-        departure = Departure(source, event, compute)
+        departure = Departure(source, event, compute, self.times)
         self._departures.append(departure)
         self._departing_bytes += departure.num_bytes
         self.settle(window_bytes)
@@ -119,9 +146,9 @@ class StreamCopies(Copies):
     def fetch(self, pieces: Sequence[Tensor], target: Tensor, moment: Any) -> "_StreamArrival":  # noqa: D102
         stream, event = moment
         self._side.wait_event(event)  # kernels that are queued may still use that memory for what it was before
-        with self._module.stream(self._side), unseen(target):
+        with self._module.stream(self._side), unseen(target), timed(self.times, TO_DEVICE, target.nbytes):
             gather(pieces, target)
-            arrival = _StreamArrival(target, self._side.record_event(), stream, self._module)
+            arrival = _StreamArrival(target, self._side.record_event(), stream, self._module, self.times)
         self._arrivals.append(arrival)
         self.settle()
         return arrival
@@ -154,9 +181,12 @@ class StreamCopies(Copies):
 class _StreamArrival(Arrival):
     """Holds its target until the copy is over or waited for: nobody else may get that memory before."""
 
-    __slots__ = ("_event", "_module", "_stream", "target")
+    __slots__ = ("_event", "_module", "_stream", "_times", "target")
 
-    def __init__(self, target: Tensor | None, event: Any, stream: Any, module: Any) -> None:
+    def __init__(
+        self, target: Tensor | None, event: Any, stream: Any, module: Any, times: CopyTimes | None = None
+    ) -> None:
+        self._times = times
         self.target = target
         self._event = event
         self._stream = stream
@@ -164,7 +194,8 @@ class _StreamArrival(Arrival):
 
     def wait(self, target: Tensor) -> None:
         current = self._module.current_stream(target.device)
-        current.wait_event(self._event)
+        with timed(self._times, WAIT_FOR_FETCHING, stream=current):
+            current.wait_event(self._event)
         if current != self._stream:
             note_use(target, current)
         else:
@@ -183,8 +214,9 @@ class _StreamArrival(Arrival):
 
 
 def _let_go(departure: Departure) -> None:
-    if not departure.event.query():
-        departure.stream.wait_event(departure.event)  # whoever gets the memory next is queued behind the copy
+    with timed(departure.times, WAIT_FOR_SENDING, stream=departure.stream):
+        if not departure.event.query():
+            departure.stream.wait_event(departure.event)  # whoever gets the memory next is queued behind the copy
     if departure.source is not None:
         # Autograd would have held it until the backward; perhaps it was made for another stream, which goes on.
         note_use(departure.source, departure.stream)
@@ -206,6 +238,7 @@ def note_use(tensor: Tensor, stream: Any) -> None:
 
 def scatter(source: Tensor, pieces: Sequence[Tensor], *, is_blocking: bool = False) -> None:
     """Copy ``source`` into ``pieces``, one after another."""
+    note_copy(TO_HOST, source.nbytes)
     start = 0
     for piece in pieces:
         is_async = not is_blocking and _is_pinned(piece)
@@ -215,6 +248,7 @@ def scatter(source: Tensor, pieces: Sequence[Tensor], *, is_blocking: bool = Fal
 
 def gather(pieces: Sequence[Tensor], target: Tensor, *, is_blocking: bool = False) -> None:
     """Copy ``pieces`` into ``target``, one after another."""
+    note_copy(TO_DEVICE, target.nbytes)
     start = 0
     for piece in pieces:
         is_async = not is_blocking and _is_pinned(piece)

@@ -10,6 +10,7 @@
   round differently in few operators
 * ``grad_fn._saved_result``: whether a node has its result yet | 2.11 - | ReLU's results are kept with their values
 * ``grad_fn._raw_saved_result``: the same, with the hooks that packed it | 2.11 - | as without ``_saved_result``
+* ``grad_fn._saved_``: how the names of what a node saves begin | 2.11 - | EarlyRelease finds no graph of an evaluation
 * ``torch._C._autograd._top_saved_tensors_default_hooks``: the innermost saved-tensor hooks | 2.11 - | techniques on
   saved tensors fail
 * ``torch._C._autograd._push_saved_tensors_default_hooks``: put hooks back | 2.11 - | transforms in checkpoints fail
@@ -17,6 +18,7 @@
 * ``torch._C._autograd._saved_tensors_hooks_is_enabled``: whether hooks may be set | 2.11 - | casts in the backward fail
 * ``torch._C._autograd._get_sequence_nr``: counts nodes of the graph, by which operators are told apart | 2.11 - |
   offloading and checkpoints fail
+* ``grad_fn._sequence_nr``: the number of a node | 2.11 - | leaks are not found
 * ``torch._C._functorch.peek_interpreter_stack``: whether ``torch.func`` transforms | 2.11 - | nothing works
 * ``torch._C._is_tracing``: whether ``torch.jit.trace`` runs | 2.11 - | checkpoints, casts and fusions fail
 * ``torch._C._vmapmode_increment_nesting``: go into a level of ``vmap`` | 2.11 - | dropout is not recomputed
@@ -29,7 +31,7 @@ import inspect
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -38,6 +40,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation
 from torch.utils.checkpoint import checkpoint
+
+from lightning_vram.private_names.torch.trees import tensors_in
 
 __all__ = ["StopRecomputation"]
 
@@ -54,6 +58,11 @@ make_saved_tensor: Callable[..., Any] | None = getattr(torch._C._autograd, "_mak
 
 num_nodes: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """Return how many nodes of the graph were made in this thread: one more for each operator that has a gradient."""
+
+
+def number_of(node: Any) -> int:
+    """Return the number of a node of the graph in its thread, above those of all that it comes from."""
+    return int(node._sequence_nr())
 
 
 def may_stop_early() -> bool:
@@ -89,6 +98,15 @@ def has_own_result(node: Any) -> bool:
         return node._saved_result is not None
     except RuntimeError:  # it had its result, and a backward has freed it
         return True
+
+
+def saved_tensors_of(node: Any) -> Iterator[Tensor]:
+    """Yield what a node of the graph has saved for a backward; nothing once one has freed it."""
+    with suppress(RuntimeError):  # it is freed
+        for name in dir(node):
+            if name.startswith("_saved_"):
+                yield from tensors_in(getattr(node, name))
+        yield from tensors_in(getattr(node, "saved_tensors", ()))  # of a function written in Python
 
 
 def innermost_hooks() -> SavedTensorHooks | None:

@@ -58,6 +58,13 @@ def is_compiled_part(module: nn.Module) -> bool:
     return isinstance(module, OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None
 
 
+def modules_in_compiled(model: nn.Module) -> set[nn.Module]:
+    """Return the modules of ``model`` that run in compiled code, the compiled ones themselves included."""
+    if is_compiled_by_lightning(model):
+        return set(model.modules())
+    return {inner for part in model.modules() if is_compiled_part(part) for inner in part.modules()}
+
+
 def is_left_to_python(function: Any) -> bool:
     """Whether ``torch.compiler.disable`` was called on ``function``."""
     return bool(getattr(function, "_torchdynamo_disable", False))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_vram.core.host.arena import HostArena, unseen
 from lightning_vram.core.host.disk_ring import DiskRing
-from lightning_vram.core.host.transfers import Arrival, Copies, Departure, make_copies
+from lightning_vram.core.host.transfers import Arrival, Copies, Departure, StreamCopies, make_copies
 from lightning_vram.memory.estimate.fakes.tensors import fake_bytes
 from lightning_vram.private_names.torch.dispatch import FakeTensor
 
@@ -124,6 +124,16 @@ class OffloadPlaces:
         if self._ring is not None:
             self._ring.close()
             self._ring = None
+
+    @property
+    def copies(self) -> Copies | None:
+        """From and to the first device that is no fake; ``None`` before anything travelled."""
+        return next((place.copies for (_, fake_mode), place in self._places.items() if fake_mode is None), None)
+
+    @property
+    def copies_run_beside(self) -> bool:
+        """Whether copies run beside the computation, which waits for them only where it has to."""
+        return self._pin_memory and isinstance(self.copies, StreamCopies)
 
     def settle(self) -> None:
         """Let go of what finished copies held on the device."""

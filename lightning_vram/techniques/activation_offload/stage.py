@@ -16,7 +16,6 @@ import threading
 import weakref
 from collections.abc import Hashable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -31,34 +30,19 @@ from lightning_vram.core.tensors.versions import alias
 from lightning_vram.private_names.torch.autocast import without_autocast
 from lightning_vram.private_names.torch.autograd import current_graph_task_id, num_nodes
 from lightning_vram.private_names.torch.dispatch import TorchDispatchMode
+from lightning_vram.techniques.activation_offload.argument_checks import check_bytes, check_max_slowdown
 from lightning_vram.techniques.activation_offload.candidates import OffloadCandidates
 from lightning_vram.techniques.activation_offload.geometry import as_bytes, find_span, to_flat
 from lightning_vram.techniques.activation_offload.history import ForwardHistory, Run
 from lightning_vram.techniques.activation_offload.items import OffloadedItem, OffloadHandle
 from lightning_vram.techniques.activation_offload.late_handle import LateHandle
+from lightning_vram.techniques.activation_offload.pace import OffloadMeasures, OffloadPace
 from lightning_vram.techniques.activation_offload.places import OffloadPlaces
+from lightning_vram.techniques.activation_offload.report import OffloadReport
 
 _WINDOW_SHARE = 16  # "auto": this part of what a forward saves
+_EXCESS_SHARE = 2  # of what stays in excess: used up by then, its room serves what is fetched ahead
 _PACKED_DTYPES = (torch.float32, torch.float64)
-
-
-@dataclass(frozen=True)
-class OffloadReport:
-    """What an :class:`ActivationOffloading` did since it was entered last.
-
-    Args:
-        offloaded_bytes: Bytes of the device that were sent away. Each storage counts once.
-        kept_bytes: Bytes that were large enough and stayed, because they are needed again at once.
-        num_offloaded: Storages that were sent away.
-        host_bytes: Host memory taken so far, whether in use or not.
-        disk_bytes: Size of the file.
-    """
-
-    offloaded_bytes: int
-    kept_bytes: int
-    num_offloaded: int
-    host_bytes: int
-    disk_bytes: int
 
 
 class ActivationOffloading(SavedTensorStage):
@@ -81,6 +65,10 @@ class ActivationOffloading(SavedTensorStage):
             their way out, and for what is fetched ahead in the backward; each forward whose backward is still to come
             has one. ``"auto"``: a sixteenth of what a forward saves, at least its largest tensor. What stays is known
             from the second forward of a kind on.
+        most_bytes: At most so many bytes of one forward travel, those that are saved first; what is saved after them
+            stays. ``None``: no limit. It may be set between two steps.
+        max_slowdown: How many times what it takes without waiting for copies a step may take. The first steps are
+            measured, and ``most_bytes`` is lowered to what can travel. ``None``: nothing is measured.
         compress: ``"bf16"``: float32 and float64 travel, and wait, in bfloat16: half of the host memory and of the
             traffic. Gradients are then approximate: eight bits of what is saved survive. ``"none"``: they are exact.
         disk_path: Folder for a file that takes the place of host memory; ``None`` for host memory.
@@ -103,20 +91,25 @@ class ActivationOffloading(SavedTensorStage):
         >>> offloading.close()
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         module: nn.Module | None = None,
         *,
         min_offload_bytes: int = 1 << 20,
         window_bytes: int | Literal["auto"] = "auto",
+        most_bytes: int | None = None,
+        max_slowdown: float | None = None,
         compress: Literal["none", "bf16"] = "none",
         disk_path: str | os.PathLike[str] | None = None,
         pin_memory: bool = True,
     ) -> None:
         super().__init__(module)
-        _check_bytes("min_offload_bytes", min_offload_bytes)
+        check_bytes("min_offload_bytes", min_offload_bytes)
         if window_bytes != "auto":
-            _check_bytes("window_bytes", window_bytes, 'bytes as an int or "auto"')
+            check_bytes("window_bytes", window_bytes, 'bytes as an int or "auto"')
+        if most_bytes is not None:
+            check_bytes("most_bytes", most_bytes, "bytes as an int or None")
+        check_max_slowdown("max_slowdown", max_slowdown, disk_path)
         if compress not in ("none", "bf16"):
             raise ValueError(f'compress must be "none" or "bf16", got {compress!r}.')
         if disk_path is not None and not isinstance(disk_path, str | os.PathLike):
@@ -124,6 +117,8 @@ class ActivationOffloading(SavedTensorStage):
         check_bool("pin_memory", pin_memory)
         self._min_bytes = min_offload_bytes
         self._window_bytes = window_bytes
+        self.most_bytes = most_bytes
+        self._pace = OffloadPace(max_slowdown)
         self._compress = compress
         self._lock = threading.RLock()  # autograd has a thread for each device
         self._memo: StorageMemo[OffloadedItem] = StorageMemo()
@@ -144,6 +139,11 @@ class ActivationOffloading(SavedTensorStage):
             host_bytes=self._places.host_bytes,
             disk_bytes=self._places.disk_bytes,
         )
+
+    @property
+    def measures(self) -> OffloadMeasures | None:
+        """What steps were measured to take last; ``None`` before, and without ``max_slowdown``."""
+        return self._pace.measures
 
     @property
     def num_away(self) -> int:
@@ -174,10 +174,12 @@ class ActivationOffloading(SavedTensorStage):
     def begin(self, stack: ExitStack) -> TorchDispatchMode | None:
         self._candidates.begin(self._module)
         self._places.open()
+        self.most_bytes = self._pace.begin(self._places, self.most_bytes)
         self._offloaded_bytes = self._kept_bytes = self._num_offloaded = 0
         self._history.start()
         self.settle()
         stack.callback(self.settle)
+        stack.callback(self._end_forward)
         stack.callback(self._finish_late)
         return None
 
@@ -210,13 +212,19 @@ class ActivationOffloading(SavedTensorStage):
         with self._lock:
             if current_graph_task_id() != -1:  # a stage inside may look at what it saved in a forward, too
                 self._history.end_forward()
-            window_bytes = self._find_window(item.run)
+                self._end_forward()
+            window_bytes = self._find_window(item.run) + self._find_excess(item.run) // _EXCESS_SHARE
             flat = item.find()
             if flat is None:
                 item.make_room(window_bytes)
                 flat = item.fetch()
             item.fetch_ahead(window_bytes)
-            return item.hand_over(flat), item.note_given(load)
+            flat = item.hand_over(flat)
+            self._pace.note_asked()
+            return flat, item.note_given(load)
+
+    def _end_forward(self) -> None:
+        self._pace.end_forward(self._offloaded_bytes, self._kept_bytes)
 
     def _find_item(self, tensor: Tensor) -> tuple[OffloadedItem | None, int]:
         """Return the item with the memory of ``tensor``, and where in it the tensor begins; ``None`` if it is small."""
@@ -248,8 +256,11 @@ class ActivationOffloading(SavedTensorStage):
         num_bytes = length * tensor.dtype.itemsize
         run, position = self._history.add(num_bytes)
         window_bytes = self._find_window(run)
+        is_last = run.expected_bytes - window_bytes <= position and position + num_bytes <= run.expected_bytes
+        is_excess = self.most_bytes is not None and position + num_bytes > self.most_bytes
+        window_bytes += self._find_excess(run)
         flat = to_flat(alias(tensor), start, length)
-        if run.expected_bytes - window_bytes <= position and position + num_bytes <= run.expected_bytes:
+        if is_last or is_excess:
             self._kept_bytes += num_bytes
             if innermost_stage() is not self:
                 self._candidates.keep_memory(tensor)
@@ -268,9 +279,6 @@ class ActivationOffloading(SavedTensorStage):
             return self._window_bytes
         return max(run.largest_bytes, max(run.saved_bytes, run.expected_bytes) // _WINDOW_SHARE)
 
-
-def _check_bytes(name: str, value: object, allowed: str = "bytes as an int") -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be {allowed}, got {value!r} of type {type(value).__name__}.")
-    if value < 0:
-        raise ValueError(f"{name} must not be negative, got {value}.")
+    def _find_excess(self, run: Run) -> int:
+        """Return what stays of a forward because it is more than may travel: until then copies may take its room."""
+        return max(0, max(run.saved_bytes, run.expected_bytes) - self.most_bytes) if self.most_bytes is not None else 0

@@ -499,6 +499,7 @@ def test_well_known_networks_train_the_same(name):
     assert_equal_weights(twin, network)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [TinyCNN, TinyGPT])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # dynamo's own
 def test_compiled_layers_keep_them_too(model):

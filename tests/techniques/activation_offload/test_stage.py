@@ -543,6 +543,7 @@ def test_on_the_host_the_tracker_counts_what_the_device_would_hold() -> None:
     assert tracker.timeline.peak_bytes == 4 * MATRIX + 8  # a sine, its cosine, the gradient, and the next
 
 
+@pytest.mark.slow
 def test_two_hundred_steps_take_no_more_host_memory_than_two(tmp_path) -> None:
     module, compute = network("tiny_gpt")
     for folder in (None, tmp_path):

@@ -21,7 +21,8 @@ from lightning_vram.core.layers.selection import Layer
 from lightning_vram.core.tensors.nests import flatten_arguments
 from lightning_vram.techniques.activation_checkpointing.apply import CheckpointingHandle
 from lightning_vram.techniques.activation_checkpointing.budget.observer import StepObserver
-from lightning_vram.techniques.activation_checkpointing.budget.plan import CheckpointPlan, StepProfile, predict_peak
+from lightning_vram.techniques.activation_checkpointing.budget.peak import predict_peak
+from lightning_vram.techniques.activation_checkpointing.budget.plan import CheckpointPlan, StepProfile
 from lightning_vram.techniques.activation_checkpointing.budget.rounds import Shapes, covers, shapes_of
 from lightning_vram.techniques.activation_checkpointing.budget.solver import solve
 from lightning_vram.techniques.activation_checkpointing.kept_arguments import Arguments
@@ -43,6 +44,7 @@ class BudgetedCheckpointing:
         handle: Its layers, all of them checkpointed; whoever made it removes it.
         budget_bytes: For activations.
         determinism_check: See :class:`~lightning_vram.techniques.activation_checkpointing.two_runs.Recomputing`.
+        min_offload_bytes: Smaller tensors cannot be offloaded.
     """
 
     def __init__(
@@ -51,11 +53,13 @@ class BudgetedCheckpointing:
         handle: CheckpointingHandle,
         budget_bytes: int,
         determinism_check: DeterminismCheck = "outputs",
+        min_offload_bytes: int = 0,
     ) -> None:
         self._model = model
         self._handle = handle
         self._budget_bytes = budget_bytes
         self._check: DeterminismCheck = determinism_check
+        self._min_offload_bytes = min_offload_bytes
         self._observer: StepObserver | None = None
         self._profiles: list[StepProfile] = []  # of all observed steps
         self._shapes: dict[str, set[Shapes]] = {}  # that calls got in them, and others that are covered; by layer
@@ -67,6 +71,12 @@ class BudgetedCheckpointing:
         """Whether inputs have outgrown the plan: all layers run checkpointed, and the next step should be observed."""
         return self._missing is not None
 
+    @property
+    def observed_cost(self) -> float:
+        """Cost of the costliest forward of the observed step, in FLOP equivalents."""
+        profiles = self._observer.profiles() if self._observer is not None else []
+        return max((profile.cost for profile in profiles), default=0.0)
+
     @contextmanager
     def observing(self, inputs: Any = None) -> Iterator[None]:
         """Run one training step inside, with every layer checkpointed; :meth:`plan` works from what it was.
@@ -74,7 +84,7 @@ class BudgetedCheckpointing:
         Args:
             inputs: Any nest of tensors that stay alive anyway, such as the batch.
         """
-        self._observer = observer = StepObserver(self._model, inputs)
+        self._observer = observer = StepObserver(self._model, inputs, self._min_offload_bytes)
         self._watch_all(observer)
         try:
             with observer.observing():
@@ -82,8 +92,11 @@ class BudgetedCheckpointing:
         finally:
             self._watch_all(None)
 
-    def plan(self) -> CheckpointPlan | None:
+    def plan(self, offload_bytes: int = 0) -> CheckpointPlan | None:
         """Make the cheapest plan that fits; ``None`` if no layer was called in the observed step.
+
+        Args:
+            offload_bytes: At most so many of what a forward saves first may be offloaded.
 
         Raises:
             BudgetError: If nothing fits.
@@ -99,14 +112,15 @@ class BudgetedCheckpointing:
         # A step with several backwards has several forwards, and batches have several shapes: the plan has to fit all,
         # and is made for the largest, or else for another.
         self._profiles = [*self._profiles, *observed][-_MAX_PROFILES:]
-        plans = [solve(profile, self._budget_bytes) for profile in self._profiles]
+        plans = [solve(profile, self._budget_bytes, offload_bytes) for profile in self._profiles]
         plans.sort(key=lambda plan: plan.plain_peak_bytes, reverse=True)
-        fitting = (plan for plan in plans if all(self._fits(decisions_of(plan), other) for other in self._profiles))
-        return next(fitting, None) or plan_nothing(plans[0])
+        fitting = (plan for plan in plans if all(self._fits(plan, profile) for profile in self._profiles))
+        return next(fitting, None) or plan_nothing(plans[0], offload_bytes)
 
-    def _fits(self, decisions: Decisions, profile: StepProfile) -> bool:
+    def _fits(self, plan: CheckpointPlan, profile: StepProfile) -> bool:
+        decisions = decisions_of(plan)
         choices = [layer.choose(decisions.get(layer.name, frozenset())) for layer in profile.layers]
-        return predict_peak(profile, choices) <= self._budget_bytes
+        return predict_peak(profile, choices, plan.offloaded_bytes) <= self._budget_bytes
 
     def apply(self, decisions: Decisions, *, is_guarded: bool = True) -> None:
         """Do as decided, from the next call of each layer on; layers without a decision stay checkpointed.
@@ -146,10 +160,11 @@ class BudgetedCheckpointing:
         return Recomputing(layer.title, None, self._check)
 
 
-def plan_nothing(plan: CheckpointPlan) -> CheckpointPlan:
+def plan_nothing(plan: CheckpointPlan, offload_bytes: int = 0) -> CheckpointPlan:
     """Return a plan like this one in which all layers are checkpointed and nothing is kept."""
     choices = tuple(layer.choose(frozenset()) for layer in plan.profile.layers)
-    return replace(plan, choices=choices, peak_bytes=predict_peak(plan.profile, choices))
+    peak_bytes, offloaded_bytes = min((predict_peak(plan.profile, choices, away), away) for away in {0, offload_bytes})
+    return replace(plan, choices=choices, peak_bytes=peak_bytes, offloaded_bytes=offloaded_bytes)
 
 
 def decisions_of(plan: CheckpointPlan) -> Decisions:

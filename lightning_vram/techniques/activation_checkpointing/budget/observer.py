@@ -37,9 +37,12 @@ class StepObserver:
     Args:
         model: Its parameters and buffers are not counted.
         inputs: Any nest of tensors that stay alive anyway, such as the batch.
+        min_offload_bytes: Smaller tensors cannot be offloaded.
     """
 
-    def __init__(self, model: nn.Module, inputs: Any = None) -> None:
+    def __init__(self, model: nn.Module, inputs: Any = None, min_offload_bytes: int = 0) -> None:
+        self._min_offload_bytes = min_offload_bytes
+        self._small: set[int] = set()  # storages of which a smaller part was saved
         self._costly = SavePolicy("matmuls")
         self._storages = _StorageNumbers()
         constants = (value for module in model.modules() for value in vars(module).values() if type(value) is Tensor)
@@ -65,7 +68,7 @@ class StepObserver:
 
     def profiles(self) -> list[StepProfile]:
         """Return what was seen, one for each forward with a backward of its own; those without a layer left out."""
-        return [round.profile() for round in self._rounds if round.calls]
+        return [round.profile(self._small, self._min_offload_bytes) for round in self._rounds if round.calls]
 
     @contextmanager
     def _call_of(self, layer: str, leaves: Sequence[Any]) -> Iterator[None]:
@@ -79,6 +82,7 @@ class StepObserver:
         for leaf in leaves:
             if isinstance(leaf, Tensor):
                 self._add_to_base(leaf, self._call.position)
+                self._call.inputs.update(number for number, _ in self._storages.number(leaf))
         try:
             yield
         finally:
@@ -103,6 +107,9 @@ class StepObserver:
         base = base_of(tensor) if type(tensor) is Tensor and is_view(tensor) else tensor
         if type(base) in PARAMETER_CLASSES:
             return
+        if self._min_offload_bytes and not self._may_travel(tensor):
+            now = (self._call.position if self._call is not None and self._is_inside else None, len(self._rounds))
+            self._small.update(number for number, _ in self._storages.number(tensor, now))
         if self._call is None:
             position = len(self._rounds[-1].calls) - 0.5  # its backward comes before that of the calls so far
             self._add_to_base(tensor, position)
@@ -116,6 +123,15 @@ class StepObserver:
                     self._add_number(number, num_bytes, self._call.position)
                 elif number not in self._lasting:
                     self._call.saved[number] = num_bytes
+
+    def _may_travel(self, tensor: Tensor) -> bool:
+        """Whether offloading sends what is saved here: most of a storage, or a large part of one."""
+        if not is_strided(tensor):
+            return False
+        length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        num_bytes = tensor.untyped_storage().nbytes()
+        is_most = 2 * length * tensor.dtype.itemsize >= num_bytes
+        return (num_bytes if is_most else length * tensor.dtype.itemsize) >= self._min_offload_bytes
 
     def on_operator(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> None:
         """Note one operator of the forward."""

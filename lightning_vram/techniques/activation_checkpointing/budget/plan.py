@@ -6,7 +6,7 @@ head) are base bytes. All here is plain data; ``solver.py`` makes the plan.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -23,6 +23,7 @@ class OperatorProfile:
         num_bytes: Bytes it holds on to if kept: 0 if they are among the base bytes or kept by an earlier operator.
         is_saved: Whether autograd saves that memory anyway where the layer is plain.
         cost: What running it again costs, in FLOP equivalents.
+        staying_bytes: Of ``num_bytes``, those that cannot be offloaded.
 
     Raises:
         ValueError: If a number is negative or not finite.
@@ -32,9 +33,10 @@ class OperatorProfile:
     num_bytes: int
     is_saved: bool
     cost: float
+    staying_bytes: int = 0
 
     def __post_init__(self) -> None:
-        _require_amounts(self.name, num_bytes=self.num_bytes, cost=self.cost)
+        _require_amounts(self.name, num_bytes=self.num_bytes, cost=self.cost, staying_bytes=self.staying_bytes)
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,10 @@ class CallProfile:
         saved_bytes: What autograd saves in the call and no one else holds.
         cost: What running the whole call again costs, in FLOP equivalents.
         operators: Its costly operators in the order they run. Their place here is their ordinal.
+        staying_base_bytes: Of ``base_live_bytes``, those that cannot be offloaded.
+        staying_saved_bytes: The same of ``saved_bytes``.
+        new_input_bytes: Base bytes that the backward of this call needs and that no earlier call had, if offloaded.
+        old_input_bytes: The same of those that an earlier call had.
 
     Raises:
         ValueError: If a number is negative or not finite.
@@ -57,6 +63,10 @@ class CallProfile:
     saved_bytes: int
     cost: float
     operators: tuple[OperatorProfile, ...] = ()
+    staying_base_bytes: int = 0
+    staying_saved_bytes: int = 0
+    new_input_bytes: int = 0
+    old_input_bytes: int = 0
 
     def __post_init__(self) -> None:
         amounts = {"base_live_bytes": self.base_live_bytes, "saved_bytes": self.saved_bytes, "cost": self.cost}
@@ -67,6 +77,12 @@ class CallProfile:
         if kept is None:
             return self.saved_bytes
         return sum(operator.num_bytes for operator in self._select(kept))
+
+    def staying_bytes(self, kept: frozenset[int] | None) -> int:
+        """Of :meth:`kept_bytes`, those that cannot be offloaded."""
+        if kept is None:
+            return self.staying_saved_bytes
+        return sum(operator.staying_bytes for operator in self._select(kept))
 
     def working_bytes(self, kept: frozenset[int] | None) -> int:
         """Bytes of the call that are alive during its backward, after what was not kept has been recomputed."""
@@ -133,6 +149,8 @@ class StepProfile:
         layers: Layers with different names; no two calls share a position.
         base_total_bytes: Base bytes alive at the end of the forward.
         other_cost: Cost of the forward outside all layers. Shares are of the whole forward.
+        staying_base_bytes: Of ``base_total_bytes``, those that cannot be offloaded.
+        largest_bytes: The largest storage that can be.
 
     Raises:
         ValueError: If names or positions repeat, or a number is negative or not finite.
@@ -141,6 +159,8 @@ class StepProfile:
     layers: tuple[LayerProfile, ...]
     base_total_bytes: int
     other_cost: float = 0.0
+    staying_base_bytes: int = 0
+    largest_bytes: int = 0
 
     def __post_init__(self) -> None:
         _require_amounts("the step", base_total_bytes=self.base_total_bytes, other_cost=self.other_cost)
@@ -197,6 +217,7 @@ class CheckpointPlan:
         minimum_bytes: The same with every layer checkpointed and nothing kept: the least budget.
         least_recompute_cost: No plan within the budget recomputes less than this. It equals :attr:`recompute_cost`
             where the plan is proven best; it is smaller where the search was cut short.
+        offloaded_bytes: Of what the forward saves first, so much is to be away until its backward.
     """
 
     profile: StepProfile
@@ -206,6 +227,7 @@ class CheckpointPlan:
     plain_peak_bytes: int
     minimum_bytes: int
     least_recompute_cost: float
+    offloaded_bytes: int = 0
 
     @cached_property
     def recompute_cost(self) -> float:
@@ -221,38 +243,6 @@ class CheckpointPlan:
     def is_proven_best(self) -> bool:
         """Whether no plan within the budget recomputes less."""
         return self.least_recompute_cost >= self.recompute_cost
-
-
-def predict_peak(profile: StepProfile, choices: Sequence[LayerChoice]) -> int:
-    """Predict the peak of activation bytes of a round, exactly, however calls of layers interleave.
-
-    Args:
-        profile: What was observed.
-        choices: One for each layer of the profile, in its order.
-
-    Returns:
-        Bytes at the end of the forward or in the backward of a call, whichever is more.
-
-    Raises:
-        ValueError: If the choices are for other layers.
-    """
-    return find_peak(profile, choices)[0]
-
-
-def find_peak(profile: StepProfile, choices: Sequence[LayerChoice]) -> tuple[int, str]:
-    """Predict the peak as :func:`predict_peak` does, and say where in the round it is."""
-    if [choice.name for choice in choices] != [layer.name for layer in profile.layers]:
-        raise ValueError("choices must be one for each layer of the profile, in its order.")
-    decided = [(call, choice) for layer, choice in zip(profile.layers, choices, strict=True) for call in layer.calls]
-    peak, place, kept_bytes = 0, "at the end of the forward", 0
-    for call, choice in sorted(decided, key=lambda pair: pair[0].position):
-        live_bytes = call.base_live_bytes + kept_bytes + call.working_bytes(choice.decision)
-        if live_bytes > peak:
-            peak, place = live_bytes, f"in the backward of {choice.name!r}"
-        kept_bytes += call.kept_bytes(choice.decision)
-    if profile.base_total_bytes + kept_bytes >= peak:
-        peak, place = profile.base_total_bytes + kept_bytes, "at the end of the forward"
-    return peak, place
 
 
 def _require_amounts(owner: str, **amounts: float) -> None:

@@ -24,12 +24,16 @@ class SharedPlan:
         plain_peak_bytes: What the rank would need without a plan.
         table: For the user.
         summary: The same in one line.
+        offloaded_bytes: Of a forward, to be away.
+        largest_bytes: The largest storage among them: that much more may travel, for what travels is not cut.
     """
 
     decisions: Decisions
     plain_peak_bytes: int
     table: str
     summary: str
+    offloaded_bytes: int = 0
+    largest_bytes: int = 0
 
 
 def share_largest(make_plan: Callable[[], CheckpointPlan | None]) -> SharedPlan | None:
@@ -61,4 +65,11 @@ def _make(make_plan: Callable[[], CheckpointPlan | None]) -> SharedPlan | str | 
     if plan is None:
         return None
     summary = f"{format_bytes(plan.peak_bytes)} of activations, {plan.recompute_share:.0%} of the forward runs again."
-    return SharedPlan(decisions_of(plan), plan.plain_peak_bytes, format_table(plan), summary)
+    return SharedPlan(
+        decisions_of(plan),
+        plan.plain_peak_bytes,
+        format_table(plan),
+        summary,
+        plan.offloaded_bytes,
+        plan.profile.largest_bytes,
+    )

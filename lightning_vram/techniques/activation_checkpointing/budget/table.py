@@ -44,6 +44,8 @@ def _totals(plan: CheckpointPlan) -> Iterator[str]:
     yield f"predicted peak  {format_bytes(plan.peak_bytes)}{used}"
     yield f"plain peak      {format_bytes(plan.plain_peak_bytes)}"
     yield f"least possible  {format_bytes(plan.minimum_bytes)}"
+    if plan.offloaded_bytes:
+        yield f"offloaded       {format_bytes(plan.offloaded_bytes)} of each forward, what is saved first"
     again = f"extra compute   {_format_share(plan.recompute_share)} of the forward"
     if not plan.is_proven_best:
         least = _share(plan.least_recompute_cost, plan.profile.cost)

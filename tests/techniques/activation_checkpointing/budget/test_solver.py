@@ -16,6 +16,7 @@ from lightning_vram.techniques.activation_checkpointing.budget.plan import (
     StepProfile,
 )
 from lightning_vram.techniques.activation_checkpointing.budget.solver import BudgetError, predict_peak, solve
+from lightning_vram.techniques.activation_checkpointing.budget.table import format_table
 
 MIB = 2**20
 SHARES = (0.9, 0.75, 0.5, 0.3, 0.1)
@@ -117,12 +118,14 @@ def check_promises(profile: StepProfile, plan: CheckpointPlan) -> None:
     assert plan.least_recompute_cost <= plan.recompute_cost
 
 
+@pytest.mark.slow_except("one-few", "two-few", "four-few")
+@pytest.mark.parametrize("seeds", [pytest.param(range(5), id="few"), pytest.param(range(5, 60), id="many")])
 @pytest.mark.parametrize(
-    ("num_layers", "max_operators", "seeds"),
-    [pytest.param(1, 5, 60, id="one layer"), pytest.param(2, 4, 60, id="two"), pytest.param(4, 2, 60, id="four")],
+    ("num_layers", "max_operators"),
+    [pytest.param(1, 5, id="one"), pytest.param(2, 4, id="two"), pytest.param(4, 2, id="four")],
 )
-def test_the_plan_is_the_best_of_all(num_layers: int, max_operators: int, seeds: int) -> None:
-    for seed in range(seeds):
+def test_the_plan_is_the_best_of_all(num_layers: int, max_operators: int, seeds: range) -> None:
+    for seed in seeds:
         profile = draw_step(seed, num_layers, max_operators)
         for budget_bytes in budgets(profile):
             plan = solve(profile, budget_bytes)
@@ -159,8 +162,10 @@ def draw_repeated(seed: int) -> StepProfile:
     return step(layers, base_live_bytes + 3)
 
 
-def test_calls_in_a_row_share_a_decision_and_the_plan_is_the_best_of_all() -> None:
-    for seed in range(30):
+@pytest.mark.slow_except("few")
+@pytest.mark.parametrize("seeds", [pytest.param(range(5), id="few"), pytest.param(range(5, 40), id="many")])
+def test_calls_in_a_row_share_a_decision_and_the_plan_is_the_best_of_all(seeds: range) -> None:
+    for seed in seeds:
         profile = draw_repeated(seed)
         for budget_bytes in budgets(profile):
             plan = solve(profile, budget_bytes)
@@ -179,19 +184,17 @@ def interleave(profile: StepProfile) -> StepProfile:
     )  # fmt: skip
 
 
-def test_layers_that_take_turns_are_never_above_the_budget_and_no_single_layer_could_be_plain() -> None:
-    for seed in range(20):
+@pytest.mark.slow_except("few")
+@pytest.mark.parametrize("seeds", [pytest.param(range(5), id="few"), pytest.param(range(5, 40), id="many")])
+def test_layers_that_take_turns_get_the_best_plan_of_all_too(seeds: range) -> None:
+    for seed in seeds:
         profile = interleave(draw_step(seed, 3, 2))
         for budget_bytes in budgets(profile):
             plan = solve(profile, budget_bytes)
 
-            best = best_by_brute_force(profile, budget_bytes)
-            assert plan.least_recompute_cost <= best[0] <= plan.recompute_cost
+            assert judge(plan.choices) == best_by_brute_force(profile, budget_bytes), (seed, budget_bytes)
+            assert plan.is_proven_best
             check_promises(profile, plan)
-            for i, entry in enumerate(profile.layers):
-                changed = [*plan.choices[:i], entry.choose(None), *plan.choices[i + 1 :]]
-                is_cheaper = judge(changed) < judge(plan.choices)
-                assert not is_cheaper or simulate(profile, changed) > budget_bytes
 
 
 def transformer(num_layers: int, unit_bytes: int = MIB) -> StepProfile:
@@ -303,28 +306,56 @@ def test_choices_of_another_model_are_refused() -> None:
         predict_peak(profile, [layer_.choose(None) for layer_ in reversed(profile.layers)])
 
 
-def test_many_different_operators_cut_the_search_short_and_the_plan_says_so() -> None:
+def draw_mixtures(num_layers: int, num_operators: int) -> StepProfile:
+    """Layers of products that all differ, as in mixtures of experts."""
     rng = random.Random(0)
     layers = []
-    for i in range(18):
+    for i in range(num_layers):
         operators = tuple(
             OperatorProfile("aten.mm", rng.randint(10**6, 10**8), rng.random() < 0.7, float(rng.randint(10**9, 10**10)))
-            for _ in range(14)
+            for _ in range(num_operators)
         )
         saved_bytes = 2 * sum(operator.num_bytes for operator in operators)
         cost = 1.1 * sum(operator.cost for operator in operators)
-        layers.append(layer(f"net.{i}", CallProfile(i, 0, saved_bytes, cost, operators)))
-    profile = step(layers)
+        layers.append(layer(f"net.{i}", CallProfile(i, 10**6 * i, saved_bytes, cost, operators)))
+    return step(layers, 10**6 * num_layers)
+
+
+@pytest.mark.slow_except("40-60")
+@pytest.mark.parametrize(("num_layers", "num_operators"), [(40, 60), (200, 64)])
+def test_thousands_of_different_operators_leave_a_small_gap_and_the_plan_tells_it(num_layers, num_operators) -> None:
+    profile = draw_mixtures(num_layers, num_operators)
 
     plan = solve(profile, peak_of(profile, None) // 2)
 
     assert simulate(profile, plan.choices) <= plan.budget_bytes
     assert plan.peak_bytes > 0.99 * plan.budget_bytes
-    assert plan.recompute_cost - plan.least_recompute_cost < 0.01 * profile.cost
+    assert plan.recompute_cost - plan.least_recompute_cost < 1e-3 * profile.cost
+
+
+@pytest.mark.slow
+def test_two_hundred_layers_that_all_differ_are_proven_best() -> None:
+    profile = draw_mixtures(200, 1)
+
+    assert solve(profile, peak_of(profile, None) // 2).is_proven_best
+
+
+def test_plans_for_a_whole_card_are_within_the_budget_to_the_byte() -> None:
+    """And no dearer than the best plan for some millionths less."""
+    for seed in range(5):
+        small = draw_step(seed, 4, 0)
+        calls = [replace(e.calls[0], saved_bytes=e.calls[0].saved_bytes * 2**26 + 1) for e in small.layers]
+        profile = step([layer(str(i), call) for i, call in enumerate(calls)], 2**33 + 1)
+        for budget_bytes in budgets(profile)[1:]:
+            for near in (budget_bytes - 1, budget_bytes, budget_bytes + 1):
+                plan = solve(profile, near)
+
+                assert simulate(profile, plan.choices) <= near
+                assert judge(plan.choices) <= best_by_brute_force(profile, int(near * (1 - 5e-6)))
 
 
 def test_a_plan_never_leaves_a_tenth_unused_if_another_is_cheaper() -> None:
-    for seed in range(25):
+    for seed in range(4):
         profile = draw_step(seed, 8, 3)
         for budget_bytes in budgets(profile):
             plan = solve(profile, budget_bytes)
@@ -333,3 +364,87 @@ def test_a_plan_never_leaves_a_tenth_unused_if_another_is_cheaper() -> None:
                 for i, entry in enumerate(profile.layers)
             )
             assert all(judge(o) >= judge(plan.choices) for o in others if simulate(profile, o) <= budget_bytes)
+
+
+def draw_offloadable(seed: int) -> StepProfile:
+    """Of all bytes a part cannot travel; calls need some of the base bytes again."""
+    rng = random.Random(seed)
+    drawn = draw_step(seed, 3, 2)
+    layers = []
+    for entry in drawn.layers:
+        call = entry.calls[0]
+        operators = tuple(replace(o, staying_bytes=rng.randint(0, o.num_bytes) // 4) for o in call.operators)
+        layers.append(
+            layer(
+                entry.name,
+                replace(
+                    call,
+                    operators=operators,
+                    staying_base_bytes=call.base_live_bytes // 8,
+                    staying_saved_bytes=sum(o.staying_bytes for o in operators if o.is_saved),
+                    new_input_bytes=call.base_live_bytes // 4,
+                    old_input_bytes=rng.choice([0, call.base_live_bytes // 8]),
+                ),
+            )
+        )
+    return replace(
+        step(layers, drawn.base_total_bytes),
+        staying_base_bytes=drawn.base_total_bytes // 8,
+        largest_bytes=rng.choice([0, 3]),
+    )
+
+
+@pytest.mark.slow_except("few")
+@pytest.mark.parametrize("seeds", [pytest.param(range(6), id="few"), pytest.param(range(6, 60), id="many")])
+def test_with_offloading_the_plan_is_the_best_of_all_too(seeds: range) -> None:
+    num_offloaded = 0
+    for seed in seeds:
+        profile = draw_offloadable(seed)
+        plans = list(product(*([e.choose(d) for d in decisions(e)] for e in profile.layers)))
+        offload_bytes = peak_of(profile, None) // random.Random(seed).choice([1, 2, 4])
+        for budget_bytes in budgets(profile):
+            plan = solve(profile, budget_bytes, offload_bytes)
+
+            def fits(choices, budget_bytes=budget_bytes, offload_bytes=offload_bytes, profile=profile) -> bool:
+                return min(predict_peak(profile, choices, away) for away in {0, offload_bytes}) <= budget_bytes
+
+            assert sum(c.recompute_cost for c in plan.choices) == min(judge(c)[0] for c in plans if fits(c)), seed
+            away = plan.offloaded_bytes
+            assert plan.peak_bytes == predict_peak(profile, plan.choices, away) <= budget_bytes
+            assert away <= offload_bytes
+            if away:
+                num_offloaded += 1
+                assert plan.recompute_cost < solve(profile, budget_bytes).recompute_cost
+                assert away == 1 or predict_peak(profile, plan.choices, away - 1) > budget_bytes
+    assert num_offloaded > 5
+
+
+def test_what_the_bus_carries_is_not_recomputed() -> None:
+    profile = replace(transformer(12), largest_bytes=4 * MIB)
+    budget_bytes = peak_of(profile, None) // 2
+
+    plan = solve(profile, budget_bytes, 400 * MIB)
+
+    assert {choice.kind for choice in plan.choices} == {"plain"}
+    assert 0 < plan.offloaded_bytes < 150 * MIB
+    assert plan.peak_bytes <= budget_bytes
+    assert "offloaded" in format_table(plan)
+
+
+def test_a_little_bus_saves_a_little_recomputation() -> None:
+    profile = replace(transformer(12), largest_bytes=4 * MIB)
+    budget_bytes = peak_of(profile, None) // 2
+
+    costs = [solve(profile, budget_bytes, num_bytes * MIB).recompute_cost for num_bytes in (0, 40, 80, 160)]
+
+    assert costs == sorted(costs, reverse=True)
+    assert costs[0] > costs[1] > costs[2] > costs[3] == 0
+
+
+def test_offloading_reaches_budgets_that_recomputation_does_not() -> None:
+    profile = replace(transformer(24), largest_bytes=4 * MIB)
+    minimum_bytes = peak_of(profile, frozenset())
+
+    with pytest.raises(BudgetError):
+        solve(profile, minimum_bytes - 4 * MIB)
+    assert solve(profile, minimum_bytes - 4 * MIB, 1000 * MIB).peak_bytes <= minimum_bytes - 4 * MIB

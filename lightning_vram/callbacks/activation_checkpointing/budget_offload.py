@@ -1,0 +1,143 @@
+"""The second remedy of a budget: what the bus carries in time is offloaded, and only the rest is recomputed."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_vram.callbacks.hook_points import AroundStep, Depth, refuse_moved_parameters
+from lightning_vram.core.host.arena import OffloadError, unseen
+from lightning_vram.core.operators.cost import BALANCE
+from lightning_vram.memory.estimate.calibrate import measure_bus
+from lightning_vram.memory.units import parse_bytes
+from lightning_vram.private_names.torch.dispatch import FakeTensor
+from lightning_vram.techniques.activation_checkpointing.budget import SharedPlan
+from lightning_vram.techniques.activation_offload import ActivationOffloading
+
+MIN_OFFLOAD_BYTES = 1 << 20
+_REMEDIES = (("recompute",), ("recompute", "offload"))
+_USUAL_BUS, _USUAL_BANDWIDTH = 25e9, 1e12
+_FORWARD_SHARE = 0.25  # of a step that ends with its backward, every layer of it recomputed
+
+
+def check_remedies(remedies: object, offload_bytes: object, budget: object) -> int | Literal["auto"] | None:
+    """Return what may be offloaded, in bytes; ``None`` if nothing is to be.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If an argument has a value that is not allowed, or contradicts another.
+    """
+    name = "ActivationCheckpointing(remedies)"
+    if isinstance(remedies, str) or not isinstance(remedies, list | tuple):
+        raise TypeError(f"{name} must be a list or tuple of names, got {remedies!r} of type {type(remedies).__name__}.")
+    if tuple(remedies) not in _REMEDIES:
+        raise ValueError(f"{name} must be ('recompute',) or ('recompute', 'offload'), got {remedies!r}.")
+    num_bytes: int | Literal["auto"] = "auto"
+    if offload_bytes != "auto":
+        num_bytes = parse_bytes(offload_bytes, "ActivationCheckpointing(offload_bytes)")  # type: ignore[arg-type]
+    if "offload" in remedies:
+        if budget is None:
+            raise ValueError(f"{name} says how a budget is kept, got {remedies!r} without budget. Give budget=.")
+        return num_bytes
+    if num_bytes != "auto":
+        raise ValueError(
+            f"ActivationCheckpointing(offload_bytes={offload_bytes!r}) limits what is offloaded, and nothing is. "
+            "Give remedies=('recompute', 'offload')."
+        )
+    return None
+
+
+class BudgetOffload:
+    """Offloads what plans say in each training step: nothing until there is a plan.
+
+    Args:
+        trainer: Whose strategy is about to be set up.
+        offload_bytes: That the bus carries in a forward; ``"auto"``: measure it.
+
+    Raises:
+        MisconfigurationException: If the trainer cannot offload.
+    """
+
+    def __init__(self, trainer: pl.Trainer, offload_bytes: int | Literal["auto"]) -> None:
+        self._trainer = trainer
+        self._offload_bytes = offload_bytes
+        self._forward_seconds = 0.0
+        self._offloading = ActivationOffloading(
+            trainer.lightning_module, min_offload_bytes=MIN_OFFLOAD_BYTES, most_bytes=0
+        )
+        self._context = AroundStep(trainer.strategy, "training_step", Depth.OFFLOAD, lambda *_, **__: self._step())
+
+    @staticmethod
+    def check(trainer: pl.Trainer, offload_bytes: int | Literal["auto"]) -> None:
+        """Refuse what cannot offload.
+
+        Raises:
+            MisconfigurationException: If so.
+        """
+        refuse_moved_parameters("ActivationCheckpointing(remedies)", trainer, "saved tensors are views of")
+        others = [type(callback).__name__ for callback in trainer.callbacks]  # type: ignore[attr-defined]
+        if "ActivationOffload" in others:
+            raise MisconfigurationException(
+                "ActivationCheckpointing(remedies=('recompute', 'offload')) offloads by itself and does not work with "
+                "ActivationOffload. Leave out one or the other."
+            )
+        if offload_bytes == "auto" and trainer.strategy.root_device.type == "cpu":
+            raise MisconfigurationException(
+                "ActivationCheckpointing(remedies=('recompute', 'offload')) moves activations from the device to the "
+                "host, but the model is on the host: nothing is gained. Leave 'offload' out, or give offload_bytes."
+            )
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Time a forward inside, of the kind that plans are made from."""
+        device = self._trainer.strategy.root_device
+        if self._offload_bytes != "auto" or self._is_fake():
+            yield
+            return
+        torch.accelerator.synchronize(device)
+        start = time.perf_counter()
+        yield
+        torch.accelerator.synchronize(device)
+        has_backward = not self._trainer.lightning_module.automatic_optimization
+        self._forward_seconds = (time.perf_counter() - start) * (_FORWARD_SHARE if has_backward else 1)
+
+    def bus_bytes(self, forward_cost: float) -> int:
+        """Return what the bus carries beside a forward.
+
+        Args:
+            forward_cost: In FLOP equivalents, for fake tensors: they take no time.
+        """
+        if self._offload_bytes != "auto":
+            return self._offload_bytes
+        if self._is_fake():
+            return round(forward_cost * _USUAL_BUS / (BALANCE * _USUAL_BANDWIDTH))
+        with unseen(next(self._trainer.lightning_module.parameters())):
+            return round(self._forward_seconds * measure_bus(self._trainer.strategy.root_device))
+
+    def apply(self, plan: SharedPlan) -> None:
+        """Do as planned, from the next step on. What travels is not cut: the last may go beyond what has to go."""
+        self._offloading.most_bytes = plan.offloaded_bytes + plan.largest_bytes if plan.offloaded_bytes else 0
+
+    def keep_in_place(self, batch: object) -> None:
+        """Let the batch stay: it is held anyway."""
+        self._offloading.keep_in_place(batch)
+
+    def remove(self) -> None:
+        """Undo it all."""
+        self._context.remove()
+        self._offloading.close()
+
+    @contextmanager
+    def _step(self) -> Iterator[None]:
+        try:
+            with self._offloading:
+                yield
+        except OffloadError as error:
+            raise MisconfigurationException(f"ActivationCheckpointing(remedies): {error}") from None
+
+    def _is_fake(self) -> bool:
+        return any(type(parameter.data) is FakeTensor for parameter in self._trainer.lightning_module.parameters())

@@ -1,0 +1,84 @@
+"""``ActivationCheckpointing(budget=)`` where the chosen layers are compiled."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_vram.callbacks.hook_points import AroundStep, Depth
+from lightning_vram.core.layers.selection import Layer
+from lightning_vram.memory.units import format_bytes
+from lightning_vram.private_names.torch.compiled import modules_in_compiled
+from lightning_vram.techniques.activation_checkpointing.compiled_budget import CompiledBudget, CompiledBudgetError
+
+
+def are_compiled(model: pl.LightningModule, layers: Sequence[Layer]) -> bool:
+    """Whether ``layers`` run in compiled code.
+
+    Raises:
+        MisconfigurationException: If only some do.
+    """
+    compiled = modules_in_compiled(model)
+    eager = [layer.name for layer in layers if layer.module not in compiled]
+    if eager and len(eager) < len(layers):
+        raise MisconfigurationException(
+            "ActivationCheckpointing(budget) chooses among compiled layers or among layers that are not compiled, not "
+            f"among both: {', '.join(eager)} {'is' if len(eager) == 1 else 'are'} not compiled. Compile all, or name "
+            "only one kind in layers."
+        )
+    return not eager
+
+
+class CompiledLayersBudget:
+    """Meets a budget in the first steps of a fit, until :meth:`remove`.
+
+    Args:
+        trainer: That is about to set up its strategy.
+        budget: As the user wrote it.
+        budget_bytes: The same in bytes.
+        offloads: Whether the user wants offload, too.
+
+    Raises:
+        MisconfigurationException: If so.
+    """
+
+    def __init__(self, trainer: pl.Trainer, budget: str, budget_bytes: int, *, offloads: bool) -> None:
+        if offloads:
+            raise MisconfigurationException(
+                "ActivationCheckpointing(remedies=('recompute', 'offload')) does not see inside of compiled layers, "
+                "where the compiler chooses what to keep. Leave out 'offload', or the compilation."
+            )
+        self._title = f"ActivationCheckpointing(budget={budget})"
+        self._budget_bytes = budget_bytes
+        self._technique = CompiledBudget(trainer.lightning_module, budget_bytes)
+        self._context = AroundStep(
+            trainer.strategy, "training_step", Depth.OBSERVATION, lambda batch, *_, **__: self._step(batch)
+        )
+
+    @contextmanager
+    def _step(self, batch: object) -> Iterator[None]:
+        was_done = self._technique.is_done
+        try:
+            with self._technique.step(batch):
+                yield
+        except CompiledBudgetError as error:
+            raise MisconfigurationException(f"ActivationCheckpointing: {error}") from None
+        if self._technique.is_done and not was_done:
+            self._tell()
+
+    def _tell(self) -> None:
+        kept = self._technique.kept_bytes
+        best = self._technique.best
+        points = ", ".join(f"{share:.3f}: {format_bytes(kept[share])}" for share in sorted(kept))
+        rank_zero_info(
+            f"{self._title} lets compiled code keep {best:.3f} of what the compiler would keep: "
+            f"{format_bytes(kept[best])} for the backward, {kept[best] / self._budget_bytes:.0%} of the budget. "
+            f"Tried: {points}."
+        )
+
+    def remove(self) -> None:
+        """Put everything back. Calling it again does nothing."""
+        self._context.remove()
+        self._technique.remove()

@@ -1,0 +1,175 @@
+"""At most so many bytes of a forward travel, those saved first; what stays makes no difference but to memory."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from lightning_vram.core.hooks.stage import SavedTensorStage, Taken
+from lightning_vram.techniques.activation_offload.stage import ActivationOffloading
+
+SIDE = 64
+MATRIX = SIDE * SIDE * 4
+
+
+def make(most_bytes: int | None, **arguments: Any) -> ActivationOffloading:
+    return ActivationOffloading(min_offload_bytes=1, most_bytes=most_bytes, **({"window_bytes": 0} | arguments))
+
+
+def weight() -> Tensor:
+    torch.manual_seed(0)
+    return torch.randn(SIDE, SIDE).requires_grad_()
+
+
+def sines(x: Tensor) -> Tensor:
+    """Save eight matrices: ``x``, and seven results."""
+    for _ in range(8):
+        x = x.sin()
+    return x
+
+
+@pytest.mark.parametrize(
+    ("most_bytes", "num_sent"),
+    [(None, 8), (0, 0), (MATRIX - 1, 0), (MATRIX, 1), (3 * MATRIX + 1, 3), (8 * MATRIX, 8), (10**9, 8)],
+)
+def test_what_is_saved_first_travels_from_the_first_forward_on(most_bytes: int | None, num_sent: int) -> None:
+    x = weight()
+    (expected,) = torch.autograd.grad(sines(x).sum(), x)
+    offloading = make(most_bytes)
+    for _ in range(3):
+        with offloading:
+            loss = sines(x).sum()
+        assert offloading.report.offloaded_bytes == num_sent * MATRIX
+        assert offloading.report.kept_bytes == (8 - num_sent) * MATRIX
+        assert offloading.num_away == offloading.report.num_offloaded == num_sent
+        assert torch.equal(torch.autograd.grad(loss, x)[0], expected)
+        del loss
+        assert offloading.num_away == 0
+
+
+def test_nothing_that_is_saved_later_takes_the_place_of_what_was_too_large() -> None:
+    offloading = make(3 * MATRIX)
+    with offloading:
+        sizes = (2 * SIDE, 2 * SIDE, SIDE)
+        handles = [offloading.take(torch.randn(size, SIDE)) for size in sizes]
+    assert [handle.item.parcel is not None for handle in handles] == [True, False, False]
+
+
+def test_the_window_comes_out_of_what_may_travel() -> None:
+    x = weight()
+    offloading = make(7 * MATRIX, window_bytes=2 * MATRIX)
+    for sent in (7, 6, 6):
+        with offloading:
+            loss = sines(x).sum()
+        assert offloading.report.offloaded_bytes == sent * MATRIX
+        loss.backward()
+
+
+def test_each_forward_of_a_step_has_its_own_limit() -> None:
+    """A generator and a discriminator, say: forward, backward, forward, backward."""
+    x = weight()
+    (expected,) = torch.autograd.grad(sines(x).sum(), x)
+    offloading = make(3 * MATRIX)
+    with offloading:
+        for num_forwards in (1, 2):
+            loss = sines(x).sum()
+            assert offloading.report.offloaded_bytes == num_forwards * 3 * MATRIX
+            assert torch.equal(torch.autograd.grad(loss, x)[0], expected)
+
+
+@pytest.mark.parametrize("most_bytes", [0, 3 * MATRIX, 11 * MATRIX])
+def test_two_losses_of_one_forward(most_bytes: int) -> None:
+    def losses(x: Tensor) -> tuple[Tensor, Tensor]:
+        trunk = sines(x)
+        return trunk.exp().sum(), sines(trunk).sum()
+
+    def gradients(x: Tensor) -> list[Tensor]:
+        first, second = losses(x)
+        return [torch.autograd.grad(loss, x, retain_graph=loss is first)[0] for loss in (first, second)]
+
+    x = weight()
+    expected = gradients(x)
+    offloading = make(most_bytes, window_bytes="auto")
+    for _ in range(3):
+        with offloading:
+            got = gradients(x)
+        assert all(map(torch.equal, got, expected))
+        assert offloading.report.offloaded_bytes <= most_bytes
+
+
+def test_gradients_accumulate_over_forwards_to_the_same_bits() -> None:
+    x, other = weight(), weight()
+    offloading = make(2 * MATRIX, window_bytes="auto")
+    for factor in (1.0, 2.0, 3.0):
+        (sines(other * factor)).sum().backward()
+        with offloading:
+            loss = sines(x * factor).sum()
+        loss.backward()
+    assert torch.equal(x.grad, other.grad)
+
+
+def test_it_may_be_set_between_steps() -> None:
+    x = weight()
+    offloading = make(None)
+    for most_bytes, num_sent in ((None, 8), (2 * MATRIX, 2), (0, 0), (None, 8)):
+        offloading.most_bytes = most_bytes
+        with offloading:
+            sines(x).sum().backward()
+        assert offloading.report.num_offloaded == num_sent
+
+
+class Copying(SavedTensorStage):
+    """A stage inside, which looks at what it handed on."""
+
+    def take(self, tensor: Tensor) -> Taken | None:
+        return self.hand_on(tensor.clone())
+
+
+def test_a_stage_inside_keeps_what_may_not_travel() -> None:
+    x = weight()
+    (expected,) = torch.autograd.grad(sines(x).sum(), x)
+    outer, inner = make(3 * MATRIX), Copying()
+    for _ in range(3):
+        with outer, inner:
+            loss = sines(x).sum()
+        assert (outer.report.offloaded_bytes, outer.report.kept_bytes) == (3 * MATRIX, 5 * MATRIX)
+        assert torch.equal(torch.autograd.grad(loss, x)[0], expected)
+
+
+def test_the_inputs_of_checkpoints_count_and_second_runs_do_not() -> None:
+    x = weight()
+    (expected,) = torch.autograd.grad(sines(sines(x)).sum(), x)
+    offloading = make(MATRIX)
+    for _ in range(2):
+        with offloading:
+            hidden = checkpoint(sines, checkpoint(sines, x, use_reentrant=False), use_reentrant=False)
+            assert torch.equal(torch.autograd.grad(hidden.sum(), x)[0], expected)
+        assert offloading.report.offloaded_bytes == offloading.report.kept_bytes == MATRIX
+
+
+def test_fetching_begins_when_half_of_what_stayed_is_used_up() -> None:
+    offloading = make(4 * MATRIX)
+    with offloading:
+        handles = [offloading.take(torch.randn(SIDE, SIDE)) for _ in range(12)]  # eight stay
+    sent = [handle.item for handle in handles[:4]]
+    num_here = []
+    while len(handles) > 4:
+        handles.pop().give()
+        num_here.append(sum(item.is_here for item in sent))
+    assert num_here == [0, 0, 0, 0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("most_bytes", "kind", "message"),
+    [
+        (-1, ValueError, "most_bytes must not be negative, got -1."),
+        ("3GiB", TypeError, "most_bytes must be bytes as an int or None, got '3GiB' of type str."),
+        (True, TypeError, "most_bytes must be bytes as an int or None, got True of type bool."),
+    ],
+)
+def test_other_limits_are_refused(most_bytes: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind) as error:
+        make(most_bytes)
+    assert str(error.value) == message
