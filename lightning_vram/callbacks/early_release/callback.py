@@ -1,0 +1,199 @@
+"""Free gradients before the next forward instead of after it, and find what else is kept for nothing.
+
+Lightning's closure runs the forward, then zeroes, then runs the backward: the gradients of the last step are alive
+through the next forward, where activations pile up, though nobody steps with them again. Here zeroing comes first.
+Nothing else of the last step is alive by then: neither its batch, nor its outputs, nor its graph.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_vram.argument_checks import check_positive_int
+from lightning_vram.callbacks.early_release.findings import Findings
+from lightning_vram.callbacks.early_release.kept_elsewhere import why_buckets_stay, why_left_alone
+from lightning_vram.callbacks.hook_points import FitTechnique
+from lightning_vram.core.surgery.shadow import Shadow
+from lightning_vram.memory.units import format_bytes
+from lightning_vram.private_names.lightning.loops import MAKE_ZERO_GRAD
+from lightning_vram.techniques.early_release import PacedCollection, gradient_bytes, zero_early
+
+Zero = Callable[[], None]
+
+
+class EarlyRelease(FitTechnique):
+    """Zero gradients before the forward, and say what else the module keeps for nothing. Results stay equal to the bit.
+
+    The forward's peak is lower by the bytes of the gradients. ``on_train_batch_end``, loggers and checkpoints find
+    gradients as ever; only a ``training_step`` that reads those of the step before does not. Where the module or a
+    callback has its own ``on_before_zero_grad`` or ``optimizer_zero_grad``, which would come before ``training_step``,
+    nothing is freed, with a warning. With accumulation nothing is freed within a window.
+    In manual optimization your ``training_step`` zeroes: there a warning tells if it does so late. Nothing is stored in
+    checkpoints.
+
+    Two mistakes are told of, once each: an evaluation step that returns a tensor with its graph, with the bytes that
+    this holds and the first layer in it; and parameters that no optimizer has but that get gradients, as those of a
+    teacher that runs without ``torch.no_grad()``.
+
+    Args:
+        collect_every_n_steps: Collect cyclic garbage after every n-th optimizer step, on all ranks at the same, and in
+            training at no other moment: else each rank collects when it likes and the others wait. Takes some tenths of
+            a second in a large program. ``None`` leaves Python's collector alone.
+
+    Raises:
+        TypeError: If ``collect_every_n_steps`` is no whole number.
+        ValueError: If it is smaller than 1.
+        MisconfigurationException: In ``setup``, if there are several in one trainer.
+
+    Example:
+        >>> import lightning.pytorch as pl
+        >>> from lightning_vram import EarlyRelease
+        >>> trainer = pl.Trainer(callbacks=[EarlyRelease(collect_every_n_steps=500)], logger=False)
+    """
+
+    uses_gradients = False  # in its hooks, so that optimizers may step before: see FSDPOffloadStrategy
+
+    def __init__(self, collect_every_n_steps: int | None = None) -> None:
+        if collect_every_n_steps is not None:
+            check_positive_int("EarlyRelease(collect_every_n_steps)", collect_every_n_steps)
+        self.collect_every_n_steps = collect_every_n_steps
+        self._findings = Findings()
+        self._shadow: Shadow | None = None
+        self._collection: PacedCollection | None = None
+        self._has_told = False
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        if sum(isinstance(callback, EarlyRelease) for callback in callbacks) > 1:
+            raise MisconfigurationException("EarlyRelease can be used once, got several. Remove all but one.")
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if (why := why_buckets_stay(trainer)) is not None:
+            rank_zero_warn(f"EarlyRelease frees no gradients: {why}")
+        if self.collect_every_n_steps is not None:
+            self._collection = PacedCollection(self.collect_every_n_steps, trainer.global_step)
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if not pl_module.automatic_optimization:
+            self._findings.look_at_manual_zeroing()
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        self._findings.look_at_unstepped(trainer)
+        self._findings.note_step(optimizer)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+    ) -> None:
+        if self._collection is not None:
+            self._collection.note_step(trainer.global_step)
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._collection is not None:
+            self._collection.end()  # ranks do not wait for each other there
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._collection is not None:
+            self._collection.resume()
+
+    @override
+    def on_validation_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: STEP_OUTPUT,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self._findings.look_at_outputs("validation_step", outputs, pl_module)
+
+    @override
+    def on_test_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: STEP_OUTPUT,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self._findings.look_at_outputs("test_step", outputs, pl_module)
+
+    @override
+    def on_predict_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self._findings.look_at_outputs("predict_step", outputs, pl_module)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | self._between_runs()
+
+    def _between_runs(self) -> dict[str, Any]:
+        return {"_findings": Findings(), "_shadow": None, "_collection": None, "_has_told": False}
+
+    @override
+    def _apply(self, trainer: pl.Trainer) -> None:
+        if (why := why_left_alone(trainer)) is not None:
+            rank_zero_warn(f"EarlyRelease leaves gradients alone: {why}")
+            self._findings.looks_at_gradients = False
+        elif trainer.lightning_module.automatic_optimization:
+            loop = trainer.fit_loop.epoch_loop.automatic_optimization
+            self._shadow = Shadow(loop, MAKE_ZERO_GRAD, partial(partial, self._zero_first))
+
+    def _zero_first(
+        self, make_zero: Callable[[int, Optimizer], Zero | None], batch_idx: int, optimizer: Optimizer
+    ) -> Zero | None:
+        """Stand in for what makes the zeroing of a batch, which whoever makes its closure calls before the forward."""
+        zero = make_zero(batch_idx, optimizer)
+        if zero is None:  # within a window
+            return None
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        freed_bytes = 0 if self._has_told else gradient_bytes(parameters)
+        zero = zero_early(zero, parameters)
+        if freed_bytes:
+            self._tell(freed_bytes, gradient_bytes(parameters))
+        return zero
+
+    def _tell(self, before_bytes: int, after_bytes: int) -> None:
+        self._has_told = True
+        if not after_bytes:
+            rank_zero_info(f"EarlyRelease frees {format_bytes(before_bytes)} of gradients before each forward.")
+            return
+        if self._shadow is not None:
+            self._shadow.remove()
+        rank_zero_warn(
+            f"EarlyRelease frees no gradients: zero_grad of your optimizer leaves {format_bytes(after_bytes)} of them."
+        )
+
+    @override
+    def _undo(self) -> None:
+        if self._shadow is not None:
+            self._shadow.remove()
+        if self._collection is not None:
+            self._collection.end()
+        vars(self).update(self._between_runs())

@@ -1,0 +1,66 @@
+"""Python's collector of cyclic garbage, at chosen steps instead of at moments of its own.
+
+Automatic collections come at other moments on each rank, and each time all others wait for that one in the next
+collective. And they count objects, not bytes: a cycle that holds a tensor may hold it for many steps. Prior art:
+``GarbageCollection`` of torchtitan, ``ScheduledGarbageCollector`` of Composer.
+"""
+
+import gc
+import os
+
+from lightning_vram.core.surgery.held_setting import HeldSetting
+
+
+def _switch(is_automatic: bool) -> None:  # noqa: FBT001 - what a HeldSetting calls
+    (gc.enable if is_automatic else gc.disable)()
+
+
+_automatic = HeldSetting(gc.isenabled, _switch, value=False)
+_held: set[int] = set()
+
+
+def _collect_in_child() -> None:
+    """Workers of data loaders are forked in training: they have no steps to collect after."""
+    if _held:
+        gc.enable()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_collect_in_child)
+
+
+class PacedCollection:
+    """Collects when it is told of every n-th step; nothing collects by itself until :meth:`end`.
+
+    Args:
+        every_n_steps: The rhythm.
+        step: At which it begins, with a collection: all ranks go on with as much garbage.
+    """
+
+    def __init__(self, every_n_steps: int, step: int) -> None:
+        self._every_n_steps = every_n_steps
+        self._num_periods = step // every_n_steps
+        self._is_holding = False
+        self.resume()
+        gc.collect()
+
+    def note_step(self, step: int) -> None:
+        """Collect if an n-th step was made since the last call. Several steps may have been made, or none."""
+        num_periods = step // self._every_n_steps
+        if num_periods != self._num_periods:
+            gc.collect()
+        self._num_periods = num_periods
+
+    def resume(self) -> None:
+        """Hold automatic collections off again, after :meth:`end`. Calling it again does nothing."""
+        if not self._is_holding:
+            _held.update({id(self)} if gc.isenabled() else ())
+            _automatic.acquire()
+        self._is_holding = True
+
+    def end(self) -> None:
+        """Let garbage be collected as it was before. Calling it again does nothing."""
+        if self._is_holding:
+            _automatic.release()
+            _held.discard(id(self))
+        self._is_holding = False

@@ -1,0 +1,50 @@
+"""Gradients that are kept for nothing: those of the last step, and those that nobody steps with."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_vram.memory.tracking.storages import iterate_storages
+from lightning_vram.private_names.torch.tensors import storage_key
+
+
+def gradient_bytes(parameters: Iterable[Tensor]) -> int:
+    """Return the bytes that gradients of ``parameters`` hold: those of their storages, each counted once."""
+    gradients = (parameter.grad for parameter in parameters if parameter.grad is not None)
+    storages = [storage for gradient in gradients for storage, _ in iterate_storages(gradient)]
+    return sum({storage_key(storage): storage.nbytes() for storage in storages}.values())
+
+
+def zero_early(zero: Callable[[], None], parameters: Sequence[Tensor]) -> Callable[[], None]:
+    """Zero gradients now, before the forward, instead of between forward and backward.
+
+    Args:
+        zero: Zeroes the gradients of ``parameters``.
+        parameters: Whose gradients.
+
+    Returns:
+        What to call where ``zero`` was to be called. It zeroes what has come since: a forward that fills gradients
+        itself, or the last evaluation of an optimizer that evaluates the loss several times.
+    """
+    zero()
+
+    def zero_again() -> None:
+        if any(parameter.grad is not None for parameter in parameters):
+            zero()
+
+    return zero_again
+
+
+def unstepped_gradients(module: nn.Module, optimizers: Iterable[Optimizer]) -> dict[str, Tensor]:
+    """Return the parameters, by name, that have a gradient and no optimizer.
+
+    A frozen teacher that runs in evaluation mode, but not under ``torch.no_grad()``, has such: the graph of its forward
+    is kept for them, and no ``optimizer.zero_grad`` frees them.
+    """
+    stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    return {
+        name: parameter
+        for name, parameter in module.named_parameters()
+        if parameter.grad is not None and id(parameter) not in stepped
+    }
