@@ -1,0 +1,143 @@
+"""Keep what metrics collect in host memory.
+
+A metric that needs all samples at once, such as AUROC without thresholds, holds every prediction of the epoch on the
+device: memory grows with each batch, and no smaller batch size helps. Only its last ``compute`` needs them, and that
+can run on the host. It costs a copy to the host after each update, and a slower ``compute``. Metrics that hold sums of
+fixed size stay as they are.
+"""
+
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torchmetrics import Metric
+from typing_extensions import override
+
+from lightning_vram.callbacks.hook_points import FitTechnique
+from lightning_vram.callbacks.metric_offload.offloaded_metric import OffloadedMetric, list_states
+from lightning_vram.callbacks.metric_offload.words import say_called, say_collected, say_found
+from lightning_vram.techniques.metric_offload import GrowingLists
+
+
+class MetricOffload(FitTechnique):
+    """Hold the list states of every torchmetrics metric of the module on the host, in all stages.
+
+    Metrics are found wherever they are submodules: in collections and wrappers, made in ``configure_model``, and made
+    anew before an epoch. Values are those of the plain run on the same device; what is computed at the end of an epoch
+    is computed on the host, and comes back to the device. States are gathered over a group of the host (gloo) where the
+    ranks' own backend takes no tensors of the host. Other states stay on the device. After the run, metrics are what
+    they were. Nothing is stored in checkpoints.
+
+    Two things that keep memory all the same are warned about, once in a run: metrics with lists that are called
+    (``metric(preds, target)``), which copies their lists each time, and outputs on the device that the module collects
+    in an attribute of its own in validation or test.
+
+    Raises:
+        MisconfigurationException: In ``setup``, if the Trainer is one of ``pytorch_lightning``.
+
+    Example:
+        >>> import lightning.pytorch as pl
+        >>> from lightning_vram import MetricOffload
+        >>> trainer = pl.Trainer(callbacks=[MetricOffload()], logger=False)
+    """
+
+    uses_gradients = False  # in its hooks, so that optimizers may step before: see FSDPOffloadStrategy
+    _stages = ("fit", "validate", "test", "predict")
+
+    def __init__(self) -> None:
+        self._offloaded: dict[int, OffloadedMetric] = {}  # by the identity of the metric, which it keeps alive
+        self._said_called = False
+        self._collected: GrowingLists | None = None
+        self._said_collected = False
+
+    @override
+    def _apply(self, trainer: pl.Trainer) -> None:
+        self._offload(trainer.lightning_module)
+        rank_zero_info(say_found([one.metric for one in self._offloaded.values()], trainer.strategy.root_device))
+
+    @override
+    def _undo(self) -> None:
+        while self._offloaded:
+            self._offloaded.popitem()[1].remove()
+        vars(self).update(self._between_runs())
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        for offloaded in self._offloaded.values():
+            offloaded.move_back()  # after an error they stay: there may be no room, and Lightning moves all to the host
+        super().teardown(trainer, pl_module, stage)
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx == 0:
+            self._offload(pl_module)
+
+    @override
+    def on_validation_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if batch_idx == 0 and dataloader_idx == 0:
+            self._offload(pl_module)
+            self._collected = GrowingLists(pl_module, trainer.strategy.root_device)
+
+    on_test_batch_start = on_validation_batch_start
+    on_predict_batch_start = on_validation_batch_start
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+    ) -> None:
+        self._warn_of_calls(pl_module)
+
+    @override
+    def on_validation_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: STEP_OUTPUT,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self._warn_of_calls(pl_module)
+        if self._collected is None or self._said_collected or trainer.strategy.root_device.type == "cpu":
+            return
+        if found := self._collected.look():
+            self._said_collected = True
+            rank_zero_warn(say_collected(found, trainer.strategy.root_device))
+
+    on_test_batch_end = on_validation_batch_end
+    on_predict_batch_end = on_validation_batch_end
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | self._between_runs()  # a copy is not part of any run
+
+    def _between_runs(self) -> dict[str, Any]:
+        return {
+            "_offloaded": {},
+            "_said_called": False,
+            "_collected": None,
+            "_said_collected": False,
+        }
+
+    def _offload(self, module: pl.LightningModule) -> None:
+        """Offload the metrics that are not yet: users make some anew for each epoch (``MetricTracker``)."""
+        # not isinstance: Metric is an abstract class, which answers slowly
+        members: Any = [member for member in module.modules() if Metric in type(member).__mro__]
+        found = {id(metric): metric for metric in members if list_states(metric)}
+        for gone in self._offloaded.keys() - found.keys():
+            self._offloaded.pop(gone).remove()
+        for identity, metric in found.items():
+            if identity not in self._offloaded:
+                self._offloaded[identity] = OffloadedMetric(metric)
+
+    def _warn_of_calls(self, module: pl.LightningModule) -> None:
+        if self._said_called or not any(one.is_called for one in self._offloaded.values()):
+            return
+        self._said_called = True
+        names = {id(member): name for name, member in module.named_modules()}
+        called = [one.metric for one in self._offloaded.values() if one.is_called]
+        rank_zero_warn(say_called([(names.get(id(metric), "metric"), metric) for metric in called]))

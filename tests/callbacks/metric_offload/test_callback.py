@@ -1,0 +1,236 @@
+"""MetricOffload: the values of a plain run, metrics that are what they were, what it says."""
+
+import copy
+import gc
+import logging
+import pickle
+import weakref
+
+import pytest
+import torch
+from support.helpers import describe_module
+from support.metric_models import CALLED, LOGGED, METRICS, LitMetrics, assert_equal_values
+from torchmetrics import MeanMetric
+from torchmetrics.classification import BinaryAUROC
+
+from lightning_vram import MicroBatching
+from lightning_vram.callbacks.metric_offload import MetricOffload
+from lightning_vram.callbacks.metric_offload.offloaded_metric import OffloadedMetric
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:No (nega|posi)tive samples in targets",  # of one batch, in a bootstrap
+    "ignore:Found 1 module.s. in eval mode",  # MetricTracker copies a metric between validation and training
+)
+CALLED_WARNING = "ignore:MetricOffload. metrics that collect lists are called in a step"
+STAND_INS = {"forward", "_apply", "_sync_dist"}
+
+
+def make_model(make_metric=BinaryAUROC, use="update", **arguments):
+    torch.manual_seed(0)
+    return LitMetrics(make_metric, use, **arguments)
+
+
+@pytest.mark.quick_sample(8)
+@pytest.mark.filterwarnings(CALLED_WARNING)
+@pytest.mark.parametrize(
+    ("name", "use"),
+    [(name, "update") for name in METRICS]
+    + [(name, "log") for name in LOGGED]
+    + [(name, "forward") for name in CALLED],
+)
+def test_values_are_those_of_the_plain_run_in_every_stage(make_trainer, name, use):
+    results = []
+    for callbacks in ([], [MetricOffload()]):
+        model, logged = make_model(METRICS[name], use), []
+        trainer = make_trainer(callbacks=callbacks, num_sanity_val_steps=2)
+        for run in (trainer.fit, trainer.validate, trainer.test) + ((trainer.predict,) if use != "log" else ()):
+            run(model)
+            logged.append(dict(trainer.callback_metrics))
+        results.append(([model.values, logged], describe_module(model)))
+    (plain, before), (ours, after) = results
+    assert_equal_values(ours, plain)
+    assert after == before
+
+
+def test_values_over_200_batches(make_trainer):
+    values = []
+    for callbacks in ([], [MetricOffload()]):
+        model = make_model(METRICS["collection"], num_batches=200)
+        make_trainer(callbacks=callbacks).validate(model, verbose=False)
+        values.append(model.values)
+    assert_equal_values(*values)
+
+
+@pytest.mark.parametrize("use", ["update", "log"])
+def test_states_that_are_saved_come_back(make_trainer, tmp_path, use):
+    class Keeps(LitMetrics):
+        def configure_model(self):
+            super().configure_model()
+            self.metric.persistent(mode=True)
+
+        def on_validation_epoch_end(self):
+            saved.append(torch.cat(self.metric.preds))
+            trainer.save_checkpoint(tmp_path / "x.ckpt")
+
+    saved = []
+    torch.manual_seed(0)
+    trainer = make_trainer(callbacks=[MetricOffload()])
+    trainer.validate(Keeps(BinaryAUROC, use), verbose=False)
+    again = Keeps(BinaryAUROC, use)
+    make_trainer(callbacks=[MetricOffload()], limit_val_batches=0).validate(again, ckpt_path=tmp_path / "x.ckpt")
+    assert torch.equal(torch.cat(again.metric.preds), saved[0])
+
+
+def test_copies_in_a_run_are_plain_metrics_with_the_same_states():
+    metric = BinaryAUROC()
+    offloaded = OffloadedMetric(metric)
+    metric.update(torch.tensor([0.1, 0.7]), torch.tensor([0, 1]))
+    copies = [copy.deepcopy(metric), pickle.loads(pickle.dumps(metric)), metric.clone()]
+    offloaded.remove()
+    offloaded.remove()
+    assert not STAND_INS & set(vars(metric))
+    for one in [metric, *copies]:
+        one.update(torch.tensor([0.5]), torch.tensor([0]))
+        assert len(one.preds) == 2
+        one.to("cpu")
+        assert one.compute() == 1
+        one.reset()
+        assert len(one.preds) == 0
+
+
+def test_a_change_of_dtype_reaches_the_lists():
+    metric = METRICS["cat"]()
+    OffloadedMetric(metric)
+    metric.update(torch.ones(2), None)
+    metric.half()  # torchmetrics ignores it
+    assert metric.value[0].dtype == torch.float32
+    metric.set_dtype(torch.float64)
+    assert metric.value[0].dtype == torch.float64
+    metric.update(torch.ones(2), None)
+    assert len(metric.value) == 2
+
+
+def test_lists_keep_no_graph():
+    metric = METRICS["cat"]()
+    OffloadedMetric(metric)
+    preds = torch.ones(2, requires_grad=True) * 2
+    metric.update(preds, None)
+    assert preds.requires_grad
+    assert not metric.value[0].requires_grad
+    value = metric(preds, None)
+    assert value.requires_grad  # of the batch: it may be a loss
+    assert not any(item.requires_grad for item in metric.value)
+
+
+def test_a_metric_that_is_replaced_is_let_go(make_trainer):
+    class Replaces(LitMetrics):
+        def on_validation_epoch_start(self):
+            self.metric = BinaryAUROC()
+            metrics.append(weakref.ref(self.metric))
+
+    metrics = []
+    torch.manual_seed(0)
+    model = Replaces(BinaryAUROC)
+    model.on_train_end = lambda: (gc.collect(), alive.extend(metric() is not None for metric in metrics))
+    alive = []
+    make_trainer(callbacks=[MetricOffload()], max_epochs=3).fit(model)
+    assert alive == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("name", "called"),
+    [
+        ("auroc", "metric (BinaryAUROC)"),
+        ("collection", "metric.ap (BinaryAveragePrecision), metric.auroc (BinaryAUROC), metric.mixed (Mixed)"),
+    ],
+)
+def test_a_call_of_a_metric_with_lists_is_warned_of_once_in_a_run(make_trainer, name, called):
+    callback = MetricOffload()
+    expected = (
+        f"MetricOffload: metrics that collect lists are called in a step: {called}. Each call copies all that was "
+        "collected. Write `metric.update(preds, target)` in the place of `metric(preds, target)`, and log the metric "
+        "itself, `self.log('name', metric)`, or what it computes at the end of the epoch."
+    )
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="MetricOffload") as warned:
+            make_trainer(callbacks=[callback]).validate(make_model(METRICS[name], "forward"), verbose=False)
+        assert [str(one.message) for one in warned if "MetricOffload" in str(one.message)] == [expected]
+
+
+@pytest.mark.parametrize("use", ["update", "log"])
+def test_an_updated_metric_is_not_warned_of(make_trainer, use, recwarn):
+    make_trainer(callbacks=[MetricOffload()]).validate(make_model(use=use), verbose=False)
+    assert not [one for one in recwarn if "MetricOffload" in str(one.message)]
+
+
+def test_a_metric_without_lists_is_left_alone(make_trainer, caplog):
+    class Mean(MeanMetric):
+        def update(self, preds, target):
+            super().update(preds)
+
+    model = make_model(Mean)
+    model.on_validation_batch_end = lambda *_: seen.update(STAND_INS & set(vars(model.metric)))
+    seen = set()
+    with caplog.at_level(logging.INFO, "lightning.pytorch"):
+        make_trainer(callbacks=[MetricOffload()]).validate(model, verbose=False)
+    assert not seen
+    assert "MetricOffload found no metric that collects lists: there is nothing to hold on the host." in caplog.text
+
+
+def test_on_a_host_it_says_that_nothing_is_gained(make_trainer, caplog):
+    with caplog.at_level(logging.INFO, "lightning.pytorch"):
+        make_trainer(callbacks=[MetricOffload()]).validate(make_model(), verbose=False)
+    sentence = "MetricOffload: the model is on the host, and so is all that its metrics collect: nothing is gained."
+    assert sentence in caplog.text
+
+
+def test_a_copy_of_the_callback_is_not_part_of_the_run(make_trainer):
+    callback, model = MetricOffload(), make_model()
+    model.on_validation_batch_end = lambda *_: states.append((callback._offloaded, callback.__getstate__()))
+    states = []
+    make_trainer(callbacks=[callback], limit_val_batches=1).validate(model, verbose=False)
+    ((_, state),) = states
+    assert state["_offloaded"] == {}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings(CALLED_WARNING, "ignore::DeprecationWarning")  # Dynamo's own
+@pytest.mark.parametrize("use", ["update", "forward"])
+def test_values_of_a_compiled_module(make_trainer, use):
+    values = []
+    for callbacks in ([], [MetricOffload()]):
+        torch._dynamo.reset()
+        model = make_model(METRICS["other states"], use)
+        make_trainer(callbacks=callbacks).validate(torch.compile(model, backend="aot_eager"), verbose=False)
+        values.append(model.values)
+    assert_equal_values(*values)
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_values_of_micro_batches(make_trainer, is_first):
+    values = []
+    for others in ([], [MetricOffload()]):
+        model = make_model(METRICS["collection"])
+        callbacks = [*others, MicroBatching(2)] if is_first else [MicroBatching(2), *others]
+        make_trainer(callbacks=callbacks).fit(model)
+        values.append(model.values)
+    assert_equal_values(*values)
+
+
+def test_mean_average_precision():
+    pytest.importorskip("pycocotools")
+    pytest.importorskip("torchvision")
+    from torchmetrics.detection import MeanAveragePrecision
+
+    plain, ours = MeanAveragePrecision(), MeanAveragePrecision()
+    OffloadedMetric(ours)
+    for seed in range(3):
+        corners = torch.rand(3, 2, generator=torch.Generator().manual_seed(seed)) * 50
+        boxes = torch.cat([corners, corners + 20], dim=1)
+        labels, scores = torch.arange(3), torch.tensor([0.9, 0.5, 0.7])
+        for metric in (plain, ours):
+            metric.update(
+                [{"boxes": boxes, "scores": scores, "labels": labels}], [{"boxes": boxes + 3, "labels": labels}]
+            )
+            metric.to("cpu")  # it has an _apply of its own
+    assert_equal_values(ours.compute(), plain.compute())

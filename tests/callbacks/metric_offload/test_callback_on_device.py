@@ -1,0 +1,149 @@
+"""What metrics collect lies on the host, and stays there, while the model is on a device."""
+
+import pytest
+import torch
+from support.devices import ACCELERATOR, DEVICE, device_module
+from support.metric_models import CALLED, LOGGED, METRICS, LitMetrics, assert_equal_values
+from torchmetrics import Metric
+from torchmetrics.classification import BinaryAUROC
+
+from lightning_vram.callbacks.metric_offload import MetricOffload
+
+pytestmark = [
+    pytest.mark.device,
+    pytest.mark.filterwarnings("ignore:MetricOffload. metrics that collect lists are called"),
+    pytest.mark.filterwarnings("ignore:No (nega|posi)tive samples in targets"),  # of one batch, in a bootstrap
+]
+NUM_BATCHES = 200
+
+
+@pytest.fixture
+def make_device_trainer(make_trainer):
+    return lambda **overrides: make_trainer(**{"accelerator": ACCELERATOR, "devices": 1, "max_epochs": 1} | overrides)
+
+
+def run(make_device_trainer, callbacks, make_metric, use="update", stage="fit"):
+    torch.manual_seed(0)
+    model = LitMetrics(make_metric, use)
+    trainer = make_device_trainer(callbacks=callbacks)
+    results = getattr(trainer, stage)(model)
+    return [model.values, dict(trainer.callback_metrics), results or []], model
+
+
+def items_of(model):
+    """The items of all list states of all metrics."""
+    metrics = [module for module in model.modules() if isinstance(module, Metric)]
+    states = [state for metric in metrics for state in metric.metric_state.values() if isinstance(state, list)]
+    return [leaf for state in states for leaf in torch.utils._pytree.tree_leaves(state)]
+
+
+@pytest.mark.parametrize(
+    ("name", "use"),
+    [(name, "update") for name in METRICS]
+    + [(name, "log") for name in LOGGED]
+    + [(name, "forward") for name in CALLED],
+)
+def test_values_are_those_of_the_plain_run_and_lists_are_on_the_host(make_device_trainer, name, use):
+    class Looks(MetricOffload):
+        num_items = 0
+
+        def on_validation_batch_end(self, trainer, pl_module, *args):
+            super().on_validation_batch_end(trainer, pl_module, *args)
+            items = items_of(pl_module)
+            assert {item.device.type for item in items} == {"cpu"}
+            Looks.num_items += len(items)
+
+    plain, _ = run(make_device_trainer, [], METRICS[name], use)
+    ours, _ = run(make_device_trainer, [Looks()], METRICS[name], use)
+    assert_equal_values(ours, plain)
+    assert Looks.num_items > 0
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_values_in_other_stages(make_device_trainer, stage):
+    plain, _ = run(make_device_trainer, [], METRICS["collection"], stage=stage)
+    ours, _ = run(make_device_trainer, [MetricOffload()], METRICS["collection"], stage=stage)
+    assert_equal_values(ours, plain)
+
+
+def test_a_value_is_on_the_device_as_in_a_plain_run(make_device_trainer):
+    _, model = run(make_device_trainer, [MetricOffload()], METRICS["auroc"])
+    assert {value.device.type for value in model.values} == {DEVICE}
+
+
+@pytest.mark.parametrize("use", ["update", "log"])
+def test_device_bytes_stay_constant_over_200_batches(make_device_trainer, use):
+    class Reads(LitMetrics):
+        def validation_step(self, batch, batch_idx):
+            super().validation_step(batch, batch_idx)
+            allocated.append(device_module().memory_allocated())
+
+    grown = {}
+    for callbacks in ([], [MetricOffload()]):
+        allocated = []
+        torch.manual_seed(0)
+        make_device_trainer(callbacks=callbacks).validate(Reads(BinaryAUROC, use, NUM_BATCHES), verbose=False)
+        assert len(allocated) == NUM_BATCHES
+        grown[bool(callbacks)] = max(allocated[1:]) - allocated[1]
+    assert grown[True] == 0
+    assert grown[False] > 0  # else this shows nothing
+
+
+def test_states_are_back_where_the_metric_is(make_device_trainer):
+    class Stays(LitMetrics):
+        def on_validation_epoch_end(self):
+            pass  # the user computes later
+
+    torch.manual_seed(0)
+    model = Stays(BinaryAUROC)
+    make_device_trainer(callbacks=[MetricOffload()]).validate(model, verbose=False)
+    assert model.metric.device.type == "cpu"  # Lightning leaves the module on the host
+    value = model.metric.compute()
+    model.metric.to(DEVICE)
+    assert {item.device.type for item in items_of(model)} == {DEVICE}
+    model.metric._computed = None
+    assert torch.equal(model.metric.compute().cpu(), value)
+
+
+def test_after_an_error_metrics_are_what_they_were(make_device_trainer):
+    class Fails(LitMetrics):
+        def validation_step(self, batch, batch_idx):
+            super().validation_step(batch, batch_idx)
+            if batch_idx == 2 and not self.is_repaired:
+                raise RuntimeError("planted")
+
+    torch.manual_seed(0)
+    model, callback = Fails(BinaryAUROC), MetricOffload()
+    model.is_repaired = False
+    with pytest.raises(RuntimeError, match="planted"):
+        make_device_trainer(callbacks=[callback]).validate(model)
+    assert len(model.metric.preds) == 3
+    assert not {"forward", "_apply", "_sync_dist"} & set(vars(model.metric))
+    model.metric.reset()
+    model.is_repaired = True
+    make_device_trainer().validate(model, verbose=False)
+
+
+@pytest.mark.parametrize("kind", ["list", "dict of lists"])
+def test_outputs_collected_by_hand_are_named_once(make_device_trainer, kind, recwarn):
+    class Collects(LitMetrics):
+        def validation_step(self, batch, batch_idx):
+            self.outputs.setdefault(0, []).append(torch.ones(256, device=self.device)) if kind != "list" else None
+            self.by_hand.append(torch.ones(256, device=self.device))
+            self.on_host.append(torch.ones(256))
+
+        def on_validation_epoch_end(self):
+            pass
+
+    model = Collects(BinaryAUROC)
+    model.by_hand, model.on_host, model.outputs = [], [], {}
+    make_device_trainer(callbacks=[MetricOffload()], max_epochs=2, num_sanity_val_steps=2).validate(
+        model, verbose=False
+    )
+    (message,) = (str(one.message) for one in recwarn if "collects tensors" in str(one.message))
+    both = "" if kind == "list" else ", `self.outputs` (3.00 KiB, 1.00 KiB more with each batch)"
+    assert message == (
+        f"MetricOffload: the module collects tensors on {DEVICE}:0 in `self.by_hand` (3.00 KiB, 1.00 KiB more with "
+        f"each batch){both}. Move what is kept to the host, as in `self.by_hand.append(output.detach().cpu())`, or let "
+        "a metric collect it."
+    )
