@@ -1,0 +1,218 @@
+"""Report memory that grows with the steps: how much, where it was made, and which attribute keeps it.
+
+At each step it asks the allocators of device and host what they have given out, which takes microseconds. Only where
+that grows is one step followed operator by operator; what it leaves behind is looked for again many steps later, and
+the references to it are followed back to an attribute, a global or a closure (``memory/leaks/search.py``).
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from typing_extensions import override
+
+from lightning_vram.argument_checks import check_positive_int
+from lightning_vram.callbacks.hook_points import AroundStep, Depth, FitTechnique
+from lightning_vram.callbacks.leak_detector.names import held_by, names_in
+from lightning_vram.core.surgery.shadow import Shadow
+from lightning_vram.memory.device.room import device_room
+from lightning_vram.memory.host.available import available_host_bytes
+from lightning_vram.memory.leaks.counting import LiveBytes
+from lightning_vram.memory.leaks.search import Leak, LeakSearch, Program
+from lightning_vram.memory.units import parse_bytes
+from lightning_vram.private_names.torch.compiled import is_compiled
+
+_LEAST_PATIENCE = 5  # fewer steps grow by chance
+_BATCHES_IF_UNKNOWN = 10_000  # to the end of an epoch whose length no loader tells
+_ACTIONS = ("warn", "raise")
+
+
+class MemoryLeakError(RuntimeError):
+    """Memory grows with the steps of a training."""
+
+
+class LeakDetector(FitTechnique):
+    """Report memory that is alive for longer with each step of a fit: bytes per step, its origin and its holder.
+
+    Live bytes of device and host are counted after each optimizer step, and after each batch of a validation. Steady
+    growth leads to a look at one step; a leak is what that step left behind and is alive ``patience`` steps later,
+    while memory grows on. Graphs that are kept are reported at once. Other tensors, such as outputs that are collected
+    or states of metrics, only if they outlive the epoch and grow in the next one as well, or if memory would run out
+    before its end. Each is reported once, on every rank that finds it. Training is not changed, and nothing is stored
+    in checkpoints.
+
+    Args:
+        patience: Over how many steps memory has to grow, and for how many more what is left of one has to stay.
+        on_leak: ``"warn"``, or ``"raise"`` an error, on all ranks together: for tests.
+        min_bytes_per_step: Less than that is no leak: an ``int`` or such as ``"1MiB"``.
+
+    Raises:
+        TypeError: If an argument has another type than said above.
+        ValueError: If ``patience`` is smaller than 5, ``on_leak`` is another word, or ``min_bytes_per_step`` is no size
+            or 0.
+        MemoryLeakError: In a fit, with ``on_leak="raise"``.
+
+    Attributes:
+        leaks: Those of the last fit, with the kind of step: ``("train", leak)``.
+
+    Example:
+        >>> import lightning.pytorch as pl
+        >>> from lightning_vram import LeakDetector
+        >>> trainer = pl.Trainer(callbacks=[LeakDetector(on_leak="raise")], logger=False)
+    """
+
+    takes_no_memory = True  # an estimate leaves it out
+
+    def __init__(
+        self,
+        patience: int = 20,
+        on_leak: Literal["warn", "raise"] = "warn",
+        min_bytes_per_step: int | str = "4KiB",
+    ) -> None:
+        check_positive_int("LeakDetector(patience)", patience)
+        if patience < _LEAST_PATIENCE:
+            raise ValueError(f"LeakDetector(patience) must be at least {_LEAST_PATIENCE}, got {patience}.")
+        if on_leak not in _ACTIONS:
+            raise ValueError(f"LeakDetector(on_leak) must be 'warn' or 'raise', got {on_leak!r}.")
+        self.patience = patience
+        self.on_leak = on_leak
+        self.min_bytes_per_step = parse_bytes(min_bytes_per_step, "LeakDetector(min_bytes_per_step)")
+        check_positive_int("LeakDetector(min_bytes_per_step)", self.min_bytes_per_step)
+        self.leaks: list[tuple[str, Leak]] = []
+        self._searches: dict[str, LeakSearch] = {}
+        self._undoes: list[Callable[[], None]] = []
+        self._to_raise: str | None = None
+        self._last_step = 0
+        self._num_batches = 0
+
+    @override
+    def _apply(self, trainer: pl.Trainer) -> None:
+        self.leaks = []
+        self._last_step = self._num_batches = 0
+        counter = LiveBytes(trainer.strategy.root_device)
+        program = Program(
+            count=counter.read,
+            module=trainer.lightning_module,
+            held=partial(held_by, trainer),
+            names=partial(names_in, trainer),
+            follows_operators=not is_compiled(trainer.lightning_module),
+            room=partial(_room_bytes, trainer),
+        )
+        told: set[str] = set()
+        self._searches = {
+            stage: LeakSearch(program, self.patience, self.min_bytes_per_step, told) for stage in ("train", "validate")
+        }
+        loop = trainer.fit_loop.epoch_loop
+        for optimization in (loop.automatic_optimization, loop.manual_optimization):  # the backward is in both
+            self._undoes.append(Shadow(optimization, "run", partial(partial, self._run)).remove)
+        around = AroundStep(trainer.strategy, "validation_step", Depth.OBSERVATION, self._around_validation)
+        self._undoes.append(around.remove)
+        devices = " and ".join(counter.read())
+        rank_zero_info(
+            f"LeakDetector counts what is alive on {devices} after each step."
+            if devices
+            else "LeakDetector cannot count what is alive on this machine: it looks at a step now and then."
+        )
+
+    @override
+    def _undo(self) -> None:
+        for undo in self._undoes:
+            undo()
+        vars(self).update(self._between_runs())
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step != self._last_step:  # in the middle of a window gradients may be there or not
+            self._last_step = trainer.global_step
+            num_left = _batches_left(trainer.num_training_batches, batch_idx)
+            self._note("train", self._searches["train"].end_step(num_left), trainer)
+        self._raise_together(trainer)
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._searches["train"].end_epoch()
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._raise_together(trainer, is_end=True)
+
+    @override
+    def on_validation_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: STEP_OUTPUT,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if self._searches and not trainer.sanity_checking:
+            num_left = _batches_left(trainer.num_val_batches[dataloader_idx], batch_idx)
+            self._note("validate", self._searches["validate"].end_step(num_left), trainer)
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._searches and not trainer.sanity_checking:
+            self._searches["validate"].end_epoch()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy is not part of any run.
+        return vars(self) | self._between_runs()
+
+    def _between_runs(self) -> dict[str, Any]:
+        return {"_searches": {}, "_undoes": [], "_to_raise": None}
+
+    def _run(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Stand in for ``run`` of Lightning's optimization of a batch."""
+        with self._searches["train"].around_step():
+            return run(*args, **kwargs)
+
+    @contextmanager
+    def _around_validation(self, *_: Any, **__: Any) -> Iterator[None]:
+        with self._searches["validate"].around_step():
+            yield
+
+    def _note(self, stage: str, leak: Leak | None, trainer: pl.Trainer) -> None:
+        if leak is None:
+            return
+        self.leaks.append((stage, leak))
+        rank = f" on rank {trainer.global_rank}" if trainer.world_size > 1 else ""
+        steps = "training" if stage == "train" else "validation"
+        message = f"LeakDetector: memory grows with the {steps} steps{rank}, at step {trainer.global_step}. {leak}"
+        if self.on_leak == "warn":
+            warnings.warn(message, stacklevel=2)
+        else:
+            self._to_raise = message
+
+    def _raise_together(self, trainer: pl.Trainer, *, is_end: bool = False) -> None:
+        """Raise on all ranks at the same batch, or at the end: those that are left would wait for the others."""
+        if self.on_leak != "raise":
+            return
+        self._num_batches += not is_end
+        is_any = self._to_raise is not None
+        if trainer.world_size > 1:
+            if self._num_batches % self.patience and not is_end:
+                return
+            is_any = trainer.strategy.reduce_boolean_decision(is_any, all=False)
+        if is_any:
+            raise MemoryLeakError(self._to_raise or "LeakDetector: memory grows with the steps on another rank.")
+
+
+def _batches_left(num_batches: float, batch_idx: int) -> float:
+    return _BATCHES_IF_UNKNOWN if math.isinf(num_batches) else num_batches - batch_idx - 1
+
+
+def _room_bytes(trainer: pl.Trainer) -> float:
+    room = device_room(trainer.strategy.root_device)
+    if room is not None:
+        return room.room_bytes()
+    available = available_host_bytes()
+    return math.inf if available is None else available

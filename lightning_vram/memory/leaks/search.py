@@ -1,0 +1,257 @@
+"""When to count, when to watch a step, and when what it left behind is a leak.
+
+Counts that grow steadily only lead to a look at one step. A leak is what that step has left behind: storages that are
+alive ``patience`` steps later while memory goes on to grow. What keeps a graph is told at once. Anything else may be
+collected for the end of the epoch, and be cached until each sample was there once: it is told if it outlives the epoch
+and grows in the next one as well, or if memory would run out before.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from lightning_vram.memory.leaks.births import Births, Site
+from lightning_vram.memory.leaks.counting import Pace
+from lightning_vram.memory.leaks.growth import Growth
+from lightning_vram.memory.leaks.holders import Holder, find_holders, keeps_graph
+from lightning_vram.memory.leaks.watch import Watch
+from lightning_vram.memory.units import format_bytes
+
+_STEPS_TO_SETTLE = 2  # gradients and results of a step go with the next one, or the one after
+_MAX_TRIES = 4  # a step may leave nothing where only each tenth does, say
+_MAX_SITES = 3
+
+
+@dataclass(frozen=True)
+class Leak:
+    """What grows with the steps.
+
+    Args:
+        bytes_per_step: By how much memory grows.
+        tensor_bytes: What the watched step left behind in tensors; the rest is graph, and objects.
+        holders: Who keeps it.
+        sites: Where it was made, with bytes per step, the largest first.
+    """
+
+    bytes_per_step: int
+    tensor_bytes: int
+    holders: tuple[Holder, ...]
+    sites: tuple[tuple[Site, int], ...]
+
+    def __str__(self) -> str:
+        """Several lines."""
+        lines = [f"{format_bytes(self.bytes_per_step)} per step, {format_bytes(self.tensor_bytes)} of it in tensors."]
+        lines += [f"  kept by {holder}" for holder in self.holders] or ["  kept by nothing that Python can see"]
+        lines += [f"  made in {site}: {format_bytes(size)}" for site, size in self.sites]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a search has to know of the training.
+
+    Args:
+        count: Returns live bytes by device.
+        module: Whose parts are named.
+        held: Returns tensors that may be new and stay: parameters, gradients, optimizer states.
+        names: Returns names by ``id`` of what references are followed from.
+        follows_operators: Whether a dispatch mode may follow a step.
+        room: Returns how many bytes are left.
+    """
+
+    count: Callable[[], Mapping[str, int]]
+    module: nn.Module
+    held: Callable[[], Iterable[Tensor]]
+    names: Callable[[], Mapping[int, str]]
+    follows_operators: bool
+    room: Callable[[], float]
+
+
+class LeakSearch:
+    """Of one kind of step.
+
+    Args:
+        program: That is trained.
+        patience: Over how many steps memory has to grow.
+        min_bytes: Per step.
+        told: Paths of holders that are known, by this search or another.
+    """
+
+    def __init__(self, program: Program, patience: int, min_bytes: int, told: set[str]) -> None:
+        self._program = program
+        self._patience = patience
+        self._min_bytes = min_bytes
+        self._growth: dict[str, Growth] = {}
+        self._pace = Pace()
+        self._num_steps = 0
+        self._next_watch = self._pause = patience
+        self._is_armed = False  # the next step is to be watched
+        self._watch: Watch | None = None
+        self._has_watched_step = False  # and not yet looked at what is left
+        self._num_tries = 0
+        self._slope = 0  # in bytes per step, when the search began
+        self._age = 0  # in steps, of the watched one
+        self._has_outlived_epoch = False
+        self._found: list[Holder] | None = None
+        self._suspects: set[str] = set()  # paths, where nobody counts
+        self._told = told
+
+    @contextmanager
+    def around_step(self) -> Iterator[None]:
+        """Has to be around each step: one of many is followed."""
+        if self._is_armed:
+            self._begin()
+        elif self._watch is not None and self._has_watched_step:
+            self._finish(self._watch)  # what was made between the steps is in it, too
+        if self._watch is None:
+            yield
+            return
+        with self._watch.around_step():
+            yield
+
+    def end_step(self, num_steps_left: float) -> Leak | None:
+        """Count at the end of a step.
+
+        Args:
+            num_steps_left: Until the end of the epoch, as far as is known; else infinity.
+
+        Returns:
+            A leak, each once.
+        """
+        self._num_steps += 1
+        self._count()
+        if self._watch is None:
+            self._is_armed = self._num_steps >= self._next_watch and self._is_growing()
+            return None
+        if not self._watch.is_finished:
+            self._has_watched_step = True
+            return None
+        self._age += 1
+        if self._age == _STEPS_TO_SETTLE:
+            self._settle(self._watch.births)
+        elif self._age - _STEPS_TO_SETTLE >= self._patience and self._is_full():
+            return self._judge(self._watch.births, num_steps_left)
+        return None
+
+    def end_epoch(self) -> None:
+        """Say that what is collected for the end of an epoch, or of a validation, should be gone."""
+        if self._watch is not None and self._has_watched_step:
+            self._finish(self._watch)
+        if self._watch is not None and self._watch.is_finished and not self._has_outlived_epoch:
+            self._has_outlived_epoch = True
+            self._age = _STEPS_TO_SETTLE  # so that a whole window lies behind it
+            self._restart()
+
+    def stop(self) -> None:
+        """Forget everything."""
+        self._watch, self._found, self._is_armed = None, None, False
+        self._restart()
+
+    def _count(self) -> None:
+        if not self._pace.is_due(self._num_steps):
+            return
+        start = time.perf_counter()
+        for name, num_bytes in self._program.count().items():
+            self._growth.setdefault(name, Growth(self._patience, self._min_bytes)).add(num_bytes)
+        if self._pace.slow_down(time.perf_counter() - start):
+            least = self._min_bytes * self._pace.stride
+            self._growth = {name: Growth(self._patience, least) for name in self._growth}
+
+    def _begin(self) -> None:
+        self._is_armed = self._has_watched_step = False
+        self._watch = Watch(self._program.module, follows_operators=self._program.follows_operators)
+        self._age, self._has_outlived_epoch, self._found = 0, False, None
+
+    def _finish(self, watch: Watch) -> None:
+        watch.finish(self._program.held)
+        self._has_watched_step = False
+
+    def _give_up(self) -> None:
+        """Wait twice as long as the last time, so that all looks together cost little."""
+        self._watch, self._found, self._num_tries = None, None, 0
+        self._pause *= 2
+        self._next_watch = self._num_steps + self._pause
+        self._restart()
+
+    def _settle(self, births: Births) -> None:
+        """Go on with what is left of the step; look at another one if that is nothing: not each may leave some."""
+        if self._is_left(births):
+            self._restart()
+            return
+        self._num_tries += 1
+        if self._num_tries < _MAX_TRIES:
+            self._watch, self._is_armed = None, True
+        else:
+            self._give_up()
+
+    def _judge(self, births: Births, num_steps_left: float) -> Leak | None:
+        if not self._goes_on() or not self._is_left(births):
+            self._give_up()
+            return None
+        if self._found is None or self._has_outlived_epoch:
+            self._found = find_holders(births, self._program.names())
+        left_bytes = _left_bytes(births)  # what only a cycle kept is gone
+        runs_out = (self._slope or left_bytes) * num_steps_left > self._program.room()
+        is_sure = left_bytes >= self._min_bytes and (self._has_outlived_epoch or runs_out)
+        leak = self._leak(births, is_sure=is_sure)
+        if leak is not None or self._has_outlived_epoch:
+            self._give_up()
+        else:  # until memory runs out, or the epoch
+            self._age = _STEPS_TO_SETTLE
+            self._restart()
+        return leak
+
+    def _leak(self, births: Births, *, is_sure: bool) -> Leak | None:
+        """Return what is to be told: what keeps a graph, and what else is sure."""
+        found = self._found or []
+        new = [holder for holder in found if (is_sure or holder.has_graph) and not holder.is_bounded]
+        if not self._growth:  # a cache may be full by now: only a second step tells
+            new, self._suspects = (
+                [holder for holder in new if holder.has_graph or holder.path in self._suspects],
+                self._suspects | {holder.path for holder in new},
+            )
+        holders = tuple(holder for holder in new if holder.path not in self._told)
+        is_of_nobody = is_sure and bool(self._growth) and not found and "" not in self._told
+        if not holders and not is_of_nobody:
+            return None
+        self._told |= {holder.path for holder in holders} or {""}
+        self._pause *= 4  # it goes on to grow, and leads to looks
+        left_bytes = _left_bytes(births)
+        return Leak(self._slope or left_bytes, left_bytes, holders, _sites(births))
+
+    def _is_left(self, births: Births) -> bool:
+        """Whether the watched step has left enough behind: tensors, or the nodes of a graph whose tensors are gone."""
+        return _left_bytes(births) >= self._min_bytes or keeps_graph(births)
+
+    def _is_growing(self) -> bool:
+        if not self._growth:
+            return True  # nobody counts: a step is watched now and then
+        most = max(growth.steady_bytes() or 0 for growth in self._growth.values())
+        self._slope = most // self._pace.stride
+        return self._slope > 0
+
+    def _is_full(self) -> bool:
+        return all(growth.is_full for growth in self._growth.values())
+
+    def _goes_on(self) -> bool:
+        return not self._growth or any(growth.goes_on() for growth in self._growth.values())
+
+    def _restart(self) -> None:
+        for growth in self._growth.values():
+            growth.restart()
+
+
+def _left_bytes(births: Births) -> int:
+    return sum(size for size, _ in births.alive().values())
+
+
+def _sites(births: Births) -> tuple[tuple[Site, int], ...]:
+    sizes: Counter[Site] = Counter()
+    for size, site in births.alive().values():
+        if site != Site():
+            sizes[site] += size
+    return tuple(sizes.most_common(_MAX_SITES))

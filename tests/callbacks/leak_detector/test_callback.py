@@ -1,0 +1,122 @@
+"""LeakDetector: what it refuses and says, when it counts, what ranks do, and that it cleans up."""
+
+import copy
+import gc
+import pickle
+
+import pytest
+from lightning.pytorch.callbacks import Callback
+from support import leaky_models as leaky
+from support.helpers import LitManual, LitTiny, TinyCNN
+
+from lightning_vram.callbacks.leak_detector import LeakDetector
+from lightning_vram.callbacks.leak_detector.callback import MemoryLeakError
+from lightning_vram.memory.leaks.counting import LiveBytes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"patience": 4}, ValueError, r"^LeakDetector\(patience\) must be at least 5, got 4\.$"),
+        ({"patience": 7.0}, TypeError, r"^LeakDetector\(patience\) must be an int, got 7\.0 of type float\.$"),
+        ({"on_leak": "stop"}, ValueError, r"^LeakDetector\(on_leak\) must be 'warn' or 'raise', got 'stop'\.$"),
+        (
+            {"min_bytes_per_step": 0},
+            ValueError,
+            r"^LeakDetector\(min_bytes_per_step\) must be at least 1, got 0\.$",
+        ),
+        (
+            {"min_bytes_per_step": "some"},
+            ValueError,
+            r"^LeakDetector\(min_bytes_per_step\) must be a number and one of B, .*, got 'some'\.$",
+        ),
+    ],
+)
+def test_refuses(arguments, error, message):
+    with pytest.raises(error, match=message):
+        LeakDetector(**arguments)
+
+
+def test_says_what_it_counts(make_trainer, caplog, monkeypatch):
+    for read, expected in (
+        (lambda self: {"cuda:0": 1, "cpu": 1}, "counts what is alive on cuda:0 and cpu after each step."),
+        (lambda self: {}, "cannot count what is alive on this machine: it looks at a step now and then."),
+    ):
+        monkeypatch.setattr(LiveBytes, "read", read)
+        with caplog.at_level("INFO"):
+            make_trainer(callbacks=[LeakDetector()], max_epochs=1).fit(leaky.Plain())
+        assert f"LeakDetector {expected}" in caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments", "num_counts"),
+    [
+        (leaky.Plain, {}, 6 + 6),  # and as many batches of the validation
+        (leaky.Plain, {"accumulate_grad_batches": 3}, 2 + 6),  # in the middle of a window gradients differ
+        (lambda: LitManual(TinyCNN()), {"limit_val_batches": 0}, 3),  # once per batch, with two optimizers
+    ],
+)
+def test_counts_once_per_optimizer_step(make_trainer, monkeypatch, model, arguments, num_counts):
+    counts = []
+    monkeypatch.setattr(LiveBytes, "read", lambda self: counts.append(1) or {"cpu": 1})
+    make_trainer(callbacks=[LeakDetector()], max_epochs=1, num_sanity_val_steps=2, **arguments).fit(model())
+    assert len(counts) - 1 == num_counts  # one to say on which devices
+
+
+def test_nothing_of_it_stays_after_a_fit_or_an_error(make_trainer):
+    model, detector = leaky.Outputs(), LeakDetector(5, "raise", 2048)
+    trainer = make_trainer(callbacks=[detector], max_epochs=5)
+    with pytest.raises(MemoryLeakError):
+        trainer.fit(model)
+    loop = trainer.fit_loop.epoch_loop
+    assert not {"run"} & (vars(loop.automatic_optimization).keys() | vars(loop.manual_optimization).keys())
+    assert "validation_step" not in vars(trainer.strategy)
+    del loop
+    names = ("Births", "Watch", "BirthMode", "Link", "LeakSearch")
+    gc.collect()
+    assert [type(thing).__name__ for thing in gc.get_objects() if type(thing).__name__ in names] == []
+
+
+def test_each_fit_begins_anew(make_trainer):
+    detector = LeakDetector(5, min_bytes_per_step=2048)
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="self.losses"):
+            make_trainer(callbacks=[detector], max_epochs=4).fit(leaky.Losses())
+        assert [stage for stage, _ in detector.leaks] == ["train"]
+
+
+def test_a_copy_made_within_a_fit_is_of_no_run(make_trainer):
+    detector, model, copies = LeakDetector(5), leaky.Plain(), []
+    model.on_train_batch_end = lambda *_: copies.extend([copy.deepcopy(detector), _pickled(detector)])
+    make_trainer(callbacks=[detector], max_steps=1).fit(model)
+    assert [(twin.patience, twin._searches, twin._undoes) for twin in copies] == [(5, {}, [])] * 2
+
+
+def _pickled(detector):
+    state = {name: value for name, value in detector.__getstate__().items() if not name.startswith("log")}
+    twin = LeakDetector()
+    vars(twin).update(pickle.loads(pickle.dumps(state)))  # without what Lightning hangs on callbacks: self.log
+    return twin
+
+
+class LeaksOnOneRank(leaky.Losses):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) if self.global_rank else self.loss(batch)
+
+
+@pytest.mark.distributed
+def test_all_ranks_raise_at_the_same_batch(make_trainer):
+    detector = LeakDetector(5, "raise", 2048)
+    trainer = make_trainer(callbacks=[detector], max_epochs=8, strategy="ddp_fork", devices=2, limit_val_batches=0)
+    with pytest.raises(Exception, match=r"memory grows with the (training )?steps on"):
+        trainer.fit(LeaksOnOneRank())
+
+
+def test_a_leak_that_is_found_last_is_raised_at_the_end(make_trainer):
+    class Finds(Callback):
+        def on_validation_end(self, trainer, pl_module):
+            detector._to_raise = "found"
+
+    detector = LeakDetector(5, "raise", 2048)
+    with pytest.raises(MemoryLeakError, match=r"^found$"):
+        make_trainer(callbacks=[detector, Finds()], max_epochs=1, limit_val_batches=1).fit(LitTiny(TinyCNN()))

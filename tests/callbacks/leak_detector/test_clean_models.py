@@ -1,0 +1,317 @@
+"""Memory that is new, large or uneven, and no leak: nothing is reported."""
+
+import copy
+import gc
+import warnings
+from collections import deque
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torchmetrics
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+from torch.utils.data import DataLoader
+from torch.utils.data import Dataset as TorchDataset
+
+from lightning_vram.callbacks.leak_detector import LeakDetector
+from lightning_vram.memory.leaks.counting import LiveBytes
+
+WIDTH, NUM_BATCHES, NUM_EPOCHS = 256, 8, 6  # 8 KiB in each result of a layer
+DETECTOR = {"patience": 5, "min_bytes_per_step": 1024}
+
+
+class Rows(TorchDataset):
+    """Samples of 8 rows, or of any number up to that."""
+
+    def __init__(self, *, varies: bool) -> None:
+        self.varies = varies
+
+    def __len__(self) -> int:
+        return NUM_BATCHES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.randn(1 + (index * 5) % 8 if self.varies else 8, WIDTH)
+
+
+class Clean(pl.LightningModule):
+    """Two layers, trained on noise."""
+
+    varies = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 8))
+
+    def loss(self, rows):
+        return self.net(rows).square().mean()
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", self.loss(batch))
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters())
+
+    def train_dataloader(self):
+        return DataLoader(Rows(varies=self.varies), batch_size=None)
+
+    val_dataloader = train_dataloader
+
+
+class VariableLengths(Clean):
+    varies = True
+
+
+class BatchNorms(Clean):
+    def __init__(self):
+        super().__init__()
+        self.net.insert(1, nn.BatchNorm1d(WIDTH))
+
+
+class Dropouts(Clean):
+    def __init__(self):
+        super().__init__()
+        self.net.insert(1, nn.Dropout(0.5))
+
+
+class ListMetric(Clean):
+    """Its states grow until Lightning resets them, at the end of the epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.metric = torchmetrics.MeanMetric()
+        self.scores = torchmetrics.CatMetric()
+        self.val_scores = torchmetrics.CatMetric()
+
+    def training_step(self, batch, batch_idx):
+        self.scores.update(self.net[0](batch).detach().flatten())
+        self.metric(batch)
+        self.log("mean", self.metric)
+        return self.loss(batch)
+
+    def on_train_epoch_end(self):
+        self.scores.reset()
+
+    def validation_step(self, batch, batch_idx):
+        self.val_scores.update(self.net[0](batch).flatten())
+
+    def on_validation_epoch_end(self):
+        self.log("scores", self.val_scores.compute().mean())
+        self.val_scores.reset()
+
+
+class CollectedOutputs(Clean):
+    """What Lightning's documentation shows for the end of an epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.outputs = []
+
+    def training_step(self, batch, batch_idx):
+        self.outputs.append(self.net[0](batch).detach())
+        return self.loss(batch)
+
+    def on_train_epoch_end(self):
+        self.outputs.clear()
+
+    def validation_step(self, batch, batch_idx):
+        self.outputs.append({"hidden": self.net[0](batch)})
+
+    def on_validation_epoch_end(self):
+        self.outputs.clear()
+
+
+class Gan(Clean):
+    def __init__(self):
+        super().__init__()
+        self.critic = nn.Linear(8, 1)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        of_net, of_critic = self.optimizers()
+        for optimizer, sign in ((of_net, 1.0), (of_critic, -1.0)):
+            self.toggle_optimizer(optimizer)
+            loss = sign * self.critic(self.net(batch)).mean()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self):
+        return [torch.optim.Adam(self.net.parameters()), torch.optim.SGD(self.critic.parameters(), lr=0.01)]
+
+
+class Manual(Clean):
+    """Its optimizers take turns, so that gradients differ from batch to batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()[batch_idx % 2]
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def configure_optimizers(self):
+        return [torch.optim.Adam(self.net[0].parameters()), torch.optim.Adam(self.net[2].parameters())]
+
+
+class SampleCache(Clean):
+    """Full after the first epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.cache = {}
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx not in self.cache:
+            self.cache[batch_idx] = self.net[0](batch).detach()
+        return self.loss(batch)
+
+
+class Queue(Clean):
+    """As contrastive learning has it; not full in this run."""
+
+    def __init__(self):
+        super().__init__()
+        self.queue = deque(maxlen=1000)
+
+    def training_step(self, batch, batch_idx):
+        self.queue.append(self.net[0](batch).detach())
+        return self.loss(batch)
+
+
+class LastGraph(Clean):
+    """Keeps the graph of one step, until the next."""
+
+    def training_step(self, batch, batch_idx):
+        self.last = self.net(batch)
+        return self.last.square().mean()
+
+
+class HiddenState(Clean):
+    """Goes from batch to batch, cut off from its graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.GRUCell(WIDTH, WIDTH)
+        self.state = None
+
+    def training_step(self, batch, batch_idx):
+        self.state = self.cell(batch, self.state)
+        loss = self.state.square().mean()
+        self.state = self.state.detach()
+        return loss
+
+
+class LateLayers(Clean):
+    """Others train in each epoch, so that gradients and states come bit by bit."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_EPOCHS))
+
+    def training_step(self, batch, batch_idx):
+        for part in self.parts[: self.current_epoch + 1]:
+            batch = part(batch)
+        return self.loss(batch)
+
+
+class Cycles(Clean):
+    """Leaves its results in cycles that Python's collector finds some day."""
+
+    def training_step(self, batch, batch_idx):
+        cycle = [self.net[0](batch).detach()]
+        cycle.append(cycle)
+        return self.loss(batch)
+
+
+class Logging(Clean):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.log_dict({f"loss_{place}": loss for place in range(8)}, on_step=True, on_epoch=True)
+        return loss
+
+
+class OwnEma(Clean):
+    """A copy that follows, made some steps after the start."""
+
+    def __init__(self):
+        super().__init__()
+        self.copies = []
+
+    def on_train_batch_end(self, *_):
+        if self.global_step == 12:
+            self.copies.append(copy.deepcopy(self.net).requires_grad_(False))
+        if self.copies:
+            for mean, now in zip(self.copies[0].parameters(), self.net.parameters(), strict=True):
+                mean.lerp_(now.detach(), 0.1)
+
+
+MODELS = [
+    *(Clean, VariableLengths, BatchNorms, Dropouts, ListMetric, CollectedOutputs, Gan, Manual, SampleCache, Queue),
+    *(LastGraph, HiddenState, LateLayers, Cycles, Logging, OwnEma),
+]
+
+
+@pytest.fixture(params=["counted", "looked at always"])
+def counting(request, monkeypatch):
+    """Steps are looked at where memory grows; or again and again, as on a machine that does not count."""
+    if request.param != "counted":
+        monkeypatch.setattr(LiveBytes, "read", lambda self: {})
+
+
+def fit(model, make_trainer, **arguments):
+    detector = LeakDetector(**DETECTOR)
+    callbacks = [detector, *arguments.pop("callbacks", [])]
+    trainer = make_trainer(callbacks=callbacks, max_epochs=NUM_EPOCHS, log_every_n_steps=1, **arguments)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of Lightning: workers, deterministic kernels
+        trainer.fit(model)
+    return [str(leak) for _, leak in detector.leaks]
+
+
+@pytest.mark.quick_sample(4)
+@pytest.mark.parametrize("model", MODELS)
+def test_nothing_is_reported(model, make_trainer, counting):
+    assert fit(model(), make_trainer) == []
+
+
+@pytest.mark.quick_sample(1)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1},
+        {"precision": "bf16-mixed"},
+        {"callbacks": [EMAWeightAveraging()]},
+        {"val_check_interval": 3},
+    ],
+    ids=["accumulation", "autocast", "weight averaging", "validation within an epoch"],
+)
+def test_nothing_is_reported_with(arguments, make_trainer, counting):
+    assert fit(CollectedOutputs() if "precision" in arguments else Clean(), make_trainer, **copy.copy(arguments)) == []
+
+
+@pytest.mark.slow
+def test_nothing_is_reported_of_a_logger(make_trainer, counting, tmp_path):
+    assert fit(Logging(), make_trainer, logger=CSVLogger(tmp_path)) == []
+
+
+@pytest.mark.slow
+def test_nothing_is_reported_of_a_compiled_model(make_trainer, counting):
+    model = Dropouts()
+    model.net.compile(backend="aot_eager")
+    assert fit(model, make_trainer) == []
+
+
+@pytest.mark.slow
+def test_nothing_of_a_fit_stays(make_trainer, counting):
+    model = Clean()
+    fit(model, make_trainer)
+    assert not [thing for thing in gc.get_objects() if type(thing).__name__ in ("Births", "Watch", "BirthMode")]

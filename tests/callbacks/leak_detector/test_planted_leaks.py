@@ -1,0 +1,123 @@
+"""Each planted leak is named by the attribute that holds it, with the line that made it."""
+
+import re
+import warnings
+
+import pytest
+from support import leaky_models as leaky
+
+from lightning_vram.callbacks.leak_detector import LeakDetector
+from lightning_vram.callbacks.leak_detector.callback import MemoryLeakError
+
+DETECTOR = {"patience": 5, "min_bytes_per_step": 2048}
+WITH_GRAPH = r"Keep value\.detach\(\) instead\."
+WITHOUT = r"Empty it, bound it, or keep what is needed on the host\."
+
+
+def fit(model, make_trainer, **arguments):
+    detector = LeakDetector(**DETECTOR)
+    callbacks = [detector, *arguments.pop("callbacks", [])]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        make_trainer(callbacks=callbacks, max_epochs=5, **arguments).fit(model)
+    return detector.leaks
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept():
+    yield
+    leaky.KEPT.clear()
+    leaky.OnClass.outputs.clear()
+
+
+PLANTED = {
+    "list of losses": (leaky.Losses, rf"self\.losses: a list of \d+ items, \d+ with the graph .* {WITH_GRAPH}"),
+    "cached outputs": (leaky.Outputs, rf"self\.cache: a dict of \d+ items\. {WITHOUT}"),
+    "metric": (leaky.Metric, r"self\.scores\.value: list state of a metric, \d+ items\. reset\(\) was not called; .*"),
+    "global list": (leaky.Global, rf"\S*leaky_models\.KEPT: a list of \d+ items\. {WITHOUT}"),
+    "closure of a hook": (
+        leaky.Hook,
+        r"seen, in the closure of Hook\.__init__\.<locals>\.<lambda>\(\) \(.*leaky_models\.py:\d+\) at "
+        rf"self\.net\.0\._forward_hooks\[\d+\]: a list of \d+ items, \d+ with the graph .* {WITH_GRAPH}",
+    ),
+    "sum of losses": (leaky.Total, r"self\.total: a tensor whose graph goes back over the steps\. .*"),
+    "average of parameters": (
+        leaky.Ema,
+        r"self\.mean\.\d\.(weight|bias): a tensor whose graph goes back over the steps\. .*",
+    ),
+    "list of a class": (leaky.OnClass, rf"OnClass\.outputs: a list of \d+ items\. {WITHOUT}"),
+    "manual optimization": (leaky.Manual, rf"self\.penalties: a dict of \d+ items, \d+ with the graph .* {WITH_GRAPH}"),
+}
+
+
+@pytest.mark.quick_sample(4)
+@pytest.mark.parametrize("name", PLANTED)
+def test_named(name, make_trainer):
+    model, expected = PLANTED[name]
+    leaks = fit(model(), make_trainer)
+    assert [stage for stage, _ in leaks] == ["train"]  # once
+    for holder in leaks[0][1].holders:
+        assert re.fullmatch(expected, str(holder)), str(holder)
+    assert leaks[0][1].holders
+
+
+def test_a_callback_is_named_by_its_class(make_trainer):
+    ((stage, leak),) = fit(leaky.Plain(), make_trainer, callbacks=[leaky.Keeper()])
+    assert (stage, leak.tensor_bytes) == ("train", leaky.KEPT_BYTES)
+    assert [holder.path for holder in leak.holders] == ["Keeper.batches"]
+
+
+def test_outputs_of_validations_that_stay(make_trainer):
+    ((stage, leak),) = fit(leaky.Validation(), make_trainer, val_check_interval=3)
+    assert (stage, leak.tensor_bytes) == ("validate", leaky.KEPT_BYTES)
+    assert [holder.path for holder in leak.holders] == ["self.outputs"]
+
+
+def test_size_and_origin_are_exact(make_trainer):
+    ((_, leak),) = fit(leaky.Outputs(), make_trainer)
+    assert leak.tensor_bytes == leaky.KEPT_BYTES
+    assert leaky.KEPT_BYTES <= leak.bytes_per_step < 2 * leaky.KEPT_BYTES
+    ((site, num_bytes),) = leak.sites
+    assert (site.module, num_bytes) == ("net.0", leaky.KEPT_BYTES)
+    assert re.fullmatch(r".*leaky_models\.py:\d+ in hidden", site.line)
+    assert str(leak).splitlines()[-1] == f"  made in net.0, {site.line}: 8.00 KiB"
+
+
+def test_a_leak_below_the_least_size_is_none(make_trainer, monkeypatch):
+    monkeypatch.setitem(DETECTOR, "min_bytes_per_step", 16 * leaky.KEPT_BYTES)
+    assert fit(leaky.Outputs(), make_trainer) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [{"accumulate_grad_batches": 2}, {"precision": "bf16-mixed"}])
+def test_named_with(arguments, make_trainer):
+    ((_, leak),) = fit(leaky.Hook(), make_trainer, **arguments)
+    assert "at self.net.0._forward_hooks" in leak.holders[0].path
+
+
+@pytest.mark.slow
+def test_named_in_a_compiled_model(make_trainer):
+    model = leaky.Outputs()
+    model.net.compile(backend="aot_eager")
+    ((_, leak),) = fit(model, make_trainer)
+    assert [holder.path for holder in leak.holders] == ["self.cache"]
+    assert leak.tensor_bytes == leaky.KEPT_BYTES
+
+
+def test_named_where_memory_is_not_counted(make_trainer, monkeypatch):
+    monkeypatch.setattr("lightning_vram.memory.leaks.counting.LiveBytes.read", lambda self: {})
+    ((_, leak),) = fit(leaky.Losses(), make_trainer)
+    assert [holder.path for holder in leak.holders] == ["self.losses"]
+
+
+def test_warns_with_the_step(make_trainer):
+    detector = LeakDetector(**DETECTOR)
+    message = r"^LeakDetector: memory grows with the training steps, at step \d+\. .* per step, 4 B of it in tensors"
+    with pytest.warns(UserWarning, match=message):
+        make_trainer(callbacks=[detector], max_epochs=5).fit(leaky.Losses())
+
+
+def test_raises_if_it_is_to(make_trainer):
+    detector = LeakDetector(**DETECTOR, on_leak="raise")
+    with pytest.raises(MemoryLeakError, match=r"\n  kept by self\.losses: a list of"):
+        make_trainer(callbacks=[detector], max_epochs=5).fit(leaky.Losses())

@@ -1,0 +1,68 @@
+"""LiveBytes: the host's memory to the byte and a bit, and a pace that costs little."""
+
+import platform
+
+import pytest
+import torch
+
+from lightning_vram.memory.leaks import counting
+from lightning_vram.memory.leaks.counting import LiveBytes, Pace
+from lightning_vram.memory.units import KIB, MIB
+
+HOST = torch.device("cpu")
+is_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+
+
+@is_glibc
+@pytest.mark.parametrize("size", [64 * KIB, 8 * MIB])
+def test_counts_what_is_alive(size):
+    counter = LiveBytes(HOST)
+    before = counter.read()["cpu"]
+    tensor = torch.empty(size, dtype=torch.uint8)
+    there = counter.read()["cpu"]
+    del tensor
+    assert there - before == pytest.approx(size, abs=8 * KIB)
+    assert counter.read()["cpu"] - before == pytest.approx(0, abs=8 * KIB)
+
+
+def test_a_counter_that_does_not_see_tensors_is_not_used(monkeypatch):
+    class Still:
+        """As glibc's beside jemalloc."""
+
+        def mallinfo2(self):
+            return counting._MallocInfo()
+
+    library = Still()
+    library.mallinfo2 = type("Function", (), {"__call__": lambda self: counting._MallocInfo()})()
+    monkeypatch.setattr(counting, "_c_library", lambda: library)
+    assert LiveBytes(HOST).read() == {}
+
+
+def test_a_library_without_a_counter_counts_nothing(monkeypatch):
+    monkeypatch.setattr(counting, "_c_library", lambda: None)
+    assert LiveBytes(HOST).read() == {}
+
+
+def test_pace(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(counting.time, "perf_counter", lambda: now[0])
+    pace = Pace()
+    assert not pace.slow_down(0.9)  # the first second is free
+    assert pace.slow_down(0.2)
+    assert pace.stride == 2
+    assert [pace.is_due(step) for step in range(4)] == [True, False, True, False]
+    now[0] = 100.0  # half a second for a hundred
+    assert not pace.slow_down(0.4)
+    assert pace.slow_down(0.2)
+    assert pace.stride == 4
+
+
+@pytest.mark.device
+def test_counts_a_device():
+    from support.devices import DEVICE
+
+    counter = LiveBytes(torch.device(DEVICE, 0))
+    name = str(torch.device(DEVICE, 0))
+    before = counter.read()[name]
+    tensor = torch.empty(MIB, dtype=torch.uint8, device=DEVICE)
+    assert counter.read()[name] - before == tensor.nbytes

@@ -1,0 +1,165 @@
+"""Models that keep what they should not, one for each way to do so."""
+
+import copy
+
+import lightning.pytorch as pl
+import torch
+import torchmetrics
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+WIDTH, NUM_ROWS, NUM_BATCHES = 256, 8, 6
+KEPT_BYTES = NUM_ROWS * WIDTH * 4  # of what they keep of each step
+KEPT: list[Tensor] = []
+
+
+class Plain(pl.LightningModule):
+    """Two layers, trained on noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 8))
+
+    def loss(self, rows: Tensor) -> Tensor:
+        return self.net(rows).square().mean()
+
+    def hidden(self, rows: Tensor) -> Tensor:
+        return self.net[0](rows)
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch)
+
+    def validation_step(self, batch, batch_idx):
+        self.loss(batch)
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters())
+
+    def train_dataloader(self):
+        return DataLoader([torch.randn(NUM_ROWS, WIDTH) for _ in range(NUM_BATCHES)], batch_size=None)
+
+    val_dataloader = train_dataloader
+
+
+class Losses(Plain):
+    """The graphs go with their backward, all but their nodes."""
+
+    def __init__(self):
+        super().__init__()
+        self.losses = []
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.losses.append(loss)
+        return loss
+
+
+class Outputs(Plain):
+    """A cache without a bound."""
+
+    def __init__(self):
+        super().__init__()
+        self.cache = {}
+
+    def training_step(self, batch, batch_idx):
+        self.cache[self.global_step] = {"hidden": self.hidden(batch).detach()}
+        return self.loss(batch)
+
+
+class Metric(Plain):
+    """One that nobody resets."""
+
+    def __init__(self):
+        super().__init__()
+        self.scores = torchmetrics.CatMetric()
+
+    def training_step(self, batch, batch_idx):
+        self.scores.update(self.hidden(batch).detach().flatten())
+        return self.loss(batch)
+
+
+class Global(Plain):
+    def training_step(self, batch, batch_idx):
+        KEPT.append(self.hidden(batch).detach())
+        return self.loss(batch)
+
+
+class Hook(Plain):
+    """Keeps what a layer returns, with its graph, in a closure."""
+
+    def __init__(self):
+        super().__init__()
+        seen = []
+        self.net[0].register_forward_hook(lambda module, inputs, output: seen.append(output))
+
+
+class Total(Plain):
+    """The classic: a sum that drags all steps along."""
+
+    def __init__(self):
+        super().__init__()
+        self.total = torch.zeros(())
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.total = self.total + loss
+        return loss
+
+
+class Ema(Plain):
+    """The same within parameters: they follow others that have gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = copy.deepcopy(self.net).requires_grad_(False)
+
+    def on_train_batch_end(self, *_):
+        for mean, now in zip(self.mean.parameters(), self.net.parameters(), strict=True):
+            mean.mul_(0.9).add_(now, alpha=0.1)
+
+
+class Validation(Plain):
+    """Collects outputs and does not let them go."""
+
+    def __init__(self):
+        super().__init__()
+        self.outputs = []
+
+    def validation_step(self, batch, batch_idx):
+        self.outputs.append(self.hidden(batch))
+
+
+class OnClass(Plain):
+    outputs: list[Tensor] = []  # noqa: RUF012 - the mistake
+
+    def training_step(self, batch, batch_idx):
+        self.outputs.append(self.hidden(batch).detach())
+        return self.loss(batch)
+
+
+class Manual(Plain):
+    """A gradient penalty whose graph stays, of each step."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.penalties = {}
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.loss(batch)
+        gradients = torch.autograd.grad(loss, list(self.parameters()), create_graph=True)
+        self.penalties[self.global_step] = sum(gradient.square().sum() for gradient in gradients)
+        self.manual_backward(loss)
+        optimizer.step()
+
+
+class Keeper(pl.Callback):
+    """Keeps the batch's copy."""
+
+    def __init__(self) -> None:
+        self.batches = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.batches.append(batch.clone())
