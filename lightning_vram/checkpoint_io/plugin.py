@@ -1,0 +1,94 @@
+"""Checkpoints that go to a file and come back without a copy of them in host memory.
+
+Lightning's own plugin makes the whole file in host memory before it writes a byte, and reads all of it before the
+first state goes to its device: for a moment the host holds the weights and the optimizer's states once more, which for
+a large model is more than the device has. Here tensors go to the file one by one, and are read from it where they are
+needed, out of the system's file cache. What is on the device is the same either way: no more than the states.
+"""
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from typing_extensions import override
+
+from lightning_vram.private_names.lightning.files import is_local
+from lightning_vram.techniques.sharded_checkpoints import (
+    count_bytes,
+    delete,
+    naming_full_disk,
+    publish,
+    read_values,
+    save_values,
+    temporary_path,
+)
+
+
+class StreamedCheckpointIO(TorchCheckpointIO):
+    """Write ordinary checkpoint files piece by piece, whole or not at all, and map them into memory to read them.
+
+    Any Trainer reads the files, and this plugin reads those of any Trainer. A file is written beside its place under a
+    hidden name, is on the disk when it gets its own, and replaces the one before in one step: a process that is killed
+    leaves that one. Paths of other file systems (``s3://``, ``memory://``) are left to Lightning's plugin. What is read
+    is on the host; nothing writes to the file. For strategies that save through the plugin: a single device, DDP.
+
+    Example:
+        >>> import lightning.pytorch as pl
+        >>> from lightning_vram import StreamedCheckpointIO
+        >>> trainer = pl.Trainer(plugins=[StreamedCheckpointIO()], logger=False)
+    """
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
+        """Write a checkpoint.
+
+        Raises:
+            TypeError: If there are ``storage_options``.
+            CheckpointError: If the disk is full. What was there under this name is as it was.
+            IsADirectoryError: If there is a folder of this name.
+            OSError: If it cannot be written.
+        """
+        if storage_options is not None or not is_local(str(path)):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        file = Path(str(path).removeprefix("file://")).absolute()
+        if file.is_dir():
+            raise IsADirectoryError(f"{file} is a folder; a checkpoint is a file. Choose another name.")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        naming_full_disk(partial(_write, checkpoint, file), file.parent, count_bytes(checkpoint))
+
+    @override
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        map_location: Callable[..., Any] | None = None,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Read a checkpoint; its tensors are mapped from the file.
+
+        Raises:
+            FileNotFoundError: If there is none.
+            CheckpointError: If it is damaged.
+            pickle.UnpicklingError: If it holds what ``weights_only`` does not allow.
+        """
+        if map_location is not None or not os.path.isfile(path):
+            return super().load_checkpoint(path, map_location or _on_host, weights_only)
+        return read_values(Path(path), weights_only=weights_only)  # type: ignore[no-any-return]
+
+
+def _write(checkpoint: dict[str, Any], file: Path) -> None:
+    temporary = temporary_path(file)
+    try:
+        with temporary.open("wb") as opened:
+            save_values(checkpoint, opened)
+        publish(temporary, file)
+    except BaseException:
+        delete(temporary)
+        raise
+
+
+def _on_host(storage: Any, location: str) -> Any:
+    return storage

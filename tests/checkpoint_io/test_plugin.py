@@ -1,0 +1,196 @@
+"""StreamedCheckpointIO: ordinary files, whole or not at all, and no copy of the states in host memory."""
+
+import multiprocessing
+import os
+import re
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from support.helpers import LitTiny, TinyCNN, assert_equal_weights
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_vram.checkpoint_io import StreamedCheckpointIO
+from lightning_vram.core.processes.rank_errors import CheckpointError
+from lightning_vram.memory.units import MIB
+
+PLUGINS = [TorchCheckpointIO, StreamedCheckpointIO]
+CHECKPOINT = {"state_dict": {"weight": torch.arange(3.0)}, "note": "first"}
+
+
+def read(path):
+    return torch.load(path, weights_only=True)
+
+
+@pytest.mark.parametrize("reader", PLUGINS)
+@pytest.mark.parametrize("writer", PLUGINS)
+def test_a_run_goes_on_to_the_bit_whoever_wrote_and_reads(make_trainer, tmp_path, writer, reader):
+    def fit(max_epochs, plugins, ckpt_path=None):
+        pl.seed_everything(0, verbose=False)
+        model = LitTiny(TinyCNN())
+        trainer = make_trainer(max_epochs=max_epochs, plugins=plugins)
+        trainer.fit(model, ckpt_path=ckpt_path)
+        return trainer, model
+
+    first, _ = fit(1, [writer()])
+    first.save_checkpoint(tmp_path / "folder" / "x.ckpt")
+    content = (tmp_path / "folder" / "x.ckpt").read_bytes()
+    _, plain = fit(2, [], tmp_path / "folder" / "x.ckpt")
+    _, ours = fit(2, [reader()], tmp_path / "folder" / "x.ckpt")
+    assert_equal_weights(ours, plain)
+    assert (tmp_path / "folder" / "x.ckpt").read_bytes() == content  # training writes into its own pages
+    assert os.listdir(tmp_path / "folder") == ["x.ckpt"]
+
+
+def test_a_save_that_fails_leaves_the_file_before(tmp_path):
+    plugin, path = StreamedCheckpointIO(), tmp_path / "x.ckpt"
+    plugin.save_checkpoint(CHECKPOINT, path)
+    with pytest.raises(AttributeError, match="lambda"):
+        plugin.save_checkpoint({**CHECKPOINT, "note": "second", "bad": lambda: None}, path)
+    assert read(path)["note"] == "first"
+    assert os.listdir(tmp_path) == ["x.ckpt"]
+
+
+class DiesHere:
+    def __reduce__(self):
+        os._exit(9)
+
+
+def test_a_process_that_dies_while_it_saves_leaves_the_file_before(tmp_path):
+    plugin, path = StreamedCheckpointIO(), tmp_path / "x.ckpt"
+    plugin.save_checkpoint(CHECKPOINT, path)
+    child = os.fork()
+    if child == 0:
+        plugin.save_checkpoint({"note": "second", "bad": DiesHere()}, path)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert len(os.listdir(tmp_path)) == 2  # what it had begun
+    assert read(path)["note"] == "first"
+    plugin.save_checkpoint({"note": "third"}, path)
+    assert read(path)["note"] == "third"
+    assert os.listdir(tmp_path) == ["x.ckpt"]
+
+
+def test_it_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    events = []
+    for name in ("fsync", "replace"):
+        real = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *args, name=name, real=real: (events.append(name), real(*args))[1])
+    StreamedCheckpointIO().save_checkpoint(CHECKPOINT, tmp_path / "x.ckpt")
+    assert events == ["fsync", "replace", "fsync"]  # the file, and then its folder
+
+
+def test_a_full_disk_is_named(tmp_path, monkeypatch):
+    plugin, path = StreamedCheckpointIO(), tmp_path / "x.ckpt"
+    plugin.save_checkpoint(CHECKPOINT, path)
+    full = open("/dev/full", "wb")  # noqa: SIM115 - closed by who writes into it
+    monkeypatch.setattr(Path, "open", lambda *_: full)
+    with pytest.raises(CheckpointError, match=r"^the disk of .* is full: this takes 4\.00 MiB, .* were free\."):
+        plugin.save_checkpoint({"weight": torch.zeros(MIB)}, path)
+    monkeypatch.undo()
+    assert read(path)["note"] == "first"
+
+
+def test_a_folder_is_not_overwritten(tmp_path):
+    (tmp_path / "x.ckpt").mkdir()
+    expected = rf"^{re.escape(str(tmp_path / 'x.ckpt'))} is a folder; a checkpoint is a file\. Choose another name\.$"
+    with pytest.raises(IsADirectoryError, match=expected):
+        StreamedCheckpointIO().save_checkpoint(CHECKPOINT, tmp_path / "x.ckpt")
+
+
+def test_other_file_systems_are_left_to_lightning():
+    plugin = StreamedCheckpointIO()
+    plugin.save_checkpoint(CHECKPOINT, "memory://here/x.ckpt")
+    assert plugin.load_checkpoint("memory://here/x.ckpt", weights_only=True)["note"] == "first"
+    plugin.remove_checkpoint("memory://here/x.ckpt")
+    assert not MemoryFileSystem().exists("memory://here/x.ckpt")
+
+
+def test_what_it_does_not_take_are_the_errors_of_lightning(tmp_path):
+    plugin = StreamedCheckpointIO()
+    with pytest.raises(TypeError, match="`storage_options` arg is not supported for `StreamedCheckpointIO`"):
+        plugin.save_checkpoint(CHECKPOINT, tmp_path / "x.ckpt", storage_options={})
+    with pytest.raises(FileNotFoundError, match=r"^Checkpoint file not found: .*x\.ckpt$"):
+        plugin.load_checkpoint(tmp_path / "x.ckpt")
+
+
+def test_a_damaged_file_is_named(tmp_path):
+    (tmp_path / "x.ckpt").write_bytes(b"no checkpoint")
+    with pytest.raises(CheckpointError, match=r"^x\.ckpt is damaged, or is no checkpoint"):
+        StreamedCheckpointIO().load_checkpoint(tmp_path / "x.ckpt")
+
+
+def test_a_place_for_the_tensors_is_left_to_lightning(tmp_path):
+    plugin = StreamedCheckpointIO()
+    plugin.save_checkpoint(CHECKPOINT, tmp_path / "x.ckpt")
+    loaded = plugin.load_checkpoint(tmp_path / "x.ckpt", map_location="meta")
+    assert loaded["state_dict"]["weight"].device.type == "meta"
+
+
+class Large(pl.LightningModule):
+    """16 MiB of weights, 48 with the optimizer's states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(2048, 2048, bias=False)
+        self.grown = 0
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).sum()
+
+    def train_dataloader(self):
+        return DataLoader(torch.ones(2, 2048), batch_size=1)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+    def setup(self, stage):
+        self.before = resident_bytes("RssAnon")
+
+    def on_load_checkpoint(self, checkpoint):
+        assert checkpoint["optimizer_states"]
+        self.grown = resident_bytes("RssAnon") - self.before
+
+
+STATE_BYTES = 48 * MIB
+
+
+def resident_bytes(kind):
+    """Of Linux: VmHWM is the peak since it was reset, RssAnon is what is no file's."""
+    return int(re.search(rf"{kind}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+
+
+def measure(folder):
+    """What saving and resuming take of host memory; in a process of its own, which starts at no peak."""
+    grown = {}
+    for plugin in PLUGINS:
+        arguments = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
+        trainer = pl.Trainer(**arguments, enable_model_summary=False, plugins=[plugin()], max_steps=1)
+        trainer.fit(Large())
+        trainer.optimizers[0].zero_grad()
+        before = resident_bytes("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")
+        trainer.save_checkpoint(f"{folder}/{plugin.__name__}.ckpt")
+        saving = resident_bytes("VmHWM") - before
+        resumed = Large()
+        trainer = pl.Trainer(**arguments, enable_model_summary=False, plugins=[plugin()], max_steps=2)
+        trainer.fit(resumed, ckpt_path=f"{folder}/{plugin.__name__}.ckpt", weights_only=True)
+        grown[plugin.__name__] = (saving, resumed.grown)
+    return grown
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch")
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's /proc/self/clear_refs")
+def test_host_memory_holds_no_second_copy(tmp_path):
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+        grown = pool.submit(measure, tmp_path).result()
+    saving, resuming = grown["TorchCheckpointIO"]
+    assert saving > 0.9 * STATE_BYTES  # else this shows nothing
+    assert resuming > 0.9 * STATE_BYTES
+    saving, resuming = grown["StreamedCheckpointIO"]
+    assert saving < 0.1 * STATE_BYTES
+    assert resuming < 0.1 * STATE_BYTES
