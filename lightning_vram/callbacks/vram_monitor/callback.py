@@ -26,12 +26,14 @@ from typing_extensions import override
 
 from lightning_vram.argument_checks import check_bool, check_positive_int
 from lightning_vram.callbacks.hook_points import check_trainer
+from lightning_vram.callbacks.vram_monitor.last_batches import LastBatches
+from lightning_vram.callbacks.vram_monitor.out_of_memory import explain
 from lightning_vram.callbacks.vram_monitor.readings import Readings
 from lightning_vram.core.surgery.shadow import Shadow
 from lightning_vram.memory.device.allocator_settings import advise
 from lightning_vram.memory.device.measurement import Measurement, largest, write_measurement
-from lightning_vram.memory.device.out_of_memory import read_out_of_memory
-from lightning_vram.memory.tracking.timeline import Phase
+from lightning_vram.memory.device.out_of_memory import OutOfMemorySource, read_out_of_memory
+from lightning_vram.memory.tracking.timeline import MemoryTimeline, Phase
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.private_names.torch.compiled import is_compiled
 
@@ -47,7 +49,9 @@ class VRAMMonitor(Callback):
     to the progress bar as ``vram`` (the highest peak so far), and line by line to a file that
     ``lightning-vram report`` reads: in training each reading; in validation, test and prediction the one with the
     highest peak, at the end (``vram/validate/...``). On an accelerator the batches between readings count for the
-    peak, too. An out-of-memory error gets a note with the last reading. A warning at the end names the allocator's
+    peak, too. An out-of-memory error gets notes with the last readings and, unless ``path`` is ``None``, a page
+    ``out_of_memory.md`` beside that file: what was asked for, what held the memory, the cause, and what each part of
+    the package would save of this very step. A warning at the end names the allocator's
     setting where much more was reserved than used. Training is not changed, and nothing is
     stored in checkpoints. Under DDP and FSDP all ranks reduce at the same training batch, which depends on the batch
     index alone, and at the end of the other stages, where they may have different numbers of batches.
@@ -70,6 +74,8 @@ class VRAMMonitor(Callback):
 
     Attributes:
         peaks: For each stage so far the measurement with the highest peak.
+        timeline: Of the tracked training batch with the highest peak in the last fit, on this rank; ``None`` if none
+            was tracked.
 
     Example:
         >>> import lightning.pytorch as pl
@@ -97,12 +103,14 @@ class VRAMMonitor(Callback):
         self.track = track
         self.path = path
         self.peaks: dict[str, Measurement] = {}
+        self.timeline: MemoryTimeline | None = None
         self._seconds: deque[float] = deque(maxlen=_NUM_TIMED_BATCHES)
         self._readings = Readings(track)
         self._last: Measurement | None = None  # reading, of all ranks
         self._file: Path | None = None
         self._bar: Shadow | None = None
         self._previous_end: float | None = None  # of a training batch
+        self._batches = LastBatches()
 
     @property
     def seconds_per_batch(self) -> float | None:
@@ -115,7 +123,7 @@ class VRAMMonitor(Callback):
         if sum(isinstance(callback, VRAMMonitor) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
             raise MisconfigurationException("VRAMMonitor can be used once, got several: they measure one another.")
         if stage == "fit":
-            self.peaks = {}
+            self.peaks, self.timeline, self._batches = {}, None, LastBatches()
             self._seconds.clear()
         folder = trainer.log_dir  # on all ranks: it is broadcast
         if self.path is not None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
@@ -137,11 +145,8 @@ class VRAMMonitor(Callback):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        if read_out_of_memory(exception) is not None:
-            if (measurement := self._readings.end_alone(trainer)) is not None:
-                exception.add_note(f"VRAMMonitor, in the batch that ran out of memory: {_describe(measurement)}")
-            if self._last is not None:
-                exception.add_note(f"VRAMMonitor, last reading before memory ran out: {_describe(self._last)}")
+        if (source := read_out_of_memory(exception)) is not None:
+            self._explain(trainer, exception, source)
         self.teardown(trainer, pl_module, "fit")
 
     @override
@@ -173,6 +178,7 @@ class VRAMMonitor(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
     ) -> None:
         now = time.perf_counter()
+        self._batches.end_training_batch(trainer)
         if self._previous_end is not None and not self._readings.is_tracking:
             self._seconds.append(now - self._previous_end)
         self._publish(trainer, self._readings.end(trainer, batch_idx))
@@ -181,9 +187,11 @@ class VRAMMonitor(Callback):
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._readings.abort()  # a batch that was skipped after it began
+        self._batches.end()
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.timeline = self._readings.timeline
         self._publish(trainer, self._readings.end_training(trainer, self._last))
         peak = self.peaks.get("train")
         if peak is not None and peak.peak_reserved_bytes is not None:
@@ -211,6 +219,7 @@ class VRAMMonitor(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
+        self._batches.end()
         self._publish(trainer, self._readings.end(trainer, batch_idx))
 
     @override
@@ -238,13 +247,25 @@ class VRAMMonitor(Callback):
         return vars(self) | self._between_runs()
 
     def _between_runs(self) -> dict[str, Any]:
-        return {"_readings": Readings(self.track), "_last": None, "_file": None, "_bar": None, "_previous_end": None}
+        nothing = dict.fromkeys(("_last", "_file", "_bar", "_previous_end"))
+        return {"_readings": Readings(self.track), "_batches": LastBatches(), **nothing}
 
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         every_n_batches = self.every_n_batches or trainer.log_every_n_steps  # type: ignore[attr-defined]
+        self._batches.begin(batch, batch_idx)
         is_nth = every_n_batches > 0 and (batch_idx + 1) % every_n_batches == 0
         if not trainer.sanity_checking and (is_nth or batch_idx < _NUM_FIRST_BATCHES):
             self._readings.begin(trainer, pl_module, batch, batch_idx)
+
+    def _explain(self, trainer: pl.Trainer, exception: BaseException, source: OutOfMemorySource) -> None:
+        self._batches.stage = self._readings.stage
+        measurement, self._batches.timeline = self._readings.end_alone(trainer)
+        if measurement is not None:
+            exception.add_note(f"VRAMMonitor, in the batch that ran out of memory: {_describe(measurement)}")
+        if self._last is not None:
+            exception.add_note(f"VRAMMonitor, last reading before memory ran out: {_describe(self._last)}")
+        if self._file is not None:
+            exception.add_note(explain(trainer, exception, source, self._batches, self._file.parent))
 
     def _switch_stage(self, stage: str, trainer: pl.Trainer) -> None:
         self._readings.switch_stage(stage, trainer)

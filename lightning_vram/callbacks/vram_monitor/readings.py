@@ -12,7 +12,7 @@ from lightning_vram.memory.device.allocator import has_cache
 from lightning_vram.memory.device.measurement import SIZE_NAMES, Measurement, largest
 from lightning_vram.memory.device.phase_peaks import PhasePeaks
 from lightning_vram.memory.device.probe import MemoryProbe
-from lightning_vram.memory.tracking.timeline import Phase
+from lightning_vram.memory.tracking.timeline import MemoryTimeline, Phase
 from lightning_vram.private_names.torch.compiled import is_compiled
 
 
@@ -30,6 +30,7 @@ class Readings:
         self._probe: MemoryProbe | None = None  # of the reading under way
         self._batch_idx = 0  # that it reads
         self._metric: MaxOverRanks | None = None
+        self.timeline: MemoryTimeline | None = None  # of the tracked training batch with the highest peak
         self._largest: Measurement | None = None  # of a stage other than training, until it ends
 
     @property
@@ -68,6 +69,7 @@ class Readings:
         if measurement is None:
             return None
         if self._stage == "train":
+            self._keep_timeline(probe.timeline)
             return self._reduce(trainer, measurement)
         self._keep_largest(measurement)
         return None
@@ -92,12 +94,18 @@ class Readings:
         measurement = self._reduce(trainer, found or nothing)
         return measurement if measurement.peak_allocated_bytes >= 0 else None
 
-    def end_alone(self, trainer: pl.Trainer) -> Measurement | None:
+    @property
+    def stage(self) -> str:
+        """What runs now."""
+        return self._stage
+
+    def end_alone(self, trainer: pl.Trainer) -> tuple[Measurement | None, MemoryTimeline | None]:
         """End the reading under way, if there is one, without the other ranks: they may not be there."""
         if self._probe is None:
-            return None
+            return None, None
         probe, self._probe = self._probe, None
-        return probe.finish(self._stage, trainer.current_epoch, self._batch_idx, trainer.global_step)
+        measurement = probe.finish(self._stage, trainer.current_epoch, self._batch_idx, trainer.global_step)
+        return measurement, probe.timeline
 
     def abort(self) -> None:
         """Forget the reading under way."""
@@ -126,6 +134,10 @@ class Readings:
         probe = MemoryProbe(device, self._peaks_of(self._stage, device), track=False)
         batch_idx = max(0, trainer.fit_loop.epoch_loop.batch_idx) if self._stage == "train" else 0
         return self._finish(probe, trainer, trainer.current_epoch if last is None else last.epoch, batch_idx)
+
+    def _keep_timeline(self, timeline: MemoryTimeline | None) -> None:
+        if timeline is not None and (self.timeline is None or timeline.peak_bytes > self.timeline.peak_bytes):
+            self.timeline = timeline
 
     def _keep_largest(self, measurement: Measurement) -> None:
         self._largest = measurement if self._largest is None else largest([self._largest, measurement])

@@ -10,7 +10,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from lightning_vram.memory.device.measurement import Measurement
 from lightning_vram.memory.device.phase_peaks import PhasePeaks
-from lightning_vram.memory.tracking.timeline import Phase
+from lightning_vram.memory.tracking.timeline import MemoryTimeline, Phase
 from lightning_vram.memory.tracking.tracker import track_memory
 
 
@@ -28,6 +28,7 @@ class MemoryProbe:
         self._peaks = peaks
         self.is_tracking = track
         self._exit = ExitStack()
+        self.timeline: MemoryTimeline | None = None  # of what was tracked, at the end
 
     def start(self, module: nn.Module, optimizers: Iterable[Optimizer], inputs: Any) -> None:
         """Begin, with the forward."""
@@ -47,7 +48,7 @@ class MemoryProbe:
     def finish(self, stage: str, epoch: int, batch_idx: int, step: int) -> Measurement | None:
         """End, and say what was read; ``None`` if neither source was there."""
         self._exit.close()
-        timeline = self._tracker.timeline if self.is_tracking else None
+        self.timeline = timeline = self._tracker.timeline if self.is_tracking else None
         where = {"stage": stage, "epoch": epoch, "batch_idx": batch_idx, "step": step}
         if self._peaks is not None:
             now = self._peaks.read()

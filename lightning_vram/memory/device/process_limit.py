@@ -23,8 +23,7 @@ class ProcessLimit:
             raise ValueError(f"device '{device}' has no limit for a process.")
         self._device = device
         memory = torch.get_device_module(device)
-        read = getattr(memory, "get_per_process_memory_fraction", None)  # XPU has it since torch 2.10
-        self._before: float | None = 1.0 if read is None else float(read(device))
+        self._before: float | None = limited_share(device)
         memory.set_per_process_memory_fraction(min(1.0, limit_bytes / total_bytes(device)), device)
 
     def remove(self) -> None:
@@ -37,6 +36,12 @@ class ProcessLimit:
 def can_limit(device: torch.device) -> bool:
     """Whether :class:`ProcessLimit` can be had on ``device``."""
     return has_statistics(device.type) and hasattr(torch.get_device_module(device), "set_per_process_memory_fraction")
+
+
+def limited_share(device: torch.device) -> float:
+    """Return which part of ``device`` this process may take."""
+    read = getattr(torch.get_device_module(device), "get_per_process_memory_fraction", None)  # XPU: since torch 2.10
+    return 1.0 if read is None else float(read(device))
 
 
 def total_bytes(device: torch.device) -> int:

@@ -3,6 +3,7 @@
 import torch
 
 from lightning_vram.memory.device.allocator import PeakWatch, has_cache, read_allocator
+from lightning_vram.memory.device.process_limit import limited_share
 
 
 class DeviceRoom:
@@ -43,8 +44,7 @@ class DeviceRoom:
         memory = torch.get_device_module(self._device)
         free_bytes, total_bytes = memory.mem_get_info(self._device)
         now = read_allocator(self._device)
-        read_fraction = getattr(memory, "get_per_process_memory_fraction", None)  # XPU has it since torch 2.10
-        allowed_bytes = total_bytes if read_fraction is None else int(total_bytes * read_fraction(self._device))
+        allowed_bytes = int(total_bytes * limited_share(self._device))
         return int(max(0, min(free_bytes + now.fragmentation_bytes, allowed_bytes - now.allocated_bytes)))
 
 

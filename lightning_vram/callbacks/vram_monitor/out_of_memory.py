@@ -1,0 +1,235 @@
+"""The page that is written when memory runs out: facts of the run, and what would have helped."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+
+from lightning_vram.callbacks.vram_monitor.failed_place import read_place
+from lightning_vram.callbacks.vram_monitor.last_batches import LastBatches
+from lightning_vram.estimation.running_trainer import describe_device, read_trainer_arguments
+from lightning_vram.estimation.stages import estimate_stages
+from lightning_vram.estimation.traced_fit import STEP, FitRun, trace_fit
+from lightning_vram.memory.device.allocator import empty_cache, has_cache
+from lightning_vram.memory.device.failed_request import FailedRequest, read_failed_request
+from lightning_vram.memory.device.out_of_memory import OutOfMemorySource
+from lightning_vram.memory.device.snapshot import write_snapshot
+from lightning_vram.memory.estimate.result import TRAIN, MemoryEstimate
+from lightning_vram.memory.estimate.workspaces import workspaces_of
+from lightning_vram.memory.tracking.timeline import Category, MemoryTimeline
+from lightning_vram.memory.tracking.tracker import track_memory
+from lightning_vram.planner.parts import Exactness
+from lightning_vram.planner.plan import TracedSteps
+from lightning_vram.planner.remedies import remedies_for
+from lightning_vram.planner.search import Found
+from lightning_vram.planner.single_remedies import as_code, measure_singles, results_of
+from lightning_vram.private_names.torch.trees import tensors_in
+from lightning_vram.report.estimate.figure import save as save_picture
+from lightning_vram.report.out_of_memory import OutOfMemory, Remedy, write_page
+from lightning_vram.report.out_of_memory.page import summary
+
+_NAME = "out_of_memory"
+_FOREIGN = "not of this run"
+_LARGE_SHARE = 0.25  # of what is allocated
+_MOST_REMEDIES = 10
+_MOST_CHARACTERS = 200
+
+
+def explain(
+    trainer: pl.Trainer, error: BaseException, source: OutOfMemorySource, last: LastBatches, folder: Path
+) -> str:
+    """Write the page, and files beside it, and return what to say of it. Raises nothing: that would hide the error.
+
+    Args:
+        trainer: In its ``on_exception`` hooks.
+        error: That memory has run out.
+        source: Of the error.
+        last: What is known of the batch.
+        folder: Where files go; it is made.
+    """
+    rank_zero_info("VRAMMonitor: memory ran out. Working out what would help ...")
+    try:
+        return _explain(trainer, error, source, last, folder)
+    except Exception as failure:
+        return f"VRAMMonitor could not say more: {type(failure).__name__}: {failure}"
+
+
+def _explain(
+    trainer: pl.Trainer, error: BaseException, source: OutOfMemorySource, last: LastBatches, folder: Path
+) -> str:
+    found = _facts(trainer, error, source, last)
+    found, estimate = _with_remedies(trainer, found, last)
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = _NAME if trainer.global_rank == 0 else f"{_NAME}.rank{trainer.global_rank}"
+    pictures = _write_pictures(trainer, folder, stem, estimate)
+    path = folder / f"{stem}.md"
+    write_page(found, path, pictures)
+    return f"VRAMMonitor: {summary(found)} More: {path}"
+
+
+def _facts(trainer: pl.Trainer, error: BaseException, source: OutOfMemorySource, last: LastBatches) -> OutOfMemory:
+    device, module = trainer.strategy.root_device, trainer.lightning_module
+    request = read_failed_request(str(error), device)
+    by_category, by_module = _held(trainer, last, request)
+    where = f", batch {last.batch_idx}" if last.batch is not None else ""
+    return OutOfMemory(
+        message=str(error),
+        source=source,
+        device=str(device),
+        request=request,
+        stage=f"{last.stage}, epoch {trainer.current_epoch}{where}",
+        place=read_place(error, module),
+        by_category=by_category,
+        by_module=by_module,
+        growth=tuple(last.ends),
+    )
+
+
+def _held(trainer: pl.Trainer, last: LastBatches, request: FailedRequest) -> tuple[dict[str, int], dict[str, int]]:
+    """What was alive, by purpose and by module: as it was tracked, else what can be told apart, and the rest."""
+    device = trainer.strategy.root_device
+    timeline = last.timeline
+    if timeline is None or not timeline.peak_bytes:
+        with track_memory(trainer.lightning_module, optimizers=trainer.optimizers, inputs=last.batch) as tracker:
+            pass
+        timeline = tracker.timeline.on(str(device))
+    by_category = {str(category): size for category, size in timeline.peak_by_category.items()}
+    rest_bytes = (request.allocated_bytes or 0) - timeline.peak_bytes
+    if rest_bytes > 0:
+        by_category[Category.ACTIVATIONS] += rest_bytes
+    return by_category, dict(timeline.peak_by_module)
+
+
+def _with_remedies(
+    trainer: pl.Trainer, found: OutOfMemory, last: LastBatches
+) -> tuple[OutOfMemory, MemoryEstimate | None]:
+    reason = _why_not(trainer, last)
+    if reason:
+        return replace(found, no_remedies=reason), None
+    try:
+        estimate, measured = _measure(trainer, found, last)
+    except Exception as error:  # a step on tensors without values may fail where the run does not
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        return replace(found, no_remedies=f"{reason:.{_MOST_CHARACTERS}}"), None
+    timeline = estimate.timeline
+    by_module = found.by_module if last.timeline is not None else dict(timeline.peak_by_module)
+    remedies = _ranked(measured, _budget_bytes(found, timeline))
+    found = replace(found, estimated=timeline, by_module=by_module, remedies=remedies)
+    return _without_foreign(found, timeline), estimate
+
+
+def _foreign_bytes(found: OutOfMemory, estimated: MemoryTimeline) -> int:
+    """Bytes in tensors that a step does not have: what is left of another model, say. What is little is an error."""
+    allocated_bytes = found.request.allocated_bytes or 0
+    foreign_bytes = allocated_bytes - estimated.peak_bytes
+    return foreign_bytes if foreign_bytes > _LARGE_SHARE * allocated_bytes else 0
+
+
+def _without_foreign(found: OutOfMemory, estimated: MemoryTimeline) -> OutOfMemory:
+    foreign_bytes = _foreign_bytes(found, estimated)
+    if not foreign_bytes:
+        return found
+    own = dict(found.by_category)
+    own[Category.ACTIVATIONS] = max(0, own[Category.ACTIVATIONS] - foreign_bytes)
+    return replace(found, foreign_bytes=foreign_bytes, by_category={**own, _FOREIGN: foreign_bytes})
+
+
+def _why_not(trainer: pl.Trainer, last: LastBatches) -> str:
+    """Say why no step of this run can be run again on tensors without memory; empty if one can."""
+    if last.batch is None or last.stage != "train":
+        return "it ran out outside of a training batch."
+    strategy, plugin = trainer.strategy, trainer.precision_plugin
+    if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy):
+        return f"{type(strategy).__name__} has changed the module. `lightning-vram plan --config ...` does it before."
+    if _is_ours(plugin):
+        return f"{type(plugin).__name__} has changed the module. `lightning-vram plan --config ...` does it before."
+    return ""
+
+
+def _measure(trainer: pl.Trainer, found: OutOfMemory, last: LastBatches) -> tuple[MemoryEstimate, Found]:
+    """Run steps on tensors without memory: as it was, and with parts."""
+    device, module = trainer.strategy.root_device, trainer.lightning_module
+    own = read_trainer_arguments(trainer)
+    _undo_parts(trainer)
+    if has_cache(device):
+        empty_cache(device)  # tensors beside the parameters are copied
+    spec = describe_device(device, found.request.room_bytes or found.request.allocated_bytes or 1)
+    card = None if device.type == "cpu" else spec
+    run = FitRun(own, card, num_ranks=trainer.world_size, with_validation=False, with_times=True)
+    traced = trace_fit(module, last.batch, run)
+    stage = estimate_stages(traced, None if card is None else workspaces_of(card))[STEP]
+    budget_bytes = _budget_bytes(found, stage.timeline)
+    limit = replace(spec, memory_bytes=budget_bytes or spec.memory_bytes)
+    steps = TracedSteps(module, last.batch, run)
+    exact, every = (remedies_for(own, level, on_card=card is not None) for level in (Exactness.EXACT, Exactness.ANY))
+    estimate = MemoryEstimate(limit, {TRAIN: stage}, batch_size=steps.batch_size)
+    return estimate, measure_singles(steps, exact, every, budget_bytes)
+
+
+def _budget_bytes(found: OutOfMemory, estimated: MemoryTimeline) -> int | None:
+    """What a step may need; ``None`` if nobody knows. At least what was asked for is missing, as it seems."""
+    room_bytes = found.request.room_bytes
+    if room_bytes is None:
+        return None
+    missing_bytes = found.request.asked_bytes or 0
+    return max(1, min(room_bytes - _foreign_bytes(found, estimated), estimated.peak_bytes - missing_bytes))
+
+
+def _undo_parts(trainer: pl.Trainer) -> None:
+    """Let the module be what it was before the run, which is over. Parts do nothing when they are asked again."""
+    for callback in list(trainer.callbacks):  # type: ignore[attr-defined]
+        if _is_ours(callback) and not getattr(callback, "takes_no_memory", False):
+            callback.teardown(trainer, trainer.lightning_module, "fit")
+
+
+def _is_ours(part: object) -> bool:
+    return type(part).__module__.startswith("lightning_vram.")
+
+
+def _ranked(measured: Found, budget_bytes: int | None) -> tuple[Remedy, ...]:
+    """What saves anything: first what fits, as true as possible and fast, then what comes nearest."""
+    plain = measured.plain
+    ranked: list[tuple[Any, Remedy]] = []
+    for one in measured.tried:
+        saved_bytes = plain.needed_bytes - one.needed_bytes
+        if saved_bytes <= 0:
+            continue
+        fits = None if budget_bytes is None else one.needed_bytes <= budget_bytes
+        exactness = one.scheme.exactness
+        ratio = one.seconds / plain.seconds
+        remedy = Remedy(as_code(one.scheme.parts), one.needed_bytes, saved_bytes, ratio, results_of(exactness), fits)
+        ranked.append(((not fits, exactness if fits else 0, ratio if fits else one.needed_bytes), remedy))
+    return tuple(remedy for _, remedy in sorted(ranked, key=lambda pair: pair[0])[:_MOST_REMEDIES])
+
+
+def _write_pictures(trainer: pl.Trainer, folder: Path, stem: str, estimate: MemoryEstimate | None) -> list[str]:
+    names = []
+    if estimate is not None and find_spec("matplotlib") is not None:
+        save_picture(estimate, folder / f"{stem}.png")
+        names.append(f"{stem}.png")
+    if trainer.strategy.root_device.type == "cuda" and write_snapshot(folder / f"{stem}.pickle", _named(trainer)):
+        names.append(f"{stem}.pickle")
+    return names
+
+
+def _named(trainer: pl.Trainer) -> Iterator[tuple[str, Tensor]]:
+    """All tensors that the run holds by a name."""
+    names: dict[Tensor, str] = {}
+    parameter: Tensor
+    for name, parameter in trainer.lightning_module.named_parameters():
+        names[parameter] = name
+        yield f"parameters: {name}", parameter
+        if parameter.grad is not None:
+            yield f"gradients: {name}", parameter.grad
+    for name, buffer in trainer.lightning_module.named_buffers():
+        yield f"buffers: {name}", buffer
+    for optimizer in trainer.optimizers:
+        for parameter, state in optimizer.state.items():
+            name = names.get(parameter, "")
+            yield from ((f"optimizer state: {name}", tensor) for tensor in tensors_in(state))

@@ -1,0 +1,171 @@
+"""Why there was not enough memory, by what is known; what that means, and what helps."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lightning_vram.memory.device.allocator_settings import SETTING, VARIABLES
+from lightning_vram.memory.device.out_of_memory import OutOfMemorySource
+from lightning_vram.memory.units import MIB, format_bytes
+from lightning_vram.report.out_of_memory.facts import OutOfMemory, Work
+from lightning_vram.report.out_of_memory.signs import grown_bytes_per_batch, is_in_loss, is_mostly_loss
+
+TRAINING = "train"
+_LITTLE = 256 * MIB
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A reason why memory runs out.
+
+    Args:
+        title: What it is.
+        holds: Tells whether it is the reason.
+        hints: What helps, the best first.
+        meaning: Says what it means here.
+        needs_leaner_step: Whether a step that needs less would be the cure, and not only a delay.
+    """
+
+    title: str
+    holds: Callable[[OutOfMemory], bool]
+    hints: tuple[str, ...]
+    meaning: Callable[[OutOfMemory], str] = lambda found: ""
+    needs_leaner_step: bool = True
+
+
+def find_cause(found: OutOfMemory) -> Cause:
+    """Return the first of the causes below that holds."""
+    return next(cause for cause in CAUSES if cause.holds(found))
+
+
+def _is_others_fault(found: OutOfMemory) -> bool:
+    """Whether the request would have been granted to a process that is alone."""
+    request = found.request
+    other_bytes = request.other_bytes
+    return other_bytes >= _LITTLE and (request.asked_bytes or 0) <= (request.free_bytes or 0) + other_bytes
+
+
+def _is_fragmented(found: OutOfMemory) -> bool:
+    asked_bytes = found.request.asked_bytes or 0
+    return 0 < asked_bytes <= (found.request.cached_bytes or 0)
+
+
+def _say_fragments(found: OutOfMemory) -> str:
+    cached, asked = format_bytes(found.request.cached_bytes or 0), format_bytes(found.request.asked_bytes or 0)
+    return f"{cached} were reserved and not in use, in blocks that were each too small for {asked}."
+
+
+def _say_others(found: OutOfMemory) -> str:
+    others = format_bytes(found.request.other_bytes)
+    return f"Others had {others} of the device. Without them there would have been enough."
+
+
+def _say_growth(found: OutOfMemory) -> str:
+    return f"Each of the last batches left {format_bytes(grown_bytes_per_batch(found) or 0)} more than the one before."
+
+
+_SMALLER = (
+    "what fits, found by itself: `callbacks=[AutoVRAM()]`",
+    "a smaller batch, with as many samples per step: `callbacks=[AccumulationScheduler(target_batch_size=...)]`",
+)
+_STATES = (
+    'weights and states on the host: `strategy="fsdp_offload"`',
+    '16-bit weights and states: `plugins=[LeanMixedPrecision("bf16", parameters="bf16+kahan")]`',
+)
+CAUSES = (
+    Cause(
+        "the host ran out of memory",
+        lambda found: found.source is OutOfMemorySource.CPU and found.device != "cpu",
+        (
+            "fewer or leaner workers of the data loader: `num_workers`, `prefetch_factor`, `pin_memory`",
+            "states on a disk: `strategy=FSDPOffloadStrategy(nvme_path=...)`",
+            "checkpoints without a second copy in host memory: `plugins=[StreamedCheckpointIO()]`",
+            "more memory for the job: `#SBATCH --mem=...`",
+        ),
+        lambda found: "Not the device: the memory of the machine, or of the job, was used up.",
+        needs_leaner_step=False,
+    ),
+    Cause(
+        "another process is on the device",
+        _is_others_fault,
+        (
+            "look who it is, and end it if it is yours: `nvidia-smi`",
+            "a run that keeps to what is left: `callbacks=[AutoVRAM()]`",
+        ),
+        _say_others,
+        needs_leaner_step=False,
+    ),
+    Cause(
+        "a checkpoint was a second copy beside the run",
+        lambda found: found.place.work in (Work.RESTORING, Work.SAVING),
+        (
+            "no cache of what came before: `callbacks=[EmptyCache()]`",
+            'checkpoints in shards: `strategy=FSDPOffloadStrategy(state_dict_type="sharded")`',
+        ),
+        lambda found: "Weights and states of optimizers were on the device twice while it was read or written.",
+    ),
+    Cause(
+        "fragmentation: enough was free, but not in one piece",
+        _is_fragmented,
+        (
+            f"segments that grow: `{VARIABLES[1]}={SETTING}` in the environment, or `configure_allocator()` first in "
+            "the program",
+            "the cache emptied where sizes change, between training and validation: `callbacks=[EmptyCache()]`",
+        ),
+        _say_fragments,
+        needs_leaner_step=False,
+    ),
+    Cause(
+        "a leak: memory has grown batch by batch",
+        lambda found: grown_bytes_per_batch(found) is not None,
+        (
+            "find who holds it: `callbacks=[LeakDetector()]`",
+            "keep numbers, not tensors with their graphs: `self.losses.append(loss.detach())`, or `loss.item()`",
+        ),
+        _say_growth,
+        needs_leaner_step=False,
+    ),
+    Cause(
+        "something else in this process is on the device",
+        lambda found: found.foreign_bytes > 0,
+        (
+            "let go of what is left of earlier runs: `del model, trainer`, then `gc.collect()` and "
+            "`torch.cuda.empty_cache()`; restart the kernel of a notebook",
+            "a run that keeps to what is left: `callbacks=[AutoVRAM()]`",
+        ),
+        lambda found: f"{format_bytes(found.foreign_bytes)} are in tensors that no step of this run has.",
+        needs_leaner_step=False,
+    ),
+    Cause(
+        "the weights alone do not fit",
+        lambda found: found.place.work is Work.MOVING,
+        _STATES,
+        lambda found: "In training, gradients and the states of the optimizer come on top of them.",
+    ),
+    Cause(
+        "the states of the optimizer do not fit beside the rest",
+        lambda found: found.place.work is Work.OPTIMIZER_STEP,
+        _STATES,
+        lambda found: "Adam makes two states of the size of the weights in its first step.",
+    ),
+    Cause(
+        "a batch outside of training is too large",
+        lambda found: not found.stage.startswith(TRAINING) and found.place.work is Work.FORWARD,
+        (
+            "a smaller `batch_size` of that data loader",
+            "the cache emptied before it: `callbacks=[EmptyCache()]`",
+            "what metrics collect, on the host: `callbacks=[MetricOffload()]`",
+        ),
+    ),
+    Cause(
+        "the logits, and the loss over them",
+        lambda found: is_in_loss(found) or is_mostly_loss(found.estimated),
+        ("the batch in parts, and the logits with it: `callbacks=[MicroBatching(...)]`", *_SMALLER),
+        lambda found: "Tensors of samples x positions x classes, some in float32, are a large part of the step.",
+    ),
+    Cause(
+        "the batch is too large: what the forward keeps for the backward",
+        lambda found: found.place.work in (Work.FORWARD, Work.BACKWARD),
+        _SMALLER,
+    ),
+    Cause("the run needs more than there is", lambda found: True, _SMALLER),
+)

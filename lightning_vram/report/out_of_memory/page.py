@@ -1,0 +1,129 @@
+"""The page itself, in Markdown."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from lightning_vram.memory.units import MIB, format_bytes
+from lightning_vram.report.out_of_memory.causes import Cause, find_cause
+from lightning_vram.report.out_of_memory.facts import OutOfMemory, Remedy
+from lightning_vram.report.tables import label
+
+_MOST_MODULES = 8
+_MOST_READINGS = 8
+
+
+def write_page(found: OutOfMemory, path: Path, pictures: Sequence[str] = ()) -> None:
+    """Write a page.
+
+    Args:
+        found: What it tells.
+        path: Of the page; its folder is there.
+        pictures: Names of files beside it.
+    """
+    path.write_text(page(found, pictures), encoding="utf-8")
+
+
+def page(found: OutOfMemory, pictures: Sequence[str] = ()) -> str:
+    """Return the page: see :func:`write_page`."""
+    cause = find_cause(found)
+    sections = [
+        f"# Out of memory: {cause.title}",
+        cause.meaning(found),
+        _facts(found),
+        _section("What helps", _remedies(found, cause)),
+        _section("What held the memory", _held(found)),
+        _section("At the ends of the last batches", _growth(found)),
+        *_pictures(pictures),
+        _section("The error", f"```text\n{found.message.strip()}\n```"),
+    ]
+    return "\n\n".join(filter(None, sections)) + "\n"
+
+
+def summary(found: OutOfMemory) -> str:
+    """Return the cause, and what helps best, in a sentence."""
+    cause = find_cause(found)
+    best = next((remedy for remedy in found.remedies if remedy.fits), None)
+    helps = f"`{best.code}`" if best is not None and cause.needs_leaner_step else cause.hints[0]
+    return f"{cause.title}. What helps: {helps}."
+
+
+def _section(title: str, text: str) -> str:
+    return f"## {title}\n\n{text}" if text else ""
+
+
+def _facts(found: OutOfMemory) -> str:
+    request, place = found.request, found.place
+    where = f"{place.work}{f' of `{place.module}`' if place.module else ''}"
+    rows: list[tuple[str, str]] = [("when", found.stage), ("where", where)]
+    rows += [("your line", f"`{place.line}`")] if place.line else []
+    sizes = (
+        ("asked for", request.asked_bytes),
+        (f"{found.device} has", request.total_bytes),
+        ("this process may take", request.limit_bytes),
+        ("free", request.free_bytes),
+        ("in tensors of this process", request.allocated_bytes),
+        ("reserved by it, not in use", request.cached_bytes),
+        ("kept by the driver for it", _unless_rounding(request.driver_bytes)),
+        ("taken by other processes", _unless_rounding(request.other_bytes)),
+    )
+    rows += [(name, format_bytes(size)) for name, size in sizes if size is not None]
+    return _table(("", ""), rows)
+
+
+def _unless_rounding(num_bytes: int) -> int | None:
+    """Sizes in messages have two decimals: their differences may be nothing."""
+    return num_bytes if num_bytes > MIB else None
+
+
+def _remedies(found: OutOfMemory, cause: Cause) -> str:
+    listed = "\n".join(f"- {hint}" for hint in cause.hints)
+    if not found.remedies:
+        reason = f"\n\nWhat each part would save was not worked out: {found.no_remedies}" if found.no_remedies else ""
+        return f"{listed}{reason}"
+    rows = [_remedy_row(remedy) for remedy in found.remedies]
+    head = ("line for the Trainer", "saves", "needs", "step time", "results", "fits")
+    table = _table(head, rows)
+    note = "Measured by steps of this very run, with the batch that ran out, on tensors without memory."
+    parts = [table, note, f"Or:\n\n{listed}"] if cause.needs_leaner_step else [listed, table, note]
+    return "\n\n".join(parts)
+
+
+def _remedy_row(remedy: Remedy) -> tuple[str, ...]:
+    fits = {True: "yes", False: "no", None: "?"}[remedy.fits]
+    sizes = (format_bytes(remedy.saved_bytes), format_bytes(remedy.needed_bytes))
+    return (f"`{remedy.code}`", *sizes, f"{remedy.time_ratio:.2f}x", remedy.results, fits)
+
+
+def _held(found: OutOfMemory) -> str:
+    total = sum(found.by_category.values())
+    kinds = [(label(name), size) for name, size in found.by_category.items() if size]
+    tables = [_shares("for", kinds, total), _shares("module", list(found.by_module.items())[:_MOST_MODULES], total)]
+    return "\n\n".join(filter(None, tables))
+
+
+def _shares(head: str, sizes: Iterable[tuple[str, int]], total: int) -> str:
+    rows = [(name or "(none)", format_bytes(size), f"{size / total:.0%}") for name, size in sizes]
+    return _table((head, "bytes", "share"), rows) if rows else ""
+
+
+def _growth(found: OutOfMemory) -> str:
+    if len(found.growth) < 2:
+        return ""
+    step = max(1, len(found.growth) // _MOST_READINGS)
+    rows = [(str(batch), format_bytes(size)) for batch, size in found.growth[::-1][::step][::-1]]
+    return _table(("batch", "in tensors"), rows)
+
+
+def _pictures(names: Sequence[str]) -> list[str]:
+    drawn = [f"![A step of this run on tensors without memory]({name})" for name in names if name.endswith(".png")]
+    linked = [f"- [{name}]({name}){_said_of(name)}" for name in names if not name.endswith(".png")]
+    return [*drawn, "\n".join(linked)] if linked else drawn
+
+
+def _said_of(name: str) -> str:
+    return ": blocks of the allocator, for https://pytorch.org/memory_viz" if name.endswith(".pickle") else ""
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)

@@ -1,0 +1,298 @@
+"""Memory that runs out is explained: causes are told apart, and remedies save what is said."""
+
+import re
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from support.helpers import LitTiny, TinyCNN
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from lightning_vram import ActivationCheckpointing, InPlaceFusion, MicroBatching, VRAMMonitor
+from lightning_vram.callbacks.vram_monitor import out_of_memory
+from lightning_vram.callbacks.vram_monitor.last_batches import LastBatches
+from lightning_vram.demos import ByteGPT
+from lightning_vram.memory.units import MIB, format_bytes
+from lightning_vram.private_names.torch.dispatch import FakeTensor
+
+
+def cuda_message(asked=20, total=80, free=1, process=79, allocated=70, cached=4):
+    """As CUDA's allocator words it; all in MiB."""
+    return (
+        f"CUDA out of memory. Tried to allocate {asked}.00 MiB. GPU 0 has a total capacity of {total}.00 MiB of which "
+        f"{free}.00 MiB is free. Including non-PyTorch memory, this process has {process}.00 MiB memory in use. Of the "
+        f"allocated memory {allocated}.00 MiB is allocated by PyTorch, and {cached}.00 MiB is reserved by PyTorch but "
+        "unallocated."
+    )
+
+
+def run_out(value, **sizes):
+    """Raise in a real step, and not in those that are run to explain it."""
+    if not isinstance(value, FakeTensor):
+        raise torch.OutOfMemoryError(cuda_message(**sizes))
+    return value
+
+
+class Layer(nn.Linear):
+    fails = False
+
+    def forward(self, value):
+        value = torch.relu(super().forward(value))
+        return run_out(value) if self.fails else value
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value):
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return run_out(grad)
+
+
+class Lit(pl.LightningModule):
+    """Runs out of memory where it is told."""
+
+    def __init__(self, where, **sizes):
+        super().__init__()
+        self.where, self.sizes = where, sizes
+        self.layers = nn.Sequential(*(Layer(16, 16) for _ in range(2)))
+        self.head = nn.Linear(16, 4096 if where == "logits" else 4)
+
+    def training_step(self, batch, batch_idx):
+        self.layers[1].fails = self.where == "layer"
+        value = self.layers(batch)
+        if self.where == "step":
+            run_out(value, **self.sizes)
+        if self.where == "backward":
+            value = Fails.apply(value)
+        logits = self.head(value.repeat(64, 1))
+        if self.where == "logits":
+            run_out(logits, **self.sizes)
+        return F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long))
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters())
+        if self.where == "optimizer":
+            optimizer.register_step_post_hook(lambda *_: run_out(self.head.weight))
+        return optimizer
+
+    def on_save_checkpoint(self, checkpoint):
+        if self.where == "saving":
+            run_out(self.head.weight)
+
+    def train_dataloader(self):
+        return DataLoader(torch.ones(12, 16), batch_size=4)
+
+
+def explain(make_trainer, folder, module, *callbacks, **arguments) -> tuple[str, str]:
+    """Return the note, and the page."""
+    monitor = VRAMMonitor()
+    trainer = make_trainer(callbacks=[monitor, *callbacks], default_root_dir=folder, max_epochs=1, **arguments)
+    with pytest.raises(RuntimeError) as caught:
+        trainer.fit(module)
+    return caught.value.__notes__[-1], (folder / "out_of_memory.md").read_text()
+
+
+@pytest.fixture
+def unmeasured(monkeypatch):
+    """Remedies take seconds."""
+    monkeypatch.setattr(out_of_memory, "_why_not", lambda trainer, last: "this is a test.")
+
+
+CAUSES = {
+    "another process": ("another process is on the device", Lit("step", total=2000, free=1, process=79)),
+    "fragmentation": ("fragmentation: enough was free, but not in one piece", Lit("step", cached=40, asked=20)),
+    "states": ("the states of the optimizer do not fit beside the rest", Lit("optimizer")),
+    "batch, forward": ("the batch is too large: what the forward keeps for the backward", Lit("layer")),
+    "batch, backward": ("the batch is too large: what the forward keeps for the backward", Lit("backward")),
+}
+
+
+@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.parametrize(("title", "module"), CAUSES.values(), ids=CAUSES)
+def test_causes_are_told_apart(title, module, make_trainer, tmp_path):
+    note, page = explain(make_trainer, tmp_path, module)
+    assert page.startswith(f"# Out of memory: {title}\n")
+    assert note.startswith(f"VRAMMonitor: {title}. What helps: ")
+    assert note.endswith(f"More: {tmp_path / 'out_of_memory.md'}")
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_the_layer_and_the_line_are_named(make_trainer, tmp_path):
+    _, page = explain(make_trainer, tmp_path, Lit("layer"))
+    assert "| where | the forward of `layers.1` |" in page
+    assert re.search(r"\| your line \| `test_out_of_memory.py:\d+: raise torch.OutOfMemoryError", page)
+    assert "| asked for | 20.00 MiB |" in page
+    assert "| train, epoch 0, batch 0 |" in page
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_weights_that_do_not_fit(make_trainer, tmp_path, monkeypatch):
+    module = Lit("nowhere")
+    monkeypatch.setattr(module, "to", lambda *_: run_out(module.head.weight))
+    _, page = explain(make_trainer, tmp_path, module)
+    assert page.startswith("# Out of memory: the weights alone do not fit\n")
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_a_second_copy_on_resume(make_trainer, tmp_path, monkeypatch):
+    first = make_trainer(default_root_dir=tmp_path, max_epochs=1)
+    first.fit(Lit("nowhere"))
+    first.save_checkpoint(tmp_path / "state.ckpt")
+    monkeypatch.setattr(torch.optim.Optimizer, "load_state_dict", lambda self, state: run_out(torch.ones(1)))
+    trainer = make_trainer(callbacks=[VRAMMonitor()], default_root_dir=tmp_path, max_epochs=2)
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer.fit(Lit("nowhere"), ckpt_path=tmp_path / "state.ckpt")
+    title = "# Out of memory: a checkpoint was a second copy beside the run\n"
+    assert (tmp_path / "out_of_memory.md").read_text().startswith(title)
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_a_leak(make_trainer, tmp_path, monkeypatch):
+    def end(self, trainer):
+        self.end()
+        self.ends.append((trainer.global_step, 40 * MIB + trainer.global_step * MIB))
+
+    monkeypatch.setattr(LastBatches, "end_training_batch", end)
+    module = Lit("nowhere")
+    module.on_train_epoch_end = lambda: run_out(module.head.weight)
+    module.train_dataloader = lambda: DataLoader(torch.ones(40, 16), batch_size=4)
+    _, page = explain(make_trainer, tmp_path, module)
+    assert page.startswith("# Out of memory: a leak: memory has grown batch by batch\n")
+    assert "Each of the last batches left 1.00 MiB more than the one before." in page
+    assert "| 10 | 50.00 MiB |" in page
+
+
+@pytest.mark.slow
+def test_logits_are_seen_in_a_step_on_tensors_without_memory(make_trainer, tmp_path):
+    _, page = explain(make_trainer, tmp_path, Lit("logits", allocated=4, cached=0))
+    assert page.startswith("# Out of memory: the logits, and the loss over them\n")
+    assert "callbacks=[MicroBatching(size=2)]" in page
+
+
+def test_no_page_without_a_file(make_trainer, tmp_path):
+    trainer = make_trainer(callbacks=[VRAMMonitor(path=None)], default_root_dir=tmp_path)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        trainer.fit(Lit("step"))
+    assert not (tmp_path / "out_of_memory.md").exists()
+    assert len(caught.value.__notes__) == 1
+
+
+def test_a_page_that_fails_hides_nothing(make_trainer, tmp_path, monkeypatch):
+    def fail(*_):
+        raise KeyError("planted")
+
+    monkeypatch.setattr(out_of_memory, "_facts", fail)
+    trainer = make_trainer(callbacks=[VRAMMonitor()], default_root_dir=tmp_path)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        trainer.fit(Lit("step"))
+    assert caught.value.__notes__[-1] == "VRAMMonitor could not say more: KeyError: 'planted'"
+
+
+def test_it_says_so_where_nothing_can_be_measured(make_trainer, tmp_path):
+    class LitLooks(Lit):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch[torch.nonzero(batch[:, 0])[:, 0]], batch_idx)
+
+    _, page = explain(make_trainer, tmp_path, LitLooks("layer"))
+    assert "What each part would save was not worked out: " in page
+
+
+class LitGPT(ByteGPT):
+    """Runs out of memory at the end of the forward of its second batch."""
+
+    fails = True
+    validation_step = pl.LightningModule.validation_step
+
+    def training_step(self, batch):
+        loss = super().training_step(batch)
+        return run_out(loss, free=0, process=80) if self.fails and self.global_step == 1 else loss
+
+    def train_dataloader(self):
+        return DataLoader(torch.randint(256, (16, 129), generator=torch.Generator().manual_seed(0)), batch_size=8)
+
+
+def make_gpt(fails=False):
+    pl.seed_everything(0, verbose=False)
+    module = LitGPT(num_layers=3, width=64, sequence_length=128)
+    module.fails = fails
+    return module
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("own", [[], [InPlaceFusion()]], ids=["plain", "fused"])
+def test_remedies_save_what_the_page_says(own, make_trainer, tmp_path):
+    def peak(*callbacks):
+        monitor = VRAMMonitor(track=True, path=None)
+        make_trainer(callbacks=[monitor, *own, *callbacks], max_epochs=1, limit_val_batches=0).fit(make_gpt())
+        return monitor.peaks["train"].peak_allocated_bytes
+
+    _, page = explain(make_trainer, tmp_path, make_gpt(fails=True), *own, limit_val_batches=0)
+    rows = re.findall(r"\| `callbacks=\[(\w+)\((\S*)\)\]` \| ([\d.]+) MiB \| ([\d.]+) MiB \|", page)
+    told = {(name, arguments): float(saved) * MIB for name, arguments, saved, _ in rows}
+    plain_bytes = peak()
+    parts = {
+        ("ActivationCheckpointing", ""): ActivationCheckpointing,
+        ("MicroBatching", "size=4"): lambda: MicroBatching(4),
+        **({} if own else {("InPlaceFusion", ""): InPlaceFusion}),
+    }
+    for key, make in parts.items():
+        saved_bytes = plain_bytes - peak(make())
+        assert saved_bytes == pytest.approx(told[key], rel=0.1), (key, format_bytes(saved_bytes))
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_validation_is_explained_too(make_trainer, tmp_path):
+    class LitValidates(LitTiny):
+        def validation_step(self, batch, batch_idx):
+            raise torch.OutOfMemoryError(cuda_message())
+
+    _, page = explain(make_trainer, tmp_path, LitValidates(TinyCNN()), limit_val_batches=1)
+    assert "| validate, epoch 0, batch 0 |" in page
+    assert page.startswith("# Out of memory: a batch outside of training is too large\n")
+
+
+class LitWrites(Lit):
+    """Tells others when it is done, and logs by hand."""
+
+    def training_step(self, batch, batch_idx):
+        self.logger.log_metrics({"value": 1.0})
+        return super().training_step(batch, batch_idx)
+
+    def on_train_end(self):
+        raise AssertionError("it is not done")
+
+    on_train_epoch_end = on_fit_end = on_train_end
+
+
+class Alerts(pl.Callback):
+    num_alerts = 0
+
+    def on_exception(self, trainer, pl_module, exception):
+        type(self).num_alerts += 1
+
+    def on_train_end(self, trainer, pl_module):
+        raise AssertionError("it is not done")
+
+
+def test_what_a_user_does_at_the_end_is_not_done_for_the_page(make_trainer, tmp_path):
+    logger = CSVLogger(tmp_path / "logs")
+    monitor = VRAMMonitor()
+    trainer = make_trainer(callbacks=[monitor, Alerts()], max_epochs=1, logger=logger, log_every_n_steps=1)
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer.fit(LitWrites("layer"))
+    assert Alerts.num_alerts == 1
+    assert "not worked out" not in (Path(logger.log_dir) / "out_of_memory.md").read_text()
+    assert len(logger.experiment.metrics) <= 1
+
+
+def test_what_is_left_of_others_is_told_apart(make_trainer, tmp_path):
+    _, page = explain(make_trainer, tmp_path, Lit("step", allocated=78, cached=1))
+    assert page.startswith("# Out of memory: something else in this process is on the device\n")
+    assert re.search(r"\| not of this run \| 77\.\d\d MiB \|", page)

@@ -1,0 +1,66 @@
+"""Causes by what is known; those that a fit can show are in tests/callbacks/vram_monitor."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from lightning_vram.memory.device.failed_request import FailedRequest
+from lightning_vram.memory.device.out_of_memory import OutOfMemorySource
+from lightning_vram.memory.tracking.tracker import track_memory
+from lightning_vram.memory.units import GIB, MIB
+from lightning_vram.report.out_of_memory import OutOfMemory, Remedy
+from lightning_vram.report.out_of_memory.causes import CAUSES, find_cause
+from lightning_vram.report.out_of_memory.facts import Place, Work
+from lightning_vram.report.out_of_memory.page import page, summary
+from lightning_vram.report.out_of_memory.signs import grown_bytes_per_batch, is_mostly_loss
+
+REQUEST = FailedRequest(2 * GIB, 80 * GIB, 1 * GIB, 79 * GIB, None, 77 * GIB, 1 * GIB)
+FOUND = OutOfMemory("", OutOfMemorySource.CUDA, "cuda:0", REQUEST, "train", Place(Work.FORWARD))
+
+
+def test_all_causes_say_what_helps():
+    for cause in CAUSES:
+        assert cause.hints
+    assert find_cause(FOUND).title.startswith("the batch is too large")
+
+
+def test_the_host_is_told_from_the_device():
+    on_host = replace(FOUND, source=OutOfMemorySource.CPU)
+    assert find_cause(on_host).title == "the host ran out of memory"
+    assert find_cause(replace(on_host, device="cpu")).title.startswith("the batch is too large")
+
+
+@pytest.mark.parametrize(
+    ("ends", "expected"),
+    [
+        ([(step, GIB * (40 + step)) for step in range(8)], GIB),
+        ([(step, GIB * (40 + step)) for step in range(7)], None),  # too few
+        ([(step, GIB * 40 + MIB * step) for step in range(64)], None),  # too little
+        ([(step, GIB * (40 + step % 3)) for step in range(64)], None),  # up and down
+        ([(step, GIB * (70 - step)) for step in range(16)], None),
+    ],
+)
+def test_growth_is_steady_and_large(ends, expected):
+    assert grown_bytes_per_batch(replace(FOUND, growth=tuple(ends))) == expected
+
+
+def test_hidden_states_of_the_size_of_the_logits_are_no_logits():
+    layers = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(24)))
+    with track_memory(layers) as tracker:
+        F.cross_entropy(layers(torch.randn(512, 64)), torch.zeros(512, dtype=torch.long)).backward()
+    assert not is_mostly_loss(tracker.timeline)
+    head = torch.nn.Linear(64, 4096)
+    with track_memory(head) as tracker:
+        F.cross_entropy(head(torch.randn(512, 64)), torch.zeros(512, dtype=torch.long)).backward()
+    assert is_mostly_loss(tracker.timeline)
+
+
+def test_what_fits_comes_into_the_summary_unless_the_cause_is_another():
+    remedy = Remedy("callbacks=[ActivationOffload()]", GIB, GIB, 1.1, "equal to the bit", fits=True)
+    found = replace(FOUND, remedies=(replace(remedy, code="no", fits=False), remedy))
+    assert summary(found).endswith("What helps: `callbacks=[ActivationOffload()]`.")
+    leaking = replace(found, growth=tuple((step, GIB * (40 + step)) for step in range(8)))
+    assert "ActivationOffload" not in summary(leaking)
+    assert "| `callbacks=[ActivationOffload()]` | 1.00 GiB |" in page(leaking)
