@@ -1,0 +1,114 @@
+"""Hold the peak memory of tests against a file of earlier peaks: what the fixture ``peak_memory`` of pytest does.
+
+pytest itself loads ``pytest_lightning_vram``, which imports this module when a test asks for the fixture: importing
+this package takes seconds, and most tests need nothing of it. Lightning is not needed.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_vram.memory.tracking.tracker import MemoryTracker, track_memory
+from lightning_vram.memory.units import format_bytes
+
+
+class PeakMemoryError(AssertionError):
+    """A test needs more memory than before."""
+
+
+class PeakMemory:
+    """The fixture ``peak_memory`` of one test: tracks a block as :func:`lightning_vram.track_memory` does.
+
+    Args:
+        test: Its node id.
+        known: Peaks in bytes by node id; ``None`` compares with nothing.
+        tolerance: Percent by which a peak may grow.
+        file: That ``known`` is from, for messages.
+        measured: Gets the peaks.
+    """
+
+    def __init__(
+        self, test: str, known: dict[str, int] | None, tolerance: float, file: str, measured: dict[str, int]
+    ) -> None:
+        self._test = test
+        self._known = known
+        self._tolerance = tolerance
+        self._file = file
+        self._measured = measured
+        self._num_blocks = 0
+
+    @contextmanager
+    def __call__(
+        self, module: nn.Module | None = None, *, optimizers: Iterable[Optimizer] = (), inputs: Any = None
+    ) -> Iterator[MemoryTracker]:
+        """Track the block, then compare its peak.
+
+        Args:
+            module: Counts its parameters, buffers and gradients.
+            optimizers: Counts their state.
+            inputs: Any nest of tensors, such as a batch.
+
+        Yields:
+            The tracker: ``tracker.timeline`` has ``peak_bytes``, ``peak_by_phase`` and more.
+
+        Raises:
+            PeakMemoryError: If the peak has grown by more than the tolerance, or the file does not know the test.
+        """
+        with track_memory(module, optimizers=optimizers, inputs=inputs) as tracker:
+            yield tracker
+        self._num_blocks += 1
+        name = self._test if self._num_blocks == 1 else f"{self._test}#{self._num_blocks}"
+        self._measured[name] = tracker.timeline.peak_bytes
+        if self._known is not None:
+            self._compare(name, self._known.get(name), tracker.timeline.peak_bytes)
+
+    def _compare(self, name: str, old: int | None, new: int) -> None:
+        way_out = f"pytest --vram-baseline {self._file} --vram-update"
+        if old is None:
+            raise PeakMemoryError(f"{name} has no peak in {self._file}; it is {new:,} bytes now. To keep it: {way_out}")
+        if new > old * (1 + self._tolerance / 100):
+            growth = f"by {100 * (new - old) / old:.2f} %" if old else "from nothing"
+            raise PeakMemoryError(
+                f"{name}: peak memory has grown {growth}, from {old:,} to {new:,} bytes ({format_bytes(old)} to "
+                f"{format_bytes(new)}); allowed are {self._tolerance:g} %. If it is meant to: {way_out}"
+            )
+
+
+def read_peaks(path: Path) -> dict[str, int]:
+    """Read a file of peaks.
+
+    Args:
+        path: JSON: node ids of tests, and bytes.
+
+    Returns:
+        Bytes by node id.
+
+    Raises:
+        ValueError: If the file has something else in it.
+    """
+    try:
+        found = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is no file of --vram-baseline: {error}.") from None
+    if not isinstance(found, dict) or any(type(value) is not int for value in found.values()):
+        raise ValueError(f"{path} is no file of --vram-baseline: it must map tests to bytes.")
+    return found
+
+
+def write_peaks(path: Path, peaks: dict[str, int]) -> None:
+    """Write a file of peaks, sorted, whole or not at all.
+
+    Args:
+        path: Its folder is made if it is not there.
+        peaks: Bytes by node id.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part.write_text(json.dumps(peaks, indent=1, sort_keys=True) + "\n")
+    part.replace(path)
