@@ -19,20 +19,22 @@ from typing import Any
 import lightning
 from jsonargparse import Namespace, set_parsing_settings
 from lightning.pytorch import seed_everything
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from omegaconf.errors import OmegaConfBaseException
-from rich.console import Console
+from rich.console import Console, RenderableType
 from typing_extensions import override
 
 from lightning_vram.callbacks.slurm_requeue import SlurmJob, SlurmRequeue, check_job
 from lightning_vram.callbacks.vram_monitor import VRAMMonitor
 from lightning_vram.commands.checks import check_checkpoint_path
-from lightning_vram.commands.estimate import ESTIMATE, EstimateCLI
+from lightning_vram.commands.estimate import ESTIMATE, EstimateQuestion
 from lightning_vram.commands.files import FILE_COMMANDS
+from lightning_vram.commands.fit_results import draw_step, find_monitor, read_result
 from lightning_vram.commands.parser import DEBUG_VARIABLE, PARSER_MODE, PROGRAM, CommandParser, fail
+from lightning_vram.commands.plan import PLAN, PlanQuestion
+from lightning_vram.commands.question import Question, QuestionCLI
 from lightning_vram.core.processes.rank_errors import CheckpointError
 from lightning_vram.early_signals import let_through
 from lightning_vram.memory.device.allocator import empty_cache
@@ -41,8 +43,9 @@ from lightning_vram.memory.device.out_of_memory import is_out_of_memory
 from lightning_vram.precision import LeanMixedPrecision
 from lightning_vram.private_names.lightning.cli import method_arguments, read_argument
 from lightning_vram.report.comparison import FitResult, comparison_table
-from lightning_vram.report.estimate import estimate_memory, estimate_table
+from lightning_vram.report.estimate import estimate_memory
 from lightning_vram.report.one_line import condense_error
+from lightning_vram.report.plan import plan_memory
 from lightning_vram.strategies.registration import STRATEGY_NAMES
 
 _FIT_COMMANDS = ("fit", "validate", "test", "predict")
@@ -75,8 +78,9 @@ class VRAMCLI(LightningCLI):
                 "parser_mode": PARSER_MODE,
                 "prog": PROGRAM,
                 "description": "Train in a fraction of the GPU memory. `lightning-vram estimate` tells whether a run "
-                "fits a GPU that is not here, `lightning-vram report FILE` prints what VRAMMonitor recorded, "
-                "`lightning-vram consolidate FOLDER FILE` makes one file of a sharded checkpoint.",
+                "fits a GPU that is not here, `lightning-vram plan` finds what makes it fit, `lightning-vram report "
+                "FILE` prints what VRAMMonitor recorded, `lightning-vram consolidate FOLDER FILE` makes one file of a "
+                "sharded checkpoint.",
             },
             save_config_kwargs={"overwrite": True},
             **kwargs,
@@ -113,7 +117,7 @@ class VRAMCLI(LightningCLI):
                 raise MisconfigurationException(
                     "compare_with_plain=true needs a seed for both fits, got seed_everything=false. Give a number."
                 )
-            if _find_monitor(self) is None:
+            if find_monitor(self) is None:
                 raise MisconfigurationException(
                     "compare_with_plain=true needs a lightning_vram.VRAMMonitor among trainer.callbacks, got none."
                 )
@@ -130,7 +134,8 @@ class VRAMCLI(LightningCLI):
         """Compare with a plain fit if asked to. ``LightningCLI`` calls this."""
         if not read_argument(self, "compare_with_plain"):
             return
-        packed, parts = _read_result(self), self._own_parts()
+        packed, parts = read_result(self), self._own_parts()
+        picture = draw_step(self)
         trainer: Namespace = read_argument(self, "trainer")
         for argument in _PART_ARGUMENTS:
             trainer[argument] = [part for part in self._parts(argument) if part not in parts]
@@ -145,6 +150,8 @@ class VRAMCLI(LightningCLI):
             console = _console()
             console.print()
             console.print(comparison_table(plain, packed, " and ".join(names)))
+            if picture is not None:
+                console.print(f"{picture}: the step with them, drawn.")
 
     def _parts(self, argument: str) -> list[Any]:
         parts = read_argument(self, "trainer")[argument] or []
@@ -177,7 +184,7 @@ class VRAMCLI(LightningCLI):
                 if not is_out_of_memory(error):
                     raise
                 return FitResult(peak=None, seconds_per_batch=None, weights=None)
-            return _read_result(self)
+            return read_result(self)
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -198,16 +205,16 @@ def main(args: Sequence[str] | None = None) -> None:
     _check_command(arguments)
     with suppress(RuntimeError):  # called by a program that has used CUDA before
         configure_allocator()
-    kind: type[VRAMCLI] | type[EstimateCLI] = EstimateCLI if arguments[:1] == [ESTIMATE] else VRAMCLI
+    question = _question(arguments)
+    kind: type[VRAMCLI] | type[QuestionCLI] = VRAMCLI if question is None else QuestionCLI
     cli = kind.__new__(kind)  # kept when its __init__, which runs the whole command, raises
     try:
-        if isinstance(cli, EstimateCLI):
-            cli.__init__(estimate_memory, arguments[1:])  # type: ignore[misc]
-            _console().print(estimate_table(cli.estimate))
-            if cli.config.plot is not None:
-                print(f"\n{cli.config.plot}: the step, drawn.")
-        else:
+        if question is None:
             cli.__init__(args=None if args is None else arguments)  # type: ignore[misc]
+        else:
+            cli.__init__(question, arguments[1:])  # type: ignore[misc]
+            for part in question.answer():
+                _show(part)
     except Exception as error:
         if os.environ.get(DEBUG_VARIABLE) or not _is_mistake_of_user(error, is_running=cli.is_running):
             raise
@@ -216,8 +223,15 @@ def main(args: Sequence[str] | None = None) -> None:
         fail(condense_error(str(error)) + ("" if cli.is_running else f" ({DEBUG_VARIABLE}=1 shows where)"))
 
 
+def _question(arguments: Sequence[str]) -> Question | None:
+    """What is asked of a run, if the command makes none."""
+    if arguments[:1] == [ESTIMATE]:
+        return EstimateQuestion(estimate_memory)
+    return PlanQuestion(plan_memory, arguments[1:]) if arguments[:1] == [PLAN] else None
+
+
 def _check_command(arguments: Sequence[str]) -> None:
-    commands = (*_FIT_COMMANDS, ESTIMATE, *FILE_COMMANDS)
+    commands = (*_FIT_COMMANDS, ESTIMATE, PLAN, *FILE_COMMANDS)
     if arguments and (arguments[0].startswith("-") or arguments[0] in commands):
         return
     found = arguments[0] if arguments else ""
@@ -233,10 +247,7 @@ def _run_on_files(command: str, *args: str) -> None:
         if os.environ.get(DEBUG_VARIABLE):
             raise
         fail(condense_error(str(error)))
-    if isinstance(result, str):
-        print(result)
-    else:
-        _console().print(result)
+    _show(result)
 
 
 def _is_mistake_of_user(error: Exception, *, is_running: bool) -> bool:
@@ -260,17 +271,11 @@ def _is_memory_saver(class_path: str) -> bool:
     return package.split(".")[0] == _OWN_PACKAGE and name not in _SAVES_NO_MEMORY
 
 
-def _find_monitor(cli: LightningCLI) -> VRAMMonitor | None:
-    callbacks: list[Callback] = cli.trainer.callbacks  # type: ignore[attr-defined]
-    return next((callback for callback in callbacks if isinstance(callback, VRAMMonitor)), None)
-
-
-def _read_result(cli: LightningCLI) -> FitResult:
-    monitor = _find_monitor(cli)
-    weights = {name: tensor.detach().cpu().clone() for name, tensor in cli.model.state_dict().items()}
-    if monitor is None:
-        return FitResult(peak=None, seconds_per_batch=None, weights=weights)
-    return FitResult(monitor.peaks.get("train"), monitor.seconds_per_batch, weights)
+def _show(result: RenderableType) -> None:
+    if isinstance(result, str):
+        print(result)
+    else:
+        _console().print(result)
 
 
 def _console() -> Console:

@@ -1,165 +1,53 @@
-"""The command ``estimate``: will the run of a configuration fit a device that is not here?
+"""The command ``estimate``: will the run of a configuration fit a device that is not here?"""
 
-It takes the files and arguments of ``fit``. Classes are made as there, but for the Trainer: of it only the arguments.
-"""
-
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
-from jsonargparse import set_parsing_settings
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, instantiate_class
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from typing_extensions import override
+from jsonargparse import Namespace
+from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import LightningArgumentParser
+from rich.console import RenderableType
 
-from lightning_vram.commands.batch import make_batch
-from lightning_vram.commands.offline import NoDownloads
-from lightning_vram.commands.parser import PARSER_MODE, PROGRAM, CommandParser
-from lightning_vram.memory.estimate.device_spec import DeviceSpec
-from lightning_vram.memory.estimate.known_devices import find_device
-from lightning_vram.memory.estimate.untouched import UntouchedWeights
-from lightning_vram.memory.units import parse_bytes
-from lightning_vram.report.estimate import ProgressDisplay, ShownEstimate, check_plot_path
+from lightning_vram.report.estimate import ShownEstimate, check_plot_path, estimate_table
 
 ESTIMATE = "estimate"
-_OPTIONS: dict[str, tuple[Any, Any, str]] = {
-    "device": (str, None, "What to estimate for: the name of a known device, as rtx4090 or h100."),
-    "device_memory": (
-        int | str | None,
-        None,
-        "Describes another device, of the name given: what its driver says, 24GiB.",
-    ),
-    "devices": (int | None, None, "How many of them on each node. By default trainer.devices where that is a number."),
-    "num_nodes": (int | None, None, "How many nodes. By default trainer.num_nodes."),
-    "precision": (Any, None, "In the place of trainer.precision."),
-    "plot": (str | None, None, "File for the picture of the step: .png, .svg, .pdf or .html."),
-    "batch.shape": (
-        Any,
-        None,
-        "In the place of data: sizes of a tensor, '[8, 3, 224, 224]', or of several: '[[8, 3, 224, 224], [8]]', "
-        "'{tokens: [8, 1024]}'.",
-    ),
-    "batch.dtype": (Any, "float32", "Of all tensors of batch.shape, or of each: '[float32, int64]'."),
-    "batch.high": (Any, 2, "Whole numbers of batch.shape are below it, as tokens are: of all tensors, or of each."),
-}
 
 
-class EstimateCLI(LightningCLI):
-    """Estimate instead of fit: the answer is :attr:`estimate`.
+class EstimateQuestion:
+    """Whether a run fits.
 
     Args:
-        estimate_memory: Called with module, batch, and by their names ``datamodule``, ``device``, ``trainer`` (the
-            arguments of one), ``devices``, ``num_nodes`` and ``on_progress``.
-        args: Arguments after the command's name.
+        estimate_memory: Called with module, batch, and the arguments of a question by their names.
     """
 
-    estimate: ShownEstimate
+    name = verb = ESTIMATE
+    description = "Tell whether a run fits a GPU that is not here, and what takes the room."
 
-    def __init__(self, estimate_memory: Callable[..., ShownEstimate], args: Sequence[str]) -> None:
-        set_parsing_settings(omegaconf_absolute_to_relative_paths=True)  # as for `fit`
-        self.is_running = False
+    def __init__(self, estimate_memory: Callable[..., ShownEstimate]) -> None:
         self._estimate_memory = estimate_memory
-        self._batch: Any = None
-        self._device: str | DeviceSpec = ""
-        with NoDownloads():
-            super().__init__(
-                args=list(args),
-                run=False,
-                save_config_callback=None,
-                parser_class=CommandParser,
-                parser_kwargs={
-                    "parser_mode": PARSER_MODE,
-                    "prog": f"{PROGRAM} {ESTIMATE}",
-                    "description": "Tell whether a run fits a GPU that is not here, and what takes the room. Takes the "
-                    "files and arguments of `fit`, and those below.",
-                },
-            )
+        self._estimate: ShownEstimate | None = None
+        self._plot: str | None = None
 
-    @override
-    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        for name, (kind, default, text) in _OPTIONS.items():
-            parser.add_argument(f"--{name}", type=kind, default=default, help=text)
-        # Those of `fit` that mean nothing here: its files are taken as they are.
-        parser.add_method_arguments(Trainer, "fit", skip=set(LightningCLI.subcommands()["fit"]))
-        parser.add_argument("--compare_with_plain", type=bool, default=False, help="Of `fit`, not used.")
+    def add_arguments(self, parser: LightningArgumentParser) -> None:
+        """Add the picture."""
+        text = "File for the picture of the step: .png, .svg, .pdf or .html."
+        parser.add_argument("--plot", type=str | None, default=None, help=text)
 
-    @override
-    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        self.config = parser.parse_args(args)  # without a word about sys.argv
-
-    @override
-    def before_instantiate_classes(self) -> None:
-        config = self.config
-        if config.device is None:
-            raise MisconfigurationException("--device is missing: the device to estimate for, as in --device rtx4090.")
-        self._device = config.device
-        if config.device_memory is not None:
-            self._device = _describe(config.device, parse_bytes(config.device_memory, "device_memory"))
+    def check(self, config: Namespace) -> None:
+        """Refuse what no picture can be written to."""
         if config.plot is not None:
             check_plot_path(Path(config.plot))
-        if config.batch.shape is not None:
-            self._batch = make_batch(config.batch.shape, config.batch.dtype, config.batch.high)
-        if config.precision is not None:
-            config.trainer.precision = config.precision
-        self.trainer_class = dict  # type: ignore[assignment]  # called with the arguments of a Trainer, which is all we want
 
-    @override
-    def instantiate_classes(self) -> None:
-        with UntouchedWeights():  # a model that needs a GPU of 80 GB is made on a laptop
-            super().instantiate_classes()
-        self._make_optimizers_late()
+    def ask(self, config: Namespace, module: LightningModule, batch: Any, **arguments: Any) -> None:
+        """Estimate, and draw."""
+        self._estimate, self._plot = self._estimate_memory(module, batch, **arguments), config.plot
+        if self._plot is not None:
+            self._estimate.plot(self._plot)
 
-    @override
-    def after_instantiate_classes(self) -> None:
-        if self._batch is None and self.datamodule is None and not is_overridden("train_dataloader", self.model):
-            raise MisconfigurationException(
-                "there is no batch: name a datamodule (--data), or give the shapes of one, as in --batch.shape "
-                "'[8, 3, 224, 224]', with --batch.dtype and, for whole numbers, --batch.high."
-            )
-        self.is_running = True
-        arguments: dict[str, Any] = self.trainer  # type: ignore[assignment]
-        with ProgressDisplay() as on_progress:
-            self.estimate = self._estimate_memory(
-                self.model,
-                self._batch,
-                datamodule=self.datamodule if self._batch is None else None,
-                device=self._device,
-                trainer=arguments,
-                devices=self.config.devices or _count(arguments["devices"]),
-                num_nodes=self.config.num_nodes or arguments["num_nodes"],
-                on_progress=on_progress,
-            )
-        if self.config.plot is not None:
-            self.estimate.plot(self.config.plot)
-
-    def _make_optimizers_late(self) -> None:
-        """Let the optimizer of a configuration be that of whichever copy of the module is asked for it."""
-        optimizer, scheduler = self.config_init.get("optimizer"), self.config_init.get("lr_scheduler")
-        if not optimizer:
-            return
-
-        def configure_optimizers(module: LightningModule) -> Any:
-            made = instantiate_class(module.parameters(), optimizer)
-            return self.configure_optimizers(module, made, instantiate_class(made, scheduler) if scheduler else None)
-
-        self.model.configure_optimizers = MethodType(configure_optimizers, self.model)
-
-
-def _describe(name: str, memory_bytes: int) -> DeviceSpec:
-    """Describe a device of so many bytes: as the known one of that name, if there is one."""
-    try:
-        return replace(find_device(name), memory_bytes=memory_bytes)
-    except ValueError:
-        return DeviceSpec(name, memory_bytes)
-
-
-def _count(devices: Any) -> int:
-    """Read ``trainer.devices``; what stands for those of this machine is one."""
-    if isinstance(devices, list):
-        return len(devices)
-    number = int(devices) if str(devices).isdecimal() else 1
-    return max(number, 1)
+    def answer(self) -> Iterator[RenderableType]:
+        """Return the table."""
+        assert self._estimate is not None  # it was asked for
+        yield estimate_table(self._estimate)
+        if self._plot is not None:
+            yield f"\n{self._plot}: the step, drawn."

@@ -82,7 +82,7 @@ def estimate_memory(  # noqa: PLR0913 - by name
     check_positive_int("estimate_memory(devices)", devices)
     check_positive_int("estimate_memory(num_nodes)", num_nodes)
     progress = on_progress or (lambda stage, done: None)
-    spec = _spec_of(device)
+    spec = spec_of(device)
     if batch is None:
         progress("making a batch", 0.0)
         batch = first_batch(module, datamodule)
@@ -193,7 +193,13 @@ def _cuts_when_full(callback: Any) -> bool:
     return hasattr(callback, "starting_with") and callback.size == "auto"
 
 
-def _spec_of(device: str | torch.device | DeviceSpec) -> DeviceSpec:
+def spec_of(device: str | torch.device | DeviceSpec) -> DeviceSpec:
+    """Return the description of a device that was named.
+
+    Raises:
+        TypeError: If it is something else.
+        ValueError: If nobody knows it.
+    """
     given: Any = device
     if isinstance(device, DeviceSpec):
         return device

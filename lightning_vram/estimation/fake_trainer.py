@@ -14,23 +14,28 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
     Callback,
     Checkpoint,
     DeviceStatsMonitor,
     EarlyStopping,
+    LearningRateFinder,
     LearningRateMonitor,
     ModelSummary,
     ProgressBar,
     Timer,
 )
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins.environments import ClusterEnvironment
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy
 from typing_extensions import override
 
 from lightning_vram.memory.estimate.fakes.device_module import CARD
+from lightning_vram.private_names.lightning.connectors import log_nothing
 
 NUM_STEPS = 2
 _WATCHERS = (Checkpoint, DeviceStatsMonitor, EarlyStopping, LearningRateMonitor, ModelSummary, ProgressBar, Timer)
+_FINDERS = (BatchSizeFinder, LearningRateFinder)  # run the fit many times before it
 TAKES_NO_MEMORY = "takes_no_memory"
 """Attribute of callbacks that only watch, write files or read values: an estimate leaves them out."""
 _SET_HERE = (
@@ -155,7 +160,7 @@ def make_trainer(
     """Make a Trainer that runs :data:`NUM_STEPS` optimizer steps and one batch of validation.
 
     Args:
-        arguments: Of the user's Trainer. Callbacks, plugins and the strategy are copied: theirs are not touched.
+        arguments: Of the user's Trainer, with :func:`parts_of` in it copied. The strategy is copied here.
         device: What it runs on.
         num_ranks: How many of them there are.
         own_callbacks: Come after the user's.
@@ -168,9 +173,8 @@ def make_trainer(
     """
     _check_names(arguments)
     kept = {name: value for name, value in arguments.items() if name not in _SET_HERE}
-    callbacks = kept.pop("callbacks", None) or []
-    callbacks = [callbacks] if isinstance(callbacks, Callback) else list(callbacks)
-    callbacks = copy.deepcopy([callback for callback in callbacks if not _is_watcher(callback)])
+    kept |= parts_of(arguments)
+    callbacks, plugins = kept.pop("callbacks"), kept.pop("plugins")
     strategy = kept.get("strategy")
     if strategy in _ON_ONE_DEVICE:
         kept["strategy"] = SingleDeviceStrategy(device=device) if num_ranks == 1 else "ddp"
@@ -182,9 +186,6 @@ def make_trainer(
     elif isinstance(strategy, str):
         kept["strategy"] = _STARTS_PROCESSES.sub("", strategy)
     kept["strategy"] = copy.deepcopy(kept["strategy"])  # a Trainer writes to it
-    plugins = kept.pop("plugins", None) or []
-    plugins = copy.deepcopy(list(plugins) if isinstance(plugins, list | tuple) else [plugins])
-    plugins = [plugin for plugin in plugins if not isinstance(plugin, ClusterEnvironment)]
     return pl.Trainer(
         **kept,
         accelerator=FakeAccelerator() if device == CARD else "cpu",
@@ -202,8 +203,53 @@ def make_trainer(
     )
 
 
+def add_silent_logger(trainer: pl.Trainer) -> None:
+    """Let steps have a ``self.logger``, which drops whatever they hand to it.
+
+    Args:
+        trainer: That has begun to train: before, it would warn of how often it logs.
+    """
+    log_nothing(trainer)
+    trainer.loggers = [_SilentLogger(str(trainer.default_root_dir))]
+
+
+class _SilentLogger(DummyLogger):
+    """Drops what it gets.
+
+    Args:
+        folder: Where it would write.
+    """
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self._folder = folder
+
+    @property
+    @override
+    def save_dir(self) -> str:
+        return self._folder
+
+
+def parts_of(arguments: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return callbacks and plugins of the user's Trainer that a step has need of.
+
+    To be copied together with the module: some of them hold it, or parts of it.
+    """
+    callbacks, plugins = (_as_list(arguments.get(name)) for name in ("callbacks", "plugins"))
+    return {
+        "callbacks": [callback for callback in callbacks if not _is_watcher(callback)],
+        "plugins": [plugin for plugin in plugins if not isinstance(plugin, ClusterEnvironment)],
+    }
+
+
+def _as_list(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
 def _is_watcher(callback: Callback) -> bool:
-    return isinstance(callback, _WATCHERS) or getattr(callback, TAKES_NO_MEMORY, False)
+    return isinstance(callback, (*_WATCHERS, *_FINDERS)) or getattr(callback, TAKES_NO_MEMORY, False)
 
 
 def _check_names(arguments: Mapping[str, Any]) -> None:

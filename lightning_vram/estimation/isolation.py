@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 
 from lightning_vram.private_names.lightning.loops import AutomaticOptimization
 from lightning_vram.private_names.torch.dispatch import FakeTensor
-from lightning_vram.private_names.torch.process_groups import disconnected
+from lightning_vram.private_names.torch.distributed import disconnected
 
 _TALKERS = ("lightning.pytorch", "lightning.fabric", "lightning_vram")
 _FAKES = logging.getLogger(FakeTensor.__module__)

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,8 +18,16 @@ from typing_extensions import override
 
 from lightning_vram.estimation.batches import map_tensors
 from lightning_vram.estimation.data_parallel import leave_out_reducer
-from lightning_vram.estimation.fake_trainer import NUM_STEPS, make_trainer, needs_ranks
+from lightning_vram.estimation.fake_trainer import (
+    NUM_STEPS,
+    add_silent_logger,
+    make_trainer,
+    needs_ranks,
+    parts_of,
+)
 from lightning_vram.estimation.isolation import isolated
+from lightning_vram.estimation.silent_ends import silence_ends
+from lightning_vram.estimation.step_time import StepClock, StepTime
 from lightning_vram.memory.estimate.cuda_semantics import CudaSpec, cuda_semantics
 from lightning_vram.memory.estimate.cuda_semantics.scratch import Scratch
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
@@ -36,6 +44,7 @@ from lightning_vram.private_names.torch.dispatch import without_modes
 FIRST_STEP, STEP, VALIDATION = "first step", "train", "validation"
 _MOST_BATCHES = 256
 _USUAL_CAPABILITY = (8, 0)
+_HOST_SPEC = DeviceSpec("cpu", memory_bytes=1)
 
 
 @dataclass(frozen=True)
@@ -45,12 +54,14 @@ class TracedFit:
     Args:
         timeline: All of it.
         spans: First event and the one after the last, by stage.
+        times: What each stage would take, by stage; empty if nobody asked.
         notes: What a reader of the numbers should know.
     """
 
     timeline: MemoryTimeline
     spans: Mapping[str, tuple[int, int]]
     notes: tuple[str, ...] = ()
+    times: Mapping[str, StepTime] = field(default_factory=dict)
 
     def stage(self, name: str) -> MemoryTimeline:
         """The timeline of one stage, with what it found."""
@@ -66,12 +77,14 @@ class FitRun:
         card: What it runs on; ``None`` is the host.
         num_ranks: Number of processes, all of which do the same.
         with_validation: Whether to validate after the steps.
+        with_times: Whether to count what the operators take.
     """
 
     trainer_arguments: Mapping[str, Any]
     card: DeviceSpec | None = None
     num_ranks: int = 1
     with_validation: bool = True
+    with_times: bool = False
 
 
 def trace_fit(module: pl.LightningModule, batch: Any, run: FitRun) -> TracedFit:
@@ -93,13 +106,18 @@ def trace_real_fit(module: pl.LightningModule, batch: Any, run: FitRun) -> Trace
     """The same on real tensors, on the host, in one process. The module is copied, weights and all."""
     make = partial(map_tensors, batch, Tensor.clone)
     with isolated():
-        return _with_enough_batches(lambda num_batches: _fit(_copy(module), make, run, HOST, [], num_batches))
+        return _with_enough_batches(partial(_real_fit, module, make, run))
 
 
-def _copy(module: pl.LightningModule) -> pl.LightningModule:
-    copied = copy.deepcopy(module)
-    forget_compiled_steps(copied)
-    return copied
+def _real_fit(
+    module: pl.LightningModule, make_batch: Callable[[], Any], run: FitRun, num_batches: int
+) -> TracedFit | None:
+    copied, parts = copy.deepcopy((module, parts_of(run.trainer_arguments)))
+    return _fit(copied, make_batch, _with(parts, run), HOST, [], num_batches)
+
+
+def _with(parts: Mapping[str, Any], run: FitRun) -> FitRun:
+    return replace(run, trainer_arguments={**run.trainer_arguments, **parts})
 
 
 def _fake_fit(module: pl.LightningModule, batch: Any, run: FitRun, num_batches: int) -> TracedFit | None:
@@ -125,11 +143,12 @@ def _fake_fit(module: pl.LightningModule, batch: Any, run: FitRun, num_batches: 
         if needs_ranks(run.trainer_arguments) or run.num_ranks > 1:
             stack.enter_context(fake_ranks(run.num_ranks))
         fakes = FakeTensors(mode, HOST)
-        copied = fakes.copy_of(module, [*module.parameters(), *module.buffers()])
-        forget_compiled_steps(copied)
+        tensors = [*module.parameters(), *module.buffers()]
+        copied, parts = fakes.copy_of((module, parts_of(run.trainer_arguments)), tensors)
         make = partial(map_tensors, map_tensors(batch, fakes.fake), partial(like_fresh, mode=mode))
         del fakes  # it knows the storages that the module begins with: whoever puts others there frees those
-        traced = _fit(copied, make, run, HOST if run.card is None else CARD, trackers, num_batches)
+        device = HOST if run.card is None else CARD
+        traced = _fit(copied, make, _with(parts, run), device, trackers, num_batches)
     return traced and replace(traced, notes=(*notes, *values.guesses))
 
 
@@ -153,11 +172,14 @@ def _fit(
     num_batches: int,
 ) -> TracedFit | None:
     """Fit; ``None``: the optimizers have not stepped twice within ``num_batches``."""
+    forget_compiled_steps(module)
+    silence_ends(module, run.trainer_arguments["callbacks"])
     with ExitStack() as stack:
         folder = stack.enter_context(TemporaryDirectory())
         tracker = stack.enter_context(track_memory(module))
         trackers[:] = [tracker]
-        marks = _Marks(tracker)
+        clock = StepClock(run.card or _HOST_SPEC, device) if run.with_times else None
+        marks = _Marks(tracker, clock)
         trainer = make_trainer(
             run.trainer_arguments,
             device,
@@ -170,13 +192,14 @@ def _fit(
         leave_out_reducer(trainer.strategy, tracker.label_gradients)
         stack.callback(register_optimizer_step_post_hook(marks.count_step).remove)
         stack.enter_context(_scratch(run.card, device, tracker))
+        stack.enter_context(clock or nullcontext())
         batches, for_validation = (_Batches(make_batch, number) for number in (num_batches, 1))
         trainer.fit(module, batches, for_validation if run.with_validation else None)
     spans = marks.spans()
     if spans is None:
         return None
     timeline = tracker.timeline.on(str(device))
-    return TracedFit(timeline if device == HOST else as_on_card(timeline), spans)
+    return TracedFit(timeline if device == HOST else as_on_card(timeline), spans, times=marks.times())
 
 
 def _scratch(card: DeviceSpec | None, device: torch.device, tracker: MemoryTracker) -> AbstractContextManager[Any]:
@@ -215,9 +238,11 @@ class _Batches:
 class _Marks(Callback):
     """Notes at which event each step has ended, and the validation."""
 
-    def __init__(self, tracker: MemoryTracker) -> None:
+    def __init__(self, tracker: MemoryTracker, clock: StepClock | None) -> None:
         self._tracker = tracker
+        self._clock = clock
         self._ends: list[int] = []
+        self._times: list[StepTime] = []
         self._num_steps = 0
         self._num_own_steps = 0
         self._end_of_validation = 0
@@ -225,6 +250,10 @@ class _Marks(Callback):
     def count_step(self, *_: Any) -> None:
         """Note that an optimizer has stepped, past Lightning maybe."""
         self._num_own_steps += 1
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        add_silent_logger(trainer)
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, _: int) -> None:
@@ -237,6 +266,8 @@ class _Marks(Callback):
         is_skipped = is_automatic and not outputs  # the step has returned None
         if (num_steps > self._num_steps and not is_skipped) or not trainer.optimizers:
             self._ends.append(self._tracker.num_events)
+            if self._clock is not None:
+                self._times.append(self._clock.now)
         self._num_steps = num_steps
 
     @override
@@ -258,3 +289,9 @@ class _Marks(Callback):
         if self._end_of_validation:
             spans[VALIDATION] = (end, self._end_of_validation)
         return spans
+
+    def times(self) -> dict[str, StepTime]:
+        """What the steps took."""
+        if not self._times:
+            return {}
+        return {FIRST_STEP: self._times[0], STEP: self._times[-1] - self._times[-2]}

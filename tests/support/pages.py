@@ -16,6 +16,7 @@ MARKS = ("works", "limited", "refused")
 _ELSEWHERE = {
     "FSDPOffloadStrategy": "lightning_vram/strategies/fsdp_offload",
     "LeanMixedPrecision": "lightning_vram/precision",
+    "StreamedCheckpointIO": "lightning_vram/checkpoint_io",
 }
 _CONFIGS = {"FSDPOffloadStrategy": "fsdp_offload"}
 _LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")

@@ -9,11 +9,13 @@ from lightning_vram.callbacks.hook_points.before_strategy_setup import before_st
 from lightning_vram.callbacks.hook_points.checks import check_trainer, refuse_moved_parameters
 from lightning_vram.callbacks.hook_points.fit_technique import FitTechnique
 from lightning_vram.callbacks.hook_points.rank_timeout import rank_timeout
+from lightning_vram.callbacks.hook_points.relief import Relief
 
 __all__ = [
     "AroundStep",
     "Depth",
     "FitTechnique",
+    "Relief",
     "before_strategy_setup",
     "check_trainer",
     "rank_timeout",

@@ -4,34 +4,35 @@ Two steps of the same Trainer run on tensors without memory (``estimate_memory``
 what the device has left. It costs the seconds of that estimate and saves no memory by itself.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
 from lightning_vram.callbacks.hook_points import check_trainer, rank_timeout
-from lightning_vram.callbacks.memory_budget.first_batch import read_first_batch
-from lightning_vram.callbacks.memory_budget.limit import AUTO, check_limit, limit_bytes, room_bytes
-from lightning_vram.callbacks.memory_budget.trainer_arguments import read_trainer_arguments
 from lightning_vram.callbacks.memory_budget.words import excess_message, first_step_line, fit_line, unknown_line
-from lightning_vram.core.processes.agreement import RankAgreement
 from lightning_vram.estimation import estimate_memory
-from lightning_vram.estimation.isolation import isolated
-from lightning_vram.memory.device.allocator import PeakWatch, has_cache, read_allocator
+from lightning_vram.estimation.running_trainer import (
+    AUTO,
+    RunningTrainer,
+    bytes_of_others,
+    check_limit,
+    decide_together,
+    limit_bytes,
+)
+from lightning_vram.memory.device.allocator import PeakWatch, has_cache
 from lightning_vram.memory.device.process_limit import ProcessLimit, can_limit
-from lightning_vram.memory.estimate.device_spec import DeviceSpec
-from lightning_vram.memory.estimate.known_devices import describe_this_device
 from lightning_vram.memory.estimate.result import TRAIN, MemoryEstimate
 
 _FIRST_STEP = "first step"
+_LIMIT = "MemoryBudget(limit)"
 _ACTIONS = ("warn", "error")
 
 
@@ -79,7 +80,7 @@ class MemoryBudget(Callback):
     uses_gradients = False  # so that optimizers may step before: see FSDPOffloadStrategy
 
     def __init__(self, limit: int | float | str = AUTO, *, on_excess: Literal["warn", "error"] = "warn") -> None:
-        check_limit(limit)
+        check_limit(_LIMIT, limit)
         if on_excess not in _ACTIONS:
             raise ValueError(f"MemoryBudget(on_excess) must be 'warn' or 'error', got {on_excess!r}.")
         self.limit = limit
@@ -99,10 +100,11 @@ class MemoryBudget(Callback):
         if sum(isinstance(callback, MemoryBudget) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
             raise MisconfigurationException("MemoryBudget can be used once, got several: one device has one budget.")
         device = trainer.strategy.root_device
-        limit = limit_bytes(self.limit, device)
+        limit = limit_bytes(_LIMIT, self.limit, device)
         if limit is not None and can_limit(device):
             self._process_limit = ProcessLimit(device, limit)
-        verdict = self._agree(trainer, pl_module, limit)
+        self._bytes_of_others = bytes_of_others(trainer, pl_module)
+        verdict = decide_together(trainer, pl_module, limit, rank_timeout(trainer), _judge)
         self._expected = dict(verdict.expected)
         if verdict.fits is False and self.on_excess == "error":
             self._end()
@@ -147,31 +149,10 @@ class MemoryBudget(Callback):
             self._process_limit.remove()
         vars(self).update(self._between_runs())
 
-    def _agree(self, trainer: pl.Trainer, module: pl.LightningModule, limit: int | None) -> _Verdict:
-        """Rank zero decides, for the rank with the least room."""
-        device = trainer.strategy.root_device
-        held = _bytes_on(device, module)
-        if has_cache(device):
-            self._bytes_of_others = read_allocator(device).allocated_bytes - held
-        room = room_bytes(device, trainer.num_devices)
-        if room is not None:
-            room = room + held if limit is None else min(room + held, limit)
-        ranks = RankAgreement(rank_timeout(trainer))
-        try:
-            rooms = ranks.gather(room)
-            verdict: _Verdict = ranks.gather(_judge(trainer, module, rooms) if trainer.is_global_zero else None)[0]
-            return verdict
-        finally:
-            ranks.close()
 
-
-def _judge(trainer: pl.Trainer, module: pl.LightningModule, rooms: list[int | None]) -> _Verdict:
-    known = [room for room in rooms if room is not None]
-    device = trainer.strategy.root_device
-    if not known:
-        return _Verdict(unknown_line(f"device '{device}' does not tell what it has left"), fits=None)
+def _judge(read: Callable[[], RunningTrainer]) -> _Verdict:
     try:
-        estimate = _estimate(trainer, module, _describe(device, min(known)))
+        estimate = _estimate(read())
     except Exception as error:  # a step on tensors without values may fail where the run does not
         return _Verdict(unknown_line(f"{type(error).__name__}: {error}"), fits=None)
     expected = tuple((name, stage.allocated_bytes) for name, stage in estimate.stages.items())
@@ -179,36 +160,15 @@ def _judge(trainer: pl.Trainer, module: pl.LightningModule, rooms: list[int | No
     return _Verdict(message, estimate.fits, expected)
 
 
-def _estimate(trainer: pl.Trainer, module: pl.LightningModule, spec: DeviceSpec) -> MemoryEstimate:
-    with isolated(is_connected=True):  # samplers may ask for the rank
-        batch = read_first_batch(trainer, module)
+def _estimate(run: RunningTrainer) -> MemoryEstimate:
     estimate = partial(
         estimate_memory,
-        module,
-        batch,
-        device=spec,
-        trainer=read_trainer_arguments(trainer),
-        devices=trainer.num_devices,
-        num_nodes=trainer.num_nodes,
+        run.module,
+        run.batch,
+        device=run.device,
+        trainer=run.arguments,
+        devices=run.num_devices,
+        num_nodes=run.num_nodes,
     )
     found = estimate(find_limits=False)
     return found if found.fits else estimate()  # the search for the largest batch takes longer
-
-
-def _describe(device: torch.device, num_bytes: int) -> DeviceSpec:
-    """Describe what is left of a device. Its driver has taken its own part by now."""
-    memory_bytes = max(1, num_bytes)
-    if device.type == "cpu":
-        return DeviceSpec("cpu", memory_bytes)
-    return replace(describe_this_device(), name=str(device), memory_bytes=memory_bytes, context_bytes=0)
-
-
-def _bytes_on(device: torch.device, module: pl.LightningModule) -> int:
-    """What of a module is there already."""
-    tensors = [*module.parameters(), *module.buffers()]
-    storages = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for tensor in tensors
-        if tensor.device == device and not is_lazy(tensor)
-    }
-    return sum(storages.values())

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_vram.argument_checks import check_positive_int
-from lightning_vram.callbacks.hook_points import FitTechnique, before_strategy_setup, rank_timeout
+from lightning_vram.callbacks.hook_points import FitTechnique, Relief, before_strategy_setup, rank_timeout
 from lightning_vram.callbacks.micro_batching.checks import (
     check_gradients,
     check_micro_batching,
@@ -157,6 +157,7 @@ class MicroBatching(FitTechnique):
         }
         self._run = _Run()
         self._last_size: int | None = None
+        self.relief: Relief | None = None  # is tried before a batch is cut; of AutoVRAM
 
     def starting_with(self, size: int) -> "MicroBatching":
         """Return a copy that, where the size is ``"auto"``, runs ``size`` samples at once, as if it had found so."""
@@ -275,7 +276,7 @@ class MicroBatching(FitTechnique):
             room = device_room(trainer.strategy.root_device) if collective is not None and sizes.retries else None
             planning = SizePlanning(room) if room is not None else None
             self._run.runners[name] = MicroBatchRunner(
-                trainer, cutter, sizes, weight, is_training=is_training, planning=planning
+                trainer, cutter, sizes, weight, is_training=is_training, planning=planning, relief=self.relief
             )
 
 

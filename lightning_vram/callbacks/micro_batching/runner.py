@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
+from lightning_vram.callbacks.hook_points import Relief
 from lightning_vram.callbacks.micro_batching.attempt import MicroBatch, MicroBatchTry, Step
 from lightning_vram.callbacks.micro_batching.checks import why_counts_must_be_equal
 from lightning_vram.callbacks.micro_batching.metric_states import MetricStates
@@ -40,9 +41,10 @@ class MicroBatchRunner:
         weight: What a micro-batch counts, if not its samples; ``"sum"`` where losses are sums over samples.
         is_training: Whether norms move their statistics.
         planning: Says how many samples fit, where a rank cannot try alone.
+        relief: Is tried before a batch is cut.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - by name
         self,
         trainer: pl.Trainer,
         cutter: BatchCutter,
@@ -51,8 +53,10 @@ class MicroBatchRunner:
         *,
         is_training: bool,
         planning: SizePlanning | None = None,
+        relief: Relief | None = None,
     ) -> None:
         self._trainer = trainer
+        self._relief = relief
         self._cutter = cutter
         self._sizes = sizes
         self._losses_are_sums = weight == "sum"
@@ -123,11 +127,12 @@ class MicroBatchRunner:
             if not self.retries or not self._has_failed(error, started):
                 break
             assert undo is not None
-            if agreed.size == 1:
+            has_room = self._make_room(error)
+            if not has_room and (agreed.size == 1 or not self._may_cut):
                 raise self._give_up(error, facts.why_whole)
             attempt.drop()
             undo()
-            agreed = self._shrink(facts, agreed, error)
+            agreed = agreed if has_room else self._shrink(facts, agreed, error)
         self._undo.forget_gradients()
         attempt.keep()
         if len(outputs) == 1:
@@ -248,6 +253,17 @@ class MicroBatchRunner:
             )
             raise error from silence
 
+    @property
+    def _may_cut(self) -> bool:
+        return self._relief is None or self._relief.may_cut
+
+    def _make_room(self, error: Exception | None) -> bool:
+        if self._relief is None or not self._relief.make_room():
+            return False
+        if error is not None:
+            release_frames(error)  # they hold the graph
+        return True
+
     def _shrink(self, facts: BatchFacts, agreed: Agreed, error: Exception | None) -> Agreed:
         self.num_retries += 1
         smaller = self._sizes.halve(facts, agreed, here=error is not None)
@@ -256,6 +272,10 @@ class MicroBatchRunner:
 
     def _give_up(self, error: Exception | None, why_whole: str | None) -> Exception:
         """What to raise when one sample at a time does not fit: on all ranks, each knows the same."""
+        if self._relief is not None and not self._relief.may_cut:
+            error = error or RuntimeError("Memory ran out on another rank; its error says more.")
+            error.add_note(self._relief.note)
+            return error
         message = "MicroBatching: memory ran out with one sample per micro-batch, there is nothing left to split."
         if error is None:
             return RuntimeError(f"{message} It ran out on another rank; its error says more.")

@@ -10,6 +10,7 @@ from lightning_vram.report.estimate.rows import facts
 from lightning_vram.report.estimate.scale import Scale, choose_scale, is_note_above
 from lightning_vram.report.estimate.step import COLORS, CONTEXT_COLOR, Step, read_step
 from lightning_vram.report.estimate.words import legend_rows, needed_line, peak_lines, verdict
+from lightning_vram.report.pictures import BAD, FAINT, FONT, GOOD, GRID, INK, save_figure
 from lightning_vram.report.tables import label
 
 if TYPE_CHECKING:
@@ -17,10 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _SIZE = (12.0, 6.0)  # inches
-_DPI = 200  # 100 is enough to read it; twice that for screens that show it
 _MAX_COLUMNS = 1600
-_INK, _FAINT = "#24292f", "#6e7781"
-_GOOD, _BAD = "#1a7f37", "#cf222e"
 _SHADES = {Phase.FORWARD: "#f6f8fa", Phase.BACKWARD: "#eaeef2", Phase.OPTIMIZER_STEP: "#f0f4ee"}
 _LEFT, _WORDS, _RIGHT, _LINE = 0.07, 0.777, 0.985, 0.052  # of the picture
 _MIN_LABELLED = 0.07  # of the width
@@ -40,7 +38,7 @@ def draw(estimate: MemoryEstimate) -> "Figure":
     from matplotlib.figure import Figure
 
     step, scale = read_step(estimate.timeline, _MAX_COLUMNS, estimate.main_stage.first_event), choose_scale(estimate)
-    with rc_context({"font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"], "font.size": 12}):
+    with rc_context(FONT):
         figure = Figure(figsize=_SIZE, facecolor="white")
         axes = figure.add_axes((_LEFT, 0.1, 0.69, 0.74))
         _draw_axes(axes, step, scale)
@@ -54,28 +52,22 @@ def draw(estimate: MemoryEstimate) -> "Figure":
 
 def save(estimate: MemoryEstimate, path: Path) -> None:
     """Draw an estimate into a file whose name says its format: ``.png``, ``.svg``, ``.pdf``."""
-    # Without a date, and with names that are not drawn by chance, the same estimate is the same file.
-    metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path.suffix.lower())
-    figure = draw(estimate)
-    from matplotlib import rc_context
-
-    with rc_context({"svg.hashsalt": "estimate"}):
-        figure.savefig(path, dpi=_DPI, metadata=metadata)
+    save_figure(draw(estimate), path)
 
 
 def _draw_axes(axes: "Axes", step: Step, scale: Scale) -> None:
     axes.set_xlim(0, len(step.columns))
     axes.set_ylim(0, scale.end_bytes)
     axes.set_yticks(scale.ticks, [scale.label(tick) for tick in scale.ticks])
-    axes.set_ylabel(scale.unit, color=_INK)
+    axes.set_ylabel(scale.unit, color=INK)
     axes.set_xticks([])
-    axes.set_xlabel(f"one training step: {step.num_events:,} allocations and frees, in order", color=_FAINT)
-    axes.tick_params(length=0, colors=_INK)
-    axes.grid(axis="y", color="#d0d7de", linewidth=0.8)
+    axes.set_xlabel(f"one training step: {step.num_events:,} allocations and frees, in order", color=FAINT)
+    axes.tick_params(length=0, colors=INK)
+    axes.grid(axis="y", color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(_FAINT)
+    axes.spines["bottom"].set_color(FAINT)
 
 
 def _draw_phases(axes: "Axes", step: Step, scale: Scale) -> None:
@@ -85,7 +77,7 @@ def _draw_phases(axes: "Axes", step: Step, scale: Scale) -> None:
             axes.axvline(span.start, color="white", linewidth=1.5, zorder=0.5)
         if span.end - span.start >= _MIN_LABELLED * len(step.columns) and not span.is_rest:
             middle, above = (span.start + span.end) / 2, scale.end_bytes * 1.012
-            axes.text(middle, above, label(span.phase), ha="center", va="bottom", color=_FAINT)
+            axes.text(middle, above, label(span.phase), ha="center", va="bottom", color=FAINT)
 
 
 def _draw_areas(axes: "Axes", estimate: MemoryEstimate, step: Step) -> None:
@@ -102,13 +94,13 @@ def _draw_lines(axes: "Axes", estimate: MemoryEstimate, scale: Scale) -> None:
     needed, limit = estimate.needed_bytes, estimate.device.memory_bytes
     width = axes.get_xlim()[1]
     color = _color(estimate)
-    axes.axhline(needed, color=_INK, linewidth=1, linestyle=(0, (4, 3)))
-    axes.text(width * 0.008, needed, needed_line(estimate), va="bottom", color=_INK, fontsize=11)
+    axes.axhline(needed, color=INK, linewidth=1, linestyle=(0, (4, 3)))
+    axes.text(width * 0.008, needed, needed_line(estimate), va="bottom", color=INK, fontsize=11)
     text = f"{estimate.device.name} {format_bytes(limit)}"
     if scale.has_limit:
         axes.axhline(limit, color=color, linewidth=2)
         if not estimate.fits:
-            axes.axhspan(limit, scale.end_bytes, color=_BAD, alpha=0.08, linewidth=0)
+            axes.axhspan(limit, scale.end_bytes, color=BAD, alpha=0.08, linewidth=0)
         axes.text(width * 0.992, limit, text, va="bottom", ha="right", color=color, fontsize=11, fontweight="bold")
     else:
         axes.text(
@@ -127,7 +119,7 @@ def _mark_peak(axes: "Axes", estimate: MemoryEstimate, step: Step, scale: Scale)
     x, y = step.peak + 0.5, estimate.context_bytes + estimate.peak_bytes
     is_left = step.peak < len(step.columns) / 2
     is_above = is_note_above(estimate, scale)
-    axes.plot(x, y, "o", color=_INK, markersize=7, markeredgecolor="white", markeredgewidth=1.5)
+    axes.plot(x, y, "o", color=INK, markersize=7, markeredgecolor="white", markeredgewidth=1.5)
     axes.annotate(
         "\n".join(peak_lines(estimate, step)),
         (x, y),
@@ -136,9 +128,9 @@ def _mark_peak(axes: "Axes", estimate: MemoryEstimate, step: Step, scale: Scale)
         ha="left" if is_left else "right",
         va="bottom" if is_above else "top",
         fontsize=11,
-        color=_INK,
-        bbox={"boxstyle": "round,pad=0.4", "facecolor": "white", "edgecolor": _FAINT, "linewidth": 0.8, "alpha": 0.94},
-        arrowprops={"arrowstyle": "-", "color": _INK, "linewidth": 1},
+        color=INK,
+        bbox={"boxstyle": "round,pad=0.4", "facecolor": "white", "edgecolor": FAINT, "linewidth": 0.8, "alpha": 0.94},
+        arrowprops={"arrowstyle": "-", "color": INK, "linewidth": 1},
     )
 
 
@@ -148,19 +140,19 @@ def _draw_words(figure: "Figure", estimate: MemoryEstimate, step: Step) -> None:
     title = verdict(estimate)
     size = min(17, 1180 / len(title))  # one line, whatever the device is called
     figure.text(_LEFT, 0.965, title, va="top", fontsize=size, fontweight="bold", color=_color(estimate))
-    figure.text(_WORDS, 0.84, "at the peak", va="top", fontweight="bold", color=_INK)
+    figure.text(_WORDS, 0.84, "at the peak", va="top", fontweight="bold", color=INK)
     y = 0.765
     for name, color, num_bytes in legend_rows(estimate, step):
         figure.add_artist(Rectangle((_WORDS, y - 0.014), 0.014, 0.028, color=color, linewidth=0))
-        figure.text(_WORDS + 0.022, y, name, va="center", color=_INK)
-        figure.text(_RIGHT, y, format_bytes(num_bytes), va="center", ha="right", color=_INK)
+        figure.text(_WORDS + 0.022, y, name, va="center", color=INK)
+        figure.text(_RIGHT, y, format_bytes(num_bytes), va="center", ha="right", color=INK)
         y -= _LINE
     y -= 0.5 * _LINE
     for name, value in facts(estimate):
-        figure.text(_WORDS, y, name, va="center", color=_FAINT)
-        figure.text(_RIGHT, y, value, va="center", ha="right", color=_FAINT)
+        figure.text(_WORDS, y, name, va="center", color=FAINT)
+        figure.text(_RIGHT, y, value, va="center", ha="right", color=FAINT)
         y -= _LINE
 
 
 def _color(estimate: MemoryEstimate) -> str:
-    return _GOOD if estimate.fits else _BAD
+    return GOOD if estimate.fits else BAD

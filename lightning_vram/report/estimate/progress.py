@@ -5,6 +5,10 @@ from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Column
+
+_WIDTH = 60  # of a stage's name, in characters
+_MAX_STAGES = 8  # the last ones are shown
 
 
 class ProgressDisplay:
@@ -21,7 +25,7 @@ class ProgressDisplay:
         console = console or Console(stderr=True)
         self._progress = Progress(
             SpinnerColumn(finished_text="✓"),
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", table_column=Column(max_width=_WIDTH, no_wrap=True, overflow="ellipsis")),
             BarColumn(bar_width=24),
             TimeElapsedColumn(),
             console=console,
@@ -40,6 +44,8 @@ class ProgressDisplay:
         if stage not in self._tasks:
             self._finish()
             self._tasks[stage] = self._progress.add_task(stage, total=1.0)
+            for task in list(self._tasks.values())[:-_MAX_STAGES]:
+                self._progress.update(task, visible=False)
         self._progress.update(self._tasks[stage], completed=done)
 
     def __enter__(self) -> Self:

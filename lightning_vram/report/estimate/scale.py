@@ -47,9 +47,14 @@ def choose_scale(estimate: MemoryEstimate) -> Scale:
     )
     has_limit = limit <= _FAR * needed
     end_bytes = _HEADROOM * (max(needed, limit) if has_limit else needed)
-    units = ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"), (1, "B"))
-    unit_bytes, unit = next(found for found in units if end_bytes >= found[0] or found[0] == 1)
+    unit_bytes, unit = unit_of(end_bytes)
     return Scale(unit, unit_bytes, end_bytes, _round_step(end_bytes / unit_bytes / _NUM_TICKS) * unit_bytes, has_limit)
+
+
+def unit_of(num_bytes: float) -> tuple[int, str]:
+    """Return the largest unit of bytes of which there is one, and its name."""
+    units = ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"), (1, "B"))
+    return next(found for found in units if num_bytes >= found[0] or found[0] == 1)
 
 
 def is_note_above(estimate: MemoryEstimate, scale: Scale) -> bool:

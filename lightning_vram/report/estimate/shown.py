@@ -5,7 +5,6 @@ import io
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from importlib.util import find_spec
 from pathlib import Path
 from typing import ParamSpec
 
@@ -16,11 +15,10 @@ from lightning_vram.memory.estimate.result import MemoryEstimate
 from lightning_vram.report.estimate.figure import save
 from lightning_vram.report.estimate.html import page
 from lightning_vram.report.estimate.table import estimate_table
+from lightning_vram.report.pictures import PAGE, check_picture_path
 
 _P = ParamSpec("_P")
 _WIDTH = 100
-_PICTURES = (".png", ".svg", ".pdf")
-_PAGE = ".html"
 
 
 @dataclass(frozen=True)
@@ -46,31 +44,15 @@ class ShownEstimate(MemoryEstimate):
         """
         file = Path(path)
         check_plot_path(file)
-        if file.suffix.lower() == _PAGE:
+        if file.suffix.lower() == PAGE:
             file.write_text(page(self), encoding="utf-8")
         else:
             save(self, file)
 
 
 def check_plot_path(path: Path) -> None:
-    """Refuse what no picture can be written to, before the work.
-
-    Args:
-        path: File to write.
-
-    Raises:
-        ValueError: If its ending is none of those known.
-        FileNotFoundError: If its folder is not there.
-        ModuleNotFoundError: If it is a picture and matplotlib is not installed.
-    """
-    if path.suffix.lower() not in (*_PICTURES, _PAGE):
-        raise ValueError(f"plot(path) must end in one of {', '.join((*_PICTURES, _PAGE))}, got '{path}'.")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"plot(path): there is no folder '{path.parent}'.")
-    if path.suffix.lower() in _PICTURES and find_spec("matplotlib") is None:
-        raise ModuleNotFoundError(
-            "a picture needs matplotlib: pip install 'lightning-vram[plots]'. A page (step.html) needs nothing."
-        )
+    """Refuse what no picture can be written to, before the work."""
+    check_picture_path(path, page="step.html")
 
 
 def shown(estimate_memory: Callable[_P, MemoryEstimate]) -> Callable[_P, ShownEstimate]:

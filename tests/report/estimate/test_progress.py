@@ -35,3 +35,13 @@ def test_the_screen_is_left_as_it_was():
     text = show(("building", 1.0), is_terminal=True)
     assert text.endswith("\x1b[2K")
     assert "\x1b[?25h" in text  # the cursor is seen again
+
+
+def test_long_names_and_many_stages_leave_room():
+    text = show(*((f"stage {number} " + "x" * 90, 0.5) for number in range(12)), is_terminal=True)
+    last = text.rpartition("stage 4 ")[2]  # the last eight
+    assert "stage 3 " not in last
+    frames = [line for line in last.splitlines() if "stage 11" in line]
+    assert "x…" in frames[-1]
+    assert "━" in frames[-1]
+    assert "0:00:00" in frames[-1]

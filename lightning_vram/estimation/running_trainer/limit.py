@@ -1,4 +1,4 @@
-"""What ``MemoryBudget(limit)`` means on a device."""
+"""What a limit for a run means on a device: all that is left, bytes, or a share."""
 
 import torch
 
@@ -7,12 +7,15 @@ from lightning_vram.memory.device.room import device_room
 from lightning_vram.memory.host.available import available_host_bytes
 from lightning_vram.memory.units import parse_bytes
 
-NAME = "MemoryBudget(limit)"
 AUTO = "auto"
 
 
-def check_limit(limit: object) -> None:
+def check_limit(name: str, limit: object) -> None:
     """Refuse what is no limit.
+
+    Args:
+        name: Of the argument, as in ``"MemoryBudget(limit)"``.
+        limit: What it was given.
 
     Raises:
         TypeError: If it is of a wrong kind.
@@ -22,20 +25,21 @@ def check_limit(limit: object) -> None:
         return
     if isinstance(limit, float):
         if not 0 < limit <= 1:
-            raise ValueError(f"{NAME} as a share of the device must be above 0 and at most 1, got {limit}.")
+            raise ValueError(f"{name} as a share of the device must be above 0 and at most 1, got {limit}.")
     elif isinstance(limit, bool) or not isinstance(limit, int | str):
         kind = type(limit).__name__
         raise TypeError(
-            f"{NAME} must be 'auto', bytes, text such as '20GiB', or a share, got {limit!r} of type {kind}."
+            f"{name} must be 'auto', bytes, text such as '20GiB', or a share, got {limit!r} of type {kind}."
         )
-    elif parse_bytes(limit, NAME) == 0:
-        raise ValueError(f"{NAME} must be above 0, got {limit!r}.")
+    elif parse_bytes(limit, name) == 0:
+        raise ValueError(f"{name} must be above 0, got {limit!r}.")
 
 
-def limit_bytes(limit: int | float | str, device: torch.device) -> int | None:
+def limit_bytes(name: str, limit: int | float | str, device: torch.device) -> int | None:
     """Return a limit in bytes; ``None`` if there is none.
 
     Args:
+        name: Of the argument.
         limit: As :func:`check_limit` lets it pass.
         device: What shares are of; of a device that does not tell, of what the host has available.
     """
@@ -44,7 +48,7 @@ def limit_bytes(limit: int | float | str, device: torch.device) -> int | None:
     if isinstance(limit, float):
         all_bytes = total_bytes(device) if can_limit(device) else available_host_bytes() or 0
         return int(limit * all_bytes)
-    return parse_bytes(limit, NAME)
+    return parse_bytes(limit, name)
 
 
 def room_bytes(device: torch.device, num_processes: int) -> int | None:

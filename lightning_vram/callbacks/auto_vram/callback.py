@@ -1,0 +1,201 @@
+"""One word for the whole package: what makes a run fit is found before it begins, and put to work."""
+
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from typing_extensions import override
+
+from lightning_vram.argument_checks import check_bool
+from lightning_vram.callbacks.auto_vram.decision import Decision, can_run_again, decide, tighter
+from lightning_vram.callbacks.auto_vram.first_steps import FirstSteps, Took, better
+from lightning_vram.callbacks.auto_vram.parts import PlannedParts
+from lightning_vram.callbacks.auto_vram.words import NAME, correction_line, relief_note, tighter_line
+from lightning_vram.callbacks.hook_points import Relief, check_trainer, rank_timeout
+from lightning_vram.core.processes.agreement import RankAgreement
+from lightning_vram.estimation.running_trainer import AUTO, check_limit, decide_together, limit_bytes
+from lightning_vram.memory.device.allocator import has_cache
+from lightning_vram.planner.parts import Exactness, Part
+from lightning_vram.planner.plan import level_of
+from lightning_vram.planner.remedies import CHECKPOINTING
+from lightning_vram.planner.scheme import Scheme
+
+_BUDGET = f"{NAME}(budget)"
+
+
+class AutoVRAM(Callback):
+    """Find what makes a fit fit, at the least cost, and do it.
+
+    At the start of ``fit`` steps of this very Trainer run on tensors without memory, with this module and its first
+    batch: as they are, and with parts of this package. The fastest way that fits is taken, and told in a table. A run
+    that fits as it is stays as it is. Parts that the user has chosen are kept, and planned around. After the fit the
+    Trainer and the module are what they were.
+
+    Where memory runs out in spite of the plan, on one device and with automatic optimization, the state before the
+    step is brought back, the plan is made tighter, and the step runs again.
+
+    Rank zero plans, for the rank with the least room, and all ranks do the same. A strategy cannot be chosen any more
+    when a fit begins: where only ``strategy="fsdp_offload"`` would help, the message says so
+    (:func:`lightning_vram.plan_memory` plans with it). Where nothing can be told (data that cannot be read twice, a
+    step that needs the values of its tensors), a warning says so and the run goes on as it is, on one device with its
+    layers checkpointed once memory has run out.
+
+    Args:
+        budget: What may be needed of the device. ``"auto"``: what it has left when ``fit`` begins. Bytes, as an
+            ``int`` or as ``"20GiB"``, or a share of the device between 0 and 1.
+        allow: ``"exact"``: weights are those of the run as it is, to the bit. ``"lossless"``: in exact arithmetic.
+            ``"any"``: gradients may differ by a bounded error.
+        replan: Whether to plan once more after the first steps, with what they took.
+
+    Raises:
+        TypeError: If an argument has another type than said above.
+        ValueError: If ``budget`` is no size above 0 and no share, or ``allow`` is none of the three.
+        MisconfigurationException: In ``setup``, on all ranks, if nothing fits a budget that was named, or if there are
+            several in one trainer.
+
+    Attributes:
+        budget_bytes: What there was in the last fit; ``None`` before, and if nobody could plan.
+
+    Example:
+        >>> import lightning.pytorch as pl
+        >>> from lightning_vram import AutoVRAM
+        >>> trainer = pl.Trainer(callbacks=[AutoVRAM("20GiB")], logger=False)
+    """
+
+    takes_no_memory = True  # an estimate leaves it out
+    uses_gradients = False  # so that optimizers may step before: see FSDPOffloadStrategy
+
+    def __init__(self, budget: int | float | str = AUTO, allow: str = "exact", *, replan: bool = True) -> None:
+        check_limit(_BUDGET, budget)
+        check_bool(f"{NAME}(replan)", replan)
+        self.budget = budget
+        self.allow = allow
+        self.replan = replan
+        self.budget_bytes: int | None = None
+        self._level = level_of(f"{NAME}(allow)", allow)
+        self._decision: Decision | None = None
+        self._parts: PlannedParts | None = None
+        self._first_steps: FirstSteps | None = None
+
+    @property
+    def scheme(self) -> Scheme | None:
+        """What is done in the fit that is running; ``None`` between fits, or if nobody could plan."""
+        return None if self._parts is None else self._parts.scheme
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        check_trainer(NAME, trainer)
+        self._end()  # a run whose end another callback's error cut short
+        if stage != "fit":
+            return
+        if sum(isinstance(callback, AutoVRAM) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
+            raise MisconfigurationException(f"{NAME} can be used once, got several: one device has one budget.")
+        limit = limit_bytes(_BUDGET, self.budget, trainer.strategy.root_device)
+        guards = [self._make_guard(trainer)] if can_run_again(trainer) else []
+        decision = decide_together(
+            trainer,
+            pl_module,
+            limit,
+            rank_timeout(trainer),
+            lambda read: decide(read, self._level, guards, has_budget=limit is not None),
+        )
+        if decision.kind == "error":
+            raise MisconfigurationException(decision.message)
+        (rank_zero_info if decision.kind == "info" else rank_zero_warn)(decision.message)
+        self._decision = decision
+        self.budget_bytes = decision.budget_bytes or None
+        if decision.taken is not None:
+            scheme = decision.taken.scheme
+            is_guarded = decision.is_tight and "MicroBatching" not in [part.name for part in scheme.parts]
+            self._parts = PlannedParts(trainer, scheme, guards if is_guarded else [])
+        elif guards:
+            self._parts = PlannedParts(trainer, Scheme(), guards)
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        device = trainer.strategy.root_device
+        if self.replan and self._parts is not None and self._parts.scheme.parts and has_cache(device):
+            self._first_steps = FirstSteps(device)
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._first_steps is not None:
+            self._first_steps.begin_batch()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+    ) -> None:
+        took = None if self._first_steps is None else self._first_steps.end_batch()
+        if took is not None:
+            self._first_steps = None
+            self._correct(trainer, took)
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._end()
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        parts, self._parts, self._decision, self._first_steps = self._parts, None, None, None
+        if parts is not None:
+            parts.on_exception(exception)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_decision": None, "_parts": None, "_first_steps": None}  # a copy is not part of any run
+
+    def _end(self) -> None:
+        parts, self._parts, self._decision, self._first_steps = self._parts, None, None, None
+        if parts is not None:
+            parts.teardown()
+
+    def _correct(self, trainer: pl.Trainer, took: Took) -> None:
+        """Plan once more, by what a step took: the most of all ranks. A collective."""
+        decision, parts = self._decision, self._parts
+        assert decision is not None
+        assert decision.found is not None
+        assert parts is not None
+        ranks = RankAgreement(rank_timeout(trainer))
+        try:
+            nanoseconds, reserved_bytes = ranks.largest(int(took.seconds * 1e9), took.reserved_bytes)
+        finally:
+            ranks.close()
+        scheme = better(decision.found, parts.scheme, decision.budget_bytes, nanoseconds / 1e9)
+        if reserved_bytes > decision.budget_bytes:
+            scheme = tighter(parts.scheme, decision.found, may_checkpoint=_may_checkpoint(trainer))
+        rank_zero_info(correction_line(nanoseconds / 1e9, reserved_bytes, decision.budget_bytes, scheme))
+        if scheme is not None:
+            parts.change(scheme)
+
+    def _make_guard(self, trainer: pl.Trainer) -> Callback:
+        """Make what runs a step again that ran out of memory."""
+        guard = Part("lightning_vram.MicroBatching").make()
+        guard.relief = Relief(
+            partial(self._make_room, trainer), self._level >= Exactness.LOSSLESS, relief_note(self._level)
+        )
+        return guard  # type: ignore[no-any-return]
+
+    def _make_room(self, trainer: pl.Trainer) -> bool:
+        if self._parts is None or self._decision is None:
+            return False
+        scheme = tighter(self._parts.scheme, self._decision.found, may_checkpoint=_may_checkpoint(trainer))
+        if scheme is None:
+            return False
+        try:
+            self._parts.change(scheme)
+        except (MisconfigurationException, ValueError):  # no layers that could be checkpointed
+            return False
+        rank_zero_warn(tighter_line(scheme))
+        return True
+
+
+def _may_checkpoint(trainer: pl.Trainer) -> bool:
+    """Whether layers are not checkpointed yet, by the user or the plan."""
+    parts = {base.__name__ for callback in trainer.callbacks for base in type(callback).__mro__}  # type: ignore[attr-defined]
+    return CHECKPOINTING.name not in parts

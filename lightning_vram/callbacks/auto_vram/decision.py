@@ -1,0 +1,150 @@
+"""What rank zero decides before the run, and how a plan gets tighter on the way."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from lightning_vram.callbacks.auto_vram.parts import differs_late
+from lightning_vram.callbacks.auto_vram.words import fits_line, miss_message, plan_message, unknown_line
+from lightning_vram.estimation.running_trainer import RunningTrainer
+from lightning_vram.estimation.traced_fit import FitRun
+from lightning_vram.memory.device.accelerators import has_statistics
+from lightning_vram.memory.device.allocator import empty_cache, has_cache
+from lightning_vram.memory.estimate.calibrate import measure_bus
+from lightning_vram.memory.estimate.device_spec import DeviceSpec
+from lightning_vram.memory.units import parse_bytes
+from lightning_vram.planner.parts import Exactness, Part
+from lightning_vram.planner.plan import TracedSteps
+from lightning_vram.planner.remedies import CHECKPOINTING, remedies_for
+from lightning_vram.planner.scheme import Scheme
+from lightning_vram.planner.search import Found, Measured, Workload, as_text, search
+
+_ROOM_FOR_ERRORS = 0.03  # of a device, where the user named no budget
+_TIGHT = 0.8  # of the budget
+_TIGHTER = 0.9
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What all ranks do.
+
+    Args:
+        message: For the user.
+        kind: How to say it: an error ends the run.
+        found: By the search; ``None`` if there was none.
+        budget_bytes: What there was.
+    """
+
+    message: str
+    kind: Literal["info", "warning", "error"] = "info"
+    found: Found | None = None
+    budget_bytes: int = 0
+
+    @property
+    def taken(self) -> Measured | None:
+        """What is run; ``None``: nobody knows."""
+        return None if self.found is None else self.found.best or self.found.least
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether the run may yet need more than there is."""
+        return self.taken is not None and self.taken.needed_bytes > _TIGHT * self.budget_bytes
+
+
+def decide(
+    read: Callable[[], RunningTrainer], level: Exactness, guards: Sequence[Callback], *, has_budget: bool
+) -> Decision:
+    """Search for what makes the run fit.
+
+    Args:
+        read: Reads the Trainer.
+        level: What results may be.
+        guards: Callbacks that will stand beside the plan's.
+        has_budget: Whether the user named a budget: one that cannot be kept is an error.
+    """
+    try:
+        run = read()
+        budget_bytes = run.device.memory_bytes
+        if not has_budget:
+            budget_bytes = int((1 - _ROOM_FOR_ERRORS) * budget_bytes)
+        found = _search(run, budget_bytes, level, guards)
+    except Exception as error:  # a step on tensors without values may fail where the run does not
+        return Decision(unknown_line(f"{type(error).__name__}: {error}", can_run_again=bool(guards)), "warning")
+    if found.best is None:
+        message = miss_message(found, budget_bytes, run.device.name, level, goes_on=not has_budget)
+        return Decision(message, "error" if has_budget else "warning", found, budget_bytes)
+    if found.best is found.plain:
+        return Decision(fits_line(found.plain, budget_bytes, run.device.name), "info", found, budget_bytes)
+    return Decision(plan_message(found, budget_bytes, run.device.name), "info", found, budget_bytes)
+
+
+def _search(run: RunningTrainer, budget_bytes: int, level: Exactness, guards: Sequence[Callback]) -> Found:
+    fit = FitRun(
+        {**run.arguments, "callbacks": [*run.arguments["callbacks"], *guards]},
+        run.device if run.device.name != "cpu" else None,
+        num_ranks=run.num_devices * run.num_nodes,
+        with_times=True,
+    )
+    remedies = remedies_for(run.arguments, level, on_card=fit.card is not None, has_strategies=False)
+    plain = TracedSteps(run.module, run.batch, fit)(Scheme())
+    assert plain is not None  # nothing refuses the user's own run
+    if plain.needed_bytes <= budget_bytes:  # the bus is not measured for a run that fits
+        return Found(plain, plain, (plain,))
+    steps = TracedSteps(run.module, run.batch, replace(fit, card=_with_bus(fit.card)))
+    return search(steps, Workload(budget_bytes, steps.batch_size, steps.travel_bytes), remedies)
+
+
+def _with_bus(spec: DeviceSpec | None) -> DeviceSpec | None:
+    """What makers tell of a bus is not what a slot gives."""
+    if spec is None or not has_statistics(torch.device(spec.name).type):
+        return spec
+    device = torch.device(spec.name)
+    try:
+        return replace(spec, bus_bytes_per_s=measure_bus(device))
+    except torch.OutOfMemoryError:
+        return spec
+    finally:
+        empty_cache(device)
+
+
+def tighter(scheme: Scheme, found: Found | None, *, may_checkpoint: bool) -> Scheme | None:
+    """Return a scheme that needs less, and that a run can go on with; ``None`` if there is none.
+
+    Args:
+        scheme: What is run.
+        found: By the search; ``None`` if there was none.
+        may_checkpoint: Whether layers may be checkpointed that are not yet.
+    """
+    if found is None:
+        return scheme + CHECKPOINTING if may_checkpoint else None
+    checkpointing = next((part for part in scheme.parts if part.name == CHECKPOINTING.name), None)
+    if checkpointing is not None and "budget" in checkpointing.init_args:
+        smaller = _smaller(checkpointing, scheme, found)
+        return Scheme(tuple(smaller if part is checkpointing else part for part in scheme.parts))
+    others = [one for one in found.tried if differs_late(one.scheme, scheme)]
+    now = next((one.needed_bytes for one in others if one.scheme == scheme), found.least.needed_bytes)
+    less = [one for one in others if one.needed_bytes < _TIGHTER * now]
+    if less:
+        return min(less, key=lambda one: one.seconds).scheme
+    return scheme + CHECKPOINTING if may_checkpoint else None
+
+
+def _smaller(checkpointing: Part, scheme: Scheme, found: Found) -> Part:
+    """Let layers keep less; nothing at all, if they keep little."""
+    rest = [part for part in scheme.parts if part is not checkpointing]
+    lean = next((one for one in found.tried if one.scheme == Scheme((*rest, CHECKPOINTING))), None)
+    budget_bytes = int(_TIGHTER * parse_bytes(checkpointing.init_args["budget"]))
+    if lean is None or budget_bytes <= lean.activation_bytes:
+        return CHECKPOINTING
+    return replace(checkpointing, init_args={**checkpointing.init_args, "budget": as_text(budget_bytes)})
+
+
+def can_run_again(trainer: pl.Trainer) -> bool:
+    """Whether a step that ran out of memory can run again: not where ranks wait in the middle of it."""
+    is_alone = trainer.world_size == 1 and has_cache(trainer.strategy.root_device)
+    names = [type(callback).__name__ for callback in trainer.callbacks]  # type: ignore[attr-defined]
+    return is_alone and trainer.lightning_module.automatic_optimization and "MicroBatching" not in names

@@ -1,0 +1,87 @@
+"""What the first steps with a plan took, to correct it once."""
+
+import time
+from dataclasses import dataclass, replace
+
+import torch
+
+from lightning_vram.callbacks.auto_vram.parts import differs_late
+from lightning_vram.memory.device.allocator import PeakWatch
+from lightning_vram.planner.scheme import Scheme
+from lightning_vram.planner.search import Found, Measured
+
+_FIRST, _LAST = 3, 6  # batches: the first two see optimizers make their states, and plans being made
+_WORTH_A_CHANGE = 0.97
+
+
+@dataclass(frozen=True)
+class Took:
+    """What a batch took.
+
+    Args:
+        seconds: On average.
+        reserved_bytes: Of the device, at most.
+    """
+
+    seconds: float
+    reserved_bytes: int
+
+
+class FirstSteps:
+    """Measures some batches after the first ones. The device is waited for twice.
+
+    Args:
+        device: With a caching allocator.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._watch = PeakWatch(device)
+        self._num_batches = 0
+        self._started = 0.0
+
+    def begin_batch(self) -> None:
+        """A batch begins."""
+        if self._num_batches == _FIRST:
+            self._synchronize()
+            self._watch.restart()
+            self._started = time.perf_counter()
+
+    def end_batch(self) -> Took | None:
+        """A batch has ended; returns what they took, once."""
+        self._num_batches += 1
+        if self._num_batches != _LAST:
+            return None
+        self._synchronize()
+        seconds = (time.perf_counter() - self._started) / (_LAST - _FIRST)
+        return Took(seconds, self._watch.read().peak_reserved_bytes)
+
+    def _synchronize(self) -> None:
+        torch.get_device_module(self._device).synchronize(self._device)
+
+
+def better(found: Found, scheme: Scheme, budget_bytes: int, seconds: float) -> Scheme | None:
+    """Return a scheme that is faster by what a step took, and that a run can go on with; ``None`` if none is.
+
+    Args:
+        found: By the search.
+        scheme: What is run.
+        budget_bytes: What there is.
+        seconds: That a step of it takes. The computation is taken to be as much slower, or faster, in all; what goes
+            over the bus is not, whose rate was measured.
+    """
+    now = next((one for one in found.tried if one.scheme == scheme), None)
+    if now is None or now.seconds > now.time.compute:
+        return None
+    factor = seconds / now.seconds
+    fitting = [
+        _corrected(one, factor)
+        for one in found.tried
+        if one.needed_bytes <= budget_bytes and differs_late(one.scheme, scheme)
+    ]
+    fastest = min(fitting, key=lambda one: one.seconds, default=now)
+    return fastest.scheme if fastest.seconds < _WORTH_A_CHANGE * seconds else None
+
+
+def _corrected(one: Measured, factor: float) -> Measured:
+    return replace(one, time=replace(one.time, compute=one.time.compute * factor, host=one.time.host * factor))

@@ -1,0 +1,81 @@
+"""Parts of a plan in a Trainer that is running: put in, changed on the way, taken out."""
+
+from collections.abc import Sequence
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+
+from lightning_vram.planner.parts import Part
+from lightning_vram.planner.scheme import Scheme
+
+_LATE = ("ActivationCheckpointing", "ActivationOffload")
+
+
+class PlannedParts:
+    """Callbacks and plugins of a scheme, as long as a fit lasts.
+
+    To be made in a ``setup`` hook: Lightning goes on through the list of callbacks, to those that are added at its end.
+
+    Args:
+        trainer: That is in its ``setup`` hooks.
+        scheme: Without a strategy.
+        more: Callbacks beside it.
+    """
+
+    def __init__(self, trainer: pl.Trainer, scheme: Scheme, more: Sequence[Callback] = ()) -> None:
+        self._trainer = trainer
+        self._callbacks: list[tuple[Part | None, Callback]] = [(None, callback) for callback in more]
+        self._precision = trainer.strategy.precision_plugin
+        self.scheme = scheme
+        for part in scheme.parts:
+            if part.place == "plugins":
+                trainer.strategy.precision_plugin = part.make()
+            else:
+                self._callbacks.append((part, part.make()))
+        self._list.extend(callback for _, callback in self._callbacks)
+
+    @property
+    def _list(self) -> list[Callback]:
+        return self._trainer.callbacks  # type: ignore[attr-defined, no-any-return]
+
+    def change(self, scheme: Scheme) -> None:
+        """Go on with another scheme: between two steps, or two tries of one."""
+        trainer, module = self._trainer, self._trainer.lightning_module
+        wanted = [part for part in scheme.parts if part.name in _LATE]
+        for part, callback in list(self._callbacks):
+            if part is not None and part.name in _LATE and part not in wanted:
+                callback.teardown(trainer, module, "fit")
+                self._list.remove(callback)
+                self._callbacks.remove((part, callback))
+        known = [part for part, _ in self._callbacks]
+        for part in wanted:
+            if part not in known:
+                callback = part.make()
+                callback.start_late(trainer)
+                self._callbacks.append((part, callback))
+                self._list.append(callback)
+        self.scheme = scheme
+
+    def teardown(self) -> None:
+        """Undo and take out all of them."""
+        for _, callback in self._take_out():
+            callback.teardown(self._trainer, self._trainer.lightning_module, "fit")
+
+    def on_exception(self, exception: BaseException) -> None:
+        """The same after an error."""
+        for _, callback in self._take_out():
+            callback.on_exception(self._trainer, self._trainer.lightning_module, exception)
+
+    def _take_out(self) -> list[tuple[Part | None, Callback]]:
+        taken, self._callbacks = self._callbacks, []
+        own = [callback for _, callback in taken]
+        self._list[:] = [callback for callback in self._list if all(callback is not one for one in own)]
+        self._trainer.strategy.precision_plugin = self._precision
+        return taken
+
+
+def differs_late(one: Scheme, other: Scheme) -> bool:
+    """Whether a run can go on with the other on its way."""
+    return [part for part in one.parts if part.name not in _LATE] == [
+        part for part in other.parts if part.name not in _LATE
+    ]

@@ -1,0 +1,64 @@
+"""What ``AutoVRAM`` says."""
+
+from lightning_vram.memory.units import format_bytes
+from lightning_vram.planner.parts import Exactness
+from lightning_vram.planner.search import Found, Measured
+from lightning_vram.planner.words import summary, ways_out
+
+NAME = "AutoVRAM"
+
+
+def fits_line(plain: Measured, budget_bytes: int, device: str) -> str:
+    """Say that there is nothing to do."""
+    needed, budget = format_bytes(plain.needed_bytes), format_bytes(budget_bytes)
+    return f"{NAME}: the run fits as it is. A step needs {needed} of the {budget} on {device}. Nothing is changed."
+
+
+def plan_message(found: Found, budget_bytes: int, device: str) -> str:
+    """Say what is done, and what else was tried."""
+    assert found.best is not None
+    plain, best = found.plain, found.best
+    return (
+        f"{NAME}: a step needs {format_bytes(plain.needed_bytes)}, and there are {format_bytes(budget_bytes)} on "
+        f"{device}. With {best.scheme} it needs {format_bytes(best.needed_bytes)}, in about "
+        f"{best.seconds / plain.seconds:.2f} times the time. Needed memory and time of what was tried:\n"
+        f"{summary(found, budget_bytes)}"
+    )
+
+
+def miss_message(found: Found, budget_bytes: int, device: str, level: Exactness, *, goes_on: bool) -> str:
+    """Say that nothing fits, and what would help."""
+    least = found.least
+    fate = " The run goes on with it, and will probably run out of memory." if goes_on else ""
+    return (
+        f"{NAME}: nothing fits {format_bytes(budget_bytes)} on {device}. The least is "
+        f"{format_bytes(least.needed_bytes)}, with {least.scheme}.{fate} {ways_out(found.least, budget_bytes, level)}"
+    )
+
+
+def unknown_line(error: str, *, can_run_again: bool) -> str:
+    """Say that nobody can tell."""
+    reason = error.partition("\n")[0].rstrip(".")
+    later = ", with checkpointed layers once memory has run out" if can_run_again else ""
+    return f"{NAME} cannot plan this run: {reason}. The run goes on as it is{later}."
+
+
+def correction_line(seconds: float, reserved_bytes: int, budget_bytes: int, scheme: object | None) -> str:
+    """Say what the first steps took, and what changes."""
+    end = "The plan stays." if scheme is None else f"From now on with {scheme}."
+    return (
+        f"{NAME}: a step takes {seconds * 1e3:.1f} ms, with {format_bytes(reserved_bytes)} of the "
+        f"{format_bytes(budget_bytes)} reserved. {end}"
+    )
+
+
+def tighter_line(scheme: object) -> str:
+    """Say that the plan was not enough."""
+    return f"{NAME}: memory ran out in spite of the plan. The step runs again with {scheme}."
+
+
+def relief_note(level: Exactness) -> str:
+    """For an error that no plan helps against."""
+    if level == Exactness.EXACT:
+        return f"{NAME}: no tighter plan is left. With allow='lossless' the batch would run in parts."
+    return f"{NAME}: no tighter plan is left."

@@ -1,0 +1,189 @@
+"""A question about a run that is not made: what the commands ``estimate`` and ``plan`` have in common.
+
+They take the files and arguments of ``fit``. Classes are made as there, but for the Trainer: of it only the arguments.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from types import MethodType
+from typing import Any, Protocol
+
+from jsonargparse import Namespace, set_parsing_settings
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, instantiate_class
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from rich.console import RenderableType
+from typing_extensions import override
+
+from lightning_vram.commands.batch import make_batch
+from lightning_vram.commands.offline import NoDownloads
+from lightning_vram.commands.parser import PARSER_MODE, PROGRAM, CommandParser
+from lightning_vram.memory.estimate.device_spec import DeviceSpec
+from lightning_vram.memory.estimate.known_devices import find_device
+from lightning_vram.memory.estimate.untouched import UntouchedWeights
+from lightning_vram.memory.units import parse_bytes
+from lightning_vram.report.estimate import ProgressDisplay
+
+_OPTIONS: dict[str, tuple[Any, Any, str]] = {
+    "device": (str, None, "The device that is meant: the name of a known one, as rtx4090 or h100."),
+    "device_memory": (
+        int | str | None,
+        None,
+        "Describes another device, of the name given: what its driver says, 24GiB.",
+    ),
+    "devices": (int | None, None, "How many of them on each node. By default trainer.devices where that is a number."),
+    "num_nodes": (int | None, None, "How many nodes. By default trainer.num_nodes."),
+    "precision": (Any, None, "In the place of trainer.precision."),
+    "batch.shape": (
+        Any,
+        None,
+        "In the place of data: sizes of a tensor, '[8, 3, 224, 224]', or of several: '[[8, 3, 224, 224], [8]]', "
+        "'{tokens: [8, 1024]}'.",
+    ),
+    "batch.dtype": (Any, "float32", "Of all tensors of batch.shape, or of each: '[float32, int64]'."),
+    "batch.high": (Any, 2, "Whole numbers of batch.shape are below it, as tokens are: of all tensors, or of each."),
+}
+OPTIONS = tuple(_OPTIONS)
+
+
+class Question(Protocol):
+    """What is asked of a run, and the answer."""
+
+    name: str
+    verb: str
+    description: str
+
+    def add_arguments(self, parser: LightningArgumentParser) -> None:
+        """Add options beside those of all questions."""
+
+    def check(self, config: Namespace) -> None:
+        """Refuse options before anything is made, which takes long."""
+
+    def ask(self, config: Namespace, module: LightningModule, batch: Any, **arguments: Any) -> None:
+        """Find the answer.
+
+        Args:
+            config: All options.
+            module: Of the run.
+            batch: Of the run; ``None`` if its ``datamodule`` or the module makes it.
+            arguments: By their names ``datamodule``, ``device``, ``trainer`` (the arguments of one), ``devices``,
+                ``num_nodes`` and ``on_progress``.
+        """
+
+    def answer(self) -> Iterable[RenderableType]:
+        """Return what is printed; text as it is."""
+
+
+class QuestionCLI(LightningCLI):
+    """Ask instead of fit.
+
+    Args:
+        question: What is asked.
+        args: Arguments after the command's name.
+    """
+
+    def __init__(self, question: Question, args: Sequence[str]) -> None:
+        set_parsing_settings(omegaconf_absolute_to_relative_paths=True)  # as for `fit`
+        self.is_running = False
+        self._question = question
+        self._batch: Any = None
+        self._device: str | DeviceSpec = ""
+        with NoDownloads():
+            super().__init__(
+                args=list(args),
+                run=False,
+                save_config_callback=None,
+                parser_class=CommandParser,
+                parser_kwargs={
+                    "parser_mode": PARSER_MODE,
+                    "prog": f"{PROGRAM} {question.name}",
+                    "description": f"{question.description} Takes the files and arguments of `fit`, and those below.",
+                },
+            )
+
+    @override
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        for name, (kind, default, text) in _OPTIONS.items():
+            parser.add_argument(f"--{name}", type=kind, default=default, help=text)
+        self._question.add_arguments(parser)
+        # Those of `fit` that mean nothing here: its files are taken as they are.
+        parser.add_method_arguments(Trainer, "fit", skip=set(LightningCLI.subcommands()["fit"]))
+        parser.add_argument("--compare_with_plain", type=bool, default=False, help="Of `fit`, not used.")
+
+    @override
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        self.config = parser.parse_args(args)  # without a word about sys.argv
+
+    @override
+    def before_instantiate_classes(self) -> None:
+        config = self.config
+        if config.device is None:
+            raise MisconfigurationException(
+                f"--device is missing: the device to {self._question.verb} for, as in --device rtx4090."
+            )
+        self._device = config.device
+        if config.device_memory is not None:
+            self._device = _describe(config.device, parse_bytes(config.device_memory, "device_memory"))
+        self._question.check(config)
+        if config.batch.shape is not None:
+            self._batch = make_batch(config.batch.shape, config.batch.dtype, config.batch.high)
+        if config.precision is not None:
+            config.trainer.precision = config.precision
+        self.trainer_class = dict  # type: ignore[assignment]  # called with the arguments of a Trainer, which is all we want
+
+    @override
+    def instantiate_classes(self) -> None:
+        with UntouchedWeights():  # a model that needs a GPU of 80 GB is made on a laptop
+            super().instantiate_classes()
+        self._make_optimizers_late()
+
+    @override
+    def after_instantiate_classes(self) -> None:
+        if self._batch is None and self.datamodule is None and not is_overridden("train_dataloader", self.model):
+            raise MisconfigurationException(
+                "there is no batch: name a datamodule (--data), or give the shapes of one, as in --batch.shape "
+                "'[8, 3, 224, 224]', with --batch.dtype and, for whole numbers, --batch.high."
+            )
+        self.is_running = True
+        arguments: dict[str, Any] = self.trainer  # type: ignore[assignment]
+        with ProgressDisplay() as on_progress:
+            self._question.ask(
+                self.config,
+                self.model,
+                self._batch,
+                datamodule=self.datamodule if self._batch is None else None,
+                device=self._device,
+                trainer=arguments,
+                devices=self.config.devices or _count(arguments["devices"]),
+                num_nodes=self.config.num_nodes or arguments["num_nodes"],
+                on_progress=on_progress,
+            )
+
+    def _make_optimizers_late(self) -> None:
+        """Let the optimizer of a configuration be that of whichever copy of the module is asked for it."""
+        optimizer, scheduler = self.config_init.get("optimizer"), self.config_init.get("lr_scheduler")
+        if not optimizer:
+            return
+
+        def configure_optimizers(module: LightningModule) -> Any:
+            made = instantiate_class(module.parameters(), optimizer)
+            return self.configure_optimizers(module, made, instantiate_class(made, scheduler) if scheduler else None)
+
+        self.model.configure_optimizers = MethodType(configure_optimizers, self.model)
+
+
+def _describe(name: str, memory_bytes: int) -> DeviceSpec:
+    """Describe a device of so many bytes: as the known one of that name, if there is one."""
+    try:
+        return replace(find_device(name), memory_bytes=memory_bytes)
+    except ValueError:
+        return DeviceSpec(name, memory_bytes)
+
+
+def _count(devices: Any) -> int:
+    """Read ``trainer.devices``; what stands for those of this machine is one."""
+    if isinstance(devices, list):
+        return len(devices)
+    number = int(devices) if str(devices).isdecimal() else 1
+    return max(number, 1)

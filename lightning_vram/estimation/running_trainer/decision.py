@@ -1,0 +1,108 @@
+"""What rank zero finds out for the rank that has the least room, and all ranks are told."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import lightning.pytorch as pl
+import torch
+from torch.nn.parameter import is_lazy
+
+from lightning_vram.core.processes.agreement import RankAgreement
+from lightning_vram.estimation.isolation import isolated
+from lightning_vram.estimation.running_trainer.arguments import read_trainer_arguments
+from lightning_vram.estimation.running_trainer.first_batch import read_first_batch
+from lightning_vram.estimation.running_trainer.limit import room_bytes
+from lightning_vram.memory.device.allocator import has_cache, read_allocator
+from lightning_vram.memory.estimate.device_spec import DeviceSpec
+from lightning_vram.memory.estimate.known_devices import describe_this_device
+
+Decision = TypeVar("Decision")
+
+
+@dataclass(frozen=True)
+class RunningTrainer:
+    """A run that is about to begin, as an estimate of it wants it.
+
+    Args:
+        module: What it trains.
+        batch: Its first one.
+        device: With what is left of it on the rank that has the least.
+        arguments: For another Trainer that runs the same step.
+        num_devices: On each node.
+        num_nodes: Number of nodes.
+    """
+
+    module: pl.LightningModule
+    batch: Any
+    device: DeviceSpec
+    arguments: dict[str, Any]
+    num_devices: int
+    num_nodes: int
+
+
+def decide_together(
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    limit: int | None,
+    timeout: timedelta,
+    decide: Callable[[Callable[[], RunningTrainer]], Decision],
+) -> Decision:
+    """Let rank zero decide. A collective.
+
+    Args:
+        trainer: That is in its ``setup`` hooks.
+        module: Of the run.
+        limit: Most bytes of a device that may be taken, if there is a limit.
+        timeout: How long ranks wait for each other: rank zero takes seconds.
+        decide: Is called on rank zero, with what reads the trainer, and must not raise. What it returns goes to the
+            others.
+    """
+    device = trainer.strategy.root_device
+    room = room_bytes(device, trainer.num_devices)
+    if room is not None:
+        room += _bytes_on(device, module)
+        room = room if limit is None else min(room, limit)
+    ranks = RankAgreement(timeout)
+    try:
+        known = [one for one in ranks.gather(room) if one is not None]
+        decision = decide(lambda: _read(trainer, module, known)) if trainer.is_global_zero else None
+        return ranks.gather(decision)[0]  # type: ignore[no-any-return]
+    finally:
+        ranks.close()
+
+
+def bytes_of_others(trainer: pl.Trainer, module: pl.LightningModule) -> int:
+    """Return what is allocated on the device of a run before it begins, beside the module."""
+    device = trainer.strategy.root_device
+    return read_allocator(device).allocated_bytes - _bytes_on(device, module) if has_cache(device) else 0
+
+
+def _read(trainer: pl.Trainer, module: pl.LightningModule, rooms: list[int]) -> RunningTrainer:
+    device = trainer.strategy.root_device
+    if not rooms:
+        raise ValueError(f"device '{device}' does not tell what it has left")
+    with isolated(is_connected=True):  # samplers may ask for the rank
+        batch = read_first_batch(trainer, module)
+    spec = describe_device(device, min(rooms))
+    return RunningTrainer(module, batch, spec, read_trainer_arguments(trainer), trainer.num_devices, trainer.num_nodes)
+
+
+def describe_device(device: torch.device, num_bytes: int) -> DeviceSpec:
+    """Describe what is left of a device. Its driver has taken its own part by now."""
+    memory_bytes = max(1, num_bytes)
+    if device.type == "cpu":
+        return DeviceSpec("cpu", memory_bytes)
+    return replace(describe_this_device(), name=str(device), memory_bytes=memory_bytes, context_bytes=0)
+
+
+def _bytes_on(device: torch.device, module: pl.LightningModule) -> int:
+    """What of a module is there already."""
+    tensors = [*module.parameters(), *module.buffers()]
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in tensors
+        if tensor.device == device and not is_lazy(tensor)
+    }
+    return sum(storages.values())

@@ -1,0 +1,34 @@
+"""What a user's code does at the ends of a run is no part of a step: it writes files, and tells others of it."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+
+_ENDS = (
+    "on_train_epoch_end",
+    "on_validation_epoch_end",
+    "on_train_end",
+    "on_fit_end",
+    "on_exception",
+    "on_save_checkpoint",
+    "teardown",
+)
+_OWN = "lightning_vram."
+
+
+def silence_ends(module: pl.LightningModule, callbacks: Iterable[Callback]) -> None:
+    """Leave out hooks that come after steps, of the user's code and Lightning's. Those of this package undo things.
+
+    Args:
+        module: A copy.
+        callbacks: Copies.
+    """
+    for part in (module, *callbacks):
+        if not type(part).__module__.startswith(_OWN):
+            vars(part).update(dict.fromkeys((name for name in _ENDS if hasattr(part, name)), _do_nothing))
+
+
+def _do_nothing(*_: Any, **__: Any) -> None:
+    """Stand in for a hook."""

@@ -1,0 +1,152 @@
+"""How long a step takes on a card that is not there: for each operator, the slower of its arithmetic and its traffic.
+
+A roofline (Williams et al., 2009, https://doi.org/10.1145/1498765.1498785), with the part of a maker's figures that
+kernels reach, and the time a launch takes. What runs on other streams, and on the host, runs beside the computation.
+The seconds rank ways to run one step on one card. They do not see kernels that are slower than others of their kind,
+nor waits.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_vram.core.host.copy_notes import TO_DEVICE, copies_noted
+from lightning_vram.core.operators.cost import BALANCE, OperatorWork, operator_work
+from lightning_vram.memory.device.accelerators import stream_id
+from lightning_vram.memory.estimate.device_spec import DeviceSpec
+from lightning_vram.private_names.torch.dispatch import UnwrappedMode
+from lightning_vram.private_names.torch.trees import tensors_in
+
+_REACHED_FLOPS, _REACHED_BANDWIDTH = 0.6, 0.85  # of what makers tell: see core/operators/cost.py
+_LAUNCH_SECONDS = 4e-6
+_USUAL_BANDWIDTH = 1e12
+_USUAL_BUS = 25e9
+_HOST_BANDWIDTH = 30e9  # of a process with some threads; nominal
+_FORMATS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+_WITH_TF32 = (8, 0)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step, by what takes them.
+
+    Args:
+        compute: Kernels on the card, and copies that they wait for.
+        to_card: Copies from the host beside them.
+        to_host: Copies to the host beside them.
+        host: Operators on the host.
+    """
+
+    compute: float
+    to_card: float = 0.0
+    to_host: float = 0.0
+    host: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """All of it, if what can run at the same time does."""
+        return max(self.compute, self.to_card, self.to_host, self.host)
+
+    def __sub__(self, other: "StepTime") -> "StepTime":
+        return StepTime(
+            self.compute - other.compute,
+            self.to_card - other.to_card,
+            self.to_host - other.to_host,
+            self.host - other.host,
+        )
+
+
+class StepClock(UnwrappedMode):
+    """Adds up what the operators that run inside would take on a card.
+
+    Args:
+        card: That they are to run on. Rates it does not tell are in usual proportions: times are good for ratios then.
+        device: The device that stands for it.
+    """
+
+    def __init__(self, card: DeviceSpec, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device = device
+        self._rates = _Rates(card)
+        self._noting = ExitStack()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+
+    @property
+    def now(self) -> StepTime:
+        """What was added up so far."""
+        return StepTime(**{name: self._seconds[name] for name in ("compute", "to_card", "to_host", "host")})
+
+    @override
+    def __enter__(self) -> Any:
+        self._noting.enter_context(copies_noted(self._note_copy))
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    @override
+    def __exit__(self, *error: Any) -> None:
+        self._noting.close()
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def _note_copy(self, way: str, num_bytes: int) -> None:
+        self._seconds["to_card" if way == TO_DEVICE else "to_host"] += num_bytes / self._rates.bus
+
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        work = operator_work(func, args, kwargs or {}, result)
+        if work.num_bytes:
+            place, seconds = self._take(work, args, kwargs or {}, result)
+            self._seconds[place] += seconds
+        return result
+
+    def _take(self, work: OperatorWork, args: Any, kwargs: Mapping[str, Any], result: Any) -> tuple[str, float]:
+        results = list(tensors_in(result))
+        written = _kinds(results)
+        kinds = written | _kinds(tensors_in((args, kwargs)))
+        if self._device.type not in kinds:
+            return "host", work.num_bytes / _HOST_BANDWIDTH
+        if len(kinds) > 1:
+            is_beside = stream_id(self._device) != 0
+            way = "to_card" if self._device.type in written else "to_host"
+            return way if is_beside else "compute", work.num_bytes / 2 / self._rates.bus
+        return "compute", _LAUNCH_SECONDS + max(
+            work.flops / self._rates.flops(_dtype_of(results)), work.num_bytes / self._rates.bandwidth
+        )
+
+
+def bus_bytes_per_s(card: DeviceSpec) -> float:
+    """Return what a card's bus carries one way; the usual, if nobody knows."""
+    return card.bus_bytes_per_s or _USUAL_BUS
+
+
+class _Rates:
+    def __init__(self, card: DeviceSpec) -> None:
+        is_measured = card.memory_source == "measured"
+        self.bandwidth = (card.bandwidth_bytes_per_s or _USUAL_BANDWIDTH) * (1 if is_measured else _REACHED_BANDWIDTH)
+        self.bus = bus_bytes_per_s(card)
+        self._flops = card.flops_per_s
+        self._usual = BALANCE * (card.bandwidth_bytes_per_s or _USUAL_BANDWIDTH)
+        self._share = 1 if is_measured else _REACHED_FLOPS
+        self._has_tf32 = card.capability is not None and card.capability >= _WITH_TF32
+
+    def flops(self, dtype: torch.dtype) -> float:
+        name = _FORMATS.get(dtype, "fp32")
+        if name == "fp32" and self._has_tf32 and torch.get_float32_matmul_precision() != "highest":
+            name = "tf32"
+        rate = self._flops.get(name) or self._flops.get("fp32") or self._usual
+        return rate * self._share
+
+
+def _kinds(tensors: Iterable[Tensor]) -> set[str]:
+    return {tensor.device.type for tensor in tensors if tensor.dim()}  # numbers on the host are arguments of kernels
+
+
+def _dtype_of(tensors: list[Tensor]) -> torch.dtype:
+    return next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.float32)

@@ -1,0 +1,125 @@
+"""What a plan may be made of, from what costs least to what costs most, and what of it suits a run.
+
+There are three kinds. What is *free* takes no time, and is beside everything else where it helps. *States* are about
+weights, gradients and states of optimizers; each set is a scheme of its own. *Remedies* are about activations, and are
+tried on top of each. What the user's own Trainer has is not touched, and nothing of the same kind is added.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_vram.planner.parts import Exactness, Part
+from lightning_vram.planner.scheme import Scheme
+
+EARLY_RELEASE = Part("lightning_vram.EarlyRelease", note="gradients are freed before the next forward, not after it")
+CHECKPOINTING = Part("lightning_vram.ActivationCheckpointing", note="layers run again in the backward")
+FUSION = Part("lightning_vram.InPlaceFusion", note="cheap operators run again in the backward")
+OFFLOAD = Part("lightning_vram.ActivationOffload", note="what is kept for the backward waits on the host")
+COMPRESSION = Part(
+    "lightning_vram.ActivationCompression",
+    {"lossy": "int8"},
+    exactness=Exactness.ANY,
+    note="what is kept for the backward is rounded to 8 bits",
+)
+IN_PARTS = Part("lightning_vram.MicroBatching", exactness=Exactness.LOSSLESS, note="a batch runs in parts")
+OPTIMIZER_ON_HOST = Part(
+    "lightning_vram.FSDPOffloadStrategy",
+    {"offload": "optimizer"},
+    place="strategy",
+    exactness=Exactness.LOSSLESS,  # kernels of the host round otherwise than those of the card
+    note="the optimizer and its states are on the host",
+)
+WEIGHTS_ON_HOST = Part(
+    "lightning_vram.FSDPOffloadStrategy",
+    {"offload": "params"},
+    place="strategy",
+    exactness=Exactness.LOSSLESS,
+    note="weights, the optimizer and its states are on the host",
+)
+_PLAIN_STRATEGIES = (None, "auto", "ddp")
+_FORMATS = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
+_PRECISION = "LeanMixedPrecision"
+
+
+@dataclass(frozen=True)
+class Remedies:
+    """What may be tried.
+
+    Args:
+        states: Sets about weights and states; the first one is empty.
+        singles: Each about activations, with nothing to choose.
+        checkpoints: Whether layers may be checkpointed.
+        offloads: Whether what they keep may go to the host.
+        cuts: Whether batches may run in parts.
+        free: What takes no time.
+    """
+
+    states: tuple[Scheme, ...]
+    singles: tuple[Part, ...] = ()
+    checkpoints: bool = True
+    offloads: bool = False
+    cuts: bool = False
+    free: tuple[Part, ...] = ()
+
+
+def remedies_for(own: Mapping[str, Any], level: Exactness, *, on_card: bool, has_strategies: bool = True) -> Remedies:
+    """Return what suits a run.
+
+    Args:
+        own: Arguments of the user's Trainer.
+        level: What results may be.
+        on_card: Whether it runs on a card: the host has nowhere to put what does not fit.
+        has_strategies: Whether the strategy can still be chosen.
+    """
+    taken = _names_of(own)
+    states = [Scheme()]
+    has_choice = on_card and has_strategies and own.get("strategy") in _PLAIN_STRATEGIES
+    if has_choice and level >= OPTIMIZER_ON_HOST.exactness:
+        states += [Scheme((OPTIMIZER_ON_HOST,)), Scheme((WEIGHTS_ON_HOST,))]
+    lean = _precision_parts(own) if _PRECISION not in taken and not own.get("plugins") else []
+    states[1:1] = [Scheme((part,)) for part in lean if part.exactness <= level]
+    singles = [part for part in (FUSION, COMPRESSION) if part.name not in taken and part.exactness <= level]
+    has_checkpoints = CHECKPOINTING.name in taken
+    return Remedies(
+        states=tuple(states),
+        singles=tuple(singles),
+        checkpoints=not has_checkpoints,
+        offloads=on_card and not has_checkpoints and OFFLOAD.name not in taken,
+        cuts=level >= IN_PARTS.exactness and IN_PARTS.name not in taken,
+        free=() if EARLY_RELEASE.name in taken else (EARLY_RELEASE,),
+    )
+
+
+def _precision_parts(own: Mapping[str, Any]) -> list[Part]:
+    """Plugins that take the place of the precision, or of none."""
+    format_name = _FORMATS.get(str(own.get("precision")))
+    if format_name is None:
+        return []
+    exact = Part(
+        "lightning_vram.LeanMixedPrecision",
+        {"precision": format_name, "recast_in_backward": True},
+        place="plugins",
+        replaces=("precision",),
+        note="no 16-bit copy of a weight is kept for the backward",
+    )
+    rounded = Part(
+        "lightning_vram.LeanMixedPrecision",
+        {"precision": format_name, "recast_in_backward": True, "parameters": "bf16+kahan"},
+        place="plugins",
+        exactness=Exactness.ANY,
+        replaces=("precision",),
+        note="weights and states are in bfloat16, with what the weights lack beside them",
+    )
+    return [exact, rounded] if format_name == "bf16" else [exact]
+
+
+def _names_of(own: Mapping[str, Any]) -> set[str]:
+    parts = [*_as_list(own.get("callbacks")), *_as_list(own.get("plugins"))]
+    return {base.__name__ for part in parts for base in type(part).__mro__}
+
+
+def _as_list(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list | tuple) else [value]

@@ -1,0 +1,82 @@
+"""Parts that are taken together, as arguments of a Trainer and as a configuration file."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from textwrap import indent
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+from lightning_vram.planner.parts import Exactness, Part
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """Parts beside those that the user's own Trainer has.
+
+    Args:
+        parts: In the order in which they are told.
+    """
+
+    parts: tuple[Part, ...] = ()
+
+    def __add__(self, part: Part) -> "Scheme":
+        return Scheme((*self.parts, part))
+
+    def __str__(self) -> str:
+        return " + ".join(map(str, self.parts)) or "as it is"
+
+    @property
+    def exactness(self) -> Exactness:
+        """Of the least exact part."""
+        return max((part.exactness for part in self.parts), default=Exactness.EXACT)
+
+    def trainer_kwargs(self, own: Mapping[str, Any]) -> dict[str, Any]:
+        """Return arguments of a Trainer: the user's own, and those of the parts, which are new objects.
+
+        Args:
+            own: The user's own. Callbacks and plugins are added to; a strategy takes the place of another.
+        """
+        arguments = dict(own)
+        for part in self.parts:
+            for name in part.replaces:
+                arguments.pop(name, None)
+            if part.place == "strategy":
+                arguments["strategy"] = part.make()
+            else:
+                arguments[part.place] = [*_as_list(arguments.get(part.place)), part.make()]
+        return arguments
+
+    def to_yaml(self, comments: Sequence[str] = ()) -> str:
+        """Return the section of a configuration for LightningCLI, each part under what is said of it.
+
+        Callbacks and plugins are appended (``callbacks+``) to those of the files before it.
+
+        Args:
+            comments: What else to say of each part, beside its note: a sentence, or nothing.
+        """
+        said = list(zip(self.parts, (*comments, *[""] * len(self.parts)), strict=False))
+        text = "".join(f"  {name}: null  # {part.name} does it\n" for part in self.parts for name in part.replaces)
+        for place, key in (("strategy", "strategy"), ("plugins", "plugins+"), ("callbacks", "callbacks+")):
+            entries = [_text_of(part, comment) for part, comment in said if part.place == place]
+            if entries:
+                text += "".join([f"  {key}:\n", *entries])
+        return f"trainer:\n{text}" if text else "trainer: {}\n"
+
+
+def _text_of(part: Part, comment: str) -> str:
+    entry: Any = {"class_path": part.class_path}
+    if part.init_args:
+        entry["init_args"] = dict(part.init_args)
+    entry = entry if part.place == "strategy" else [entry]
+    text: str = yaml.safe_dump(entry, sort_keys=False, default_flow_style=False, width=math.inf, allow_unicode=True)
+    note = part.note[:1].upper() + part.note[1:] + "." if part.note else ""
+    words = " ".join(filter(None, (note, comment)))
+    return indent((f"# {words}\n" if words else "") + text, " " * 4)
+
+
+def _as_list(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list | tuple) else [value]

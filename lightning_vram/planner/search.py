@@ -1,0 +1,281 @@
+"""The fastest way that fits: which parts, and how much the layers may keep.
+
+Each way is measured by whole steps on tensors without memory, so what is told of a plan is what its own run showed.
+Such a step takes seconds. So the search goes from what costs least to what costs most, leaves out what cannot be
+faster than what it has, and what cannot fit by what it has seen. How much layers may keep, and how many samples run at
+once, is one number each, and what a step needs grows with it nearly by a line: a few steps find the largest that fits.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from lightning_vram.estimation.step_time import StepTime
+from lightning_vram.memory.units import KIB, MIB
+from lightning_vram.planner.parts import Part
+from lightning_vram.planner.remedies import CHECKPOINTING, IN_PARTS, OFFLOAD, Remedies
+from lightning_vram.planner.scheme import Scheme
+
+_ROUNDS = 4  # to find one number
+_CLOSE = 0.01  # of the budget may be left
+_AS_FAST = 1.01  # of two that differ by less, the one with fewer parts is taken
+_SMALL_BUDGET = 64 * MIB
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a step of a scheme takes.
+
+    Args:
+        scheme: What was run.
+        needed_bytes: Of the device.
+        activation_bytes: The most that activations took at once.
+        time: Of the step, in the model's own measure.
+    """
+
+    scheme: Scheme
+    needed_bytes: int
+    activation_bytes: int
+    time: StepTime
+
+    @property
+    def seconds(self) -> float:
+        """Of the step."""
+        return self.time.seconds
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a plan is for.
+
+    Args:
+        budget_bytes: What there is.
+        batch_size: N, of the batch; 0 if nobody knows.
+        travel_bytes: What the bus carries to the host while a forward runs, of a step that takes so many seconds.
+    """
+
+    budget_bytes: int
+    batch_size: int = 0
+    travel_bytes: Callable[[float], int] = field(default=lambda seconds: 0)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search has found.
+
+    Args:
+        best: The fastest that fits; ``None`` if nothing does.
+        plain: The step as it is.
+        tried: All that was run, in order.
+    """
+
+    best: Measured | None
+    plain: Measured
+    tried: tuple[Measured, ...]
+
+    @property
+    def least(self) -> Measured:
+        """What needs least of all that was run."""
+        return min(self.tried, key=lambda measured: measured.needed_bytes)
+
+    @property
+    def unbeaten(self) -> tuple[Measured, ...]:
+        """What nothing else beats in memory and time at once, from the fastest to the leanest."""
+        found: list[Measured] = []
+        for one in sorted(self.tried, key=lambda one: (one.seconds, one.needed_bytes)):
+            if not found or one.needed_bytes < found[-1].needed_bytes:
+                found.append(one)
+        return tuple(found)
+
+
+Measure = Callable[[Scheme], Measured | None]
+"""Runs a step of a scheme; ``None``: a part of it refuses the run."""
+
+
+def search(measure: Measure, workload: Workload, remedies: Remedies) -> Found:
+    """Find the fastest scheme that needs no more than a budget.
+
+    Args:
+        measure: Runs a step of a scheme.
+        workload: What the plan is for.
+        remedies: What may be tried.
+    """
+    return _Search(measure, workload, remedies).run()
+
+
+class _Search:
+    def __init__(self, measure: Measure, workload: Workload, remedies: Remedies) -> None:
+        self._measure = measure
+        self._workload = workload
+        self._budget_bytes = workload.budget_bytes
+        self._remedies = remedies
+        self._tried: list[Measured] = []
+
+    def run(self) -> Found:
+        plain = self._run(Scheme())
+        assert plain is not None  # nothing refuses the user's own run
+        if not self._fits(plain):
+            start = self._take_what_is_free(plain)
+            for states in self._remedies.states:
+                if self._is_as_fast(plain):
+                    break
+                whole = self._run(_on(start, states)) if states.parts else start
+                if whole is not None and not self._fits(whole) and self._may_win(whole, start):
+                    self._try_remedies(whole, is_first=whole is start)
+            if self._best() is None:
+                self._find_least(start)
+        return Found(self._best(), plain, tuple(self._tried))
+
+    def _run(self, scheme: Scheme) -> Measured | None:
+        measured = self._measure(scheme)
+        if measured is not None:
+            self._tried.append(measured)
+        return measured
+
+    def _take_what_is_free(self, plain: Measured) -> Measured:
+        """Run with what takes no time, and keep of it what helps."""
+        start = plain
+        for part in self._remedies.free:
+            leaner = self._run(start.scheme + part)
+            if leaner is not None and leaner.needed_bytes < start.needed_bytes:
+                start = leaner
+        return start
+
+    def _fits(self, measured: Measured) -> bool:
+        return measured.needed_bytes <= self._budget_bytes
+
+    def _best(self) -> Measured | None:
+        fitting = [one for one in self._tried if self._fits(one)]
+        fastest = min((one.seconds for one in fitting), default=0.0)
+        close = [one for one in fitting if one.seconds <= _AS_FAST * fastest]
+        return min(close, key=lambda one: (len(one.scheme.parts), one.seconds), default=None)
+
+    def _is_as_fast(self, whole: Measured) -> bool:
+        """Whether something that fits takes no longer than a step without it: there is nothing to gain."""
+        best = self._best()
+        return best is not None and best.seconds <= _AS_FAST * whole.seconds
+
+    def _may_win(self, whole: Measured, plain: Measured) -> bool:
+        """Whether remedies on top of a set may be faster than what there is.
+
+        They only help with activations, and take time: the more, the more they have to save. Of a set that saves little
+        itself that is as much time as of the run as it is.
+        """
+        if whole.needed_bytes - whole.activation_bytes > self._budget_bytes:
+            return False
+        best = self._best()
+        if best is None or whole is plain:
+            return True
+        share = (whole.needed_bytes - self._budget_bytes) / (plain.needed_bytes - self._budget_bytes)
+        return whole.seconds + share * (best.seconds - plain.seconds) < best.seconds
+
+    def _try_remedies(self, whole: Measured, *, is_first: bool) -> None:
+        if is_first:
+            for part in self._remedies.singles:
+                self._run(whole.scheme + part)
+            if self._is_as_fast(whole):
+                return
+        lean = self._try_checkpoints(whole) if self._remedies.checkpoints else None
+        if self._remedies.cuts and self._workload.batch_size > 1 and not self._is_as_fast(whole):
+            self._fit_parts(whole)
+            if self._best() is None and lean is not None:
+                self._fit_parts(lean)
+
+    def _try_checkpoints(self, whole: Measured) -> Measured | None:
+        """Run with checkpointed layers that keep nothing, and that keep as much as fits; return the first."""
+        lean = self._run(whole.scheme + CHECKPOINTING)
+        if lean is None:
+            return None
+        if self._fits(lean):
+            self._fit_budget(whole, lean, {})
+        if not self._remedies.offloads or self._is_as_fast(whole):
+            return lean
+        if not self._fits(lean):
+            self._run(lean.scheme + OFFLOAD)
+        travel_bytes = self._workload.travel_bytes(whole.seconds)
+        if travel_bytes >= MIB:
+            arguments = {"remedies": ["recompute", "offload"], "offload_bytes": as_text(travel_bytes)}
+            self._fit_budget(whole, lean, arguments)
+        return lean
+
+    def _find_least(self, start: Measured) -> None:
+        """Run with all there is, to say what would be needed."""
+        scheme = _on(start, self._remedies.states[-1])
+        for is_there, part in (
+            (self._remedies.checkpoints, CHECKPOINTING),
+            (self._remedies.offloads, OFFLOAD),
+            (self._remedies.cuts and self._workload.batch_size > 1, _in_parts(1)),
+        ):
+            scheme = scheme + part if is_there else scheme
+        if all(one.scheme != scheme for one in self._tried):
+            self._run(scheme)
+
+    def _fit_budget(self, whole: Measured, lean: Measured, arguments: Mapping[str, object]) -> None:
+        """Find the largest budget of activations that fits: what is kept comes in steps."""
+        least = MIB if arguments else lean.activation_bytes
+        kept_bytes = self._budget_bytes - (whole.needed_bytes - whole.activation_bytes)
+        kept_bytes = max(least, kept_bytes, lean.activation_bytes + self._budget_bytes - lean.needed_bytes)
+        too_many = math.inf  # the least that was seen not to fit
+        for _ in range(_ROUNDS):
+            kept_bytes -= kept_bytes % unit_of(kept_bytes)
+            part = replace(CHECKPOINTING, init_args={"budget": as_text(kept_bytes), **arguments})
+            found = self._run(whole.scheme + part)
+            if found is None:
+                return
+            left = self._budget_bytes - found.needed_bytes
+            if left < 0:
+                too_many = kept_bytes
+            elif left <= _CLOSE * self._budget_bytes or self._is_as_fast(whole):
+                return
+            wanted = max(least, found.activation_bytes + left)
+            if left > 0 and (wanted <= kept_bytes or wanted >= too_many):
+                return
+            if left < 0 and wanted >= kept_bytes:
+                wanted = kept_bytes + left  # it does not keep to its budget
+            if left < 0 and wanted <= least:
+                wanted = (least + kept_bytes) // 2  # the allocator's segments are large steps
+            kept_bytes = wanted
+
+    def _fit_parts(self, whole: Measured) -> None:
+        """Find the most samples that fit at once."""
+        size, large = self._workload.batch_size, whole
+        small_size = -(-size // 2)
+        for _ in range(_ROUNDS):
+            small = self._run(whole.scheme + _in_parts(small_size))
+            if small is None or small_size == 1 or large.needed_bytes <= small.needed_bytes:
+                return
+            if self._fits(small) and large is not whole:
+                return
+            slope = (large.needed_bytes - small.needed_bytes) / (size - small_size)
+            fitting = small_size + (self._budget_bytes - small.needed_bytes) / slope
+            fitting_size = _as_parts(self._workload.batch_size, max(1, int(fitting)))
+            if fitting_size in (small_size, size):
+                return
+            size, large, small_size = small_size, small, fitting_size
+
+
+def _on(start: Measured, states: Scheme) -> Scheme:
+    """Put what is free before a set, but where that is a strategy, which has gradients elsewhere."""
+    has_strategy = any(part.place == "strategy" for part in states.parts)
+    return states if has_strategy else Scheme((*start.scheme.parts, *states.parts))
+
+
+def _in_parts(size: int) -> Part:
+    return replace(IN_PARTS, init_args={"size": size})
+
+
+def _as_parts(batch_size: int, size: int) -> int:
+    """Return the size of the largest part of a batch that is cut as ``size`` asks for."""
+    num_parts = -(-batch_size // min(size, batch_size))
+    return -(-batch_size // num_parts)
+
+
+def unit_of(num_bytes: int) -> int:
+    """Return the unit that budgets of such a size are given in."""
+    return MIB if num_bytes >= _SMALL_BUDGET else KIB
+
+
+def as_text(num_bytes: int) -> str:
+    """Write a budget as people do, rounded down."""
+    unit = unit_of(num_bytes)
+    return f"{num_bytes // unit}{'MiB' if unit == MIB else 'KiB'}"

@@ -1,0 +1,47 @@
+"""Files that pictures are written to."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+PAGE = ".html"
+INK, FAINT, GRID = "#24292f", "#6e7781", "#d0d7de"
+GOOD, BAD = "#1a7f37", "#cf222e"
+FONT: dict[Any, Any] = {"font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"], "font.size": 12}
+_PICTURES = (".png", ".svg", ".pdf")
+_DPI = 200  # 100 is enough to read it; twice that for screens that show it
+
+
+def check_picture_path(path: Path, page: str | None = None) -> None:
+    """Refuse what no picture can be written to, before the work.
+
+    Args:
+        path: File to write.
+        page: Name of a page that would do as well, where there is one.
+
+    Raises:
+        ValueError: If its ending is none of those known.
+        FileNotFoundError: If its folder is not there.
+        ModuleNotFoundError: If it is a picture and matplotlib is not installed.
+    """
+    endings = _PICTURES if page is None else (*_PICTURES, PAGE)
+    if path.suffix.lower() not in endings:
+        raise ValueError(f"plot(path) must end in one of {', '.join(endings)}, got '{path}'.")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"plot(path): there is no folder '{path.parent}'.")
+    if path.suffix.lower() in _PICTURES and find_spec("matplotlib") is None:
+        way_out = "" if page is None else f" A page ({page}) needs nothing."
+        raise ModuleNotFoundError(f"a picture needs matplotlib: pip install 'lightning-vram[plots]'.{way_out}")
+
+
+def save_figure(figure: "Figure", path: Path) -> None:
+    """Write a picture into a file whose name says its format; the same picture is the same file."""
+    from matplotlib import rc_context  # an extra: not everybody has it
+
+    # Without a date, and with names that are not drawn by chance.
+    metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path.suffix.lower())
+    with rc_context({"svg.hashsalt": "estimate"}):
+        figure.savefig(path, dpi=_DPI, metadata=metadata)

@@ -1,0 +1,78 @@
+"""What there is to choose from, of all that a search has tried."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_vram.planner.parts import LEVELS
+from lightning_vram.planner.plan import MemoryPlan
+from lightning_vram.planner.search import Measured
+
+_MAX_CHOICES = 8
+_CLOSE = 0.02  # of the budget: what differs by less is one choice
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A row of the table, and a point of the picture.
+
+    Args:
+        name: What is done.
+        needed_bytes: Of the device.
+        share: Of the budget.
+        step_time_ratio: Of the step as it is.
+        results: How true they are: a word of ``plan_memory(allow)``.
+        is_plan: Whether it is what the plan takes.
+        is_unbeaten: Whether nothing that was tried is better in memory and time at once.
+    """
+
+    name: str
+    needed_bytes: int
+    share: float
+    step_time_ratio: float
+    results: str
+    is_plan: bool
+    is_unbeaten: bool
+
+    @property
+    def fits(self) -> bool:
+        """Whether the budget is enough."""
+        return self.share <= 1
+
+
+def choices(plan: MemoryPlan) -> tuple[Choice, ...]:
+    """Return the run as it is, the plan, and what else is worth a look, from the most memory to the least.
+
+    That is what nothing else beats in memory and time at once, those first whose memory is closest to the plan's; then
+    the fastest that fits of each other set of parts.
+
+    Args:
+        plan: Of which.
+    """
+    shown = [plan.best] + ([plan.found.plain] if plan.is_needed else [])
+    unbeaten = plan.found.unbeaten
+    for one in sorted(unbeaten, key=lambda one: abs(one.needed_bytes - plan.peak_bytes)):
+        if min(abs(one.needed_bytes - other.needed_bytes) for other in shown) > _CLOSE * plan.budget_bytes:
+            shown.append(one)
+    for one in plan.runners_up:
+        if _set_of(one) not in map(_set_of, shown):
+            shown.append(one)
+    return tuple(
+        _choice(plan, one, unbeaten) for one in sorted(shown[:_MAX_CHOICES], key=lambda one: -one.needed_bytes)
+    )
+
+
+def _choice(plan: MemoryPlan, one: Measured, unbeaten: Sequence[Measured]) -> Choice:
+    return Choice(
+        name=str(one.scheme),
+        needed_bytes=one.needed_bytes,
+        share=one.needed_bytes / plan.budget_bytes,
+        step_time_ratio=one.seconds / plan.found.plain.seconds,
+        results=next(name for name, level in LEVELS.items() if level == one.scheme.exactness),
+        is_plan=one is plan.best,
+        is_unbeaten=any(one is other for other in unbeaten),
+    )
+
+
+def _set_of(one: Measured) -> tuple[str, ...]:
+    """Its parts, whatever their arguments."""
+    return tuple(part.name for part in one.scheme.parts)

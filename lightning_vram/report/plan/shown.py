@@ -1,0 +1,55 @@
+"""A plan that can be printed and drawn. The planner knows nothing of tables: it belongs to a floor below."""
+
+import functools
+import io
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import ParamSpec
+
+from rich.console import Console
+from typing_extensions import override
+
+from lightning_vram.planner.plan import MemoryPlan
+from lightning_vram.report.pictures import check_picture_path
+from lightning_vram.report.plan.figure import save
+from lightning_vram.report.plan.table import plan_table
+
+_P = ParamSpec("_P")
+_WIDTH = 100
+
+
+@dataclass(frozen=True)
+class ShownPlan(MemoryPlan):
+    """A :class:`MemoryPlan` whose ``str`` is a table, and which draws itself."""
+
+    @override
+    def __str__(self) -> str:
+        file = io.StringIO()
+        Console(file=file, width=_WIDTH, color_system=None, legacy_windows=False).print(plan_table(self))
+        return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw what was tried by memory and time, with the budget.
+
+        Args:
+            path: File to write: a picture by matplotlib (``.png``, ``.svg``, ``.pdf``).
+
+        Raises:
+            ValueError: If the ending is another.
+            ModuleNotFoundError: If matplotlib is not installed.
+        """
+        check_picture_path(Path(path))
+        save(self, Path(path))
+
+
+def shown(plan_memory: Callable[_P, MemoryPlan]) -> Callable[_P, ShownPlan]:
+    """Let a function that plans return what can be printed and drawn."""
+
+    @functools.wraps(plan_memory)
+    def plan_and_show(*args: _P.args, **kwargs: _P.kwargs) -> ShownPlan:
+        plan = plan_memory(*args, **kwargs)
+        return ShownPlan(**{field.name: getattr(plan, field.name) for field in fields(plan)})
+
+    return plan_and_show

@@ -1,0 +1,17 @@
+"""What table and picture say of a plan in the same words."""
+
+from lightning_vram.memory.units import format_bytes
+from lightning_vram.planner.plan import MemoryPlan
+
+
+def verdict(plan: MemoryPlan) -> str:
+    """What a plan does, in one line."""
+    sizes = f"{format_bytes(plan.peak_bytes)} of {format_bytes(plan.budget_bytes)} on {plan.device.name}"
+    if not plan.is_needed:
+        return f"Fits as it is: {sizes}. There is nothing to do."
+    return f"Fits with this plan: {sizes}, {ratio(plan.step_time_ratio)} the step time"
+
+
+def ratio(step_time_ratio: float) -> str:
+    """A step's time beside that of the step as it is."""
+    return f"{step_time_ratio:.2f}x"

@@ -1,0 +1,302 @@
+"""What is planned at the start of a fit is what the fit does, and the results are those of the plain run."""
+
+import logging
+import pickle
+import re
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from support.helpers import ForkingOffload, LitManual, TinyByteGPT, TinyCNN, assert_equal_weights, describe_module
+from torch.utils.data import DataLoader
+
+from lightning_vram import ActivationCheckpointing, AutoVRAM, MicroBatching, VRAMMonitor
+from lightning_vram.callbacks.auto_vram import callback as callback_module
+from lightning_vram.demos import ByteGPT
+from lightning_vram.memory.units import MIB
+
+TOKENS = torch.randint(256, (24, 65), generator=torch.Generator().manual_seed(0))
+PLAIN_BYTES = 16.78 * MIB  # of a step
+
+
+class LitGPT(ByteGPT):
+    """Its batches never change."""
+
+    def __init__(self) -> None:
+        super().__init__(num_layers=4, width=64, num_heads=2, sequence_length=64)
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(TOKENS, batch_size=8)
+
+    val_dataloader = train_dataloader
+
+
+def fit(make_trainer, *callbacks, model=None, **arguments):
+    pl.seed_everything(0, verbose=False)
+    model = LitGPT() if model is None else model()
+    trainer = make_trainer(callbacks=list(callbacks), max_epochs=1, limit_val_batches=0, **arguments)
+    before, precision = list(trainer.callbacks), trainer.precision_plugin
+    kinds = describe_module(model)
+    trainer.fit(model)
+    assert trainer.callbacks == before
+    assert trainer.precision_plugin is precision
+    assert describe_module(model) == kinds
+    return model
+
+
+def peak_of(monitor: VRAMMonitor) -> int:
+    return monitor.peaks["train"].peak_allocated_bytes
+
+
+def messages(caplog) -> str:
+    return "\n".join(record.getMessage() for record in caplog.records if "AutoVRAM" in record.getMessage())
+
+
+@pytest.fixture
+def heard(caplog):
+    caplog.set_level(logging.INFO, "lightning.pytorch")
+    return caplog
+
+
+def test_a_run_that_fits_stays_as_it_is(make_trainer, heard):
+    auto = AutoVRAM()
+    seen = []
+
+    class Look(pl.Callback):
+        takes_no_memory = True
+
+        def on_train_start(self, trainer, pl_module):
+            seen.append((list(trainer.callbacks), auto.scheme.parts))
+
+    plain, packed = fit(make_trainer), fit(make_trainer, auto, Look())
+    assert_equal_weights(plain, packed)
+    ((callbacks, parts),) = seen
+    assert [type(one).__name__ for one in callbacks] == ["AutoVRAM", "Look"]
+    assert parts == ()
+    assert re.search(r"AutoVRAM: the run fits as it is\. A step needs 16\.78 MiB of the .* on cpu", messages(heard))
+    assert auto.scheme is None
+
+
+@pytest.mark.slow_except("0.5")
+@pytest.mark.parametrize("share", [0.75, 0.5])
+def test_a_budget_is_kept_and_nothing_else_changes(share, make_trainer, heard):
+    monitor, auto = VRAMMonitor(track=True, path=None), AutoVRAM(int(share * PLAIN_BYTES))
+    plain, packed = fit(make_trainer), fit(make_trainer, auto, monitor)
+    assert_equal_weights(plain, packed)
+    assert 0.8 * share * PLAIN_BYTES < peak_of(monitor) <= share * PLAIN_BYTES
+    assert auto.budget_bytes == int(share * PLAIN_BYTES)
+    assert "With EarlyRelease + ActivationCheckpointing(budget=" in messages(heard)
+    assert messages(heard).count("as it is") == 1
+
+
+def test_the_least_is_told_where_nothing_fits(make_trainer):
+    message = (
+        r"^AutoVRAM: nothing fits 2\.00 MiB on cpu\. The least is \S+ MiB, with EarlyRelease \+ ActivationCheckpointing"
+        r"\. What helps: budget='\d+KiB', strategy='fsdp_offload', which keeps weights and states of optimizers "
+        r"on the host, more devices, or allow='lossless' or 'any'\.$"
+    )
+    with pytest.raises(MisconfigurationException, match=message):
+        fit(make_trainer, AutoVRAM("2MiB"))
+
+
+@pytest.mark.slow
+def test_what_is_left_is_tried_where_nobody_named_a_budget(make_trainer, monkeypatch):
+    monkeypatch.setattr("lightning_vram.estimation.running_trainer.limit.available_host_bytes", lambda: 2 * MIB)
+    monitor = VRAMMonitor(track=True, path=None)
+    with pytest.warns(UserWarning, match=r"The run goes on with it, and will probably run out of memory\."):
+        fit(make_trainer, AutoVRAM(), monitor)
+    assert peak_of(monitor) < 0.5 * PLAIN_BYTES
+
+
+@pytest.mark.slow
+def test_lossless_runs_batches_in_parts(make_trainer):
+    auto, monitor, schemes = AutoVRAM(int(0.3 * PLAIN_BYTES), "lossless"), VRAMMonitor(track=True, path=None), []
+    auto.on_train_start = lambda trainer, pl_module: schemes.append(auto.scheme)
+    model = fit(make_trainer, auto, monitor)
+    assert peak_of(monitor) <= 0.3 * PLAIN_BYTES
+    (part,) = (part for part in schemes[0].parts if part.name == "MicroBatching")
+    assert_equal_weights(fit(make_trainer, MicroBatching(**part.init_args)), model)
+
+
+@pytest.mark.slow
+def test_a_part_of_the_users_is_kept(make_trainer, heard):
+    own = ActivationCheckpointing(every_n_layers=2)
+    with pytest.raises(
+        MisconfigurationException,
+        match=r"nothing fits 6\.71 MiB on cpu\. The least is .* with EarlyRelease \+ InPlaceFusion\.",
+    ):
+        fit(make_trainer, AutoVRAM(int(0.4 * PLAIN_BYTES)), own)
+    monitor = VRAMMonitor(track=True, path=None)
+    packed = fit(make_trainer, AutoVRAM(int(0.75 * PLAIN_BYTES)), own, monitor)
+    assert_equal_weights(fit(make_trainer), packed)
+    assert peak_of(monitor) <= 0.75 * PLAIN_BYTES
+    assert "the run fits as it is" in messages(heard)
+
+
+def test_the_precision_gives_way_to_a_plugin_for_the_fit(make_trainer):
+    class Wide(pl.LightningModule):
+        """Weights are most of it."""
+
+        def __init__(self):
+            super().__init__()
+            self.net = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(6)))
+
+        def training_step(self, batch, batch_idx):
+            return self.net(batch).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+        def train_dataloader(self):
+            return DataLoader(torch.ones(8, 512), batch_size=4)
+
+    precision = {"precision": "bf16-mixed"}
+    monitors = [VRAMMonitor(track=True, path=None) for _ in range(2)]
+    plain = fit(make_trainer, monitors[0], model=Wide, **precision)
+    budget = peak_of(monitors[0]) - MIB
+    assert_equal_weights(plain, fit(make_trainer, AutoVRAM(budget), monitors[1], model=Wide, **precision))
+    assert peak_of(monitors[1]) <= budget
+
+
+def test_manual_optimization(make_trainer):
+    class Manual(LitManual):
+        pass
+
+    plain = fit(make_trainer, model=lambda: Manual(TinyCNN()))
+    assert_equal_weights(plain, fit(make_trainer, AutoVRAM(0.9), model=lambda: Manual(TinyCNN())))
+
+
+def test_a_step_that_needs_values_goes_on_as_it_is(make_trainer):
+    class Looks(LitGPT):
+        def training_step(self, batch):
+            kept = batch[batch[:, 0] >= 0]
+            if len(kept[torch.nonzero(kept[:, 0] > -1)[:, 0]]) == 0:
+                return None
+            return super().training_step(kept)
+
+    with pytest.warns(UserWarning, match=r"^AutoVRAM cannot plan this run: .* The run goes on as it is\.$"):
+        packed = fit(make_trainer, AutoVRAM("4MiB"), model=Looks)
+    assert_equal_weights(fit(make_trainer, model=Looks), packed)
+
+
+@pytest.mark.slow
+def test_an_error_in_the_fit_leaves_nothing(make_trainer):
+    class Fails(LitGPT):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            if is_real(batch):
+                raise ZeroDivisionError
+
+    model = Fails()
+    trainer = make_trainer(callbacks=[AutoVRAM(int(0.5 * PLAIN_BYTES))], limit_val_batches=0)
+    before, kinds = list(trainer.callbacks), describe_module(model)
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(model)
+    assert trainer.callbacks == before
+    assert describe_module(model) == kinds
+
+
+@pytest.mark.slow
+def test_fit_twice(make_trainer, heard):
+    trainer = make_trainer(callbacks=[AutoVRAM(int(0.5 * PLAIN_BYTES))], max_epochs=1, limit_val_batches=0)
+    for number in (1, 2):
+        trainer.fit_loop.max_epochs = number
+        trainer.fit(LitGPT())
+    assert messages(heard).count("AutoVRAM: a step needs") == 2
+
+
+class RunsOut(LitGPT):
+    """As long as its layers keep more than their inputs."""
+
+    def training_step(self, batch):
+        found = [one for one in self.trainer.callbacks if isinstance(one, ActivationCheckpointing)]
+        if is_real(batch) and all(one.budget is not None for one in found):
+            raise torch.OutOfMemoryError("out of memory")
+        return super().training_step(batch)
+
+
+def is_real(batch) -> bool:
+    return type(batch) is torch.Tensor
+
+
+@pytest.mark.slow
+def test_memory_that_runs_out_in_spite_of_it_ends_in_a_tighter_plan(make_trainer, monkeypatch):
+    monkeypatch.setattr(callback_module, "can_run_again", lambda trainer: True)
+    monitor = VRAMMonitor(track=True, path=None)
+    auto = AutoVRAM(int(0.6 * PLAIN_BYTES))
+    with pytest.warns(
+        UserWarning,
+        match=r"^AutoVRAM: memory ran out in spite of the plan\. The step runs again with EarlyRelease \+ A",
+    ):
+        packed = fit(make_trainer, auto, monitor, model=RunsOut)
+    assert_equal_weights(fit(make_trainer), packed)
+
+
+@pytest.mark.slow
+def test_where_no_plan_is_left_the_error_says_what_would_help(make_trainer, monkeypatch):
+    monkeypatch.setattr(callback_module, "can_run_again", lambda trainer: True)
+
+    class Full(LitGPT):
+        def training_step(self, batch):
+            if is_real(batch):
+                raise torch.OutOfMemoryError("out of memory")
+            return super().training_step(batch)
+
+    with (
+        pytest.warns(UserWarning, match="The step runs again with"),
+        pytest.raises(torch.OutOfMemoryError) as caught,
+    ):
+        fit(make_trainer, AutoVRAM(int(0.6 * PLAIN_BYTES)), model=Full)
+    assert (
+        "AutoVRAM: no tighter plan is left. With allow='lossless' the batch would run in parts."
+        in caught.value.__notes__
+    )
+
+
+@pytest.mark.distributed
+def test_all_ranks_make_one_plan(make_trainer):
+    fitted = []
+    for callbacks in ([], [AutoVRAM(int(0.6 * PLAIN_BYTES))]):
+        fitted.append(fit(make_trainer, *callbacks, strategy="ddp_fork", devices=2))
+    assert_equal_weights(*fitted)
+
+
+@pytest.mark.distributed
+def test_all_ranks_refuse_alike(make_trainer):
+    trainer = make_trainer(callbacks=[AutoVRAM("1KiB")], strategy=ForkingOffload(), devices=2)
+    with pytest.raises(Exception, match="AutoVRAM: nothing fits"):
+        trainer.fit(TinyByteGPT())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"allow": "some"}, ValueError, r"AutoVRAM\(allow\) must be one of 'exact', 'lossless', 'any', got 'some'\."),
+        ({"budget": 0}, ValueError, r"AutoVRAM\(budget\) must be above 0, got 0\."),
+        ({"budget": 1.5}, ValueError, r"AutoVRAM\(budget\) as a share .* at most 1, got 1\.5\."),
+        ({"budget": [1]}, TypeError, r"AutoVRAM\(budget\) must be 'auto', bytes, .* got \[1\] of type list\."),
+        ({"replan": 1}, TypeError, r"AutoVRAM\(replan\)"),
+    ],
+)
+def test_wrong_arguments(arguments, error, message):
+    with pytest.raises(error, match=message):
+        AutoVRAM(**arguments)
+
+
+def test_two_of_them_are_refused(make_trainer):
+    with pytest.raises(MisconfigurationException, match=r"AutoVRAM can be used once, got several"):
+        fit(make_trainer, AutoVRAM(), AutoVRAM("1GiB"))
+
+
+@pytest.mark.slow
+def test_a_copy_is_not_part_of_a_run(make_trainer):
+    copies = []
+
+    class Copies(pl.Callback):
+        takes_no_memory = True
+
+        def on_train_start(self, trainer, pl_module):
+            copies.append(pickle.loads(pickle.dumps(trainer.callbacks[0])))
+
+    fit(make_trainer, AutoVRAM(int(0.5 * PLAIN_BYTES)), Copies())
+    assert copies[0].scheme is None

@@ -1,0 +1,200 @@
+"""A plan is made, kept and mended where memory really runs out."""
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from support.devices import ACCELERATOR, at_size, device_module
+from support.helpers import assert_equal_weights
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_vram import AutoVRAM
+from lightning_vram.callbacks.auto_vram.first_steps import Took
+from lightning_vram.memory.units import MIB
+
+pytestmark = pytest.mark.device
+# Maps of 2 MiB (on a GPU 16), far more than the parameters.
+BATCH_SIZE, WIDTH, NUM_LAYERS = at_size((16384, 256, 12), (4096, 128, 6))
+CALLBACK = "lightning_vram.callbacks.auto_vram.callback"
+
+
+class Block(nn.Sequential):
+    def __init__(self) -> None:
+        linears = (layer for _ in range(3) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh()))
+        super().__init__(*linears, nn.Dropout(0.1))
+
+
+class LitWide(pl.LightningModule):
+    num_batches = 3
+
+    def __init__(self, before_step: Callable[["LitWide"], None] = lambda module: None) -> None:
+        super().__init__()
+        pl.seed_everything(0, verbose=False)
+        self.net = nn.Sequential(*(Block() for _ in range(NUM_LAYERS)))
+        self.before_step = before_step
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.net(batch).square().mean()
+        self.before_step(self)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    def train_dataloader(self) -> DataLoader:
+        generator = torch.Generator().manual_seed(0)
+        data = torch.randn(self.num_batches * BATCH_SIZE, WIDTH, generator=generator)
+        return DataLoader(data, batch_size=BATCH_SIZE)
+
+
+class LitLong(LitWide):
+    num_batches = 8
+
+
+def fit(make_trainer: Any, module: LitWide, *callbacks: pl.Callback, **options: Any) -> int:
+    """Return the most that was reserved; the Trainer has to be as it was."""
+    pl.seed_everything(1, verbose=False)
+    gc.collect()
+    device_module().empty_cache()
+    device_module().reset_peak_memory_stats()
+    trainer = make_trainer(callbacks=[*callbacks], accelerator=ACCELERATOR, devices=1, max_epochs=1, **options)
+    own = list(trainer.callbacks)
+    trainer.fit(module)
+    assert trainer.callbacks == own
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
+    return int(device_module().max_memory_reserved())
+
+
+@pytest.fixture(autouse=True)
+def _know_the_bus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To measure it takes more memory than these models, and of a simulation it says nothing."""
+    monkeypatch.setattr("lightning_vram.callbacks.auto_vram.decision.measure_bus", lambda device: 1e9)
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the callback says."""
+    lines: list[str] = []
+    for name in ("rank_zero_info", "rank_zero_warn"):
+        monkeypatch.setattr(f"{CALLBACK}.{name}", lines.append)
+    return lines
+
+
+def test_a_run_that_fits_is_left_alone(make_trainer, said):
+    plain, planned = LitWide(), LitWide()
+    plain_bytes = fit(make_trainer, plain)
+    assert fit(make_trainer, planned, AutoVRAM()) == plain_bytes
+    assert_equal_weights(planned, plain)
+    (line,) = said
+    assert "Nothing is changed." in line
+
+
+@pytest.mark.slow_except("32-true")
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
+def test_a_share_of_the_plain_peak_is_kept_and_weights_are_equal(make_trainer, said, precision):
+    plain, planned = LitWide(), LitWide()
+    # toys in 16 bit take little beside the workspaces of a GPU, which an estimate counts
+    share = at_size(0.5, 0.5 if precision == "32-true" else 0.75)
+    budget_bytes = int(share * fit(make_trainer, plain, precision=precision))
+    assert fit(make_trainer, planned, AutoVRAM(budget_bytes), precision=precision) <= budget_bytes
+    assert_equal_weights(planned, plain)
+    assert "ActivationCheckpointing" in said[0]
+
+
+class RunsOut:
+    """Says that there is no more memory, in the forward of the second batch and in what is tried again.
+
+    Args:
+        num_times: How often; ``None``: always.
+    """
+
+    def __init__(self, num_times: int | None) -> None:
+        self.left = float("inf") if num_times is None else num_times
+
+    def __deepcopy__(self, memo: Any) -> Callable[[LitWide], None]:
+        return lambda module: None  # steps without memory do not run out of it
+
+    def __call__(self, module: LitWide) -> None:
+        if module.global_step == 1 and self.left > 0:
+            self.left -= 1
+            raise torch.OutOfMemoryError("out of memory")
+
+
+@pytest.mark.slow_except("2")
+@pytest.mark.parametrize("num_times", [1, 2, 3])
+def test_memory_that_runs_out_ends_in_a_tighter_plan(make_trainer, said, num_times):
+    plain, planned = LitWide(), LitWide(RunsOut(num_times))
+    budget_bytes = int(0.75 * fit(make_trainer, plain))
+    fit(make_trainer, planned, AutoVRAM(budget_bytes))
+    assert_equal_weights(planned, plain)
+    tighter = [line for line in said if "memory ran out in spite of the plan" in line]
+    assert len(tighter) == num_times
+    assert len(set(tighter)) == num_times  # another one each time
+
+
+def test_a_run_that_should_have_fitted_as_it_is_is_checkpointed(make_trainer, said):
+    plain, planned = LitWide(), LitWide(RunsOut(1))
+    budget_bytes = int(1.1 * fit(make_trainer, plain))
+    fit(make_trainer, planned, AutoVRAM(budget_bytes))
+    assert_equal_weights(planned, plain)
+    assert "Nothing is changed." in said[0]
+    assert said[1].endswith("The step runs again with ActivationCheckpointing.")
+
+
+def test_a_step_that_cannot_be_planned_is_checkpointed_once_memory_has_run_out(make_trainer, said):
+    class LitLooks(LitWide):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return super().training_step(batch[torch.nonzero(batch[:, 0] > -9)[:, 0]], batch_idx)  # all of it
+
+    plain, planned = LitLooks(), LitLooks(RunsOut(1))
+    fit(make_trainer, plain)
+    fit(make_trainer, planned, AutoVRAM())
+    assert_equal_weights(planned, plain)
+    assert said[0].endswith("The run goes on as it is, with checkpointed layers once memory has run out.")
+    assert said[1].endswith("The step runs again with ActivationCheckpointing.")
+
+
+def test_an_error_that_no_plan_helps_against_names_the_way_out(make_trainer, said):
+    budget_bytes = int(0.75 * fit(make_trainer, LitWide()))
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        fit(make_trainer, LitWide(RunsOut(None)), AutoVRAM(budget_bytes))
+    (note,) = caught.value.__notes__
+    assert note == "AutoVRAM: no tighter plan is left. With allow='lossless' the batch would run in parts."
+    assert said[-1].endswith("ActivationCheckpointing.")
+
+
+def test_a_batch_runs_in_parts_where_sums_may_be_rounded_otherwise(make_trainer, said):
+    class Half(RunsOut):
+        def __call__(self, module: LitWide) -> None:
+            if module.num_samples > BATCH_SIZE // 2:
+                super().__call__(module)
+
+    class LitCounts(LitWide):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            self.num_samples = len(batch)
+            return super().training_step(batch, batch_idx)
+
+    plain, planned = LitWide(), LitCounts(Half(None))
+    budget_bytes = int(0.75 * fit(make_trainer, plain))
+    fit(make_trainer, planned, AutoVRAM(budget_bytes, allow="lossless"))
+    assert planned.num_samples == BATCH_SIZE // 2
+
+
+@pytest.mark.parametrize("has_run_over", [False, True])
+def test_the_first_steps_correct_the_plan_and_change_no_result(make_trainer, said, monkeypatch, has_run_over):
+    """What a step takes is what is given out here: times of a simulation mean nothing."""
+    plain, planned = LitLong(), LitLong()
+    budget_bytes = int(0.75 * fit(make_trainer, plain))
+    auto = AutoVRAM(budget_bytes)
+    correct = auto._correct
+    monkeypatch.setattr(
+        auto, "_correct", lambda trainer, took: correct(trainer, Took(1.0, budget_bytes + MIB if has_run_over else 0))
+    )
+    fit(make_trainer, planned, auto)
+    assert_equal_weights(planned, plain)
+    (line,) = (line for line in said if "a step takes 1000.0 ms" in line)
+    assert ("From now on with EarlyRelease + ActivationCheckpointing" in line) == has_run_over

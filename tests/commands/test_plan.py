@@ -1,0 +1,256 @@
+"""The command ``plan``: what it makes of files and arguments, with a stand-in for the planner itself."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from support.offload_nets import leave_group
+from support.plans import FUSION, checkpointing, measured, plan_of, tried
+
+import lightning_vram
+from lightning_vram.cli import main
+from lightning_vram.commands.plan import fit_arguments
+from lightning_vram.planner.parts import Part
+
+QUICKSTART = f"--config={Path(__file__).parents[2] / 'configs' / 'quickstart.yaml'}"
+DEVICE = ["--device", "h100"]
+MODEL = {
+    "seed_everything": 1,
+    "model": {
+        "class_path": "lightning_vram.demos.ByteGPT",
+        "init_args": {"num_layers": 2, "width": 16, "sequence_length": 32},
+    },
+    "data": {"class_path": "lightning_vram.demos.SourceText", "init_args": {"batch_size": 2, "sequence_length": 32}},
+    "trainer": {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False},
+}
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def in_tmp_path(monkeypatch, tmp_path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["lightning-vram"])
+
+
+def answer(monkeypatch, plan) -> dict[str, Any]:
+    """Let the planner find a plan; returns what it will be called with."""
+    found: dict[str, Any] = {}
+
+    def plan_memory(module, batch=None, **arguments):
+        found.update(arguments, module=module, batch=batch)
+        arguments["on_progress"]("a step with nothing", 1.0)
+        return plan
+
+    monkeypatch.setattr("lightning_vram.cli.plan_memory", plan_memory)
+    return found
+
+
+@pytest.fixture
+def asked(monkeypatch) -> dict[str, Any]:
+    return answer(monkeypatch, plan_of())
+
+
+def write(name: str, **trainer: Any) -> str:
+    Path(name).write_text(yaml.safe_dump({**MODEL, "trainer": {**MODEL["trainer"], **trainer}}))
+    return f"--config={name}"
+
+
+def fail(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as caught:
+        main(["plan", *arguments])
+    assert caught.value.code == 2
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("lightning-vram: error: "))
+    return line.removeprefix("lightning-vram: error: ").removesuffix(" (LIGHTNING_VRAM_DEBUG=1 shows where)")
+
+
+def test_it_asks_for_what_the_configuration_says(asked):
+    arguments = ["--budget=2GiB", "--allow=any", "--trainer.devices=4", "--num_nodes=2", "--precision=bf16-mixed"]
+    main(["plan", QUICKSTART, *DEVICE, *arguments])
+    assert isinstance(asked["module"], lightning_vram.demos.ByteGPT)
+    assert isinstance(asked["datamodule"], lightning_vram.demos.SourceText)
+    assert (asked["device"], asked["budget"], asked["allow"]) == ("h100", "2GiB", "any")
+    assert (asked["devices"], asked["num_nodes"], asked["trainer"]["precision"]) == (4, 2, "bf16-mixed")
+    main(["plan", QUICKSTART, *DEVICE, "--batch.shape=[4, 33]", "--batch.dtype=int64"])
+    assert (asked["budget"], asked["allow"], asked["datamodule"]) == (None, "exact", None)
+    assert asked["batch"].shape == (4, 33)
+
+
+def test_the_table_the_file_to_paste_and_how_to_run_it_are_printed(asked, capsys):
+    main(["plan", write("my.yaml"), *DEVICE, "--budget", "2GiB", "--trainer.max_steps=3"])
+    out, err = capsys.readouterr()
+    command = "lightning-vram fit --config=my.yaml --trainer.max_steps=3 --config lean.yaml"
+    out = "\n".join(line.rstrip() for line in out.split("\n"))
+    assert out.startswith(f"{plan_of()}\n\n# Made by `lightning-vram plan`. Run: {command}\n# ")
+    assert "\n        budget: 950MiB\n" in out
+    assert out.endswith(f"\nSave this as lean.yaml, or add -o lean.yaml, and run: {command}\n")
+    assert "a step with nothing" not in err  # not a terminal
+
+
+def test_a_file_and_a_picture_are_written(asked, capsys):
+    pytest.importorskip("matplotlib", reason="the extra plots")
+    main(["plan", write("my.yaml"), *DEVICE, "-o", "lean.yaml", "--plot=plan.png"])
+    out = capsys.readouterr().out
+    assert "callbacks" not in out
+    assert out.endswith(
+        "\nplan.png: memory over time, drawn.\n"
+        "\nlean.yaml: the plan. Run: lightning-vram fit --config=my.yaml --config lean.yaml\n"
+    )
+    assert Path("plan.png").read_bytes()[:4] == b"\x89PNG"
+    (callbacks,) = yaml.safe_load(Path("lean.yaml").read_text())["trainer"].values()
+    assert [one["class_path"] for one in callbacks] == [
+        "lightning_vram.InPlaceFusion",
+        "lightning_vram.ActivationCheckpointing",
+    ]
+
+
+def test_the_picture_lies_beside_the_plan(asked, capsys):
+    pytest.importorskip("matplotlib", reason="the extra plots")
+    main(["plan", write("my.yaml"), *DEVICE, "-o", "lean.yaml"])
+    assert "\nlean.png: memory over time, drawn.\n" in capsys.readouterr().out
+    assert Path("lean.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_run_that_fits_needs_nothing(monkeypatch, capsys):
+    answer(monkeypatch, plan_of(tried()[:1], budget_bytes=2**40))
+    main(["plan", QUICKSTART, *DEVICE])
+    assert capsys.readouterr().out == "Fits as it is: 3.91 GiB of 1.00 TiB on H100. There is nothing to do.\n"
+    main(["plan", QUICKSTART, *DEVICE, "--output=lean.yaml"])
+    assert yaml.safe_load(Path("lean.yaml").read_text()) == {"trainer": {}}
+
+
+def test_a_plan_is_replaced_and_nothing_else(asked, capsys):
+    main(["plan", write("my.yaml"), *DEVICE, "-o=lean.yaml"])
+    first = Path("lean.yaml").read_text()
+    main(["plan", "--config=my.yaml", *DEVICE, "-o=lean.yaml"])
+    assert Path("lean.yaml").read_text() == first
+    asked.clear()
+    Path("other.yaml").write_text("trainer: {}\n")
+    both = ["--config=my.yaml", "--config=lean.yaml", *DEVICE]
+    assert fail([*both, "-o=other.yaml"], capsys) == (
+        "--output=other.yaml is there and is no plan of lightning-vram: name another file."
+    )
+    assert fail([*both, "-o=lean.yaml"], capsys) == "--output=lean.yaml is a --config of this plan: leave it out there."
+    assert asked == {}
+    assert Path("other.yaml").read_text() == "trainer: {}\n"
+
+
+def test_where_nothing_fits_there_is_one_line(monkeypatch, capsys):
+    found = plan_of().found
+    monkeypatch.setattr("lightning_vram.planner.plan.search", lambda *args, **kwargs: replace(found, best=None))
+    line = fail([QUICKSTART, *DEVICE, "--budget=1MiB", "-o=lean.yaml"], capsys)
+    assert "1.00 MiB" in line
+    assert "the least that was found is 700.00 MiB, by MicroBatching(size=2)." in line.replace("The", "the")
+    assert not Path("lean.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "--device is missing: the device to plan for, as in --device rtx4090."),
+        (
+            [*DEVICE, "--budget=much"],
+            "budget must be a number and one of B, KiB, MiB, GiB, TiB, kB, MB, GB, TB, got 'much'.",
+        ),
+        ([*DEVICE, "--plot=plan.html"], "plot(path) must end in one of .png, .svg, .pdf, got 'plan.html'."),
+        ([*DEVICE, "-o=no/lean.yaml"], "--output: there is no folder 'no'."),
+        ([*DEVICE, "--nope=1"], "unrecognized arguments: --nope=1"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, message, asked, capsys):
+    assert fail([QUICKSTART, *arguments], capsys) == message
+    assert asked == {}
+
+
+def test_what_results_may_be_is_checked_by_the_planner(capsys):
+    assert fail([QUICKSTART, *DEVICE, "--allow=all"], capsys) == (
+        "plan_memory(allow) must be one of 'exact', 'lossless', 'any', got 'all'."
+    )
+
+
+def test_a_picture_without_matplotlib_is_one_line_before_the_work(asked, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert fail([QUICKSTART, *DEVICE, "--plot=plan.png"], capsys) == (
+        "a picture needs matplotlib: pip install 'lightning-vram[plots]'."
+    )
+    assert asked == {}
+
+
+def test_arguments_of_the_plan_are_not_those_of_fit():
+    given = ["--config", "a.yaml", "--device", "h100", "--budget=1GiB", "-o", "x", "--batch.shape", "[1]", "--data=D"]
+    assert fit_arguments([*given, "--precision", "bf16-mixed", "--devices=4", "--allow", "any"]) == [
+        *("--config", "a.yaml", "--data=D", "--trainer.precision=bf16-mixed", "--trainer.devices=4")
+    ]
+
+
+OWN = {"class_path": "lightning_vram.EmptyCache"}
+PLUGIN = {"class_path": "lightning_vram.LeanMixedPrecision", "init_args": {"precision": "bf16"}}
+
+
+@pytest.mark.slow_except("one")
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        ({}, []),
+        ({"callbacks": [OWN]}, ["EmptyCache"]),
+        ({"callbacks": OWN, "plugins": PLUGIN, "strategy": "auto"}, ["EmptyCache"]),
+    ],
+    ids=["none", "list", "one"],
+)
+def test_fit_appends_the_plan_to_the_users_own(own, expected, monkeypatch):
+    parts = (FUSION, checkpointing("1MiB"))
+    answer(monkeypatch, plan_of((tried()[0], measured(*parts, mib=10, ms=200))))
+    seen: list[Any] = []
+    fit = lightning_vram.cli.lightning.pytorch.Trainer.fit
+    monkeypatch.setattr(
+        "lightning.pytorch.Trainer.fit", lambda self, *args, **kwargs: [seen.append(self), fit(self, *args, **kwargs)]
+    )
+    main(["plan", write("my.yaml", **own), *DEVICE, "-o", "lean.yaml"])
+    main(["fit", "--config=my.yaml", "--config=lean.yaml", "--trainer.fast_dev_run=true"])
+    (trainer,) = seen
+    names = [type(callback).__name__ for callback in trainer.callbacks]
+    assert [name for name in names if hasattr(lightning_vram, name)] == [
+        *expected,
+        "InPlaceFusion",
+        "ActivationCheckpointing",
+    ]
+    assert trainer.global_step == 1
+    assert isinstance(trainer.precision_plugin, lightning_vram.LeanMixedPrecision) == ("plugins" in own)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_fit_takes_a_strategy_and_plugins_of_a_plan(monkeypatch):
+    strategy = Part("lightning_vram.FSDPOffloadStrategy", {"offload": "optimizer"}, place="strategy")
+    plugin = Part("lightning_vram.LeanMixedPrecision", {"precision": "bf16"}, place="plugins", replaces=("precision",))
+    answer(monkeypatch, plan_of((tried()[0], measured(strategy, plugin, mib=10, ms=200))))
+    seen: list[Any] = []
+    fit = lightning_vram.cli.lightning.pytorch.Trainer.fit
+    monkeypatch.setattr(
+        "lightning.pytorch.Trainer.fit", lambda self, *args, **kwargs: [seen.append(self), fit(self, *args, **kwargs)]
+    )
+    main(["plan", write("my.yaml", strategy="auto", precision="bf16-mixed"), *DEVICE, "-o", "lean.yaml"])
+    try:
+        main(["fit", "--config=my.yaml", "--config=lean.yaml", "--trainer.fast_dev_run=true"])
+    finally:
+        leave_group()
+    (trainer,) = seen
+    assert isinstance(trainer.strategy, lightning_vram.FSDPOffloadStrategy)
+    assert isinstance(trainer.precision_plugin, lightning_vram.LeanMixedPrecision)
+    assert trainer.global_step == 1
+
+
+@pytest.mark.slow
+def test_a_plan_of_the_planner_is_run(capsys):
+    sizes = [f"--{part}.init_args.sequence_length=128" for part in ("model", "data")]
+    sizes += ["--model.init_args.num_layers=4", "--model.init_args.width=64", "--data.init_args.batch_size=8"]
+    main(["plan", write("my.yaml"), *sizes, "--device=cpu", "--budget=20MiB", "-o", "lean.yaml"])
+    assert "the plan: ActivationCheckpointing" in capsys.readouterr().out
+    main(["fit", "--config=my.yaml", *sizes, "--config=lean.yaml", "--trainer.fast_dev_run=true"])
+    assert "fits 1.00 MiB" in fail(["--config=my.yaml", *sizes, "--device=cpu", "--budget=1MiB"], capsys)

@@ -1,0 +1,90 @@
+"""Plans of a small model, for cards and for the host; what is refused, and what is said."""
+
+import re
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from lightning_vram import DeviceSpec, plan_memory
+from lightning_vram.demos import ByteGPT
+from lightning_vram.estimation import estimate_memory
+from lightning_vram.memory.units import GIB, MIB
+from lightning_vram.planner import PlanError
+
+TOKENS = torch.zeros(8, 129, dtype=torch.int64)
+CARD = DeviceSpec("card", 8 * GIB, bandwidth_bytes_per_s=1e12, flops_per_s={"fp32": 2e13}, bus_bytes_per_s=2e10)
+
+
+def make():
+    with torch.device("meta"):
+        return ByteGPT(num_layers=3, width=128, num_heads=2, sequence_length=128)
+
+
+@pytest.mark.parametrize("device", ["cpu", "rtx4090"])
+def test_what_fits_is_left_as_it_is(device):
+    plan = plan_memory(make(), TOKENS, device=device, trainer={"precision": "bf16-mixed"})
+    assert not plan.is_needed
+    assert plan.step_time_ratio == 1
+    assert plan.runners_up == ()
+    assert plan.trainer_kwargs() == {"precision": "bf16-mixed"}
+    assert "trainer: {}" in plan.to_yaml()
+
+
+@pytest.mark.slow
+def test_the_plan_is_what_an_estimate_of_it_says():
+    plain = estimate_memory(make(), TOKENS, device=CARD, find_limits=False)
+    budget = plain.needed_bytes - 20 * MIB
+    plan = plan_memory(make(), TOKENS, device=CARD, budget=budget)
+    assert plan.is_needed
+    assert plan.step_time_ratio >= 1
+    assert all(one.needed_bytes <= budget for one in plan.runners_up)
+    estimate = estimate_memory(make(), TOKENS, device=CARD, trainer=plan.trainer_kwargs(), find_limits=False)
+    assert estimate.needed_bytes <= plan.peak_bytes <= budget
+    assert plan.peak_bytes - estimate.needed_bytes < MIB  # what only tensors with values keep
+
+
+@pytest.mark.slow
+def test_weights_on_the_host_where_they_do_not_fit_the_card():
+    class Wide(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            with torch.device("meta"):
+                self.net = torch.nn.Sequential(*(torch.nn.Linear(4096, 4096) for _ in range(12)))
+
+        def training_step(self, batch, batch_idx):
+            return self.net(batch).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters())
+
+    batch = torch.zeros(4, 4096)
+    message = r"No plan fits 2\.00 GiB\. .*strategy='fsdp_offload', .* more devices, or allow='lossless' or 'any'\."
+    with pytest.raises(PlanError, match=message) as caught:
+        plan_memory(Wide(), batch, device=CARD, budget="2GiB")
+    assert caught.value.minimum_bytes > 2 * GIB
+    plan = plan_memory(Wide(), batch, device=CARD, budget="2GiB", allow="lossless")
+    assert plan.best.scheme.parts[0].name == "FSDPOffloadStrategy"
+    assert type(plan.trainer_kwargs()["strategy"]).__name__ == "FSDPOffloadStrategy"
+
+
+def test_what_is_being_done_is_told():
+    told = []
+    plan_memory(make(), TOKENS, device="cpu", on_progress=lambda stage, done: told.append((stage, done)))
+    assert told[0][0] == "a step with as it is"
+    assert all(0 <= done <= 1 for _, done in told)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"allow": "most"}, ValueError, "plan_memory(allow) must be one of 'exact', 'lossless', 'any', got 'most'."),
+        ({"budget": "9GiB"}, ValueError, "plan_memory(budget) must be at most the 8.00 GiB that card has, got '9GiB'."),
+        ({"budget": "much"}, ValueError, "plan_memory(budget)"),
+        ({"devices": 0}, ValueError, "plan_memory(devices)"),
+        ({"trainer": {"colour": 1}}, TypeError, "takes the arguments of Trainer, got 'colour'"),
+    ],
+)
+def test_wrong_arguments(arguments, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        plan_memory(make(), TOKENS, **({"device": CARD} | arguments))

@@ -1,0 +1,174 @@
+"""The search on a model of a step: what it needs falls with what is kept, and its time rises."""
+
+from dataclasses import replace
+
+import pytest
+
+from lightning_vram.estimation.step_time import StepTime
+from lightning_vram.memory.units import GIB, MIB, parse_bytes
+from lightning_vram.planner.parts import Exactness, Part
+from lightning_vram.planner.remedies import (
+    CHECKPOINTING,
+    EARLY_RELEASE,
+    FUSION,
+    IN_PARTS,
+    OPTIMIZER_ON_HOST,
+    Remedies,
+    remedies_for,
+)
+from lightning_vram.planner.scheme import Scheme
+from lightning_vram.planner.search import Found, Measured, Workload, search
+
+ON_HOST = Scheme((OPTIMIZER_ON_HOST,))
+WEIGHTS, ACTIVATIONS, LEAST, BATCH_SIZE = 4 * GIB, 8 * GIB, GIB, 64
+STEP = 8 * MIB  # what is kept comes in
+
+
+class Steps:
+    """Weights, and activations of which checkpointing keeps what it may; offloading takes the weights away."""
+
+    def __init__(self, *, overhead=0, refused=(), seconds_on_host=0.5):
+        self.overhead = overhead  # that the budget of activations does not cover
+        self.refused = refused
+        self.seconds_on_host = seconds_on_host
+        self.schemes = []
+
+    def __call__(self, scheme):
+        self.schemes.append(str(scheme))
+        parts = {part.class_path: part for part in scheme.parts}
+        if any(part.name in self.refused for part in scheme.parts):
+            return None
+        arguments = parts[CHECKPOINTING.class_path].init_args if CHECKPOINTING.class_path in parts else None
+        kept, overhead = ACTIVATIONS, 0
+        if arguments is not None:
+            asked = parse_bytes(arguments.get("budget", LEAST))
+            kept = min(max(LEAST, asked // STEP * STEP), ACTIVATIONS)
+            overhead = self.overhead if "budget" in arguments else 0
+        seconds = 1.0 + (ACTIVATIONS - kept) / ACTIVATIONS / 3
+        if FUSION.class_path in parts:
+            kept, seconds = kept * 3 // 4, seconds + 0.05
+        if IN_PARTS.class_path in parts:
+            num_parts = -(-BATCH_SIZE // parts[IN_PARTS.class_path].init_args["size"])
+            kept, seconds = kept // num_parts, seconds + 0.01 * num_parts
+        is_on_host = OPTIMIZER_ON_HOST.class_path in parts
+        needed = (0 if is_on_host else WEIGHTS) + kept + overhead
+        return Measured(scheme, needed, kept, StepTime(seconds + self.seconds_on_host * is_on_host))
+
+
+def found_for(budget, *, steps=None, **remedies) -> Found:
+    chosen = Remedies(**{"states": (Scheme(), ON_HOST)} | remedies)
+    return search(steps or Steps(), Workload(budget, BATCH_SIZE), chosen)
+
+
+def test_what_fits_is_left_as_it_is():
+    steps = Steps()
+    found = found_for(12 * GIB, steps=steps)
+    assert found.best is found.plain
+    assert steps.schemes == ["as it is"]
+
+
+@pytest.mark.parametrize("overhead", [0, 300 * MIB])
+@pytest.mark.parametrize("budget", [11 * GIB, 8 * GIB, 6 * GIB])
+def test_layers_keep_as_much_as_fits(budget, overhead):
+    steps = Steps(overhead=overhead)
+    found = found_for(budget, steps=steps)
+    assert 0.99 * budget <= found.best.needed_bytes <= budget
+    assert found.best.seconds == min(one.seconds for one in found.tried if one.needed_bytes <= budget)
+    assert len(steps.schemes) <= 6
+
+
+def test_a_single_remedy_that_is_faster_wins():
+    assert found_for(10 * GIB, singles=(FUSION,)).best.scheme == Scheme((FUSION,))
+    assert found_for(11 * GIB + 900 * MIB, singles=(FUSION,)).best.scheme.parts[0].name == CHECKPOINTING.name
+
+
+def test_the_next_states_are_taken_where_the_first_do_not_do():
+    found = found_for(4 * GIB)
+    assert found.best.scheme.parts[0] is OPTIMIZER_ON_HOST
+    assert 0.99 * 4 * GIB <= found.best.needed_bytes <= 4 * GIB
+
+
+def test_states_are_taken_first_where_they_are_faster():
+    found = found_for(8 * GIB, steps=Steps(seconds_on_host=0.01))
+    assert found.best.scheme == ON_HOST
+
+
+def test_remedies_are_not_tried_on_what_is_slower_already():
+    steps = Steps(seconds_on_host=2.0)
+    found_for(6 * GIB, steps=steps)
+    assert not [scheme for scheme in steps.schemes if OPTIMIZER_ON_HOST.name in scheme and "Checkpointing" in scheme]
+
+
+@pytest.mark.parametrize("budget", [10 * GIB, 6 * GIB, 4 * GIB + 400 * MIB])
+def test_as_many_samples_as_fit_run_at_once(budget):
+    best = found_for(budget, checkpoints=False, cuts=True, states=(Scheme(),)).best
+    size = best.scheme.parts[0].init_args["size"]
+    assert best.needed_bytes <= budget
+    larger = Steps()(Scheme((Part(IN_PARTS.class_path, {"size": -(-BATCH_SIZE // (-(-BATCH_SIZE // size) - 1))}),)))
+    assert larger.needed_bytes > budget  # one part less
+
+
+def test_parts_and_checkpoints_are_taken_together_where_neither_does():
+    best = found_for(4 * GIB + 64 * MIB, cuts=True, states=(Scheme(),)).best
+    assert [part.name for part in best.scheme.parts] == [CHECKPOINTING.name, IN_PARTS.name]
+
+
+def test_a_budget_below_all_says_what_would_be_the_least():
+    found = found_for(GIB // 2)
+    assert found.best is None
+    assert found.least.needed_bytes == LEAST
+    assert found.least.scheme == ON_HOST + CHECKPOINTING
+
+
+class StepsWithFree(Steps):
+    """``EarlyRelease`` takes away what it says, at no price."""
+
+    def __init__(self, saved, **arguments):
+        super().__init__(**arguments)
+        self.saved = saved
+
+    def __call__(self, scheme):
+        measured = super().__call__(scheme)
+        is_there = EARLY_RELEASE in scheme.parts and measured is not None
+        return replace(measured, needed_bytes=measured.needed_bytes - self.saved) if is_there else measured
+
+
+def test_what_is_free_is_enough_or_goes_with_everything_else():
+    free = {"free": (EARLY_RELEASE,)}
+    assert found_for(11 * GIB, steps=StepsWithFree(GIB), **free).best.scheme == Scheme((EARLY_RELEASE,))
+    found = found_for(8 * GIB, steps=StepsWithFree(GIB), **free)
+    assert [part.name for part in found.best.scheme.parts] == ["EarlyRelease", "ActivationCheckpointing"]
+    assert 0.99 * 8 * GIB <= found.best.needed_bytes <= 8 * GIB
+    on_host = found_for(3 * GIB, steps=StepsWithFree(GIB), **free).best.scheme  # a strategy has gradients elsewhere
+    assert [part.name for part in on_host.parts] == ["FSDPOffloadStrategy", "ActivationCheckpointing"]
+
+
+@pytest.mark.parametrize("steps", [StepsWithFree(0), StepsWithFree(GIB, refused=("EarlyRelease",))])
+def test_what_is_free_and_does_not_help_is_left_out(steps):
+    best = found_for(8 * GIB, steps=steps, free=(EARLY_RELEASE,)).best
+    assert [part.name for part in best.scheme.parts] == ["ActivationCheckpointing"]
+
+
+def test_what_a_part_refuses_is_passed_over():
+    found = found_for(8 * GIB, steps=Steps(refused=(CHECKPOINTING.name,)), singles=(FUSION,))
+    assert found.best.scheme == ON_HOST
+
+
+def test_a_users_own_parts_are_kept():
+    class ActivationCheckpointing:
+        pass
+
+    own = {"callbacks": [ActivationCheckpointing()], "strategy": "fsdp", "precision": "bf16-mixed"}
+    remedies = remedies_for(own, Exactness.ANY, on_card=True)
+    assert not remedies.checkpoints
+    assert not remedies.offloads
+    assert {part.place for scheme in remedies.states for part in scheme.parts} == {"plugins"}
+
+
+def test_results_are_as_true_as_was_asked_for():
+    for level in Exactness:
+        remedies = remedies_for({"precision": "bf16-mixed"}, level, on_card=True)
+        parts = [*remedies.singles, *(part for scheme in remedies.states for part in scheme.parts)]
+        assert max(part.exactness for part in parts) == level
+        assert remedies.cuts == (level >= Exactness.LOSSLESS)
+        assert remedies_for({}, level, on_card=False).states == (Scheme(),)

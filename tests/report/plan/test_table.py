@@ -1,0 +1,60 @@
+"""What ``print(plan)`` says, line by line."""
+
+from dataclasses import replace
+
+import pytest
+from support.plans import FUSION, OFFLOAD, checkpointing, measured, plan_of, tried
+
+from lightning_vram.planner.parts import Part
+from lightning_vram.report.plan import plan_memory, shown
+
+TABLE = """\
+Fits with this plan: 1.99 GiB of 2.00 GiB on H100, 1.15x the step time
+
+   what is done                                               memory  of budget  step time  results
+1  as it is                                                 3.91 GiB     195.3%      1.00x  exact
+2  InPlaceFusion                                            2.93 GiB     146.5%      1.10x  exact
+3  the plan: InPlaceFusion +                                1.99 GiB      99.6%      1.15x  exact
+   ActivationCheckpointing(budget=950MiB)
+4  ActivationCheckpointing(budget=905MiB)                   1.94 GiB      97.2%      1.20x  exact
+5  ActivationOffload                                        1.46 GiB      73.2%      1.50x  exact
+6  ActivationCheckpointing                               1000.00 MiB      48.8%      1.35x  exact
+7  MicroBatching(size=2)                                  700.00 MiB      34.2%      1.80x  lossless
+
+Step times are those of a model of the device, beside the run as it is."""
+
+
+def test_each_row():
+    assert str(plan_of()) == TABLE
+
+
+def test_a_run_that_fits_is_one_line():
+    text = str(plan_of(tried()[:1], budget_bytes=4000 * 2**20))
+    assert text == "Fits as it is: 3.91 GiB of 3.91 GiB on H100. There is nothing to do."
+
+
+def test_long_names_are_whole_and_no_markup():
+    part = Part("p.Part[red]", {"nvme_path": "/scratch/" + "x" * 40, "layers": "a.b.*"})
+    parts = (part, FUSION, OFFLOAD, checkpointing("950MiB"))
+    text = str(plan_of((tried()[0], measured(*parts, mib=10, ms=200))))
+    assert max(map(len, text.splitlines())) <= 100
+    assert "\x1b" not in text
+    assert "Part[red]" in text
+    assert "ActivationCheckpointing(budget=950MiB)" in text
+
+
+def test_what_a_function_plans_can_be_printed():
+    def plan(module: str, *, device: str):
+        """Plan."""
+        return replace(plan_of(), own={"module": module, "device": device})
+
+    found = shown(plan)("m", device="d")
+    assert found.own == {"module": "m", "device": "d"}
+    assert str(found).startswith("Fits with this plan")
+    assert found.is_needed
+    assert shown(plan).__doc__ == "Plan."
+
+
+def test_the_planners_own_errors_come_through():
+    with pytest.raises(ValueError, match=r"^plan_memory\(allow\) must be one of "):
+        plan_memory(None, device="h100", allow="all")
