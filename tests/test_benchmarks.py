@@ -16,7 +16,7 @@ from tests.benchmarks.recomputation import Chain, measure_overhead, measure_shar
 from tests.benchmarks.variants import GPU_PEERS, VARIANTS
 
 
-@pytest.mark.slow_except("memory")
+@pytest.mark.slow
 @pytest.mark.parametrize("suite", ["memory", "speed"])
 def test_a_suite_writes_device_versions_and_rows(suite, monkeypatch, tmp_path, capsys):
     path = tmp_path / "sub" / "result.json"

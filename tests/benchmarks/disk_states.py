@@ -21,8 +21,8 @@ from torch import Tensor
 from lightning_vram.optimizers.on_disk.layouts import StateLayout
 from lightning_vram.optimizers.on_disk.pieces import Piece
 from lightning_vram.optimizers.on_disk.states import DiskStates
-from tests.benchmarks.__main__ import report
 from tests.benchmarks.measure import Row
+from tests.benchmarks.report import report
 
 ADAM = StateLayout((("exp_avg", torch.float32), ("exp_avg_sq", torch.float32)), ("step",))
 PARAMETER_ELEMENTS = 2**24

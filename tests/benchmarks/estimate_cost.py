@@ -20,8 +20,8 @@ from rich.console import Console
 
 from lightning_vram import ActivationCheckpointing, estimate_memory
 from lightning_vram.demos import ByteGPT
-from tests.benchmarks.__main__ import make_table
 from tests.benchmarks.measure import Row, describe_machine
+from tests.benchmarks.report import make_table
 
 LENGTH = 1024
 SHAPES = {"GPT-2 XL": (48, 1600, 25), "6.7 B": (32, 4096, 32)}

@@ -35,7 +35,6 @@ from lightning_vram import ActivationCheckpointing, LeanMixedPrecision
 from lightning_vram.demos import ByteGPT
 from lightning_vram.demos.gpt import Block
 from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
-from tests.benchmarks.__main__ import report
 from tests.benchmarks.measure import (
     DeviceEvent,
     Row,
@@ -47,6 +46,7 @@ from tests.benchmarks.measure import (
     synchronize,
 )
 from tests.benchmarks.micro_batching import Same
+from tests.benchmarks.report import report
 
 NUM_WARM_UP = 3
 

@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 from lightning_vram.optimizers.on_host.offloaded_adamw import OffloadedAdamW
 from lightning_vram.techniques.sharding.apply import FullSharding, ShardingOptions
 from lightning_vram.techniques.sharding.grouping.plan import plan_sharding_groups
-from tests.benchmarks.__main__ import report
 from tests.benchmarks.measure import Row
+from tests.benchmarks.report import report
 
 ADD_BYTES = 12
 ADAMW_BYTES = 28

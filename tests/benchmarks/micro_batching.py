@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_vram import ActivationCheckpointing, MicroBatching
 from lightning_vram.memory.tracking.timeline import Category
 from lightning_vram.memory.tracking.tracker import MemoryTracker, track_memory
-from tests.benchmarks.__main__ import report
 from tests.benchmarks.cases import WORKLOADS, Workload
 from tests.benchmarks.measure import Row, accelerator_of, synchronize
+from tests.benchmarks.report import report
 
 NUM_STEPS = 12
 NUM_WARM_UP = 3

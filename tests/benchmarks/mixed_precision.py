@@ -23,10 +23,10 @@ from lightning_vram.memory.tracking.timeline import Category
 from lightning_vram.optimizers.lean.parameters import SCHEMES, LeanParameters
 from lightning_vram.techniques.mixed_precision.low_precision_norms import keep_norms_low
 from lightning_vram.techniques.mixed_precision.weight_casts import WeightCasts
-from tests.benchmarks.__main__ import report
 from tests.benchmarks.cases import WORKLOADS, Workload
 from tests.benchmarks.measure import Row, give_back, read_peaks
 from tests.benchmarks.micro_batching import NUM_STEPS, NUM_WARM_UP, Bytes, Seconds, fit
+from tests.benchmarks.report import report
 
 Make = Callable[[], Any]
 RECAST = {"recast_in_backward": True}

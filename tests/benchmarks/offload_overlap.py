@@ -34,8 +34,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
-from tests.benchmarks.__main__ import report
 from tests.benchmarks.measure import Row
+from tests.benchmarks.report import report
 
 NUM_WARM_UP = 3
 

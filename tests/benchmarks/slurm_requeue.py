@@ -14,8 +14,8 @@ import torch
 from slurm.cluster import Cluster
 from slurm.training import Training
 
-from tests.benchmarks.__main__ import report
 from tests.benchmarks.measure import Row
+from tests.benchmarks.report import report
 
 STEPS_PER_START = 150
 

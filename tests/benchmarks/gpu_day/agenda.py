@@ -2,7 +2,7 @@
 
 import re
 
-from tests.benchmarks.gpu_day import device_tests, fits, goals, profiles, smoke, speed, traces
+from tests.benchmarks.gpu_day import device_tests, fits, goals, plans, profiles, running_out, smoke, speed, traces
 from tests.benchmarks.gpu_day.items import Item, Job
 
 ITEMS = (
@@ -13,6 +13,8 @@ ITEMS = (
     *fits.XL_CLIPPED,
     *fits.WITH_GOALS,
     *speed.WITH_GOALS[5:],
+    *plans.ITEMS,
+    *running_out.ITEMS,
     *fits.XL_LIGHTNING,
     *traces.ITEMS,
     *profiles.ITEMS,
@@ -23,7 +25,7 @@ ITEMS = (
     *speed.OTHERS[3:],
 )
 _SAME_WAY = (  # as others, with other figures: toys leave them out
-    r"tests\.(?!memory_core)|sharded\.(?!xl_16k)|speed\.(gpt2_xl|resnet50_fp32)|fits\.precision\.gpt2_xl"
+    r"tests\.(?!memory_core)|plan\.(?!gpt2_small)|sharded\.(?!xl_16k)|speed\.(gpt2_xl|resnet50_fp32)|fits\.precision\.gpt2_xl"
     r"|profile\.(?!gpt2_small\.matmuls|xl_16k)"
 )
 

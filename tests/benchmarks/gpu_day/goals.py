@@ -11,7 +11,9 @@ from rich.table import Table
 from tests.benchmarks.gpu_day import results
 from tests.benchmarks.gpu_day.device_tests import CHUNKS
 from tests.benchmarks.gpu_day.fits import PLUGINS
+from tests.benchmarks.gpu_day.plan_goals import PLAN_FIGURES
 from tests.benchmarks.gpu_day.results import Result
+from tests.benchmarks.gpu_day.running_out import EXPANDING
 
 NOTHING_CHOSEN = 5  # exit code of pytest: no test of these folders needs the device
 Figure = Callable[[dict[str, Result]], float]
@@ -113,11 +115,18 @@ GOALS = (
             Goal(item, "peak, of plain", _ratio(item, "offloaded", "plain", PEAK), 0.42),
         )
     ),
+    Goal(
+        "running_out.lengths",
+        "reserved, of allocated, where lengths vary",
+        _value("running_out.lengths", EXPANDING, "reserved_of_allocated"),
+        1.1,
+    ),
     *(
         Goal(item, f"step time of {name}, of Lightning's", _value(item, name, "seconds_of_lightning"), 1.02)
         for item in ("fits.precision.gpt2_small", "fits.precision.resnet50")
         for name in PLUGINS[1:]
     ),
+    *(Goal(item, text, figure, bound) for item, text, figure, bound in PLAN_FIGURES),
     Goal(
         "fits.idle.gpt2_small",
         "step time of EmptyCache, VRAMMonitor, of plain",
