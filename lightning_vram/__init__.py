@@ -24,18 +24,24 @@ __all__ = [
     "ActivationCheckpointing",
     "ActivationCompression",
     "ActivationOffload",
+    "AutoVRAM",
     "DeviceSpec",
+    "EarlyRelease",
     "EmptyCache",
     "FSDPOffloadStrategy",
     "InPlaceFusion",
+    "LeakDetector",
     "LeanMixedPrecision",
     "MemoryBudget",
+    "MetricOffload",
     "MicroBatching",
     "SavePolicy",
     "SlurmRequeue",
+    "StreamedCheckpointIO",
     "VRAMMonitor",
     "configure_allocator",
     "estimate_memory",
+    "plan_memory",
     "track_memory",
 ]
 
@@ -44,14 +50,20 @@ if TYPE_CHECKING or importlib.util.find_spec("lightning") is not None:
     from lightning_vram.callbacks.activation_checkpointing import ActivationCheckpointing
     from lightning_vram.callbacks.activation_compression import ActivationCompression
     from lightning_vram.callbacks.activation_offload import ActivationOffload
+    from lightning_vram.callbacks.auto_vram import AutoVRAM
+    from lightning_vram.callbacks.early_release import EarlyRelease
     from lightning_vram.callbacks.empty_cache import EmptyCache
     from lightning_vram.callbacks.in_place_fusion import InPlaceFusion
+    from lightning_vram.callbacks.leak_detector import LeakDetector
     from lightning_vram.callbacks.memory_budget import MemoryBudget
+    from lightning_vram.callbacks.metric_offload import MetricOffload
     from lightning_vram.callbacks.micro_batching import MicroBatching
     from lightning_vram.callbacks.slurm_requeue import SlurmRequeue
     from lightning_vram.callbacks.vram_monitor import VRAMMonitor
+    from lightning_vram.checkpoint_io import StreamedCheckpointIO
     from lightning_vram.precision import LeanMixedPrecision
     from lightning_vram.report.estimate import estimate_memory
+    from lightning_vram.report.plan import plan_memory
     from lightning_vram.strategies.fsdp_offload import FSDPOffloadStrategy
     from lightning_vram.strategies.registration import register_strategies
 

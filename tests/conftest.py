@@ -57,6 +57,10 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if config.option.device == "sim" and build.why_not() is None:
         importlib.import_module("support.simdevice.trainer")  # before anything asks PyTorch for its accelerator
+    if config.option.device == "cpu":
+        # The first backward starts a thread for each device, after which no fork runs backward. Fake tensors make a
+        # build for CUDA count one device where there is none: the first backward comes before them.
+        torch.ones((), requires_grad=True).backward()
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m is looked at

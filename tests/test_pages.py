@@ -129,9 +129,12 @@ def test_the_page_that_a_limit_leads_to_names_the_other_part():
 
 
 def _from_matrix(part):
-    return {"FSDPOffloadStrategy": "../strategies/fsdp_offload/", "LeanMixedPrecision": "../precision/"}.get(
-        part, f"{snake_case(part)}/"
-    )
+    elsewhere = {
+        "FSDPOffloadStrategy": "../strategies/fsdp_offload/",
+        "LeanMixedPrecision": "../precision/",
+        "StreamedCheckpointIO": "../checkpoint_io/",
+    }
+    return elsewhere.get(part, f"{snake_case(part)}/")
 
 
 @pytest.mark.parametrize("part", PARTS)

@@ -35,6 +35,7 @@ def run(*command: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_techniques_train_where_lightning_is_hidden():
     done = run(sys.executable, "-c", HIDE.replace("{hidden}", str(HIDDEN)), PROGRAM)
     assert (done.stdout, done.returncode) == (NEEDS + "equal\n", 0), done.stderr

@@ -11,12 +11,16 @@ from lightning_vram import (
     ActivationCheckpointing,
     ActivationCompression,
     ActivationOffload,
+    EarlyRelease,
     EmptyCache,
     InPlaceFusion,
     VRAMMonitor,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:ActivationOffload")  # from host memory to host memory
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:ActivationOffload"),  # from host memory to host memory
+    pytest.mark.filterwarnings("ignore:EarlyRelease. .* are alive when training_step begins"),  # as they are
+]
 
 PROGRAMS: list[Program] = [
     programs.MomentumTeacher,
@@ -38,11 +42,13 @@ PARTS: dict[str, Callable[[], list[pl.Callback]]] = {
     "ActivationCompression": lambda: [ActivationCompression(min_bytes=64)],
     "InPlaceFusion": lambda: [InPlaceFusion(min_bytes=64)],
     "VRAMMonitor": lambda: [VRAMMonitor(track=True, path=None)],
+    "EarlyRelease": lambda: [EarlyRelease(collect_every_n_steps=2)],
     "EmptyCache": lambda: [EmptyCache(every_n_batches=1)],
     "all": lambda: [
         ActivationCheckpointing(every_n_layers=2),
         ActivationOffload(min_offload_bytes=256),
         InPlaceFusion(min_bytes=64),
+        EarlyRelease(),
         EmptyCache(),
         VRAMMonitor(track=True, path=None),
     ],

@@ -7,6 +7,7 @@ _SEVERAL = "several ranks, which the simulated device has not; one reads its sha
 
 _CALIBRATE = "memory.estimate.calibrate"
 _TIMED = "what is copied is not read: the time it takes is measured"
+_STEP_TIMED = "nothing is read: the time that the device takes is measured"
 _TRANSFERS, _SHARDING = "core.host.transfers", "techniques.sharding"
 
 EXCEPTIONS = {
@@ -19,6 +20,12 @@ EXCEPTIONS = {
     (_TRANSFERS, "while self._departures and self._departures[0].event.query():"): (
         "says when memory is let go of: _let_go asks again, and waits"
     ),
+    ("callbacks.activation_checkpointing.budget_offload", "torch.accelerator.synchronize(device)"): _STEP_TIMED,
+    (
+        "callbacks.auto_vram.first_steps",
+        "torch.get_device_module(self._device).synchronize(self._device)",
+    ): _STEP_TIMED,
+    ("core.host.copy_times", "end.synchronize()"): _TIMED,
     ("core.host.worker", "started.wait()"): "sets the number of threads; nothing is on the device",
     ("core.host.worker", "ticket._is_done.wait(PATIENCE_SECONDS)"): "the loop around it would go round without it",
     ("core.processes.agreement", "work.wait()"): "several ranks, by gloo: tests/core/processes",
@@ -43,10 +50,6 @@ EXCEPTIONS = {
     ("strategies.fsdp_offload.checkpointed", "self._store.wait()"): _FILES,
     ("strategies.fsdp_offload.checkpointed", "store.wait()"): _FILES,
     ("strategies.fsdp_offload.strategy", "self._store.wait()"): _FILES,
-    (
-        "techniques.activation_checkpointing.budget.search",
-        "self._tails.insert(0, self._tails[0].precede(hull, room - hull[0].need_bytes))",
-    ): "of another kind",
     ("techniques.activation_offload.items", "self.parcel.fetch(sent, self._place.copies.mark()).wait(sent)"): (
         "on the host only; bytes that are not there yet look as if they were written, and are sent again"
     ),

@@ -40,8 +40,10 @@ TRANSFERS = [
     ),
     Mutation(
         f"{_STREAM_COPIES}.fetch",
-        "gather(pieces, target)\narrival = _StreamArrival(target, self._side.record_event(), stream, self._module)",
-        "arrival = _StreamArrival(target, self._side.record_event(), stream, self._module)\ngather(pieces, target)",
+        "gather(pieces, target)\n"
+        "arrival = _StreamArrival(target, self._side.record_event(), stream, self._module, self.times)",
+        "arrival = _StreamArrival(target, self._side.record_event(), stream, self._module, self.times)\n"
+        "gather(pieces, target)",
         by_hand.there_and_back,
     ),
     Mutation(

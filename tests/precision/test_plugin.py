@@ -458,6 +458,7 @@ def last_loss(make_trainer, **options):
     return sum(model.losses[-5:]) / 5
 
 
+@pytest.mark.slow
 def test_200_small_steps_end_where_those_of_fp32_do(make_trainer):
     losses = {
         parameters: last_loss(make_trainer, plugins=[LeanMixedPrecision("bf16", parameters=parameters)])

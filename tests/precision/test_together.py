@@ -52,6 +52,7 @@ def test_a_callback_changes_nothing_under_the_plugin(name, kind, net, make_train
     assert_equal_weights(*fitted)
 
 
+@pytest.mark.slow
 @pytest.mark.quick_sample(3)
 @pytest.mark.parametrize("name", [name for name in KEEPS_RESULT if name not in AUTOMATIC_ONLY])
 @pytest.mark.parametrize("kind", SETTINGS)
@@ -64,6 +65,7 @@ def test_a_callback_changes_nothing_in_manual_optimization(name, kind, make_trai
     assert_equal_weights(*fitted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_all_together_change_nothing(kind, make_trainer):
     callbacks, fitted = [from_config(name) for name in KEEPS_RESULT], []

@@ -11,6 +11,7 @@ kernels (:data:`ATTENTION`): much arithmetic for few bytes of result. Names that
 
 import difflib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from math import prod
 from typing import Any
@@ -87,8 +88,29 @@ _LEFT_MATRIX_SECOND = _names("aten", "addmm baddbmm addmv", ACTIVATED_PRODUCT)
 _SHOWN_NAMES = 5
 
 
-def operator_cost(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> float:
-    """Estimate what one call of an operator costs, in FLOP equivalents.
+@dataclass(frozen=True)
+class OperatorWork:
+    """What one call of an operator does.
+
+    Args:
+        flops: Additions and multiplications.
+        num_bytes: That it reads and writes.
+    """
+
+    flops: int
+    num_bytes: int
+
+    @property
+    def cost(self) -> float:
+        """In FLOP equivalents: the larger of the FLOPs and :data:`BALANCE` times the bytes."""
+        return max(float(self.flops), BALANCE * self.num_bytes)
+
+
+NO_WORK = OperatorWork(0, 0)
+
+
+def operator_work(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> OperatorWork:
+    """Estimate what one call of an operator does.
 
     Args:
         func: Operator as a dispatch mode sees it.
@@ -97,19 +119,23 @@ def operator_cost(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out
         outputs: What it returned.
 
     Returns:
-        The larger of its FLOPs and :data:`BALANCE` times the bytes it reads and writes. 0 for views, for uninitialised
-        memory, and for what gives no tensor and writes to none.
+        :data:`NO_WORK` for views, for uninitialised memory, and for what gives no tensor and writes to none.
     """
     name = _qualified_name(func)
     results = list(tensors_in(outputs))
     if name in _FREE or _is_view(func) or not (results or _is_mutable(func)):
-        return 0.0
+        return NO_WORK
     given = list(tensors_in((args, kwargs)))
     written_bytes = sum(map(_touched_bytes, results))
     read_bytes = sum(
         min(_touched_bytes(tensor), written_bytes) if name in _LOOKUPS else _touched_bytes(tensor) for tensor in given
     )
-    return max(float(_count_flops(func, args, kwargs, outputs)), BALANCE * (read_bytes + written_bytes))
+    return OperatorWork(_count_flops(func, args, kwargs, outputs), read_bytes + written_bytes)
+
+
+def operator_cost(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> float:
+    """Estimate what one call of an operator costs, in FLOP equivalents: see :func:`operator_work`."""
+    return operator_work(func, args, kwargs, outputs).cost
 
 
 def resolve_operators(names: Sequence[str]) -> frozenset[Any]:

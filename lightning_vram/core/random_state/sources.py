@@ -15,6 +15,8 @@ from lightning_vram.core.tensors.nests import flatten_arguments
 Source = tuple[Callable[[], Any], Callable[[Any], object]]
 """How to read the state of a generator, and how to set it."""
 
+_TorchGenerator = torch.Generator  # within an estimate for CUDA the name means another class, that makes these
+
 
 def global_sources(device: torch.device) -> list[Source]:
     """Return the generators that a step on ``device`` draws from by default: of the host, and of an accelerator."""
@@ -82,7 +84,7 @@ def _is_host(device: torch.device) -> bool:
 
 @cache
 def _own_sources(numpy_random: ModuleType | None) -> dict[type, Callable[[Any], Source]]:
-    kinds: dict[type, Callable[[Any], Source]] = {torch.Generator: _source_of_torch, random.Random: _source_of_python}
+    kinds: dict[type, Callable[[Any], Source]] = {_TorchGenerator: _source_of_torch, random.Random: _source_of_python}
     if numpy_random is not None:
         kinds |= {numpy_random.Generator: _source_of_numpy, numpy_random.RandomState: _source_of_old_numpy}
     return kinds

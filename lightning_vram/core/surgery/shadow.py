@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from types import MethodType
 from typing import Any
 
 
@@ -28,11 +29,14 @@ class Shadow:
         """Call what stands in, or after :meth:`remove` what was there."""
         return self._call(*args, **kwargs)
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Callable[..., Any]]]:
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """In a copy of the owner, such as a worker process gets of the trainer, nothing stands in.
 
-        Optimizers leave what is on the instance out of theirs.
+        Optimizers leave what is on the instance out of theirs. Where a method was there, a pickle has no need of this
+        package to be read.
         """
+        if isinstance(self._inner, MethodType):
+            return getattr, (self._inner.__self__, self._inner.__name__)
         return _pass_on, (self._inner,)
 
     def remove(self) -> None:

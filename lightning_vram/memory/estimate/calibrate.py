@@ -49,7 +49,7 @@ def calibrate() -> DeviceSpec:
         workspace_bytes=workspace_bytes,
         is_workspace_kept=is_kept,
         bandwidth_bytes_per_s=_measure_memory(device),
-        bus_bytes_per_s=_measure_bus(device),
+        bus_bytes_per_s=measure_bus(device),
         flops_per_s={**spec.flops_per_s, **_measure_products(device, spec)},
     )
     return replace(spec, context_bytes=_measure_context(device))  # last: kernels that are loaded by now count
@@ -78,7 +78,7 @@ def _measure_memory(device: torch.device) -> float:
     return 2 * _COPY_BYTES / _fastest(lambda: target.copy_(source))  # read and written
 
 
-def _measure_bus(device: torch.device) -> float:
+def measure_bus(device: torch.device) -> float:
     """Return the rate of copies from and to pinned memory: the slower one."""
     on_host = torch.ones(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
     on_device = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device)

@@ -151,6 +151,11 @@ class MemoryTimeline:
         return self._totals.peak_by_module
 
     @property
+    def peak_allocations(self) -> Mapping[int, int]:
+        """Bytes at the peak, by index into :attr:`allocations`."""
+        return self._live_at(self._totals.peak_event)
+
+    @property
     def peak_by_phase(self) -> Mapping[Phase, int]:
         """Most bytes alive at once during each phase; phases in which nothing changed are left out."""
         return self._totals.peak_by_phase

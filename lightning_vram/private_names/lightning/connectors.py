@@ -10,6 +10,7 @@
   | SlurmRequeue fails at the start of a run under SLURM
 * ``lightning.pytorch.trainer.connectors.signal_connector._SignalConnector._sigterm_notifier_fn``: the handler of
   SIGTERM, which waits for other ranks | 2.6 - | SlurmRequeue fails at the start of a run under SLURM
+* ``lightning.pytorch.Trainer._logger_connector``: hands what is logged to loggers | 2.6 - | no run can be estimated
 * ``trainer._val_check_time_interval``: whether the clock says when validation runs; not set before its arguments are
   read | 2.6 - | with ``val_check_interval`` as a time ranks may not agree where SlurmRequeue stops
 * ``lightning.pytorch.LightningModule._trainer``: of a module that may have none | 2.6 -
@@ -32,6 +33,11 @@ def cluster_environment(trainer: pl.Trainer) -> Any:
 def checkpoint_connector(trainer: pl.Trainer) -> Any:
     """Return what loads checkpoints, by ``resume_start`` and ``restore``."""
     return trainer._checkpoint_connector
+
+
+def log_nothing(trainer: pl.Trainer) -> None:
+    """Let loggers be there, and get nothing: it would be numbers."""
+    trainer._logger_connector.log_metrics = lambda *_, **__: None  # type: ignore[method-assign]
 
 
 def signal_connector(trainer: pl.Trainer) -> Any:

@@ -11,7 +11,7 @@ Constants are names of methods that something of ours stands in for (``Shadow(lo
 * ``lightning.pytorch.loops.optimization.automatic._AutomaticOptimization._make_backward_fn``: backward of a part, and
   whether it is to be | 2.6 - | MicroBatching and AccumulationScheduler fail in a fit
 * ``lightning.pytorch.loops.optimization.automatic._AutomaticOptimization._make_zero_grad_fn``: when gradients are
-  zeroed | 2.6 - | MicroBatching and AccumulationScheduler fail in a fit
+  zeroed | 2.6 - | EarlyRelease, MicroBatching and AccumulationScheduler fail in a fit
 * ``lightning.pytorch.loops.optimization.automatic._AutomaticOptimization._optimizer_step``: the step of a window
   | 2.6 - | AccumulationScheduler fails at the start of a fit
 * ``lightning.pytorch.loops.optimization.automatic._AutomaticOptimization._skip_backward``: whether

@@ -14,12 +14,22 @@ Of ``torchmetrics.Metric``:
   the last micro-batch
 * ``_forward_cache``: the value of the last batch, which is logged | 1.9 - | MicroBatching fails where the module has
   metrics
+* ``_apply``: moves the states, for ``to`` and Lightning's logging | 1.9 - | MetricOffload fails where the module has
+  metrics with lists
+* ``_sync_dist``: gathers the states of all ranks | 1.9 - | MetricOffload fails where the module has metrics with lists
+* ``_device``: where new states are made | 1.9 - | MetricOffload fails where a metric with lists is on a device
+* ``_dtype_convert``: whether ``_apply`` is for ``set_dtype`` | 1.9 - | MetricOffload fails where a metric is moved
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torchmetrics import Metric
+
+APPLY = "_apply"
+SYNC_STATES = "_sync_dist"
 
 
 def default_states(metric: Metric) -> Mapping[str, Any]:
@@ -58,3 +68,18 @@ def shown_value(metric: Metric) -> Any:
 def show_value(metric: Metric, value: Any) -> None:
     """Let the metric show ``value`` for the last batch."""
     metric._forward_cache = value
+
+
+def converts_dtype(metric: Metric) -> bool:
+    """Whether what is applied to the states casts them."""
+    return metric._dtype_convert
+
+
+@contextmanager
+def placed_on(metric: Metric, device: torch.device) -> Iterator[None]:
+    """Let a metric take itself to be on ``device`` inside the block. Its states stay where they are."""
+    before, metric._device = metric._device, device
+    try:
+        yield
+    finally:
+        metric._device = before

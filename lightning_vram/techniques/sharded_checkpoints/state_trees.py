@@ -34,12 +34,15 @@ def snapshot(tree: Any) -> Any:
 def count_bytes(tree: Any) -> int:
     """Count the bytes of all tensors of a tree, sharded ones with the parts of all ranks, each tensor once."""
     sizes: dict[int, int] = {}
-
-    def note(leaf: Any) -> None:
-        if isinstance(leaf, Tensor):
-            sizes[id(leaf)] = leaf.numel() * leaf.element_size()
-
-    map_leaves(tree, note)
+    waiting = [tree]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, Tensor):
+            sizes[id(part)] = part.numel() * part.element_size()
+        elif isinstance(part, dict):
+            waiting += part.values()
+        elif type(part) in (list, tuple):
+            waiting += part
     return sum(sizes.values())
 
 

@@ -34,6 +34,7 @@ from lightning_vram.callbacks.slurm_requeue import job_stop
 from lightning_vram.callbacks.slurm_requeue import start as requeued_start
 from lightning_vram.callbacks.slurm_requeue.callback import JobStopped, SlurmRequeue
 from lightning_vram.callbacks.slurm_requeue.folder import RequeueFolder
+from lightning_vram.checkpoint_io import StreamedCheckpointIO
 
 TERM, USR1, USR2 = signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2
 
@@ -75,6 +76,7 @@ CASES = {
     "a generator of the loader's own": ({"num_batches": 3, "has_generator": True}, {"max_epochs": 3}, []),
     "the same and limit_train_batches": ({"num_batches": 4, "has_generator": True}, {"limit_train_batches": 2}, []),
     "the same and workers": ({"num_batches": 2, "has_generator": True, "num_workers": 1}, {}, []),
+    "checkpoints that are streamed": ({}, {"plugins": [StreamedCheckpointIO()]}, []),
 }
 
 

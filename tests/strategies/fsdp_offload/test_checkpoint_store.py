@@ -141,6 +141,7 @@ def fail_as_a_full_disk(*arguments: object, **options: object) -> None:
     raise OSError(28, "No space left on device")
 
 
+@pytest.mark.slow
 @KINDS
 def test_errors_are_the_same_on_all_ranks_and_the_old_checkpoint_stays(tmp_path: Path, sharded: bool):
     run_ranks(2, meet_errors, tmp_path, sharded)
@@ -192,6 +193,7 @@ def save_beside_the_training(folder: Path, sharded: bool) -> None:
     assert sorted(each.name for each in folder.iterdir() if "store" not in each.name) == ["second.ckpt"]
 
 
+@pytest.mark.slow
 @KINDS
 def test_a_save_beside_the_training_sees_none_of_it(tmp_path: Path, sharded: bool):
     run_ranks(2, save_beside_the_training, tmp_path, sharded)

@@ -79,6 +79,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.quick_sample(3)
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of callbacks, about the CPU
 @pytest.mark.parametrize(("make", "make_arguments", "expected"), CASES)

@@ -131,6 +131,7 @@ def test_what_hooks_do_to_a_full_checkpoint_counts(devices, train, tmp_path):
     assert resumed == {step: loss for step, loss in expected.items() if step > 3}
 
 
+@pytest.mark.slow
 def test_weights_alone_are_validated_but_not_resumed(train, make_trainer, tmp_path):
     saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=3, save_top_k=-1, save_weights_only=True)
     train(SHARDED, 1, "saved", enable_checkpointing=True, callbacks=[saver])
@@ -149,7 +150,7 @@ class SavesAnObject(Noting):
         checkpoint["unsafe"] = Unsafe()
 
 
-@pytest.mark.slow_except("sharded")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [FULL, SHARDED])
 def test_weights_only_reaches_the_file(kind, train, tmp_path):
     saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=3, save_top_k=-1)

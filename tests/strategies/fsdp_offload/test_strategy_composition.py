@@ -59,7 +59,7 @@ def test_callbacks(name, make, check):
     check(make, lambda: {"callbacks": [from_config(name)]}, modes=("params", "none"))
 
 
-@pytest.mark.slow_except("ActivationOffload", "SlurmRequeue")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLBACKS)
 def test_callbacks_with_accumulation_clipping_and_autocast(name, check):
     arguments = {} if name in CHANGES_TRAINING else {"accumulate_grad_batches": 2}
@@ -76,6 +76,7 @@ def test_micro_batches(size, make, check):
     check(make, lambda: {"callbacks": [MicroBatching(size)]}, gradient_clip_val=0.1, num_sanity_val_steps=2)
 
 
+@pytest.mark.slow
 def test_all_together(check):
     names = [name for name in CALLBACKS if name not in CHANGES_TRAINING]
     check(Fused, lambda: {"callbacks": [from_config(name) for name in names]})

@@ -128,6 +128,7 @@ class LateSharded(Late):
     is_sharded = True
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # the user's own layer returns a view
 @pytest.mark.parametrize("make", [Late, LateSharded])
 def test_configure_model_is_honoured(make, fit_both):

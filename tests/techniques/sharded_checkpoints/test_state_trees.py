@@ -42,3 +42,11 @@ def test_bytes_are_counted_once_and_with_the_parts_of_all_ranks(mesh: DeviceMesh
     tied = torch.ones(3)
     sharded = DTensor.from_local(torch.ones(2, 5), mesh, [Shard(0)])
     assert count_bytes({"a": tied, "b": [tied, torch.ones(4, dtype=torch.int8)], "c": "text", "d": sharded}) == 56
+
+
+def test_what_cannot_be_written_to_is_counted():
+    class Frozen(dict):
+        def __setitem__(self, key, value):
+            raise TypeError("frozen")
+
+    assert count_bytes(Frozen(weight=torch.ones(4), more=[torch.ones(2)])) == 24

@@ -49,6 +49,7 @@ def step(model: nn.Module, x: Tensor) -> tuple[int, Tensor]:
     return sum(storages.values()) // MAP, loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", "aot_eager_decomp_partition"])
 def test_a_compiled_block_keeps_its_input_and_what_the_first_product_made(backend: str) -> None:
     """Per block: plain keeps x, norm, up and act, 1 + 1 + 4 + 4 maps; ours x and up, 1 + 4; the loss keeps one more."""

@@ -1,0 +1,32 @@
+"""Pickles of what a method is replaced on know nothing of it."""
+
+import copy
+import pickle
+from functools import partial
+
+from torch import nn
+
+from lightning_vram.core.surgery.shadow import Shadow
+
+
+def answer(inner, *args):
+    return "stand-in"
+
+
+def test_a_pickle_needs_no_class_of_this_package():
+    owner = nn.Linear(2, 2)
+    shadow = Shadow(owner, "extra_repr", partial(partial, answer))
+    assert owner.extra_repr() == "stand-in"
+    pickled = pickle.dumps(owner)
+    assert b"lightning_vram" not in pickled
+    for other in (pickle.loads(pickled), copy.deepcopy(owner)):
+        assert other.extra_repr() == "in_features=2, out_features=2, bias=True"
+    shadow.remove()
+    assert "extra_repr" not in vars(owner)
+
+
+def test_stand_ins_over_one_another_are_all_left_out():
+    owner = nn.Linear(2, 2)
+    Shadow(owner, "extra_repr", partial(partial, answer))
+    Shadow(owner, "extra_repr", partial(partial, answer))
+    assert pickle.loads(pickle.dumps(owner)).extra_repr() == "in_features=2, out_features=2, bias=True"
