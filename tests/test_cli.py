@@ -269,6 +269,15 @@ def test_a_mistake_in_a_file_is_one_line(config, message, capsys):
 BOMB = "a: &a [x, x, x, x]\n" + "".join(f"{n}: &{n} [{f'*{m}, ' * 4}]\n" for m, n in pairwise("abcdefghijk"))
 
 
+@pytest.fixture
+def recursion_limit():
+    """Python's own: torch's compiler raises that of its process for good."""
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(1000)
+    yield
+    sys.setrecursionlimit(limit)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -279,6 +288,7 @@ BOMB = "a: &a [x, x, x, x]\n" + "".join(f"{n}: &{n} [{f'*{m}, ' * 4}]\n" for m, 
     ],
     ids=["broken", "bomb", "circle", "deep"],
 )
+@pytest.mark.usefixtures("recursion_limit")
 def test_broken_yaml_is_one_line(text, message, capsys):
     Path("c.yaml").write_text(text)
     assert fail(["fit", "--config=c.yaml"], capsys).startswith(message)
