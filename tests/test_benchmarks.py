@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import sys
 
 import pytest
@@ -9,85 +10,32 @@ import torch
 
 from lightning_vram.core.processes.clean_exit import leave_group
 from tests.benchmarks import __main__ as benchmarks
-from tests.benchmarks import compression_errors, fsdp_offload, host_adamw, mixed_precision, offload_overlap
-from tests.benchmarks.cases import WORKLOADS
-from tests.benchmarks.measure import Run, sum_up_events
-from tests.benchmarks.recomputation import Chain, measure_overhead, measure_shares
-from tests.benchmarks.variants import GPU_PEERS, VARIANTS
+from tests.benchmarks.cases import QUICK_WORKLOADS
+from tests.benchmarks.compare import Options, measure_ways
+from tests.benchmarks.measure import Run, compare_seconds, measure_apart, sum_up_events
+from tests.benchmarks.ours import OURS, find_way
+from tests.benchmarks.suites import (
+    compression_errors,
+    fsdp_offload,
+    host_adamw,
+    memory,
+    mixed_precision,
+    offload_overlap,
+)
+from tests.benchmarks.suites.networks import measure_network
+from tests.benchmarks.suites.recomputation import Chain, measure_overhead
+from tests.benchmarks.variants import GPU_PEERS
+from tests.benchmarks.ways import PLAIN, PLAIN_TRAINER, Way, with_callbacks
+
+CPU = torch.device("cpu")
+CHECKPOINTED, MATMULS = "ActivationCheckpointing()", 'ActivationCheckpointing(save="matmuls")'
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("suite", ["memory", "speed"])
-def test_a_suite_writes_device_versions_and_rows(suite, monkeypatch, tmp_path, capsys):
-    path = tmp_path / "sub" / "result.json"
-    options = ["--suite", suite, "-o", str(path), "--only", "DigitsResNet (2", "--repeats", "1", "--steps", "1"]
-    monkeypatch.setattr(sys, "argv", ["benchmarks", *options])
-    benchmarks.main()
-    result = json.loads(path.read_text())
-    assert {"device", "torch", "lightning", "driver"} <= set(result["machine"])
-    assert [row["variant"] for row in result["rows"]] == list(VARIANTS)
-    assert "InPlace" in capsys.readouterr().out
-    if suite == "memory":
-        rows = {row["variant"]: row for row in result["rows"]}
-        kept = {
-            name: row["saved_for_backward_bytes"] / rows["plain"]["saved_for_backward_bytes"]
-            for name, row in rows.items()
-        }
-        assert kept["checkpointed"] <= 0.45
-        assert kept["InPlaceFusion"] <= 0.6
-        assert kept["checkpointed"] < kept["checkpointed, matmuls kept"] < 1
-        assert kept["offloaded"] <= 0.2
-        assert kept["checkpointed, offloaded"] <= kept["checkpointed"]
-        for share in (0.75, 0.5):
-            peaks = (
-                rows["plain"]["activations_peak_bytes"],
-                rows[f"checkpointed, budget {share}"]["activations_peak_bytes"],
-            )
-            assert peaks[1] <= share * peaks[0]
-
-
-@pytest.mark.parametrize("variant", ["checkpointed", *GPU_PEERS])
-def test_a_step_trains(variant, monkeypatch):
-    if variant == "save_on_cpu":  # pins memory
-        monkeypatch.setattr(
-            "tests.benchmarks.variants.save_on_cpu", lambda pin_memory: torch.autograd.graph.save_on_cpu()
-        )
-    run = Run(WORKLOADS[1], variant, torch.device("cpu"))
-    before = [p.clone() for p in run.model.parameters()]
-    run.step()
-    assert not all(torch.equal(one, other) for one, other in zip(run.model.parameters(), before, strict=True))
-
-
-def test_shares_and_overheads_of_recomputation_are_measured():
-    row = measure_shares("mobilenetv2", None)
-    assert row["kept_share"] == row["kept_bytes"] / row["plain_kept_bytes"] <= 0.36
-    row = measure_overhead("chain", Chain(2), torch.randn(4, 8), num_turns=1)
-    assert row["num_operators"] >= 2 * 5
-    assert {"recomputation, forward us per operator", "empty mode, backward us per operator"} <= row.keys()
-
-
-def test_what_compression_does_to_the_gradient_is_measured():
-    share, cosine = compression_errors.measure("DigitsResNet", "int8")
-    assert share <= 0.3
-    assert 0.999 < cosine < 1
-    assert compression_errors.measure("DigitsResNet", None)[0] <= 0.97
-
-
-@pytest.mark.slow
-def test_the_precision_plugin_is_measured_on_shapes_of_gpu_size():
-    rows = {row["variant"]: row for row in mixed_precision.measure_fake(num_layers=4)}
-    assert rows["bf16, recast"]["peak_of_lightning"] < 0.95
-    assert rows["bf16, recast, norms"]["peak_of_lightning"] <= 0.9
-    peaks = [row["peak_bytes"] for name, row in rows.items() if name.startswith("bf16+")]
-    assert peaks == sorted(peaks, reverse=True)
-
-
-@pytest.mark.slow
-def test_the_precision_plugin_is_measured_in_a_trainer():
-    rows = mixed_precision.measure(WORKLOADS[1], repeats=1)
-    assert rows[0]["seconds_of_lightning"] == 1
-    assert rows[1]["peak_bytes"] == rows[0]["peak_bytes"]
-    assert rows[2]["peak_bytes"] < rows[0]["peak_bytes"]
+def run_suite(monkeypatch, *options):
+    monkeypatch.setattr(sys, "argv", ["benchmarks", *map(str, options)])
+    with pytest.raises(SystemExit) as end:
+        benchmarks.main()
+    return end.value.code
 
 
 @pytest.fixture
@@ -96,6 +44,154 @@ def alone():
     yield
     leave_group()
     gc.collect()
+
+
+@pytest.fixture(scope="module")
+def quick_memory():
+    """Rows of the memory suite's small workloads."""
+    return list(memory.measure(Options(CPU, is_quick=True, settings=memory.SETTINGS)))
+
+
+@pytest.mark.slow
+def test_tracked_bytes_are_those_held_for_this_version_of_torch(quick_memory):
+    held = memory.read_golden().get(memory.minor_version())
+    if held is None:
+        pytest.skip(f"golden_bytes.json holds nothing for torch {memory.minor_version()}: {memory.RENEWAL}")
+    found = memory.golden_of(quick_memory)
+    assert found == held, f"A change is a CHANGELOG line or a bug. What is meant is held by: {memory.RENEWAL}"
+
+
+@pytest.mark.slow
+def test_each_technique_keeps_less_than_plain(quick_memory):
+    rows = {row["variant"]: row for row in quick_memory if "ResNet" in row["workload"]}
+    assert list(rows) == ["plain", *(way.name for way in OURS)]
+    plain = rows["plain"]["saved_for_backward_bytes"]
+    kept = {name: row["saved_for_backward_bytes"] / plain for name, row in rows.items()}
+    assert kept[CHECKPOINTED] <= 0.45
+    assert kept["InPlaceFusion()"] <= 0.6
+    assert kept[CHECKPOINTED] < kept[MATMULS] < 1
+    assert kept['ActivationOffload("64KiB")'] <= 0.2
+    assert kept[f'{CHECKPOINTED}, ActivationOffload("64KiB")'] <= kept[CHECKPOINTED]
+    for share in (0.75, 0.5):
+        row = rows[f"ActivationCheckpointing(budget=...), {share} of plain"]
+        assert row["activations_peak_bytes"] <= share * rows["plain"]["activations_peak_bytes"]
+
+
+@pytest.mark.slow
+def test_a_suite_writes_device_versions_options_and_both_axes(monkeypatch, tmp_path, capsys):
+    path = tmp_path / "sub" / "result.json"
+    options = ["--only", "DigitsResNet", "--ways", "InPlaceFusion()", "--repeats", "1", "--steps", "1"]
+    assert run_suite(monkeypatch, "--suite", "speed", "--quick", *options, "-o", path) == 0
+    result = json.loads(path.read_text())
+    assert {"device", "torch", "lightning", "driver"} <= set(result["machine"])
+    assert result["suite"] == "speed"
+    assert result["options"]["speed"] == {"repeats": 1, "steps": 1}
+    plain, ours, _ = result["rows"]
+    assert (plain["variant"], plain["by"], ours["by"]) == ("plain", "plain", "ours")
+    assert ours["seconds_of_first"] == ours["seconds_per_step"] / plain["seconds_per_step"]
+    assert ours["seconds_of_first_low"] <= ours["seconds_of_first"] <= ours["seconds_of_first_high"]
+    assert ours["peak_of_first"] == ours["peak_bytes"] / plain["peak_bytes"] < 1
+    assert "InPlace" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("suite", ["optimizers", "batches", "precision", "strategies", "nothing", "early_release"])
+def test_whole_runs_of_a_trainer_are_compared_with_plain_ones(suite, monkeypatch, tmp_path):
+    assert run_suite(monkeypatch, "--suite", suite, "--quick", "--only", "Digits", "-o", tmp_path) == 0
+    rows = json.loads((tmp_path / f"{suite}_cpu.json").read_text())["rows"]
+    assert {row.get("error", "needs a GPU")[:11] for row in rows} == {"needs a GPU"}
+    assert rows[0]["by"] == "plain"
+    assert all(row["seconds_of_first"] > 0 for row in rows if "error" not in row)
+    assert sum("seconds_of_first" in row for row in rows) > 2
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:ActivationOffload moves")
+@pytest.mark.parametrize("suite", ["plan", "python_price", "leak_detector", "host_adamw", "disk_states", "errors"])
+def test_a_quick_run_ends_without_an_error(suite, monkeypatch, tmp_path, alone):
+    assert run_suite(monkeypatch, "--suite", suite, "--quick", "-o", tmp_path) == 0
+    rows = json.loads((tmp_path / f"{suite}_cpu.json").read_text())["rows"]
+    assert {"workload", "variant", "by"} <= set.intersection(*(set(row) for row in rows))
+    assert [row for row in rows if "all_traceback" in row] == []
+
+
+def test_a_suite_that_is_not_there_is_refused(monkeypatch, capsys):
+    assert run_suite(monkeypatch, "--suite", "memroy") == 2
+    assert "--suite memroy: use all, memory, speed" in capsys.readouterr().err
+
+
+def fail(model):
+    raise RuntimeError("no such kernel\nand more")
+
+
+def test_a_way_that_cannot_run_is_a_row_and_others_go_on():
+    ways = [
+        PLAIN,
+        Way("raises", "ours", fail),
+        Way("missing", "torchao", why_not=lambda device: "not installed: pip install torchao"),
+        find_way(CHECKPOINTED),
+    ]
+    plain, raises, missing, ours = measure_ways(QUICK_WORKLOADS[1], ways, CPU, repeats=1, steps=1)
+    assert raises["error"] == "RuntimeError: no such kernel and more"
+    assert missing["error"] == "not installed: pip install torchao"
+    assert not {"peak_bytes", "seconds_per_step"} & (raises.keys() | missing.keys())
+    assert ours["seconds_of_first"] == ours["seconds_per_step"] / plain["seconds_per_step"]
+
+
+def test_a_trainers_way_brings_plain_in_a_trainer_along():
+    options = Options(CPU, ways="Release")
+    whole = with_callbacks("EarlyRelease()", list)
+    assert options.choose("speed", [whole, find_way(CHECKPOINTED)]) == [PLAIN, PLAIN_TRAINER, whole]
+    assert options.choose("batches", [PLAIN_TRAINER, whole]) == [PLAIN_TRAINER, whole]
+
+
+def test_ratios_are_those_of_the_same_turn():
+    row = compare_seconds([3.0, 2.0, 8.0], [1.0, 2.0, 4.0])  # 3, 1, 2
+    assert row["seconds_per_step"] == 3.0
+    assert (row["seconds_of_first"], row["seconds_of_first_low"], row["seconds_of_first_high"]) == (2.0, 1.0, 3.0)
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_is_a_row():
+    assert "BrokenProcessPool" in measure_apart(os._exit, 3)["error"]
+
+
+@pytest.mark.parametrize("name", [CHECKPOINTED, *GPU_PEERS])
+def test_a_step_trains(name, monkeypatch):
+    if name == "save_on_cpu":  # pins memory
+        monkeypatch.setattr(
+            "tests.benchmarks.variants.save_on_cpu", lambda pin_memory: torch.autograd.graph.save_on_cpu()
+        )
+    run = Run(QUICK_WORKLOADS[1], find_way(name), CPU)
+    before = [p.clone() for p in run.model.parameters()]
+    run.step()
+    assert not all(torch.equal(one, other) for one, other in zip(run.model.parameters(), before, strict=True))
+
+
+def test_shares_and_overheads_of_recomputation_are_measured():
+    plain, ours = measure_network("mobilenetv2", None)
+    kept = ours["saved_for_backward_bytes"] / plain["saved_for_backward_bytes"]
+    assert ours["saved_of_first"] == kept <= 0.36
+    row = measure_overhead(Chain(2), torch.randn(4, 8), num_turns=1)
+    assert row["num_operators"] >= 2 * 5
+    assert {"recomputation, forward us per operator", "empty mode, backward us per operator"} <= row.keys()
+
+
+def test_what_compression_does_to_the_gradient_is_measured():
+    share, cosine = compression_errors.measure_model("DigitsResNet", "int8")
+    assert share <= 0.3
+    assert 0.999 < cosine < 1
+    assert compression_errors.measure_model("DigitsResNet", None)[0] <= 0.97
+
+
+@pytest.mark.slow
+def test_the_precision_plugin_is_measured_on_shapes_of_gpu_size():
+    plain, recast, with_norms, *lean = mixed_precision.measure_fake(num_layers=4)
+    assert recast["peak_of_first"] == recast["peak_bytes"] / plain["peak_bytes"] < 0.95
+    assert with_norms["peak_of_first"] <= 0.9
+    peaks = [row["peak_bytes"] for row in lean]
+    assert len(peaks) == 4
+    assert peaks == sorted(peaks, reverse=True)
 
 
 @pytest.mark.slow
@@ -112,12 +208,12 @@ def test_the_time_that_a_step_hides_is_measured(optimizer, alone):
 @pytest.mark.distributed
 def test_the_rate_of_a_step_on_the_host_is_measured(alone):
     with host_adamw.process_group():
-        rows = list(host_adamw.measure("two blocks", lambda: host_adamw.make_blocks(2, width=8), 1, repeats=1))
+        rows = list(host_adamw.measure_shards("two blocks", lambda: host_adamw.make_blocks(2, width=8), 1, repeats=1))
     by_name = {row["variant"]: row for row in rows}
     assert by_name["add_"]["rate_of_add"] == 1
     num_parameters = 2 * (12 * 8 * 8 + 13 * 8)
     ours = by_name["OffloadedAdamW"]
-    assert ours["gb_per_second"] * ours["seconds"] * 1e9 == pytest.approx(28 * num_parameters)
+    assert ours["gb_per_second"] * ours["seconds_per_step"] * 1e9 == pytest.approx(28 * num_parameters)
 
 
 @pytest.mark.slow
@@ -126,7 +222,7 @@ def test_memory_and_speed_of_the_strategy_are_measured(alone):
     names = [name for name, variant in fsdp_offload.VARIANTS.items() if not variant.needs_gpu]
     rows = {row["variant"]: row for row in fsdp_offload.measure_tiny(names, 1, is_profiled=True)}
     assert list(rows) == names
-    assert {row["fits"] for row in rows.values()} == {"yes"}
+    assert not any("error" in row for row in rows.values())
     ours, plain = rows["fsdp_offload, params"], rows["plain"]
     assert ours["speed_of_plain"] == ours["tokens_per_second"] / plain["tokens_per_second"]
     assert ours["exposed_seconds"] == ours["seconds_per_step"] - plain["computing_seconds"]
@@ -150,5 +246,5 @@ def test_a_run_that_does_not_fit_is_a_row(monkeypatch):
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
     monkeypatch.setattr(fsdp_offload, "LitGPT", Hungry)
-    rows = fsdp_offload.measure_tiny(["plain"], 1)
-    assert rows == [{"shape": "tiny", "variant": "plain", "fits": "out of memory"}]
+    row = fsdp_offload.measure_tiny(["plain"], 1)[0]
+    assert (row["variant"], row["error"]) == ("plain", "out of memory")

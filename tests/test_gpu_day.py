@@ -124,7 +124,7 @@ def test_a_profile_is_wanted_of_what_has_missed_its_goal(tmp_path):
     item = next(item for item in agenda.ITEMS if item.name == "profile.gpt2_xl.checkpointing")
     assert not agenda.is_wanted(item, job)
     for seconds, is_wanted in ((1.0, False), (1.01, True), (float("nan"), True)):
-        rows = [{"name": "checkpointed", "seconds_of_first": seconds}]
+        rows = [{"name": "ActivationCheckpointing()", "seconds_of_first": seconds}]
         results.write(tmp_path, item.after, {"status": "done", "rows": rows})
         assert agenda.is_wanted(item, job) == is_wanted
 

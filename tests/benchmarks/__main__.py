@@ -1,53 +1,88 @@
-"""Run a suite, print a table, write the figures with device and versions."""
+"""Run suites, print their tables, write the figures with device and versions."""
 
 import argparse
+import logging
+import sys
+from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import torch
 
-from tests.benchmarks import plans
-from tests.benchmarks.cases import WORKLOADS
-from tests.benchmarks.estimates.cases import CASES
-from tests.benchmarks.estimates.measure import measure_all
-from tests.benchmarks.measure import Row, measure_memory, measure_speed
-from tests.benchmarks.report import report
-from tests.benchmarks.variants import COMPILED_VARIANTS, GPU_PEERS, VARIANTS
+from tests.benchmarks.compare import Options
+from tests.benchmarks.measure import Row, error_row
+from tests.benchmarks.report import print_tables, write
+from tests.benchmarks.suites import MEASUREMENTS, SUITES
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
-    parser.add_argument("--suite", choices=["memory", "speed", "estimate", "plan"], required=True)
-    parser.add_argument("-o", "--output", type=Path, help="JSON file; kept under tests/benchmarks/results/")
-    parser.add_argument("--repeats", type=int, default=5, help="interleaved repeats of each variant (speed, plan)")
-    parser.add_argument("--steps", type=int, default=5, help="timed steps per repeat (speed, plan)")
-    parser.add_argument("--only", default="", help="part of a workload's name")
-    parser.add_argument("--variants", default="", help="part of a variant's name; plain is always there (speed)")
-    parser.add_argument("--without-cudnn", action="store_true", help="convolutions without their workspaces (estimate)")
-    arguments = parser.parse_args()
+    """Do what the command line says; the exit code is 1 if a measurement as a whole went wrong."""
+    arguments, modules, given = parse()
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning_vram"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rows: list[Row] = []
-    if arguments.suite == "estimate":
-        names = [name for name in CASES if arguments.only in name]
-        rows = list(measure_all(names, has_cudnn=not arguments.without_cudnn))
-        report(arguments.suite, rows, arguments.output)
-        return
-    for workload in WORKLOADS:
-        if (workload.needs_gpu and device.type == "cpu") or arguments.only not in workload.name:
-            continue
-        if arguments.suite == "plan":
-            rows += plans.measure(workload, device, arguments.repeats, arguments.steps)
-        elif arguments.suite == "memory":
-            rows += [measure_memory(workload, variant, device) for variant in VARIANTS]
-        else:
-            variants = choose_variants(device, arguments.variants)
-            rows += measure_speed(workload, device, variants, arguments.repeats, arguments.steps)
-    report(arguments.suite, rows, arguments.output)
+    has_failed = False
+    for suite, names in arguments.suites.items():
+        rows, settings = [], {}
+        for name in names:
+            module = modules[name]
+            known = {**module.SETTINGS, **(module.QUICK if arguments.quick else {})}
+            settings[name] = {key: given.get(key, value) for key, value in known.items()}
+            options = Options(device, arguments.only, arguments.ways, arguments.quick, arguments.peers, settings[name])
+            found = list(attempt(module, options))
+            print_tables(found)
+            rows += [{"measurement": name, **row} if len(names) > 1 else row for row in found]
+            has_failed |= any(row.keys() <= {"error", "all_traceback"} for row in found)
+        if arguments.output is not None:
+            is_file = arguments.output.suffix == ".json"
+            path = arguments.output if is_file else arguments.output / f"{suite}_{device.type}.json"
+            asked = {name: getattr(arguments, name) for name in ("quick", "peers", "only", "ways")}
+            write(suite, {**asked, **settings}, rows, path)
+    sys.exit(int(has_failed))
 
 
-def choose_variants(device: torch.device, part: str) -> list[str]:
-    """Plain and those with ``part`` in their name; on a GPU others' ways as well."""
-    peers = {**GPU_PEERS, **COMPILED_VARIANTS} if device.type == "cuda" else {}
-    return ["plain", *(name for name in [*VARIANTS, *peers] if name != "plain" and part in name)]
+def parse() -> tuple[argparse.Namespace, dict[str, ModuleType], dict[str, Any]]:
+    """Return the arguments, the modules that measure, and those of their settings that were given."""
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__, add_help=False)
+    parser.add_argument("--suite", nargs="+", default=[], metavar="NAME", help=f"all, {', '.join(SUITES)}, or a part")
+    parser.add_argument("--peers", action="store_true", help="others' ways in the same run, where they are installed")
+    parser.add_argument("--quick", action="store_true", help="small workloads, few repeats")
+    parser.add_argument("--only", default="", metavar="TEXT", help="part of the name of a workload or case")
+    parser.add_argument("--ways", default="", metavar="TEXT", help="part of a way's name; plain is always there")
+    parser.add_argument("-o", "--output", type=Path, help="JSON file, or a folder for a file of each suite")
+    arguments, rest = parser.parse_known_args()
+    wanted = list(SUITES) if arguments.suite == ["all"] else arguments.suite
+    parts = {**{name: (name,) for name in MEASUREMENTS}, **SUITES}
+    if unknown := [name for name in wanted if name not in parts]:
+        parser.error(f"--suite {' '.join(unknown)}: use all, {', '.join(SUITES)}, or a part of one: {', '.join(parts)}")
+    arguments.suites = {name: parts[name] for name in wanted}
+    if len(wanted) > 1 and arguments.output is not None and arguments.output.suffix == ".json":
+        parser.error(f"-o {arguments.output}: several suites need a folder.")
+    modules = {
+        name: import_module(f"tests.benchmarks.suites.{name}") for names in arguments.suites.values() for name in names
+    }
+    own = argparse.ArgumentParser(parents=[parser], prog=parser.prog, argument_default=argparse.SUPPRESS)
+    known: dict[str, Any] = {}
+    for name, module in modules.items():
+        for key, value in module.SETTINGS.items():
+            if key not in known:
+                kind: Any = {"action": "store_true"} if isinstance(value, bool) else {"type": type(value)}
+                own.add_argument(f"--{key.replace('_', '-')}", help=f"of {name}: {value}", **kind)
+            known[key] = value
+    given = own.parse_args(rest)
+    if not wanted:
+        own.error("--suite is missing: what shall be measured?")
+    return arguments, modules, {key: value for key, value in vars(given).items() if key in known}
+
+
+def attempt(module: ModuleType, options: Options) -> Iterator[Row]:
+    """Yield the rows of a measurement; its error is the last one."""
+    try:
+        yield from module.measure(options)
+    except Exception as error:
+        yield error_row(error)
 
 
 if __name__ == "__main__":

@@ -49,13 +49,17 @@ def _images(size: int, channels: int, pixels: int) -> tuple[Tensor, ...]:
     return torch.randn(size, channels, pixels, pixels), torch.randint(10, (size,))
 
 
+def make_gpt(name: str, batch_size: int, *shape: int) -> Workload:
+    """A ByteGPT of ``shape``: layers, width, heads, tokens."""
+    return Workload(name, partial(ByteGPT, *shape), partial(_tokens, batch_size, shape[-1]), _gpt_loss)
+
+
+def _gpt(name: str, batch_size: int, *shape: int) -> Workload:
+    return replace(make_gpt(name, batch_size, *shape), needs_gpu=True, autocast=torch.bfloat16)
+
+
 WORKLOADS = (
-    Workload(
-        "ByteGPT 8 x 256, T 256, B 8",
-        partial(ByteGPT, 8, 256, 4, 256),
-        partial(_tokens, 8, 256),
-        _gpt_loss,
-    ),
+    make_gpt("ByteGPT 8 x 256, T 256, B 8", 8, 8, 256, 4, 256),
     Workload(
         "DigitsResNet (2, 2) x 16, 16x16, B 32",
         partial(DigitsResNet, (2, 2), 16),
@@ -81,11 +85,6 @@ def _resnet50() -> nn.Module:
     return resnet50().to(memory_format=torch.channels_last)
 
 
-def _gpt(name: str, batch_size: int, *shape: int) -> Workload:
-    make_model, make_batch = partial(ByteGPT, *shape), partial(_tokens, batch_size, shape[-1])
-    return Workload(name, make_model, make_batch, _gpt_loss, needs_gpu=True, autocast=torch.bfloat16)
-
-
 _RESNET = Workload("ResNet-50, 224x224, B 256, fp32", _resnet50, _large_images, _resnet_loss, needs_gpu=True)
 GPU_WORKLOADS = {
     "resnet50_bf16": replace(_RESNET, name="ResNet-50, 224x224, B 256, bf16", autocast=torch.bfloat16),
@@ -104,3 +103,9 @@ GPU_WORKLOADS = {
 """What a GPU is asked for, by short names."""
 
 WORKLOADS += tuple(GPU_WORKLOADS.values())
+
+QUICK_WORKLOADS = (
+    make_gpt("ByteGPT 2 x 64, T 64, B 8", 8, 2, 64, 2, 64),
+    replace(WORKLOADS[1], name="DigitsResNet (2, 2) x 16, 16x16, B 8", make_batch=partial(_images, 8, 1, 16)),
+)
+"""What takes a moment anywhere."""

@@ -7,19 +7,23 @@ import statistics
 import subprocess
 import time
 import traceback
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any, TypeVar
 
 import lightning
 import torch
 from torch import Tensor, nn
 
-from lightning_vram.memory.tracking.timeline import Category
+from lightning_vram.memory.tracking.timeline import Category, MemoryTimeline
 from lightning_vram.memory.tracking.tracker import track_memory
 from tests.benchmarks.cases import Workload
-from tests.benchmarks.variants import COMPILED_VARIANTS, GPU_PEERS, VARIANTS
+from tests.benchmarks.ways import Way
 
 Row = dict[str, Any]
+Now = Callable[[], float]
+Found = TypeVar("Found")
 DeviceEvent = tuple[str, tuple[int, int]]  # name, and from when to when, in nanoseconds
 NUM_WARM_UP = 3  # the first step is observed, the second verified, from the third on all is as it stays
 
@@ -89,11 +93,68 @@ def read_peaks(device: torch.device) -> Row:
     }
 
 
-class Clock:
-    """Marks in what a device computes; the host does not wait for them. The first one is made at once."""
+def measure_apart(function: Callable[..., Row], *arguments: Any) -> Row:
+    """Return the row that a function makes in a new process, or its error: one that is killed is a row as well."""
+    try:
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            return pool.submit(function, *arguments).result()
+    except Exception as error:
+        return error_row(error)
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+
+def error_row(error: BaseException) -> Row:
+    """Return what stands in a table instead of figures: one line, and the traceback, which is not shown."""
+    row = describe_error(error)
+    if not isinstance(error, torch.OutOfMemoryError):
+        row["error"] = " ".join("".join(traceback.format_exception_only(error)).split())[:300]
+    return {"error": row["error"], "all_traceback": row["traceback"]}
+
+
+def in_turns(runs: Mapping[str, Callable[[], Found]], repeats: int) -> dict[str, list[Found]]:
+    """Call each in turn, several times, so that a drifting machine hits them alike; return what each returned."""
+    found: dict[str, list[Found]] = {name: [] for name in runs}
+    for _ in range(repeats):
+        for name, run in runs.items():
+            found[name].append(run())
+    return found
+
+
+def time_call(run: Callable[[], object], now: Now = time.perf_counter) -> float:
+    """Return the seconds that a call takes."""
+    start = now()
+    run()
+    return now() - start
+
+
+def compare_seconds(seconds: Sequence[float], firsts: Sequence[float]) -> Row:
+    """Sum up one way's seconds per step, beside those that the first way had in the same turns."""
+    row: Row = {"seconds_per_step": statistics.median(seconds)}
+    if ratios := [one / first for one, first in zip(seconds, firsts, strict=False)]:
+        row["seconds_of_first"] = statistics.median(ratios)
+        row |= {"seconds_of_first_low": min(ratios), "seconds_of_first_high": max(ratios)}
+    return row
+
+
+def describe_timeline(timeline: MemoryTimeline) -> Row:
+    """Return the bytes of a tracked step."""
+    return {
+        "peak_bytes": timeline.peak_bytes,
+        "saved_for_backward_bytes": timeline.saved_for_backward_bytes,
+        "activations_peak_bytes": timeline.peak_of(Category.ACTIVATIONS),
+        "all_bytes_of_peak": {str(category): size for category, size in timeline.peak_by_category.items()},
+    }
+
+
+class Clock:
+    """Marks in what a device computes; the host does not wait for them. The first one is made at once.
+
+    Args:
+        device: That computes.
+        now: Seconds, where it is not a GPU: by the clock on the wall, or of the processor.
+    """
+
+    def __init__(self, device: torch.device, now: Now = time.perf_counter) -> None:
+        self._device, self._now = device, now
         self._marks: list[Any] = []
         self.mark()
 
@@ -103,7 +164,7 @@ class Clock:
             event.record()
             self._marks.append(event)
         else:
-            self._marks.append(time.perf_counter())
+            self._marks.append(self._now())
 
     def seconds(self) -> list[float]:
         """Between one mark and the next, once the device was waited for."""
@@ -114,17 +175,17 @@ class Clock:
 
 
 class Run:
-    """One workload with one technique, ready to take steps."""
+    """One workload trained in one way by a plain loop, ready to take steps; another seed, other weights and data."""
 
-    def __init__(self, workload: Workload, variant: str, device: torch.device) -> None:
-        torch.manual_seed(0)
+    def __init__(self, workload: Workload, way: Way, device: torch.device, seed: int = 0) -> None:
+        torch.manual_seed(seed)
         self._workload = workload
         with device:
             self.model: nn.Module = workload.make_model()
             self.batch = workload.make_batch()
-        around = {**VARIANTS, **GPU_PEERS, **COMPILED_VARIANTS}[variant](self.model)
+        around = way.change(self.model)
         self._around: Any = around if hasattr(around, "__enter__") else contextlib.nullcontext()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self.optimizer = way.make_optimizer(self.model.parameters())
 
     def forward(self) -> Tensor:
         device_type, dtype = self.batch[0].device.type, self._workload.autocast
@@ -149,62 +210,24 @@ class Run:
         return {"kept_bytes": after - before} if before is not None and after is not None else {}
 
 
-def measure_memory(workload: Workload, variant: str, device: torch.device) -> Row:
-    """Track the second step: the first makes the optimizer's state."""
-    run = Run(workload, variant, device)
+def track_step(workload: Workload, way: Way, device: torch.device) -> Row:
+    """Return the bytes of the second step: the first makes the optimizer's state."""
+    run = Run(workload, way, device)
     run.step()
     with track_memory(run.model, optimizers=[run.optimizer], inputs=run.batch) as tracker:
         run.step()
-    timeline = tracker.timeline
-    return {
-        "workload": workload.name,
-        "variant": variant,
-        "saved_for_backward_bytes": timeline.saved_for_backward_bytes,
-        "peak_bytes": timeline.peak_bytes,
-        "activations_peak_bytes": timeline.peak_of(Category.ACTIVATIONS),
-        **{f"{category}_bytes": size for category, size in timeline.peak_by_category.items()},
-    }
+    return describe_timeline(tracker.timeline)
 
 
-def measure_speed(
-    workload: Workload, device: torch.device, variants: Sequence[str], num_repeats: int, num_steps: int
-) -> list[Row]:
-    """Time variants in turn, several times, so that a drifting machine hits them alike; report medians.
-
-    Args:
-        workload: What is trained.
-        device: Where.
-        variants: The first is what others are compared with.
-        num_repeats: Turns of each variant.
-        num_steps: Timed steps in each turn.
-
-    Returns:
-        A row for each variant; one that fails, for want of memory say, has an error in its place, and others go on.
-    """
-    turns: dict[str, list[Row]] = {variant: [] for variant in variants}
-    errors: dict[str, Row] = {}
-    for _ in range(num_repeats):
-        for variant in variants:
-            if variant not in errors:
-                try:
-                    turns[variant].append(take_turn(workload, variant, device, num_steps))
-                except Exception as error:
-                    errors[variant] = describe_error(error)
-                give_back(device)
-    rows = []
-    for variant in variants:
-        row = {"workload": workload.name, "variant": variant}
-        rows.append({**row, **(errors.get(variant) or _sum_up(turns[variant], turns[variants[0]]))})
-    return rows
-
-
-def take_turn(workload: Workload, variant: str, device: torch.device, num_steps: int) -> Row:
+def take_turn(
+    workload: Workload, way: Way, device: torch.device, num_steps: int, seed: int, now: Now = time.perf_counter
+) -> Row:
     """A new model: a few steps to get ready, timed steps, and one that shows what is kept for the backward."""
-    run = Run(workload, variant, device)
+    run = Run(workload, way, device, seed)
     for _ in range(NUM_WARM_UP):
         run.step()
     give_back(device)
-    clock = Clock(device)
+    clock = Clock(device, now)
     start = time.perf_counter()
     for _ in range(num_steps):
         run.step()
@@ -213,18 +236,6 @@ def take_turn(workload: Workload, variant: str, device: torch.device, num_steps:
     wall_seconds = (time.perf_counter() - start) / num_steps
     row = {"seconds": clock.seconds(), "wall_seconds_per_step": wall_seconds, **read_peaks(device)}
     return {**row, **run.measure_kept()}
-
-
-def _sum_up(turns: list[Row], others: list[Row]) -> Row:
-    medians = [statistics.median(turn["seconds"]) for turn in turns]
-    ratios = [one / statistics.median(other["seconds"]) for one, other in zip(medians, others, strict=False)]
-    return {
-        "seconds_per_step": statistics.median(medians),
-        "seconds_of_first": statistics.median(ratios) if ratios else None,
-        "wall_seconds_per_step": statistics.median([turn["wall_seconds_per_step"] for turn in turns]),
-        "all_seconds_per_step": [[round(seconds, 6) for seconds in turn["seconds"]] for turn in turns],
-        **{name: value for name, value in turns[-1].items() if name.endswith("_bytes")},
-    }
 
 
 def read_device_events(profiler: Any) -> list[DeviceEvent]:

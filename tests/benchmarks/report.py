@@ -1,7 +1,10 @@
 """Figures as a table, and as a file with device and versions."""
 
 import json
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -9,27 +12,41 @@ from rich.table import Table
 from lightning_vram.memory.units import format_bytes
 from tests.benchmarks.measure import Row, describe_machine
 
-
-def report(suite: str, rows: list[Row], output: Path | None) -> None:
-    """Print the table, and write the figures with device and versions to ``output``."""
-    Console(width=160).print(make_table(rows))
-    if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps({"suite": suite, "machine": describe_machine(), "rows": rows}, indent=1) + "\n")
+_RANGE = ("seconds_of_first_low", "seconds_of_first_high")
 
 
-def make_table(rows: list[Row]) -> Table:
-    """One line per row, sizes as text."""
-    columns = list(dict.fromkeys(name for row in rows for name in row if not name.startswith("all_")))
-    table = Table()
-    for name in columns:
-        table.add_column(name.removesuffix("_bytes").replace("_", " "), overflow="fold")
+def write(suite: str, options: Mapping[str, Any], rows: Sequence[Row], path: Path) -> None:
+    """Write figures with device and versions."""
+    result = {"suite": suite, "machine": describe_machine(), "options": options, "rows": rows}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1, default=str) + "\n")
+
+
+def print_tables(rows: Sequence[Row]) -> None:
+    """Print a table for each workload, one line per row, sizes as text."""
+    for workload, group in groupby(rows, key=lambda row: row.get("workload")):
+        Console(width=160).print(make_table(list(group), workload))
+
+
+def make_table(rows: Sequence[Row], title: str | None) -> Table:
+    """Return one line per row; what all rows share is the title."""
+    columns = dict.fromkeys(name for row in rows for name in row if not name.startswith("all_"))
+    table = Table(title=title)
+    for name in (
+        shown := [name for name in columns if name not in ("workload", "by", "wall_seconds_per_step", *_RANGE)]
+    ):
+        width = 30 if name == "variant" else None
+        table.add_column(name.removesuffix("_bytes").replace("_", " "), overflow="fold", min_width=width)
     for row in rows:
-        table.add_row(*(show(name, row.get(name)) for name in columns))
+        table.add_row(*(show(name, row) for name in shown))
     return table
 
 
-def show(name: str, value: object) -> str:
-    if isinstance(value, int):
+def show(name: str, row: Row) -> str:
+    """Return a figure as text: bytes with their unit, the ratio of times with its smallest and largest."""
+    value = row.get(name, "")
+    if name == "seconds_of_first":
+        return f"{value:.3f} ({row[_RANGE[0]]:.3f} to {row[_RANGE[1]]:.3f})" if name in row else ""
+    if isinstance(value, int) and name.endswith("_bytes"):
         return format_bytes(value)
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -39,6 +39,7 @@ class Way:
         why_not: Why it cannot run on a device, in one line that names the way out, or ``None`` where it can: what is
             not installed (``not installed: pip install torchao``), what needs a GPU. It becomes a row.
         pip: What has to be installed, as ``pip install`` takes it; empty where PyTorch or Lightning have it.
+        is_trackable: Whether the tracker sees its tensors; compiled code allocates behind its back.
     """
 
     name: str
@@ -48,3 +49,18 @@ class Way:
     make_trainer_options: Callable[[Workload], dict[str, Any]] | None = None
     why_not: Callable[[torch.device], str | None] = _runs_anywhere
     pip: str = ""
+    is_trackable: bool = True
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether only a whole run of a Trainer can go it."""
+        return self.make_trainer_options is not None
+
+
+PLAIN = Way("plain", "plain")
+PLAIN_TRAINER = Way("plain, in a Trainer", "plain", make_trainer_options=lambda workload: {})
+
+
+def with_callbacks(name: str, make: Callable[[], list[Any]], by: str = "ours") -> Way:
+    """A way of a Trainer that has these callbacks, made anew for each run."""
+    return Way(name, by, make_trainer_options=lambda workload: {"callbacks": make()})

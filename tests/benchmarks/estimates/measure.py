@@ -9,14 +9,14 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from lightning_vram.estimation import estimate_memory
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
 from lightning_vram.memory.estimate.known_devices import describe_this_device
 from tests.benchmarks.estimates.cases import CASES
-from tests.benchmarks.gpu_day.items import trainer_options
 from tests.benchmarks.measure import Row, describe_error
+from tests.benchmarks.whole_runs import Same, trainer_options
 
 NUM_STEPS = 4  # parts look at the first and prove the second; from the third on all is as it stays
 _STATISTICS = ("requested", "allocated", "reserved")
@@ -55,7 +55,7 @@ def train(name: str) -> list[Row]:
     num_batches = NUM_STEPS * options.get("accumulate_grad_batches", 1)
     trainer = pl.Trainer(**trainer_options(torch.device("cuda", 0)), **options, max_epochs=1)
     trainer.callbacks.append(peaks)  # after all others
-    trainer.fit(case.make_module(), DataLoader(_Same(case.model.make_batch(), num_batches), batch_size=None))
+    trainer.fit(case.make_module(), DataLoader(Same(case.model.make_batch(), num_batches), batch_size=None))
     return peaks.steps
 
 
@@ -83,19 +83,6 @@ def summarize(steps: list[Row], estimated: Row) -> Row:
     }
     errors = {name.replace("bytes", "error"): estimated[name] / measured[name] - 1 for name in measured}
     return {**measured, **{f"estimated_{name}": number for name, number in estimated.items()}, **errors}
-
-
-class _Same(Dataset):
-    """One batch, again and again."""
-
-    def __init__(self, batch: Any, num_batches: int) -> None:
-        self.batch, self.num_batches = batch, num_batches
-
-    def __len__(self) -> int:
-        return self.num_batches
-
-    def __getitem__(self, index: int) -> Any:
-        return self.batch
 
 
 class _Peaks(Callback):

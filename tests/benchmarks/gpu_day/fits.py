@@ -3,18 +3,17 @@
 And ``fsdp_offload`` beside the run that fits and beside Lightning's ways to offload, one row in each process.
 """
 
-import statistics
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
-from lightning_vram import EmptyCache, MicroBatching, VRAMMonitor
-from tests.benchmarks import fsdp_offload, micro_batching, mixed_precision
 from tests.benchmarks.cases import Workload
-from tests.benchmarks.fsdp_offload import NUM_WARM_UP, SHAPES, TINY, VARIANTS, Meter
+from tests.benchmarks.compare import measure_ways
 from tests.benchmarks.gpu_day.items import Item, Setting
 from tests.benchmarks.gpu_day.results import Report
 from tests.benchmarks.gpu_day.speed import workload_of
-from tests.benchmarks.measure import Row, give_back
+from tests.benchmarks.suites import fsdp_offload, micro_batching, mixed_precision, nothing
+from tests.benchmarks.suites.fsdp_offload import SHAPES, TINY, VARIANTS
+from tests.benchmarks.ways import Way
 
 GB = 10**9
 PLAIN, PARAMS, OPTIMIZER = "plain", "fsdp_offload, params", "fsdp_offload, optimizer"
@@ -26,46 +25,46 @@ SHORT = {
     LIGHTNING: "lightning",
     LIGHTNING_2: "lightning_fsdp2",
 }
-PLUGINS = ("Lightning bf16-mixed", "bf16", "bf16, recast")
-IDLE = {
-    "plain": lambda: [],
-    "EmptyCache, VRAMMonitor": lambda: [EmptyCache(), VRAMMonitor(path=None)],
-    "MicroBatching, fits": lambda: [MicroBatching()],
-}
+PLUGINS = (
+    'precision="bf16-mixed"',
+    'LeanMixedPrecision("bf16")',
+    'LeanMixedPrecision("bf16", recast_in_backward=True)',
+)
+IDLE = nothing.WAYS[1].name
 
 
 def run_precision(setting: Setting, report: Report, *, key: str) -> None:
     """Add a row for each plugin."""
-    repeats = 1 if setting.is_tiny else 5
-    rows = mixed_precision.measure(workload_of(key, setting), repeats, setting.device, PLUGINS)
-    report.add(*({"name": row["variant"], **row} for row in rows))
+    workload = workload_of(key, setting)
+    ways = [way for way in next(mixed_precision.make_ways(workload, setting.device)) if way.name in PLUGINS]
+    _add_ways(setting, report, workload, ways, 5, 9)
 
 
 def run_micro_batching(setting: Setting, report: Report, *, key: str) -> None:
     """Add a row for each size."""
-    rows = micro_batching.measure(workload_of(key, setting), 1 if setting.is_tiny else 3, setting.device)
-    report.add(*({"name": row["variant"], **row} for row in rows))
+    workload = workload_of(key, setting)
+    _add_ways(setting, report, workload, micro_batching.make_ways(workload), 3, 9)
 
 
 def run_idle(setting: Setting, report: Report, *, key: str) -> None:
-    """Add a row for each list of callbacks: whole runs in turns, the device is waited for at their ends only."""
-    workload = workload_of(key, setting)
-    repeats, steps = (1, 2) if setting.is_tiny else (5, 40)
-    seconds: dict[str, list[float]] = {name: [] for name in IDLE}
-    for _ in range(repeats):
-        for name, make in IDLE.items():
-            seconds[name].append(_time_fit(workload, make(), setting, steps))
-            give_back(setting.device)
-    for name, times in seconds.items():
-        ratios = [one / plain for one, plain in zip(times, seconds["plain"], strict=True)]
-        row: Row = {"name": name, "seconds_per_step": statistics.median(times), "all_seconds_per_step": times}
-        report.add({**row, "seconds_of_first": statistics.median(ratios)})
+    """Add a row for each list of callbacks that have nothing to do."""
+    _add_ways(setting, report, workload_of(key, setting), nothing.WAYS[:3], 5, 40, is_tracked=False)
 
 
-def _time_fit(workload: Workload, callbacks: list[Any], setting: Setting, num_steps: int) -> float:
-    meter = Meter(num_steps)
-    micro_batching.fit(workload, [meter, *callbacks], NUM_WARM_UP + num_steps, setting.device)
-    return meter.row["seconds_per_step"]
+def _add_ways(
+    setting: Setting,
+    report: Report,
+    workload: Workload,
+    ways: Sequence[Way],
+    repeats: int,
+    steps: int,
+    *,
+    is_tracked: bool = True,
+) -> None:
+    if setting.is_tiny:
+        repeats, steps = 1, 2
+    rows = measure_ways(workload, ways, setting.device, repeats=repeats, steps=steps, is_tracked=is_tracked)
+    report.add(*({"name": row["variant"], **row} for row in rows))
 
 
 def run_sharded(
@@ -76,11 +75,7 @@ def run_sharded(
         steps = 1
     chosen = TINY if setting.is_tiny else SHAPES[shape]
     measure = partial(fsdp_offload.measure_row, chosen, variant, steps, is_profiled=is_profiled, device=setting.device)
-    report.attempt(variant, lambda: {"shape": shape, "num_tokens": chosen.num_tokens, **_with_error(measure())})
-
-
-def _with_error(row: Row) -> Row:
-    return row if row["fits"] == "yes" else {**row, "error": row["fits"]}
+    report.attempt(variant, lambda: {"shape": shape, "num_tokens": chosen.num_tokens, **measure()})
 
 
 def _sharded_items(key: str, shape: str, host_bytes: int, *rows: tuple[str, int, int]) -> tuple[Item, ...]:

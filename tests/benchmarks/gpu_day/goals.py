@@ -10,10 +10,11 @@ from rich.table import Table
 
 from tests.benchmarks.gpu_day import results
 from tests.benchmarks.gpu_day.device_tests import CHUNKS
-from tests.benchmarks.gpu_day.fits import PLUGINS
+from tests.benchmarks.gpu_day.fits import IDLE, PLUGINS
 from tests.benchmarks.gpu_day.plan_goals import PLAN_FIGURES
 from tests.benchmarks.gpu_day.results import Result
 from tests.benchmarks.gpu_day.running_out import EXPANDING
+from tests.benchmarks.gpu_day.speed import BESIDE, CHECKPOINTED, FUSED, MATMULS, OFFLOADED
 
 NOTHING_CHOSEN = 5  # exit code of pytest: no test of these folders needs the device
 Figure = Callable[[dict[str, Result]], float]
@@ -87,32 +88,32 @@ GOALS = (
         goal
         for item in ("speed.resnet50_bf16.fusion", "speed.resnet50_fp32.fusion")
         for goal in (
-            Goal(item, "kept bytes, of plain", _ratio(item, "InPlaceFusion", "plain", KEPT), 0.55),
-            Goal(item, "step time, of plain", _value(item, "InPlaceFusion", SECONDS), 1.05),
+            Goal(item, "kept bytes, of plain", _ratio(item, FUSED, "plain", KEPT), 0.55),
+            Goal(item, "step time, of plain", _value(item, FUSED, SECONDS), 1.05),
         )
     ),
     *(
         Goal(item, "step time, of torch's by hand", _value(item, name, SECONDS), 1.0)
         for key in ("gpt2_xl", "gpt2_small")
         for item, name in (
-            (f"speed.{key}.checkpointing", "checkpointed"),
-            (f"speed.{key}.matmuls", "checkpointed, matmuls kept"),
+            (f"speed.{key}.checkpointing", CHECKPOINTED),
+            (f"speed.{key}.matmuls", MATMULS),
         )
     ),
     *(
         goal
         for item in ("speed.gpt2_xl.offload_beside", "speed.gpt2_small.offload_beside")
         for goal in (
-            Goal(item, "step time, of checkpointed", _value(item, "checkpointed, offloaded", SECONDS), 1.01),
-            Goal(item, "peak, of checkpointed", _ratio(item, "checkpointed, offloaded", "checkpointed", PEAK), 1.0),
+            Goal(item, "step time, of checkpointed", _value(item, BESIDE, SECONDS), 1.01),
+            Goal(item, "peak, of checkpointed", _ratio(item, BESIDE, CHECKPOINTED, PEAK), 1.0),
         )
     ),
     *(
         goal
         for item in ("speed.gpt2_xl.offload", "speed.gpt2_small.offload")
         for goal in (
-            Goal(item, "step time, of plain", _value(item, "offloaded", SECONDS), 1.06),
-            Goal(item, "peak, of plain", _ratio(item, "offloaded", "plain", PEAK), 0.42),
+            Goal(item, "step time, of plain", _value(item, OFFLOADED, SECONDS), 1.06),
+            Goal(item, "peak, of plain", _ratio(item, OFFLOADED, "plain", PEAK), 0.42),
         )
     ),
     Goal(
@@ -122,15 +123,15 @@ GOALS = (
         1.1,
     ),
     *(
-        Goal(item, f"step time of {name}, of Lightning's", _value(item, name, "seconds_of_lightning"), 1.02)
+        Goal(item, f"step time of {name}, of Lightning's", _value(item, name, SECONDS), 1.02)
         for item in ("fits.precision.gpt2_small", "fits.precision.resnet50")
         for name in PLUGINS[1:]
     ),
     *(Goal(item, text, figure, bound) for item, text, figure, bound in PLAN_FIGURES),
     Goal(
         "fits.idle.gpt2_small",
-        "step time of EmptyCache, VRAMMonitor, of plain",
-        _value("fits.idle.gpt2_small", "EmptyCache, VRAMMonitor", SECONDS),
+        f"step time of {IDLE}, of plain",
+        _value("fits.idle.gpt2_small", IDLE, SECONDS),
         1.005,
     ),
     *(

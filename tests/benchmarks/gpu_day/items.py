@@ -5,12 +5,10 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from tests.benchmarks.gpu_day.results import Report
-from tests.benchmarks.measure import accelerator_of
 
 TESTS = Path(__file__).parents[2]
 START_SECONDS = 5  # a process sees the device, and ends
@@ -97,16 +95,3 @@ def open_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise RuntimeError("There is no CUDA device: --device cpu, or --dry-run.")
     return torch.device(name) if name == "cpu" else torch.device(name, 0)
-
-
-def trainer_options(device: torch.device) -> dict[str, Any]:
-    """Return a Trainer's arguments: one quiet device."""
-    return {
-        "accelerator": accelerator_of(device),
-        "devices": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "num_sanity_val_steps": 0,
-    }

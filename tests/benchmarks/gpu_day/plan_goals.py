@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from tests.benchmarks.gpu_day.plans import KEYS
-from tests.benchmarks.plans import AT_FULL, FITS, FULL, PEAK, PLAIN, SINGLES, name_of
+from tests.benchmarks.suites.plan import AT_FULL, FITS, FULL, PEAK, PLAIN, SINGLES, name_of
 
 Rows = dict[str, dict[str, Any]]
 SECONDS = "seconds_of_first"

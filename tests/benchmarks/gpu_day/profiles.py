@@ -8,8 +8,19 @@ from torch.profiler import ProfilerActivity, profile
 from tests.benchmarks.gpu_day import fits
 from tests.benchmarks.gpu_day.items import Item, Setting
 from tests.benchmarks.gpu_day.results import Report
-from tests.benchmarks.gpu_day.speed import workload_of
+from tests.benchmarks.gpu_day.speed import (
+    BESIDE,
+    BY_HAND,
+    CHECKPOINTED,
+    FUSED,
+    MATMULS,
+    OFFLOADED,
+    PLAIN,
+    SELECTIVE,
+    workload_of,
+)
 from tests.benchmarks.measure import NUM_WARM_UP, Row, Run, synchronize
+from tests.benchmarks.ours import find_way
 
 NUM_STEPS, NUM_LINES = 3, 30
 
@@ -21,7 +32,7 @@ def run(setting: Setting, report: Report, *, key: str, variants: tuple[str, ...]
 
 
 def _profile(key: str, variant: str, setting: Setting) -> Row:
-    run = Run(workload_of(key, setting), variant, setting.device)
+    run = Run(workload_of(key, setting), find_way(variant), setting.device)
     for _ in range(NUM_WARM_UP):
         run.step()
     synchronize(setting.device)
@@ -61,13 +72,13 @@ def _sharded_item(key: str, shape: str) -> Item:
 
 
 ITEMS = (
-    _item("speed.resnet50_bf16.fusion", "plain", "InPlaceFusion"),
-    _item("speed.gpt2_xl.checkpointing", "torch checkpoint by hand", "checkpointed"),
-    _item("speed.gpt2_xl.matmuls", "torch selective checkpoint by hand", "checkpointed, matmuls kept"),
-    _item("speed.gpt2_xl.offload_beside", "checkpointed", "checkpointed, offloaded"),
-    _item("speed.gpt2_xl.offload", "plain", "offloaded"),
-    _item("speed.gpt2_small.checkpointing", "torch checkpoint by hand", "checkpointed"),
-    _item("speed.gpt2_small.matmuls", "torch selective checkpoint by hand", "checkpointed, matmuls kept"),
+    _item("speed.resnet50_bf16.fusion", PLAIN, FUSED),
+    _item("speed.gpt2_xl.checkpointing", BY_HAND, CHECKPOINTED),
+    _item("speed.gpt2_xl.matmuls", SELECTIVE, MATMULS),
+    _item("speed.gpt2_xl.offload_beside", CHECKPOINTED, BESIDE),
+    _item("speed.gpt2_xl.offload", PLAIN, OFFLOADED),
+    _item("speed.gpt2_small.checkpointing", BY_HAND, CHECKPOINTED),
+    _item("speed.gpt2_small.matmuls", SELECTIVE, MATMULS),
     _sharded_item("xl_16k", "GPT-2 XL, 16 k tokens"),
     _sharded_item("xl_8k_clip", "GPT-2 XL, 8 k tokens, clipping"),
 )

@@ -16,9 +16,10 @@ from lightning_vram.demos import ByteGPT, SourceText
 from lightning_vram.memory.device.allocator_settings import SETTING, VARIABLES
 from lightning_vram.memory.device.process_limit import ProcessLimit
 from lightning_vram.memory.units import GIB, MIB
-from tests.benchmarks.gpu_day.items import Item, Setting, trainer_options
+from tests.benchmarks.gpu_day.items import Item, Setting
 from tests.benchmarks.gpu_day.results import Report
 from tests.benchmarks.measure import Row
+from tests.benchmarks.whole_runs import trainer_options
 
 EXPANDING, FIXED = "segments that expand", "fixed segments"
 
@@ -30,7 +31,7 @@ def run_lengths(setting: Setting, report: Report) -> None:
 
 
 def _train_lengths(value: str, setting: Setting) -> Row:
-    command = [sys.executable, "-m", "tests.benchmarks.fragmentation", setting.device.type]
+    command = [sys.executable, "-m", "tests.benchmarks.gpu_day.fragmentation", setting.device.type]
     environment = {**os.environ, **dict.fromkeys(VARIABLES, value), "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(
         [*command, "tiny"] if setting.is_tiny else command, env=environment, capture_output=True, text=True, check=False

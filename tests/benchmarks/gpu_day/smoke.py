@@ -15,10 +15,11 @@ from torch.utils.data import DataLoader
 from lightning_vram.core.processes.clean_exit import leave_group
 from lightning_vram.demos import ByteGPT, DigitsResNet
 from tests.benchmarks.gpu_day import parts
-from tests.benchmarks.gpu_day.items import Item, Setting, trainer_options
+from tests.benchmarks.gpu_day.items import Item, Setting
 from tests.benchmarks.gpu_day.parts import REFERENCES, Options, Part
 from tests.benchmarks.gpu_day.results import Report
 from tests.benchmarks.measure import Row, give_back, read_peaks
+from tests.benchmarks.whole_runs import trainer_options
 
 NUM_STEPS = 4  # parts look at the first, prove the second; two are as all later ones
 Weights = dict[str, Tensor]

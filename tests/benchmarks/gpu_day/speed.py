@@ -8,12 +8,17 @@ import torch
 
 from lightning_vram.demos import ByteGPT, DigitsResNet
 from tests.benchmarks.cases import GPU_WORKLOADS, Workload
+from tests.benchmarks.compare import measure_ways
 from tests.benchmarks.gpu_day.items import Item, Setting
 from tests.benchmarks.gpu_day.results import Report
-from tests.benchmarks.measure import measure_memory, measure_speed
+from tests.benchmarks.measure import track_step
+from tests.benchmarks.ours import find_way
 from tests.support.networks import ViT
 
 PLAIN, BY_HAND, SELECTIVE = "plain", "torch checkpoint by hand", "torch selective checkpoint by hand"
+CHECKPOINTED, MATMULS = "ActivationCheckpointing()", 'ActivationCheckpointing(save="matmuls")'
+FUSED, OFFLOADED = "InPlaceFusion()", 'ActivationOffload("64KiB")'
+BESIDE = f"{CHECKPOINTED}, {OFFLOADED}"
 
 
 def workload_of(key: str, setting: Setting) -> Workload:
@@ -42,12 +47,12 @@ def run(
     workload = workload_of(key, setting)
     if setting.is_tiny:
         repeats, steps = 1, 1
-    rows = measure_speed(workload, setting.device, variants, repeats, steps)
+    ways = [find_way(variant) for variant in variants]
+    rows = measure_ways(workload, ways, setting.device, repeats=repeats, steps=steps, is_tracked=False)
     report.add(*({"name": row["variant"], **row} for row in rows))
-    for row in rows:
-        if "error" not in row:  # what does not fit needs no second try
-            variant = row["variant"]
-            report.attempt(f"{variant}, tracked", partial(measure_memory, workload, variant, setting.device))
+    for row, way in zip(rows, ways, strict=True):
+        if "error" not in row and way.is_trackable:  # what does not fit needs no second try
+            report.attempt(f"{way.name}, tracked", partial(track_step, workload, way, setting.device))
 
 
 def _item(key: str, name: str, seconds: float, *variants: str, steps: int = 10, repeats: int = 5) -> Item:
@@ -57,31 +62,31 @@ def _item(key: str, name: str, seconds: float, *variants: str, steps: int = 10, 
 
 
 WITH_GOALS = (
-    _item("resnet50_bf16", "fusion", 30, PLAIN, "InPlaceFusion"),
-    _item("gpt2_xl", "checkpointing", 60, BY_HAND, "checkpointed", steps=5),
-    _item("gpt2_xl", "matmuls", 55, SELECTIVE, "checkpointed, matmuls kept", steps=5),
-    _item("gpt2_xl", "offload_beside", 60, "checkpointed", "checkpointed, offloaded", steps=5),
-    _item("gpt2_xl", "offload", 60, PLAIN, "offloaded", steps=5),
-    _item("resnet50_fp32", "fusion", 40, PLAIN, "InPlaceFusion"),
-    _item("gpt2_small", "checkpointing", 20, BY_HAND, "checkpointed", steps=20),
-    _item("gpt2_small", "matmuls", 20, SELECTIVE, "checkpointed, matmuls kept", steps=20),
-    _item("gpt2_small", "offload_beside", 20, "checkpointed", "checkpointed, offloaded", steps=20),
-    _item("gpt2_small", "offload", 25, PLAIN, "offloaded", "save_on_cpu"),
+    _item("resnet50_bf16", "fusion", 30, PLAIN, FUSED),
+    _item("gpt2_xl", "checkpointing", 60, BY_HAND, CHECKPOINTED, steps=5),
+    _item("gpt2_xl", "matmuls", 55, SELECTIVE, MATMULS, steps=5),
+    _item("gpt2_xl", "offload_beside", 60, CHECKPOINTED, BESIDE, steps=5),
+    _item("gpt2_xl", "offload", 60, PLAIN, OFFLOADED, steps=5),
+    _item("resnet50_fp32", "fusion", 40, PLAIN, FUSED),
+    _item("gpt2_small", "checkpointing", 20, BY_HAND, CHECKPOINTED, steps=20),
+    _item("gpt2_small", "matmuls", 20, SELECTIVE, MATMULS, steps=20),
+    _item("gpt2_small", "offload_beside", 20, CHECKPOINTED, BESIDE, steps=20),
+    _item("gpt2_small", "offload", 25, PLAIN, OFFLOADED, "save_on_cpu"),
 )
 OTHERS = (
-    _item("vit_b", "parts", 45, PLAIN, BY_HAND, "checkpointed", "InPlaceFusion", "offloaded", repeats=3),
+    _item("vit_b", "parts", 45, PLAIN, BY_HAND, CHECKPOINTED, FUSED, OFFLOADED, repeats=3),
     _item(
         "gpt2_small",
         "parts",
         60,
         PLAIN,
-        "checkpointed",
-        "checkpointed, every 2nd",
-        "checkpointed, budget 0.5",
-        "InPlaceFusion",
-        "InPlaceFusion, offloaded",
-        "compressed",
-        "compressed, int8",
+        CHECKPOINTED,
+        "ActivationCheckpointing(every_n_layers=2)",
+        "ActivationCheckpointing(budget=...), 0.5 of plain",
+        FUSED,
+        'InPlaceFusion(), ActivationOffload("64KiB")',
+        "ActivationCompression()",
+        'ActivationCompression(lossy="int8")',
         repeats=3,
     ),
     _item(
@@ -90,10 +95,10 @@ OTHERS = (
         60,
         PLAIN,
         BY_HAND,
-        "checkpointed",
-        "offloaded",
-        "InPlaceFusion, offloaded",
-        "compressed",
+        CHECKPOINTED,
+        OFFLOADED,
+        'InPlaceFusion(), ActivationOffload("64KiB")',
+        "ActivationCompression()",
         repeats=3,
     ),
     _item("gpt2_xl", "save_on_cpu", 60, PLAIN, "save_on_cpu", steps=3, repeats=2),

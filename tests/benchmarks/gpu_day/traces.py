@@ -12,11 +12,12 @@ from tests.benchmarks.estimates.cases import CASES
 from tests.benchmarks.estimates.measure import measure_all
 from tests.benchmarks.gpu_day.items import Item, Setting
 from tests.benchmarks.gpu_day.results import Report
-from tests.benchmarks.gpu_day.speed import workload_of
+from tests.benchmarks.gpu_day.speed import CHECKPOINTED, FUSED, MATMULS, OFFLOADED, PLAIN, workload_of
 from tests.benchmarks.measure import NUM_WARM_UP, Row, Run, read_peaks
+from tests.benchmarks.ours import find_way
 from tests.benchmarks.trace_text import reduce_trace
 
-VARIANTS = ("plain", "checkpointed", "checkpointed, matmuls kept", "InPlaceFusion", "offloaded", "compressed")
+VARIANTS = (PLAIN, CHECKPOINTED, MATMULS, FUSED, OFFLOADED, "ActivationCompression()")
 MAX_ENTRIES = 200_000
 
 
@@ -32,7 +33,7 @@ def run(setting: Setting, report: Report) -> None:
 
 def trace_step(workload: Workload, variant: str, setting: Setting) -> Row:
     """Record one step of those that are as all later ones."""
-    run = Run(workload, variant, setting.device)
+    run = Run(workload, find_way(variant), setting.device)
     for _ in range(NUM_WARM_UP):
         run.step()
     is_cuda = setting.device.type == "cuda"

@@ -8,7 +8,7 @@ import torch
 from support.networks import NETWORKS, make_network
 
 from lightning_vram.techniques.in_place_fusion.recomputation.stage import Recomputation
-from tests.benchmarks.recomputation import compute_loss, measure_shares
+from tests.benchmarks.suites.networks import compute_loss, measure_network
 
 # Bounds of the bytes kept, as shares of plain; for some networks also of the peak of the step.
 KEPT = {
@@ -29,8 +29,8 @@ PEAK = {"resnet50": 0.61}
 @pytest.mark.slow_except("mobilenetv2", "vit_small")
 @pytest.mark.parametrize("name", KEPT)
 def test_share_of_the_bytes_kept_for_backward(name: str) -> None:
-    row = measure_shares(name, None)
-    kept, peak = row["kept_share"], row["peak_share"]
+    row = measure_network(name, None)[1]
+    kept, peak = row["saved_of_first"], row["peak_of_first"]
     assert kept <= KEPT[name], f"{kept:.3f}"
     assert peak <= PEAK.get(name, 1.0), f"{peak:.3f}"
 
@@ -38,8 +38,8 @@ def test_share_of_the_bytes_kept_for_backward(name: str) -> None:
 @pytest.mark.slow_except("vit_small")
 @pytest.mark.parametrize("name", KEPT_IN_BF16)
 def test_share_of_the_bytes_kept_under_autocast(name: str) -> None:
-    row = measure_shares(name, torch.bfloat16)
-    kept, peak = row["kept_share"], row["peak_share"]
+    row = measure_network(name, torch.bfloat16)[1]
+    kept, peak = row["saved_of_first"], row["peak_of_first"]
     assert kept <= KEPT_IN_BF16[name], f"{kept:.3f}"
     assert peak <= 1.0, f"{peak:.3f}"
 

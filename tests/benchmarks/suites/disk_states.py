@@ -1,19 +1,19 @@
-"""How near the streamed step comes to the rate of the disk: python -m tests.benchmarks.disk_states --folder /nvme.
+"""How near the streamed step comes to the rate of the disk, which ``--folder`` is on.
 
 In turn and on the same file, with the same threads: all of it read, all of it written, and a fused AdamW step over it.
 Each begins with nothing of the file in the page cache, and ends when all of it is on disk. The last two rows are what
 training sees: step after step, the page cache as it happens to be; and states in memory.
 """
 
-import argparse
 import mmap
 import os
 import statistics
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,9 +21,11 @@ from torch import Tensor
 from lightning_vram.optimizers.on_disk.layouts import StateLayout
 from lightning_vram.optimizers.on_disk.pieces import Piece
 from lightning_vram.optimizers.on_disk.states import DiskStates
-from tests.benchmarks.measure import Row
-from tests.benchmarks.report import report
+from tests.benchmarks.compare import Options
+from tests.benchmarks.measure import Row, compare_seconds, in_turns, time_call
 
+SETTINGS: dict[str, Any] = {"repeats": 5, "parameters": 8, "folder": ""}  # of 16 M weights each: 128 MiB of states
+QUICK: dict[str, Any] = {"repeats": 2, "parameters": 1}
 ADAM = StateLayout((("exp_avg", torch.float32), ("exp_avg_sq", torch.float32)), ("step",))
 PARAMETER_ELEMENTS = 2**24
 RUN_BYTES = 2**24
@@ -79,8 +81,10 @@ def take_turns(disk: DiskStates, *, is_write: bool) -> None:
         list(threads.map(move, range(NUM_THREADS)))
 
 
-def measure(folder: Path, num_parameters: int, repeats: int) -> list[Row]:
-    """Time everything in turn, ``repeats`` times; medians."""
+def measure(options: Options) -> Iterator[Row]:
+    """Time everything in turn; medians."""
+    num_parameters, repeats = options["parameters"], options["repeats"]
+    folder = Path(options["folder"] or tempfile.gettempdir())
     on_disk, in_memory = Case(folder, num_parameters), Case(None, num_parameters)
     disk = on_disk.disk
     for case in (on_disk, in_memory):
@@ -90,38 +94,36 @@ def measure(folder: Path, num_parameters: int, repeats: int) -> list[Row]:
         "streamed step": on_disk.step,
         "write": lambda: take_turns(disk, is_write=True),
     }
-    warm = {"step after step": on_disk.step, "in memory": in_memory.step}
-    seconds: dict[str, list[float]] = {name: [] for name in (*cold, *warm)}
-    for _ in range(repeats):
-        for name, run in cold.items():
-            _write_out(disk, is_forgotten=True)
-            start = time.perf_counter()
-            run()
-            _write_out(disk)
-            seconds[name].append(time.perf_counter() - start)
-    for name, run in warm.items():
-        for _ in range(repeats + 1):
-            start = time.perf_counter()
-            run()
-            seconds[name].append(time.perf_counter() - start)
-        del seconds[name][0]
+    seconds = in_turns({name: partial(_time_cold, disk, run) for name, run in cold.items()}, repeats)
+    for name, run in {"step after step": on_disk.step, "in memory": in_memory.step}.items():
+        seconds[name] = [time_call(run) for _ in range(repeats + 1)][1:]
     medians = {name: statistics.median(values) for name, values in seconds.items()}
-    rows = []
     for name, median in medians.items():
         moved = 0 if name == "in memory" else disk.total_bytes * (1 if name in ("read", "write") else 2)
-        rows.append(
-            {
-                "variant": name,
-                "file_bytes": disk.total_bytes,
-                "ring_bytes": disk.ring_bytes,
-                "seconds": median,
-                "gb_per_second": moved / median / 1e9,
-                "rate_of_disk": (medians["read"] + medians["write"]) / median if name.startswith("st") else None,
-                "all_seconds": seconds[name],
-            }
-        )
+        rate = {"rate_of_disk": (medians["read"] + medians["write"]) / median} if name.startswith("st") else {}
+        yield {
+            "workload": f"AdamW, {num_parameters} x 16 M weights",
+            "variant": name,
+            "by": "ours" if name.startswith("st") else "plain",
+            "file_bytes": disk.total_bytes,
+            "ring_bytes": disk.ring_bytes,
+            **compare_seconds(seconds[name], seconds["in memory"]),
+            "gb_per_second": moved / median / 1e9,
+            **rate,
+            "all_seconds": seconds[name],
+        }
     disk.close()
-    return rows
+
+
+def _time_cold(disk: DiskStates, run: Callable[[], None]) -> float:
+    """From nothing of the file in the page cache until all is on disk."""
+    _write_out(disk, is_forgotten=True)
+
+    def run_and_write() -> None:
+        run()
+        _write_out(disk)
+
+    return time_call(run_and_write)
 
 
 def _write_out(disk: DiskStates, *, is_forgotten: bool = False) -> None:
@@ -130,17 +132,3 @@ def _write_out(disk: DiskStates, *, is_forgotten: bool = False) -> None:
     os.fsync(file)
     if is_forgotten:
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.disk_states", description=__doc__)
-    parser.add_argument("-o", "--output", type=Path)
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to measure")
-    parser.add_argument("--parameters", type=int, default=8, help="of 16 M weights each: 128 MiB of states")
-    parser.add_argument("--repeats", type=int, default=5)
-    arguments = parser.parse_args()
-    report("disk_states", measure(arguments.folder, arguments.parameters, arguments.repeats), arguments.output)
-
-
-if __name__ == "__main__":
-    main()

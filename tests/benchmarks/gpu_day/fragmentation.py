@@ -1,7 +1,7 @@
 """How much more than it has in tensors the allocator takes, where each batch has another length.
 
-``python -m tests.benchmarks.fragmentation cuda`` prints a row as JSON. Segments that expand are a setting of the
-process: ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``.
+``python -m tests.benchmarks.gpu_day.fragmentation cuda`` prints a row as JSON. Segments that expand are a setting of
+the process: ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``.
 """
 
 import json
@@ -14,8 +14,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_vram.demos import ByteGPT
 from lightning_vram.memory.device.allocator_settings import expands
-from tests.benchmarks.gpu_day.items import open_device, trainer_options
+from tests.benchmarks.gpu_day.items import open_device
 from tests.benchmarks.measure import Row, read_peaks
+from tests.benchmarks.whole_runs import trainer_options
 
 _SHORTEST = 64
 

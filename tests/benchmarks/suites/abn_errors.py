@@ -1,14 +1,13 @@
 """How well gamma's gradient survives the inversion: InPlace-ABN's formulas, ours, and a plain norm, against float64.
 
-``python -m tests.benchmarks.abn_errors`` prints the table; a float64 run of the same rounded inputs is the reference.
+A float64 run of the same rounded inputs is the reference.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from lightning_vram.techniques.in_place_fusion.inplace_abn.function import Normalization, normalize_and_activate
@@ -16,11 +15,15 @@ from lightning_vram.techniques.in_place_fusion.inplace_abn.inversion import (
     InvertibleActivation,
     predict_inversion_error,
 )
+from tests.benchmarks.compare import Options
+from tests.benchmarks.measure import Row
+
+SETTINGS: dict[str, Any] = {"seeds": 5}
+QUICK: dict[str, Any] = {"seeds": 1}
 
 EPS = 1e-5
 GAMMAS = (1.0, 0.01, 0.001)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-NUM_SEEDS = 5
 SHAPE = (16, 32, 16, 16)
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]  # x, gamma, beta, gradient of the output
@@ -61,33 +64,34 @@ METHODS: dict[str, Method] = {
     "ours": differentiate_ours,
     "plain": differentiate_plain,
 }
+BY = {"original": "inplace_abn", "ours": "ours", "plain": "plain"}
 
 
-def measure_abn_errors(slope: float = 0.01) -> dict[tuple[float, torch.dtype], dict[str, float]]:
+def measure_abn_errors(slope: float = 0.01, num_seeds: int = 5) -> dict[tuple[float, torch.dtype], dict[str, float]]:
     """Measure the relative error of gamma's gradient.
 
     Beta is about 1. Each method is compared with a plain norm in float64; the original, which trains another model,
     with one that has its ``|gamma| + eps``.
 
     Returns:
-        By gamma and dtype of the maps (parameters are float32): the error of each method, mean of five seeds, and what
+        By gamma and dtype of the maps (parameters are float32): the error of each method, mean of the seeds, and what
         is predicted for ours.
     """
     errors: dict[tuple[float, torch.dtype], dict[str, float]] = {}
     for gamma in GAMMAS:
         for dtype in DTYPES:
             totals = dict.fromkeys((*METHODS, "predicted"), 0.0)
-            for seed in range(NUM_SEEDS):
+            for seed in range(num_seeds):
                 inputs = make_inputs(gamma, dtype, seed)
                 for name, method in METHODS.items():
                     x, weight, beta, gradient = (value.double() for value in inputs)
                     weight = weight + EPS if name == "original" else weight
                     exact = differentiate_plain((x, weight, beta, gradient), slope)
                     error = (method(inputs, slope).double() - exact).norm() / exact.norm()
-                    totals[name] += float(error) / NUM_SEEDS
+                    totals[name] += float(error) / num_seeds
                 activation = InvertibleActivation(negative_slope=slope)
                 predicted = predict_inversion_error(inputs[1], inputs[2], dtype, activation).square().mean().sqrt()
-                totals["predicted"] += float(predicted) / NUM_SEEDS
+                totals["predicted"] += float(predicted) / num_seeds
             errors[gamma, dtype] = totals
     return errors
 
@@ -100,8 +104,11 @@ def make_inputs(gamma: float, dtype: torch.dtype, seed: int) -> Inputs:
     return x, torch.full((SHAPE[1],), gamma), beta, gradient
 
 
-if __name__ == "__main__":
-    table = Table("gamma", "dtype", *METHODS, "predicted for ours")
-    for (gamma, dtype), row in measure_abn_errors().items():
-        table.add_row(f"{gamma:g}", str(dtype).removeprefix("torch."), *(f"{error:.1e}" for error in row.values()))
-    Console().print(table)
+def measure(options: Options) -> Iterator[Row]:
+    """Yield a row for each gamma, dtype and method."""
+    for (gamma, dtype), errors in measure_abn_errors(num_seeds=options["seeds"]).items():
+        name = f"gamma {gamma:g}, {str(dtype).removeprefix('torch.')}"
+        for method, error in errors.items():
+            if method != "predicted" and options.only in name:
+                row = {"workload": name, "variant": method, "by": BY[method], "relative_error": error}
+                yield {**row, "predicted_error": errors["predicted"]} if method == "ours" else row

@@ -1,17 +1,16 @@
-"""How near AdamW on the host comes to the rate of the memory: python -m tests.benchmarks.host_adamw.
+"""How near AdamW on the host comes to the rate of the memory.
 
 In turn, on the same shards and with the same threads: a stream of ``torch.add_`` (12 bytes for each parameter: two
 values read, one written), a step of ``OffloadedAdamW`` until it is over (28 bytes: four read, three written), and steps
 of torch's AdamW on the sharded tensors as they are. Shards are those of blocks of GPT-2 XL, and many that are small.
 """
 
-import argparse
 import os
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,9 +20,11 @@ from torch.distributed.tensor import DTensor
 from lightning_vram.optimizers.on_host.offloaded_adamw import OffloadedAdamW
 from lightning_vram.techniques.sharding.apply import FullSharding, ShardingOptions
 from lightning_vram.techniques.sharding.grouping.plan import plan_sharding_groups
-from tests.benchmarks.measure import Row
-from tests.benchmarks.report import report
+from tests.benchmarks.compare import Options
+from tests.benchmarks.measure import Row, compare_seconds, in_turns, time_call
 
+SETTINGS: dict[str, Any] = {"repeats": 7, "blocks": 2, "width": 1600, "small": 4000}
+QUICK: dict[str, Any] = {"repeats": 2, "width": 400, "small": 100}
 ADD_BYTES = 12
 ADAMW_BYTES = 28
 MANY = 100  # tensors: DTensor looks at a list anew in every step, for minutes if it is one of thousands
@@ -83,35 +84,44 @@ def like(shard: DTensor, local: Tensor) -> DTensor:
     return DTensor.from_local(local, shard.device_mesh, shard.placements, run_check=False)
 
 
-def measure(name: str, make_model: Callable[[], nn.Module], num_threads: int, repeats: int) -> Iterator[Row]:
+def measure(options: Options) -> Iterator[Row]:
+    """Yield a row for each list of shards, number of threads and way to step."""
+    num_blocks, num_small = options["blocks"], options["small"]
+    models: dict[str, Callable[[], nn.Module]] = {
+        f"{num_blocks} blocks of width {options['width']}": partial(make_blocks, num_blocks, options["width"]),
+        f"{num_small} x 4096": partial(make_small, num_small),
+    }
+    with process_group():
+        for num_threads in sorted({1, len(os.sched_getaffinity(0))}):
+            for name in (name for name in models if options.only in name):
+                yield from measure_shards(name, models[name], num_threads, options["repeats"])
+
+
+def measure_shards(name: str, make_model: Callable[[], nn.Module], num_threads: int, repeats: int) -> Iterator[Row]:
     """Time everything in turn, ``repeats`` times; medians."""
     torch.set_num_threads(num_threads)
     with torch.random.fork_rng():
         case = Shards(make_model(), num_threads)
-    runs: dict[str, tuple[int, Callable[[], None]]] = {
-        "add_": (ADD_BYTES, case.add),
-        "OffloadedAdamW": (ADAMW_BYTES, case.step),
-        "AdamW(fused=True), DTensor": (ADAMW_BYTES, case.make_torch_step(fused=True)),
+    runs: dict[str, tuple[str, int, Callable[[], None]]] = {
+        "add_": ("plain", ADD_BYTES, case.add),
+        "OffloadedAdamW": ("ours", ADAMW_BYTES, case.step),
+        "AdamW(fused=True), DTensor": ("PyTorch", ADAMW_BYTES, case.make_torch_step(fused=True)),
     }
     if len(case.parameters) < MANY:
-        runs["AdamW(foreach=True), DTensor"] = ADAMW_BYTES, case.make_torch_step(foreach=True)
-    seconds: dict[str, list[float]] = {variant: [] for variant in runs}
-    for repeat in range(repeats + 1):
-        for variant, (_, run) in runs.items():
-            start = time.perf_counter()
-            run()
-            if repeat:  # the first makes the states
-                seconds[variant].append(time.perf_counter() - start)
+        runs["AdamW(foreach=True), DTensor"] = "PyTorch", ADAMW_BYTES, case.make_torch_step(foreach=True)
+    turns = in_turns({variant: partial(time_call, run) for variant, (_, _, run) in runs.items()}, repeats + 1)
+    seconds = {variant: found[1:] for variant, found in turns.items()}  # the first makes the states
     case.optimizer.close()
     rates = {
-        variant: moved * case.numel / statistics.median(seconds[variant]) / 1e9 for variant, (moved, _) in runs.items()
+        variant: moved * case.numel / statistics.median(seconds[variant]) / 1e9
+        for variant, (_, moved, _) in runs.items()
     }
     for variant, rate in rates.items():
         yield {
-            "shards": name,
-            "threads": str(num_threads),
+            "workload": f"{name}, {num_threads} threads",
             "variant": variant,
-            "seconds": statistics.median(seconds[variant]),
+            "by": runs[variant][0],
+            **compare_seconds(seconds[variant], seconds["add_"]),
             "gb_per_second": rate,
             "rate_of_add": rate / rates["add_"],
             "all_seconds": seconds[variant],
@@ -123,25 +133,3 @@ def process_group() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.host_adamw", description=__doc__)
-    parser.add_argument("-o", "--output", type=Path)
-    parser.add_argument("--blocks", type=int, default=2, help="of GPT-2 XL: 31 M parameters each")
-    parser.add_argument("--small", type=int, default=4000, help="tensors of 4096 elements")
-    parser.add_argument("--repeats", type=int, default=7)
-    arguments = parser.parse_args()
-    rows = []
-    with process_group():
-        for num_threads in sorted({1, len(os.sched_getaffinity(0))}):
-            for name, make in (
-                (f"{arguments.blocks} blocks of GPT-2 XL", lambda: make_blocks(arguments.blocks)),
-                (f"{arguments.small} x 4096", lambda: make_small(arguments.small)),
-            ):
-                rows += measure(name, make, num_threads, arguments.repeats)
-    report("host_adamw", rows, arguments.output)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,30 +1,23 @@
-"""Memory and speed of ``fsdp_offload`` on one GPU beside others: python -m tests.benchmarks.fsdp_offload.
+"""Memory and speed of ``fsdp_offload`` on one GPU beside others; a toy on a CPU.
 
 ByteGPT in the shape of GPT-2 XL and with 3 billion parameters, bf16-mixed, activation checkpointing on for all, AdamW's
 fused kernel wherever it can be chosen. Each row is a process of its own: one that runs out of memory is a row as well.
 Tokens per second are over all timed steps together; the GPU is waited for at their two ends only.
 
 ``--profile`` tells where time goes: how long kernels computed, how long copies ran, how much of that beside kernels,
-and what is exposed: the wall time less what the plain run computes for. ``--tiny`` checks all that on a CPU.
+and what is exposed: the wall time less what the plain run computes for.
 """
 
-import argparse
 import importlib
 import importlib.util
-import json
 import resource
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -32,23 +25,24 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.utils.data import DataLoader
 
 from lightning_vram import ActivationCheckpointing, LeanMixedPrecision
+from lightning_vram.core.processes.clean_exit import leave_group
 from lightning_vram.demos import ByteGPT
 from lightning_vram.demos.gpt import Block
 from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
+from tests.benchmarks.compare import Options
 from tests.benchmarks.measure import (
-    DeviceEvent,
+    NUM_WARM_UP,
     Row,
-    accelerator_of,
-    give_back,
+    compare_seconds,
+    error_row,
+    measure_apart,
     read_device_events,
-    read_peaks,
     sum_up_events,
-    synchronize,
 )
-from tests.benchmarks.micro_batching import Same
-from tests.benchmarks.report import report
+from tests.benchmarks.whole_runs import Same, Steps, trainer_options
 
-NUM_WARM_UP = 3
+SETTINGS: dict[str, Any] = {"steps": 10, "profile": False}
+QUICK: dict[str, Any] = {"steps": 2}
 
 
 @dataclass(frozen=True)
@@ -90,6 +84,7 @@ class Variant:
         is_checkpointed: By our callback; Lightning's own wraps the blocks by itself.
         is_sharded_by_hand: In ``configure_model``.
         needs_gpu: Refuses a CPU.
+        by: Whose it is.
     """
 
     make_strategy: Callable[[Shape], Any]
@@ -97,6 +92,7 @@ class Variant:
     is_checkpointed: bool = True
     is_sharded_by_hand: bool = False
     needs_gpu: bool = False
+    by: str = "ours"
 
 
 def _offload(mode: Any, **arguments: Any) -> Variant:
@@ -125,18 +121,18 @@ def _torchao(parameters: Iterable[Tensor]) -> Any:
 
 
 VARIANTS: dict[str, Variant] = {
-    "plain": Variant(lambda shape: "auto"),
+    "plain": Variant(lambda shape: "auto", by="plain"),
     "fsdp_offload, params": _offload("params"),
     "fsdp_offload, optimizer": _offload("optimizer"),
     "fsdp_offload, optimizer, grad_op": _offload("optimizer", shard="grad_op"),
     "fsdp_offload, none": _offload("none"),
-    "Lightning FSDP, cpu_offload": Variant(_lightning, is_checkpointed=False, needs_gpu=True),
+    "Lightning FSDP, cpu_offload": Variant(_lightning, is_checkpointed=False, needs_gpu=True, by="Lightning"),
     "Lightning ModelParallel, CPUOffloadPolicy": Variant(
-        _model_parallel, is_checkpointed=False, is_sharded_by_hand=True
+        _model_parallel, is_checkpointed=False, is_sharded_by_hand=True, by="Lightning"
     ),
 }
 if importlib.util.find_spec("torchao") is not None:
-    VARIANTS["torchao CPUOffloadOptimizer"] = Variant(lambda shape: "auto", _torchao, needs_gpu=True)
+    VARIANTS["torchao CPUOffloadOptimizer"] = Variant(lambda shape: "auto", _torchao, needs_gpu=True, by="torchao")
 
 
 class LitGPT(ByteGPT):
@@ -153,8 +149,7 @@ class LitGPT(ByteGPT):
         return self.variant.make_optimizer(self.parameters())
 
     def train_dataloader(self) -> DataLoader:
-        dataset = Same(self.batch)
-        return DataLoader(torch.utils.data.ConcatDataset([dataset] * 100), batch_size=None)
+        return DataLoader(Same(self.batch, 1000), batch_size=None)
 
 
 class ShardedGPT(LitGPT):
@@ -171,34 +166,24 @@ class ShardedGPT(LitGPT):
         fully_shard(self, **options)
 
 
-class Meter(Callback):
-    """Time and peaks of all steps after the first."""
+class Meter(Steps):
+    """Time and peaks of all steps after the first; where the time goes, if it is profiled."""
 
     def __init__(self, num_steps: int, *, is_profiled: bool = False) -> None:
-        self._num_steps = num_steps
+        super().__init__(num_steps)
         self._profiler = torch.profiler.profile(acc_events=True) if is_profiled else None
-        self._start = 0.0
-        self.row: Row = {}
 
-    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        device = trainer.strategy.root_device
-        if batch_idx == NUM_WARM_UP - 1:
-            give_back(device)
-            if self._profiler is not None:
-                self._profiler.start()
-            self._start = time.perf_counter()
-        if batch_idx == NUM_WARM_UP + self._num_steps - 1:
-            synchronize(device)
-            seconds = time.perf_counter() - self._start
-            self.row["seconds_per_step"] = seconds / self._num_steps
-            self.row |= read_peaks(device)
-            self.row["host_peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-            if self._profiler is not None:
-                self._profiler.stop()
-                self.row |= self._sum_up(read_device_events(self._profiler))
+    def start(self) -> None:
+        if self._profiler is not None:
+            self._profiler.start()
 
-    def _sum_up(self, events: Iterable[DeviceEvent]) -> Row:
-        return {name: value / self._num_steps for name, value in sum_up_events(events).items()}
+    def stop(self) -> Row:
+        row: Row = {"host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+        if self._profiler is not None:
+            self._profiler.stop()
+            sums = sum_up_events(read_device_events(self._profiler))
+            row |= {name: value / self.num_steps for name, value in sums.items()}
+        return row
 
 
 def measure_row(
@@ -210,36 +195,55 @@ def measure_row(
     device = device or torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     pl.seed_everything(0, verbose=False)
     trainer = pl.Trainer(
-        accelerator=accelerator_of(device),
-        devices=1,
+        **trainer_options(device),
         strategy=variant.make_strategy(shape),
         gradient_clip_val=shape.clip,
         max_steps=NUM_WARM_UP + num_steps,
         callbacks=[meter, *([ActivationCheckpointing()] if variant.is_checkpointed else [])],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         **({"plugins": [LeanMixedPrecision("bf16")]} if variant.is_checkpointed else {"precision": "bf16-mixed"}),
     )
     with device:  # random numbers for billions of weights take minutes on the host
         model = (ShardedGPT if variant.is_sharded_by_hand else LitGPT)(shape, name)
     try:
         trainer.fit(model)
-    except torch.OutOfMemoryError:
-        return {"fits": "out of memory"}
-    return {"fits": "yes", "tokens_per_second": shape.num_tokens / meter.row["seconds_per_step"], **meter.row}
+    except torch.OutOfMemoryError as error:
+        return error_row(error)
+    seconds = meter.row.pop("wall_seconds_per_step")
+    all_seconds = meter.row.pop("seconds")
+    row = {"seconds_per_step": seconds, "tokens_per_second": shape.num_tokens / seconds, **meter.row}
+    return {**row, "all_seconds_per_step": all_seconds}
 
 
-def measure_apart(shape_name: str, name: str, options: list[str]) -> Row:
-    """The same in a process of its own."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "row.json")
-        command = [sys.executable, "-m", "tests.benchmarks.fsdp_offload", "--shape", shape_name, "--row", name]
-        result = subprocess.run([*command, *options, "-o", str(path)], capture_output=True, text=True, check=False)
-        if path.exists():
-            return json.loads(path.read_text())
-    return {"fits": (result.stderr.strip().splitlines() or [f"exit code {result.returncode}"])[-1][:200]}
+def measure(options: Options) -> Iterator[Row]:
+    """Yield a row for each shape and variant; on a CPU a toy, in this process."""
+    names = [name for name in VARIANTS if name == "plain" or options.ways in name]
+    num_steps, is_profiled = options["steps"], options["profile"]
+    if options.device.type == "cpu" or options.is_quick:
+        yield from measure_tiny(names, num_steps, is_profiled=is_profiled, device=options.device)
+        return
+    for shape in (shape for shape in SHAPES if options.only in shape):
+        run = partial(measure_row, SHAPES[shape], num_steps=num_steps, is_profiled=is_profiled)
+        found = {name: measure_apart(run, name) for name in names}
+        yield from compare([_label(shape, name, row) for name, row in found.items()])
+
+
+def measure_tiny(
+    names: Iterable[str], num_steps: int, *, is_profiled: bool = False, device: torch.device | None = None
+) -> list[Row]:
+    """All variants as a toy; what needs a GPU is a row that says so."""
+    has_gpu, rows = torch.cuda.is_available(), []
+    for name in names:
+        if VARIANTS[name].needs_gpu and not has_gpu:
+            row: Row = {"error": "needs a GPU"}
+        else:
+            row = measure_row(TINY, name, num_steps, is_profiled=is_profiled, device=device)
+            leave_group()
+        rows.append(_label("tiny", name, row))
+    return compare(rows)
+
+
+def _label(shape: str, name: str, row: Row) -> Row:
+    return {"workload": f"ByteGPT, {shape}", "variant": name, "by": VARIANTS[name].by, **row}
 
 
 def compare(rows: list[Row]) -> list[Row]:
@@ -250,51 +254,10 @@ def compare(rows: list[Row]) -> list[Row]:
         for row in rows:
             if speed and "tokens_per_second" in row:
                 row[f"speed_of_{name}"] = row["tokens_per_second"] / speed
-    computing = by_name.get("plain", {}).get("computing_seconds")
-    for row in rows:
-        if computing is not None and "seconds_per_step" in row:
-            row["exposed_seconds"] = row["seconds_per_step"] - computing
+    plain = by_name.get("plain", {})
+    for row in (row for row in rows if "seconds_per_step" in row):
+        if "seconds_per_step" in plain:
+            row |= compare_seconds([row["seconds_per_step"]], [plain["seconds_per_step"]])
+        if "computing_seconds" in plain:
+            row["exposed_seconds"] = row["seconds_per_step"] - plain["computing_seconds"]
     return rows
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.fsdp_offload", description=__doc__)
-    parser.add_argument("-o", "--output", type=Path, help="JSON file; kept under tests/benchmarks/results/")
-    parser.add_argument("--steps", type=int, default=10, help="timed steps")
-    parser.add_argument("--only", default="", help="part of a shape's name")
-    parser.add_argument("--variants", default="", help="part of a variant's name; plain is always there")
-    parser.add_argument("--profile", action="store_true", help="where the time goes; it takes some itself")
-    parser.add_argument("--tiny", action="store_true", help="a toy, on a CPU or a GPU, in this process")
-    parser.add_argument("--shape", help=argparse.SUPPRESS)
-    parser.add_argument("--row", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.row:
-        row = measure_row(SHAPES[arguments.shape], arguments.row, arguments.steps, is_profiled=arguments.profile)
-        arguments.output.write_text(json.dumps(row))
-        return
-    names = [name for name in VARIANTS if name == "plain" or arguments.variants in name]
-    if arguments.tiny:
-        rows = measure_tiny(names, arguments.steps, is_profiled=arguments.profile)
-    else:
-        options = ["--steps", str(arguments.steps), *(["--profile"] if arguments.profile else [])]
-        rows = []
-        for shape in (shape for shape in SHAPES if arguments.only in shape):
-            rows += compare(
-                [{"shape": shape, "variant": name, **measure_apart(shape, name, options)} for name in names]
-            )
-    report("fsdp_offload", rows, arguments.output)
-
-
-def measure_tiny(names: Iterable[str], num_steps: int, *, is_profiled: bool = False) -> list[Row]:
-    """All variants that this machine can run, as a toy."""
-    has_gpu = torch.cuda.is_available()
-    rows = [
-        {"shape": "tiny", "variant": name, **measure_row(TINY, name, num_steps, is_profiled=is_profiled)}
-        for name in names
-        if has_gpu or not VARIANTS[name].needs_gpu
-    ]
-    return compare(rows)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,27 +1,41 @@
-"""How many preemptions a training survives: PYTHONPATH=.:tests python -m tests.benchmarks.slurm_requeue.
+"""How many preemptions a training survives.
 
 On a SLURM cluster of two nodes that it starts itself: one job is signalled at a random moment of each of its starts,
 and its final weights are compared with those of a job without a break.
 """
 
-import argparse
 import random
+import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
-from slurm.cluster import Cluster
-from slurm.training import Training
 
+from tests.benchmarks.compare import Options
 from tests.benchmarks.measure import Row
-from tests.benchmarks.report import report
 
+SETTINGS: dict[str, Any] = {"times": 20, "strategies": "ddp,sharded"}
+QUICK: dict[str, Any] = {"times": 1, "strategies": "ddp"}
 STEPS_PER_START = 150
 
 
-def measure(cluster: Cluster, folder: Path, strategy: str, times: int) -> Row:
+def measure(options: Options) -> Iterator[Row]:
+    """Yield a row for each strategy: ``ddp``, ``sharded`` or ``fsdp_offload``."""
+    sys.path.insert(0, str(Path(__file__).parents[2]))  # as pytest has it
+    from slurm.cluster import Cluster
+
+    with tempfile.TemporaryDirectory() as folder, Cluster() as cluster:
+        for strategy in options["strategies"].split(","):
+            yield preempt(cluster, Path(folder), strategy, options["times"])
+
+
+def preempt(cluster: Any, folder: Path, strategy: str, times: int) -> Row:
     """Preempt one job ``times`` times."""
+    from slurm.training import Training
+
     options = ("--strategy", strategy, "--max_steps", STEPS_PER_START * (times + 1))
     whole = Training(cluster, folder / f"{strategy}_whole", *options)
     assert whole.end(600) == "COMPLETED", whole.output
@@ -37,7 +51,9 @@ def measure(cluster: Cluster, folder: Path, strategy: str, times: int) -> Row:
         torch.equal(weight, training.weights[name]) for name, weight in whole.weights.items()
     )
     return {
-        "strategy": strategy,
+        "workload": "two nodes",
+        "variant": f"SlurmRequeue(), {strategy}",
+        "by": "ours",
         "signals": str(times),
         "restarts": str(cluster.restarts(training.job)),
         "state": state,
@@ -46,19 +62,3 @@ def measure(cluster: Cluster, folder: Path, strategy: str, times: int) -> Row:
         "seconds": time.perf_counter() - start,
         "all_stops": stops[0],
     }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.slurm_requeue", description=__doc__)
-    parser.add_argument("-o", "--output", type=Path)
-    parser.add_argument("--times", type=int, default=20)
-    parser.add_argument("--strategy", action="append", choices=("ddp", "fsdp_offload", "sharded"))
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, Cluster() as cluster:
-        strategies = arguments.strategy or ("ddp", "sharded")
-        rows = [measure(cluster, Path(folder), strategy, arguments.times) for strategy in strategies]
-    report("slurm_requeue", rows, arguments.output)
-
-
-if __name__ == "__main__":
-    main()

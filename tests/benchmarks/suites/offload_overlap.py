@@ -1,4 +1,4 @@
-"""How much of an optimizer's time on the host hides behind the device's: python -m tests.benchmarks.offload_overlap.
+"""How much of an optimizer's time on the host hides behind the device's.
 
 Through a Trainer with ``fsdp_offload``. The device is played by sleeps in the forward and the backward of each block,
 twice as long in the backward. Its copies, and the little it computes, are the CPU's work here: they compete with the
@@ -12,19 +12,16 @@ behind the next forward. With clipping it begins when the backward is over, so o
 accumulation it hides behind one micro-batch.
 """
 
-import argparse
 import ctypes
 import gc
 import itertools
-import logging
 import statistics
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -34,10 +31,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
-from tests.benchmarks.measure import Row
-from tests.benchmarks.report import report
+from tests.benchmarks.compare import Options
+from tests.benchmarks.measure import NUM_WARM_UP, Row, in_turns
+from tests.benchmarks.whole_runs import trainer_options
 
-NUM_WARM_UP = 3
+SETTINGS: dict[str, Any] = {"repeats": 3, "steps": 8, "blocks": 8, "width": 2048, "threads": 0, "optimizer": ""}
+QUICK: dict[str, Any] = {"repeats": 1, "steps": 2, "blocks": 2, "width": 64}
 
 
 @dataclass(frozen=True)
@@ -221,17 +220,12 @@ def fit(shape: Shape, case: Case, forward_seconds: float, *callbacks: Callback, 
     module.clock.forward_seconds = forward_seconds
     clock = Iterations(case.accumulate)
     trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
+        **trainer_options(torch.device("cpu")),
         strategy=FSDPOffloadStrategy(wrap=[Block], cpu_threads=shape.num_threads, reshard_after_forward=False),
         max_steps=NUM_WARM_UP + shape.num_steps + 1,
         accumulate_grad_batches=case.accumulate,
         gradient_clip_val=case.clip,
         callbacks=[clock, *callbacks],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Idle is none of|The '.*_dataloader' does not have many workers")
@@ -241,27 +235,47 @@ def fit(shape: Shape, case: Case, forward_seconds: float, *callbacks: Callback, 
     return clock.seconds
 
 
+def measure(options: Options) -> Iterator[Row]:
+    """Yield a row for each optimizer and case."""
+    keep_freed_memory()
+    num_threads = options["threads"] or max(1, torch.get_num_threads() - 1)
+    for optimizer in (name for name in OPTIMIZERS if options["optimizer"] in name):
+        shape = Shape(options["blocks"], options["width"], num_threads, options["steps"], optimizer)
+        for case in CASES[:1] if options.is_quick else CASES:
+            if options.only in case.name:
+                yield measure_case(shape, case, options["repeats"])
+
+
 def measure_case(shape: Shape, case: Case, repeats: int) -> Row:
     """Choose the length of the compute phase by the step's, and time everything in turn."""
-    names = ("step", "compute", "waiting", "beside", "unrelated step")
-    seconds: dict[str, list[float]] = {name: [] for name in names}
     forward_seconds = _choose_forward(shape, case)
-    for _ in range(repeats):
+    step_seconds: list[float] = []
+
+    def wait() -> float:
         waiting = Waiting()
-        runs: dict[str, list[float]] = {
-            "waiting": fit(shape, case, forward_seconds, waiting),
-            "step": waiting.step_seconds[NUM_WARM_UP:],
-            "beside": fit(shape, case, forward_seconds),
-            "compute": fit(shape, case, forward_seconds, is_idle=True),
-            "unrelated step": fit(shape, case, forward_seconds, UnrelatedSteps(shape), is_idle=True),
-        }
-        for name, run in runs.items():
-            seconds[name].append(statistics.median(run))
+        seconds = statistics.median(fit(shape, case, forward_seconds, waiting))
+        step_seconds.append(statistics.median(waiting.step_seconds[NUM_WARM_UP:]))
+        return seconds
+
+    seconds = in_turns(
+        {
+            "waiting": wait,
+            "beside": lambda: statistics.median(fit(shape, case, forward_seconds)),
+            "compute": lambda: statistics.median(fit(shape, case, forward_seconds, is_idle=True)),
+            "unrelated step": lambda: statistics.median(
+                fit(shape, case, forward_seconds, UnrelatedSteps(shape), is_idle=True)
+            ),
+        },
+        repeats,
+    )
+    seconds["step"] = step_seconds
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     bound = max(medians["compute"], medians["step"])
     return {
-        "case": case.name,
-        "optimizer": shape.optimizer,
+        "workload": case.name,
+        "variant": f"fsdp_offload, AdamW: {shape.optimizer}",
+        "by": "ours",
+        "seconds_per_step": medians["beside"],
         **{f"{name}_seconds": median for name, median in medians.items()},
         **{f"{name}_of_bound": medians[name] / bound for name in ("waiting", "beside", "unrelated step")},
         **{f"all_{name}_seconds": values for name, values in seconds.items()},
@@ -277,35 +291,9 @@ def _choose_forward(shape: Shape, case: Case) -> float:
     return max(0.0, case.share * step - own) / 3 / shape.num_blocks
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.offload_overlap", description=__doc__)
-    parser.add_argument("-o", "--output", type=Path)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=8, help="timed steps per repeat")
-    parser.add_argument("--blocks", type=int, default=8)
-    parser.add_argument("--width", type=int, default=2048)
-    parser.add_argument("--threads", type=int, default=max(1, torch.get_num_threads() - 1), help="of a step")
-    parser.add_argument("--only", default="", help="part of a case's name")
-    parser.add_argument("--optimizer", choices=list(OPTIMIZERS), action="append", help="all by default")
-    arguments = parser.parse_args()
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    keep_freed_memory()
-    rows = []
-    for optimizer in arguments.optimizer or OPTIMIZERS:
-        shape = Shape(arguments.blocks, arguments.width, arguments.threads, arguments.steps, optimizer)
-        for case in (case for case in CASES if arguments.only in case.name):
-            rows.append(measure_case(shape, case, arguments.repeats))
-            print({name: value for name, value in rows[-1].items() if not name.startswith("all")}, flush=True)
-    report("offload_overlap", rows, arguments.output)
-
-
 def keep_freed_memory() -> None:
     """Have malloc keep what is freed: on a GPU gradients come into memory that is there, here each would be new."""
     if hasattr(libc := ctypes.CDLL(None), "mallopt"):
         trim_threshold, mmap_threshold = -1, -3
         libc.mallopt(mmap_threshold, 2**25)
         libc.mallopt(trim_threshold, 2**31 - 1)
-
-
-if __name__ == "__main__":
-    main()

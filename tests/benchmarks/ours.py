@@ -1,0 +1,108 @@
+"""Ways to train with parts of this package, as a plain loop goes them."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+
+from torch import nn
+
+from lightning_vram.techniques.activation_checkpointing.apply import apply_activation_checkpointing
+from lightning_vram.techniques.activation_checkpointing.budget.apply import BudgetedCheckpointing, decisions_of
+from lightning_vram.techniques.activation_checkpointing.budget.solver import BudgetError, predict_peak, solve
+from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
+from lightning_vram.techniques.activation_compression.stage import CompressionStage
+from lightning_vram.techniques.activation_offload.stage import ActivationOffloading
+from lightning_vram.techniques.in_place_fusion.recomputation.stage import Recomputation
+from tests.benchmarks.variants import COMPILED_VARIANTS, GPU_PEERS
+from tests.benchmarks.ways import PLAIN, Way
+
+
+class Budget:
+    """Checkpoints to a share of the plain peak: the first forward is watched, the others run by the plan."""
+
+    def __init__(self, model: nn.Module, share: float) -> None:
+        self._model = model
+        self._share = share
+        self._handle = apply_activation_checkpointing(model)
+        self._is_planned = False
+        self._stack = ExitStack()
+
+    def __enter__(self) -> None:
+        if not self._is_planned:
+            self._stack.enter_context(self._planning())
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    @contextmanager
+    def _planning(self) -> Iterator[None]:
+        watched = BudgetedCheckpointing(self._model, self._handle, 1 << 62)
+        with watched.observing():
+            yield
+        profile = watched.plan().profile
+        plain_bytes = predict_peak(profile, [layer.choose(None) for layer in profile.layers])
+        try:
+            watched.apply(decisions_of(solve(profile, int(self._share * plain_bytes))))
+        except BudgetError:
+            watched.apply({})  # everything checkpointed
+        self._is_planned = True
+
+
+class _Several:
+    """Contexts as one, entered again for each forward."""
+
+    def __init__(self, *contexts: AbstractContextManager[object]) -> None:
+        self._contexts = contexts
+        self._stack = ExitStack()
+
+    def __enter__(self) -> None:
+        for context in self._contexts:
+            self._stack.enter_context(context)
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+
+def _offload(model: nn.Module, **arguments: object) -> ActivationOffloading:
+    return ActivationOffloading(model, min_offload_bytes=64 * 1024, **arguments)
+
+
+def _checkpoint_and_offload(model: nn.Module, save: SavePolicy | None = None) -> ActivationOffloading:
+    apply_activation_checkpointing(model, save=save)
+    return _offload(model)
+
+
+def _fuse_and_offload(model: nn.Module) -> _Several:
+    return _Several(_offload(model), Recomputation(model))
+
+
+_EVERY_2ND = SavePolicy("matmuls", 2)
+_CHANGES: dict[str, Callable[[nn.Module], object]] = {
+    "InPlaceFusion()": Recomputation,
+    "ActivationCheckpointing()": apply_activation_checkpointing,
+    "ActivationCheckpointing(every_n_layers=2)": partial(apply_activation_checkpointing, every_n_layers=2),
+    'ActivationCheckpointing(save="matmuls")': partial(apply_activation_checkpointing, save=SavePolicy("matmuls")),
+    'ActivationCheckpointing(save=SavePolicy("matmuls", 2))': partial(apply_activation_checkpointing, save=_EVERY_2ND),
+    "ActivationCheckpointing(budget=...), 0.75 of plain": partial(Budget, share=0.75),
+    "ActivationCheckpointing(budget=...), 0.5 of plain": partial(Budget, share=0.5),
+    "ActivationCheckpointing(budget=...), 0.3 of plain": partial(Budget, share=0.3),
+    'ActivationOffload("64KiB")': _offload,
+    'ActivationCheckpointing(), ActivationOffload("64KiB")': _checkpoint_and_offload,
+    'ActivationCheckpointing(save="matmuls"), ActivationOffload("64KiB")': partial(
+        _checkpoint_and_offload, save=SavePolicy("matmuls")
+    ),
+    'InPlaceFusion(), ActivationOffload("64KiB")': _fuse_and_offload,
+    "ActivationCompression()": CompressionStage,
+    'ActivationCompression(lossy="int8")': partial(CompressionStage, lossy="int8"),
+}
+OURS = tuple(Way(name, "ours", change) for name, change in _CHANGES.items())
+"""Names are what a Trainer would have among its callbacks."""
+
+
+def find_way(name: str) -> Way:
+    """Return plain, one of ours, or one of PyTorch's ways, by its name."""
+    ways = {way.name: way for way in (PLAIN, *OURS)}
+    if name in ways:
+        return ways[name]
+    change = {**GPU_PEERS, **COMPILED_VARIANTS}[name]
+    return Way(name, "PyTorch", change, is_trackable=name not in COMPILED_VARIANTS)
