@@ -1,0 +1,313 @@
+"""The largest batch, and the largest model, that trains two steps within a budget: plain, as peers do it, and ours.
+
+On a GPU the process is given no more than the budget, and what does not fit runs out of memory. On the CPU the peak of
+both steps is tracked. There the search goes by tensors without memory, which count the same bytes, and what it finds is
+trained for real.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lightning_vram import AutoVRAM, plan_memory, track_memory
+from lightning_vram.memory.tracking.tracker import MemoryTracker
+from lightning_vram.techniques.activation_checkpointing.apply import apply_activation_checkpointing
+from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
+from lightning_vram.techniques.activation_offload.stage import ActivationOffloading
+from lightning_vram.techniques.in_place_fusion.recomputation.stage import Recomputation
+from tests.benchmarks.cases import GPU_WORKLOADS, WORKLOADS, Workload
+from tests.benchmarks.measure import Row, describe_error, give_back, read_peaks
+from tests.benchmarks.micro_batching import LitWorkload, fit
+from tests.benchmarks.peers import pytorch, torchtune
+from tests.benchmarks.peers.lightning_alone import find_batch_size
+from tests.benchmarks.ways import Way
+from tests.support.memory_limit import MemoryLimit
+
+MIN_OFFLOAD_BYTES = 64 * 1024
+NUM_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Growth:
+    """A workload of any size.
+
+    Args:
+        what: What grows: ``batch size``, or ``layers``.
+        name: Of the workload, without that size.
+        make: Makes it of a size.
+        size: That it has in the other suites.
+    """
+
+    what: str
+    name: str
+    make: Callable[[int], Workload]
+    size: int
+
+
+def grow_batch(workload: Workload) -> Growth:
+    """Return the workload with batches of any size: several of its own, cut off."""
+    with FakeTensorMode():
+        own = len(workload.make_batch()[0])
+
+    def make_batch(size: int) -> tuple[Tensor, ...]:
+        several = [workload.make_batch() for _ in range(-(-size // own))]
+        return tuple(torch.cat(parts)[:size].clone() for parts in zip(*several, strict=True))
+
+    def make(size: int) -> Workload:
+        return replace(workload, make_batch=partial(make_batch, size))
+
+    return Growth("batch size", workload.name, make, own)
+
+
+def grow_layers(workload: Workload) -> Growth:
+    """Return the workload with any number of layers, in each stage if it has several: the model's first argument."""
+    model: Any = workload.make_model
+    own, *others = model.args
+
+    def make(size: int) -> Workload:
+        layers = tuple(size for _ in own) if isinstance(own, tuple) else size
+        return replace(workload, make_model=partial(model.func, layers, *others))
+
+    is_staged = isinstance(own, tuple)
+    return Growth("layers in each stage" if is_staged else "layers", workload.name, make, own[0] if is_staged else own)
+
+
+def largest_that(trains: Callable[[int], bool], start: int = 1) -> int:
+    """Return the largest size of which ``trains`` holds, as for all smaller ones: doubling, then bisection.
+
+    Args:
+        trains: Of a size of at least 1.
+        start: Where to begin.
+
+    Returns:
+        0 if not even 1 does.
+    """
+    if not trains(start):
+        return 0 if start == 1 else _between(trains, 0, start)
+    too_large = 2 * start
+    while trains(too_large):
+        start, too_large = too_large, 2 * too_large
+    return _between(trains, start, too_large)
+
+
+def _between(trains: Callable[[int], bool], good: int, bad: int) -> int:
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        good, bad = (middle, bad) if trains(middle) else (good, middle)
+    return good
+
+
+class TwoSteps(Callback):
+    """Tracks all that a Trainer does from the first batch to the end of the last one; stands first in the list."""
+
+    def __init__(self) -> None:
+        self._tracker: MemoryTracker | None = None
+        self.row: Row = {}
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            self._tracker = track_memory(pl_module, optimizers=trainer.optimizers, inputs=batch)
+            self._tracker.__enter__()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == NUM_STEPS - 1 and self._tracker is not None:
+            self._tracker.__exit__(None, None, None)
+            self.row = _bytes_of(self._tracker)
+
+
+def _bytes_of(tracker: MemoryTracker) -> Row:
+    timeline = tracker.timeline
+    own = {"peak_bytes": timeline.peak_bytes}
+    return own if timeline.device == "cpu" else {**own, "host_peak_bytes": timeline.host_peak_bytes}
+
+
+def train(workload: Workload, way: Way, device: torch.device, *, is_fake: bool = False) -> Row:
+    """Take two steps, and return the tracked peaks of both together.
+
+    Args:
+        workload: What is trained.
+        way: How.
+        device: Where.
+        is_fake: On tensors without memory. Not for ways that take a Trainer.
+    """
+    if way.make_trainer_options is not None:
+        options = way.make_trainer_options(workload)
+        steps = TwoSteps()
+        fit(workload, [steps, *options.pop("callbacks", [])], NUM_STEPS, device, **options)
+        return steps.row
+    torch.manual_seed(0)
+    with FakeTensorMode(allow_non_fake_inputs=True) if is_fake else contextlib.nullcontext():
+        with device:
+            model, batch = workload.make_model(), workload.make_batch()
+        around: Any = way.change(model)
+        around = around if hasattr(around, "__enter__") else contextlib.nullcontext()
+        optimizer = way.make_optimizer(model.parameters())
+        autocast = torch.autocast(device.type, workload.autocast, enabled=workload.autocast is not None)
+        with track_memory(model, optimizers=[optimizer], inputs=batch) as tracker:
+            for _ in range(NUM_STEPS):
+                with autocast, around:
+                    loss = workload.compute_loss(model, batch)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                del loss
+    return _bytes_of(tracker)
+
+
+def _offload(model: Any) -> ActivationOffloading:
+    return ActivationOffloading(model, min_offload_bytes=MIN_OFFLOAD_BYTES)
+
+
+def _checkpoint_and_offload(model: Any) -> ActivationOffloading:
+    apply_activation_checkpointing(model)
+    return _offload(model)
+
+
+PLAIN = Way("plain", "plain")
+PEERS = (*pytorch.ACTIVATIONS, *torchtune.ACTIVATIONS)
+"""Those that save memory exactly; what makes another network, or other steps, is left to its own suite."""
+
+FINDER = Way('BatchSizeFinder("binsearch")', "Lightning", make_trainer_options=find_batch_size)
+OURS = (
+    Way("ActivationCheckpointing()", "ours", apply_activation_checkpointing),
+    Way(
+        'ActivationCheckpointing(save="matmuls")',
+        "ours",
+        partial(apply_activation_checkpointing, save=SavePolicy("matmuls")),
+    ),
+    Way("InPlaceFusion()", "ours", Recomputation),
+    Way('ActivationOffload("64KiB")', "ours", _offload),
+    Way('ActivationCheckpointing(), ActivationOffload("64KiB")', "ours", _checkpoint_and_offload),
+)
+
+
+def auto_vram(budget_bytes: int) -> Way:
+    """Return the way that makes a budget of all parts together."""
+    make_options = {"callbacks": lambda: [AutoVRAM(budget_bytes)]}
+    return Way("AutoVRAM(budget)", "ours", make_trainer_options=lambda _: {"callbacks": make_options["callbacks"]()})
+
+
+def _is_planned(workload: Workload, device: torch.device, budget_bytes: int) -> bool:
+    """Whether a plan fits, as ``AutoVRAM`` makes it before the run; nothing is trained."""
+    with torch.device("meta"):
+        module = LitWorkload(workload, 1)
+    try:
+        plan_memory(module, module.batch, device=device.type, budget=budget_bytes)
+    except ValueError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def limited(device: torch.device, budget_bytes: int) -> Iterator[None]:
+    """Let this process have no more of an accelerator inside; the CPU has no such limit."""
+    if device.type == "cpu":
+        yield
+        return
+    module = torch.get_device_module(device)
+    give_back(device)
+    module.set_per_process_memory_fraction(budget_bytes / module.get_device_properties(0).total_memory)
+    try:
+        yield
+    finally:
+        module.set_per_process_memory_fraction(1.0)
+        give_back(device)
+
+
+class Search:
+    """For the largest size that trains in a way."""
+
+    def __init__(self, growth: Growth, way: Way, device: torch.device, budget_bytes: int) -> None:
+        self._growth, self._way, self._device, self._budget_bytes = growth, way, device, budget_bytes
+        self._rows: dict[int, Row] = {}
+
+    def run(self, start: int) -> Row:
+        """Return what stands in a row: the largest size, and the bytes there."""
+        is_cpu = self._device.type == "cpu"
+        largest = largest_that(self._fits_without_memory if is_cpu else self._trains, start)
+        while is_cpu and largest > 0 and not self._trains(largest):
+            largest -= 1
+        return {"largest": largest, **self._rows.get(largest, {})}
+
+    def _fits_without_memory(self, size: int) -> bool:
+        workload = self._growth.make(size)
+        if self._way.make_trainer_options is not None:
+            return _is_planned(workload, self._device, self._budget_bytes)
+        return train(workload, self._way, self._device, is_fake=True)["peak_bytes"] <= self._budget_bytes
+
+    def _trains(self, size: int) -> bool:
+        try:
+            with limited(self._device, self._budget_bytes):
+                row = train(self._growth.make(size), self._way, self._device)
+                self._rows[size] = {**row, **read_peaks(self._device)}
+        except (torch.OutOfMemoryError, MisconfigurationException):
+            return False
+        return self._device.type != "cpu" or row["peak_bytes"] <= self._budget_bytes
+
+
+def run_finder(growth: Growth, device: torch.device, budget_bytes: int) -> Row:
+    """Return what Lightning's ``BatchSizeFinder`` finds when memory runs out at the budget."""
+    options = find_batch_size(growth.make(growth.size))
+    callbacks = options.pop("callbacks")
+    limit = MemoryLimit(budget_bytes) if device.type == "cpu" else contextlib.nullcontext()
+    with limit, limited(device, budget_bytes):
+        fit(growth.make(1), callbacks, NUM_STEPS, device, **options)
+    return {"largest": callbacks[-1].optimal_batch_size}
+
+
+def growths(device: torch.device, *, is_quick: bool) -> list[Growth]:
+    """Return what grows on a device."""
+    if device.type == "cuda" and not is_quick:
+        batches, layers = ("resnet50_bf16", "gpt2_small"), ("gpt2_xl",)
+        return [
+            *(grow_batch(GPU_WORKLOADS[name]) for name in batches),
+            *(grow_layers(GPU_WORKLOADS[name]) for name in layers),
+        ]
+    workloads = WORKLOADS[1:2] if is_quick else WORKLOADS[:2]
+    return [grow(workload) for workload in workloads for grow in (grow_batch, grow_layers)]
+
+
+def measure(
+    device: torch.device, budget_bytes: int | None = None, *, has_peers: bool = True, is_quick: bool = False
+) -> Iterator[Row]:
+    """Return a row for each workload and way.
+
+    Args:
+        device: Where.
+        budget_bytes: ``None``: for each workload what two plain steps take at the size of the other suites.
+        has_peers: Whether others' ways are measured as well.
+        is_quick: The smallest workload only.
+    """
+    for growth in growths(device, is_quick=is_quick):
+        budget = budget_bytes or _plain_peak(growth, device)
+        start = 1 if budget_bytes else growth.size
+        finders = (FINDER,) if growth.what == "batch size" else ()
+        for way in (PLAIN, *((*PEERS, *finders) if has_peers else ()), *OURS, auto_vram(budget)):
+            row = {"workload": growth.name, "variant": way.name, "by": way.by, "what": growth.what}
+            try:
+                why = way.why_not(device)
+                if why is not None:
+                    found: Row = {"error": why}
+                elif way is FINDER:
+                    found = run_finder(growth, device, budget)
+                else:
+                    found = Search(growth, way, device, budget).run(start)
+            except Exception as error:
+                found = {"error": describe_error(error)["error"]}
+            yield {**row, "budget_bytes": budget, **found}
+
+
+def _plain_peak(growth: Growth, device: torch.device) -> int:
+    give_back(device)
+    row = {**train(growth.make(growth.size), PLAIN, device), **read_peaks(device)}
+    give_back(device)
+    return int(row.get("max_memory_reserved_bytes", row["peak_bytes"]))

@@ -1,0 +1,35 @@
+"""The layers that others checkpoint or shard: the ones that ours chooses, so that all do the same."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+
+import torch
+from torch import nn
+
+from lightning_vram.core.layers.selection import select_layers
+from tests.benchmarks.cases import Workload
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """Return them."""
+    return [layer.module for layer in select_layers(model).layers]
+
+
+def kinds_of_layers(workload: Workload) -> set[type[nn.Module]]:
+    """Return their classes; no memory is needed for that."""
+    with torch.device("meta"):
+        return {type(layer) for layer in layers_of(workload.make_model())}
+
+
+class AroundForward:
+    """A new context for each forward."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[object]]) -> None:
+        self._make = make
+        self._stack = ExitStack()
+
+    def __enter__(self) -> None:
+        self._stack.enter_context(self._make())
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()

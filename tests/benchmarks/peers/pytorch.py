@@ -1,0 +1,61 @@
+"""PyTorch by hand, as its pages have it: checkpointing, saving on the host, compilation."""
+
+from functools import partial
+
+import torch
+from torch import nn
+from torch._ops import OpOverload
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
+from tests.benchmarks.peers.installed import needs, on_host_alone
+from tests.benchmarks.peers.layers import AroundForward, layers_of
+from tests.benchmarks.ways import Way
+
+
+def _checkpoint(model: nn.Module) -> None:
+    for layer in layers_of(model):
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+def _checkpoint_selectively(model: nn.Module) -> None:
+    """Results stay of the operators whose results ``save="matmuls"`` keeps."""
+    operators = [operator for operator in SavePolicy("matmuls").resolved if isinstance(operator, OpOverload)]
+    context_fn = partial(create_selective_checkpoint_contexts, operators)
+    for layer in layers_of(model):
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, context_fn=context_fn)
+
+
+def _save_on_cpu(model: nn.Module) -> AroundForward:
+    return AroundForward(partial(save_on_cpu, pin_memory=True))
+
+
+def _checkpoint_and_save_on_cpu(model: nn.Module) -> AroundForward:
+    _checkpoint(model)
+    return _save_on_cpu(model)
+
+
+def _compile(model: nn.Module, budget: float = 1.0) -> None:
+    """Compile in place; with a budget below one the partitioner keeps less for the backward."""
+    from torch._functorch import config
+
+    torch._dynamo.reset()
+    config.activation_memory_budget = budget
+    model.compile()
+
+
+_on_gpu = needs(why="needs a GPU: compiled code runs uncompiled while it is tracked")
+
+CHECKPOINT = Way("torch.utils.checkpoint", "PyTorch", _checkpoint)
+SELECTIVE = Way("torch.utils.checkpoint, selective", "PyTorch", _checkpoint_selectively)
+SAVE_ON_CPU = Way("save_on_cpu", "PyTorch", _save_on_cpu, why_not=on_host_alone())
+CHECKPOINT_ON_CPU = Way(
+    "torch.utils.checkpoint, save_on_cpu", "PyTorch", _checkpoint_and_save_on_cpu, why_not=on_host_alone()
+)
+ACTIVATIONS = (CHECKPOINT, SELECTIVE, SAVE_ON_CPU, CHECKPOINT_ON_CPU)
+COMPILED = (
+    Way("torch.compile", "PyTorch", _compile, why_not=_on_gpu),
+    Way("torch.compile, activation_memory_budget=0.5", "PyTorch", partial(_compile, budget=0.5), why_not=_on_gpu),
+    Way("torch.compile, activation_memory_budget=0.2", "PyTorch", partial(_compile, budget=0.2), why_not=_on_gpu),
+)
