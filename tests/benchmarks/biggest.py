@@ -6,8 +6,7 @@ trained for real.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_vram import AutoVRAM, plan_memory, track_memory
@@ -27,83 +25,13 @@ from lightning_vram.techniques.in_place_fusion.recomputation.stage import Recomp
 from tests.benchmarks.cases import GPU_WORKLOADS, WORKLOADS, Workload
 from tests.benchmarks.measure import Row, describe_error, give_back, read_peaks
 from tests.benchmarks.micro_batching import LitWorkload, fit
-from tests.benchmarks.peers import pytorch, torchtune
+from tests.benchmarks.peers import lightning_alone, pytorch, torchtune
 from tests.benchmarks.peers.lightning_alone import find_batch_size
+from tests.benchmarks.sizes import Growth, grow_batch, grow_layers, largest_that
 from tests.benchmarks.ways import Way
-from tests.support.memory_limit import MemoryLimit
 
 MIN_OFFLOAD_BYTES = 64 * 1024
 NUM_STEPS = 2
-
-
-@dataclass(frozen=True)
-class Growth:
-    """A workload of any size.
-
-    Args:
-        what: What grows: ``batch size``, or ``layers``.
-        name: Of the workload, without that size.
-        make: Makes it of a size.
-        size: That it has in the other suites.
-    """
-
-    what: str
-    name: str
-    make: Callable[[int], Workload]
-    size: int
-
-
-def grow_batch(workload: Workload) -> Growth:
-    """Return the workload with batches of any size: several of its own, cut off."""
-    with FakeTensorMode():
-        own = len(workload.make_batch()[0])
-
-    def make_batch(size: int) -> tuple[Tensor, ...]:
-        several = [workload.make_batch() for _ in range(-(-size // own))]
-        return tuple(torch.cat(parts)[:size].clone() for parts in zip(*several, strict=True))
-
-    def make(size: int) -> Workload:
-        return replace(workload, make_batch=partial(make_batch, size))
-
-    return Growth("batch size", workload.name, make, own)
-
-
-def grow_layers(workload: Workload) -> Growth:
-    """Return the workload with any number of layers, in each stage if it has several: the model's first argument."""
-    model: Any = workload.make_model
-    own, *others = model.args
-
-    def make(size: int) -> Workload:
-        layers = tuple(size for _ in own) if isinstance(own, tuple) else size
-        return replace(workload, make_model=partial(model.func, layers, *others))
-
-    is_staged = isinstance(own, tuple)
-    return Growth("layers in each stage" if is_staged else "layers", workload.name, make, own[0] if is_staged else own)
-
-
-def largest_that(trains: Callable[[int], bool], start: int = 1) -> int:
-    """Return the largest size of which ``trains`` holds, as for all smaller ones: doubling, then bisection.
-
-    Args:
-        trains: Of a size of at least 1.
-        start: Where to begin.
-
-    Returns:
-        0 if not even 1 does.
-    """
-    if not trains(start):
-        return 0 if start == 1 else _between(trains, 0, start)
-    too_large = 2 * start
-    while trains(too_large):
-        start, too_large = too_large, 2 * too_large
-    return _between(trains, start, too_large)
-
-
-def _between(trains: Callable[[int], bool], good: int, bad: int) -> int:
-    while bad - good > 1:
-        middle = (good + bad) // 2
-        good, bad = (middle, bad) if trains(middle) else (good, middle)
-    return good
 
 
 class TwoSteps(Callback):
@@ -176,7 +104,11 @@ PLAIN = Way("plain", "plain")
 PEERS = (*pytorch.ACTIVATIONS, *torchtune.ACTIVATIONS)
 """Those that save memory exactly; what makes another network, or other steps, is left to its own suite."""
 
-FINDER = Way('BatchSizeFinder("binsearch")', "Lightning", make_trainer_options=find_batch_size)
+FINDER = next(way for way in lightning_alone.BATCHES if way.make_trainer_options is find_batch_size)
+OFFLOADED = (
+    Way('ActivationOffload("64KiB")', "ours", _offload),
+    Way('ActivationCheckpointing(), ActivationOffload("64KiB")', "ours", _checkpoint_and_offload),
+)
 OURS = (
     Way("ActivationCheckpointing()", "ours", apply_activation_checkpointing),
     Way(
@@ -185,15 +117,15 @@ OURS = (
         partial(apply_activation_checkpointing, save=SavePolicy("matmuls")),
     ),
     Way("InPlaceFusion()", "ours", Recomputation),
-    Way('ActivationOffload("64KiB")', "ours", _offload),
-    Way('ActivationCheckpointing(), ActivationOffload("64KiB")', "ours", _checkpoint_and_offload),
+    *OFFLOADED,
 )
 
 
 def auto_vram(budget_bytes: int) -> Way:
     """Return the way that makes a budget of all parts together."""
-    make_options = {"callbacks": lambda: [AutoVRAM(budget_bytes)]}
-    return Way("AutoVRAM(budget)", "ours", make_trainer_options=lambda _: {"callbacks": make_options["callbacks"]()})
+    return Way(
+        "AutoVRAM(budget)", "ours", make_trainer_options=lambda workload: {"callbacks": [AutoVRAM(budget_bytes)]}
+    )
 
 
 def _is_planned(workload: Workload, device: torch.device, budget_bytes: int) -> bool:
@@ -232,36 +164,47 @@ class Search:
 
     def run(self, start: int) -> Row:
         """Return what stands in a row: the largest size, and the bytes there."""
-        is_cpu = self._device.type == "cpu"
-        largest = largest_that(self._fits_without_memory if is_cpu else self._trains, start)
-        while is_cpu and largest > 0 and not self._trains(largest):
-            largest -= 1
+        if self._device.type != "cpu":
+            largest = largest_that(self._trains, start)
+        elif self._way in OFFLOADED:  # host copies of tensors without memory would be written
+            largest = largest_that(self._trains, self._guess())
+        else:
+            largest = largest_that(self._fits_without_memory, start)
+            while largest > 0 and not self._trains(largest):
+                largest -= 1
         return {"largest": largest, **self._rows.get(largest, {})}
+
+    def _guess(self) -> int:
+        """By a line through two small sizes."""
+        one, other = (train(self._growth.make(size), self._way, self._device)["peak_bytes"] for size in (2, 4))
+        return max(1, 2 + 2 * (self._budget_bytes - one) // max(1, other - one))
 
     def _fits_without_memory(self, size: int) -> bool:
         workload = self._growth.make(size)
         if self._way.make_trainer_options is not None:
             return _is_planned(workload, self._device, self._budget_bytes)
-        return train(workload, self._way, self._device, is_fake=True)["peak_bytes"] <= self._budget_bytes
+        return int(train(workload, self._way, self._device, is_fake=True)["peak_bytes"]) <= self._budget_bytes
 
     def _trains(self, size: int) -> bool:
-        try:
-            with limited(self._device, self._budget_bytes):
-                row = train(self._growth.make(size), self._way, self._device)
-                self._rows[size] = {**row, **read_peaks(self._device)}
-        except (torch.OutOfMemoryError, MisconfigurationException):
-            return False
-        return self._device.type != "cpu" or row["peak_bytes"] <= self._budget_bytes
+        if size not in self._rows:
+            try:
+                with limited(self._device, self._budget_bytes):
+                    row = train(self._growth.make(size), self._way, self._device)
+                    self._rows[size] = {**row, **read_peaks(self._device)}
+            except (torch.OutOfMemoryError, MisconfigurationException):
+                return False
+        return self._device.type != "cpu" or self._rows[size]["peak_bytes"] <= self._budget_bytes
 
 
 def run_finder(growth: Growth, device: torch.device, budget_bytes: int) -> Row:
-    """Return what Lightning's ``BatchSizeFinder`` finds when memory runs out at the budget."""
+    """Return what Lightning's ``BatchSizeFinder`` finds when memory runs out at the budget, and the bytes there."""
     options = find_batch_size(growth.make(growth.size))
-    callbacks = options.pop("callbacks")
-    limit = MemoryLimit(budget_bytes) if device.type == "cpu" else contextlib.nullcontext()
-    with limit, limited(device, budget_bytes):
-        fit(growth.make(1), callbacks, NUM_STEPS, device, **options)
-    return {"largest": callbacks[-1].optimal_batch_size}
+    (finder,) = options.pop("callbacks")
+    with limited(device, budget_bytes):
+        fit(growth.make(1), [finder], NUM_STEPS, device, **options)
+        largest = finder.optimal_batch_size
+        give_back(device)
+        return {"largest": largest, **train(growth.make(largest), PLAIN, device), **read_peaks(device)}
 
 
 def growths(device: torch.device, *, is_quick: bool) -> list[Growth]:
@@ -288,22 +231,27 @@ def measure(
         is_quick: The smallest workload only.
     """
     for growth in growths(device, is_quick=is_quick):
-        budget = budget_bytes or _plain_peak(growth, device)
-        start = 1 if budget_bytes else growth.size
-        finders = (FINDER,) if growth.what == "batch size" else ()
-        for way in (PLAIN, *((*PEERS, *finders) if has_peers else ()), *OURS, auto_vram(budget)):
-            row = {"workload": growth.name, "variant": way.name, "by": way.by, "what": growth.what}
-            try:
-                why = way.why_not(device)
-                if why is not None:
-                    found: Row = {"error": why}
-                elif way is FINDER:
-                    found = run_finder(growth, device, budget)
-                else:
-                    found = Search(growth, way, device, budget).run(start)
-            except Exception as error:
-                found = {"error": describe_error(error)["error"]}
-            yield {**row, "budget_bytes": budget, **found}
+        yield from measure_growth(growth, device, budget_bytes or _plain_peak(growth, device), has_peers=has_peers)
+
+
+def measure_growth(growth: Growth, device: torch.device, budget_bytes: int, *, has_peers: bool) -> Iterator[Row]:
+    """Return a row for each way; ``budget_bytes`` is of the device."""
+    finders = (FINDER,) if growth.what == "batch size" else ()
+    start = 1
+    for way in (PLAIN, *((*PEERS, *finders) if has_peers else ()), *OURS, auto_vram(budget_bytes)):
+        try:
+            why = way.why_not(device)
+            if why is not None:
+                found: Row = {"error": why}
+            elif way is FINDER:
+                found = run_finder(growth, device, budget_bytes)
+            else:
+                found = Search(growth, way, device, budget_bytes).run(start)
+                start = max(start, found["largest"]) if way not in OFFLOADED else start
+        except Exception as error:
+            found = {"error": describe_error(error)["error"]}
+        row = {"workload": growth.name, "variant": way.name, "by": way.by, "what": growth.what}
+        yield {**row, "budget_bytes": budget_bytes, **found}
 
 
 def _plain_peak(growth: Growth, device: torch.device) -> int:

@@ -78,28 +78,30 @@ class _InParts(Callback):
         pl_module.num_batches *= NUM_PARTS
 
 
-class ResizedBatch(Callback):
-    """Gives the module a ``batch_size`` that its loader goes by, as ``BatchSizeFinder`` has it.
+class Finder(BatchSizeFinder):
+    """Gives the module the ``batch_size`` that it looks for, and a loader that goes by it.
 
     Args:
-        workload: Its batch is where the search begins; larger ones are several of it.
+        workload: Its batch is where larger ones come from: several of it.
     """
 
     def __init__(self, workload: Workload) -> None:
+        super().__init__("binsearch", steps_per_trial=2, init_val=1)
         self._workload = workload
 
-    def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
-        pl_module.batch_size = len(pl_module.batch[0])
+    def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str | None = None) -> None:
+        own, device = len(pl_module.batch[0]), pl_module.batch[0].device
         make_loader = pl_module.train_dataloader
 
         def train_dataloader() -> Any:
-            size, device = pl_module.batch_size, pl_module.batch[0].device
             with device:
-                several = [self._workload.make_batch() for _ in range(-(-size // len(pl_module.batch[0])))]
-            pl_module.batch = tuple(torch.cat(parts)[:size] for parts in zip(*several, strict=True))
+                several = [self._workload.make_batch() for _ in range(-(-pl_module.batch_size // own))]
+            pl_module.batch = tuple(torch.cat(parts)[: pl_module.batch_size] for parts in zip(*several, strict=True))
             return make_loader()
 
-        pl_module.train_dataloader = train_dataloader
+        pl_module.batch_size, pl_module.train_dataloader = 1, train_dataloader
+        pl_module.num_batches = 1 << 20  # it stops at the length of the data
+        super().setup(trainer, pl_module, stage)
 
 
 def _accumulate(workload: Workload) -> Options:
@@ -108,9 +110,8 @@ def _accumulate(workload: Workload) -> Options:
 
 
 def find_batch_size(workload: Workload) -> Options:
-    """Return a Trainer's options that find the largest batch by running out of memory; it is in ``batch_size``."""
-    finder = BatchSizeFinder("binsearch", steps_per_trial=2, init_val=1)
-    return {"callbacks": [ResizedBatch(workload), finder], **_own_precision(workload)}
+    """Return a Trainer's options that find the largest batch by running out of memory: ``optimal_batch_size``."""
+    return {"callbacks": [Finder(workload)], **_own_precision(workload)}
 
 
 def _plugin(workload: Workload, make: Callable[[], Any]) -> Options:
