@@ -52,7 +52,7 @@ _FIT_COMMANDS = ("fit", "validate", "test", "predict")
 _OWN_PACKAGE = "lightning_vram"
 _PART_ARGUMENTS = ("callbacks", "plugins")  # of the Trainer
 _SAVES_NO_MEMORY = (VRAMMonitor.__name__, SlurmRequeue.__name__)
-_MIN_TABLE_WIDTH = 100
+_MIN_TABLE_WIDTH, _MAX_TABLE_WIDTH = 100, 1000
 # of ours
 _SAYS_ALL = (CheckpointError, FileNotFoundError, ModuleNotFoundError, ValueError, pickle.UnpicklingError)
 
@@ -79,8 +79,8 @@ class VRAMCLI(LightningCLI):
                 "prog": PROGRAM,
                 "description": "Train in a fraction of the GPU memory. `lightning-vram estimate` tells whether a run "
                 "fits a GPU that is not here, `lightning-vram plan` finds what makes it fit, `lightning-vram report "
-                "FILE` prints what VRAMMonitor recorded, `lightning-vram consolidate FOLDER FILE` makes one file of a "
-                "sharded checkpoint.",
+                "FILE` prints what VRAMMonitor recorded, `lightning-vram report --benchmarks FILES` draws benchmarks, "
+                "`lightning-vram consolidate FOLDER FILE` makes one file of a sharded checkpoint.",
             },
             save_config_kwargs={"overwrite": True},
             **kwargs,
@@ -242,12 +242,12 @@ def _check_command(arguments: Sequence[str]) -> None:
 
 def _run_on_files(command: str, *args: str) -> None:
     try:
-        result = FILE_COMMANDS[command](args)
+        for part in FILE_COMMANDS[command](args):
+            _show(part)
     except (OSError, *_SAYS_ALL) as error:
         if os.environ.get(DEBUG_VARIABLE):
             raise
         fail(condense_error(str(error)))
-    _show(result)
 
 
 def _is_mistake_of_user(error: Exception, *, is_running: bool) -> bool:
@@ -275,10 +275,12 @@ def _show(result: RenderableType) -> None:
     if isinstance(result, str):
         print(result)
     else:
-        _console().print(result)
+        _console(result).print(result)
 
 
-def _console() -> Console:
+def _console(shown: RenderableType = "") -> Console:
     console = Console()
+    if console.is_terminal:
+        return console
     # In a log file there is no terminal to ask: a table cut to 80 columns would lose its numbers.
-    return console if console.is_terminal else Console(width=_MIN_TABLE_WIDTH)
+    return Console(width=max(_MIN_TABLE_WIDTH, Console(width=_MAX_TABLE_WIDTH).measure(shown).maximum))

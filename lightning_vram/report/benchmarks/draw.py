@@ -1,0 +1,67 @@
+"""The pictures of files of results."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightning_vram.report.benchmarks.bar_chart import draw_bars
+from lightning_vram.report.benchmarks.bars import read_bars
+from lightning_vram.report.benchmarks.points import read_panels
+from lightning_vram.report.benchmarks.results import ResultFile
+from lightning_vram.report.benchmarks.scatter import draw_scatter
+from lightning_vram.report.pictures import check_picture_path, save_figure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def drawable(file: ResultFile) -> list[str]:
+    """What pictures there are of a file: ``"peak_and_time"``, ``"biggest"``, both or none.
+
+    Args:
+        file: Whose rows are looked at. Rows that do not say by whom a way is are not drawn.
+    """
+    return list(_pictures(file))
+
+
+def save_pictures(files: Sequence[ResultFile], folder: Path) -> list[Path]:
+    """Draw what there is to draw into PNG files of a folder, which is made if it is not there.
+
+    Args:
+        files: In the order of the pictures.
+        folder: Where pictures are written, as ``<name of the file>_<what is drawn>.png``; older ones are replaced.
+
+    Returns:
+        The pictures' paths.
+
+    Raises:
+        ModuleNotFoundError: If there is something to draw and matplotlib is not installed.
+        OSError: If the folder cannot be made.
+    """
+    saved: list[Path] = []
+    for file in files:
+        for what, draw in _pictures(file).items():
+            folder.mkdir(parents=True, exist_ok=True)
+            path = _free_name(folder, f"{file.path.stem}_{what}", saved)
+            check_picture_path(path)
+            save_figure(draw(), path)
+            saved.append(path)
+    return saved
+
+
+def _pictures(file: ResultFile) -> dict[str, Callable[[], "Figure"]]:
+    panels, bars = read_panels(file), read_bars(file)
+    pictures: dict[str, Callable[[], Figure]] = {}
+    if panels:
+        pictures["peak_and_time"] = lambda: draw_scatter(panels, file.caption)
+    if bars:
+        pictures["biggest"] = lambda: draw_bars(bars, file.caption)
+    return pictures
+
+
+def _free_name(folder: Path, stem: str, saved: Sequence[Path]) -> Path:
+    """Files of the same name may come from several folders."""
+    path, number = folder / f"{stem}.png", 2
+    while path in saved:
+        path, number = folder / f"{stem}_{number}.png", number + 1
+    return path
