@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from textwrap import shorten
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ _NEAR = 16.0  # up to which no line is needed
 _NUM_DIRECTIONS = 16
 _MARK = 7.0  # half of a mark's side, in points
 _CROSSED = 30.0  # what crossing a line costs, in points of distance
+_LONGEST = 56  # characters of a name in a list
 _LINE = 1.3  # of the letters' size
 _GAP = 1.5  # around a name
 
@@ -36,12 +38,15 @@ class Name:
     color: str
 
 
-def place_names(axes: "Axes", names: Sequence[Name], lines: Sequence[tuple[Spot, Spot]], size: float) -> bool:
+def place_names(
+    axes: "Axes", names: Sequence[Name], marks: Sequence[Spot], lines: Sequence[tuple[Spot, Spot]], size: float
+) -> bool:
     """Write each name near its point, with a line to it where it stands off.
 
     Args:
         axes: Whose limits and size do not change any more.
         names: What is written.
+        marks: All points, as the axes count; no name covers one.
         lines: What names do not cross unless there is no other place, as the axes count.
         size: Of the letters, in points.
 
@@ -50,7 +55,7 @@ def place_names(axes: "Axes", names: Sequence[Name], lines: Sequence[tuple[Spot,
     """
     scale = axes.figure.dpi / 72
     transform = axes.transData.transform
-    spots = [tuple(transform(name.xy)) for name in names]
+    spots = [tuple(transform(mark)) for mark in marks]
     half = _MARK * scale
     squares: list[Box] = [(x - half, y - half, x + half, y + half) for x, y in spots]
     taken: list[Box] = []
@@ -100,7 +105,7 @@ def list_names(axes: "Axes", names: Sequence[Name], size: float) -> None:
     for name, middle in zip(ordered, middles, strict=True):
         place = axes.transAxes.inverted().transform((frame.x1 + _NEAR * scale, middle))
         axes.annotate(
-            " ".join(name.text.split()),
+            shorten(name.text, _LONGEST, placeholder="..."),
             name.xy,
             xytext=tuple(place),
             textcoords="axes fraction",

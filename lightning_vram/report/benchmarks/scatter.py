@@ -1,12 +1,12 @@
 """Peak against step time: a panel for each workload, a point for each way to train."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from lightning_vram.report.benchmarks.labels import Name, list_height, list_names, place_names
-from lightning_vram.report.benchmarks.points import PEER, Panel, front
+from lightning_vram.report.benchmarks.points import PEER, Panel, Point, front
 from lightning_vram.report.benchmarks.results import OURS, PLAIN
 from lightning_vram.report.estimate.scale import unit_of
 from lightning_vram.report.pictures import FAINT, FONT, GRID, INK
@@ -64,13 +64,13 @@ def _add_axes(figure: "Figure", place: tuple[float, float, float, float]) -> "Ax
     return figure.add_axes((place[0] / width, place[1] / height, place[2] / width, place[3] / height))
 
 
-def draw_panel(axes: "Axes", panel: Panel, size: float = _SIZE, *, is_listed: bool = False) -> bool:
+def draw_panel(axes: "Axes", panel: Panel, named: Collection[Point] | None = None, *, is_listed: bool = False) -> bool:
     """Draw a workload's points, their front and their names.
 
     Args:
         axes: Empty, and of its final size.
         panel: What is drawn.
-        size: Of the names' letters, in points.
+        named: Points that get a name; ``None`` for all.
         is_listed: Whether names stand in a list to the right of the axes.
 
     Returns:
@@ -89,7 +89,7 @@ def draw_panel(axes: "Axes", panel: Panel, size: float = _SIZE, *, is_listed: bo
         color=FAINT,
         linewidth=1.6,
         zorder=2,
-        label="front: none is both smaller and faster",
+        label="unbeaten: none is both smaller and faster",
     )
     lines = list(pairwise(corners))
     for kind in (PEER, OURS, PLAIN):
@@ -119,12 +119,13 @@ def draw_panel(axes: "Axes", panel: Panel, size: float = _SIZE, *, is_listed: bo
             (p.time, p.peak_bytes / unit_bytes),
             COLORS[p.kind],
         )
-        for p in panel.points
+        for p in (panel.points if named is None else named)
     ]
+    spots = [(point.time, point.peak_bytes / unit_bytes) for point in panel.points]
     if is_listed:
-        list_names(axes, names, size)
+        list_names(axes, names, _SIZE)
         return True
-    return place_names(axes, names, lines, size)
+    return place_names(axes, names, spots, lines, _SIZE)
 
 
 def _corners(unbeaten: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

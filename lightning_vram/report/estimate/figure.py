@@ -42,8 +42,8 @@ def draw(estimate: MemoryEstimate) -> "Figure":
         figure = Figure(figsize=_SIZE, facecolor="white")
         axes = figure.add_axes((_LEFT, 0.1, 0.69, 0.74))
         _draw_axes(axes, step, scale)
-        _draw_phases(axes, step, scale)
-        _draw_areas(axes, estimate, step)
+        draw_phases(axes, step, scale)
+        draw_areas(axes, estimate, step)
         _draw_lines(axes, estimate, scale)
         _mark_peak(axes, estimate, step, scale)
         _draw_words(figure, estimate, step)
@@ -70,7 +70,8 @@ def _draw_axes(axes: "Axes", step: Step, scale: Scale) -> None:
     axes.spines["bottom"].set_color(FAINT)
 
 
-def _draw_phases(axes: "Axes", step: Step, scale: Scale) -> None:
+def draw_phases(axes: "Axes", step: Step, scale: Scale) -> None:
+    """Shade forward, backward and optimizer step, and name them above where there is room."""
     for span in step.spans:
         axes.axvspan(span.start, span.end, color=_SHADES[span.phase], linewidth=0, zorder=0)
         if span.start:
@@ -80,7 +81,8 @@ def _draw_phases(axes: "Axes", step: Step, scale: Scale) -> None:
             axes.text(middle, above, label(span.phase), ha="center", va="bottom", color=FAINT)
 
 
-def _draw_areas(axes: "Axes", estimate: MemoryEstimate, step: Step) -> None:
+def draw_areas(axes: "Axes", estimate: MemoryEstimate, step: Step) -> None:
+    """Draw bytes by category, stacked on the context."""
     edges = range(len(step.columns) + 1)
     base = [float(estimate.context_bytes)] * len(step.columns)
     axes.stairs(base, edges, fill=True, color=CONTEXT_COLOR)
