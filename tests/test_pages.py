@@ -19,6 +19,7 @@ from support.pages import (
     README,
     anchors_in,
     code_in,
+    figures_hold,
     links_in,
     matrix,
     page_of,
@@ -26,6 +27,7 @@ from support.pages import (
     rows_of,
     section,
     shown,
+    shown_by,
     title,
 )
 from support.parts import ROOT, snake_case
@@ -35,6 +37,11 @@ from lightning_vram.cli import main
 
 ALL = [README, *PAGES]
 SET_BY_THE_TRAINER = {"accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"}
+
+
+def _is_large(path):
+    """The pages by situation have models of real size, on tensors without memory: minutes."""
+    return path.parent.name == "situations"
 
 
 @pytest.fixture
@@ -49,10 +56,20 @@ def elsewhere(monkeypatch, tmp_path):
 @pytest.mark.quick_sample(2)
 @pytest.mark.filterwarnings("ignore:Starting from v1.9.0, `tensorboardX`")  # Lightning, of its default logger
 @pytest.mark.filterwarnings("ignore:Precision bf16-mixed is not supported by the model summary")  # Lightning's
-@pytest.mark.parametrize("path", [path for path in ALL if code_in(path, "python")], ids=title)
-def test_the_code_on_a_page_runs_and_warns_of_nothing(path, elsewhere):
-    for block in code_in(path, "python"):
+@pytest.mark.parametrize("path", [path for path in ALL if code_in(path, "python") and not _is_large(path)], ids=title)
+def test_the_code_on_a_page_runs_warns_of_nothing_and_prints_what_is_shown(path, elsewhere, capsys):
+    for block, output in shown_by(path):
+        capsys.readouterr()
         exec(compile(block, title(path), "exec"), {"__name__": "__main__"})
+        assert not output or not figures_hold() or capsys.readouterr().out == output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("ignore:Precision bf16-mixed is not supported by the model summary")  # Lightning's
+@pytest.mark.parametrize("path", [path for path in ALL if code_in(path, "python") and _is_large(path)], ids=title)
+def test_so_does_the_code_that_estimates_large_models(path, elsewhere, capsys):
+    test_the_code_on_a_page_runs_warns_of_nothing_and_prints_what_is_shown(path, elsewhere, capsys)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # LightningCLI 2.6 on jsonargparse 4.53

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import torch
 from support.parts import PUBLIC, ROOT, snake_case
 
 PAGES = sorted(
@@ -19,6 +20,10 @@ _ELSEWHERE = {
     "StreamedCheckpointIO": "lightning_vram/checkpoint_io",
 }
 _CONFIGS = {"FSDPOffloadStrategy": "fsdp_offload"}
+_BLOCKS = {
+    language: re.compile(rf"^```{language}\n(.*?)^```(?:\n\n```text\n(.*?)^```)?", re.DOTALL | re.MULTILINE)
+    for language in ("python", "bash")
+}
 _LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 
 
@@ -32,6 +37,26 @@ def page_of(part: str) -> Path:
 
 def code_in(path: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def shown_by(path: Path) -> list[tuple[str, str]]:
+    """Python of a page, each block with what the page shows of its output: the block of text right behind it."""
+    return _BLOCKS["python"].findall(path.read_text())
+
+
+def commands_in(path: Path) -> list[tuple[str, str]]:
+    """Commands of this package on a page, each with what the page shows of its output."""
+    found = []
+    for block, output in _BLOCKS["bash"].findall(path.read_text()):
+        commands = [line for line in block.splitlines() if line.startswith("lightning-vram ")]
+        found += [(command, output if command is commands[-1] else "") for command in commands]
+    return found
+
+
+def figures_hold() -> bool:
+    """Whether this is the torch that the pages' figures come from: another one may save other activations."""
+    (pinned,) = re.findall(r"^torch==(\d+\.\d+)\.", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    return torch.__version__.startswith(f"{pinned}.")
 
 
 def links_in(text: str) -> list[str]:

@@ -1,0 +1,107 @@
+"""The pages by situation: commands run and print what is shown, lines are arguments of a Trainer, names are right."""
+
+import inspect
+import re
+import shlex
+import sys
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import transformers
+from lightning.pytorch.strategies import FSDPStrategy
+from support.pages import code_in, commands_in, figures_hold, links_in, rows_of, section, title
+from support.parts import ROOT
+from torch import nn
+
+import lightning_vram
+from lightning_vram import ActivationCheckpointing
+from lightning_vram.cli import main
+from lightning_vram.demos import ByteGPT, SourceText
+
+FOLDER = ROOT / "examples" / "situations"
+INDEX = FOLDER / "README.md"
+SITUATIONS = sorted(set(FOLDER.glob("*.md")) - {INDEX})
+ARGUMENTS = re.compile(r"`((?:callbacks|plugins|strategy|precision|accumulate_grad_batches)=[^`]*)`")
+NAMES = {name: getattr(lightning_vram, name) for name in lightning_vram.__all__}
+
+
+def lines_to_paste(path):
+    """Arguments of a Trainer, as they stand in tables and sentences; in ``coming_from.md`` those on our side."""
+    text = path.read_text()
+    return ARGUMENTS.findall(re.sub(r"^\|[^|]*", "", text, flags=re.MULTILINE) if "| There |" in text else text)
+
+
+@pytest.mark.parametrize("path", SITUATIONS, ids=title)
+def test_each_page_is_in_the_index_and_begins_with_lines_to_paste(path):
+    assert path.name in links_in(INDEX.read_text())
+    first_screen = "\n".join(path.read_text().splitlines()[:25])
+    assert ARGUMENTS.search(first_screen) or "```" in first_screen
+
+
+@pytest.mark.parametrize("path", [path for path in SITUATIONS if lines_to_paste(path)], ids=title)
+def test_lines_are_arguments_of_a_trainer(path):
+    for line in lines_to_paste(path):
+        arguments = eval(f"dict({line})", NAMES)
+        pl.Trainer(**arguments, accelerator="cpu", devices=1, logger=False, enable_model_summary=False)
+
+
+@pytest.mark.parametrize(
+    ("heading", "names"),
+    [
+        ("Lightning's FSDP", inspect.signature(FSDPStrategy).parameters),
+        ("HF Trainer", transformers.TrainingArguments.__dataclass_fields__),
+    ],
+)
+def test_the_switches_of_the_others_that_are_installed_exist(heading, names):
+    for there, _ in rows_of(section(FOLDER / "coming_from.md", heading))[1:]:
+        switches = re.findall(r"`(\w+)[=`]", there)
+        assert switches
+        assert set(switches) <= set(names)
+
+
+def test_jobs_are_those_that_the_tests_of_slurm_run():
+    scripts = re.findall(r"sbatch (\S+)", "".join(code_in(FOLDER / "slurm.md", "bash")))
+    tested = "".join(path.read_text() for path in (ROOT / "tests" / "slurm").rglob("*.py"))
+    assert len(scripts) == 2
+    for script in scripts:
+        assert (ROOT / script).is_file()
+        assert script.rpartition("/")[2] in tested
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")  # LightningCLI's
+@pytest.mark.parametrize("path", [path for path in SITUATIONS if commands_in(path)], ids=title)
+def test_commands_run_and_print_what_is_shown(path, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["lightning-vram"])  # LightningCLI warns about arguments of pytest's
+    for command, shown in commands_in(path):
+        _, *arguments = shlex.split(command.replace("configs/", f"{ROOT}/configs/"))
+        capsys.readouterr()
+        if arguments[0] == "fit":  # hours: the command takes it, the presets have tests of their own
+            with pytest.raises(SystemExit, match="0"):
+                main([*arguments, "--print_config"])
+        else:
+            main(arguments)
+        if figures_hold():
+            printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+            assert [line for line in shown.splitlines() if line not in printed] == []
+
+
+def test_adapters_behind_a_frozen_embedding_train_alike_with_checkpointing(make_trainer):
+    data = SourceText(batch_size=2, sequence_length=32)
+
+    def train(*callbacks):
+        pl.seed_everything(0, verbose=False)
+        model = ByteGPT(num_layers=2, width=16, sequence_length=32).requires_grad_(False)
+        for block in model.net.blocks:
+            block.qkv = nn.Sequential(block.qkv, nn.Linear(48, 48))
+        before = [weight.clone() for weight in model.parameters()]
+        make_trainer(max_steps=2, max_epochs=-1, limit_val_batches=0, callbacks=[*callbacks]).fit(model, data)
+        return model, before
+
+    (plain, _), (packed, before) = train(), train(ActivationCheckpointing())
+    assert all(map(torch.equal, plain.parameters(), packed.parameters()))
+    moved = [not torch.equal(*pair) for pair in zip(packed.parameters(), before, strict=True)]
+    assert moved == ["qkv.1." in name for name, _ in packed.named_parameters()]
