@@ -12,14 +12,14 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import nn
 
 from lightning_vram.core.processes.clean_exit import leave_group
-from tests.benchmarks import biggest
 from tests.benchmarks.cases import WORKLOADS, Workload
-from tests.benchmarks.micro_batching import fit
 from tests.benchmarks.peers import PEERS, versions_of_peers
 from tests.benchmarks.peers.installed import needs
 from tests.benchmarks.peers.lightning_alone import Finder
 from tests.benchmarks.sizes import grow_batch, grow_layers, largest_that
+from tests.benchmarks.suites import biggest
 from tests.benchmarks.ways import Way
+from tests.benchmarks.whole_runs import fit
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 RESNET = WORKLOADS[1]

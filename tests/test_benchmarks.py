@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from tests.benchmarks.cases import QUICK_WORKLOADS
 from tests.benchmarks.compare import Options, measure_ways
 from tests.benchmarks.measure import Run, compare_seconds, measure_apart, sum_up_events
 from tests.benchmarks.ours import OURS, find_way
+from tests.benchmarks.peers import pytorch
 from tests.benchmarks.suites import (
     compression_errors,
     fsdp_offload,
@@ -24,7 +26,6 @@ from tests.benchmarks.suites import (
 )
 from tests.benchmarks.suites.networks import measure_network
 from tests.benchmarks.suites.recomputation import Chain, measure_overhead
-from tests.benchmarks.variants import GPU_PEERS
 from tests.benchmarks.ways import PLAIN, PLAIN_TRAINER, Way, with_callbacks
 
 CPU = torch.device("cpu")
@@ -156,12 +157,10 @@ def test_a_process_that_dies_is_a_row():
     assert "BrokenProcessPool" in measure_apart(os._exit, 3)["error"]
 
 
-@pytest.mark.parametrize("name", [CHECKPOINTED, *GPU_PEERS])
+@pytest.mark.parametrize("name", [CHECKPOINTED, *(way.name for way in pytorch.ACTIVATIONS)])
 def test_a_step_trains(name, monkeypatch):
-    if name == "save_on_cpu":  # pins memory
-        monkeypatch.setattr(
-            "tests.benchmarks.variants.save_on_cpu", lambda pin_memory: torch.autograd.graph.save_on_cpu()
-        )
+    unpinned = partial(torch.autograd.graph.save_on_cpu, pin_memory=False)
+    monkeypatch.setattr("tests.benchmarks.peers.pytorch.save_on_cpu", lambda pin_memory: unpinned())
     run = Run(QUICK_WORKLOADS[1], find_way(name), CPU)
     before = [p.clone() for p in run.model.parameters()]
     run.step()

@@ -141,6 +141,7 @@ def describe_timeline(timeline: MemoryTimeline) -> Row:
         "peak_bytes": timeline.peak_bytes,
         "saved_for_backward_bytes": timeline.saved_for_backward_bytes,
         "activations_peak_bytes": timeline.peak_of(Category.ACTIVATIONS),
+        **({"host_peak_bytes": timeline.host_peak_bytes} if timeline.device != "cpu" else {}),
         "all_bytes_of_peak": {str(category): size for category, size in timeline.peak_by_category.items()},
     }
 

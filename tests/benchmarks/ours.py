@@ -13,7 +13,7 @@ from lightning_vram.techniques.activation_checkpointing.save_policy import SaveP
 from lightning_vram.techniques.activation_compression.stage import CompressionStage
 from lightning_vram.techniques.activation_offload.stage import ActivationOffloading
 from lightning_vram.techniques.in_place_fusion.recomputation.stage import Recomputation
-from tests.benchmarks.variants import COMPILED_VARIANTS, GPU_PEERS
+from tests.benchmarks.peers import pytorch
 from tests.benchmarks.ways import PLAIN, Way
 
 
@@ -101,8 +101,4 @@ OURS = tuple(Way(name, "ours", change) for name, change in _CHANGES.items())
 
 def find_way(name: str) -> Way:
     """Return plain, one of ours, or one of PyTorch's ways, by its name."""
-    ways = {way.name: way for way in (PLAIN, *OURS)}
-    if name in ways:
-        return ways[name]
-    change = {**GPU_PEERS, **COMPILED_VARIANTS}[name]
-    return Way(name, "PyTorch", change, is_trackable=name not in COMPILED_VARIANTS)
+    return {way.name: way for way in (PLAIN, *OURS, *pytorch.ACTIVATIONS, *pytorch.COMPILED)}[name]

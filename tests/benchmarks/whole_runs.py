@@ -65,19 +65,24 @@ class LitWorkload(pl.LightningModule):
 
 
 class Tracked(Callback):
-    """Tracks the second step; stands first in the list, so that what others keep is counted."""
+    """Tracks until the end of the second step; stands first in the list, so that what others keep is counted.
 
-    def __init__(self) -> None:
+    Args:
+        first: The batch it begins with: the second one by default.
+    """
+
+    def __init__(self, first: int = 1) -> None:
+        self._first = first
         self._tracker: MemoryTracker | None = None
         self.row: Row = {}
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1:
+        if batch_idx == self._first:
             self._tracker = track_memory(pl_module, optimizers=trainer.optimizers, inputs=batch)
             self._tracker.__enter__()
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        if self._tracker is not None:
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1 and self._tracker is not None:
             self._tracker.__exit__(None, None, None)
             timeline, self._tracker = self._tracker.timeline, None
             forward_bytes = timeline.peak_by_phase[Phase.FORWARD]

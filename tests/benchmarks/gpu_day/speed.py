@@ -13,9 +13,12 @@ from tests.benchmarks.gpu_day.items import Item, Setting
 from tests.benchmarks.gpu_day.results import Report
 from tests.benchmarks.measure import track_step
 from tests.benchmarks.ours import find_way
+from tests.benchmarks.peers import pytorch
 from tests.support.networks import ViT
 
-PLAIN, BY_HAND, SELECTIVE = "plain", "torch checkpoint by hand", "torch selective checkpoint by hand"
+PLAIN, BY_HAND, SELECTIVE = "plain", pytorch.CHECKPOINT.name, pytorch.SELECTIVE.name
+SAVED_ON_CPU = pytorch.SAVE_ON_CPU.name
+COMPILED = tuple(way.name for way in pytorch.COMPILED)
 CHECKPOINTED, MATMULS = "ActivationCheckpointing()", 'ActivationCheckpointing(save="matmuls")'
 FUSED, OFFLOADED = "InPlaceFusion()", 'ActivationOffload("64KiB")'
 BESIDE = f"{CHECKPOINTED}, {OFFLOADED}"
@@ -57,7 +60,7 @@ def run(
 
 def _item(key: str, name: str, seconds: float, *variants: str, steps: int = 10, repeats: int = 5) -> Item:
     measure = partial(run, key=key, variants=variants, steps=steps, repeats=repeats)
-    needs_cuda = any("compiled" in variant for variant in variants)
+    needs_cuda = not set(variants).isdisjoint(COMPILED)
     return Item(f"speed.{key}.{name}", seconds, measure, needs_cuda=needs_cuda)
 
 
@@ -71,7 +74,7 @@ WITH_GOALS = (
     _item("gpt2_small", "checkpointing", 20, BY_HAND, CHECKPOINTED, steps=20),
     _item("gpt2_small", "matmuls", 20, SELECTIVE, MATMULS, steps=20),
     _item("gpt2_small", "offload_beside", 20, CHECKPOINTED, BESIDE, steps=20),
-    _item("gpt2_small", "offload", 25, PLAIN, OFFLOADED, "save_on_cpu"),
+    _item("gpt2_small", "offload", 25, PLAIN, OFFLOADED, SAVED_ON_CPU),
 )
 OTHERS = (
     _item("vit_b", "parts", 45, PLAIN, BY_HAND, CHECKPOINTED, FUSED, OFFLOADED, repeats=3),
@@ -101,7 +104,7 @@ OTHERS = (
         "ActivationCompression()",
         repeats=3,
     ),
-    _item("gpt2_xl", "save_on_cpu", 60, PLAIN, "save_on_cpu", steps=3, repeats=2),
-    _item("gpt2_small", "compile", 100, PLAIN, "compiled", "compiled, activation_memory_budget=0.5", repeats=1),
-    _item("vit_b", "compile", 80, PLAIN, "compiled", "compiled, activation_memory_budget=0.5", repeats=1),
+    _item("gpt2_xl", "save_on_cpu", 60, PLAIN, SAVED_ON_CPU, steps=3, repeats=2),
+    _item("gpt2_small", "compile", 100, PLAIN, *COMPILED, repeats=1),
+    _item("vit_b", "compile", 80, PLAIN, *COMPILED, repeats=1),
 )

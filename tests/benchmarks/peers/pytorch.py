@@ -45,7 +45,10 @@ def _compile(model: nn.Module, budget: float = 1.0) -> None:
     model.compile()
 
 
-_on_gpu = needs(why="needs a GPU: compiled code runs uncompiled while it is tracked")
+def _compiled(name: str, budget: float = 1.0) -> Way:
+    why_not = needs(why="needs a GPU: the tracker sees nothing of compiled code")
+    return Way(name, "PyTorch", partial(_compile, budget=budget), why_not=why_not, is_trackable=False)
+
 
 CHECKPOINT = Way("torch.utils.checkpoint", "PyTorch", _checkpoint)
 SELECTIVE = Way("torch.utils.checkpoint, selective", "PyTorch", _checkpoint_selectively)
@@ -55,7 +58,7 @@ CHECKPOINT_ON_CPU = Way(
 )
 ACTIVATIONS = (CHECKPOINT, SELECTIVE, SAVE_ON_CPU, CHECKPOINT_ON_CPU)
 COMPILED = (
-    Way("torch.compile", "PyTorch", _compile, why_not=_on_gpu),
-    Way("torch.compile, activation_memory_budget=0.5", "PyTorch", partial(_compile, budget=0.5), why_not=_on_gpu),
-    Way("torch.compile, activation_memory_budget=0.2", "PyTorch", partial(_compile, budget=0.2), why_not=_on_gpu),
+    _compiled("torch.compile"),
+    _compiled("torch.compile, activation_memory_budget=0.5", 0.5),
+    _compiled("torch.compile, activation_memory_budget=0.2", 0.2),
 )

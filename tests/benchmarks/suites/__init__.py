@@ -3,6 +3,7 @@
 SUITES: dict[str, tuple[str, ...]] = {
     "memory": ("memory",),
     "speed": ("speed",),
+    "biggest": ("biggest",),
     "optimizers": ("optimizers",),
     "offload": ("strategies", "fsdp_offload", "host_adamw", "offload_overlap", "disk_states"),
     "estimate": ("estimate", "estimate_cost"),

@@ -7,55 +7,27 @@ trained for real.
 
 import contextlib
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_vram import AutoVRAM, plan_memory, track_memory
-from lightning_vram.memory.tracking.tracker import MemoryTracker
-from lightning_vram.techniques.activation_checkpointing.apply import apply_activation_checkpointing
-from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
-from lightning_vram.techniques.activation_offload.stage import ActivationOffloading
-from lightning_vram.techniques.in_place_fusion.recomputation.stage import Recomputation
+from lightning_vram.memory.units import parse_bytes
 from tests.benchmarks.cases import GPU_WORKLOADS, WORKLOADS, Workload
-from tests.benchmarks.measure import Row, describe_error, give_back, read_peaks
-from tests.benchmarks.micro_batching import LitWorkload, fit
+from tests.benchmarks.compare import Options
+from tests.benchmarks.measure import Row, describe_timeline, error_row, give_back, read_peaks
+from tests.benchmarks.ours import find_way
 from tests.benchmarks.peers import lightning_alone, pytorch, torchtune
 from tests.benchmarks.peers.lightning_alone import find_batch_size
 from tests.benchmarks.sizes import Growth, grow_batch, grow_layers, largest_that
-from tests.benchmarks.ways import Way
+from tests.benchmarks.ways import PLAIN, Way, with_callbacks
+from tests.benchmarks.whole_runs import LitWorkload, Tracked, fit
 
-MIN_OFFLOAD_BYTES = 64 * 1024
 NUM_STEPS = 2
-
-
-class TwoSteps(Callback):
-    """Tracks all that a Trainer does from the first batch to the end of the last one; stands first in the list."""
-
-    def __init__(self) -> None:
-        self._tracker: MemoryTracker | None = None
-        self.row: Row = {}
-
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 0:
-            self._tracker = track_memory(pl_module, optimizers=trainer.optimizers, inputs=batch)
-            self._tracker.__enter__()
-
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == NUM_STEPS - 1 and self._tracker is not None:
-            self._tracker.__exit__(None, None, None)
-            self.row = _bytes_of(self._tracker)
-
-
-def _bytes_of(tracker: MemoryTracker) -> Row:
-    timeline = tracker.timeline
-    own = {"peak_bytes": timeline.peak_bytes}
-    return own if timeline.device == "cpu" else {**own, "host_peak_bytes": timeline.host_peak_bytes}
+SETTINGS: dict[str, Any] = {"budget": ""}  # of the device; else what two plain steps take at the size of other suites
+QUICK: dict[str, Any] = {}
 
 
 def train(workload: Workload, way: Way, device: torch.device, *, is_fake: bool = False) -> Row:
@@ -69,9 +41,9 @@ def train(workload: Workload, way: Way, device: torch.device, *, is_fake: bool =
     """
     if way.make_trainer_options is not None:
         options = way.make_trainer_options(workload)
-        steps = TwoSteps()
+        steps = Tracked(first=0)
         fit(workload, [steps, *options.pop("callbacks", [])], NUM_STEPS, device, **options)
-        return steps.row
+        return _peaks_of(steps.row)
     torch.manual_seed(0)
     with FakeTensorMode(allow_non_fake_inputs=True) if is_fake else contextlib.nullcontext():
         with device:
@@ -88,44 +60,29 @@ def train(workload: Workload, way: Way, device: torch.device, *, is_fake: bool =
                 optimizer.step()
                 optimizer.zero_grad()
                 del loss
-    return _bytes_of(tracker)
+    return _peaks_of(describe_timeline(tracker.timeline))
 
 
-def _offload(model: Any) -> ActivationOffloading:
-    return ActivationOffloading(model, min_offload_bytes=MIN_OFFLOAD_BYTES)
+def _peaks_of(row: Row) -> Row:
+    return {name: size for name, size in row.items() if name in ("peak_bytes", "host_peak_bytes")}
 
 
-def _checkpoint_and_offload(model: Any) -> ActivationOffloading:
-    apply_activation_checkpointing(model)
-    return _offload(model)
-
-
-PLAIN = Way("plain", "plain")
 PEERS = (*pytorch.ACTIVATIONS, *torchtune.ACTIVATIONS)
 """Those that save memory exactly; what makes another network, or other steps, is left to its own suite."""
 
 FINDER = next(way for way in lightning_alone.BATCHES if way.make_trainer_options is find_batch_size)
-OFFLOADED = (
-    Way('ActivationOffload("64KiB")', "ours", _offload),
-    Way('ActivationCheckpointing(), ActivationOffload("64KiB")', "ours", _checkpoint_and_offload),
+OFFLOADED = tuple(
+    find_way(name) for name in ('ActivationOffload("64KiB")', 'ActivationCheckpointing(), ActivationOffload("64KiB")')
 )
 OURS = (
-    Way("ActivationCheckpointing()", "ours", apply_activation_checkpointing),
-    Way(
-        'ActivationCheckpointing(save="matmuls")',
-        "ours",
-        partial(apply_activation_checkpointing, save=SavePolicy("matmuls")),
-    ),
-    Way("InPlaceFusion()", "ours", Recomputation),
+    *map(find_way, ("ActivationCheckpointing()", 'ActivationCheckpointing(save="matmuls")', "InPlaceFusion()")),
     *OFFLOADED,
 )
 
 
 def auto_vram(budget_bytes: int) -> Way:
     """Return the way that makes a budget of all parts together."""
-    return Way(
-        "AutoVRAM(budget)", "ours", make_trainer_options=lambda workload: {"callbacks": [AutoVRAM(budget_bytes)]}
-    )
+    return with_callbacks("AutoVRAM(budget)", lambda: [AutoVRAM(budget_bytes)])
 
 
 def _is_planned(workload: Workload, device: torch.device, budget_bytes: int) -> bool:
@@ -219,19 +176,13 @@ def growths(device: torch.device, *, is_quick: bool) -> list[Growth]:
     return [grow(workload) for workload in workloads for grow in (grow_batch, grow_layers)]
 
 
-def measure(
-    device: torch.device, budget_bytes: int | None = None, *, has_peers: bool = True, is_quick: bool = False
-) -> Iterator[Row]:
-    """Return a row for each workload and way.
-
-    Args:
-        device: Where.
-        budget_bytes: ``None``: for each workload what two plain steps take at the size of the other suites.
-        has_peers: Whether others' ways are measured as well.
-        is_quick: The smallest workload only.
-    """
-    for growth in growths(device, is_quick=is_quick):
-        yield from measure_growth(growth, device, budget_bytes or _plain_peak(growth, device), has_peers=has_peers)
+def measure(options: Options) -> Iterator[Row]:
+    """Yield a row for each workload and way."""
+    device = options.device
+    for growth in growths(device, is_quick=options.is_quick):
+        if options.only in growth.name:
+            budget_bytes = parse_bytes(options["budget"]) if options["budget"] else _plain_peak(growth, device)
+            yield from measure_growth(growth, device, budget_bytes, has_peers=options.has_peers)
 
 
 def measure_growth(growth: Growth, device: torch.device, budget_bytes: int, *, has_peers: bool) -> Iterator[Row]:
@@ -249,7 +200,7 @@ def measure_growth(growth: Growth, device: torch.device, budget_bytes: int, *, h
                 found = Search(growth, way, device, budget_bytes).run(start)
                 start = max(start, found["largest"]) if way not in OFFLOADED else start
         except Exception as error:
-            found = {"error": describe_error(error)["error"]}
+            found = error_row(error)
         row = {"workload": growth.name, "variant": way.name, "by": way.by, "what": growth.what}
         yield {**row, "budget_bytes": budget_bytes, **found}
 
