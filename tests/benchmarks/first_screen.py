@@ -66,10 +66,10 @@ def draw(plain: MemoryEstimate, packed: MemoryEstimate, parts: str, panel: Panel
         figure, scale = Figure(figsize=_SIZE, facecolor="white"), choose_scale(plain)
         figure.text(0.012, 0.975, f"Estimated: {MODEL}", va="top", fontweight="bold", color=INK)
         places = ((0.047, 0.2, 0.213, 0.55), (0.274, 0.2, 0.213, 0.55))
-        for place, one, name in zip(places, (plain, packed), ("plain", "packed"), strict=True):
+        for place, one, name in zip(places, (plain, packed), (PLAIN, "packed"), strict=True):
             _draw_step(figure.add_axes(place), one, scale, name, has_numbers=one is plain)
         _draw_legend(figure, plain)
-        figure.text(0.012, 0.025, f"packed: {parts}; weights equal to the bit", va="bottom", fontsize=10, color=FAINT)
+        figure.text(0.012, 0.025, f"packed: {parts}", va="bottom", fontsize=10, color=FAINT)
         _draw_points(figure, panel)
         figure.text(0.535, 0.975, f"Measured: {panel.workload}", va="top", fontweight="bold", color=INK)
         figure.text(0.535, 0.025, caption, va="bottom", fontsize=10, color=FAINT)
@@ -94,13 +94,15 @@ def _draw_step(axes: "Axes", one: MemoryEstimate, scale: Scale, name: str, *, ha
         text.set(fontsize=9.5, text=text.get_text().removeprefix("optimizer "))
     draw_areas(axes, one, step)
     limit = one.device.memory_bytes
-    axes.axhline(limit, color=BAD, linewidth=2)
-    verdict, color = ("fits, same weights", GOOD) if one.fits else ("out of memory", BAD)
+    if scale.has_limit:
+        axes.axhline(limit, color=BAD, linewidth=2)
+    fits = "fits" if name == PLAIN else "fits, equal to the bit"
+    verdict, color = (fits, GOOD) if one.fits else ("out of memory", BAD)
     title = f"{name}: {format_bytes(one.needed_bytes)}\n{verdict}"
     axes.set_title(title, loc="left", color=color, fontweight="bold", fontsize=14, pad=20)
     if has_numbers:
         axes.set_ylabel(f"memory, {scale.unit}", color=INK)
-    else:
+    elif scale.has_limit:
         place: dict[str, Any] = {"xytext": (4, 4), "textcoords": "offset points", "fontweight": "bold"}
         axes.annotate(f"{one.device.name}: {format_bytes(limit)}", (0, limit), color=BAD, **place)
 

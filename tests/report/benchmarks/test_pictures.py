@@ -7,7 +7,7 @@ from support.result_files import BIGGEST, SPEED, failed, way, write
 
 pytest.importorskip("matplotlib", reason="the extra plots")
 from matplotlib import image
-from matplotlib.text import Text
+from support.pictures import assert_no_text_meets_another
 
 from lightning_vram.report.benchmarks import read_results, save_pictures
 from lightning_vram.report.benchmarks.bar_chart import draw_bars
@@ -27,17 +27,6 @@ def crowd(num_points):
     """Points at hand's breadth, as ways that are nearly the same."""
     ways = [way(f"Technique{n}(argument={n})", "ours", 200 + n, 1.2 + n / 500) for n in range(num_points)]
     return [way("plain", "plain", 400, 1.0), *ways]
-
-
-def assert_no_text_meets_another(figure):
-    figure.draw_without_rendering()
-    texts = [*figure.texts, *(text for axes in figure.axes for text in axes.texts)]
-    texts = [text for text in texts if text.get_text()]
-    boxes = [Text.get_window_extent(text) for text in texts]  # without the line that leads to a name
-    for number, box in enumerate(boxes):
-        assert 0 <= box.x0 < box.x1 <= figure.bbox.x1, texts[number]
-        assert 0 <= box.y0 < box.y1 <= figure.bbox.y1, texts[number]
-        assert not [other for other in boxes[:number] if box.overlaps(other)], texts[number]
 
 
 def test_points_marks_names_and_the_front(tmp_path):
