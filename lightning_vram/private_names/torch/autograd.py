@@ -1,6 +1,8 @@
 """What autograd is at: which backward runs, what a node saves, which hooks are set; transforms and tracers beside it.
 
 * ``torch._C._current_graph_task_id``: which backward runs in this thread | 2.11 - | nothing works
+* ``torch._C._autograd._get_current_graph_task_keep_graph``: whether the backward that runs in this thread retains its
+  graph | 2.11 - | selective checkpointing keeps results of a layer until its backward is over
 * ``torch._C._get_graph_exec_group``: which backwards count as one (``GraphExecGroup``) | 2.11 - | checkpoints fail
 * ``torch._C._autograd._make_saved_tensor``: save a tensor as a node does | 2.13 - | a node saves it, which takes ten
   times as long
@@ -52,6 +54,9 @@ current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 
 current_graph_group: Callable[[], Any] = torch._C._get_graph_exec_group
 """Return the ``GraphExecGroup`` that this thread is in, whose backwards count as one; ``None`` outside."""
+
+retains_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
+"""Return whether the backward that runs in this thread retains its graph, so that another one may follow."""
 
 make_saved_tensor: Callable[..., Any] | None = getattr(torch._C._autograd, "_make_saved_tensor", None)
 """Save a tensor, ``is_output`` of the node or not; returns what has ``unpack``."""

@@ -78,6 +78,10 @@ class KeptResult:
         self._kept = [SavedOutput(leaf, others) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         return True
 
+    def forget(self) -> None:
+        """Do not keep it any longer: if it is wanted once more, it has to be computed again."""
+        self._kept, self._random_states = None, []
+
     def give(self) -> tuple[Any] | None:
         """Return what the operator returned, in a tuple; ``None`` if it has to run again."""
         if self._kept is None:

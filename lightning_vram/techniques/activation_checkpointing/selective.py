@@ -21,7 +21,7 @@ from lightning_vram.core.random_state.sources import differs, find_sources
 from lightning_vram.core.tensors.nests import flatten_arguments
 from lightning_vram.core.tensors.parameter_classes import PARAMETER_CLASSES
 from lightning_vram.core.tensors.versions import storage_address
-from lightning_vram.private_names.torch.autograd import current_graph_task_id
+from lightning_vram.private_names.torch.autograd import current_graph_task_id, retains_graph
 from lightning_vram.private_names.torch.dispatch import TorchDispatchMode
 from lightning_vram.private_names.torch.operator_calls import call_operator
 from lightning_vram.private_names.torch.operators import UNSAFE_VIEW
@@ -156,6 +156,8 @@ class _Replaying(_Mode):
             result = self._next(func, leaves)
             output = result.give() if result is not None else None
             if output is not None:
+                if not retains_graph():
+                    result.forget()
                 return output[0]
         return call_operator(func, args, kwargs)
 
