@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.benchmarks.cases import Workload
 
@@ -31,7 +30,7 @@ class Growth:
 
 def grow_batch(workload: Workload) -> Growth:
     """Return the workload with batches of any size: several of its own, cut off."""
-    with FakeTensorMode():
+    with torch.device("meta"):
         own = len(workload.make_batch()[0])
 
     def make_batch(size: int) -> tuple[Tensor, ...]:

@@ -1,8 +1,7 @@
 """The largest batch, and the largest model, that trains two steps within a budget: plain, as peers do it, and ours.
 
 On a GPU the process is given no more than the budget, and what does not fit runs out of memory. On the CPU the peak of
-both steps is tracked. There the search goes by tensors without memory, which count the same bytes, and what it finds is
-trained for real.
+both steps is tracked, and the search begins where a line through two smaller sizes meets the budget.
 """
 
 import contextlib
@@ -11,7 +10,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_vram import AutoVRAM, plan_memory, track_memory
 from lightning_vram.memory.units import parse_bytes
@@ -30,14 +28,13 @@ SETTINGS: dict[str, Any] = {"budget": ""}  # of the device; else what two plain 
 QUICK: dict[str, Any] = {}
 
 
-def train(workload: Workload, way: Way, device: torch.device, *, is_fake: bool = False) -> Row:
+def train(workload: Workload, way: Way, device: torch.device) -> Row:
     """Take two steps, and return the tracked peaks of both together.
 
     Args:
         workload: What is trained.
         way: How.
         device: Where.
-        is_fake: On tensors without memory. Not for ways that take a Trainer.
     """
     if way.make_trainer_options is not None:
         options = way.make_trainer_options(workload)
@@ -45,22 +42,23 @@ def train(workload: Workload, way: Way, device: torch.device, *, is_fake: bool =
         fit(workload, [steps, *options.pop("callbacks", [])], NUM_STEPS, device, **options)
         return _peaks_of(steps.row)
     torch.manual_seed(0)
-    with FakeTensorMode(allow_non_fake_inputs=True) if is_fake else contextlib.nullcontext():
-        with device:
-            model, batch = workload.make_model(), workload.make_batch()
-        around: Any = way.change(model)
-        around = around if hasattr(around, "__enter__") else contextlib.nullcontext()
-        optimizer = way.make_optimizer(model.parameters())
-        autocast = torch.autocast(device.type, workload.autocast, enabled=workload.autocast is not None)
-        with track_memory(model, optimizers=[optimizer], inputs=batch) as tracker:
-            for _ in range(NUM_STEPS):
-                with autocast, around:
-                    loss = workload.compute_loss(model, batch)
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                del loss
-    return _peaks_of(describe_timeline(tracker.timeline))
+    with device:
+        model, batch = workload.make_model(), workload.make_batch()
+    around: Any = way.change(model)
+    around = around if hasattr(around, "__enter__") else contextlib.nullcontext()
+    optimizer = way.make_optimizer(model.parameters())
+    autocast = torch.autocast(device.type, workload.autocast, enabled=workload.autocast is not None)
+    with track_memory(model, optimizers=[optimizer], inputs=batch) as tracker:
+        for _ in range(NUM_STEPS):
+            with autocast, around:
+                loss = workload.compute_loss(model, batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            del loss
+    row = _peaks_of(describe_timeline(tracker.timeline))
+    report = getattr(around, "report", None)  # host memory of ours is reported by itself: no operator makes it
+    return row if report is None else {**row, "host_peak_bytes": report.host_bytes}
 
 
 def _peaks_of(row: Row) -> Row:
@@ -71,12 +69,17 @@ PEERS = (*pytorch.ACTIVATIONS, *torchtune.ACTIVATIONS)
 """Those that save memory exactly; what makes another network, or other steps, is left to its own suite."""
 
 FINDER = next(way for way in lightning_alone.BATCHES if way.make_trainer_options is find_batch_size)
-OFFLOADED = tuple(
-    find_way(name) for name in ('ActivationOffload("64KiB")', 'ActivationCheckpointing(), ActivationOffload("64KiB")')
-)
-OURS = (
-    *map(find_way, ("ActivationCheckpointing()", 'ActivationCheckpointing(save="matmuls")', "InPlaceFusion()")),
-    *OFFLOADED,
+OURS = tuple(
+    map(
+        find_way,
+        (
+            "ActivationCheckpointing()",
+            'ActivationCheckpointing(save="matmuls")',
+            "InPlaceFusion()",
+            'ActivationOffload("64KiB")',
+            'ActivationCheckpointing(), ActivationOffload("64KiB")',
+        ),
+    )
 )
 
 
@@ -123,24 +126,22 @@ class Search:
         """Return what stands in a row: the largest size, and the bytes there."""
         if self._device.type != "cpu":
             largest = largest_that(self._trains, start)
-        elif self._way in OFFLOADED:  # host copies of tensors without memory would be written
-            largest = largest_that(self._trains, self._guess())
-        else:
-            largest = largest_that(self._fits_without_memory, start)
+        elif self._way.make_trainer_options is not None:
+            largest = largest_that(self._is_planned, start)
             while largest > 0 and not self._trains(largest):
                 largest -= 1
+        else:
+            largest = largest_that(self._trains, self._guess())
         return {"largest": largest, **self._rows.get(largest, {})}
 
     def _guess(self) -> int:
-        """By a line through two small sizes."""
-        one, other = (train(self._growth.make(size), self._way, self._device)["peak_bytes"] for size in (2, 4))
-        return max(1, 2 + 2 * (self._budget_bytes - one) // max(1, other - one))
+        """By a line through two sizes."""
+        sizes = (max(1, self._growth.size // 2), max(1, self._growth.size // 2) + 1)
+        one, other = (train(self._growth.make(size), self._way, self._device)["peak_bytes"] for size in sizes)
+        return max(1, sizes[0] + (self._budget_bytes - one) // max(1, other - one))
 
-    def _fits_without_memory(self, size: int) -> bool:
-        workload = self._growth.make(size)
-        if self._way.make_trainer_options is not None:
-            return _is_planned(workload, self._device, self._budget_bytes)
-        return int(train(workload, self._way, self._device, is_fake=True)["peak_bytes"]) <= self._budget_bytes
+    def _is_planned(self, size: int) -> bool:
+        return _is_planned(self._growth.make(size), self._device, self._budget_bytes)
 
     def _trains(self, size: int) -> bool:
         if size not in self._rows:
@@ -198,7 +199,7 @@ def measure_growth(growth: Growth, device: torch.device, budget_bytes: int, *, h
                 found = run_finder(growth, device, budget_bytes)
             else:
                 found = Search(growth, way, device, budget_bytes).run(start)
-                start = max(start, found["largest"]) if way not in OFFLOADED else start
+                start = max(start, found["largest"])
         except Exception as error:
             found = error_row(error)
         row = {"workload": growth.name, "variant": way.name, "by": way.by, "what": growth.what}
