@@ -50,7 +50,7 @@ class _Shard(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         pl_module.configure_model = MethodType(self._shard, pl_module)  # type: ignore[method-assign]
 
-    def _shard(self, pl_module: pl.LightningModule) -> None:
+    def _shard(self, pl_module: Any) -> None:
         options = {
             "mesh": pl_module.device_mesh["data_parallel"],
             "offload_policy": CPUOffloadPolicy(pin_memory=torch.accelerator.is_available()),
@@ -60,7 +60,7 @@ class _Shard(Callback):
             CHECKPOINT.change(pl_module)
         for layer in layers_of(pl_module):
             fully_shard(layer, **options)
-        fully_shard(pl_module, **options)
+        fully_shard(pl_module.net, **options)  # Lightning calls training_step past the hooks on the module itself
 
 
 def _model_parallel(workload: Workload, *, is_checkpointed: bool) -> Options:
