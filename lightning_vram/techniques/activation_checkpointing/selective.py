@@ -155,7 +155,7 @@ class _Replaying(_Mode):
             leaves = flatten_arguments((args, kwargs or {}))[0]
             result = self._next(func, leaves)
             output = result.give() if result is not None else None
-            if output is not None:
+            if result is not None and output is not None:
                 if not retains_graph():
                     result.forget()
                 return output[0]
