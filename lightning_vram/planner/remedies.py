@@ -50,7 +50,7 @@ class Remedies:
         states: Sets about weights and states; the first one is empty.
         singles: Each about activations, with nothing to choose.
         checkpoints: Whether layers may be checkpointed.
-        offloads: Whether what they keep may go to the host.
+        offloads: Whether what checkpointed layers keep may go to the host.
         cuts: Whether batches may run in parts.
         free: What takes no time.
     """
@@ -79,7 +79,9 @@ def remedies_for(own: Mapping[str, Any], level: Exactness, *, on_card: bool, has
         states += [Scheme((OPTIMIZER_ON_HOST,)), Scheme((WEIGHTS_ON_HOST,))]
     lean = _precision_parts(own) if _PRECISION not in taken and not own.get("plugins") else []
     states[1:1] = [Scheme((part,)) for part in lean if part.exactness <= level]
-    singles = [part for part in (FUSION, COMPRESSION) if part.name not in taken and part.exactness <= level]
+    singles = [part for part in (FUSION, OFFLOAD, COMPRESSION) if part.name not in taken and part.exactness <= level]
+    if not on_card:
+        singles = [part for part in singles if part != OFFLOAD]
     has_checkpoints = CHECKPOINTING.name in taken
     return Remedies(
         states=tuple(states),

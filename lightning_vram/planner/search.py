@@ -199,16 +199,21 @@ class _Search:
         return lean
 
     def _find_least(self, start: Measured) -> None:
-        """Run with all there is, to say what would be needed."""
-        scheme = _on(start, self._remedies.states[-1])
-        for is_there, part in (
-            (self._remedies.checkpoints, CHECKPOINTING),
-            (self._remedies.offloads, OFFLOAD),
-            (self._remedies.cuts and self._workload.batch_size > 1, _in_parts(1)),
-        ):
-            scheme = scheme + part if is_there else scheme
-        if all(one.scheme != scheme for one in self._tried):
-            self._run(scheme)
+        """Add one part after the other, as long as each saves something: to say what would be needed."""
+        least = self._known(_on(start, self._remedies.states[-1])) or start
+        parts = [part for part in self._remedies.singles if part != OFFLOAD]
+        parts += [CHECKPOINTING] if self._remedies.checkpoints else []
+        parts += [OFFLOAD] if self._remedies.offloads or OFFLOAD in self._remedies.singles else []
+        parts += [_in_parts(1)] if self._remedies.cuts and self._workload.batch_size > 1 else []
+        for part in parts:
+            leaner = self._known(least.scheme + part)
+            if leaner is not None and leaner.needed_bytes < least.needed_bytes:
+                least = leaner
+
+    def _known(self, scheme: Scheme) -> Measured | None:
+        """Run a scheme, if it was not run yet."""
+        known = next((one for one in self._tried if one.scheme == scheme), None)
+        return known or self._run(scheme)
 
     def _fit_budget(self, whole: Measured, lean: Measured, arguments: Mapping[str, object]) -> None:
         """Find the largest budget of activations that fits: what is kept comes in steps."""

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from lightning_vram.planner.parts import Exactness, Part
 from lightning_vram.planner.plan import TracedSteps
-from lightning_vram.planner.remedies import CHECKPOINTING, IN_PARTS, OFFLOAD, Remedies
+from lightning_vram.planner.remedies import CHECKPOINTING, IN_PARTS, Remedies
 from lightning_vram.planner.scheme import Scheme
 from lightning_vram.planner.search import Found, Measured, Workload, search
 
@@ -38,8 +38,6 @@ def _singles(steps: TracedSteps, remedies: Remedies) -> Iterator[Scheme]:
     yield from (Scheme((part,)) for part in (*remedies.free, *remedies.singles))
     if remedies.checkpoints:
         yield Scheme((CHECKPOINTING,))
-    if remedies.offloads:
-        yield Scheme((OFFLOAD,))
     if remedies.cuts and steps.batch_size > 1:
         yield Scheme((replace(IN_PARTS, init_args={"size": -(-steps.batch_size // 2)}),))
 

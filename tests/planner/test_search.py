@@ -1,6 +1,7 @@
 """The search on a model of a step: what it needs falls with what is kept, and its time rises."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -118,6 +119,29 @@ def test_a_budget_below_all_says_what_would_be_the_least():
     assert found.best is None
     assert found.least.needed_bytes == LEAST
     assert found.least.scheme == ON_HOST + CHECKPOINTING
+
+
+@pytest.mark.parametrize("refused", [(), (CHECKPOINTING.name,), (FUSION.name,)])
+@pytest.mark.parametrize("budget", [8 * MIB, GIB // 2, 4 * GIB + 50 * MIB, 5 * GIB, 9 * GIB, 11 * GIB])
+def test_no_set_of_parts_is_leaner_or_faster_than_what_is_found(budget, refused):
+    found = found_for(budget, steps=Steps(refused=refused), singles=(FUSION,), cuts=True)
+    some = [Steps(refused=refused)(scheme) for scheme in every_scheme()]
+    measured = [one for one in some if one is not None]
+    fitting = [one.seconds for one in measured if one.needed_bytes <= budget]
+    if found.best is None:
+        assert not fitting
+        assert found.least.needed_bytes == min(one.needed_bytes for one in measured)
+    else:
+        assert found.best.seconds <= 1.05 * min(fitting)
+
+
+def every_scheme():
+    """All sets of parts: with each number of samples, and each budget of layers in steps of 256 MiB."""
+    budgets = [{}, *({"budget": f"{size}MiB"} for size in range(1024, 8193, 256))]
+    checkpoints = [(), *((Part(CHECKPOINTING.class_path, arguments),) for arguments in budgets)]
+    cuts = [(), *((Part(IN_PARTS.class_path, {"size": size}),) for size in range(1, BATCH_SIZE))]
+    for states, fusion, layers, cut in product((Scheme(), ON_HOST), ((), (FUSION,)), checkpoints, cuts):
+        yield Scheme((*states.parts, *fusion, *layers, *cut))
 
 
 class StepsWithFree(Steps):
