@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import sys
+from datetime import date
 from functools import partial
 
 import pytest
@@ -15,7 +16,7 @@ from tests.benchmarks.cases import QUICK_WORKLOADS
 from tests.benchmarks.compare import Options, measure_ways
 from tests.benchmarks.measure import Run, compare_seconds, measure_apart, sum_up_events
 from tests.benchmarks.ours import OURS, find_way
-from tests.benchmarks.peers import pytorch
+from tests.benchmarks.peers import pytorch, versions_of_peers
 from tests.benchmarks.suites import (
     compression_errors,
     fsdp_offload,
@@ -84,7 +85,8 @@ def test_a_suite_writes_device_versions_options_and_both_axes(monkeypatch, tmp_p
     options = ["--only", "DigitsResNet", "--ways", "InPlaceFusion()", "--repeats", "1", "--steps", "1"]
     assert run_suite(monkeypatch, "--suite", "speed", "--quick", *options, "-o", path) == 0
     result = json.loads(path.read_text())
-    assert {"device", "torch", "lightning", "driver"} <= set(result["machine"])
+    assert {"device", "processor", "torch", "lightning", "driver"} <= set(result["machine"])
+    assert date.fromisoformat(result["date"])
     assert result["suite"] == "speed"
     assert result["options"]["speed"] == {"repeats": 1, "steps": 1}
     plain, ours, _ = result["rows"]
@@ -119,6 +121,34 @@ def test_a_quick_run_ends_without_an_error(suite, monkeypatch, tmp_path, alone):
 def test_a_suite_that_is_not_there_is_refused(monkeypatch, capsys):
     assert run_suite(monkeypatch, "--suite", "memroy") == 2
     assert "--suite memroy: use all, memory, speed" in capsys.readouterr().err
+
+
+def test_wrong_arguments_are_refused_before_anything_is_measured(monkeypatch, tmp_path, capsys):
+    assert run_suite(monkeypatch, "--suite", "speed", "--repeats", "0") == 2
+    assert "--repeats must be at least 1, got 0." in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert run_suite(monkeypatch, "--suite", "speed", "-o", tmp_path / "file" / "a.json") == 2
+    assert "file/a.json: File exists." in capsys.readouterr().err
+
+
+def test_what_is_found_before_an_end_is_in_the_file(monkeypatch, tmp_path):
+    def cut_off(options):
+        yield {"workload": "GPT", "variant": "plain", "by": "plain"}
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(memory, "measure", cut_off)
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "--suite", "memory", "--peers", "-o", str(tmp_path)])
+    with pytest.raises(KeyboardInterrupt):
+        benchmarks.main()
+    result = json.loads((tmp_path / "memory_cpu.json").read_text())
+    assert [row["variant"] for row in result["rows"]] == ["plain"]
+    assert result["machine"]["peers"] == versions_of_peers()
+
+
+def test_a_name_that_no_workload_has_is_told(monkeypatch, tmp_path, capsys):
+    assert run_suite(monkeypatch, "--suite", "memory", "--quick", "--only", "zzz", "-o", tmp_path) == 1
+    assert "memory: nothing was measured: no workload has --only 'zzz' in its name." in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
 
 
 def fail(model):

@@ -33,16 +33,24 @@ def main() -> None:
             known = {**module.SETTINGS, **(module.QUICK if arguments.quick else {})}
             settings[name] = {key: given.get(key, value) for key, value in known.items()}
             options = Options(device, arguments.only, arguments.ways, arguments.quick, arguments.peers, settings[name])
-            found = list(attempt(module, options))
+            found = []
+            for row in attempt(module, options):
+                found.append(row)
+                rows.append({"measurement": name, **row} if len(names) > 1 else row)
+                if arguments.output is not None:  # after each row: a run that is cut off has what it measured
+                    asked = {name: getattr(arguments, name) for name in ("quick", "peers", "only", "ways")}
+                    write(suite, {**asked, **settings}, rows, path_of(arguments.output, suite, device))
             print_tables(found)
-            rows += [{"measurement": name, **row} if len(names) > 1 else row for row in found]
             has_failed |= any(row.keys() <= {"error", "all_traceback"} for row in found)
-        if arguments.output is not None:
-            is_file = arguments.output.suffix == ".json"
-            path = arguments.output if is_file else arguments.output / f"{suite}_{device.type}.json"
-            asked = {name: getattr(arguments, name) for name in ("quick", "peers", "only", "ways")}
-            write(suite, {**asked, **settings}, rows, path)
+        if not rows:
+            print(f"{suite}: nothing was measured: no workload has --only {arguments.only!r} in its name.")
+        has_failed |= not rows
     sys.exit(int(has_failed))
+
+
+def path_of(output: Path, suite: str, device: torch.device) -> Path:
+    """Return where the figures of a suite go: the file that was named, or one of the folder."""
+    return output if output.suffix == ".json" else output / f"{suite}_{device.type}.json"
 
 
 def parse() -> tuple[argparse.Namespace, dict[str, ModuleType], dict[str, Any]]:
@@ -76,7 +84,20 @@ def parse() -> tuple[argparse.Namespace, dict[str, ModuleType], dict[str, Any]]:
     given = own.parse_args(rest)
     if not wanted:
         own.error("--suite is missing: what shall be measured?")
+    check(own, given, arguments.output)
     return arguments, modules, {key: value for key, value in vars(given).items() if key in known}
+
+
+def check(parser: argparse.ArgumentParser, given: argparse.Namespace, output: Path | None) -> None:
+    """Refuse what would be noticed only when all is measured."""
+    for key in ("repeats", "steps"):
+        if getattr(given, key, 1) < 1:
+            parser.error(f"--{key} must be at least 1, got {getattr(given, key)}.")
+    if output is not None:
+        try:
+            path_of(output, "", torch.device("cpu")).parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            parser.error(f"-o {output}: {error.strerror}.")
 
 
 def attempt(module: ModuleType, options: Options) -> Iterator[Row]:

@@ -7,6 +7,7 @@ The left half is estimated, for a card that need not be here; the right half is 
 
 import argparse
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,10 +70,11 @@ def draw(plain: MemoryEstimate, packed: MemoryEstimate, parts: str, panel: Panel
         for place, one, name in zip(places, (plain, packed), (PLAIN, "packed"), strict=True):
             _draw_step(figure.add_axes(place), one, scale, name, has_numbers=one is plain)
         _draw_legend(figure, plain)
-        figure.text(0.012, 0.025, f"packed: {parts}", va="bottom", fontsize=10, color=FAINT)
+        note = f"packed: {parts}\nThe titles say what is needed: with what the allocator reserves beside tensors."
+        figure.text(0.012, 0.025, note, va="bottom", fontsize=10, color=FAINT)
         _draw_points(figure, panel)
         figure.text(0.535, 0.975, f"Measured: {panel.workload}", va="top", fontweight="bold", color=INK)
-        figure.text(0.535, 0.025, caption, va="bottom", fontsize=10, color=FAINT)
+        figure.text(0.535, 0.025, "\n".join(wrap(caption, 88)), va="bottom", fontsize=10, color=FAINT)
     return figure
 
 

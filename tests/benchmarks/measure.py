@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any, TypeVar
 
 import lightning
@@ -34,12 +35,22 @@ def describe_machine(device: torch.device | None = None) -> Row:
     kind = device.type if device is not None and device.type not in ("cpu", "cuda") else platform.machine()
     return {
         "device": torch.cuda.get_device_name() if is_cuda else f"{kind}, {torch.get_num_threads()} threads",
+        "processor": _read_processor(),
         "driver": _read_driver() if is_cuda else None,
         "cuda": torch.version.cuda if is_cuda else None,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "lightning": lightning.__version__,
     }
+
+
+def _read_processor() -> str | None:
+    """Return the model of the host's processor, where Linux tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
 
 
 def _read_driver() -> str | None:

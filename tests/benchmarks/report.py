@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,17 @@ from rich.table import Table
 
 from lightning_vram.memory.units import format_bytes
 from tests.benchmarks.measure import Row, describe_machine
+from tests.benchmarks.peers import versions_of_peers
 
 _RANGE = ("seconds_of_first_low", "seconds_of_first_high")
 
 
 def write(suite: str, options: Mapping[str, Any], rows: Sequence[Row], path: Path) -> None:
-    """Write figures with device and versions."""
-    result = {"suite": suite, "machine": describe_machine(), "options": options, "rows": rows}
+    """Write figures with the day, device and versions, those of peers among them where they were measured."""
+    date = datetime.now(tz=UTC).date().isoformat()
+    result = {"suite": suite, "date": date, "machine": describe_machine(), "options": options, "rows": rows}
+    if options.get("peers"):
+        result["machine"]["peers"] = versions_of_peers()
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1, default=str) + "\n")
 

@@ -1,11 +1,11 @@
-"""The biggest batch or model: a panel for each workload, a bar for each way to train, and why one has none."""
+"""Sizes, such as the biggest batch: a panel for each workload, a bar for each way to train, and why one has none."""
 
 from collections.abc import Sequence
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from lightning_vram.memory.units import format_bytes
-from lightning_vram.report.benchmarks.bars import OOM, BarPanel
+from lightning_vram.report.benchmarks.bars import OOM, PEAK, BarPanel
 from lightning_vram.report.benchmarks.scatter import COLORS, WORDS
 from lightning_vram.report.pictures import BAD, FAINT, FONT, INK
 
@@ -48,6 +48,8 @@ def draw_bars(panels: Sequence[BarPanel], caption: str) -> "Figure":
 
 
 def _title(panel: BarPanel) -> str:
+    if panel.what == PEAK:
+        return f"Peak of the step: {panel.workload}"
     budget = "" if panel.budget_bytes is None else f" in {format_bytes(panel.budget_bytes)}"
     size = f"Most {panel.what}" if panel.what.endswith("s") else f"Largest {panel.what}"
     return f"{size}{budget}: {panel.workload}"

@@ -1,12 +1,14 @@
-"""What a picture of the biggest batch or model shows: a bar for each way, or why it has none."""
+"""What pictures of sizes show, of the biggest batch or model and of peaks: a bar for each way, or why it has none."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_vram.report.benchmarks.points import kind_of, name_of
+from lightning_vram.memory.units import format_bytes
+from lightning_vram.report.benchmarks.points import ALLOCATED, TRACKED, kind_of, name_of
 from lightning_vram.report.benchmarks.results import OUT_OF_MEMORY, PLAIN, ResultFile, Row
 
 OOM = "OOM"
+PEAK = "peak of the step"
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,37 @@ def read_bars(file: ResultFile) -> list[BarPanel]:
     rows = [row for row in file.rows if row.get("variant") and row.get("by")]
     panels = dict.fromkeys(_panel_of(row) for row in rows if row.get("largest") is not None)
     return [BarPanel(*panel, _bars([row for row in rows if _belongs(row, panel)])) for panel in panels]
+
+
+def read_peak_bars(file: ResultFile) -> list[BarPanel]:
+    """Read peaks that have no place in a picture beside times: where none was measured, or a way ran out of memory.
+
+    Args:
+        file: Rows that have a peak are read, and rows with an ``error`` beside them.
+    """
+    rows = [row for row in file.rows if row.get("variant") and row.get("by") and "what" not in row]
+    panels = []
+    for workload in dict.fromkeys(str(row.get("workload", file.suite)) for row in rows):
+        some = [row for row in rows if str(row.get("workload", file.suite)) == workload]
+        has_times = any(row.get("seconds_per_step") for row in some)
+        is_short = any(row.get("error") == OUT_OF_MEMORY for row in some)
+        if any(_peak(row) for row in some) and (is_short or not has_times):
+            plain = next((_peak(row) for row in some if row["by"] == PLAIN), None)
+            bars = [Bar(name_of(row), kind_of(row), _peak(row), _peak_text(row, plain)) for row in some]
+            panels.append(BarPanel(workload, PEAK, None, bars))
+    return panels
+
+
+def _peak(row: Row) -> int | None:
+    return None if row.get("error") else row.get(ALLOCATED) or row.get(TRACKED)
+
+
+def _peak_text(row: Row, plain: int | None) -> str:
+    peak_bytes = _peak(row)
+    if peak_bytes is None:
+        return OOM if row.get("error") == OUT_OF_MEMORY else str(row.get("error", "not measured"))
+    ratio = f"  ({peak_bytes / plain:.2f}x)" if plain and row["by"] != PLAIN else ""
+    return f"{format_bytes(peak_bytes)}{ratio}"
 
 
 def _panel_of(row: Row) -> tuple[str, str, int | None]:

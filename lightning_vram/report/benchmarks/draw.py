@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_vram.report.benchmarks.bar_chart import draw_bars
-from lightning_vram.report.benchmarks.bars import read_bars
+from lightning_vram.report.benchmarks.bars import read_bars, read_peak_bars
 from lightning_vram.report.benchmarks.points import read_panels
 from lightning_vram.report.benchmarks.results import ResultFile
 from lightning_vram.report.benchmarks.scatter import draw_scatter
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def drawable(file: ResultFile) -> list[str]:
-    """What pictures there are of a file: ``"peak_and_time"``, ``"biggest"``, both or none.
+    """What pictures there are of a file: ``"peak_and_time"``, ``"biggest"``, ``"peaks"``, or none.
 
     Args:
         file: Whose rows are looked at. Rows that do not say by whom a way is are not drawn.
@@ -50,12 +50,14 @@ def save_pictures(files: Sequence[ResultFile], folder: Path) -> list[Path]:
 
 
 def _pictures(file: ResultFile) -> dict[str, Callable[[], "Figure"]]:
-    panels, bars = read_panels(file), read_bars(file)
+    panels, bars, peaks = read_panels(file), read_bars(file), read_peak_bars(file)
     pictures: dict[str, Callable[[], Figure]] = {}
     if panels:
         pictures["peak_and_time"] = lambda: draw_scatter(panels, file.caption)
     if bars:
         pictures["biggest"] = lambda: draw_bars(bars, file.caption)
+    if peaks:
+        pictures["peaks"] = lambda: draw_bars(peaks, file.caption)
     return pictures
 
 

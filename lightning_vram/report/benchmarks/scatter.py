@@ -22,6 +22,7 @@ WORDS = {PLAIN: "plain", OURS: "lightning_vram", PEER: "others"}
 _MARKS = {PLAIN: "D", OURS: "o", PEER: "s"}
 _WIDTH, _HEIGHT = 12.0, 6.0  # inches, of a panel
 _LEFT, _RIGHT, _ABOVE, _BELOW, _CAPTION, _LIST = 0.85, 0.25, 0.95, 1.15, 0.35, 4.4  # inches
+_NOTE_LINE = 0.19  # inches; _BELOW has room for two
 _MARGIN, _HEADROOM = 0.16, 1.12
 _NAME_WIDTH, _NOTE_WIDTH = 30, 125  # characters
 _SIZE = 11.0
@@ -40,13 +41,15 @@ def draw_scatter(panels: Sequence[Panel], caption: str) -> "Figure":
     from matplotlib import rc_context  # an extra: not everybody has it
     from matplotlib.figure import Figure
 
-    heights = [max(_HEIGHT, _ABOVE + _BELOW + list_height(len(panel.points), _SIZE)) for panel in panels]
+    below = [_BELOW + _NOTE_LINE * max(0, _note(panel).count("\n") - 1) for panel in panels]
+    rooms = [max(_HEIGHT - _BELOW, _ABOVE + list_height(len(panel.points), _SIZE)) for panel in panels]
+    heights = [room + foot for room, foot in zip(rooms, below, strict=True)]
     total = sum(heights) + _CAPTION
     with rc_context(FONT):
         figure, bottom = Figure(figsize=(_WIDTH, total), facecolor="white"), total
-        for panel, height in zip(panels, heights, strict=True):
+        for panel, height, foot in zip(panels, heights, below, strict=True):
             bottom -= height
-            place = (_LEFT, bottom + _BELOW, _WIDTH - _LEFT - _RIGHT, height - _ABOVE - _BELOW)
+            place = (_LEFT, bottom + foot, _WIDTH - _LEFT - _RIGHT, height - _ABOVE - foot)
             axes = _add_axes(figure, place)
             if not draw_panel(axes, panel):
                 axes.remove()

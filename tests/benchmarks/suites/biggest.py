@@ -5,7 +5,7 @@ both steps is tracked, and the search begins where a line through two smaller si
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -183,14 +183,21 @@ def measure(options: Options) -> Iterator[Row]:
     for growth in growths(device, is_quick=options.is_quick):
         if options.only in growth.name:
             budget_bytes = parse_bytes(options["budget"]) if options["budget"] else _plain_peak(growth, device)
-            yield from measure_growth(growth, device, budget_bytes, has_peers=options.has_peers)
+            ways = ways_for(growth, budget_bytes, has_peers=options.has_peers)
+            chosen = [way for way in ways if way is PLAIN or options.ways in way.name]
+            yield from measure_growth(growth, chosen, device, budget_bytes)
 
 
-def measure_growth(growth: Growth, device: torch.device, budget_bytes: int, *, has_peers: bool) -> Iterator[Row]:
-    """Return a row for each way; ``budget_bytes`` is of the device."""
+def ways_for(growth: Growth, budget_bytes: int, *, has_peers: bool) -> list[Way]:
+    """Return plain, others' and ours."""
     finders = (FINDER,) if growth.what == "batch size" else ()
+    return [PLAIN, *((*PEERS, *finders) if has_peers else ()), *OURS, auto_vram(budget_bytes)]
+
+
+def measure_growth(growth: Growth, ways: Sequence[Way], device: torch.device, budget_bytes: int) -> Iterator[Row]:
+    """Return a row for each way; ``budget_bytes`` is of the device."""
     start = 1
-    for way in (PLAIN, *((*PEERS, *finders) if has_peers else ()), *OURS, auto_vram(budget_bytes)):
+    for way in ways:
         try:
             why = way.why_not(device)
             if why is not None:

@@ -11,7 +11,7 @@ from support.pictures import assert_no_text_meets_another
 
 from lightning_vram.report.benchmarks import read_results, save_pictures
 from lightning_vram.report.benchmarks.bar_chart import draw_bars
-from lightning_vram.report.benchmarks.bars import read_bars
+from lightning_vram.report.benchmarks.bars import read_bars, read_peak_bars
 from lightning_vram.report.benchmarks.points import read_panels
 from lightning_vram.report.benchmarks.scatter import draw_scatter
 
@@ -89,6 +89,27 @@ def test_bars_are_as_long_as_what_trains(tmp_path):
     assert names == ["plain", "AutoVRAM()", "torch.utils.checkpoint (PyTorch)", "save_on_cpu (PyTorch)"]
     titles = ["Largest batch size in 300.00 MiB: GPT", "Most layers in 300.00 MiB: GPT", CAPTION]
     assert [text.get_text() for text in figure.texts] == titles
+    assert_no_text_meets_another(figure)
+
+
+def test_long_reasons_meet_nothing(tmp_path):
+    reasons = [
+        failed(f"Technique{n}(argument={n})", "library", f"needs what number {n} has not " * 3) for n in range(10)
+    ]
+    assert_no_text_meets_another(scatter(tmp_path, [*SPEED, *reasons]))
+
+
+def test_peaks_are_bars_where_no_time_was_measured_or_memory_ran_out(tmp_path):
+    assert read_peak_bars(read_results(write(tmp_path / "a.json", SPEED))) == []
+    short = [failed("plain", "plain", "out of memory"), *SPEED[1:]]
+    (panel,) = read_peak_bars(read_results(write(tmp_path / "b.json", short)))
+    texts = ["OOM", "100.00 MiB", "300.00 MiB", "120.00 MiB", "not installed: pip install torchtune"]
+    assert [bar.text for bar in panel.bars] == texts
+    tracked = [{name: value for name, value in row.items() if "seconds" not in name} for row in SPEED]
+    (panel,) = read_peak_bars(read_results(write(tmp_path / "c.json", tracked)))
+    assert panel.bars[1].text == "100.00 MiB  (0.25x)"
+    figure = draw_bars([panel], CAPTION)
+    assert figure.texts[0].get_text() == "Peak of the step: GPT"
     assert_no_text_meets_another(figure)
 
 
