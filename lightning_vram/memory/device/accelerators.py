@@ -15,6 +15,7 @@ from lightning_vram.private_names.torch.dispatch import FakeTensor
 
 _HOSTS = ("cpu", "meta")
 _STREAM_NAMES = ("Stream", "stream", "current_stream")
+_PCI_NAMES = ("pci_domain_id", "pci_bus_id", "pci_device_id")
 _STATISTICS_NAMES = (
     *("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"),
     *("reset_peak_memory_stats", "empty_cache", "mem_get_info"),
@@ -58,6 +59,16 @@ def current_kind() -> str:
     """Return the kind of the accelerator at hand, ``"cpu"`` where there is none."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return "cpu" if accelerator is None else accelerator.type
+
+
+def pci_address(device: torch.device) -> str | None:
+    """Return where ``device`` is on the PCI bus, as Linux names it; ``None`` if torch does not tell."""
+    if device.type in _HOSTS:
+        return None
+    read = getattr(_module(device.type), "get_device_properties", None)
+    properties = read(device) if read is not None else None
+    numbers = [getattr(properties, name, None) for name in _PCI_NAMES]
+    return None if None in numbers else "{:04x}:{:02x}:{:02x}.0".format(*numbers)
 
 
 def pin_in_place(tensor: Tensor) -> bool:

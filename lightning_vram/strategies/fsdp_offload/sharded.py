@@ -5,13 +5,16 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from typing_extensions import override
 
+from lightning_vram.core.processes.numa_binding import NumaBinding, bind_to_node_of
 from lightning_vram.core.processes.same_modules import check_same_modules, spread_values
 from lightning_vram.core.surgery.shadow import Shadow
 from lightning_vram.memory.host.cores import cores_of_rank
 from lightning_vram.optimizers.on_host import HostOptimizers
+from lightning_vram.private_names.torch.dispatch import detect_fake_mode
 from lightning_vram.strategies.fsdp_offload.checkpointed import CheckpointedStrategy
 from lightning_vram.strategies.fsdp_offload.early_steps import may_clip_late, may_step_early
 from lightning_vram.strategies.fsdp_offload.stand_ins import clip_on_shards, follow_toggles
@@ -35,6 +38,7 @@ class ShardedStrategy(CheckpointedStrategy):
         self._host_optimizers: HostOptimizers | None = None
         self._stand_ins: list[Shadow] = []
         self._has_failed = False
+        self._binding: NumaBinding | None = None
 
     def _shard(self, module: nn.Module) -> None:
         arguments = self.arguments
@@ -81,7 +85,21 @@ class ShardedStrategy(CheckpointedStrategy):
 
     @property
     def _num_threads(self) -> int:
-        return self.arguments.cpu_threads or cores_of_rank(self.num_processes)
+        cores = cores_of_rank(self.num_processes) if self._binding is None else self._binding.num_threads
+        return self.arguments.cpu_threads or cores
+
+    def _bind_to_numa_node(self) -> None:
+        wanted = self.arguments.bind_to_numa_node
+        if wanted is False or detect_fake_mode() is not None:
+            return
+        self._binding = bind_to_node_of(self.root_device, self.num_processes, idle_nodes_ok=wanted is True)
+        if self._binding is not None:
+            rank_zero_info(self._binding.description)
+
+    def _undo_binding(self) -> None:
+        binding, self._binding = self._binding, None
+        if binding is not None:
+            binding.undo()
 
     def _unshard(self) -> None:
         sharding, self._sharding = self._sharding, None

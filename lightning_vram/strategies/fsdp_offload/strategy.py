@@ -85,6 +85,8 @@ class FSDPOffloadStrategy(ShardedStrategy):
         nvme_path: Folder on a fast local disk, where states of optimizers are kept instead of in host memory; they are
             streamed through a few buffers in each step.
         cpu_threads: Threads of a step. By default the cores of this rank, however ``OMP_NUM_THREADS`` is set.
+        bind_to_numa_node: Whether the threads of a rank, and so the host memory they make, are on the NUMA node of its
+            device during a fit. By default they are where each node of the machine has a rank.
         narrow_transfers: Whether mixed precision sends 16 bit where it can. What only later batches do with a weight is
             not seen.
         state_dict_type: ``"full"``: checkpoints are single files, those of a plain run. ``"sharded"``: folders to which
@@ -132,6 +134,7 @@ class FSDPOffloadStrategy(ShardedStrategy):
         pin_memory: bool | None = None,
         nvme_path: str | Path | None = None,
         cpu_threads: int | None = None,
+        bind_to_numa_node: bool | None = None,
         narrow_transfers: bool = True,
         state_dict_type: StateDictType = "full",
         async_save: bool = False,
@@ -155,6 +158,7 @@ class FSDPOffloadStrategy(ShardedStrategy):
             pin_memory=pin_memory,
             nvme_path=nvme_path,
             cpu_threads=cpu_threads,
+            bind_to_numa_node=bind_to_numa_node,
             narrow_transfers=narrow_transfers,
             state_dict_type=state_dict_type,
             async_save=async_save,
@@ -199,6 +203,8 @@ class FSDPOffloadStrategy(ShardedStrategy):
         check_layer_drop(module, self.world_size, type(self).__name__)
         with self._named("setup"):
             self.model = self.precision_plugin.convert_module(self.sync_layers(module))
+            if is_stepping_here:
+                self._bind_to_numa_node()
             self._shard(module)
             self._load_module(module)
             self.barrier()
@@ -236,6 +242,7 @@ class FSDPOffloadStrategy(ShardedStrategy):
                 self._store.wait()
             self._unshard()
         finally:
+            self._undo_binding()
             self.precision_plugin.teardown()
             self.cluster_environment.teardown()
             self.accelerator.teardown()
