@@ -1,6 +1,5 @@
 """Each rank on the NUMA node of its device: its threads, and the host memory that they are the first to write to."""
 
-import socket
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -10,6 +9,7 @@ import torch
 from lightning_vram.core.processes.rank_errors import gather_objects
 from lightning_vram.memory.device.accelerators import pci_address
 from lightning_vram.memory.host.cores import cores_of_rank
+from lightning_vram.memory.host.machine import machine_name
 from lightning_vram.memory.host.numa import BoundThreads, cores_by_node, node_of_pci_device, own_cores
 
 
@@ -24,7 +24,7 @@ class _Claim:
         nodes: That it may run on now.
     """
 
-    machine: str
+    machine: tuple[str, ...]
     node: int | None
     cores: frozenset[int]
     nodes: frozenset[int]
@@ -83,7 +83,7 @@ def _claim(device: torch.device, root: Path) -> _Claim:
     node = node_of_pci_device(address, root) if address is not None and len(nodes) > 1 else None
     cores = nodes.get(node, frozenset()) & own if node is not None else frozenset()
     usable = frozenset(number for number, of_node in nodes.items() if of_node & own)
-    return _Claim(socket.gethostname(), node if cores else None, cores or own, usable)
+    return _Claim(machine_name(), node if cores else None, cores or own, usable)
 
 
 def _describe(on_machine: list[tuple[int, _Claim]]) -> str:

@@ -1,5 +1,6 @@
 """The sharded module of a run and its optimizers on the host, from the setup to the teardown."""
 
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,7 +14,13 @@ from lightning_vram.core.processes.numa_binding import NumaBinding, bind_to_node
 from lightning_vram.core.processes.same_modules import check_same_modules, spread_values
 from lightning_vram.core.surgery.shadow import Shadow
 from lightning_vram.memory.host.cores import cores_of_rank
-from lightning_vram.optimizers.on_host import HostOptimizers
+from lightning_vram.optimizers.on_host import (
+    HostNeeds,
+    HostOptimizers,
+    HostRoom,
+    count_host_needs,
+    count_state_bytes,
+)
 from lightning_vram.private_names.torch.dispatch import detect_fake_mode
 from lightning_vram.strategies.fsdp_offload.checkpointed import CheckpointedStrategy
 from lightning_vram.strategies.fsdp_offload.early_steps import may_clip_late, may_step_early
@@ -38,9 +45,11 @@ class ShardedStrategy(CheckpointedStrategy):
         self._host_optimizers: HostOptimizers | None = None
         self._stand_ins: list[Shadow] = []
         self._has_failed = False
+        self._host_room: HostRoom | None = None  # between the shards and the optimizers
+        self._host_needs = HostNeeds()
         self._binding: NumaBinding | None = None
 
-    def _shard(self, module: nn.Module) -> None:
+    def _shard(self, module: nn.Module, *, is_stepping_here: bool) -> None:
         arguments = self.arguments
         check_same_modules(module)
         spread_values(module)
@@ -48,6 +57,9 @@ class ShardedStrategy(CheckpointedStrategy):
         if arguments.narrow_transfers and isinstance(self.precision_plugin, MixedPrecision):
             narrow_dtype = _NARROW.get(self.precision_plugin.precision)
         narrow = find_narrow_weights(module, list_islands(module)) if narrow_dtype is not None else set()
+        names = {name for name, parameter in module.named_parameters() if parameter in narrow}
+        if is_stepping_here:
+            self._check_room(module, names, narrow_dtype)
         seed = torch.tensor(torch.initial_seed() % 2**31)
         self._sharding = FullSharding(
             module,
@@ -59,12 +71,40 @@ class ShardedStrategy(CheckpointedStrategy):
                 reshard_after_forward=arguments.reshard_after_forward,
                 pin_memory=self._pins_memory,
                 narrow_dtype=narrow_dtype,
-                narrow={name for name, parameter in module.named_parameters() if parameter in narrow},
+                narrow=names,
                 uninitialized_ok=self._to_load is not None,
                 seed=int(self.broadcast(seed)),
                 num_threads=self._num_threads,
             ),
         )
+
+    def _check_room(self, module: nn.Module, narrow: set[str], narrow_dtype: torch.dtype | None) -> None:
+        """Refuse a module that the host has no room for. What the ranks of an estimate have, this machine has not."""
+        if detect_fake_mode() is not None:
+            return
+        copied = () if self.root_device.type == "cpu" else narrow
+        num_shards = self.device_mesh.size(-1)
+        self._host_needs = count_host_needs(module, num_shards, copied, narrow_dtype)
+        self._host_room = HostRoom(module, self.optimizers, may_swap=not self._pins_memory)
+        self._host_room.check(self._host_needs, **self._room_options)
+
+    def _check_states(self) -> None:
+        """Refuse states of optimizers that the host has no room for beside the rest."""
+        room, self._host_room = self._host_room, None
+        if room is None:
+            return
+        assert self._sharding is not None
+        has_disk = self.arguments.nvme_path is not None
+        states = 0 if has_disk else count_state_bytes(self.optimizers, self._sharding.shards)
+        room.check(replace(self._host_needs, states=states), **self._room_options)
+
+    @property
+    def _room_options(self) -> dict[str, Any]:
+        return {
+            "name": type(self).__name__,
+            "has_disk": self.arguments.nvme_path is not None,
+            "is_spread": self.arguments.shard != "hybrid",
+        }
 
     def _attach(self, trainer: pl.Trainer) -> None:
         assert self._sharding is not None

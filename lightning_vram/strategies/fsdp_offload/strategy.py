@@ -111,7 +111,8 @@ class FSDPOffloadStrategy(ShardedStrategy):
             ranks cannot be divided as ``shard="hybrid"`` wants it, ``nvme_path`` is no folder, the backend has nothing
             for the host, or a checkpoint does not fit.
         MisconfigurationException: Before training, if the trainer averages or prunes weights.
-        OffloadError: Before training, if there is no room at ``nvme_path``.
+        OffloadError: Before training, if there is no room at ``nvme_path``, or the host has less memory than weights,
+            gradients and states need: with the bytes by kind, and what would fit.
         LostPeerError: In training, if another rank died or hangs.
 
     Example:
@@ -205,12 +206,13 @@ class FSDPOffloadStrategy(ShardedStrategy):
             self.model = self.precision_plugin.convert_module(self.sync_layers(module))
             if is_stepping_here:
                 self._bind_to_numa_node()
-            self._shard(module)
+            self._shard(module, is_stepping_here=is_stepping_here)
             self._load_module(module)
             self.barrier()
             if trainer.state.fn == TrainerFn.FITTING:
                 self.reset_optimizers()
                 self.setup_optimizers(trainer)
+                self._check_states()
                 on_all_ranks(lambda: self._attach(trainer), "The optimizers could not be set up")
             self.setup_precision_plugin()
         self._turn_off_inference_mode(trainer)
