@@ -71,9 +71,14 @@ def pci_address(device: torch.device) -> str | None:
     return None if None in numbers else "{:04x}:{:02x}:{:02x}.0".format(*numbers)
 
 
+def can_pin_in_place(tensor: Tensor) -> bool:
+    """Whether host memory may be pinned that is there already: CUDA alone can."""
+    return torch.cuda.is_available() and not isinstance(tensor, FakeTensor)
+
+
 def pin_in_place(tensor: Tensor) -> bool:
-    """Pin host memory that is there already, as long as it lives. Returns whether it is: CUDA alone can."""
-    if not torch.cuda.is_available() or isinstance(tensor, FakeTensor):
+    """Pin host memory that is there already, as long as it lives. Returns whether it is."""
+    if not can_pin_in_place(tensor):
         return False
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     address = tensor.data_ptr()
