@@ -67,8 +67,10 @@ def pci_address(device: torch.device) -> str | None:
         return None
     read = getattr(_module(device.type), "get_device_properties", None)
     properties = read(device) if read is not None else None
-    numbers = [getattr(properties, name, None) for name in _PCI_NAMES]
-    return None if None in numbers else "{:04x}:{:02x}:{:02x}.0".format(*numbers)
+    if not _has_all(properties, _PCI_NAMES):
+        return None
+    domain, bus, number = (int(getattr(properties, name)) for name in _PCI_NAMES)
+    return f"{domain:04x}:{bus:02x}:{number:02x}.0"
 
 
 def can_pin_in_place(tensor: Tensor) -> bool:
@@ -94,5 +96,5 @@ def _module(kind: str) -> Any:
     return getattr(torch, kind, None)
 
 
-def _has_all(module: Any, names: tuple[str, ...]) -> bool:
-    return all(hasattr(module, name) for name in names)
+def _has_all(holder: Any, names: tuple[str, ...]) -> bool:
+    return all(hasattr(holder, name) for name in names)

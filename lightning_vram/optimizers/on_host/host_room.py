@@ -109,7 +109,8 @@ class HostRoom:
         available = available_host_bytes()
         self._available = available + free_swap_bytes() if available is not None and may_swap else available
         of_module = (p for p in module.parameters() if not isinstance(p, DTensor))
-        of_states = (local_part(v) for one in optimizers for state in one.state.values() for v in state.values())
+        states = (state for one in optimizers for state in one.state.values() if isinstance(state, Mapping))
+        of_states = (local_part(value) for state in states for value in state.values())
         held = (t for t in (*of_module, *of_states) if isinstance(t, Tensor) and t.device.type == "cpu")
         self._held = sum(tensor.nbytes for tensor in held)
 

@@ -58,13 +58,14 @@ class ShardedStrategy(CheckpointedStrategy):
             narrow_dtype = _NARROW.get(self.precision_plugin.precision)
         narrow = find_narrow_weights(module, list_islands(module)) if narrow_dtype is not None else set()
         names = {name for name, parameter in module.named_parameters() if parameter in narrow}
+        plan = plan_sharding_groups(module, arguments.wrap, min_params=arguments.min_params)
         if is_stepping_here:
             self._check_room(module, names, narrow_dtype)
         seed = torch.tensor(torch.initial_seed() % 2**31)
         self._sharding = FullSharding(
             module,
             self.device_mesh,
-            plan_sharding_groups(module, arguments.wrap, min_params=arguments.min_params),
+            plan,
             ShardingOptions(
                 on_host=arguments.offload != "none",
                 is_resident=arguments.offload == "optimizer",
