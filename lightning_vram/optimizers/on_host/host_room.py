@@ -19,7 +19,7 @@ from lightning_vram.core.processes.rank_errors import gather_objects
 from lightning_vram.memory.host.available import available_host_bytes, free_swap_bytes
 from lightning_vram.memory.host.machine import machine_name
 from lightning_vram.memory.units import format_bytes
-from lightning_vram.optimizers.on_disk.layouts import find_layout, is_elementwise
+from lightning_vram.optimizers.on_disk import find_layout, is_elementwise
 from lightning_vram.optimizers.stepping import why_not_steppable
 from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
 
