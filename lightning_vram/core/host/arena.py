@@ -6,19 +6,22 @@ what chunks have. A host that is too small is refused with an error: pinned memo
 kill the process.
 """
 
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
 from lightning_vram.core.host.chunked_space import Block, ChunkedSpace
-from lightning_vram.memory.device.accelerators import pin_in_place
+from lightning_vram.memory.device.accelerators import can_pin_in_place, pin_in_place
 from lightning_vram.memory.host.available import available_host_bytes
 from lightning_vram.memory.units import GIB, format_bytes
 from lightning_vram.private_names.torch.dispatch import FakeTensor, without_dispatch, without_modes
 from lightning_vram.private_names.torch.tensors import free_pinned_memory
 
 MARGIN_BYTES = GIB  # left to everything else on the host
+
+_warned: list[int] = []  # bytes of the warning of this process
 
 
 class OffloadError(RuntimeError):
@@ -117,7 +120,8 @@ def make_host_tensor(numel: int, dtype: torch.dtype, *, pin_memory: bool) -> Ten
     """Return a flat tensor without values on the host, for as long as training takes.
 
     PyTorch rounds what it pins to powers of two, up to twice as much (1.78 times measured on a model's parameters), and
-    keeps it. So ordinary memory is taken, and CUDA told of it.
+    keeps it. So ordinary memory is taken, and CUDA told of it. What CUDA does not take stays unpinned, with a warning,
+    one for a process.
 
     Args:
         numel: Of the tensor.
@@ -127,7 +131,23 @@ def make_host_tensor(numel: int, dtype: torch.dtype, *, pin_memory: bool) -> Ten
     tensor = torch.empty(numel, dtype=dtype, device="cpu")
     if not pin_memory or not numel:
         return tensor
-    return tensor if pin_in_place(tensor) else tensor.pin_memory()
+    if pin_in_place(tensor):
+        return tensor
+    if not can_pin_in_place(tensor):
+        return tensor.pin_memory()
+    _warn_unpinned(tensor.nbytes)
+    return tensor
+
+
+def _warn_unpinned(num_bytes: int) -> None:
+    if _warned:
+        return
+    _warned.append(num_bytes)
+    warnings.warn(
+        f"CUDA could not pin {format_bytes(num_bytes)} of host memory (cudaHostRegister): it stays unpinned, and so "
+        "may what is taken after it. Copies from and to it do not go on beside the computation.",
+        stacklevel=2,
+    )
 
 
 def unseen(tensor: Tensor) -> AbstractContextManager[object]:

@@ -15,6 +15,7 @@ from lightning_vram.private_names.torch.dispatch import FakeTensor
 
 _HOSTS = ("cpu", "meta")
 _STREAM_NAMES = ("Stream", "stream", "current_stream")
+_PCI_NAMES = ("pci_domain_id", "pci_bus_id", "pci_device_id")
 _STATISTICS_NAMES = (
     *("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"),
     *("reset_peak_memory_stats", "empty_cache", "mem_get_info"),
@@ -60,9 +61,26 @@ def current_kind() -> str:
     return "cpu" if accelerator is None else accelerator.type
 
 
+def pci_address(device: torch.device) -> str | None:
+    """Return where ``device`` is on the PCI bus, as Linux names it; ``None`` if torch does not tell."""
+    if device.type in _HOSTS:
+        return None
+    read = getattr(_module(device.type), "get_device_properties", None)
+    properties = read(device) if read is not None else None
+    if not _has_all(properties, _PCI_NAMES):
+        return None
+    domain, bus, number = (int(getattr(properties, name)) for name in _PCI_NAMES)
+    return f"{domain:04x}:{bus:02x}:{number:02x}.0"
+
+
+def can_pin_in_place(tensor: Tensor) -> bool:
+    """Whether host memory may be pinned that is there already: CUDA alone can."""
+    return torch.cuda.is_available() and not isinstance(tensor, FakeTensor)
+
+
 def pin_in_place(tensor: Tensor) -> bool:
-    """Pin host memory that is there already, as long as it lives. Returns whether it is: CUDA alone can."""
-    if not torch.cuda.is_available() or isinstance(tensor, FakeTensor):
+    """Pin host memory that is there already, as long as it lives. Returns whether it is."""
+    if not can_pin_in_place(tensor):
         return False
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     address = tensor.data_ptr()
@@ -78,5 +96,5 @@ def _module(kind: str) -> Any:
     return getattr(torch, kind, None)
 
 
-def _has_all(module: Any, names: tuple[str, ...]) -> bool:
-    return all(hasattr(module, name) for name in names)
+def _has_all(holder: Any, names: tuple[str, ...]) -> bool:
+    return all(hasattr(holder, name) for name in names)

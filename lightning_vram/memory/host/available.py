@@ -45,6 +45,15 @@ def available_host_bytes(root: Path = Path("/")) -> int | None:
     return min(rooms) if rooms else None
 
 
+def free_swap_bytes(root: Path = Path("/")) -> int:
+    """Return what can still be swapped out to a disk, as far as the kernel tells: what is not pinned may go there.
+
+    Args:
+        root: Where ``proc`` and ``sys`` are mounted.
+    """
+    return _meminfo_bytes(root, "SwapFree") or 0
+
+
 def _meminfo_bytes(root: Path, name: str) -> int | None:
     for line in read_text(root / "proc/meminfo").splitlines():
         key, _, value = line.partition(":")

@@ -31,6 +31,7 @@ class OffloadArguments:
     pin_memory: bool | None
     nvme_path: Path | None
     cpu_threads: int | None
+    bind_to_numa_node: bool | None
     narrow_transfers: bool
     state_dict_type: StateDictType
     async_save: bool
@@ -58,7 +59,7 @@ def check_arguments(**given: Any) -> OffloadArguments:
             check_positive_int(f"{NAME}({key})", given[key])
     for key in ("narrow_transfers", "async_save", "verify", "init_on_meta"):
         check_bool(f"{NAME}({key})", given[key])
-    for key in ("pin_memory", "reshard_after_forward"):
+    for key in ("bind_to_numa_node", "pin_memory", "reshard_after_forward"):
         if given[key] is not None:
             check_bool(f"{NAME}({key})", given[key])
     _check_together(given)
@@ -89,6 +90,8 @@ def _check_together(given: dict[str, Any]) -> None:
         )
     if given["pin_memory"] and given["offload"] == "none":
         raise ValueError(f"{NAME}(pin_memory=True) pins what is offloaded, got offload='none'.")
+    if given["bind_to_numa_node"] and given["offload"] == "none":
+        raise ValueError(f"{NAME}(bind_to_numa_node=True) binds threads that step on the host, got offload='none'.")
 
 
 def _choose_reshard(shard: str, reshard_after_forward: Any) -> bool:

@@ -1,17 +1,27 @@
 """The sharded module of a run and its optimizers on the host, from the setup to the teardown."""
 
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from typing_extensions import override
 
+from lightning_vram.core.processes.numa_binding import NumaBinding, bind_to_node_of
 from lightning_vram.core.processes.same_modules import check_same_modules, spread_values
 from lightning_vram.core.surgery.shadow import Shadow
 from lightning_vram.memory.host.cores import cores_of_rank
-from lightning_vram.optimizers.on_host import HostOptimizers
+from lightning_vram.optimizers.on_host import (
+    HostNeeds,
+    HostOptimizers,
+    HostRoom,
+    count_host_needs,
+    count_state_bytes,
+)
+from lightning_vram.private_names.torch.dispatch import detect_fake_mode
 from lightning_vram.strategies.fsdp_offload.checkpointed import CheckpointedStrategy
 from lightning_vram.strategies.fsdp_offload.early_steps import may_clip_late, may_step_early
 from lightning_vram.strategies.fsdp_offload.stand_ins import clip_on_shards, follow_toggles
@@ -35,8 +45,11 @@ class ShardedStrategy(CheckpointedStrategy):
         self._host_optimizers: HostOptimizers | None = None
         self._stand_ins: list[Shadow] = []
         self._has_failed = False
+        self._host_room: HostRoom | None = None  # between the shards and the optimizers
+        self._host_needs = HostNeeds()
+        self._binding: NumaBinding | None = None
 
-    def _shard(self, module: nn.Module) -> None:
+    def _shard(self, module: nn.Module, *, is_stepping_here: bool) -> None:
         arguments = self.arguments
         check_same_modules(module)
         spread_values(module)
@@ -44,23 +57,55 @@ class ShardedStrategy(CheckpointedStrategy):
         if arguments.narrow_transfers and isinstance(self.precision_plugin, MixedPrecision):
             narrow_dtype = _NARROW.get(self.precision_plugin.precision)
         narrow = find_narrow_weights(module, list_islands(module)) if narrow_dtype is not None else set()
+        names = {name for name, parameter in module.named_parameters() if parameter in narrow}
+        plan = plan_sharding_groups(module, arguments.wrap, min_params=arguments.min_params)
+        if is_stepping_here:
+            self._check_room(module, names, narrow_dtype)
         seed = torch.tensor(torch.initial_seed() % 2**31)
         self._sharding = FullSharding(
             module,
             self.device_mesh,
-            plan_sharding_groups(module, arguments.wrap, min_params=arguments.min_params),
+            plan,
             ShardingOptions(
                 on_host=arguments.offload != "none",
                 is_resident=arguments.offload == "optimizer",
                 reshard_after_forward=arguments.reshard_after_forward,
                 pin_memory=self._pins_memory,
                 narrow_dtype=narrow_dtype,
-                narrow={name for name, parameter in module.named_parameters() if parameter in narrow},
+                narrow=names,
                 uninitialized_ok=self._to_load is not None,
                 seed=int(self.broadcast(seed)),
                 num_threads=self._num_threads,
             ),
         )
+
+    def _check_room(self, module: nn.Module, narrow: set[str], narrow_dtype: torch.dtype | None) -> None:
+        """Refuse a module that the host has no room for. What the ranks of an estimate have, this machine has not."""
+        if detect_fake_mode() is not None:
+            return
+        copied = () if self.root_device.type == "cpu" else narrow
+        num_shards = self.device_mesh.size(-1)
+        self._host_needs = count_host_needs(module, num_shards, copied, narrow_dtype)
+        self._host_room = HostRoom(module, self.optimizers, may_swap=not self._pins_memory)
+        self._host_room.check(self._host_needs, **self._room_options)
+
+    def _check_states(self) -> None:
+        """Refuse states of optimizers that the host has no room for beside the rest."""
+        room, self._host_room = self._host_room, None
+        if room is None:
+            return
+        assert self._sharding is not None
+        has_disk = self.arguments.nvme_path is not None
+        states = 0 if has_disk else count_state_bytes(self.optimizers, self._sharding.shards)
+        room.check(replace(self._host_needs, states=states), **self._room_options)
+
+    @property
+    def _room_options(self) -> dict[str, Any]:
+        return {
+            "name": type(self).__name__,
+            "has_disk": self.arguments.nvme_path is not None,
+            "is_spread": self.arguments.shard != "hybrid",
+        }
 
     def _attach(self, trainer: pl.Trainer) -> None:
         assert self._sharding is not None
@@ -81,7 +126,21 @@ class ShardedStrategy(CheckpointedStrategy):
 
     @property
     def _num_threads(self) -> int:
-        return self.arguments.cpu_threads or cores_of_rank(self.num_processes)
+        cores = cores_of_rank(self.num_processes) if self._binding is None else self._binding.num_threads
+        return self.arguments.cpu_threads or cores
+
+    def _bind_to_numa_node(self) -> None:
+        wanted = self.arguments.bind_to_numa_node
+        if wanted is False or detect_fake_mode() is not None:
+            return
+        self._binding = bind_to_node_of(self.root_device, self.num_processes, idle_nodes_ok=wanted is True)
+        if self._binding is not None:
+            rank_zero_info(self._binding.description)
+
+    def _undo_binding(self) -> None:
+        binding, self._binding = self._binding, None
+        if binding is not None:
+            binding.undo()
 
     def _unshard(self) -> None:
         sharding, self._sharding = self._sharding, None

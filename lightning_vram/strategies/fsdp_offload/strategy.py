@@ -85,6 +85,8 @@ class FSDPOffloadStrategy(ShardedStrategy):
         nvme_path: Folder on a fast local disk, where states of optimizers are kept instead of in host memory; they are
             streamed through a few buffers in each step.
         cpu_threads: Threads of a step. By default the cores of this rank, however ``OMP_NUM_THREADS`` is set.
+        bind_to_numa_node: Whether the threads of a rank, and so the host memory they make, are on the NUMA node of its
+            device during a fit. By default they are where each node of the machine has a rank.
         narrow_transfers: Whether mixed precision sends 16 bit where it can. What only later batches do with a weight is
             not seen.
         state_dict_type: ``"full"``: checkpoints are single files, those of a plain run. ``"sharded"``: folders to which
@@ -109,7 +111,8 @@ class FSDPOffloadStrategy(ShardedStrategy):
             ranks cannot be divided as ``shard="hybrid"`` wants it, ``nvme_path`` is no folder, the backend has nothing
             for the host, or a checkpoint does not fit.
         MisconfigurationException: Before training, if the trainer averages or prunes weights.
-        OffloadError: Before training, if there is no room at ``nvme_path``.
+        OffloadError: Before training, if there is no room at ``nvme_path``, or the host has less memory than weights,
+            gradients and states need: with the bytes by kind, and what would fit.
         LostPeerError: In training, if another rank died or hangs.
 
     Example:
@@ -132,6 +135,7 @@ class FSDPOffloadStrategy(ShardedStrategy):
         pin_memory: bool | None = None,
         nvme_path: str | Path | None = None,
         cpu_threads: int | None = None,
+        bind_to_numa_node: bool | None = None,
         narrow_transfers: bool = True,
         state_dict_type: StateDictType = "full",
         async_save: bool = False,
@@ -155,6 +159,7 @@ class FSDPOffloadStrategy(ShardedStrategy):
             pin_memory=pin_memory,
             nvme_path=nvme_path,
             cpu_threads=cpu_threads,
+            bind_to_numa_node=bind_to_numa_node,
             narrow_transfers=narrow_transfers,
             state_dict_type=state_dict_type,
             async_save=async_save,
@@ -199,12 +204,15 @@ class FSDPOffloadStrategy(ShardedStrategy):
         check_layer_drop(module, self.world_size, type(self).__name__)
         with self._named("setup"):
             self.model = self.precision_plugin.convert_module(self.sync_layers(module))
-            self._shard(module)
+            if is_stepping_here:
+                self._bind_to_numa_node()
+            self._shard(module, is_stepping_here=is_stepping_here)
             self._load_module(module)
             self.barrier()
             if trainer.state.fn == TrainerFn.FITTING:
                 self.reset_optimizers()
                 self.setup_optimizers(trainer)
+                self._check_states()
                 on_all_ranks(lambda: self._attach(trainer), "The optimizers could not be set up")
             self.setup_precision_plugin()
         self._turn_off_inference_mode(trainer)
@@ -236,6 +244,7 @@ class FSDPOffloadStrategy(ShardedStrategy):
                 self._store.wait()
             self._unshard()
         finally:
+            self._undo_binding()
             self.precision_plugin.teardown()
             self.cluster_environment.teardown()
             self.accelerator.teardown()

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
+from lightning_vram.core.host.buffers import HostBuffers
 from lightning_vram.core.host.worker import HostWorker
 from lightning_vram.core.surgery.class_swap import mixin_for
 from lightning_vram.private_names.fsdp2.states import (
@@ -80,6 +81,7 @@ class FullSharding:
         self.device = _device_of(mesh)
         self.home = torch.device("cpu") if options.on_host else self.device
         self.pin_memory = options.pin_memory
+        self.buffers = HostBuffers(pin_memory=options.pin_memory)
         self.landing = HostWorker("landing gradients", options.num_threads) if options.on_host else None
         self.groups: list[ShardedGroup] = []
         self.on_landed: Callable[[ShardedGroup], None] | None = None
@@ -130,6 +132,7 @@ class FullSharding:
     def finalized(self, group: ShardedGroup) -> None:
         """The backward is over for ``group``."""
         if group is self.groups[-1]:
+            self.buffers.end_backward()
             self._trial.decide(self._used.settle(self._trial.end_backward()))
             if not self._is_inside:
                 self._trial.end_batch()
@@ -203,6 +206,7 @@ class FullSharding:
             self._whole.restore_rest()
         if self.landing is not None:
             self.landing.stop()
+        self.buffers.close()
         return replaced
 
     # --- how it is done ---

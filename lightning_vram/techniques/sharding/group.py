@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from lightning_vram.core.host.buffers import HostBuffers
 from lightning_vram.core.host.worker import HostWorker, Ticket
 from lightning_vram.private_names.fsdp2.classes import FSDPParamGroup, GroupBase, StateBase
 from lightning_vram.private_names.torch.tensors import base_of
@@ -26,6 +27,7 @@ class GroupOwner(Protocol):
     home: torch.device  # of the shards
     landing: HostWorker | None  # where gradients come from another device
     pin_memory: bool
+    buffers: HostBuffers  # that gradients arrive in
 
     def called(self, group: "ShardedGroup") -> None:
         """``group`` was gathered for a forward that a backward may follow."""
@@ -208,7 +210,7 @@ class ShardedGroup(GroupBase):
             if self.device == self.owner.home:
                 yield from ((parameter, None) for parameter in lane.parameters)
             else:
-                flat = torch.empty(sum(sizes), dtype=lane.transfer_dtype, pin_memory=self.owner.pin_memory)
+                flat = self.owner.buffers.take(sum(sizes), lane.transfer_dtype)
                 yield from zip(lane.parameters, torch.split(flat, sizes), strict=True)
 
     def _land(self, arrivals: Sequence[Arrival], event: torch.Event | None) -> None:

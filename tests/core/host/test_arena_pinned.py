@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_vram.core.host import arena
 from lightning_vram.core.host.arena import make_host_tensor
 
 
@@ -32,6 +33,7 @@ def runtime(monkeypatch) -> SimpleNamespace:
         noted.registered[address] = (nbytes, flags)
         return noted.code
 
+    monkeypatch.setattr(arena, "_warned", [])
     fake = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=noted.freed.append)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
@@ -60,15 +62,19 @@ def test_cuda_is_told_of_exactly_this_memory_until_it_is_freed(runtime, pinned):
     assert runtime.freed == [address]
 
 
-def test_what_cuda_does_not_take_pytorch_pins(runtime, pinned, monkeypatch):
+def test_what_cuda_does_not_take_stays_unpinned_with_one_warning(runtime, pinned, monkeypatch):
     runtime.code = 1
     monkeypatch.setattr(torch, "ones", lambda *shape, device: None)
-    tensor = make_host_tensor(8, torch.float32, pin_memory=True)
-    assert len(pinned) == 1
-    assert tensor is not pinned[0]
-    assert tensor.shape == (8,)
+    with pytest.warns(
+        UserWarning,
+        match=r"^CUDA could not pin 1\.00 MiB of host memory \(cudaHostRegister\): it stays unpinned, and so may what "
+        r"is taken after it\. Copies from and to it do not go on beside the computation\.$",
+    ):
+        tensor = make_host_tensor(2**18, torch.float32, pin_memory=True)
+    assert tensor.shape == (2**18,)
+    assert not pinned
+    make_host_tensor(8, torch.float32, pin_memory=True)  # a warning would be an error
     del tensor
-    pinned.clear()
     gc.collect()
     assert not runtime.freed
 
@@ -94,5 +100,6 @@ def test_no_kernel_is_blamed_for_what_cuda_does_not_take(runtime, pinned, monkey
         raise RuntimeError("CUDA error: out of memory")  # of the call before
 
     monkeypatch.setattr(torch, "ones", launch)
-    make_host_tensor(8, torch.float32, pin_memory=True)
+    with pytest.warns(UserWarning, match=r"^CUDA could not pin 32 B of host memory"):
+        make_host_tensor(8, torch.float32, pin_memory=True)
     assert kernels == ["cuda"]

@@ -12,6 +12,7 @@ from lightning_vram.memory.device.accelerators import (
     has_statistics,
     has_streams,
     is_capturing,
+    pci_address,
     pin_in_place,
     stream_id,
 )
@@ -61,6 +62,24 @@ def test_bfloat16_is_asked_of_the_module(monkeypatch, kind, module, is_native):
 def test_a_machine_without_accelerator_computes_on_its_cpu_and_pins_nothing():
     assert current_kind() == "cpu"
     assert not pin_in_place(torch.zeros(3))
+
+
+@pytest.mark.parametrize(
+    ("kind", "properties", "address"),
+    [
+        ("cpu", None, None),
+        ("cuda", {"pci_domain_id": 1, "pci_bus_id": 0x3B, "pci_device_id": 0}, "0001:3b:00.0"),
+        ("cuda", {"total_memory": 1}, None),
+    ],
+)
+def test_where_a_device_is_on_the_bus(monkeypatch, kind, properties, address):
+    asked = []
+    if properties is not None:
+        read = lambda device: asked.append(device) or SimpleNamespace(**properties)  # noqa: E731
+        monkeypatch.setattr(torch.cuda, "get_device_properties", read)
+    device = torch.device(kind, 3) if properties is not None else torch.device(kind)
+    assert pci_address(device) == address
+    assert asked == ([device] if properties is not None else [])
 
 
 def test_cuda_is_named_where_it_alone_has_the_thing():

@@ -6,7 +6,7 @@ import pytest
 from support.helpers import write_files
 
 from lightning_vram.memory.host import available as host_memory
-from lightning_vram.memory.host.available import available_host_bytes
+from lightning_vram.memory.host.available import available_host_bytes, free_swap_bytes
 from lightning_vram.memory.units import KIB, MIB
 
 MEMINFO = {"proc/meminfo": "MemTotal:  4000 kB\nMemFree:  1 kB\nMemAvailable:    3000 kB\nHugePages_Total: 0\n"}
@@ -21,6 +21,11 @@ def test_this_machine_has_some() -> None:
 def test_without_limits_it_is_the_kernels_estimate(tmp_path: Path) -> None:
     root = write_files(tmp_path, MEMINFO | {"proc/self/cgroup": "0::/user\n", "sys/fs/cgroup/user/memory.max": "max\n"})
     assert available_host_bytes(root) == 3000 * KIB
+
+
+def test_free_swap_is_what_the_kernel_tells(tmp_path: Path) -> None:
+    assert free_swap_bytes(write_files(tmp_path, MEMINFO)) == 0
+    assert free_swap_bytes(write_files(tmp_path, {"proc/meminfo": "SwapTotal: 9 kB\nSwapFree:  7 kB\n"})) == 7 * KIB
 
 
 def test_a_limit_of_a_group_or_of_one_around_it_counts_without_what_is_cache(tmp_path: Path) -> None:

@@ -49,6 +49,11 @@ WRONG = [
         "(pin_memory=True) pins what is offloaded, got offload='none'.",
     ),
     (
+        {"bind_to_numa_node": True, "offload": "none"},
+        ValueError,
+        "(bind_to_numa_node=True) binds threads that step on the host, got offload='none'.",
+    ),
+    (
         {"nvme_path": "/scratch", "offload": "none"},
         ValueError,
         "(nvme_path) holds states of optimizers that step on the host, got offload='none'.",
@@ -63,7 +68,10 @@ WRONG = [
     ({"timeout": True}, ValueError, "(timeout) must be a positive number of seconds or a timedelta, got True."),
     ({"timeout": "10"}, ValueError, "(timeout) must be a positive number of seconds or a timedelta, got '10'."),
 ]
-FLAGS = ["narrow_transfers", "async_save", "verify", "init_on_meta", "pin_memory", "reshard_after_forward"]
+FLAGS = [
+    *("narrow_transfers", "async_save", "verify", "init_on_meta"),
+    *("pin_memory", "reshard_after_forward", "bind_to_numa_node"),
+]
 
 
 @pytest.mark.parametrize(("arguments", "kind", "message"), WRONG, ids=[str(case[0]) for case in WRONG])

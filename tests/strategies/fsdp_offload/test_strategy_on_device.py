@@ -1,6 +1,7 @@
 """``fsdp_offload`` on an accelerator: the same results, what stays on the device, and what crosses the bus."""
 
 import gc
+import weakref
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_vram import LeanMixedPrecision, MicroBatching
+from lightning_vram.core.host import arena
 from lightning_vram.core.host.arena import make_host_tensor
 from lightning_vram.core.processes.clean_exit import leave_group
 from lightning_vram.demos import ByteGPT
@@ -270,3 +272,30 @@ def test_what_is_pinned_is_not_rounded_up():
     assert tensor.is_pinned()
     assert tensor.untyped_storage().nbytes() == 5 * 2**20 + 1
     assert device_module().host_memory_stats().get("allocated_bytes.current", 0) == before  # not torch's, which rounds
+
+
+class Unseen(LitBytes):
+    on_train_batch_end = pl.LightningModule.on_train_batch_end  # there is no state before the first step
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("windows", [1, 2])
+def test_gradients_come_to_memory_of_the_sizes_asked_for_and_used_again(fit, monkeypatch, windows):
+    """The device fails on races, such as memory that is given to the next while a copy is under way."""
+    registered: list[int] = []  # bytes
+
+    def pin(tensor: Tensor) -> bool:
+        address = tensor.data_ptr()
+        device_module().host_register(address, tensor.nbytes)
+        registered.append(tensor.nbytes)
+        weakref.finalize(tensor.untyped_storage(), device_module().host_unregister, address)
+        return True
+
+    monkeypatch.setattr(arena, "pin_in_place", pin)
+    rounded = device_module().host_memory_stats()["allocated_bytes.current"]
+    model = fit(Unseen, "params", accumulate_grad_batches=windows)
+    assert largest_difference(fit(Unseen, None, accumulate_grad_batches=windows), model) < 2e-6
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    asked = 2 * weights + (windows - 1) * 3 * max(registered)  # what is added to gradients is there for a moment
+    assert 2 * weights <= sum(registered) <= 1.02 * asked
+    assert device_module().host_memory_stats()["allocated_bytes.current"] == rounded

@@ -484,10 +484,11 @@ def test_on_its_way_everything_is_in_pinned_memory(mesh, monkeypatch):
         return empty(*args, **kwargs)
 
     def pin(self: Tensor) -> Tensor:
-        pinned.append(self.numel())
+        (pinned if self.dtype != torch.uint8 else buffers).append(self.numel())
         return self
 
     pinned: list[int] = []
+    buffers: list[int] = []  # bytes that gradients arrive in
     monkeypatch.setattr(torch, "empty", make_empty)
     monkeypatch.setattr(Tensor, "pin_memory", pin)
     monkeypatch.setattr(Tensor, "is_pinned", lambda self: self.numel() in pinned)
@@ -497,12 +498,18 @@ def test_on_its_way_everything_is_in_pinned_memory(mesh, monkeypatch):
         narrow = [lane for lane in lanes if lane.dtype != torch.float32]
         assert sorted(pinned) == sorted(lane.shards.numel() for lane in (*lanes, *narrow))
         for _ in range(2):
-            asked.clear()
+            net.zero_grad()
+            plain.zero_grad()
             with narrow_autocast():
                 loss_of(net, batch(0)).backward()
                 loss_of(plain, batch(0)).backward()
-            assert sorted(asked) == sorted(lane.shards.numel() for lane in lanes)
-        assert_same(gradients(net), gradients(plain))
+            assert_same(gradients(net), gradients(plain))
+            widths = [{lane.shards.itemsize, lane.dtype.itemsize} for lane in lanes]  # at first, and then
+            sizes = {lane.shards.numel() * width for lane, both in zip(lanes, widths, strict=True) for width in both}
+            assert set(buffers) <= sizes  # not rounded up
+            assert len(buffers) <= len(lanes)  # and used again
+        assert buffers
+        assert not asked
         assert sorted(pinned) == sorted(lane.shards.numel() for lane in (*lanes, *narrow))  # once and for all
 
 

@@ -1,0 +1,22 @@
+"""Which machine this is, so that processes know with whom they share its memory."""
+
+import os
+import socket
+from contextlib import suppress
+from pathlib import Path
+
+from lightning_vram.memory.host.control_groups import read_text
+
+
+def machine_name(root: Path = Path("/")) -> tuple[str, ...]:
+    """Return the name of the host, and what tells it from others of that name.
+
+    Two containers of one machine are two: each may have a limit of its own.
+
+    Args:
+        root: Where ``proc`` is mounted.
+    """
+    container = ""
+    with suppress(OSError):  # macOS, Windows
+        container = os.readlink(root / "proc/self/ns/mnt")
+    return socket.gethostname(), read_text(root / "proc/sys/kernel/random/boot_id"), container

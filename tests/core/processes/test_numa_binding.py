@@ -1,0 +1,109 @@
+"""A rank is bound to the node of its device where that helps, and told how many threads it has there."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.helpers import write_files
+
+from lightning_vram.core.processes import numa_binding
+from lightning_vram.core.processes.numa_binding import bind_to_node_of
+
+CARD = torch.device("cuda", 0)
+ADDRESSES = ["0000:3b:00.0", "0000:3c:00.0", "0000:d8:00.0", "0000:d9:00.0"]  # two on each node
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A machine of two nodes with 4 cores each."""
+    nodes = {f"sys/devices/system/node/node{n}/cpulist": f"{4 * n}-{4 * n + 3}" for n in range(2)}
+    devices = {f"sys/bus/pci/devices/{a}/numa_node": str(i // 2) for i, a in enumerate(ADDRESSES)}
+    return write_files(tmp_path, nodes | devices)
+
+
+@pytest.fixture
+def bind(monkeypatch: pytest.MonkeyPatch, root: Path) -> Any:
+    """Binds the first of several ranks; returns what it is told, and the cores that its threads are bound to."""
+    bound: list[Any] = []
+    monkeypatch.setattr(
+        numa_binding, "BoundThreads", lambda cores: bound.append(set(cores)) or SimpleNamespace(undo=bound.clear)
+    )
+
+    def bind(devices: list[int | None], own: list[set[int]] | None = None, **options: Any) -> tuple[Any, list[Any]]:
+        bound.clear()
+        own = own or [set(range(8))] * len(devices)
+        claims = []
+        for device, cores in reversed(list(zip(devices, own, strict=True))):
+            address = None if device is None else ADDRESSES[device]
+            monkeypatch.setattr(numa_binding, "pci_address", lambda _, address=address: address)
+            monkeypatch.setattr(numa_binding, "own_cores", lambda cores=cores: frozenset(cores))
+            claims.insert(0, numa_binding._claim(CARD, root))
+        monkeypatch.setattr("lightning_vram.memory.host.cores.os.sched_getaffinity", lambda _: own[0], raising=False)
+        monkeypatch.setattr(numa_binding, "gather_objects", lambda _: claims)
+        return bind_to_node_of(CARD, len(devices), root=root, **options), bound
+
+    return bind
+
+
+def test_ranks_on_both_nodes_share_theirs(bind: Any) -> None:
+    binding, bound = bind([0, 1, 2, 3])
+    assert bound == [{0, 1, 2, 3}]
+    assert binding.num_threads == 2  # as without: 8 cores of 4 ranks
+    where = "rank 0, 1 on node 0; 2, 3 on node 1"
+    assert binding.description == f"Threads and host memory of each rank are on the NUMA node of its device: {where}."
+    binding.undo()
+    assert bound == []
+
+
+def test_a_crowded_node_gives_fewer_threads(bind: Any) -> None:
+    binding, _ = bind([0, 1, 2])
+    assert binding.num_threads == 2
+    binding, _ = bind([2, 0])
+    assert binding.num_threads == 4
+    binding, _ = bind([0, 1, 1, 1, 2])
+    assert binding.num_threads == 1
+
+
+def test_a_node_is_not_left_idle_unless_told_to(bind: Any) -> None:
+    assert bind([0]) == (None, [])
+    assert bind([0, 1]) == (None, [])
+    binding, bound = bind([2], idle_nodes_ok=True)
+    assert bound == [{4, 5, 6, 7}]
+    assert binding.num_threads == 4
+
+
+def test_what_the_job_may_not_use_counts_for_nothing(bind: Any) -> None:
+    binding, bound = bind([0], [{2, 3}])
+    assert (binding, bound) == (None, [])  # it is there already
+    binding, bound = bind([0, 2], [{2, 3, 4}, {2, 3, 4}])
+    assert bound == [{2, 3}]
+    assert binding.num_threads == 1  # 3 cores of 2 ranks
+    assert bind([0], [{4, 5}]) == (None, [])  # no core there may be used
+
+
+def test_ranks_with_cores_of_their_own_have_all_that_are_on_the_node(bind: Any, monkeypatch: Any) -> None:
+    for name, value in {"CPUS_PER_TASK": "3", "STEP_TASKS_PER_NODE": "2", "CPU_BIND_TYPE": "mask_cpu:"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    binding, bound = bind([0, 2], [{0, 1, 4}, {2, 5, 6}])
+    assert bound == [{0, 1}]
+    assert binding.num_threads == 2
+
+
+def test_a_device_that_does_not_tell_is_left_alone(bind: Any, tmp_path: Path) -> None:
+    assert bind([None], idle_nodes_ok=True) == (None, [])
+    assert bind_to_node_of(torch.device("cpu"), 1, idle_nodes_ok=True, root=tmp_path) is None
+
+
+def test_a_machine_of_one_node_is_left_alone(bind: Any, root: Path) -> None:
+    (root / "sys/devices/system/node/node1/cpulist").unlink()
+    assert bind([0], idle_nodes_ok=True) == (None, [])
+
+
+def test_a_system_that_forbids_it_is_left_alone(bind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(cores: set[int]) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(numa_binding, "BoundThreads", refuse)
+    assert bind([0, 2]) == (None, [])

@@ -1,0 +1,36 @@
+"""Processes that share memory have the same machine."""
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+from support.helpers import write_files
+
+from lightning_vram.memory.host.machine import machine_name
+
+
+def write_machine(root: Path, boot: str, container: str) -> Path:
+    (root / "proc/self/ns").mkdir(parents=True)
+    (root / "proc/self/ns/mnt").symlink_to(container)
+    return write_files(root, {"proc/sys/kernel/random/boot_id": f"{boot}\n"})
+
+
+def test_machines_of_one_name_and_containers_of_one_machine_are_told_apart(tmp_path: Path) -> None:
+    roots = [("a", "mnt:[1]"), ("a", "mnt:[2]"), ("b", "mnt:[1]")]
+    names = [machine_name(write_machine(tmp_path / str(i), *root)) for i, root in enumerate(roots)]
+    assert names == [(socket.gethostname(), *root) for root in roots]
+
+
+def test_a_system_that_tells_less_has_a_name(tmp_path: Path) -> None:
+    assert machine_name(tmp_path) == (socket.gethostname(), "", "")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_is_on_this_machine() -> None:
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        os.write(writer, repr(machine_name()).encode())
+        os._exit(0)
+    os.wait()
+    assert os.read(reader, 1000).decode() == repr(machine_name())

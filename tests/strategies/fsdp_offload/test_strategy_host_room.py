@@ -1,0 +1,116 @@
+"""A run that the host has no room for is refused before it is trained: on all ranks, before anything is taken."""
+
+import socket
+from typing import Any
+
+import pytest
+import torch
+from support.helpers import ForkingOffload, TinyGPT
+from support.offload_nets import Fused, Split, leave_group
+
+from lightning_vram import estimate_memory
+from lightning_vram.core.host.arena import OffloadError
+from lightning_vram.demos import ByteGPT
+from lightning_vram.memory.units import format_bytes
+from lightning_vram.optimizers.on_host import host_room
+from lightning_vram.techniques.sharding import FullSharding
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork"),
+]
+WEIGHTS = 4 * sum(p.numel() for p in TinyGPT().parameters())  # bytes, as many as gradients
+
+
+@pytest.fixture(autouse=True)
+def _alone() -> Any:
+    yield
+    leave_group()
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A machine with so much available."""
+
+    def host(available: int) -> None:
+        monkeypatch.setattr(host_room, "available_host_bytes", lambda: available)
+        monkeypatch.setattr(host_room, "free_swap_bytes", lambda: 0)
+
+    return host
+
+
+def message(num_ranks: int, states: int, available: int, advice: str) -> str:
+    needed, margin = 2 * WEIGHTS + states, WEIGHTS + states - (num_ranks - 1) * WEIGHTS
+    states_text = f", states of optimizers {format_bytes(states)}" if states else ""
+    ranks = f" for its {num_ranks} ranks" if num_ranks > 1 else ""
+    return (
+        f"ForkingOffload needs {format_bytes(needed)} of host memory on {socket.gethostname()}{ranks}: weights "
+        f"{format_bytes(WEIGHTS)}, gradients {format_bytes(WEIGHTS)}{states_text}. There are "
+        f"{format_bytes(available + num_ranks * WEIGHTS)}, with what the module has now, of which "
+        f"{format_bytes(margin)} must stay free. {advice}"
+    )
+
+
+def test_weights_and_gradients_are_refused_before_anything_is_sharded(
+    host: Any, make_trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def shard(*_: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(FullSharding, "__init__", shard)
+    host(WEIGHTS)
+    with pytest.raises(OffloadError) as raised:
+        make_trainer(strategy=ForkingOffload(nvme_path="/"), max_steps=1).fit(Fused())
+    assert str(raised.value) == message(
+        1, 0, WEIGHTS, f"It would fit with precision='bf16-true' ({format_bytes(WEIGHTS)})."
+    )
+
+
+class Untrained(Fused):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        raise AssertionError
+
+
+def test_states_are_refused_before_training_and_the_module_is_what_it_was(host: Any, make_trainer: Any) -> None:
+    host(5 * WEIGHTS)  # for gradients and as much again, not for 3 and as much again
+    model, trainer = Untrained(), make_trainer(strategy=ForkingOffload(), max_steps=1)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with pytest.raises(OffloadError) as raised:
+        trainer.fit(model)
+    advice = (
+        f"It would fit with nvme_path='/a/fast/disk' ({format_bytes(2 * WEIGHTS)}), or with precision='bf16-true' "
+        f"({format_bytes(2 * WEIGHTS)}), or with nvme_path='/a/fast/disk' and precision='bf16-true' "
+        f"({format_bytes(WEIGHTS)})."
+    )
+    assert str(raised.value) == message(1, 2 * WEIGHTS, 5 * WEIGHTS, advice)
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), before, strict=True))
+    host(6 * WEIGHTS)
+    make_trainer(strategy=ForkingOffload(), max_steps=1).fit(Fused())
+
+
+def test_states_on_a_disk_need_no_memory(host: Any, make_trainer: Any, tmp_path: Any) -> None:
+    host(2 * WEIGHTS)
+    make_trainer(strategy=ForkingOffload(nvme_path=tmp_path), max_steps=1).fit(Fused())
+
+
+@pytest.mark.parametrize(("arguments", "method"), [({"offload": "none"}, "fit"), ({}, "validate")])
+def test_what_keeps_nothing_more_on_the_host_is_not_refused(
+    host: Any, make_trainer: Any, arguments: dict[str, Any], method: str
+) -> None:
+    host(0)
+    getattr(make_trainer(strategy=ForkingOffload(**arguments), max_steps=1), method)(Fused())
+
+
+def test_an_estimate_is_not_refused_for_the_memory_of_this_machine(host: Any) -> None:
+    host(0)
+    tokens = torch.zeros(2, 33, dtype=torch.int64)
+    model = ByteGPT(num_layers=1, width=16, sequence_length=32)
+    trainer = {"strategy": "fsdp_offload"}
+    estimate = estimate_memory(model, tokens, device="rtx4090", trainer=trainer, devices=2, find_limits=False)
+    assert estimate.fits
+
+
+def test_two_ranks_share_the_host_and_both_refuse(host: Any, make_trainer: Any) -> None:
+    host(WEIGHTS)
+    with pytest.raises(Exception, match=r"OffloadError: ForkingOffload needs .* for its 2 ranks: weights"):
+        make_trainer(strategy=ForkingOffload(), devices=2, max_steps=1).fit(Split())

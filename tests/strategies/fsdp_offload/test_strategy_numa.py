@@ -1,0 +1,90 @@
+"""Threads are bound for the time of a fit, whatever ends it, and only where a user lets them."""
+
+import logging
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.helpers import ForkingOffload, PlantedError, fail_in
+from support.offload_nets import Fused, leave_group
+
+from lightning_vram.core.processes.numa_binding import NumaBinding
+from lightning_vram.memory.host.numa import BoundThreads
+from lightning_vram.strategies.fsdp_offload import sharded
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork"),
+    pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _alone() -> Any:
+    yield
+    leave_group()
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """One whose second node has the device."""
+    noted = SimpleNamespace(before=os.sched_getaffinity(0), asked=[])
+
+    def bind(device: Any, local_world_size: int, *, idle_nodes_ok: bool) -> NumaBinding:
+        noted.asked.append((str(device), local_world_size, idle_nodes_ok))
+        return NumaBinding(BoundThreads({max(noted.before)}), 1, "Rank 0 is on node 1.")
+
+    monkeypatch.setattr(sharded, "bind_to_node_of", bind)
+    return noted
+
+
+class Looking(Fused):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        threads = {int(name): os.sched_getaffinity(int(name)) for name in os.listdir("/proc/self/task")}
+        self.seen.append((self.trainer.strategy._num_threads, *threads.values()))
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(("wanted", "idle_nodes_ok"), [(None, False), (True, True)])
+def test_threads_are_bound_during_the_fit(
+    machine: SimpleNamespace, make_trainer: Any, caplog: Any, wanted: bool | None, idle_nodes_ok: bool
+) -> None:
+    model = Looking()
+    with caplog.at_level(logging.INFO):
+        make_trainer(strategy=ForkingOffload(bind_to_numa_node=wanted), max_steps=1).fit(model)
+    assert machine.asked == [("cpu", 1, idle_nodes_ok)]
+    (num_threads, *cores), *_ = model.seen
+    assert num_threads == 1
+    assert set(map(tuple, cores)) == {(max(machine.before),)}
+    assert [record.message for record in caplog.records].count("Rank 0 is on node 1.") == 1
+    assert os.sched_getaffinity(0) == machine.before
+
+
+def test_threads_are_let_go_after_an_error(machine: SimpleNamespace, make_trainer: Any) -> None:
+    fail_in(Looking(), "training_step", make_trainer(strategy=ForkingOffload(), max_steps=1))
+    assert machine.asked
+    assert os.sched_getaffinity(0) == machine.before
+
+
+class Failing(Fused):
+    def configure_optimizers(self) -> Any:
+        raise PlantedError
+
+
+def test_threads_are_let_go_after_an_error_in_the_setup(machine: SimpleNamespace, make_trainer: Any) -> None:
+    with pytest.raises(PlantedError):
+        make_trainer(strategy=ForkingOffload(), max_steps=1).fit(Failing())
+    assert machine.asked
+    assert os.sched_getaffinity(0) == machine.before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "method"),
+    [({"bind_to_numa_node": False}, "fit"), ({"offload": "none"}, "fit"), ({}, "validate")],
+)
+def test_threads_are_left_alone(
+    machine: SimpleNamespace, make_trainer: Any, arguments: dict[str, Any], method: str
+) -> None:
+    getattr(make_trainer(strategy=ForkingOffload(**arguments), max_steps=1), method)(Fused())
+    assert machine.asked == []
