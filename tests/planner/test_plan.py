@@ -5,6 +5,7 @@ import re
 import lightning.pytorch as pl
 import pytest
 import torch
+from support.plans import plan_of
 
 from lightning_vram import DeviceSpec, plan_memory
 from lightning_vram.demos import ByteGPT
@@ -29,6 +30,11 @@ def test_what_fits_is_left_as_it_is(device):
     assert plan.runners_up == ()
     assert plan.trainer_kwargs() == {"precision": "bf16-mixed"}
     assert "trainer: {}" in plan.to_yaml()
+
+
+def test_runners_up_are_what_else_fits_the_fastest_first():
+    found = [(one.needed_bytes // MIB, round(1000 * one.seconds)) for one in plan_of().runners_up]
+    assert found == [(1990, 120), (1985, 121), (1000, 135), (1100, 140), (1500, 150), (700, 180)]
 
 
 @pytest.mark.slow
