@@ -74,6 +74,11 @@ def test_weights_on_the_host_where_they_do_not_fit_the_card():
     assert type(plan.trainer_kwargs()["strategy"]).__name__ == "FSDPOffloadStrategy"
 
 
+@pytest.mark.parametrize(("budget", "num_bytes"), [(0.5, 4 * GIB), (None, 8 * GIB), ("auto", 8 * GIB)])
+def test_a_budget_may_be_a_share_or_all_of_the_device(budget, num_bytes):
+    assert plan_memory(make(), TOKENS, device=CARD, budget=budget).budget_bytes == num_bytes
+
+
 def test_what_is_being_done_is_told():
     told = []
     plan_memory(make(), TOKENS, device="cpu", on_progress=lambda stage, done: told.append((stage, done)))
@@ -87,6 +92,9 @@ def test_what_is_being_done_is_told():
         ({"allow": "most"}, ValueError, "plan_memory(allow) must be one of 'exact', 'lossless', 'any', got 'most'."),
         ({"budget": "9GiB"}, ValueError, "plan_memory(budget) must be at most the 8.00 GiB that card has, got '9GiB'."),
         ({"budget": "much"}, ValueError, "plan_memory(budget)"),
+        ({"budget": 0}, ValueError, "plan_memory(budget) must be above 0, got 0."),
+        ({"budget": 1.5}, ValueError, "plan_memory(budget) as a share of the device must be above 0 and at most 1"),
+        ({"budget": [1]}, TypeError, "plan_memory(budget) must be 'auto', bytes, text such as '20GiB', or a share"),
         ({"devices": 0}, ValueError, "plan_memory(devices)"),
         ({"trainer": {"colour": 1}}, TypeError, "takes the arguments of Trainer, got 'colour'"),
     ],
