@@ -9,6 +9,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LightningArgumentParser
 from rich.console import RenderableType
 
+from lightning_vram.memory.estimate.device_spec import DeviceSpec
 from lightning_vram.report.estimate import ShownEstimate, check_plot_path, estimate_table
 
 ESTIMATE = "estimate"
@@ -34,7 +35,7 @@ class EstimateQuestion:
         text = "File for the picture of the step: .png, .svg, .pdf or .html."
         parser.add_argument("--plot", type=str | None, default=None, help=text)
 
-    def check(self, config: Namespace) -> None:
+    def check(self, config: Namespace, spec: DeviceSpec) -> None:
         """Refuse what no picture can be written to."""
         if config.plot is not None:
             check_plot_path(Path(config.plot))

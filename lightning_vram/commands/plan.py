@@ -14,7 +14,8 @@ from rich.console import RenderableType
 
 from lightning_vram.commands.parser import PROGRAM
 from lightning_vram.commands.question import OPTIONS
-from lightning_vram.memory.units import parse_bytes
+from lightning_vram.memory.estimate.device_spec import DeviceSpec
+from lightning_vram.planner.plan import budget_bytes_of, level_of
 from lightning_vram.report.pictures import check_picture_path
 from lightning_vram.report.plan import ShownPlan, plan_table
 
@@ -22,7 +23,11 @@ PLAN = "plan"
 _MARK = f"# Made by `{PROGRAM} {PLAN}`. Run: "
 _EXAMPLE = "lean.yaml"
 _OWN_OPTIONS: dict[str, tuple[Any, Any, str]] = {
-    "budget": (int | str | None, None, "What the run may need of the device, as 24GiB. By default all that it has."),
+    "budget": (
+        int | float | str | None,
+        None,
+        "What the run may need of the device, as 24GiB, or a share of it, as 0.5. By default all that it has.",
+    ),
     "allow": (
         str,
         "exact",
@@ -31,7 +36,7 @@ _OWN_OPTIONS: dict[str, tuple[Any, Any, str]] = {
     "plot": (
         str | None,
         None,
-        "File for the picture of memory over time: .png, .svg or .pdf. By default beside the plan (extra plots).",
+        "File for the picture of memory against step time: .png, .svg or .pdf. By default beside the plan.",
     ),
 }
 _OUTPUT = ("-o", "--output")
@@ -62,10 +67,10 @@ class PlanQuestion:
             parser.add_argument(f"--{name}", type=kind, default=default, help=text)
         parser.add_argument(*_OUTPUT, type=str | None, default=None, help="File for the plan, a configuration.")
 
-    def check(self, config: Namespace) -> None:
-        """Refuse a budget that is none, and files that cannot be written."""
-        if config.budget is not None:
-            parse_bytes(config.budget, "budget")
+    def check(self, config: Namespace, spec: DeviceSpec) -> None:
+        """Refuse a budget that is none, results that nobody knows, and files that cannot be written."""
+        budget_bytes_of("--budget", config.budget, spec)
+        level_of("--allow", config.allow)
         if config.plot is not None:
             check_picture_path(Path(config.plot))
         if config.output is not None:
@@ -85,7 +90,7 @@ class PlanQuestion:
         assert self._plan is not None  # it was asked for
         yield plan_table(self._plan)
         if self._plot is not None:
-            yield f"\n{self._plot}: memory over time, drawn."
+            yield f"\n{self._plot}: memory against step time, drawn."
         if self._output is not None:
             yield f"\n{self._output}: the plan. Run: {self._command()}"
         elif self._plan.is_needed:

@@ -19,6 +19,7 @@ from typing_extensions import override
 from lightning_vram.commands.batch import make_batch
 from lightning_vram.commands.offline import NoDownloads
 from lightning_vram.commands.parser import PARSER_MODE, PROGRAM, CommandParser
+from lightning_vram.estimation.estimate import spec_of
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
 from lightning_vram.memory.estimate.known_devices import find_device
 from lightning_vram.memory.estimate.untouched import UntouchedWeights
@@ -57,8 +58,13 @@ class Question(Protocol):
     def add_arguments(self, parser: LightningArgumentParser) -> None:
         """Add options beside those of all questions."""
 
-    def check(self, config: Namespace) -> None:
-        """Refuse options before anything is made, which takes long."""
+    def check(self, config: Namespace, spec: DeviceSpec) -> None:
+        """Refuse options before anything is made, which takes long.
+
+        Args:
+            config: All options.
+            spec: Of the device that is meant.
+        """
 
     def ask(self, config: Namespace, module: LightningModule, batch: Any, **arguments: Any) -> None:
         """Find the answer.
@@ -125,7 +131,7 @@ class QuestionCLI(LightningCLI):
         self._device = config.device
         if config.device_memory is not None:
             self._device = _describe(config.device, parse_bytes(config.device_memory, "device_memory"))
-        self._question.check(config)
+        self._question.check(config, spec_of(self._device))
         if config.batch.shape is not None:
             self._batch = make_batch(config.batch.shape, config.batch.dtype, config.batch.high)
         if config.precision is not None:

@@ -10,6 +10,7 @@ import torch
 from lightning_vram.argument_checks import check_positive_int
 from lightning_vram.estimation.batches import batch_size_of, first_batch
 from lightning_vram.estimation.estimate import spec_of
+from lightning_vram.estimation.running_trainer import AUTO, check_limit
 from lightning_vram.estimation.stages import needed_bytes
 from lightning_vram.estimation.step_time import bus_bytes_per_s
 from lightning_vram.estimation.traced_fit import STEP, FitRun, trace_fit
@@ -115,7 +116,7 @@ def plan_memory(  # noqa: PLR0913 - by name
     batch: Any = None,
     *,
     device: str | torch.device | DeviceSpec,
-    budget: int | str | None = None,
+    budget: int | float | str | None = None,
     allow: str = "exact",
     trainer: Mapping[str, Any] | None = None,
     datamodule: pl.LightningDataModule | None = None,
@@ -129,7 +130,8 @@ def plan_memory(  # noqa: PLR0913 - by name
         module: Any LightningModule, with weights or on the ``meta`` device.
         batch: As for :func:`lightning_vram.estimate_memory`.
         device: As there.
-        budget: Bytes of the device, as ``"24GiB"``. ``None``: all that it has.
+        budget: Bytes of the device, as ``"24GiB"``, or a share of it between 0 and 1. ``None``, ``"auto"``: all that
+            it has.
         allow: ``"exact"``: weights are those of the run as it is, to the bit. ``"lossless"``: in exact arithmetic.
             ``"any"``: gradients may differ by a bounded error.
         trainer: Arguments of the Trainer. Parts of the package among them are kept.
@@ -141,16 +143,14 @@ def plan_memory(  # noqa: PLR0913 - by name
     Raises:
         PlanError: If nothing fits. It says what would be the least.
         TypeError: If an argument is of a wrong kind.
-        ValueError: If ``allow`` is none of the three, or for the reasons of ``estimate_memory``.
+        ValueError: If ``allow`` is none of the three, ``budget`` is no size above 0, no share or more than the device
+            has, or for the reasons of ``estimate_memory``.
     """
     check_positive_int("plan_memory(devices)", devices)
     check_positive_int("plan_memory(num_nodes)", num_nodes)
     spec, own = spec_of(device), dict(trainer or {})
     level = level_of("plan_memory(allow)", allow)
-    budget_bytes = spec.memory_bytes if budget is None else parse_bytes(budget, "plan_memory(budget)")
-    if budget_bytes > spec.memory_bytes:
-        has = format_bytes(spec.memory_bytes)
-        raise ValueError(f"plan_memory(budget) must be at most the {has} that {spec.name} has, got {budget!r}.")
+    budget_bytes = budget_bytes_of("plan_memory(budget)", budget, spec)
     batch = first_batch(module, datamodule) if batch is None else batch
     run = FitRun(own, None if spec.name == _HOST else spec, num_ranks=devices * num_nodes, with_times=True)
     steps = TracedSteps(module, batch, run, on_progress)
@@ -167,6 +167,30 @@ def level_of(name: str, allow: object) -> Exactness:
     if not isinstance(allow, str) or allow not in LEVELS:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, LEVELS))}, got {allow!r}.")
     return LEVELS[allow]
+
+
+def budget_bytes_of(name: str, budget: int | float | str | None, spec: DeviceSpec) -> int:
+    """Return what there is of a device.
+
+    Args:
+        name: Of the argument, as the user wrote it.
+        budget: Bytes, or a share of the device; ``None``, ``"auto"``: all of it.
+        spec: Of the device.
+
+    Raises:
+        TypeError: If it is of a wrong kind.
+        ValueError: If it is no size above 0, no share, or more than there is.
+    """
+    if budget is None or budget == AUTO:
+        return spec.memory_bytes
+    check_limit(name, budget)
+    if isinstance(budget, float):
+        return int(budget * spec.memory_bytes)
+    budget_bytes = parse_bytes(budget, name)
+    if budget_bytes > spec.memory_bytes:
+        has = format_bytes(spec.memory_bytes)
+        raise ValueError(f"{name} must be at most the {has} that {spec.name} has, got {budget!r}.")
+    return budget_bytes
 
 
 def find_plan(steps: "TracedSteps", budget_bytes: int, remedies: Remedies, level: Exactness) -> MemoryPlan:

@@ -3,11 +3,13 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import starmap
 from textwrap import indent
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
+from lightning_vram.planner.argument_notes import ARGUMENT_NOTES
 from lightning_vram.planner.parts import Exactness, Part
 
 
@@ -51,7 +53,8 @@ class Scheme:
     def to_yaml(self, comments: Sequence[str] = ()) -> str:
         """Return the section of a configuration for LightningCLI, each part under what is said of it.
 
-        Callbacks and plugins are appended (``callbacks+``) to those of the files before it.
+        Behind arguments stands what they save and cost. Callbacks and plugins are appended (``callbacks+``) to those of
+        the files before it.
 
         Args:
             comments: What else to say of each part, beside its note: a sentence, or nothing.
@@ -66,14 +69,27 @@ class Scheme:
 
 
 def _text_of(part: Part, comment: str) -> str:
-    entry: Any = {"class_path": part.class_path}
+    text = _dump({"class_path": part.class_path})
     if part.init_args:
-        entry["init_args"] = dict(part.init_args)
-    entry = entry if part.place == "strategy" else [entry]
-    text: str = yaml.safe_dump(entry, sort_keys=False, default_flow_style=False, width=math.inf, allow_unicode=True)
+        text += "init_args:\n" + indent("".join(starmap(_argument, part.init_args.items())), "  ")
+    if part.place != "strategy":
+        text = "- " + indent(text, "  ").removeprefix("  ")
     note = part.note[:1].upper() + part.note[1:] + "." if part.note else ""
     words = " ".join(filter(None, (note, comment)))
     return indent((f"# {words}\n" if words else "") + text, " " * 4)
+
+
+def _argument(name: str, value: Any) -> str:
+    """Write one with what it saves and costs: behind it, or behind its name if it takes several lines."""
+    text, note = _dump({name: value}), ARGUMENT_NOTES.get(name)
+    first, _, rest = text.partition("\n")
+    has_room = not rest or first == f"{name}:"  # else it is in the middle of a text
+    return f"{first}  # {note}\n{rest}" if note and has_room else text
+
+
+def _dump(value: Mapping[str, Any]) -> str:
+    text: str = yaml.safe_dump(value, sort_keys=False, default_flow_style=False, width=math.inf, allow_unicode=True)
+    return text
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -88,7 +88,7 @@ def test_the_table_the_file_to_paste_and_how_to_run_it_are_printed(asked, capsys
     command = "lightning-vram fit --config=my.yaml --trainer.max_steps=3 --config lean.yaml"
     out = "\n".join(line.rstrip() for line in out.split("\n"))
     assert out.startswith(f"{plan_of()}\n\n# Made by `lightning-vram plan`. Run: {command}\n# ")
-    assert "\n        budget: 950MiB\n" in out
+    assert "\n        budget: 950MiB  # for activations on the device" in out
     assert out.endswith(f"\nSave this as lean.yaml, or add -o lean.yaml, and run: {command}\n")
     assert "a step with nothing" not in err  # not a terminal
 
@@ -99,7 +99,7 @@ def test_a_file_and_a_picture_are_written(asked, capsys):
     out = capsys.readouterr().out
     assert "callbacks" not in out
     assert out.endswith(
-        "\nplan.png: memory over time, drawn.\n"
+        "\nplan.png: memory against step time, drawn.\n"
         "\nlean.yaml: the plan. Run: lightning-vram fit --config=my.yaml --config lean.yaml\n"
     )
     assert Path("plan.png").read_bytes()[:4] == b"\x89PNG"
@@ -113,7 +113,7 @@ def test_a_file_and_a_picture_are_written(asked, capsys):
 def test_the_picture_lies_beside_the_plan(asked, capsys):
     pytest.importorskip("matplotlib", reason="the extra plots")
     main(["plan", write("my.yaml"), *DEVICE, "-o", "lean.yaml"])
-    assert "\nlean.png: memory over time, drawn.\n" in capsys.readouterr().out
+    assert "\nlean.png: memory against step time, drawn.\n" in capsys.readouterr().out
     assert Path("lean.png").read_bytes()[:4] == b"\x89PNG"
 
 
@@ -156,8 +156,17 @@ def test_where_nothing_fits_there_is_one_line(monkeypatch, capsys):
         ([], "--device is missing: the device to plan for, as in --device rtx4090."),
         (
             [*DEVICE, "--budget=much"],
-            "budget must be a number and one of B, KiB, MiB, GiB, TiB, kB, MB, GB, TB, got 'much'.",
+            "--budget must be a number and one of B, KiB, MiB, GiB, TiB, kB, MB, GB, TB, got 'much'.",
         ),
+        ([*DEVICE, "--budget=0"], "--budget must be above 0, got 0."),
+        (
+            [*DEVICE, "--budget=-5GiB"],
+            "--budget must be a number and one of B, KiB, MiB, GiB, TiB, kB, MB, GB, TB, got '-5GiB'.",
+        ),
+        ([*DEVICE, "--budget", "-5GiB"], "argument --budget: expected one argument"),
+        ([*DEVICE, "--budget=1.5"], "--budget as a share of the device must be above 0 and at most 1, got 1.5."),
+        ([*DEVICE, "--budget=90GiB"], "--budget must be at most the 79.18 GiB that H100 SXM has, got '90GiB'."),
+        ([*DEVICE, "--allow=all"], "--allow must be one of 'exact', 'lossless', 'any', got 'all'."),
         ([*DEVICE, "--plot=plan.html"], "plot(path) must end in one of .png, .svg, .pdf, got 'plan.html'."),
         ([*DEVICE, "-o=no/lean.yaml"], "--output: there is no folder 'no'."),
         ([*DEVICE, "--nope=1"], "unrecognized arguments: --nope=1"),
@@ -168,10 +177,20 @@ def test_bad_input_is_one_line(arguments, message, asked, capsys):
     assert asked == {}
 
 
-def test_what_results_may_be_is_checked_by_the_planner(capsys):
-    assert fail([QUICKSTART, *DEVICE, "--allow=all"], capsys) == (
-        "plan_memory(allow) must be one of 'exact', 'lossless', 'any', got 'all'."
-    )
+def test_bad_input_is_refused_before_the_module_is_made(asked, monkeypatch, capsys):
+    def fails(*args, **kwargs):
+        raise AssertionError
+
+    for name in ("ByteGPT", "SourceText"):
+        monkeypatch.setattr(getattr(lightning_vram.demos, name), "__init__", fails)
+    for arguments in (["--budget=0"], ["--allow=all"], ["--budget=90GiB"]):
+        assert fail([QUICKSTART, *DEVICE, *arguments], capsys).startswith(arguments[0].partition("=")[0])
+    assert fail([QUICKSTART, "--device=voodoo"], capsys).startswith("device 'voodoo' is not known. ")
+
+
+def test_a_budget_may_be_a_share(asked):
+    main(["plan", QUICKSTART, *DEVICE, "--budget=0.5"])
+    assert asked["budget"] == 0.5
 
 
 def test_a_picture_without_matplotlib_is_one_line_before_the_work(asked, monkeypatch, capsys):

@@ -5,6 +5,7 @@ import re
 import lightning.pytorch as pl
 import pytest
 import torch
+from support.plans import plan_of
 
 from lightning_vram import DeviceSpec, plan_memory
 from lightning_vram.demos import ByteGPT
@@ -29,6 +30,11 @@ def test_what_fits_is_left_as_it_is(device):
     assert plan.runners_up == ()
     assert plan.trainer_kwargs() == {"precision": "bf16-mixed"}
     assert "trainer: {}" in plan.to_yaml()
+
+
+def test_runners_up_are_what_else_fits_the_fastest_first():
+    found = [(one.needed_bytes // MIB, round(1000 * one.seconds)) for one in plan_of().runners_up]
+    assert found == [(1990, 120), (1985, 121), (1000, 135), (1100, 140), (1500, 150), (700, 180)]
 
 
 @pytest.mark.slow
@@ -68,6 +74,11 @@ def test_weights_on_the_host_where_they_do_not_fit_the_card():
     assert type(plan.trainer_kwargs()["strategy"]).__name__ == "FSDPOffloadStrategy"
 
 
+@pytest.mark.parametrize(("budget", "num_bytes"), [(0.5, 4 * GIB), (None, 8 * GIB), ("auto", 8 * GIB)])
+def test_a_budget_may_be_a_share_or_all_of_the_device(budget, num_bytes):
+    assert plan_memory(make(), TOKENS, device=CARD, budget=budget).budget_bytes == num_bytes
+
+
 def test_what_is_being_done_is_told():
     told = []
     plan_memory(make(), TOKENS, device="cpu", on_progress=lambda stage, done: told.append((stage, done)))
@@ -81,6 +92,9 @@ def test_what_is_being_done_is_told():
         ({"allow": "most"}, ValueError, "plan_memory(allow) must be one of 'exact', 'lossless', 'any', got 'most'."),
         ({"budget": "9GiB"}, ValueError, "plan_memory(budget) must be at most the 8.00 GiB that card has, got '9GiB'."),
         ({"budget": "much"}, ValueError, "plan_memory(budget)"),
+        ({"budget": 0}, ValueError, "plan_memory(budget) must be above 0, got 0."),
+        ({"budget": 1.5}, ValueError, "plan_memory(budget) as a share of the device must be above 0 and at most 1"),
+        ({"budget": [1]}, TypeError, "plan_memory(budget) must be 'auto', bytes, text such as '20GiB', or a share"),
         ({"devices": 0}, ValueError, "plan_memory(devices)"),
         ({"trainer": {"colour": 1}}, TypeError, "takes the arguments of Trainer, got 'colour'"),
     ],

@@ -7,7 +7,9 @@ import pytest
 import yaml
 
 from lightning_vram import ActivationCheckpointing, EmptyCache, FSDPOffloadStrategy
+from lightning_vram.planner.argument_notes import ARGUMENT_NOTES
 from lightning_vram.planner.parts import Exactness, Part
+from lightning_vram.planner.remedies import remedies_for
 from lightning_vram.planner.scheme import Scheme
 
 CHECKPOINTING = Part("lightning_vram.ActivationCheckpointing", {"budget": "1GiB", "layers": "auto"}, note="saves much")
@@ -36,16 +38,16 @@ trainer:
   strategy:
     class_path: lightning_vram.FSDPOffloadStrategy
     init_args:
-      offload: optimizer
+      offload: optimizer  # optimizer: states are on the host; params: weights, too, which saves more and copies more
   callbacks+:
     # Saves much. At a price.
     - class_path: lightning_vram.ActivationCheckpointing
       init_args:
-        budget: 1GiB
+        budget: 1GiB  # for activations on the device: more recomputes less, and takes as much more memory
         layers: auto
     - class_path: lightning_vram.MicroBatching
       init_args:
-        size: 2
+        size: 2  # samples at once: fewer take less memory and more time
 """
 
 
@@ -80,10 +82,22 @@ def test_the_file_says_what_each_part_does_and_what_is_known_of_it():
 )
 def test_values_are_read_as_they_were(value):
     for place in ("callbacks", "strategy"):
-        text = Scheme((Part("a.B", {"first": value, "second": 2}, place=place, note="n"),)).to_yaml(("s",))
+        text = Scheme((Part("a.B", {"budget": value, "second": 2}, place=place, note="n"),)).to_yaml(("s",))
         (found,) = yaml.safe_load(text)["trainer"].values()
         part = found if place == "strategy" else found[0]
-        assert part == {"class_path": "a.B", "init_args": {"first": value, "second": 2}}
+        assert part == {"class_path": "a.B", "init_args": {"budget": value, "second": 2}}
+
+
+def test_each_argument_that_a_plan_may_give_has_a_note():
+    found = remedies_for({"precision": "bf16-mixed"}, Exactness.ANY, on_card=True)
+    parts = [*found.singles, *found.free, *(part for states in found.states for part in states.parts)]
+    given = {name for part in parts for name in part.init_args} | {"budget", "remedies", "offload_bytes", "size"}
+    assert given == set(ARGUMENT_NOTES)
+    value = {name: ["recompute", "offload"] if name == "remedies" else 1 for name in given}
+    lines = Scheme((Part("a.B", value),)).to_yaml().splitlines()
+    arguments = [line for line in lines[lines.index("      init_args:") + 1 :] if ":" in line]
+    assert sorted(line.partition("  # ")[2] for line in arguments) == sorted(ARGUMENT_NOTES.values())
+    assert yaml.safe_load("\n".join(lines))["trainer"]["callbacks+"][0]["init_args"] == value
 
 
 def test_names_are_short():
