@@ -127,7 +127,7 @@ def plan_memory(  # noqa: PLR0913 - by name
 
     Args:
         module: Any LightningModule, with weights or on the ``meta`` device.
-        batch: As for :func:`lightning_vram.estimate_memory`.
+        batch: As for :func:`lightning_vram.estimate_memory`. Where batches differ, the largest.
         device: As there.
         budget: Bytes of the device, as ``"24GiB"``. ``None``: all that it has.
         allow: ``"exact"``: weights are those of the run as it is, to the bit. ``"lossless"``: in exact arithmetic.
