@@ -64,6 +64,17 @@ def with_sequence_length(batch: Any, old: int, new: int) -> Any:
     return _reshape(batch, lambda shape: (*shape[:1], *(new if length == old else length for length in shape[1:])))
 
 
+def count_elements(batch: Any) -> int:
+    """Return how many numbers are in the tensors of a batch."""
+    return sum(tensor.numel() for tensor in _tensors(batch))
+
+
+def largest_shape(batch: Any) -> list[int]:
+    """Return the shape of the tensor of a batch that has the most elements; of none, an empty one."""
+    shapes = [tensor.shape for tensor in _tensors(batch) if not tensor.is_nested]
+    return list(max(shapes, key=torch.Size.numel, default=()))
+
+
 def map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Return a batch with other tensors, in new containers of the same kinds."""
     if isinstance(batch, Tensor):

@@ -128,7 +128,7 @@ def plan_memory(  # noqa: PLR0913 - by name
 
     Args:
         module: Any LightningModule, with weights or on the ``meta`` device.
-        batch: As for :func:`lightning_vram.estimate_memory`.
+        batch: As for :func:`lightning_vram.estimate_memory`. Where batches differ, the largest.
         device: As there.
         budget: Bytes of the device, as ``"24GiB"``, or a share of it between 0 and 1. ``None``, ``"auto"``: all that
             it has.

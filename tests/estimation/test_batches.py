@@ -10,7 +10,9 @@ from torch.utils.data import DataLoader
 
 from lightning_vram.estimation.batches import (
     batch_size_of,
+    count_elements,
     first_batch,
+    largest_shape,
     sequence_length_of,
     with_batch_size,
     with_sequence_length,
@@ -28,6 +30,13 @@ def test_the_size_of_a_batch_is_that_of_its_tensors():
     assert batch_size_of(TOKENS) == 4
     assert batch_size_of((torch.zeros(3, 2), torch.zeros(3))) == 3
     assert batch_size_of((torch.zeros(3, 2), torch.zeros(5))) is None
+
+
+def test_the_elements_of_a_batch_are_those_of_all_its_tensors():
+    assert count_elements(TOKENS) == 4 * 16 + 4 * 16 * 16 + 1
+    assert largest_shape(TOKENS) == [4, 1, 16, 16]
+    assert count_elements(["text", None]) == 0
+    assert largest_shape(["text", None]) == []
 
 
 def test_a_batch_of_another_size_has_other_shapes_and_no_memory():

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_vram.callbacks.hook_points import AroundStep, Depth
 from lightning_vram.core.layers.selection import Layer
@@ -76,6 +76,18 @@ class CompiledLayersBudget:
             f"{self._title} lets compiled code keep {best:.3f} of what the compiler would keep: "
             f"{format_bytes(kept[best])} for the backward, {kept[best] / self._budget_bytes:.0%} of the budget. "
             f"Tried: {points}."
+        )
+        if not self._technique.is_close:
+            rank_zero_warn(f"{self._title} is not met within 3 %: {self._gap()}")
+
+    def _gap(self) -> str:
+        kept, best, above = self._technique.kept_bytes, self._technique.best, self._technique.next_above
+        below = f"a share of {best:.3f} keeps {format_bytes(kept[best])}, and is taken"
+        if above is None:
+            return f"{below}; no larger one was tried."
+        return (
+            f"{below}; one of {above:.3f} keeps {format_bytes(kept[above])}. The compiler keeps whole tensors, and "
+            "groups of them: those budgets can be met, and those of a model with more layers."
         )
 
     def remove(self) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from typing_extensions import override
@@ -14,9 +15,10 @@ from lightning_vram.argument_checks import check_bool
 from lightning_vram.callbacks.auto_vram.decision import Decision, can_run_again, decide, tighter
 from lightning_vram.callbacks.auto_vram.first_steps import FirstSteps, Took, better
 from lightning_vram.callbacks.auto_vram.parts import PlannedParts
-from lightning_vram.callbacks.auto_vram.words import NAME, correction_line, relief_note, tighter_line
+from lightning_vram.callbacks.auto_vram.words import NAME, correction_line, larger_line, relief_note, tighter_line
 from lightning_vram.callbacks.hook_points import Relief, check_trainer, rank_timeout
 from lightning_vram.core.processes.agreement import RankAgreement
+from lightning_vram.estimation.batches import count_elements, largest_shape
 from lightning_vram.estimation.running_trainer import AUTO, check_limit, decide_together, limit_bytes
 from lightning_vram.memory.device.allocator import has_cache
 from lightning_vram.planner.parts import Exactness, Part
@@ -25,15 +27,17 @@ from lightning_vram.planner.remedies import CHECKPOINTING
 from lightning_vram.planner.scheme import Scheme
 
 _BUDGET = f"{NAME}(budget)"
+_FIRST_BATCHES = 8
+_TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
 class AutoVRAM(Callback):
     """Find what makes a fit fit, at the least cost, and do it.
 
-    At the start of ``fit`` steps of this very Trainer run on tensors without memory, with this module and its first
-    batch: as they are, and with parts of this package. The fastest way that fits is taken, and told in a table. A run
-    that fits as it is stays as it is. Parts that the user has chosen are kept, and planned around. After the fit the
-    Trainer and the module are what they were.
+    At the start of ``fit`` steps of this very Trainer run on tensors without memory, with this module and the largest
+    of its first 8 batches: as they are, and with parts of this package. The fastest way that fits is taken, and told
+    in a table. A run that fits as it is stays as it is. Parts that the user has chosen are kept, and planned around.
+    After the fit the Trainer and the module are what they were. A later batch that is larger is told once.
 
     Where memory runs out in spite of the plan, on one device and with automatic optimization, the state before the
     step is brought back, the plan is made tighter, and the step runs again.
@@ -80,6 +84,7 @@ class AutoVRAM(Callback):
         self._decision: Decision | None = None
         self._parts: PlannedParts | None = None
         self._first_steps: FirstSteps | None = None
+        self._most_elements: int | None = None  # of batches that nobody has to be told of
 
     @property
     def scheme(self) -> Scheme | None:
@@ -102,11 +107,13 @@ class AutoVRAM(Callback):
             limit,
             rank_timeout(trainer),
             lambda read: decide(read, self._level, guards, has_budget=limit is not None),
+            num_batches=_FIRST_BATCHES,
         )
         if decision.kind == "error":
             raise MisconfigurationException(decision.message)
         (rank_zero_info if decision.kind == "info" else rank_zero_warn)(decision.message)
         self._decision = decision
+        self._most_elements = None if _changes_batches(trainer) else decision.num_elements
         self.budget_bytes = decision.budget_bytes or None
         if decision.taken is not None:
             scheme = decision.taken.scheme
@@ -127,6 +134,9 @@ class AutoVRAM(Callback):
     ) -> None:
         if self._first_steps is not None:
             self._first_steps.begin_batch()
+        if self._most_elements is not None and count_elements(batch) > self._most_elements:
+            self._most_elements = None  # said once
+            rank_zero_warn(larger_line(largest_shape(batch)))
 
     @override
     def on_train_batch_end(
@@ -193,6 +203,12 @@ class AutoVRAM(Callback):
             return False
         rank_zero_warn(tighter_line(scheme))
         return True
+
+
+def _changes_batches(trainer: pl.Trainer) -> bool:
+    """Whether hooks may make other batches of what the loaders give, which is what was looked at."""
+    owners = [trainer.lightning_module, getattr(trainer, "datamodule", None)]
+    return any(is_overridden(hook, owner) for owner in owners if owner is not None for hook in _TRANSFER_HOOKS)
 
 
 def _may_checkpoint(trainer: pl.Trainer) -> bool:

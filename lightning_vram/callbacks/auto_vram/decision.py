@@ -9,7 +9,8 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from lightning_vram.callbacks.auto_vram.parts import differs_late
-from lightning_vram.callbacks.auto_vram.words import fits_line, miss_message, plan_message, unknown_line
+from lightning_vram.callbacks.auto_vram.words import fits_line, largest_line, miss_message, plan_message, unknown_line
+from lightning_vram.estimation.batches import largest_shape
 from lightning_vram.estimation.running_trainer import RunningTrainer
 from lightning_vram.estimation.traced_fit import FitRun
 from lightning_vram.memory.device.accelerators import has_statistics
@@ -37,12 +38,14 @@ class Decision:
         kind: How to say it: an error ends the run.
         found: By the search; ``None`` if there was none.
         budget_bytes: What there was.
+        num_elements: Of the batch that it is for; ``None``: for none.
     """
 
     message: str
     kind: Literal["info", "warning", "error"] = "info"
     found: Found | None = None
     budget_bytes: int = 0
+    num_elements: int | None = None
 
     @property
     def taken(self) -> Measured | None:
@@ -74,12 +77,17 @@ def decide(
         found = _search(run, budget_bytes, level, guards)
     except Exception as error:  # a step on tensors without values may fail where the run does not
         return Decision(unknown_line(f"{type(error).__name__}: {error}", can_run_again=bool(guards)), "warning")
+    kind: Literal["info", "error", "warning"] = "info"
     if found.best is None:
         message = miss_message(found, budget_bytes, run.device.name, level, goes_on=not has_budget)
-        return Decision(message, "error" if has_budget else "warning", found, budget_bytes)
-    if found.best is found.plain:
-        return Decision(fits_line(found.plain, budget_bytes, run.device.name), "info", found, budget_bytes)
-    return Decision(plan_message(found, budget_bytes, run.device.name), "info", found, budget_bytes)
+        kind = "error" if has_budget else "warning"
+    elif found.best is found.plain:
+        message = fits_line(found.plain, budget_bytes, run.device.name)
+    else:
+        message = plan_message(found, budget_bytes, run.device.name)
+    if len(set(run.sizes)) > 1:
+        message += f"\n{largest_line(len(run.sizes), largest_shape(run.batch))}"
+    return Decision(message, kind, found, budget_bytes, max(run.sizes))
 
 
 def _search(run: RunningTrainer, budget_bytes: int, level: Exactness, guards: Sequence[Callback]) -> Found:

@@ -1,5 +1,7 @@
 """What ``AutoVRAM`` says."""
 
+from collections.abc import Sequence
+
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.planner.parts import Exactness
 from lightning_vram.planner.search import Found, Measured
@@ -23,6 +25,18 @@ def plan_message(found: Found, budget_bytes: int, device: str) -> str:
         f"{device}. With {best.scheme} it needs {format_bytes(best.needed_bytes)}, in about "
         f"{best.seconds / plain.seconds:.2f} times the time. Needed memory and time of what was tried:\n"
         f"{summary(found, budget_bytes)}"
+    )
+
+
+def largest_line(num_batches: int, shape: Sequence[int]) -> str:
+    """Say what a run is planned for whose batches differ."""
+    return f"Planned for the largest of the first {num_batches} batches, {list(shape)}."
+
+
+def larger_line(shape: Sequence[int]) -> str:
+    """Say that there is a larger one."""
+    return (
+        f"{NAME}: a batch, {list(shape)}, is larger than the one that the run was planned for. It may need more memory."
     )
 
 

@@ -10,9 +10,10 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from lightning_vram.core.processes.agreement import RankAgreement
+from lightning_vram.estimation.batches import count_elements
 from lightning_vram.estimation.isolation import isolated
 from lightning_vram.estimation.running_trainer.arguments import read_trainer_arguments
-from lightning_vram.estimation.running_trainer.first_batch import read_first_batch
+from lightning_vram.estimation.running_trainer.first_batch import read_first_batches
 from lightning_vram.estimation.running_trainer.limit import room_bytes
 from lightning_vram.memory.device.allocator import has_cache, read_allocator
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
@@ -27,11 +28,12 @@ class RunningTrainer:
 
     Args:
         module: What it trains.
-        batch: Its first one.
+        batch: Its first one, or the one of the first that has the most elements.
         device: With what is left of it on the rank that has the least.
         arguments: For another Trainer that runs the same step.
         num_devices: On each node.
         num_nodes: Number of nodes.
+        sizes: Elements of the first batches, as many as were read.
     """
 
     module: pl.LightningModule
@@ -40,6 +42,7 @@ class RunningTrainer:
     arguments: dict[str, Any]
     num_devices: int
     num_nodes: int
+    sizes: tuple[int, ...]
 
 
 def decide_together(
@@ -48,6 +51,8 @@ def decide_together(
     limit: int | None,
     timeout: timedelta,
     decide: Callable[[Callable[[], RunningTrainer]], Decision],
+    *,
+    num_batches: int = 1,
 ) -> Decision:
     """Let rank zero decide. A collective.
 
@@ -58,6 +63,7 @@ def decide_together(
         timeout: How long ranks wait for each other: rank zero takes seconds.
         decide: Is called on rank zero, with what reads the trainer, and must not raise. What it returns goes to the
             others.
+        num_batches: First batches that are looked at, for the largest.
     """
     device = trainer.strategy.root_device
     room = room_bytes(device, trainer.num_devices)
@@ -67,7 +73,7 @@ def decide_together(
     ranks = RankAgreement(timeout)
     try:
         known = [one for one in ranks.gather(room) if one is not None]
-        decision = decide(lambda: _read(trainer, module, known)) if trainer.is_global_zero else None
+        decision = decide(lambda: _read(trainer, module, known, num_batches)) if trainer.is_global_zero else None
         return ranks.gather(decision)[0]  # type: ignore[no-any-return]
     finally:
         ranks.close()
@@ -79,14 +85,22 @@ def bytes_of_others(trainer: pl.Trainer, module: pl.LightningModule) -> int:
     return read_allocator(device).allocated_bytes - _bytes_on(device, module) if has_cache(device) else 0
 
 
-def _read(trainer: pl.Trainer, module: pl.LightningModule, rooms: list[int]) -> RunningTrainer:
+def _read(trainer: pl.Trainer, module: pl.LightningModule, rooms: list[int], num_batches: int) -> RunningTrainer:
     device = trainer.strategy.root_device
     if not rooms:
         raise ValueError(f"device '{device}' does not tell what it has left")
     with isolated(is_connected=True):  # samplers may ask for the rank
-        batch = read_first_batch(trainer, module)
+        batches = read_first_batches(trainer, module, num_batches)
     spec = describe_device(device, min(rooms))
-    return RunningTrainer(module, batch, spec, read_trainer_arguments(trainer), trainer.num_devices, trainer.num_nodes)
+    return RunningTrainer(
+        module,
+        max(batches, key=count_elements),
+        spec,
+        read_trainer_arguments(trainer),
+        trainer.num_devices,
+        trainer.num_nodes,
+        tuple(map(count_elements, batches)),
+    )
 
 
 def describe_device(device: torch.device, num_bytes: int) -> DeviceSpec:

@@ -1,6 +1,8 @@
-"""The first batch of a run, read beside the run: it finds its data as if nobody had looked."""
+"""The first batches of a run, read beside the run: it finds its data as if nobody had looked."""
 
 import copy
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from types import ModuleType
 from typing import Any
@@ -9,7 +11,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from lightning_vram.core.random_state.generators import is_generator, read_state, write_state
 from lightning_vram.private_names.lightning.loops import takes_turns, training_source
@@ -20,14 +22,15 @@ _MOST_PARTS = 10_000
 _MOST_TRANSFORMS = 64  # longer lists are samples
 
 
-def read_first_batch(trainer: pl.Trainer, module: pl.LightningModule) -> Any:
-    """Return a batch as the run's first one, from the loaders, the datamodule or the module that ``fit`` was given.
+def read_first_batches(trainer: pl.Trainer, module: pl.LightningModule, most: int) -> list[Any]:
+    """Return batches as the run's first ones, from the loaders, the datamodule or the module that ``fit`` was given.
 
-    Global random numbers are the caller's to keep.
+    Global random numbers are the caller's to keep. A loader that stacks samples is read once: they are of one shape.
 
     Args:
         trainer: That is in its ``setup`` hooks.
         module: Of the run.
+        most: Number of batches, if the run has as many.
 
     Raises:
         ValueError: If there is none, or none can be had without taking it away from the run.
@@ -42,12 +45,22 @@ def read_first_batch(trainer: pl.Trainer, module: pl.LightningModule) -> Any:
     combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "max_size_cycle")
     if not combined.flattened:
         raise ValueError("there is no data to train on")
-    try:
-        if takes_turns(combined):
-            return _first_of(combined.flattened[0])
-        return tree_map(_first_of, combined.iterables)
-    except StopIteration:
-        raise ValueError("the data has no batch") from None
+    if isinstance(trainer.limit_train_batches, int):
+        most = max(1, min(most, trainer.limit_train_batches))
+    found: dict[int, list[Any]] = {}
+
+    def read(loader: Any) -> None:
+        found[id(loader)] = _first_of(loader, most)
+
+    def batch_at(place: int, loader: Any) -> Any:
+        batches = found[id(loader)]
+        return batches[place % len(batches)]
+
+    sources = combined.flattened[0] if takes_turns(combined) else combined.iterables
+    tree_map(read, sources)
+    if not all(found.values()):
+        raise ValueError("the data has no batch")
+    return [tree_map(partial(batch_at, place), sources) for place in range(max(map(len, found.values())))]
 
 
 def _set_up_twin(module: pl.LightningModule, trainer: pl.Trainer) -> pl.LightningModule:
@@ -62,36 +75,38 @@ def _set_up_twin(module: pl.LightningModule, trainer: pl.Trainer) -> pl.Lightnin
     return twin
 
 
-def _first_of(loader: Any) -> Any:
+def _first_of(loader: Any, most: int) -> list[Any]:
     if isinstance(loader, DataLoader):
-        return _first_of_loader(loader)
+        stacks = loader.collate_fn is default_collate and loader.batch_size not in (None, 1)
+        return _first_of_loader(loader, 1 if stacks else most)
     if not isinstance(loader, _READ_BY_PLACE):
         loader = _copy(loader)
-    return next(iter(loader))
+    return list(islice(loader, most))
 
 
-def _first_of_loader(loader: DataLoader[Any]) -> Any:
+def _first_of_loader(loader: DataLoader[Any], most: int) -> list[Any]:
     """Read it in this process: no worker begins, and what the loader keeps of its iterations stays."""
     dataset = loader.dataset
     if isinstance(dataset, IterableDataset):
         samples = iter(_copy(dataset))
-        if loader.batch_size is None:
-            return loader.collate_fn(next(samples))
-        batch = list(islice(samples, loader.batch_size))
-        if not batch:
-            raise StopIteration
-        return loader.collate_fn(batch)
+        parts = samples if loader.batch_size is None else _in_batches(samples, loader.batch_size)
+        return [loader.collate_fn(part) for part in islice(parts, most)]
     sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     states = [(generator, read_state(generator)) for generator in _generators_of(dataset)]
     try:
-        indices = next(iter(copy.deepcopy(sampler, {id(dataset): dataset})))
-        if loader.batch_sampler is None:
-            return loader.collate_fn(dataset[indices])
-        read = getattr(dataset, "__getitems__", lambda places: [dataset[place] for place in places])
-        return loader.collate_fn(read(indices))
+        read: Callable[[Any], Any] = dataset.__getitem__
+        if loader.batch_sampler is not None:
+            read = getattr(dataset, "__getitems__", lambda places: [dataset[place] for place in places])
+        places = islice(copy.deepcopy(sampler, {id(dataset): dataset}), most)
+        return [loader.collate_fn(read(place)) for place in places]
     finally:
         for generator, state in states:
             write_state(generator, state)
+
+
+def _in_batches(samples: Iterator[Any], size: int) -> Iterator[list[Any]]:
+    while batch := list(islice(samples, size)):
+        yield batch
 
 
 def _copy(iterable: Any) -> Any:

@@ -3,13 +3,14 @@
 import logging
 import pickle
 import re
+import warnings
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from support.helpers import ForkingOffload, LitManual, TinyByteGPT, TinyCNN, assert_equal_weights, describe_module
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_vram import ActivationCheckpointing, AutoVRAM, MicroBatching, VRAMMonitor
 from lightning_vram.callbacks.auto_vram import callback as callback_module
@@ -165,6 +166,88 @@ def test_manual_optimization(make_trainer):
 
     plain = fit(make_trainer, model=lambda: Manual(TinyCNN()))
     assert_equal_weights(plain, fit(make_trainer, AutoVRAM(0.9), model=lambda: Manual(TinyCNN())))
+
+
+class Lengths(Dataset):
+    """Sequences of several lengths, with noise from a generator of its own and a global one."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        self.lengths, self.own = lengths, torch.Generator().manual_seed(3)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        noise = torch.randint(128, (self.lengths[index] + 1,), generator=self.own)
+        return noise + torch.randint(128, noise.shape)
+
+
+def padded(samples: list[torch.Tensor]) -> torch.Tensor:
+    return torch.nn.utils.rnn.pad_sequence(samples, batch_first=True)
+
+
+class LitLengths(LitGPT):
+    """Of its first 8 batches the third is the longest, and the tenth is longer, if nobody shuffles them."""
+
+    lengths = (8, 16, 48, 8, 16, 8, 24, 8, 8, 64, 60, 8)
+    shuffles = False
+
+    def train_dataloader(self) -> DataLoader:
+        lengths = [length for length in self.lengths for _ in range(2)]
+        return DataLoader(Lengths(lengths), batch_size=2, shuffle=self.shuffles, collate_fn=padded)
+
+
+def test_the_largest_of_the_first_batches_is_planned_for_and_a_larger_one_is_told_once(make_trainer, heard):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(make_trainer, AutoVRAM("1GiB"), model=LitLengths)
+    assert messages(heard).endswith("\nPlanned for the largest of the first 8 batches, [2, 49].")
+    told = [str(one.message) for one in caught if "AutoVRAM" in str(one.message)]
+    assert told == [
+        "AutoVRAM: a batch, [2, 65], is larger than the one that the run was planned for. It may need more memory."
+    ]
+
+
+def test_looking_at_batches_changes_neither_data_nor_random_numbers(make_trainer):
+    class Shuffled(LitLengths):
+        shuffles = True
+
+    seen = []
+
+    class Look(pl.Callback):
+        takes_no_memory = True
+
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            seen.append(batch.clone())
+
+        def on_train_end(self, trainer, pl_module):
+            seen.append(torch.get_rng_state())
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        plain = fit(make_trainer, Look(), model=Shuffled)
+        packed = fit(make_trainer, AutoVRAM(int(5.5 * MIB)), Look(), model=Shuffled)
+    assert len(seen) == 26
+    for one, other in zip(seen[:13], seen[13:], strict=True):
+        assert torch.equal(one, other)
+    assert_equal_weights(plain, packed)
+
+
+def test_no_more_batches_are_looked_at_than_the_run_has(make_trainer, heard):
+    fit(make_trainer, AutoVRAM("1GiB"), model=LitLengths, limit_train_batches=2)
+    assert messages(heard).endswith("\nPlanned for the largest of the first 2 batches, [2, 17].")
+
+
+def test_batches_that_hooks_change_are_not_compared(make_trainer):
+    class Doubled(LitLengths):
+        lengths = (8, 16)
+
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            return torch.cat([batch, batch])
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="AutoVRAM")
+        fit(make_trainer, AutoVRAM("1GiB"), model=Doubled)
 
 
 def test_a_step_that_needs_values_goes_on_as_it_is(make_trainer):

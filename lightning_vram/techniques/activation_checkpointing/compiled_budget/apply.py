@@ -43,6 +43,16 @@ class CompiledBudget:
         """The share that was chosen, once :attr:`is_done`."""
         return self._search.best
 
+    @property
+    def next_above(self) -> float | None:
+        """The least share above it that was tried, and kept too much; ``None`` if none was."""
+        return self._search.next_above
+
+    @property
+    def is_close(self) -> bool:
+        """Whether the best share keeps nearly the budget, or all that there is to keep."""
+        return self._search.is_close
+
     @contextmanager
     def step(self, batch: Any) -> Iterator[None]:
         """Run one training step inside. Its batch is ``batch``.

@@ -37,6 +37,17 @@ class ShareSearch:
         """The largest share that was measured to fit."""
         return max(share for share, kept in self.kept_bytes.items() if kept <= self._budget_bytes)
 
+    @property
+    def next_above(self) -> float | None:
+        """The least share above it that was measured, and does not fit; ``None`` if none was."""
+        return min((share for share in self.kept_bytes if share > self.best), default=None)
+
+    @property
+    def is_close(self) -> bool:
+        """Whether the best share keeps nearly the budget, or all that there is to keep."""
+        best = self.best
+        return best == 1 or self.kept_bytes[best] >= CLOSE_ENOUGH * self._budget_bytes
+
     def note(self, share: float, kept_bytes: int) -> None:
         """Note a measurement.
 
@@ -54,13 +65,12 @@ class ShareSearch:
         """Return the next share to try; ``None`` if the search is over."""
         if not self.kept_bytes:
             return LEAST_SHARE
-        best, least_kept = self.best, CLOSE_ENOUGH * self._budget_bytes
-        if best == 1 or self.kept_bytes[best] >= least_kept or len(self.kept_bytes) >= MAX_MEASUREMENTS:
+        if self.is_close or len(self.kept_bytes) >= MAX_MEASUREMENTS:
             return None
-        above = [share for share in self.kept_bytes if share > best]
-        if not above:
+        best, above = self.best, self.next_above
+        if above is None:
             return self._extrapolate(best)
-        return self._between(best, min(above)) if min(above) - best > _SMALLEST_STEP else None
+        return self._between(best, above) if above - best > _SMALLEST_STEP else None
 
     def _between(self, best: float, above: float) -> float:
         """Halve the interval and go along a straight line in it by turns: one is sure, the other is quick."""

@@ -1,6 +1,7 @@
 """The share that a budget for compiled layers asks for, on curves written by hand."""
 
 import re
+from functools import partial
 
 import pytest
 
@@ -50,6 +51,27 @@ def test_a_staircase_ends_below_the_step_that_is_too_high():
     search = run(lambda share: 1000 if share < 0.4 else 3000, 2000)
     assert 0.3 < search.best < 0.4
     assert search.kept_bytes[search.best] == 1000
+
+
+def staircase(num_steps: int, share: float) -> int:
+    """From 1000 to 9000, and from a share of 0.6 onwards flat, as the partitioner's; all of 10000 at 1."""
+    return 10000 if share == 1 else 1000 + 8000 * int(min(share, 0.6) / 0.6 * num_steps) // num_steps
+
+
+@pytest.mark.parametrize("budget_bytes", [1600, 3900, 5500, 6300, 8200, 9600])
+def test_between_coarse_steps_the_one_below_is_taken_and_the_one_above_is_known(budget_bytes):
+    search = run(partial(staircase, 4), budget_bytes)
+    steps = [1000, 3000, 5000, 7000, 9000, 10000]
+    assert search.kept_bytes[search.best] == max(step for step in steps if step <= budget_bytes)
+    assert search.kept_bytes[search.next_above] == min(step for step in steps if step > budget_bytes)
+    assert not search.is_close
+
+
+@pytest.mark.parametrize("budget_bytes", [1600, 3900, 5500, 6300, 8200])
+def test_fine_steps_fill_the_budget(budget_bytes):
+    search = run(partial(staircase, 200), budget_bytes)
+    assert CLOSE_ENOUGH * budget_bytes <= search.kept_bytes[search.best] <= budget_bytes
+    assert search.is_close
 
 
 def test_of_a_curve_that_falls_again_only_measured_points_are_believed():
