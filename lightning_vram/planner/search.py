@@ -18,6 +18,7 @@ from lightning_vram.planner.scheme import Scheme
 
 _ROUNDS = 4  # to find one number
 _CLOSE = 0.01  # of the budget may be left
+_LITTLE = 0.005  # of what the step needs
 _AS_FAST = 1.01  # of two that differ by less, the one with fewer parts is taken
 _SMALL_BUDGET = 64 * MIB
 
@@ -164,7 +165,11 @@ class _Search:
         if whole.needed_bytes - whole.activation_bytes > self._budget_bytes:
             return False
         best = self._best()
-        if best is None or whole is plain:
+        if whole is plain:
+            return True
+        if plain.needed_bytes - whole.needed_bytes < _LITTLE * plain.needed_bytes:
+            return False  # steps are dear: what saves next to nothing makes nothing fit
+        if best is None:
             return True
         share = (whole.needed_bytes - self._budget_bytes) / (plain.needed_bytes - self._budget_bytes)
         return whole.seconds + share * (best.seconds - plain.seconds) < best.seconds
