@@ -1,16 +1,20 @@
 """The sharded module of a run and its optimizers on the host, from the setup to the teardown."""
 
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_vram.core.processes.same_modules import check_same_modules, spread_values
 from lightning_vram.core.surgery.shadow import Shadow
 from lightning_vram.memory.host.cores import cores_of_rank
+from lightning_vram.memory.units import format_bytes
 from lightning_vram.optimizers.on_host import HostOptimizers
 from lightning_vram.strategies.fsdp_offload.checkpointed import CheckpointedStrategy
 from lightning_vram.strategies.fsdp_offload.early_steps import may_clip_late, may_step_early
@@ -18,6 +22,7 @@ from lightning_vram.strategies.fsdp_offload.stand_ins import clip_on_shards, fol
 from lightning_vram.techniques.mixed_precision import find_narrow_weights, list_islands
 from lightning_vram.techniques.sharding import FullSharding, ShardingOptions
 from lightning_vram.techniques.sharding.grouping import plan_sharding_groups
+from lightning_vram.techniques.sharding.step_room import StepRoom
 
 _NARROW = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
@@ -35,6 +40,7 @@ class ShardedStrategy(CheckpointedStrategy):
         self._host_optimizers: HostOptimizers | None = None
         self._stand_ins: list[Shadow] = []
         self._has_failed = False
+        self._room: StepRoom | None = None  # for device_bytes="auto", until it is measured
 
     def _shard(self, module: nn.Module) -> None:
         arguments = self.arguments
@@ -52,6 +58,7 @@ class ShardedStrategy(CheckpointedStrategy):
             ShardingOptions(
                 on_host=arguments.offload != "none",
                 is_resident=arguments.offload == "optimizer",
+                device_bytes=0 if isinstance(arguments.device_bytes, str) else arguments.device_bytes,  # "auto"
                 reshard_after_forward=arguments.reshard_after_forward,
                 pin_memory=self._pins_memory,
                 narrow_dtype=narrow_dtype,
@@ -68,6 +75,8 @@ class ShardedStrategy(CheckpointedStrategy):
             self._sharding, num_threads=self._num_threads, nvme_path=self.arguments.nvme_path
         )
         self._host_optimizers.attach(self.optimizers)
+        if self.arguments.device_bytes == "auto":
+            self._room = StepRoom(self._sharding, self.optimizers)
         self._host_optimizers.may_step_early = lambda optimizer: may_step_early(trainer)
         self._stand_ins = [
             *clip_on_shards(self.precision_plugin, self._host_optimizers, lambda: may_clip_late(trainer)),
@@ -86,6 +95,7 @@ class ShardedStrategy(CheckpointedStrategy):
     def _unshard(self) -> None:
         sharding, self._sharding = self._sharding, None
         optimizers, self._host_optimizers = self._host_optimizers, None
+        self._room = None
         while self._stand_ins:
             self._stand_ins.pop().remove()
         if sharding is None:
@@ -100,6 +110,15 @@ class ShardedStrategy(CheckpointedStrategy):
             replaced = sharding.remove(make_whole=not self._has_failed or self.world_size == 1)
             if optimizers is not None:
                 optimizers.let_go(replaced)
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        num_bytes = self._room.note_step(optimizer) if self._room is not None else None
+        if num_bytes is not None:
+            self._room = None
+            rank_zero_info(f"fsdp_offload keeps a copy of weights on the device, {format_bytes(num_bytes)} on rank 0.")
+        return result
 
     @override
     def _finish_steps(self) -> None:

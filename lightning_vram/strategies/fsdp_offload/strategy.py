@@ -1,6 +1,6 @@
 """Train any LightningModule sharded (FSDP2), its parameters and its optimizers on the host."""
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -17,7 +17,9 @@ from typing_extensions import override
 from lightning_vram.core.processes.rank_errors import on_all_ranks
 from lightning_vram.core.surgery.held_setting import without_fast_path
 from lightning_vram.strategies.fsdp_offload.arguments import (
+    DeviceBytes,
     Offload,
+    OffloadPart,
     Shard,
     StateDictType,
     Wrap,
@@ -29,6 +31,7 @@ from lightning_vram.strategies.fsdp_offload.checks import (
     check_layer_drop,
     check_loss,
     check_module,
+    check_room,
     check_run,
     fitting_precision,
 )
@@ -72,7 +75,12 @@ class FSDPOffloadStrategy(ShardedStrategy):
     Args:
         offload: What is on the host. ``"params"``: parameters, gradients and states of optimizers, least memory of the
             device. ``"optimizer"``: the same, but a copy of the shards stays on the device, in 16 bit where they are
-            sent so: fastest. ``"none"``: nothing, FSDP2 alone.
+            sent so: fastest. ``"none"``: nothing, FSDP2 alone. Or a list of what is: ``"parameters"``, ``"gradients"``
+            and ``"optimizer"``, the last two, or nothing.
+        device_bytes: Of each rank's device, for what ``"params"`` has on the host: as much as fits stays there, copies
+            of weights first, then weights with gradients and states, counted as AdamW's. What is gathered and computed
+            comes on top. Bytes, text such as ``"8GiB"``, or a share of all of it, ``0.0`` to ``1.0``. ``"auto"``:
+            copies, as far as the first step leaves room. ``None``: as ``offload`` says.
         shard: ``"full"``: layers are gathered when they are computed. ``"grad_op"``: they stay whole between forward
             and backward. ``"hybrid"``: sharded within groups of ranks, the same in each group.
         wrap: Which layers are gathered together. ``"auto"``: the blocks a model repeats or declares, small ones put
@@ -123,7 +131,8 @@ class FSDPOffloadStrategy(ShardedStrategy):
     def __init__(  # noqa: PLR0913 - set by name in configuration files
         self,
         *,
-        offload: Offload = "params",
+        offload: Offload | Collection[OffloadPart] = "params",
+        device_bytes: DeviceBytes = None,
         shard: Shard = "full",
         wrap: Wrap = "auto",
         min_params: int = 1_000_000,
@@ -147,6 +156,7 @@ class FSDPOffloadStrategy(ShardedStrategy):
     ) -> None:
         arguments = check_arguments(
             offload=offload,
+            device_bytes=device_bytes,
             shard=shard,
             wrap=wrap,
             min_params=min_params,
@@ -190,6 +200,7 @@ class FSDPOffloadStrategy(ShardedStrategy):
         self._has_failed = False
         self.accelerator.setup(trainer)
         check_run(trainer, type(self).__name__)
+        check_room(self.arguments.device_bytes, self.root_device, type(self).__name__)
         is_stepping_here = self.arguments.offload != "none" and trainer.state.fn == TrainerFn.FITTING
         if is_stepping_here and self.arguments.cpu_threads is None:
             check_cores(self._num_threads, type(self).__name__)
