@@ -86,7 +86,8 @@ class DeviceShare:
             lane.keep_copy()
         self.limit(groups)
         if any(chosen) and torch.accelerator.is_available():
-            torch.accelerator.synchronize()  # another stream is to write to memory that the computation has just left
+            # Another stream is to write to memory that the computation has just left.
+            torch.accelerator.synchronize()
         return taken_bytes
 
 
