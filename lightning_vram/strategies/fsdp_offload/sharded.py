@@ -20,9 +20,8 @@ from lightning_vram.strategies.fsdp_offload.checkpointed import CheckpointedStra
 from lightning_vram.strategies.fsdp_offload.early_steps import may_clip_late, may_step_early
 from lightning_vram.strategies.fsdp_offload.stand_ins import clip_on_shards, follow_toggles
 from lightning_vram.techniques.mixed_precision import find_narrow_weights, list_islands
-from lightning_vram.techniques.sharding import FullSharding, ShardingOptions
+from lightning_vram.techniques.sharding import FullSharding, ShardingOptions, StepRoom
 from lightning_vram.techniques.sharding.grouping import plan_sharding_groups
-from lightning_vram.techniques.sharding.step_room import StepRoom
 
 _NARROW = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
