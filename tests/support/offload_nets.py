@@ -18,6 +18,7 @@ MODES = {
     "params": {},
     "optimizer": {"offload": "optimizer"},
     "none": {"offload": "none"},
+    "half": {"device_bytes": 0.5},  # copies of all weights, and some groups on the device
     "grad_op": {"shard": "grad_op"},
     "all in the root": {"min_params": 1_000_000},
 }

@@ -35,6 +35,7 @@ MODES: dict[str, tuple[type[FullSharding], dict[str, Any]]] = {
     "optimizer": (FullSharding, {"is_resident": True}),
     "optimizer apart": (Apart, {"is_resident": True}),
     "none": (FullSharding, {"on_host": False}),
+    "half apart": (Apart, {"device_bytes": 0.5}),  # copies of all, and some groups on the device
 }
 
 

@@ -75,8 +75,8 @@ def apply_clip_factor(gradients: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply plain gradients by what :func:`clip_factor` returned, in place."""
     if factor.device.type == "cpu" and factor == 1:
         return  # as most often; it would take a third of the time of a step
-    if gradients:
-        multiply_each(list(gradients), factor.to(gradients[0].device))
+    for device in {gradient.device: None for gradient in gradients}:
+        multiply_each([gradient for gradient in gradients if gradient.device == device], factor.to(device))
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ backward that a step will follow, and that nothing will change the gradients, it
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -89,7 +90,8 @@ class HostOptimizers(StepTakeOver):
         for optimizer in fresh:
             refuse_optimizer(optimizer, is_split=self._is_split)
         folder = self._nvme_path
-        streamed = [None if folder is None else StreamedStates(one, self._groups, folder) for one in fresh]
+        on_host = [parameter for parameter, group in self._groups.items() if group.landing is not None]
+        streamed = [None if folder is None else StreamedStates(one, on_host, folder) for one in fresh]
         lanes = [lane for group in self._sharding.groups for lane in group.lanes]
         for optimizer, states in zip(fresh, streamed, strict=True):
             self._attached.append(optimizer)
@@ -136,6 +138,8 @@ class HostOptimizers(StepTakeOver):
         """
         parameters = [parameter for parameter in iterate_parameters(optimizer) if parameter.grad is not None]
         norm = self._compute(lambda: sharded_norm(parameters))
+        if self._worker is not None:
+            norm = norm.cpu()  # whoever scales what is on the host need not wait for the device
         factor = clip_factor(norm, max_norm)
         if may_wait and self._is_taken(optimizer):
             self._factors[id(optimizer)] = factor
@@ -204,7 +208,8 @@ class HostOptimizers(StepTakeOver):
         if self._early is not None and group.is_complete:
             doubtful = {parameter for parameter, _ in group.doubtful}
             self._submit(self._early, group, [p.sharded_param for p in group.fsdp_params if p not in doubtful])
-            self._arrange_by_forward()
+            if group.landing is not None:  # else this is another thread than that of the others
+                self._arrange_by_forward()
 
     def _submit(self, step_round: StepRound, group: ShardedGroup, parameters: Iterable[nn.Parameter]) -> None:
         with group.steps.reading_for_step():
@@ -212,11 +217,11 @@ class HostOptimizers(StepTakeOver):
         if not members:
             return
         group.forget_whole()
+        if self._worker is None or group.landing is None:
+            _run(partial(step_round.run, is_on_host=group.home.type == "cpu"), group, members)
+            return
         streamed = self._streamed.get(id(step_round.optimizer))
         job = partial(_run, step_round.run if streamed is None else partial(streamed.run, step_round), group, members)
-        if self._worker is None:
-            job()
-            return
         ticket = self._worker.submit(job)
         self._submitted.append((group, ticket))
         group.steps.begin(ticket, _list_tensors(members))
@@ -226,7 +231,13 @@ class HostOptimizers(StepTakeOver):
         if self._worker is None:
             return compute()
         results: list[Result] = []
-        self._worker.submit(lambda: results.append(compute())).wait()
+        stream = nullcontext() if self._sharding.device.type == "cpu" else torch.accelerator.current_stream()
+
+        def job() -> None:
+            with stream:  # where gradients are that are on the device
+                results.append(compute())
+
+        self._worker.submit(job).wait()
         return results[0]
 
     def _give_up_wholes(self, optimizer: Optimizer, *unused: Any) -> None:

@@ -46,7 +46,8 @@ class StepRound:
         self.optimizer = optimizer
         self._factor = factor
         self._attributes = dict(vars(optimizer))
-        self._groups = [_freeze(group, is_on_host=is_on_host) for group in optimizer.param_groups]
+        self._is_on_host = is_on_host
+        self._groups = [_freeze(group) for group in optimizer.param_groups]
         places = enumerate(optimizer.param_groups)
         self._left = {parameter: index for index, group in places for parameter in group["params"]}
 
@@ -68,12 +69,18 @@ class StepRound:
         return self.take(list(self._left))
 
     @torch.no_grad()
-    def run(self, members: Sequence[Member]) -> None:
-        """Step ``members``, and keep what becomes of their states in the optimizer."""
+    def run(self, members: Sequence[Member], *, is_on_host: bool | None = None) -> None:
+        """Step ``members``, and keep what becomes of their states in the optimizer.
+
+        Args:
+            members: To step.
+            is_on_host: Whether these are; ``None``: as all are.
+        """
         self.scale(members)
         stand_ins = [make_stand_in(member.shard, member.gradient) for member in members]
         before = [dict(member.local_state) for member in members]
-        self.step_stand_ins([member.group for member in members], stand_ins, [member.local_state for member in members])
+        groups, states = [member.group for member in members], [member.local_state for member in members]
+        self.step_stand_ins(groups, stand_ins, states, is_on_host=is_on_host)
         for member, old in zip(members, before, strict=True):
             publish_state(member, {key: now for key, now in member.local_state.items() if now is not old.get(key)})
 
@@ -83,15 +90,32 @@ class StepRound:
             apply_clip_factor([member.gradient for member in members], self._factor)
 
     @torch.no_grad()
-    def step_stand_ins(self, groups: Sequence[int], stand_ins: Sequence[nn.Parameter], states: Sequence[State]) -> None:
+    def step_stand_ins(
+        self,
+        groups: Sequence[int],
+        stand_ins: Sequence[nn.Parameter],
+        states: Sequence[State],
+        *,
+        is_on_host: bool | None = None,
+    ) -> None:
         """Let the optimizer step plain parameters, each of a group and with a state, which is changed in place."""
         seen: dict[int, dict[str, Any]] = {}
         all_states: defaultdict[Tensor, State] = defaultdict(dict)
         for index, stand_in, state in zip(groups, stand_ins, states, strict=True):
-            seen.setdefault(index, {**self._groups[index], "params": []})["params"].append(stand_in)
+            if index not in seen:
+                seen[index] = {**self._settings(index, is_on_host=is_on_host), "params": []}
+            seen[index]["params"].append(stand_in)
             all_states[stand_in] = state
         kind = type(self.optimizer)
         plain_step(kind)(make_twin(kind, self._attributes, list(seen.values()), all_states))
+
+    def _settings(self, index: int, *, is_on_host: bool | None) -> dict[str, Any]:
+        settings = self._groups[index]
+        is_unnamed = settings.get("fused", False) is None and settings.get("foreach") is None
+        is_on_host = self._is_on_host if is_on_host is None else is_on_host
+        return (
+            settings | {"fused": True} if is_on_host and is_unnamed and not settings.get("differentiable") else settings
+        )
 
 
 def publish_state(member: Member, local: State) -> None:
@@ -117,11 +141,8 @@ def make_stand_in(shard: Tensor, gradient: Tensor) -> nn.Parameter:
     return stand_in
 
 
-def _freeze(group: dict[str, Any], *, is_on_host: bool) -> dict[str, Any]:
+def _freeze(group: dict[str, Any]) -> dict[str, Any]:
     """Copy the settings of a group: schedulers go on to change it."""
     settings = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
     settings.pop("params")
-    is_unnamed = settings.get("fused", False) is None and settings.get("foreach") is None
-    if is_on_host and is_unnamed and not settings.get("differentiable"):
-        settings["fused"] = True
     return settings

@@ -10,12 +10,20 @@ from typing import Any, Literal, get_args
 from torch import nn
 
 from lightning_vram.argument_checks import check_bool, check_positive_int
+from lightning_vram.memory.units import parse_bytes
 
 Offload = Literal["params", "optimizer", "none"]
+OffloadPart = Literal["parameters", "gradients", "optimizer"]
+DeviceBytes = int | float | str | None
 Shard = Literal["full", "grad_op", "hybrid"]
 StateDictType = Literal["full", "sharded"]
 Wrap = str | Sequence[str | type[nn.Module]] | Callable[[str, nn.Module], bool]
 NAME = "FSDPOffloadStrategy"
+_PARTS: dict[frozenset[str], Offload] = {
+    frozenset(("parameters", "gradients", "optimizer")): "params",
+    frozenset(("gradients", "optimizer")): "optimizer",
+    frozenset(): "none",
+}
 
 
 @dataclass(frozen=True)
@@ -23,6 +31,7 @@ class OffloadArguments:
     """As the strategy has them."""
 
     offload: Offload
+    device_bytes: DeviceBytes
     shard: Shard
     wrap: Wrap
     min_params: int
@@ -47,6 +56,7 @@ def check_arguments(**given: Any) -> OffloadArguments:
         TypeError: If one has a wrong type.
         ValueError: If one has a value that is none of those known, or two contradict each other.
     """
+    given["offload"] = _read_offload(given["offload"])
     for key, kind in (("offload", Offload), ("shard", Shard), ("state_dict_type", StateDictType)):
         if given[key] not in get_args(kind):
             raise ValueError(
@@ -67,10 +77,42 @@ def check_arguments(**given: Any) -> OffloadArguments:
         **given
         | {
             "reshard_after_forward": _choose_reshard(given["shard"], given["reshard_after_forward"]),
+            "device_bytes": _read_device_bytes(given["device_bytes"], given["offload"]),
             "nvme_path": _check_path(given["nvme_path"], given["offload"]),
             "timeout": _read_timeout(given["timeout"]),
         }
     )
+
+
+def _read_offload(offload: Any) -> Any:
+    """Take names of what is on the host for the mode that they make."""
+    if not isinstance(offload, set | frozenset | list | tuple):
+        return offload
+    mode = _PARTS.get(frozenset(offload)) if all(isinstance(part, str) for part in offload) else None
+    if mode is None:
+        known = ", ".join(f"[{', '.join(map(repr, parts))}]" for parts in (sorted(one) for one in _PARTS))
+        raise ValueError(
+            f"{NAME}(offload) as a list must be one of {known}, in any order, got {offload!r}: what is offloaded comes "
+            "with all that is made of it."
+        )
+    return mode
+
+
+def _read_device_bytes(device_bytes: Any, offload: str) -> Any:
+    if device_bytes is None:
+        return None
+    if offload != "params":
+        raise ValueError(
+            f"{NAME}(device_bytes={device_bytes!r}) chooses by itself what stays on the device: leave offload out, got "
+            f"offload={offload!r}."
+        )
+    if isinstance(device_bytes, float):
+        if not 0 <= device_bytes <= 1:
+            raise ValueError(
+                f"{NAME}(device_bytes) as a float is a share of the state, from 0.0 to 1.0, got {device_bytes}."
+            )
+        return device_bytes
+    return "auto" if device_bytes == "auto" else parse_bytes(device_bytes, f"{NAME}(device_bytes)")
 
 
 def _check_wrap(wrap: Any) -> None:

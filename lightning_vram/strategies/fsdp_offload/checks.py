@@ -1,8 +1,10 @@
 """What ``FSDPOffloadStrategy`` refuses, on every rank alike and before training."""
 
 import os
+from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -10,6 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_vram.memory.device.allocator import has_cache
 from lightning_vram.precision import LeanMixedPrecision
 
 
@@ -30,6 +33,19 @@ def check_run(trainer: pl.Trainer, name: str) -> None:
                 f"{type(callback).__name__} does not work with {name}: it puts other parameters and masks into the "
                 "module, which a sharded one does not take. Prune with 'ddp' or a single device."
             )
+
+
+def check_room(device_bytes: Any, device: torch.device, name: str) -> None:
+    """Refuse to measure what is free where nothing tells it.
+
+    Raises:
+        MisconfigurationException: If that is asked for.
+    """
+    if device_bytes == "auto" and not has_cache(device):
+        raise MisconfigurationException(
+            f"{name}(device_bytes='auto') measures what a step leaves free, and no allocator tells that of {device}. "
+            "Give a number of bytes, such as '8GiB', or a share of the state, such as 0.5."
+        )
 
 
 def check_module(module: pl.LightningModule, name: str) -> None:

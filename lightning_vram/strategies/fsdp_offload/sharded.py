@@ -1,5 +1,6 @@
 """The sharded module of a run and its optimizers on the host, from the setup to the teardown."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -8,12 +9,14 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_vram.core.processes.numa_binding import NumaBinding, bind_to_node_of
 from lightning_vram.core.processes.same_modules import check_same_modules, spread_values
 from lightning_vram.core.surgery.shadow import Shadow
 from lightning_vram.memory.host.cores import cores_of_rank
+from lightning_vram.memory.units import format_bytes
 from lightning_vram.optimizers.on_host import (
     HostNeeds,
     HostOptimizers,
@@ -26,7 +29,7 @@ from lightning_vram.strategies.fsdp_offload.checkpointed import CheckpointedStra
 from lightning_vram.strategies.fsdp_offload.early_steps import may_clip_late, may_step_early
 from lightning_vram.strategies.fsdp_offload.stand_ins import clip_on_shards, follow_toggles
 from lightning_vram.techniques.mixed_precision import find_narrow_weights, list_islands
-from lightning_vram.techniques.sharding import FullSharding, ShardingOptions
+from lightning_vram.techniques.sharding import FullSharding, ShardingOptions, StepRoom
 from lightning_vram.techniques.sharding.grouping import plan_sharding_groups
 
 _NARROW = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
@@ -48,6 +51,7 @@ class ShardedStrategy(CheckpointedStrategy):
         self._host_room: HostRoom | None = None  # between the shards and the optimizers
         self._host_needs = HostNeeds()
         self._binding: NumaBinding | None = None
+        self._room: StepRoom | None = None  # for device_bytes="auto", until it is measured
 
     def _shard(self, module: nn.Module, *, is_stepping_here: bool) -> None:
         arguments = self.arguments
@@ -69,6 +73,7 @@ class ShardedStrategy(CheckpointedStrategy):
             ShardingOptions(
                 on_host=arguments.offload != "none",
                 is_resident=arguments.offload == "optimizer",
+                device_bytes=0 if isinstance(arguments.device_bytes, str) else arguments.device_bytes,  # "auto"
                 reshard_after_forward=arguments.reshard_after_forward,
                 pin_memory=self._pins_memory,
                 narrow_dtype=narrow_dtype,
@@ -81,7 +86,7 @@ class ShardedStrategy(CheckpointedStrategy):
 
     def _check_room(self, module: nn.Module, narrow: set[str], narrow_dtype: torch.dtype | None) -> None:
         """Refuse a module that the host has no room for. What the ranks of an estimate have, this machine has not."""
-        if detect_fake_mode() is not None:
+        if detect_fake_mode() is not None or self.arguments.device_bytes is not None:  # some of it will not be there
             return
         copied = () if self.root_device.type == "cpu" else narrow
         num_shards = self.device_mesh.size(-1)
@@ -113,6 +118,8 @@ class ShardedStrategy(CheckpointedStrategy):
             self._sharding, num_threads=self._num_threads, nvme_path=self.arguments.nvme_path
         )
         self._host_optimizers.attach(self.optimizers)
+        if self.arguments.device_bytes == "auto":
+            self._room = StepRoom(self._sharding, self.optimizers)
         self._host_optimizers.may_step_early = lambda optimizer: may_step_early(trainer)
         self._stand_ins = [
             *clip_on_shards(self.precision_plugin, self._host_optimizers, lambda: may_clip_late(trainer)),
@@ -145,6 +152,7 @@ class ShardedStrategy(CheckpointedStrategy):
     def _unshard(self) -> None:
         sharding, self._sharding = self._sharding, None
         optimizers, self._host_optimizers = self._host_optimizers, None
+        self._room = None
         while self._stand_ins:
             self._stand_ins.pop().remove()
         if sharding is None:
@@ -159,6 +167,15 @@ class ShardedStrategy(CheckpointedStrategy):
             replaced = sharding.remove(make_whole=not self._has_failed or self.world_size == 1)
             if optimizers is not None:
                 optimizers.let_go(replaced)
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        num_bytes = self._room.note_step(optimizer) if self._room is not None else None
+        if num_bytes is not None:
+            self._room = None
+            rank_zero_info(f"fsdp_offload keeps a copy of weights on the device, {format_bytes(num_bytes)} on rank 0.")
+        return result
 
     @override
     def _finish_steps(self) -> None:

@@ -1,6 +1,6 @@
 """Train any LightningModule sharded (FSDP2), its parameters and its optimizers on the host."""
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -17,7 +17,9 @@ from typing_extensions import override
 from lightning_vram.core.processes.rank_errors import on_all_ranks
 from lightning_vram.core.surgery.held_setting import without_fast_path
 from lightning_vram.strategies.fsdp_offload.arguments import (
+    DeviceBytes,
     Offload,
+    OffloadPart,
     Shard,
     StateDictType,
     Wrap,
@@ -29,6 +31,7 @@ from lightning_vram.strategies.fsdp_offload.checks import (
     check_layer_drop,
     check_loss,
     check_module,
+    check_room,
     check_run,
     fitting_precision,
 )
@@ -54,8 +57,7 @@ class FSDPOffloadStrategy(ShardedStrategy):
     Optimizers of ``torch.optim`` that step each element by itself use the kernel that you name: with ``fused=True``,
     ``foreach=True`` or ``foreach=False`` on the CPU the weights are to the bit the plain ones. Where you name none, as
     in ``AdamW(parameters)``, they use the fused one, which is the fastest on the host, and a plain run another: both
-    differ by roundings, as they do between the host's kernels and a GPU's. Others step on whole tensors on one device,
-    and on sharded ones on several, while everything waits.
+    differ by roundings. Others step on whole tensors on one device, on sharded ones on several; everything waits then.
 
     Mixed precision is :class:`~lightning_vram.LeanMixedPrecision`'s, whether given as ``precision="bf16-mixed"`` or as
     a plugin. Weights that autocast casts at every use, of linear layers, convolutions and attention, are then sent to
@@ -63,8 +65,7 @@ class FSDPOffloadStrategy(ShardedStrategy):
     prove which: weights that are used several times before a backward, or read in another way, stay in 32 bit. Master
     weights, states and checkpoints are float32.
 
-    What code writes to weights by hand, such as averages of them, counts as in a plain run, also through
-    ``parameter.data``; on several ranks each has to write the same.
+    What code writes to weights by hand counts as in a plain run; on several ranks each has to write the same.
 
     After ``fit`` the module is what it was, whole on every rank, unless it was on the meta device or the run failed on
     several ranks. Not for weight averaging callbacks, which copy the module, nor for ``ModelPruning``.
@@ -72,7 +73,12 @@ class FSDPOffloadStrategy(ShardedStrategy):
     Args:
         offload: What is on the host. ``"params"``: parameters, gradients and states of optimizers, least memory of the
             device. ``"optimizer"``: the same, but a copy of the shards stays on the device, in 16 bit where they are
-            sent so: fastest. ``"none"``: nothing, FSDP2 alone.
+            sent so: fastest. ``"none"``: nothing, FSDP2 alone. Or a list of what is: ``"parameters"``, ``"gradients"``
+            and ``"optimizer"``, the last two, or nothing.
+        device_bytes: Of each rank's device, for what ``"params"`` has on the host: as much as fits stays there, copies
+            of weights first, then weights with gradients and states, counted as AdamW's. What is gathered and computed
+            comes on top. Bytes, text such as ``"8GiB"``, or a share of all of it, ``0.0`` to ``1.0``. ``"auto"``:
+            copies, as far as the first step leaves room. ``None``: as ``offload`` says.
         shard: ``"full"``: layers are gathered when they are computed. ``"grad_op"``: they stay whole between forward
             and backward. ``"hybrid"``: sharded within groups of ranks, the same in each group.
         wrap: Which layers are gathered together. ``"auto"``: the blocks a model repeats or declares, small ones put
@@ -118,7 +124,6 @@ class FSDPOffloadStrategy(ShardedStrategy):
     Example:
         >>> import lightning.pytorch as pl
         >>> from lightning_vram import FSDPOffloadStrategy
-        >>> trainer = pl.Trainer(strategy="fsdp_offload", accelerator="cpu", devices=1, logger=False)
         >>> strategy = FSDPOffloadStrategy(offload="optimizer", state_dict_type="sharded")
         >>> trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=1, logger=False)
     """
@@ -126,7 +131,8 @@ class FSDPOffloadStrategy(ShardedStrategy):
     def __init__(  # noqa: PLR0913 - set by name in configuration files
         self,
         *,
-        offload: Offload = "params",
+        offload: Offload | Collection[OffloadPart] = "params",
+        device_bytes: DeviceBytes = None,
         shard: Shard = "full",
         wrap: Wrap = "auto",
         min_params: int = 1_000_000,
@@ -151,6 +157,7 @@ class FSDPOffloadStrategy(ShardedStrategy):
     ) -> None:
         arguments = check_arguments(
             offload=offload,
+            device_bytes=device_bytes,
             shard=shard,
             wrap=wrap,
             min_params=min_params,
@@ -195,6 +202,7 @@ class FSDPOffloadStrategy(ShardedStrategy):
         self._has_failed = False
         self.accelerator.setup(trainer)
         check_run(trainer, type(self).__name__)
+        check_room(self.arguments.device_bytes, self.root_device, type(self).__name__)
         is_stepping_here = self.arguments.offload != "none" and trainer.state.fn == TrainerFn.FITTING
         if is_stepping_here and self.arguments.cpu_threads is None:
             check_cores(self._num_threads, type(self).__name__)

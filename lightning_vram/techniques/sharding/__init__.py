@@ -8,5 +8,14 @@ from lightning_vram.techniques.sharding.apply import FullSharding, ShardingOptio
 from lightning_vram.techniques.sharding.group import ShardedGroup
 from lightning_vram.techniques.sharding.lanes import ShardLane
 from lightning_vram.techniques.sharding.recovery import can_recover, discard_failed_iteration
+from lightning_vram.techniques.sharding.step_room import StepRoom
 
-__all__ = ["FullSharding", "ShardLane", "ShardedGroup", "ShardingOptions", "can_recover", "discard_failed_iteration"]
+__all__ = [
+    "FullSharding",
+    "ShardLane",
+    "ShardedGroup",
+    "ShardingOptions",
+    "StepRoom",
+    "can_recover",
+    "discard_failed_iteration",
+]

@@ -23,11 +23,13 @@ from lightning_vram.private_names.fsdp2.states import (
 )
 from lightning_vram.private_names.torch.compiled import is_compiled_part
 from lightning_vram.private_names.torch.modules import own_parameters
+from lightning_vram.techniques.sharding.device_share import DeviceShare
 from lightning_vram.techniques.sharding.group import ShardedGroup, ViewProofState, take_over
 from lightning_vram.techniques.sharding.grouping import ShardingPlan
 from lightning_vram.techniques.sharding.materialization import has_meta, materialize
 from lightning_vram.techniques.sharding.narrow_trial import NarrowTrial
 from lightning_vram.techniques.sharding.removal import WholeParameters, detach_fsdp
+from lightning_vram.techniques.sharding.residency import Place
 from lightning_vram.techniques.sharding.used_parameters import UsedParameters
 
 
@@ -38,6 +40,9 @@ class ShardingOptions:
     Attributes:
         on_host: Whether shards and their gradients are at rest on the host.
         is_resident: Whether a copy of the shards stays on the device all the same.
+        device_bytes: Of the device, on each rank: as much as fits stays there of what would be on the host, copies of
+            shards first, then shards with their gradients and states; a ``float`` is a share of all of that. ``None``:
+            as ``is_resident`` says.
         reshard_after_forward: Whether a layer is given up between its forward and its backward.
         pin_memory: Whether to pin what is on the host.
         narrow_dtype: What weights are sent and computed as that autocast casts anyway; ``None``: their own dtype.
@@ -49,6 +54,7 @@ class ShardingOptions:
 
     on_host: bool = True
     is_resident: bool = False
+    device_bytes: int | float | None = None
     reshard_after_forward: bool = True
     pin_memory: bool = False
     narrow_dtype: torch.dtype | None = None
@@ -72,6 +78,7 @@ class FullSharding:
 
     Attributes:
         groups: In the order of the module.
+        home: Of the shards that are not on the device.
         on_landed: Called when gradients of a group have come, in a thread of its own; may be set.
     """
 
@@ -87,12 +94,15 @@ class FullSharding:
         self.on_landed: Callable[[ShardedGroup], None] | None = None
         self._options = options
         self._is_inside = False
+        self._share = DeviceShare()
         self._whole = WholeParameters(module)
         self._sharded: list[nn.Module] = []
+        self._places: dict[int, Place] = {}  # by id of the module
         replicated = self._replicate(plan)
         try:
-            for names in (*plan.groups, ("",)):
-                self._shard([module.get_submodule(name) for name in names], replicated)
+            parts = [[module.get_submodule(name) for name in names] for names in (*plan.groups, ("",))]
+            for modules, place in zip(parts, self._plan_places(parts, replicated), strict=True):
+                self._shard(modules, replicated, place)
             self._take_over()
             if mesh.size() == 1:
                 self._unmark()
@@ -141,8 +151,8 @@ class FullSharding:
     def gather_root(self) -> None:
         """Gather what no layer gathers for itself, if it is needed at once: in the midst of the root's forward."""
         if self._is_inside:
-            if self.home.type != "cpu" and self.groups:
-                self.groups[0].show_writes()
+            for group in [group for group in self.groups if group.home.type != "cpu"][:1]:
+                group.show_writes()
             for group in groups_of(self.module):
                 group.unshard()
                 group.wait_for_unshard()
@@ -177,7 +187,12 @@ class FullSharding:
     @property
     def host_bytes(self) -> int:
         """Memory of the host that shards and their copies take on this rank."""
-        return sum(lane.host_bytes for group in self.groups for lane in group.lanes) if self._options.on_host else 0
+        return sum(lane.host_bytes for group in self.groups if group.landing is not None for lane in group.lanes)
+
+    def keep_copies(self, device_bytes: int) -> int:
+        """Have copies of shards stay on the device from now on, as far as they fit; return their bytes."""
+        self.wait_for_steps()
+        return self._share.keep_copies(self.groups, device_bytes)
 
     def remove(self, *, make_whole: bool = True) -> dict[nn.Parameter, nn.Parameter]:
         """Make the module what it was, with the values it has now.
@@ -219,7 +234,14 @@ class FullSharding:
                 parameter.data = parameter.data.to(self.device)
         return list(parameters.values())
 
-    def _shard(self, modules: list[nn.Module], replicated: list[nn.Parameter]) -> None:
+    def _plan_places(self, parts: list[list[nn.Module]], replicated: list[nn.Parameter]) -> list[Place]:
+        options = self._options
+        if not options.on_host or options.device_bytes is None:
+            return ["device" if not options.on_host else "copy" if options.is_resident else "host"] * len(parts)
+        dtypes = {p: options.narrow_dtype for name, p in self.module.named_parameters() if name in options.narrow}
+        return self._share.plan(parts, replicated, dtypes, self.mesh.size(-1), options.device_bytes)
+
+    def _shard(self, modules: list[nn.Module], replicated: list[nn.Parameter], place: Place) -> None:
         options = self._options
         if all(isinstance(module, FSDPModule) for module in modules):
             return
@@ -228,7 +250,7 @@ class FullSharding:
                 materialize(module, seed=options.seed, model=self.module, uninitialized_ok=options.uninitialized_ok)
             prepare_class(type(module), mixin_for)
         is_root = modules == [self.module]
-        policy: OffloadPolicy = CPUOffloadPolicy(pin_memory=False) if options.on_host else OffloadPolicy()
+        policy: OffloadPolicy = OffloadPolicy() if place == "device" else CPUOffloadPolicy(pin_memory=False)
         fully_shard(
             modules if len(modules) > 1 else modules[0],
             mesh=self.mesh,
@@ -238,13 +260,11 @@ class FullSharding:
             ignored_params=set(replicated),
         )
         self._sharded += modules
+        self._places.update((id(module), place) for module in modules)
         self._whole.release(modules)
 
     def _unmark(self) -> None:
-        """Say to nobody that ranks have to run the same layers: one rank has nobody to wait for.
-
-        Models of transformers leave no layer out (LayerDrop) where they are told so.
-        """
+        """Say to nobody that ranks have to run the same layers, for which transformers leave none out (LayerDrop)."""
         for part in self.module.modules():
             vars(part).pop(RANKS_MARK, None)
 
@@ -260,16 +280,18 @@ class FullSharding:
             module, key = place_of(parameter)
             return options.narrow_dtype if names[id(module), key] in options.narrow else None
 
-        ours = {id(module) for module in self._sharded}
-        for part in self.module.modules():
-            if id(part) not in ours:
-                continue
+        for part in (part for part in self.module.modules() if id(part) in self._places):
             state_of(part).__class__ = ViewProofState
             for group in groups_of(part):
                 if not isinstance(group, ShardedGroup):
-                    self.groups.append(take_over(group, self, dtype_of, is_resident=options.is_resident))
+                    self.groups.append(take_over(group, self, dtype_of, self._places[id(part)]))
                     for parameter in group.fsdp_params if part is self.module else ():
                         parameter.on_gradient = self._notice_backward
+        if options.device_bytes is not None:
+            self._share.limit(self.groups)
+        if self.landing is not None and all(group.landing is None for group in self.groups):
+            self.landing.stop()
+            self.landing, self.home = None, self.device
 
 
 def _device_of(mesh: DeviceMesh) -> torch.device:

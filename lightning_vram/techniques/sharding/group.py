@@ -16,6 +16,7 @@ from lightning_vram.private_names.torch.trees import tree_map_only
 from lightning_vram.techniques.sharding.gathered import make_settable
 from lightning_vram.techniques.sharding.lanes import ShardLane
 from lightning_vram.techniques.sharding.parameter import ShardedParameter
+from lightning_vram.techniques.sharding.residency import Place
 from lightning_vram.techniques.sharding.steps import ShardSteps
 
 Arrival = tuple[ShardedParameter, Tensor]
@@ -24,7 +25,7 @@ Arrival = tuple[ShardedParameter, Tensor]
 class GroupOwner(Protocol):
     """Who hears of what happens to a group."""
 
-    home: torch.device  # of the shards
+    home: torch.device  # of the shards that are not on the device
     landing: HostWorker | None  # where gradients come from another device
     pin_memory: bool
     buffers: HostBuffers  # that gradients arrive in
@@ -55,6 +56,8 @@ class ShardedGroup(GroupBase):
 
     lanes: list[ShardLane]
     owner: GroupOwner
+    home: torch.device  # of its shards
+    landing: HostWorker | None  # where its gradients come from another device
     steps: ShardSteps
     present: set[ShardedParameter]  # that had a gradient here, in this backward
     doubtful: list[Arrival]  # of those that had none
@@ -141,12 +144,12 @@ class ShardedGroup(GroupBase):
         self.doubtful += [arrival for arrival in arrivals if arrival[0] in absent]
         certain = [arrival for arrival in arrivals if arrival[0] not in absent]
         self.present.update(parameter for parameter, _ in certain)
-        if self.owner.landing is None:
+        if self.landing is None:
             with self.device_handle.stream(self.reduce_stream):
                 self._land(certain, None)
                 self.await_reduce_stream()
         else:
-            self._landing = self.owner.landing.submit(partial(self._land, certain, self.reduced_event))
+            self._landing = self.landing.submit(partial(self._land, certain, self.reduced_event))
 
     def finalize_backward(self) -> None:
         """Wait until the gradients are on the host."""
@@ -207,7 +210,7 @@ class ShardedGroup(GroupBase):
         """Where on the host gradients go, side by side."""
         for lane in self.lanes:
             sizes = [parameter.sharded_size.numel() for parameter in lane.parameters]
-            if self.device == self.owner.home:
+            if self.device == self.home:
                 yield from ((parameter, None) for parameter in lane.parameters)
             else:
                 flat = self.owner.buffers.take(sum(sizes), lane.transfer_dtype)
@@ -260,8 +263,7 @@ def take_over(
     group: FSDPParamGroup,
     owner: GroupOwner,
     dtype_of: Callable[[Any], torch.dtype | None],
-    *,
-    is_resident: bool,
+    place: Place,
 ) -> ShardedGroup:
     """Make a :class:`ShardedGroup` of FSDP2's object.
 
@@ -269,11 +271,12 @@ def take_over(
         group: Whose shards are on the host.
         owner: Hears of it.
         dtype_of: What autocast casts a parameter (FSDP2's object) to; ``None``: it does not.
-        is_resident: Whether copies of the shards stay on the device.
+        place: Where the shards are to be, on the device only if FSDP2 has put them there.
     """
     host: Any = group
     host.__class__ = ShardedGroup
     host.owner, host.present, host.doubtful = owner, set(), []
+    host.home, host.landing = (host.device, None) if place == "device" else (owner.home, owner.landing)
 
     def key(parameter: Any) -> tuple[str, str, bool]:
         # Adapters are read in ways that need 32 bit; the frozen weights beside them are not.
@@ -287,9 +290,8 @@ def take_over(
     for _, alike in groupby(sorted(host.fsdp_params, key=key), key):
         parameters = list(alike)
         dtype = dtype_of(parameters[0]) or parameters[0].sharded_param.dtype
-        lane = ShardLane(
-            parameters, dtype, owner.home, host.device, pin_memory=owner.pin_memory, is_resident=is_resident
-        )
+        places, is_copied = (host.home, host.device), place == "copy"
+        lane = ShardLane(parameters, dtype, *places, pin_memory=owner.pin_memory, is_resident=is_copied)
         host.lanes.append(lane)
         for parameter in parameters:
             parameter.begin(lane, partial(host.steps.touch, lane))

@@ -1,6 +1,6 @@
 """Shards that are alike, one after the other in memory: one copy brings all of them to where they are computed with."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,8 @@ class ShardLane:
 
     Attributes:
         resident: That copy; ``None``: there is none.
+        may_take: Asked before the copy takes so many more bytes, as where weights turn out to need 32 bit; else it is
+            given up. May be set.
     """
 
     def __init__(
@@ -48,7 +50,8 @@ class ShardLane:
         self.shards = _gather(parameters, self._sizes, home, pin_memory=pin_memory)
         is_narrow = dtype != self.shards.dtype and home != device
         self._narrow = make_host_tensor(self.shards.numel(), dtype, pin_memory=pin_memory) if is_narrow else None
-        self.resident = torch.empty(self.shards.numel(), dtype=dtype, device=device) if is_resident else None
+        self.resident = self._make_copy() if is_resident else None
+        self.may_take: Callable[[int], bool] = lambda num_bytes: True
         self._seen = -1  # version of the shards that the copies are of
         self._fetched: torch.Event | None = None
         self._arrived: torch.Event | None = None
@@ -96,7 +99,16 @@ class ShardLane:
         self.widen(is_wide=True)
         self.dtype, self.is_wide, self._narrow, self._seen = self.shards.dtype, False, None, -1
         if self.resident is not None:
-            self.resident = torch.empty(self.shards.numel(), dtype=self.dtype, device=self.device)
+            is_kept = self.may_take(self.shards.nbytes - self.resident.nbytes)
+            self.resident = self._make_copy() if is_kept else None
+
+    def keep_copy(self) -> None:
+        """Have a copy stay on the device from now on. No step may be under way, nor work of the device."""
+        if self.resident is None:
+            self.resident, self._seen = self._make_copy(), -1
+
+    def _make_copy(self) -> Tensor:
+        return torch.empty(self.shards.numel(), dtype=self.dtype, device=self.device)
 
     @torch.no_grad()
     def refresh(self) -> None:

@@ -8,6 +8,7 @@ import warnings
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from support.helpers import ForkingOffload, LitManual, TinyByteGPT, TinyCNN, assert_equal_weights, describe_module
 from torch.utils.data import DataLoader, Dataset
@@ -93,8 +94,8 @@ def test_a_budget_is_kept_and_nothing_else_changes(share, make_trainer, heard):
 
 def test_the_least_is_told_where_nothing_fits(make_trainer):
     message = (
-        r"^AutoVRAM: nothing fits 2\.00 MiB on cpu\. The least is \S+ MiB, with EarlyRelease \+ ActivationCheckpointing"
-        r"\. What helps: budget='\d+KiB', strategy='fsdp_offload', which keeps weights and states of optimizers "
+        r"^AutoVRAM: nothing fits 2\.00 MiB on cpu\. The least is \S+ MiB, with EarlyRelease \+ InPlaceFusion "
+        r"\+ ActivationCheckpointing\. What helps: budget='\d+KiB', strategy='fsdp_offload', which keeps weights and states of optimizers "
         r"on the host, more devices, or allow='lossless' or 'any'\.$"
     )
     with pytest.raises(MisconfigurationException, match=message):
@@ -339,9 +340,20 @@ def test_where_no_plan_is_left_the_error_says_what_would_help(make_trainer, monk
 @pytest.mark.distributed
 def test_all_ranks_make_one_plan(make_trainer):
     fitted = []
-    for callbacks in ([], [AutoVRAM(int(0.6 * PLAIN_BYTES))]):
+    for callbacks in ([], [AutoVRAM(int(0.6 * PLAIN_BYTES)), Schemes()]):
         fitted.append(fit(make_trainer, *callbacks, strategy="ddp_fork", devices=2))
     assert_equal_weights(*fitted)
+
+
+class Schemes(Callback):
+    """Checks that both ranks run with one plan, which is not that of the run as it is."""
+
+    def on_train_start(self, trainer, pl_module):
+        (auto,) = (callback for callback in trainer.callbacks if isinstance(callback, AutoVRAM))
+        schemes = [None, None]
+        torch.distributed.all_gather_object(schemes, str(auto.scheme))
+        assert schemes[0] == schemes[1]
+        assert "ActivationCheckpointing" in schemes[0]
 
 
 @pytest.mark.distributed

@@ -11,6 +11,44 @@ from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
 
 WRONG = [
     ({"offload": "cpu"}, ValueError, "(offload) must be one of 'params', 'optimizer', 'none', got 'cpu'."),
+    (
+        {"offload": ["optimizer"]},
+        ValueError,
+        "(offload) as a list must be one of ['gradients', 'optimizer', 'parameters'], ['gradients', 'optimizer'], [], "
+        "in any order, got ['optimizer']: what is offloaded comes with all that is made of it.",
+    ),
+    (
+        {"offload": [3]},
+        ValueError,
+        "(offload) as a list must be one of ['gradients', 'optimizer', 'parameters'], ['gradients', 'optimizer'], [], "
+        "in any order, got [3]: what is offloaded comes with all that is made of it.",
+    ),
+    (
+        {"device_bytes": "8GiB", "offload": "none"},
+        ValueError,
+        "(device_bytes='8GiB') chooses by itself what stays on the device: leave offload out, got offload='none'.",
+    ),
+    (
+        {"device_bytes": 0, "offload": ["gradients", "optimizer"]},
+        ValueError,
+        "(device_bytes=0) chooses by itself what stays on the device: leave offload out, got offload='optimizer'.",
+    ),
+    (
+        {"device_bytes": 1.5},
+        ValueError,
+        "(device_bytes) as a float is a share of the state, from 0.0 to 1.0, got 1.5.",
+    ),
+    ({"device_bytes": -1}, ValueError, "(device_bytes) must not be negative, got -1."),
+    (
+        {"device_bytes": "all"},
+        ValueError,
+        "(device_bytes) must be a number and one of B, KiB, MiB, GiB, TiB, kB, MB, GB, TB, got 'all'.",
+    ),
+    (
+        {"device_bytes": True},
+        TypeError,
+        "(device_bytes) must be bytes as an int or text such as '24GiB', got True of type bool.",
+    ),
     ({"shard": "half"}, ValueError, "(shard) must be one of 'full', 'grad_op', 'hybrid', got 'half'."),
     ({"state_dict_type": "local"}, ValueError, "(state_dict_type) must be one of 'full', 'sharded', got 'local'."),
     (

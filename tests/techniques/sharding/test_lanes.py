@@ -242,3 +242,32 @@ def test_who_writes_to_shards_waits_for_what_is_on_its_way_to_a_resident_copy(ne
     lane.refresh()
     lane.wait_for_copies()
     assert [event.num_waits for event in events] == [1]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("is_allowed", [True, False])
+def test_a_copy_that_would_grow_asks_first(net, is_allowed):
+    lane, asked = make_lane(net, dtype=torch.bfloat16, is_resident=True), []
+    lane.may_take = lambda num_bytes: asked.append(num_bytes) or is_allowed
+    assert_fetches(lane, net, torch.bfloat16)
+    lane.stay_wide()
+    assert asked == [2 * NUMEL]  # from two bytes to four
+    assert (lane.resident is not None) == is_allowed
+    assert_fetches(lane, net, torch.float32)
+    net.up.weight.fill_(3)
+    lane.touch()
+    assert_fetches(lane, net, torch.float32)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_copy_may_be_kept_from_now_on(net, dtype):
+    lane = make_lane(net, dtype=dtype)
+    assert_fetches(lane, net, dtype)
+    lane.keep_copy()
+    assert lane.resident is not None
+    assert lane.resident.nbytes == dtype.itemsize * NUMEL
+    copy = lane.resident
+    assert_fetches(lane, net, dtype)
+    lane.keep_copy()
+    assert lane.resident is copy

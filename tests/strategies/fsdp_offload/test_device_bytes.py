@@ -1,0 +1,150 @@
+"""``device_bytes``: whatever stays on the device, weights are those without it, to the bit."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from support.helpers import ForkingOffload, assert_equal_weights
+from support.offload_nets import Odd, Split, leave_group
+
+from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),  # of Lightning, about folders that exist
+]
+SHARES = (0.0, 0.1, 0.25, 0.5, 0.8, 1.0)
+STEPS = 6  # two epochs of three batches
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "clip": {"gradient_clip_val": 0.05},
+    "accumulate": {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2},
+    "bf16": {"precision": "bf16-mixed", "gradient_clip_val": 0.05},
+    "two ranks": {"devices": 2, "gradient_clip_val": 0.05},
+}
+
+
+@pytest.fixture(autouse=True)
+def _alone():
+    yield
+    leave_group()
+
+
+class Noting(Split):
+    """Notes where groups are after its last batch."""
+
+    def on_train_end(self):
+        groups = self.trainer.strategy._sharding.groups
+        self.places = [
+            "device" if group.landing is None else "copy" if group.lanes[0].resident is not None else "host"
+            for group in groups
+        ]
+
+
+@pytest.fixture
+def train(make_trainer):
+    def train(device_bytes=None, *, make=Noting, ckpt_path=None, **arguments):
+        pl.seed_everything(0, verbose=False)
+        model = make()
+        options = {"max_epochs": 2, "devices": 1, "limit_val_batches": 0, "use_distributed_sampler": False}
+        trainer = make_trainer(strategy=ForkingOffload(device_bytes=device_bytes), **{**options, **arguments})
+        trainer.fit(model, ckpt_path=ckpt_path)
+        leave_group()
+        return model
+
+    return train
+
+
+@pytest.mark.slow_except("plain", "accumulate", "bf16", "two ranks")
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_any_share_of_the_device_gives_the_same_bits(variant, train):
+    options = VARIANTS[variant]
+    expected = train(None, **options)
+    found = []
+    for share in SHARES:
+        ours = train(share, **options)
+        assert_equal_weights(ours, expected)
+        found.append(getattr(ours, "places", None))
+    if variant == "plain":  # with several ranks the module of this process is not the one that was trained
+        assert set(found[0]) == {"host"}
+        assert {"host"} < set(found[1])  # what is left after the copies that fit may hold a small group
+        assert set(found[2]) == {"copy"}
+        assert set(found[3]) == set(found[4]) == {"copy", "device"}
+        assert set(found[5]) == {"device"}
+
+
+def test_scalars_and_frozen_layers_and_what_is_never_used(train):
+    expected = train(None, make=Odd)
+    for share in SHARES:
+        assert_equal_weights(train(share, make=Odd), expected)
+
+
+@pytest.mark.parametrize(("saved_by", "loaded_by"), [(None, 0.5), (0.5, None), (0.5, 1.0), (1.0, 0.1)])
+def test_a_checkpoint_goes_on_with_another_share(saved_by, loaded_by, train, tmp_path):
+    expected = train(None)
+    saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
+    train(saved_by, max_steps=4, enable_checkpointing=True, callbacks=[saver])
+    assert_equal_weights(train(loaded_by, ckpt_path=tmp_path / "step=3.ckpt"), expected)
+
+
+class Unnamed(Noting):
+    """Leaves the kernel to the strategy."""
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), 1e-3, eps=1e-5)
+
+
+def test_the_kernel_that_nobody_names_is_the_same_everywhere(train):
+    expected = train(None, make=Unnamed)
+    for share in (0.5, 1.0):
+        assert_equal_weights(train(share, make=Unnamed), expected)
+
+
+def test_states_on_a_disk_are_those_of_what_is_on_the_host(make_trainer, tmp_path):
+    def run(**arguments):
+        pl.seed_everything(0, verbose=False)
+        model = Noting()
+        strategy = ForkingOffload(**arguments)
+        make_trainer(strategy=strategy, devices=1, max_epochs=2, limit_val_batches=0).fit(model)
+        leave_group()
+        return model
+
+    ours = run(nvme_path=tmp_path, device_bytes=0.5)
+    assert set(ours.places) == {"copy", "device"}
+    assert_equal_weights(ours, run())
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_sizes_are_bytes(precision, train):
+    num_bytes = 16 * sum(parameter.numel() for parameter in Noting().parameters())
+    assert set(train(num_bytes, precision=precision).places) == {"device"}
+    assert set(train(num_bytes - 1, precision=precision).places) == {"copy", "device"}
+    assert "host" in train(f"{num_bytes // 16} B").places
+
+
+def test_what_a_host_has_left_is_not_measured(train):
+    message = (
+        r"^FSDPOffloadStrategy\(device_bytes='auto'\) measures what a step leaves free, and no allocator tells that of "
+        r"cpu\. Give a number of bytes, such as '8GiB', or a share of the state, such as 0\.5\.$"
+    )
+    with pytest.raises(MisconfigurationException, match=message.replace("FSDPOffloadStrategy", "ForkingOffload")):
+        train("auto")
+
+
+@pytest.mark.parametrize(
+    ("offload", "mode"),
+    [
+        (["parameters", "gradients", "optimizer"], "params"),
+        ({"optimizer", "gradients"}, "optimizer"),
+        ((), "none"),
+        ("optimizer", "optimizer"),
+    ],
+)
+def test_what_is_offloaded_may_be_listed(offload, mode):
+    strategy = FSDPOffloadStrategy(offload=offload)
+    assert strategy.arguments.offload == mode
+    assert strategy.make_again().arguments == strategy.arguments

@@ -1,0 +1,140 @@
+"""``device_bytes`` on an accelerator: what stays there is within it, and grows with it."""
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+from support.devices import ACCELERATOR, DEVICE, device_module
+from support.helpers import assert_equal_weights
+from support.offload_nets import Split
+from torch import Tensor, nn
+
+from lightning_vram import LeanMixedPrecision
+from lightning_vram.core.processes.clean_exit import leave_group
+from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
+
+pytestmark = [
+    pytest.mark.device,
+    pytest.mark.distributed,
+    pytest.mark.filterwarnings("ignore:.*deterministic.*:UserWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),  # of Lightning, about folders that exist
+]
+SHARES = (0.0, 0.1, 0.2, 0.25, 0.4, 0.6, 0.8, 0.99, 1.0)
+STEPS = 6
+
+
+@pytest.fixture(autouse=True)
+def _alone() -> Iterator[None]:
+    yield
+    leave_group()
+    gc.collect()
+
+
+class Weighed(Split):
+    """Adds up, after each step, what of weights, gradients, moments and copies is on the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def on_train_batch_end(self, *unused: Any) -> None:
+        self.trainer.strategy._finish_steps()
+        held: list[Tensor | None] = []
+        for group in self.trainer.strategy._sharding.groups:
+            held += [tensor for lane in group.lanes for tensor in (lane.shards, lane.resident)]
+        for parameter in self.parameters():
+            state = self.trainer.optimizers[0].state[parameter]
+            held += [parameter.grad, state.get("exp_avg"), state.get("exp_avg_sq")]
+        plain = [getattr(tensor, "_local_tensor", tensor) for tensor in held if tensor is not None]
+        self.sizes.append(sum(tensor.nbytes for tensor in plain if tensor.device.type == DEVICE))
+
+
+@pytest.fixture
+def fit(make_trainer: Any) -> Any:
+    def fit(
+        *callbacks: pl.Callback,
+        offload: Any = "params",
+        device_bytes: Any = None,
+        ckpt_path: Any = None,
+        **options: Any,
+    ) -> Weighed:
+        pl.seed_everything(0, verbose=False)
+        model = Weighed()
+        strategy = FSDPOffloadStrategy(offload=offload, device_bytes=device_bytes, min_params=100)
+        defaults = {"accelerator": ACCELERATOR, "devices": 1, "max_epochs": 2, "deterministic": "warn"}
+        options = {"limit_val_batches": 0, "gradient_clip_val": 0.1, **defaults, **options}
+        make_trainer(strategy=strategy, callbacks=list(callbacks), **options).fit(model, ckpt_path=ckpt_path)
+        leave_group()
+        return model
+
+    return fit
+
+
+def state_bytes() -> int:
+    return 16 * sum(parameter.numel() for parameter in Split().parameters())
+
+
+def largest_difference(one: nn.Module, other: nn.Module) -> float:
+    pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
+    return max((a.cpu().double() - b.cpu().double()).abs().max().item() for a, b in pairs)
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("32-true", 2e-6), ("bf16-mixed", 2e-4)])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_what_stays_on_the_device_is_within_the_budget_and_grows_with_it(precision, tolerance, accumulate, fit):
+    options = {"precision": precision, "accumulate_grad_batches": accumulate}
+    expected = fit(**options)
+    assert set(expected.sizes) == {0}
+    before = 0
+    for share in SHARES:
+        ours = fit(device_bytes=share, **options)
+        assert len(ours.sizes) == STEPS
+        assert before <= max(ours.sizes) <= int(share * state_bytes())
+        assert largest_difference(ours, expected) <= tolerance  # AdamW's kernel on the host rounds otherwise
+        before = max(ours.sizes)
+    assert before == state_bytes()
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_the_modes_are_its_corners(precision, fit):
+    corners = {"params": 0, "optimizer": 0.25, "none": 1.0}
+    if precision != "32-true":
+        del corners["optimizer"]  # there is room for more than copies, and the device rounds otherwise
+    for offload, device_bytes in corners.items():
+        mode, ours = fit(offload=offload, precision=precision), fit(device_bytes=device_bytes, precision=precision)
+        assert_equal_weights(ours, mode)
+        assert ours.sizes == mode.sizes
+
+
+def test_gradients_that_are_scaled_are_where_their_shards_are(fit):
+    expected = fit(plugins=LeanMixedPrecision("fp16"))
+    assert largest_difference(fit(device_bytes=0.5, plugins=LeanMixedPrecision("fp16")), expected) <= 1e-3
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_what_the_first_step_leaves_free_holds_copies(precision, fit):
+    expected = fit(offload="optimizer", precision=precision)
+    ours = fit(device_bytes="auto", precision=precision)
+    assert_equal_weights(ours, expected)
+    assert ours.sizes[0] == 0 or ours.sizes[0] == expected.sizes[0]
+    assert ours.sizes[1:] == expected.sizes[1:]
+
+
+def test_where_nothing_is_free_there_are_no_copies(fit):
+    memory, total_bytes = device_module(), device_module().mem_get_info()[1]
+    expected = fit()
+    memory.set_per_process_memory_fraction(min(1.0, (memory.memory_allocated() + total_bytes // 10) / total_bytes))
+    assert_equal_weights(ours := fit(device_bytes="auto"), expected)
+    assert set(ours.sizes) == {0}
+
+
+@pytest.mark.parametrize(("saved_by", "loaded_by"), [(None, 0.5), (0.5, 1.0), (1.0, None)])
+def test_states_are_loaded_to_where_their_shards_are(saved_by, loaded_by, fit, tmp_path):
+    saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=3, save_top_k=-1)
+    expected = fit(saver, device_bytes=saved_by, enable_checkpointing=True)
+    resumed = fit(device_bytes=loaded_by, ckpt_path=tmp_path / "step=3.ckpt")
+    assert max(resumed.sizes) == max(fit(device_bytes=loaded_by, max_steps=1).sizes)
+    assert largest_difference(resumed, expected) <= 2e-6

@@ -1,0 +1,153 @@
+"""Which groups of a module are where, and what they take: planned before, or while it trains."""
+
+import pytest
+import torch
+from support.sharded_nets import WIDTH, Net, assert_same, hosted, make, sharded, take_step, weights
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from lightning_vram.techniques.sharding.device_share import DeviceShare
+
+pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
+BLOCK = WIDTH * 9 + 9 + 9 * WIDTH + WIDTH
+HEAD = WIDTH * 20 + 20
+NORM = 2 * WIDTH
+ALL = 3 * BLOCK + HEAD + NORM
+
+
+def parts_of(net):
+    return [[net.blocks[0]], [net.blocks[1]], [net.blocks[2]], [net.head], [net]]
+
+
+def plan(net, device_bytes, *, replicated=(), dtypes=None, num_shards=1):
+    return DeviceShare().plan(parts_of(net), replicated, dtypes or {}, num_shards, device_bytes)
+
+
+def test_the_root_comes_first_and_has_what_no_other_part_has():
+    net = make()
+    assert plan(net, 0) == ["host"] * 5
+    assert plan(net, 4 * NORM) == ["host"] * 4 + ["copy"]
+    assert plan(net, 4 * (NORM + BLOCK)) == ["copy", *["host"] * 3, "copy"]
+    assert plan(net, 4 * ALL) == ["copy"] * 5
+    assert plan(net, 4 * ALL + 12 * NORM) == ["copy"] * 4 + ["device"]
+    assert plan(net, 16 * ALL - 1) == ["device"] * 3 + ["copy", "device"]
+    assert plan(net, 16 * ALL) == ["device"] * 5
+
+
+def test_a_share_is_one_of_all_that_could_be_there():
+    net = make()
+    for share in (0.0, 0.2, 0.25, 0.6, 1.0):
+        assert plan(net, share) == plan(net, int(share * 16 * ALL))
+
+
+def test_each_rank_counts_its_shards_and_what_they_are_padded_by():
+    net = make()
+    norm = 2 * 2  # 6 elements, over 4 ranks
+    assert plan(net, 4 * norm, num_shards=4) == ["host"] * 4 + ["copy"]
+    assert plan(net, 4 * norm - 1, num_shards=4) == ["host"] * 5
+
+
+def test_weights_that_are_sent_in_16_bit_have_smaller_copies():
+    net = make()
+    dtypes = dict.fromkeys(net.parameters(), torch.bfloat16)
+    assert plan(net, 2 * ALL, dtypes=dtypes) == ["copy"] * 5
+    assert plan(net, 2 * ALL) != ["copy"] * 5
+
+
+def test_what_is_not_sharded_here_takes_nothing(mesh):
+    net = make()
+    assert plan(net, 1, replicated=net.parameters()) == ["host"] * 5
+    fully_shard(net.blocks[0], mesh=mesh)
+    assert plan(net, 16 * (ALL - BLOCK)) == ["host", *["device"] * 4]
+
+
+def test_tied_weights_are_of_the_first_part_that_has_them():
+    net = make()
+    net.blocks[2].up.weight = net.blocks[0].up.weight
+    assert plan(net, 4 * (ALL - 9 * WIDTH)) == ["copy"] * 5
+
+
+def held_bytes(sharding, optimizer):
+    """What is on the device, if that is where groups are that have no thread to land in."""
+    total = 0
+    for group in sharding.groups:
+        total += sum(lane.resident.nbytes for lane in group.lanes if lane.resident is not None)
+        for parameter in (parameter.sharded_param for parameter in group.fsdp_params if group.landing is None):
+            state = optimizer.state[parameter]
+            held = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
+            total += sum(tensor.to_local().nbytes for tensor in held)
+    return total
+
+
+def test_bytes_grow_with_the_budget_and_weights_stay_the_same(mesh):
+    plain = make()
+    reference = torch.optim.AdamW(plain.parameters(), fused=True)
+    for seed in range(3):
+        take_step(plain, reference, seed)
+    before = 0
+    for budget_bytes in (*range(0, 16 * ALL, ALL // 2), 16 * ALL):
+        net = make()
+        with hosted(net, device_bytes=budget_bytes) as host:
+            optimizer = torch.optim.AdamW(net.parameters())
+            host.attach([optimizer])
+            for seed in range(3):
+                take_step(net, optimizer, seed)
+            host.finish()
+            now = held_bytes(host._sharding, optimizer)
+            assert before <= now <= budget_bytes
+            assert host._sharding.host_bytes == 4 * (ALL - count_on_device(host._sharding))
+            before = now
+        assert_same(weights(net), weights(plain))
+    assert before == 16 * ALL
+
+
+def count_on_device(sharding):
+    on_device = [group for group in sharding.groups if group.landing is None]
+    return sum(lane.shards.numel() for group in on_device for lane in group.lanes)
+
+
+def test_nobody_waits_for_the_host_where_nothing_is_there(mesh):
+    with sharded(make(), device_bytes=1.0) as sharding:
+        assert sharding.landing is None
+        assert sharding.host_bytes == 0
+    with sharded(make(), device_bytes=0.9) as sharding:
+        assert sharding.landing is not None
+
+
+def test_copies_may_be_kept_in_the_midst_of_training(mesh):
+    net, plain = make(), make()
+    reference = torch.optim.AdamW(plain.parameters(), fused=True)
+    with hosted(net, "params apart", device_bytes=0) as host:
+        optimizer = torch.optim.AdamW(net.parameters())
+        host.attach([optimizer])
+        for seed, (budget_bytes, taken_bytes) in enumerate([(4 * NORM, 4 * NORM), (4 * ALL, 4 * (ALL - NORM)), (9, 0)]):
+            take_step(net, optimizer, seed)
+            take_step(plain, reference, seed)
+            assert host._sharding.keep_copies(budget_bytes) == taken_bytes
+        for seed in range(3, 6):
+            take_step(net, optimizer, seed)
+            take_step(plain, reference, seed)
+        assert all(lane.resident is not None for group in host._sharding.groups for lane in group.lanes)
+    assert_same(weights(net), weights(plain))
+
+
+class Frozen(Net):
+    """Of which a part is not trained: its values stay on the device alone before all else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.requires_grad_(requires_grad=False)
+
+
+def test_frozen_layers_come_first(mesh):
+    net, plain = make(Frozen), make(Frozen)
+    assert plan(net, 4 * 3 * BLOCK) == ["device"] * 3 + ["host", "host"]
+    reference = torch.optim.SGD(plain.head.parameters(), 0.1)
+    with hosted(net, device_bytes=4 * 3 * BLOCK) as host:
+        optimizer = torch.optim.SGD(net.head.parameters(), 0.1)
+        host.attach([optimizer])
+        for seed in range(2):
+            take_step(net, optimizer, seed)
+            take_step(plain, reference, seed)
+    assert_same(weights(net), weights(plain))
+    assert isinstance(net.head, nn.Linear)
