@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 from lightning_vram.memory.device.allocator_settings import SETTING, VARIABLES
 from lightning_vram.memory.device.out_of_memory import OutOfMemorySource
-from lightning_vram.memory.units import MIB, format_bytes
+from lightning_vram.memory.units import format_bytes
 from lightning_vram.report.out_of_memory.facts import OutOfMemory, Work
 from lightning_vram.report.out_of_memory.signs import grown_bytes_per_batch, is_in_loss, is_mostly_loss
 
 TRAINING = "train"
-_LITTLE = 256 * MIB
+_LARGE_SHARE = 0.1  # of a device: a desktop has less
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,11 @@ def find_cause(found: OutOfMemory) -> Cause:
 
 
 def _is_others_fault(found: OutOfMemory) -> bool:
-    """Whether the request would have been granted to a process that is alone."""
+    """Whether others have a large part, without which the request would have been granted."""
     request = found.request
     other_bytes = request.other_bytes
-    return other_bytes >= _LITTLE and (request.asked_bytes or 0) <= (request.free_bytes or 0) + other_bytes
+    is_large = other_bytes > 0 and other_bytes >= _LARGE_SHARE * (request.total_bytes or 0)
+    return is_large and (request.asked_bytes or 0) <= (request.free_bytes or 0) + other_bytes
 
 
 def _is_fragmented(found: OutOfMemory) -> bool:
@@ -85,6 +86,16 @@ CAUSES = (
         needs_leaner_step=False,
     ),
     Cause(
+        "a leak: memory has grown batch by batch",
+        lambda found: grown_bytes_per_batch(found) is not None,
+        (
+            "find who holds it: `callbacks=[LeakDetector()]`",
+            "keep numbers, not tensors with their graphs: `self.losses.append(loss.detach())`, or `loss.item()`",
+        ),
+        _say_growth,
+        needs_leaner_step=False,
+    ),
+    Cause(
         "another process is on the device",
         _is_others_fault,
         (
@@ -112,16 +123,6 @@ CAUSES = (
             "the cache emptied where sizes change, between training and validation: `callbacks=[EmptyCache()]`",
         ),
         _say_fragments,
-        needs_leaner_step=False,
-    ),
-    Cause(
-        "a leak: memory has grown batch by batch",
-        lambda found: grown_bytes_per_batch(found) is not None,
-        (
-            "find who holds it: `callbacks=[LeakDetector()]`",
-            "keep numbers, not tensors with their graphs: `self.losses.append(loss.detach())`, or `loss.item()`",
-        ),
-        _say_growth,
         needs_leaner_step=False,
     ),
     Cause(
