@@ -18,7 +18,7 @@ from lightning_vram.estimation.stages import estimate_stages
 from lightning_vram.estimation.traced_fit import STEP, FitRun, trace_fit
 from lightning_vram.memory.device.allocator import empty_cache, has_cache
 from lightning_vram.memory.device.failed_request import FailedRequest, read_failed_request
-from lightning_vram.memory.device.out_of_memory import OutOfMemorySource
+from lightning_vram.memory.device.out_of_memory import OutOfMemorySource, path_to_out_of_memory
 from lightning_vram.memory.device.snapshot import write_snapshot
 from lightning_vram.memory.estimate.result import TRAIN, MemoryEstimate
 from lightning_vram.memory.estimate.workspaces import workspaces_of
@@ -75,16 +75,18 @@ def _explain(
 
 def _facts(trainer: pl.Trainer, error: BaseException, source: OutOfMemorySource, last: LastBatches) -> OutOfMemory:
     device, module = trainer.strategy.root_device, trainer.lightning_module
-    request = read_failed_request(str(error), device)
+    errors = path_to_out_of_memory(error)
+    message = str(errors[-1])
+    request = read_failed_request(message, device)
     by_category, by_module = _held(trainer, last, request)
     where = f", batch {last.batch_idx}" if last.batch is not None else ""
     return OutOfMemory(
-        message=str(error),
+        message=message,
         source=source,
         device=str(device),
         request=request,
         stage=f"{last.stage}, epoch {trainer.current_epoch}{where}",
-        place=read_place(error, module),
+        place=read_place(errors, module),
         by_category=by_category,
         by_module=by_module,
         growth=tuple(last.ends),
