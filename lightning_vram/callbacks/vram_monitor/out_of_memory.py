@@ -11,6 +11,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
+from lightning_vram.callbacks.hook_points import FitTechnique
 from lightning_vram.callbacks.vram_monitor.failed_place import read_place
 from lightning_vram.callbacks.vram_monitor.last_batches import LastBatches
 from lightning_vram.estimation.running_trainer import describe_device, read_trainer_arguments
@@ -186,8 +187,8 @@ def _budget_bytes(found: OutOfMemory, estimated: MemoryTimeline) -> int | None:
 def _undo_parts(trainer: pl.Trainer) -> None:
     """Let the module be what it was before the run, which is over. Parts do nothing when they are asked again."""
     for callback in list(trainer.callbacks):  # type: ignore[attr-defined]
-        if _is_ours(callback) and not getattr(callback, "takes_no_memory", False):
-            callback.teardown(trainer, trainer.lightning_module, "fit")
+        if isinstance(callback, FitTechnique) and not getattr(callback, "takes_no_memory", False):
+            callback._undo()  # teardown may move to the device what is on the host: there is no room for it
 
 
 def _is_ours(part: object) -> bool:
