@@ -25,6 +25,7 @@ from lightning_vram.memory.estimate.result import TRAIN, MemoryEstimate
 from lightning_vram.memory.estimate.workspaces import workspaces_of
 from lightning_vram.memory.tracking.timeline import Category, MemoryTimeline
 from lightning_vram.memory.tracking.tracker import track_memory
+from lightning_vram.memory.units import format_bytes
 from lightning_vram.planner.parts import Exactness
 from lightning_vram.planner.plan import TracedSteps
 from lightning_vram.planner.remedies import remedies_for
@@ -37,8 +38,8 @@ from lightning_vram.report.out_of_memory.page import summary
 
 _NAME = "out_of_memory"
 _FOREIGN = "not of this run"
-_LARGE_SHARE = 0.25  # of what is allocated
 _REST = "not told apart"
+_LARGE_SHARE = 0.25  # of what is allocated
 _MOST_REMEDIES = 10
 _MOST_CHARACTERS = 200
 
@@ -106,7 +107,7 @@ def _held(trainer: pl.Trainer, last: LastBatches, request: FailedRequest) -> tup
     by_category = {str(category): size for category, size in timeline.peak_by_category.items()}
     rest_bytes = (request.allocated_bytes or 0) - timeline.peak_bytes
     if rest_bytes > 0:
-        by_category[Category.ACTIVATIONS] += rest_bytes
+        by_category[_REST] = rest_bytes
     return by_category, dict(timeline.peak_by_module)
 
 
@@ -115,7 +116,7 @@ def _with_remedies(
 ) -> tuple[OutOfMemory, MemoryEstimate | None]:
     reason = _why_not(trainer, last)
     if reason:
-        return replace(found, no_remedies=reason), None
+        return replace(found, no_remedies=f"{reason}{_say_half(found, last)}"), None
     try:
         estimate, measured = _measure(trainer, found, last)
     except Exception as error:  # a step on tensors without values may fail where the run does not
@@ -124,7 +125,9 @@ def _with_remedies(
     timeline = estimate.timeline
     by_module = found.by_module if last.timeline is not None else dict(timeline.peak_by_module)
     remedies = _ranked(measured, _budget_bytes(found, timeline))
-    found = replace(found, estimated=timeline, by_module=by_module, remedies=remedies)
+    by_category = dict(found.by_category)
+    by_category[Category.ACTIVATIONS] += by_category.pop(_REST, 0)  # of a training step it is nearly all of the rest
+    found = replace(found, estimated=timeline, by_category=by_category, by_module=by_module, remedies=remedies)
     return _without_foreign(found, timeline), estimate
 
 
@@ -147,13 +150,22 @@ def _without_foreign(found: OutOfMemory, estimated: MemoryTimeline) -> OutOfMemo
 def _why_not(trainer: pl.Trainer, last: LastBatches) -> str:
     """Say why no step of this run can be run again on tensors without memory; empty if one can."""
     if last.batch is None or last.stage != "train":
-        return "it ran out outside of a training batch."
+        return "it ran out outside of a training batch, and what they save is what a training step keeps."
     strategy, plugin = trainer.strategy, trainer.precision_plugin
     if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy):
         return f"{type(strategy).__name__} has changed the module. `lightning-vram plan --config ...` does it before."
     if _is_ours(plugin):
         return f"{type(plugin).__name__} has changed the module. `lightning-vram plan --config ...` does it before."
     return ""
+
+
+def _say_half(found: OutOfMemory, last: LastBatches) -> str:
+    """Say what a smaller batch of an evaluation would save: it scales all but what is there for the whole run."""
+    kinds = (Category.INPUTS, Category.ACTIVATIONS, Category.TEMPORARIES, _REST)
+    num_bytes = sum(found.by_category.get(kind, 0) for kind in kinds) // 2
+    if last.batch is None or last.stage == "train" or not num_bytes:
+        return ""
+    return f" Half the `batch_size` of this data loader would need up to {format_bytes(num_bytes)} less."
 
 
 def _measure(trainer: pl.Trainer, found: OutOfMemory, last: LastBatches) -> tuple[MemoryEstimate, Found]:
@@ -207,6 +219,11 @@ def _ranked(measured: Found, budget_bytes: int | None) -> tuple[Remedy, ...]:
             continue
         fits = None if budget_bytes is None else one.needed_bytes <= budget_bytes
         exactness = one.scheme.exactness
+        # an argument may differ by what changes nothing, such as budgets of 5493 and 5494 KiB
+        alike = (one.needed_bytes, exactness, *sorted(part.name for part in one.scheme.parts))
+        if alike in told:
+            continue
+        told.add(alike)
         ratio = one.seconds / plain.seconds
         remedy = Remedy(as_code(one.scheme.parts), one.needed_bytes, saved_bytes, ratio, results_of(exactness), fits)
         ranked.append(((not fits, exactness if fits else 0, ratio if fits else one.needed_bytes), remedy))
@@ -219,11 +236,6 @@ def _write_pictures(trainer: pl.Trainer, folder: Path, stem: str, estimate: Memo
         save_picture(estimate, folder / f"{stem}.png")
         names.append(f"{stem}.png")
     if trainer.strategy.root_device.type == "cuda" and write_snapshot(folder / f"{stem}.pickle", _named(trainer)):
-        # an argument may differ by what changes nothing, such as budgets of 5493 and 5494 KiB
-        alike = (one.needed_bytes, exactness, *sorted(part.name for part in one.scheme.parts))
-        if alike in told:
-            continue
-        told.add(alike)
         names.append(f"{stem}.pickle")
     return names
 

@@ -37,6 +37,10 @@ def find_cause(found: OutOfMemory) -> Cause:
     return next(cause for cause in CAUSES if cause.holds(found))
 
 
+def _is_training(found: OutOfMemory) -> bool:
+    return found.stage.startswith(TRAINING)
+
+
 def _is_others_fault(found: OutOfMemory) -> bool:
     """Whether others have a large part, without which the request would have been granted."""
     request = found.request
@@ -72,6 +76,11 @@ _STATES = (
     'weights and states on the host: `strategy="fsdp_offload"`',
     '16-bit weights and states: `plugins=[LeanMixedPrecision("bf16", parameters="bf16+kahan")]`',
 )
+_COLLECTED = (
+    "lists of metrics on the host: `callbacks=[MetricOffload()]`",
+    "outputs on the host: `self.outputs.append(output.detach().cpu())`",
+    "predictions written batch by batch, by a `BasePredictionWriter`: `trainer.predict(..., return_predictions=False)`",
+)
 CAUSES = (
     Cause(
         "the host ran out of memory",
@@ -87,11 +96,18 @@ CAUSES = (
     ),
     Cause(
         "a leak: memory has grown batch by batch",
-        lambda found: grown_bytes_per_batch(found) is not None,
+        lambda found: _is_training(found) and grown_bytes_per_batch(found) is not None,
         (
             "find who holds it: `callbacks=[LeakDetector()]`",
             "keep numbers, not tensors with their graphs: `self.losses.append(loss.detach())`, or `loss.item()`",
         ),
+        _say_growth,
+        needs_leaner_step=False,
+    ),
+    Cause(
+        "outputs or lists of metrics, collected over the batches",
+        lambda found: not _is_training(found) and grown_bytes_per_batch(found) is not None,
+        _COLLECTED,
         _say_growth,
         needs_leaner_step=False,
     ),
@@ -149,8 +165,15 @@ CAUSES = (
         lambda found: "Adam makes two states of the size of the weights in its first step.",
     ),
     Cause(
+        "the results of all batches, put together at the end of the epoch",
+        lambda found: found.place.work is Work.EPOCH_END,
+        _COLLECTED,
+        lambda found: "What was collected is there twice while it is made into one.",
+        needs_leaner_step=False,
+    ),
+    Cause(
         "a batch outside of training is too large",
-        lambda found: not found.stage.startswith(TRAINING) and found.place.work is Work.FORWARD,
+        lambda found: not _is_training(found),
         (
             "a smaller `batch_size` of that data loader",
             "the cache emptied before it: `callbacks=[EmptyCache()]`",
