@@ -4,6 +4,7 @@ import re
 import warnings
 
 import pytest
+import torch
 from support import leaky_models as leaky
 
 from lightning_vram.callbacks.leak_detector import LeakDetector
@@ -34,6 +35,11 @@ PLANTED = {
     "list of losses": (leaky.Losses, rf"self\.losses: a list of \d+ items, \d+ with the graph .* {WITH_GRAPH}"),
     "cached outputs": (leaky.Outputs, rf"self\.cache: a dict of \d+ items\. {WITHOUT}"),
     "metric": (leaky.Metric, r"self\.scores\.value: list state of a metric, \d+ items\. reset\(\) was not called; .*"),
+    "metric with graphs": (
+        leaky.MetricWithGraphs,
+        r"self\.scores\.value: list state of a metric, \d+ items, with their graphs\. "
+        r"Write metric\.update\(preds\.detach\(\), \.\.\.\) instead\.",
+    ),
     "global list": (leaky.Global, rf"\S*leaky_models\.KEPT: a list of \d+ items\. {WITHOUT}"),
     "closure of a hook": (
         leaky.Hook,
@@ -59,6 +65,19 @@ def test_named(name, make_trainer):
     for holder in leaks[0][1].holders:
         assert re.fullmatch(expected, str(holder)), str(holder)
     assert leaks[0][1].holders
+
+
+def test_views_in_a_metric_keep_graphs_in_the_first_epoch(make_trainer):
+    model = leaky.Curve()
+    model.train_dataloader = lambda: [torch.randn(leaky.NUM_ROWS, leaky.WIDTH) for _ in range(60)]
+    detector = LeakDetector(**DETECTOR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        make_trainer(callbacks=[detector], max_epochs=1).fit(model)
+    ((_, leak),) = detector.leaks
+    assert [(holder.path, holder.is_metric, holder.has_graph) for holder in leak.holders] == [
+        ("self.auroc.preds", True, True)
+    ]
 
 
 def test_a_callback_is_named_by_its_class(make_trainer):
