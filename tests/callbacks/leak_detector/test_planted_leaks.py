@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from support import leaky_models as leaky
+from torch.utils.data import DataLoader
 
 from lightning_vram.callbacks.leak_detector import LeakDetector
 from lightning_vram.callbacks.leak_detector.callback import MemoryLeakError
@@ -69,7 +70,8 @@ def test_named(name, make_trainer):
 
 def test_views_in_a_metric_keep_graphs_in_the_first_epoch(make_trainer):
     model = leaky.Curve()
-    model.train_dataloader = lambda: [torch.randn(leaky.NUM_ROWS, leaky.WIDTH) for _ in range(60)]
+    rows = [torch.randn(leaky.NUM_ROWS, leaky.WIDTH) for _ in range(60)]
+    model.train_dataloader = lambda: DataLoader(rows, batch_size=None)
     detector = LeakDetector(**DETECTOR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
