@@ -201,7 +201,7 @@ def _undo_parts(trainer: pl.Trainer) -> None:
     """Let the module be what it was before the run, which is over. Parts do nothing when they are asked again."""
     for callback in list(trainer.callbacks):  # type: ignore[attr-defined]
         if isinstance(callback, FitTechnique) and not getattr(callback, "takes_no_memory", False):
-            callback._undo()  # teardown may move to the device what is on the host: there is no room for it
+            callback.give_up()  # teardown may move to the device what is on the host: there is no room for it
 
 
 def _is_ours(part: object) -> bool:
