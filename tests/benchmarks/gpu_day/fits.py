@@ -6,6 +6,8 @@ And ``fsdp_offload`` beside the run that fits and beside Lightning's ways to off
 from collections.abc import Sequence
 from functools import partial
 
+import torch
+
 from tests.benchmarks.cases import Workload
 from tests.benchmarks.compare import measure_ways
 from tests.benchmarks.gpu_day.items import Item, Setting
@@ -87,7 +89,7 @@ def _sharded_items(key: str, shape: str, host_bytes: int, *rows: tuple[str, int,
             partial(run_sharded, shape=shape, variant=variant, steps=steps),
             row_seconds=3 * seconds,
             host_bytes=0 if variant == PLAIN else host_bytes,
-            needs_cuda=VARIANTS[variant].needs_gpu,
+            needs_cuda=VARIANTS[variant].why_not(torch.device("cpu")) is not None,
         )
         for variant, seconds, steps in rows
     )

@@ -1,7 +1,8 @@
 """Memory and speed of ``fsdp_offload`` on one GPU beside others; a toy on a CPU.
 
 ByteGPT in the shape of GPT-2 XL and with 3 billion parameters, bf16-mixed, activation checkpointing on for all, AdamW's
-fused kernel wherever it can be chosen. Each row is a process of its own: one that runs out of memory is a row as well.
+fused kernel wherever it can be chosen. Each run is a process of its own, and variants take turns: one that runs out of
+memory is a row as well. Others' ways come with ``--peers``.
 Tokens per second are over all timed steps together; the GPU is waited for at their two ends only.
 
 ``--profile`` tells where time goes: how long kernels computed, how long copies ran, how much of that beside kernels,
@@ -9,11 +10,11 @@ and what is exposed: the wall time less what the plain run computes for.
 """
 
 import importlib
-import importlib.util
 import resource
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from statistics import median
 from typing import Any
 
 import lightning.pytorch as pl
@@ -35,14 +36,16 @@ from tests.benchmarks.measure import (
     Row,
     compare_seconds,
     error_row,
+    in_turns,
     measure_apart,
     read_device_events,
     sum_up_events,
 )
+from tests.benchmarks.peers.installed import WhyNot, needs
 from tests.benchmarks.whole_runs import Same, Steps, trainer_options
 
-SETTINGS: dict[str, Any] = {"steps": 10, "profile": False}
-QUICK: dict[str, Any] = {"steps": 2}
+SETTINGS: dict[str, Any] = {"repeats": 3, "steps": 10, "profile": False}
+QUICK: dict[str, Any] = {"repeats": 1, "steps": 2}
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,9 @@ SHAPES = {
 TINY = Shape(3, 32, 2, 16, 2, min_params=1000)
 
 
+_anywhere = needs(devices=())
+
+
 @dataclass(frozen=True)
 class Variant:
     """How it is trained.
@@ -83,7 +89,7 @@ class Variant:
         make_optimizer: Of the parameters.
         is_checkpointed: By our callback; Lightning's own wraps the blocks by itself.
         is_sharded_by_hand: In ``configure_model``.
-        needs_gpu: Refuses a CPU.
+        why_not: As :class:`~tests.benchmarks.ways.Way` has it.
         by: Whose it is.
     """
 
@@ -91,7 +97,7 @@ class Variant:
     make_optimizer: Callable[[Iterable[Tensor]], Any] = lambda parameters: torch.optim.AdamW(parameters, fused=True)
     is_checkpointed: bool = True
     is_sharded_by_hand: bool = False
-    needs_gpu: bool = False
+    why_not: WhyNot = _anywhere
     by: str = "ours"
 
 
@@ -126,13 +132,14 @@ VARIANTS: dict[str, Variant] = {
     "fsdp_offload, optimizer": _offload("optimizer"),
     "fsdp_offload, optimizer, grad_op": _offload("optimizer", shard="grad_op"),
     "fsdp_offload, none": _offload("none"),
-    "Lightning FSDP, cpu_offload": Variant(_lightning, is_checkpointed=False, needs_gpu=True, by="Lightning"),
+    "Lightning FSDP, cpu_offload": Variant(_lightning, is_checkpointed=False, why_not=needs(), by="Lightning"),
     "Lightning ModelParallel, CPUOffloadPolicy": Variant(
         _model_parallel, is_checkpointed=False, is_sharded_by_hand=True, by="Lightning"
     ),
+    "torchao CPUOffloadOptimizer": Variant(
+        lambda shape: "auto", _torchao, why_not=needs("torchao.optim", "torchao"), by="torchao"
+    ),
 }
-if importlib.util.find_spec("torchao") is not None:
-    VARIANTS["torchao CPUOffloadOptimizer"] = Variant(lambda shape: "auto", _torchao, needs_gpu=True, by="torchao")
 
 
 class LitGPT(ByteGPT):
@@ -217,29 +224,58 @@ def measure_row(
 def measure(options: Options) -> Iterator[Row]:
     """Yield a row for each shape and variant; on a CPU a toy, in this process."""
     names = [name for name in VARIANTS if name == "plain" or options.ways in name]
-    num_steps, is_profiled = options["steps"], options["profile"]
+    names = [name for name in names if options.has_peers or VARIANTS[name].by in ("plain", "ours")]
+    how: dict[str, Any] = {"num_steps": options["steps"], "is_profiled": options["profile"]}
     if options.device.type == "cpu" or options.is_quick:
-        yield from measure_tiny(names, num_steps, is_profiled=is_profiled, device=options.device)
+        yield from measure_tiny(names, repeats=options["repeats"], device=options.device, **how)
         return
     for shape in (shape for shape in SHAPES if options.only in shape):
-        run = partial(measure_row, SHAPES[shape], num_steps=num_steps, is_profiled=is_profiled)
-        found = {name: measure_apart(run, name) for name in names}
-        yield from compare([_label(shape, name, row) for name, row in found.items()])
+        run = partial(measure_apart, partial(measure_row, SHAPES[shape], **how))
+        yield from _measure_shape(shape, names, run, options["repeats"], options.device)
 
 
 def measure_tiny(
-    names: Iterable[str], num_steps: int, *, is_profiled: bool = False, device: torch.device | None = None
+    names: Sequence[str],
+    num_steps: int,
+    *,
+    repeats: int = 1,
+    is_profiled: bool = False,
+    device: torch.device | None = None,
 ) -> list[Row]:
-    """All variants as a toy; what needs a GPU is a row that says so."""
-    has_gpu, rows = torch.cuda.is_available(), []
-    for name in names:
-        if VARIANTS[name].needs_gpu and not has_gpu:
-            row: Row = {"error": "needs a GPU"}
-        else:
-            row = measure_row(TINY, name, num_steps, is_profiled=is_profiled, device=device)
-            leave_group()
-        rows.append(_label("tiny", name, row))
-    return compare(rows)
+    """All variants as a toy; what cannot run is a row that says so."""
+    device = device or torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+
+    def run(name: str) -> Row:
+        row = measure_row(TINY, name, num_steps, is_profiled=is_profiled, device=device)
+        leave_group()
+        return row
+
+    return _measure_shape("tiny", names, run, repeats, device)
+
+
+def _measure_shape(
+    shape: str, names: Sequence[str], run: Callable[[str], Row], repeats: int, device: torch.device
+) -> list[Row]:
+    """Run variants in turn, several times."""
+    why_not = {name: why for name in names if (why := VARIANTS[name].why_not(device)) is not None}
+    turns = in_turns({name: partial(run, name) for name in names if name not in why_not}, repeats)
+    rows = {name: sum_up(turns[name]) if name in turns else {"error": why_not[name]} for name in names}
+    return compare([_label(shape, name, row) for name, row in rows.items()])
+
+
+def sum_up(turns: Sequence[Row]) -> Row:
+    """Return the medians of all turns, and the highest peaks; where one failed, its error."""
+    failed = [row for row in turns if "error" in row]
+    if failed:
+        return failed[0]
+    figures = [name for name, figure in turns[0].items() if isinstance(figure, (int, float))]
+    row: Row = {
+        name: (max if name.endswith("_bytes") else median)(turn[name] for turn in turns)
+        for name in figures
+        if all(name in turn for turn in turns)
+    }
+    row["all_seconds_of_turns"] = [turn["seconds_per_step"] for turn in turns]
+    return {**row, "all_seconds_per_step": [turn["all_seconds_per_step"] for turn in turns]}
 
 
 def _label(shape: str, name: str, row: Row) -> Row:
@@ -257,7 +293,7 @@ def compare(rows: list[Row]) -> list[Row]:
     plain = by_name.get("plain", {})
     for row in (row for row in rows if "seconds_per_step" in row):
         if "seconds_per_step" in plain:
-            row |= compare_seconds([row["seconds_per_step"]], [plain["seconds_per_step"]])
+            row |= compare_seconds(row["all_seconds_of_turns"], plain["all_seconds_of_turns"])
         if "computing_seconds" in plain:
             row["exposed_seconds"] = row["seconds_per_step"] - plain["computing_seconds"]
     return rows
