@@ -6,20 +6,24 @@ both steps is tracked, and the search begins where a line through two smaller si
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_vram import AutoVRAM, plan_memory, track_memory
+from lightning_vram import AutoVRAM, MicroBatching, plan_memory, track_memory
 from lightning_vram.memory.units import parse_bytes
 from tests.benchmarks.cases import GPU_WORKLOADS, WORKLOADS, Workload
 from tests.benchmarks.compare import Options
 from tests.benchmarks.measure import Row, describe_timeline, error_row, give_back, read_peaks
 from tests.benchmarks.ours import find_way
+from tests.benchmarks.peers import PEERS as ALL_PEERS
 from tests.benchmarks.peers import lightning_alone, pytorch, torchtune
+from tests.benchmarks.peers.installed import on_host_alone
 from tests.benchmarks.peers.lightning_alone import find_batch_size
 from tests.benchmarks.sizes import Growth, grow_batch, grow_layers, largest_that
+from tests.benchmarks.suites import strategies
 from tests.benchmarks.ways import PLAIN, Way, with_callbacks
 from tests.benchmarks.whole_runs import LitWorkload, Tracked, fit
 
@@ -58,7 +62,7 @@ def train(workload: Workload, way: Way, device: torch.device) -> Row:
             del loss
     row = _peaks_of(describe_timeline(tracker.timeline))
     report = getattr(around, "report", None)  # host memory of ours is reported by itself: no operator makes it
-    return row if report is None else {**row, "host_peak_bytes": report.host_bytes}
+    return {**row, "host_peak_bytes": report.host_bytes} if hasattr(report, "host_bytes") else row
 
 
 def _peaks_of(row: Row) -> Row:
@@ -69,6 +73,17 @@ PEERS = (*pytorch.ACTIVATIONS, *torchtune.ACTIVATIONS)
 """Those that save memory exactly; what makes another network, or other steps, is left to its own suite."""
 
 FINDER = next(way for way in lightning_alone.BATCHES if way.make_trainer_options is find_batch_size)
+IN_PARTS = tuple(way for way in lightning_alone.BATCHES if way is not FINDER)
+
+
+def beside_a_host(way: Way) -> Way:
+    """Return a way to offload, which on the CPU has nowhere to offload to."""
+    alone = on_host_alone()
+    return replace(way, why_not=lambda device: alone(device) or way.why_not(device))
+
+
+OFFLOAD = tuple(beside_a_host(way) for way in strategies.WAYS if way.by == "ours")
+OFFLOAD_PEERS = tuple(map(beside_a_host, ALL_PEERS["offload"]))
 OURS = tuple(
     map(
         find_way,
@@ -83,9 +98,17 @@ OURS = tuple(
 )
 
 
+def _in_quarters(workload: Workload) -> dict[str, Any]:
+    return {"callbacks": [MicroBatching(-(-len(workload.make_batch()[0]) // lightning_alone.NUM_PARTS))]}
+
+
+QUARTERS = Way("MicroBatching(size // 4)", "ours", make_trainer_options=_in_quarters)
+AUTO_VRAM = "AutoVRAM(budget)"
+
+
 def auto_vram(budget_bytes: int) -> Way:
     """Return the way that makes a budget of all parts together."""
-    return with_callbacks("AutoVRAM(budget)", lambda: [AutoVRAM(budget_bytes)])
+    return with_callbacks(AUTO_VRAM, lambda: [AutoVRAM(budget_bytes)])
 
 
 def _is_planned(workload: Workload, device: torch.device, budget_bytes: int) -> bool:
@@ -126,7 +149,7 @@ class Search:
         """Return what stands in a row: the largest size, and the bytes there."""
         if self._device.type != "cpu":
             largest = largest_that(self._trains, start)
-        elif self._way.make_trainer_options is not None:
+        elif self._way.name == AUTO_VRAM:
             largest = largest_that(self._is_planned, start)
             while largest > 0 and not self._trains(largest):
                 largest -= 1
@@ -190,8 +213,14 @@ def measure(options: Options) -> Iterator[Row]:
 
 def ways_for(growth: Growth, budget_bytes: int, *, has_peers: bool) -> list[Way]:
     """Return plain, others' and ours."""
-    finders = (FINDER,) if growth.what == "batch size" else ()
-    return [PLAIN, *((*PEERS, *finders) if has_peers else ()), *OURS, auto_vram(budget_bytes)]
+    if growth.what == "batch size":
+        peers, ours = (
+            (*PEERS, *IN_PARTS, FINDER),
+            (*OURS, QUARTERS),
+        )
+    else:
+        peers, ours = (*PEERS, *OFFLOAD_PEERS), (*OURS, *OFFLOAD)
+    return [PLAIN, *(peers if has_peers else ()), *ours, auto_vram(budget_bytes)]
 
 
 def measure_growth(growth: Growth, ways: Sequence[Way], device: torch.device, budget_bytes: int) -> Iterator[Row]:
