@@ -36,11 +36,7 @@ from lightning_vram.techniques.activation_checkpointing import (
     apply_activation_checkpointing,
     parse_save,
 )
-from lightning_vram.techniques.activation_checkpointing.budget import (
-    BudgetedCheckpointing,
-    SharedPlan,
-    share_largest,
-)
+from lightning_vram.techniques.activation_checkpointing.budget import BudgetedCheckpointing, SharedPlan, share_largest
 
 _CHECKS = ("outputs", "operators", "none")
 
