@@ -1,6 +1,6 @@
 """Batches of other sizes: what a loader would make, as shapes, without a sample of data."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,6 +13,26 @@ from lightning_vram.core.batches.sizing import find_reading
 from lightning_vram.core.batches.structure import take_apart
 
 _HOW = "Give one: estimate_memory(module, batch, ...) takes any nest of tensors, of which only shapes and types count"
+
+
+class FreshBatches:
+    """A loader that makes each batch when it is asked for.
+
+    Args:
+        make: Makes one.
+        num_batches: How many there are.
+    """
+
+    def __init__(self, make: Callable[[], Any], num_batches: int) -> None:
+        self.make = make
+        self._num_batches = num_batches
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(self._num_batches):
+            yield self.make()
+
+    def __len__(self) -> int:
+        return self._num_batches
 
 
 def first_batch(module: pl.LightningModule, datamodule: pl.LightningDataModule | None) -> Any:

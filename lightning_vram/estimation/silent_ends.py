@@ -9,6 +9,8 @@ from lightning.pytorch.callbacks import Callback
 _ENDS = (
     "on_train_epoch_end",
     "on_validation_epoch_end",
+    "on_test_epoch_end",
+    "on_predict_epoch_end",
     "on_train_end",
     "on_fit_end",
     "on_exception",

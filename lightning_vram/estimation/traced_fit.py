@@ -1,7 +1,7 @@
 """Two steps of ``Trainer.fit`` on tensors without memory, every byte noted."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from typing_extensions import override
 
-from lightning_vram.estimation.batches import map_tensors
+from lightning_vram.estimation.batches import FreshBatches, map_tensors
 from lightning_vram.estimation.data_parallel import leave_out_reducer
 from lightning_vram.estimation.fake_trainer import (
     NUM_STEPS,
@@ -44,6 +44,11 @@ from lightning_vram.private_names.torch.dispatch import without_modes
 FIRST_STEP, STEP, VALIDATION = "first step", "train", "validation"
 _MOST_BATCHES = 256
 _USUAL_CAPABILITY = (8, 0)
+_QUIET: Mapping[str, Mapping[str, bool]] = {
+    "validate": {"verbose": False},
+    "test": {"verbose": False},
+    "predict": {"return_predictions": False},
+}
 _HOST_SPEC = DeviceSpec("cpu", memory_bytes=1)
 
 
@@ -79,7 +84,8 @@ class FitRun:
         card: What it runs on; ``None`` is the host.
         num_ranks: Number of processes, all of which do the same.
         with_validation: Whether to validate after the steps.
-        with_times: Whether to count what the operators take.
+        with_times: Whether to count what the operators take, of a fit.
+        evaluation: ``"validate"``, ``"test"`` or ``"predict"``: one batch of that, by itself; ``None``: a fit.
     """
 
     trainer_arguments: Mapping[str, Any]
@@ -87,10 +93,11 @@ class FitRun:
     num_ranks: int = 1
     with_validation: bool = True
     with_times: bool = False
+    evaluation: str | None = None
 
 
 def trace_fit(module: pl.LightningModule, batch: Any, run: FitRun) -> TracedFit:
-    """Run two optimizer steps, and one batch of validation, on fake tensors.
+    """Run two optimizer steps, and one batch of validation, on fake tensors; or one batch of another evaluation.
 
     Args:
         module: Is copied, with fakes for its parameters and buffers: it is not touched.
@@ -188,16 +195,19 @@ def _fit(
             run.num_ranks,
             [marks],
             folder=folder,
-            with_validation=run.with_validation,
+            with_validation=run.with_validation or run.evaluation is not None,
         )
         _connect_past_modes(trainer.strategy)
         leave_out_reducer(trainer.strategy, tracker.label_gradients)
         stack.callback(register_optimizer_step_post_hook(marks.count_step).remove)
         stack.enter_context(_scratch(run.card, device, tracker))
         stack.enter_context(clock or nullcontext())
-        batches, for_validation = (_Batches(make_batch, number) for number in (num_batches, 1))
-        trainer.fit(module, batches, for_validation if run.with_validation else None)
-    spans = marks.spans()
+        batches, for_validation = (FreshBatches(make_batch, number) for number in (num_batches, 1))
+        if run.evaluation is None:
+            trainer.fit(module, batches, for_validation if run.with_validation else None)
+        else:
+            getattr(trainer, run.evaluation)(module, for_validation, **_QUIET[run.evaluation])
+    spans = marks.spans() if run.evaluation is None else {VALIDATION: (0, tracker.num_events)}
     if spans is None:
         return None
     timeline = tracker.timeline.on(str(device))
@@ -222,21 +232,6 @@ def _connect_past_modes(strategy: Strategy) -> None:
             connect()
 
     strategy.setup_environment = run  # type: ignore[method-assign]
-
-
-class _Batches:
-    """A loader that makes each batch when it is asked for."""
-
-    def __init__(self, make: Callable[[], Any], num_batches: int) -> None:
-        self.make = make
-        self._num_batches = num_batches
-
-    def __iter__(self) -> Iterator[Any]:
-        for _ in range(self._num_batches):
-            yield self.make()
-
-    def __len__(self) -> int:
-        return self._num_batches
 
 
 class _Marks(Callback):
@@ -276,9 +271,12 @@ class _Marks(Callback):
 
     @override
     def on_validation_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, *_: Any
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         self._tracker.label_inputs(batch)
+
+    on_test_batch_start = on_validation_batch_start
+    on_predict_batch_start = on_validation_batch_start
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -8,10 +8,9 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
+from lightning_vram.memory.leaks.attributes import iterate_attributes
 from lightning_vram.memory.units import format_bytes
-from lightning_vram.techniques.early_release import find_held_graph, gradient_bytes, unstepped_gradients
-
-_OF_MODULES = ("_modules", "_parameters")  # tables of nn.Module, which are looked at by themselves
+from lightning_vram.techniques.early_release import HeldGraph, find_held_graph, gradient_bytes, unstepped_gradients
 
 
 class Findings:
@@ -27,11 +26,10 @@ class Findings:
         graph = find_held_graph(outputs, module) if hook not in self._told else None
         if graph is None:
             return
-        where = "" if graph.first_layer is None else f", from {_quoted(graph.first_layer, module)} on"
         self._tell(
             hook,
             f"{type(module).__name__}.{hook} returns a tensor with its graph, which holds "
-            f"{format_bytes(graph.num_bytes)}{where}. Return tensor.detach(), or take torch.enable_grad() out of it.",
+            f"{_size_of(graph, module)}. Return tensor.detach(), or take torch.enable_grad() out of it.",
         )
 
     def look_at_attributes(self, module: pl.LightningModule) -> None:
@@ -42,10 +40,9 @@ class Findings:
                 graph = find_held_graph(value, module) if path not in self._told else None
             if graph is None:
                 continue
-            where = "" if graph.first_layer is None else f", from {_quoted(graph.first_layer, module)} on"
             self._tell(
                 path,
-                f"`{path}` keeps a graph that no backward has used, which holds {format_bytes(graph.num_bytes)}{where}."
+                f"`{path}` keeps a graph that no backward has used, which holds {_size_of(graph, module)}."
                 " Keep tensor.detach(), or run what made it under torch.no_grad(): module.eval() does not.",
             )
 
@@ -94,9 +91,13 @@ class Findings:
 
 def _attributes(module: pl.LightningModule) -> Iterator[tuple[str, Any]]:
     for name, part in module.named_modules():
-        for attribute, value in vars(part).items():
-            if attribute not in _OF_MODULES:
-                yield ".".join(filter(None, ("self", name, attribute))), value
+        yield from iterate_attributes(f"self.{name}" if name else "self", part)
+
+
+def _size_of(graph: HeldGraph, module: pl.LightningModule) -> str:
+    """Say how much a graph holds, and from which layer on."""
+    where = "" if graph.first_layer is None else f", from {_quoted(graph.first_layer, module)} on"
+    return f"{format_bytes(graph.num_bytes)}{where}"
 
 
 def _quoted(layer: str, module: pl.LightningModule) -> str:

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from lightning_vram.argument_checks import check_positive_int
 from lightning_vram.callbacks.hook_points import AroundStep, Depth, FitTechnique
-from lightning_vram.callbacks.leak_detector.names import held_by, names_in
+from lightning_vram.callbacks.leak_detector.names import attributes_in, held_by, names_in
 from lightning_vram.core.surgery.shadow import Shadow
 from lightning_vram.memory.device.room import device_room
 from lightning_vram.memory.host.available import available_host_bytes
@@ -31,21 +31,23 @@ from lightning_vram.private_names.torch.compiled import is_compiled
 _LEAST_PATIENCE = 5  # fewer steps grow by chance
 _BATCHES_IF_UNKNOWN = 10_000  # to the end of an epoch whose length no loader tells
 _ACTIONS = ("warn", "raise")
+_STEPS = {"train": "training", "validate": "validation", "test": "test", "predict": "prediction"}
+_EVALUATIONS = {"validation_step": "validate", "test_step": "test", "predict_step": "predict"}
 
 
 class MemoryLeakError(RuntimeError):
-    """Memory grows with the steps of a training."""
+    """Memory grows with the steps of a training or of an evaluation."""
 
 
 class LeakDetector(FitTechnique):
-    """Report memory that is alive for longer with each step of a fit: bytes per step, its origin and its holder.
+    """Report memory that is alive for longer with each step: bytes per step, its origin and its holder.
 
-    Live bytes of device and host are counted after each optimizer step, and after each batch of a validation. Steady
-    growth leads to a look at one step; a leak is what that step left behind and is alive ``patience`` steps later,
-    while memory grows on. Graphs that are kept are reported at once. Other tensors, such as outputs that are collected
-    or states of metrics, only if they outlive the epoch and grow in the next one as well, or if memory would run out
-    before its end. Each is reported once, on every rank that finds it. Training is not changed, and nothing is stored
-    in checkpoints.
+    Live bytes of device and host are counted after each optimizer step, and after each batch of a validation, a test
+    or a prediction. Steady growth leads to a look at one step; a leak is what that step left behind and is alive
+    ``patience`` steps later, while memory grows on; or an attribute that holds more each time. Graphs that are kept are
+    reported at once. Other tensors, such as outputs that are collected or states of metrics, only if they outlive the
+    epoch and grow in the next one as well, or if memory would run out before its end. Each is reported once, on every
+    rank that finds it. Training is not changed, and nothing is stored in checkpoints.
 
     Args:
         patience: Over how many steps memory has to grow, and for how many more what is left of one has to stay.
@@ -56,10 +58,11 @@ class LeakDetector(FitTechnique):
         TypeError: If an argument has another type than said above.
         ValueError: If ``patience`` is smaller than 5, ``on_leak`` is another word, or ``min_bytes_per_step`` is no size
             or 0.
-        MemoryLeakError: In a fit, with ``on_leak="raise"``.
+        MemoryLeakError: In a fit, or at the end of another run, with ``on_leak="raise"``.
 
     Attributes:
-        leaks: Those of the last fit, with the kind of step: ``("train", leak)``.
+        leaks: Those of the last run, with the kind of step: ``("train", leak)``, or ``"validate"``, ``"test"``,
+            ``"predict"``.
 
     Example:
         >>> import lightning.pytorch as pl
@@ -68,6 +71,7 @@ class LeakDetector(FitTechnique):
     """
 
     takes_no_memory = True  # an estimate leaves it out
+    _stages: ClassVar[tuple[str, ...]] = ("fit", *_EVALUATIONS.values())
 
     def __init__(
         self,
@@ -103,16 +107,16 @@ class LeakDetector(FitTechnique):
             names=partial(names_in, trainer),
             follows_operators=not is_compiled(trainer.lightning_module),
             room=partial(_room_bytes, trainer),
+            attributes=partial(attributes_in, trainer),
         )
         told: set[str] = set()
-        self._searches = {
-            stage: LeakSearch(program, self.patience, self.min_bytes_per_step, told) for stage in ("train", "validate")
-        }
+        self._searches = {stage: LeakSearch(program, self.patience, self.min_bytes_per_step, told) for stage in _STEPS}
         loop = trainer.fit_loop.epoch_loop
         for optimization in (loop.automatic_optimization, loop.manual_optimization):  # the backward is in both
             self._undoes.append(Shadow(optimization, "run", partial(partial, self._run)).remove)
-        around = AroundStep(trainer.strategy, "validation_step", Depth.OBSERVATION, self._around_validation)
-        self._undoes.append(around.remove)
+        for step, stage in _EVALUATIONS.items():
+            around = partial(self._around_step, stage)
+            self._undoes.append(AroundStep(trainer.strategy, step, Depth.OBSERVATION, around).remove)
         devices = " and ".join(counter.read())
         rank_zero_info(
             f"LeakDetector counts what is alive on {devices} after each step."
@@ -154,14 +158,31 @@ class LeakDetector(FitTechnique):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        if self._searches and not trainer.sanity_checking:
-            num_left = _batches_left(trainer.num_val_batches[dataloader_idx], batch_idx)
-            self._note("validate", self._searches["validate"].end_step(num_left), trainer)
+        stage = self._evaluation(trainer)
+        if stage is None:
+            return
+        numbers = {
+            "validate": trainer.num_val_batches,
+            "test": trainer.num_test_batches,
+            "predict": trainer.num_predict_batches,
+        }
+        leak = self._searches[stage].end_step(_batches_left(numbers[stage][dataloader_idx], batch_idx))
+        self._note(stage, leak, trainer)
+
+    on_test_batch_end = on_validation_batch_end
+    on_predict_batch_end = on_validation_batch_end
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._searches and not trainer.sanity_checking:
-            self._searches["validate"].end_epoch()
+        stage = self._evaluation(trainer)
+        if stage is None:
+            return
+        self._searches[stage].end_epoch()
+        if trainer.state.fn != "fit":  # there all ranks raise together in training
+            self._raise_together(trainer, is_end=True)
+
+    on_test_end = on_validation_end
+    on_predict_end = on_validation_end
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy is not part of any run.
@@ -176,17 +197,22 @@ class LeakDetector(FitTechnique):
             return run(*args, **kwargs)
 
     @contextmanager
-    def _around_validation(self, *_: Any, **__: Any) -> Iterator[None]:
-        with self._searches["validate"].around_step():
+    def _around_step(self, stage: str, *_: Any, **__: Any) -> Iterator[None]:
+        with self._searches[stage].around_step():
             yield
+
+    def _evaluation(self, trainer: pl.Trainer) -> str | None:
+        """Return what is evaluated; ``None`` for a sanity check, and where nothing is searched."""
+        stage = trainer.state.stage
+        return stage.value if stage is not None and stage.value in self._searches else None
 
     def _note(self, stage: str, leak: Leak | None, trainer: pl.Trainer) -> None:
         if leak is None:
             return
         self.leaks.append((stage, leak))
         rank = f" on rank {trainer.global_rank}" if trainer.world_size > 1 else ""
-        steps = "training" if stage == "train" else "validation"
-        message = f"LeakDetector: memory grows with the {steps} steps{rank}, at step {trainer.global_step}. {leak}"
+        when = f", at step {trainer.global_step}" if trainer.state.fn == "fit" else ""
+        message = f"LeakDetector: memory grows with the {_STEPS[stage]} steps{rank}{when}. {leak}"
         if self.on_leak == "warn":
             warnings.warn(message, stacklevel=2)
         else:

@@ -21,11 +21,13 @@ from lightning_vram.memory.device.allocator import empty_cache, has_cache
 from lightning_vram.memory.device.failed_request import FailedRequest, read_failed_request
 from lightning_vram.memory.device.out_of_memory import OutOfMemorySource, path_to_out_of_memory
 from lightning_vram.memory.device.snapshot import write_snapshot
+from lightning_vram.memory.estimate.device_spec import DeviceSpec
 from lightning_vram.memory.estimate.result import TRAIN, MemoryEstimate
 from lightning_vram.memory.estimate.workspaces import workspaces_of
 from lightning_vram.memory.tracking.timeline import Category, MemoryTimeline
 from lightning_vram.memory.tracking.tracker import track_memory
 from lightning_vram.memory.units import format_bytes
+from lightning_vram.planner.evaluation_remedies import measure_evaluation
 from lightning_vram.planner.parts import Exactness
 from lightning_vram.planner.plan import TracedSteps
 from lightning_vram.planner.remedies import remedies_for
@@ -118,10 +120,12 @@ def _with_remedies(
     if reason:
         return replace(found, no_remedies=f"{reason}{_say_half(found, last)}"), None
     try:
+        if last.stage != "train":
+            return replace(found, remedies=_measure_evaluation(trainer, found, last)), None
         estimate, measured = _measure(trainer, found, last)
     except Exception as error:  # a step on tensors without values may fail where the run does not
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        return replace(found, no_remedies=f"{reason:.{_MOST_CHARACTERS}}"), None
+        return replace(found, no_remedies=f"{reason:.{_MOST_CHARACTERS}}{_say_half(found, last)}"), None
     timeline = estimate.timeline
     by_module = found.by_module if last.timeline is not None else dict(timeline.peak_by_module)
     remedies = _ranked(measured, _budget_bytes(found, timeline))
@@ -149,8 +153,8 @@ def _without_foreign(found: OutOfMemory, estimated: MemoryTimeline) -> OutOfMemo
 
 def _why_not(trainer: pl.Trainer, last: LastBatches) -> str:
     """Say why no step of this run can be run again on tensors without memory; empty if one can."""
-    if last.batch is None or last.stage != "train":
-        return "it ran out outside of a training batch, and what they save is what a training step keeps."
+    if last.batch is None:
+        return "it ran out outside of a batch, and what they save is what a step keeps."
     strategy, plugin = trainer.strategy, trainer.precision_plugin
     if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy):
         return f"{type(strategy).__name__} has changed the module. `lightning-vram plan --config ...` does it before."
@@ -170,13 +174,8 @@ def _say_half(found: OutOfMemory, last: LastBatches) -> str:
 
 def _measure(trainer: pl.Trainer, found: OutOfMemory, last: LastBatches) -> tuple[MemoryEstimate, Found]:
     """Run steps on tensors without memory: as it was, and with parts."""
-    device, module = trainer.strategy.root_device, trainer.lightning_module
-    own = read_trainer_arguments(trainer)
-    _undo_parts(trainer)
-    if has_cache(device):
-        empty_cache(device)  # tensors beside the parameters are copied
-    spec = describe_device(device, found.request.room_bytes or found.request.allocated_bytes or 1)
-    card = None if device.type == "cpu" else spec
+    module, own = trainer.lightning_module, read_trainer_arguments(trainer)
+    spec, card = _make_room(trainer, found)
     run = FitRun(own, card, num_ranks=trainer.world_size, with_validation=False, with_times=True)
     traced = trace_fit(module, last.batch, run)
     stage = estimate_stages(traced, None if card is None else workspaces_of(card))[STEP]
@@ -186,6 +185,35 @@ def _measure(trainer: pl.Trainer, found: OutOfMemory, last: LastBatches) -> tupl
     exact, every = (remedies_for(own, level, on_card=card is not None) for level in (Exactness.EXACT, Exactness.ANY))
     estimate = MemoryEstimate(limit, {TRAIN: stage}, batch_size=steps.batch_size)
     return estimate, measure_singles(steps, exact, every, budget_bytes)
+
+
+def _make_room(trainer: pl.Trainer, found: OutOfMemory) -> tuple[DeviceSpec, DeviceSpec | None]:
+    """Undo what was applied, and return the device; and the card, if it is one."""
+    device = trainer.strategy.root_device
+    _undo_parts(trainer)
+    if has_cache(device):
+        empty_cache(device)  # tensors beside the parameters are copied
+    spec = describe_device(device, found.request.room_bytes or found.request.allocated_bytes or 1)
+    return spec, None if device.type == "cpu" else spec
+
+
+def _measure_evaluation(trainer: pl.Trainer, found: OutOfMemory, last: LastBatches) -> tuple[Remedy, ...]:
+    """Run batches of an evaluation on tensors without memory: what they save is what the run would, too."""
+    own = read_trainer_arguments(trainer)
+    _, card = _make_room(trainer, found)
+    run = FitRun(own, card, num_ranks=trainer.world_size, evaluation=last.stage)
+    is_fit = trainer.state.fn == "fit"
+    plain, *leaner = measure_evaluation(trainer.lightning_module, last.batch, run, keeps_precision=is_fit)
+    request, remedies = found.request, []
+    # What a training, or the batches before, have left stays. At least what was asked for is missing, as it seems.
+    asked_bytes, room_bytes = request.asked_bytes or 0, request.room_bytes
+    for one in leaner:
+        saved_bytes = plain.needed_bytes - one.needed_bytes
+        needed_bytes = max(one.needed_bytes, (request.allocated_bytes or 0) + asked_bytes - saved_bytes)
+        fits = None if room_bytes is None else needed_bytes <= room_bytes and saved_bytes >= asked_bytes
+        if saved_bytes > 0:
+            remedies.append(Remedy(one.code, needed_bytes, saved_bytes, None, one.results, fits))
+    return tuple(sorted(remedies, key=lambda remedy: not remedy.fits))
 
 
 def _budget_bytes(found: OutOfMemory, estimated: MemoryTimeline) -> int | None:

@@ -2,5 +2,6 @@
 
 ``counting`` asks the allocators, ``growth`` tells steady growth from noise: both at each step. Where memory grows,
 ``watch`` notes what is born in one step, and ``holders`` names who keeps what is still there many steps later.
+``attributes`` measures what holds more and more though nothing of a step stays.
 ``search`` says when. May import: the other rooms of memory.
 """

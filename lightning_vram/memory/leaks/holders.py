@@ -31,6 +31,7 @@ class Holder:
         has_graph: Whether the graph of the step is kept, which seldom is meant.
         is_metric: Whether it is the state of a metric, which goes with the metric's ``reset``.
         is_bounded: Whether it is in a deque with a length, which is no leak however long it fills.
+        is_measured: Whether only its size tells: it grows, and what it held is not followed.
     """
 
     path: str
@@ -40,9 +41,13 @@ class Holder:
     has_graph: bool
     is_metric: bool
     is_bounded: bool
+    is_measured: bool = False
 
     def __str__(self) -> str:
         """One sentence, and what to do."""
+        if self.is_measured:
+            what = f"a {self.container} of {self.num_items} items" if self.container else "made anew and larger"
+            return f"{self.path}: {what}, which grows with each step. Empty it, or bound it."
         if self.is_metric and self.has_graph:
             what = f"list state of a metric, {self.num_items} items" if self.container else "state of a metric"
             return f"{self.path}: {what}, with their graphs. Write metric.update(preds.detach(), ...) instead."

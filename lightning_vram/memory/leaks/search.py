@@ -3,7 +3,8 @@
 Counts that grow steadily only lead to a look at one step. A leak is what that step has left behind: storages that are
 alive ``patience`` steps later while memory goes on to grow. What keeps a graph is told at once. Anything else may be
 collected for the end of the epoch, and be cached until each sample was there once: it is told if it outlives the epoch
-and grows in the next one as well, or if memory would run out before.
+and grows in the next one as well, or if memory would run out before. Where nothing is left of several steps, or nobody
+seems to keep it, attributes are measured at the same moments (``attributes``).
 """
 
 import time
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from lightning_vram.memory.leaks.attributes import GrowingAttributes, Held, as_holders
 from lightning_vram.memory.leaks.births import Births, Site
 from lightning_vram.memory.leaks.counting import Pace
 from lightning_vram.memory.leaks.growth import Growth
@@ -61,6 +63,7 @@ class Program:
         names: Returns names by ``id`` of what references are followed from.
         follows_operators: Whether a dispatch mode may follow a step.
         room: Returns how many bytes are left.
+        attributes: Returns what each attribute holds, by its path.
     """
 
     count: Callable[[], Mapping[str, int]]
@@ -69,6 +72,7 @@ class Program:
     names: Callable[[], Mapping[int, str]]
     follows_operators: bool
     room: Callable[[], float]
+    attributes: Callable[[], Mapping[str, Held]] = dict
 
 
 class LeakSearch:
@@ -93,6 +97,8 @@ class LeakSearch:
         self._watch: Watch | None = None
         self._has_watched_step = False  # and not yet looked at what is left
         self._num_tries = 0
+        self._attributes: GrowingAttributes | None = None  # since the first try
+        self._only_measures = False  # attributes, since nothing was left of the steps
         self._slope = 0  # in bytes per step, when the search began
         self._age = 0  # in steps, of the watched one
         self._has_outlived_epoch = False
@@ -133,6 +139,8 @@ class LeakSearch:
         self._age += 1
         if self._age == _STEPS_TO_SETTLE:
             self._settle(self._watch.births)
+        elif self._is_next_epoch() and not self._grown_attributes():
+            self._give_up()  # it was emptied
         elif self._age - _STEPS_TO_SETTLE >= self._patience and self._is_full():
             return self._judge(self._watch.births, num_steps_left)
         return None
@@ -165,6 +173,8 @@ class LeakSearch:
         self._is_armed = self._has_watched_step = False
         self._watch = Watch(self._program.module, follows_operators=self._program.follows_operators)
         self._age, self._has_outlived_epoch, self._found = 0, False, None
+        if self._num_tries == 0:
+            self._attributes = GrowingAttributes(self._program.attributes, self._min_bytes, self._num_steps)
 
     def _finish(self, watch: Watch) -> None:
         watch.finish(self._program.held)
@@ -172,32 +182,42 @@ class LeakSearch:
 
     def _give_up(self) -> None:
         """Wait twice as long as the last time, so that all looks together cost little."""
-        self._watch, self._found, self._num_tries = None, None, 0
+        self._watch, self._found, self._num_tries, self._only_measures = None, None, 0, False
         self._pause *= 2
         self._next_watch = self._num_steps + self._pause
         self._restart()
 
     def _settle(self, births: Births) -> None:
-        """Go on with what is left of the step; look at another one if that is nothing: not each may leave some."""
+        """Go on with what is left of the step; look at another one if that is nothing: not each may leave some.
+
+        Where several leave nothing, go on with attributes that have grown.
+        """
         if self._is_left(births):
             self._restart()
             return
         self._num_tries += 1
         if self._num_tries < _MAX_TRIES:
             self._watch, self._is_armed = None, True
+        elif self._grown_attributes():
+            self._only_measures = True
+            self._restart()
         else:
             self._give_up()
 
     def _judge(self, births: Births, num_steps_left: float) -> Leak | None:
-        if not self._goes_on() or not self._is_left(births):
+        grown = self._grown_attributes() if self._only_measures else {}
+        if not self._goes_on() or not (grown or self._is_left(births)):
             self._give_up()
             return None
-        if self._found is None or self._has_outlived_epoch:
-            self._found = find_holders(births, self._program.names())
-        left_bytes = _left_bytes(births)  # what only a cycle kept is gone
+        if grown:
+            self._found = as_holders(grown)
+        elif self._found is None or self._has_outlived_epoch:
+            self._found = find_holders(births, self._program.names()) or as_holders(self._grown_attributes())
+        # what only a cycle kept is gone
+        left_bytes = sum(num_bytes for _, num_bytes in grown.values()) or _left_bytes(births)
         runs_out = (self._slope or left_bytes) * num_steps_left > self._program.room()
         is_sure = left_bytes >= self._min_bytes and (self._has_outlived_epoch or runs_out)
-        leak = self._leak(births, is_sure=is_sure)
+        leak = self._leak(births, left_bytes, is_sure=is_sure)
         if leak is not None or self._has_outlived_epoch:
             self._give_up()
         else:  # until memory runs out, or the epoch
@@ -205,7 +225,7 @@ class LeakSearch:
             self._restart()
         return leak
 
-    def _leak(self, births: Births, *, is_sure: bool) -> Leak | None:
+    def _leak(self, births: Births, left_bytes: int, *, is_sure: bool) -> Leak | None:
         """Return what is to be told: what keeps a graph, and what else is sure."""
         found = self._found or []
         new = [holder for holder in found if (is_sure or holder.has_graph) and not holder.is_bounded]
@@ -220,8 +240,10 @@ class LeakSearch:
             return None
         self._told |= {holder.path for holder in holders} or {""}
         self._pause *= 4  # it goes on to grow, and leads to looks
-        left_bytes = _left_bytes(births)
         return Leak(self._slope or left_bytes, left_bytes, holders, _sites(births))
+
+    def _grown_attributes(self) -> dict[str, tuple[Held, int]]:
+        return {} if self._attributes is None else self._attributes.look(self._num_steps)
 
     def _is_left(self, births: Births) -> bool:
         """Whether the watched step has left enough behind: tensors, or the nodes of a graph whose tensors are gone."""
@@ -233,6 +255,10 @@ class LeakSearch:
         most = max(growth.steady_bytes() or 0 for growth in self._growth.values())
         self._slope = most // self._pace.stride
         return self._slope > 0
+
+    def _is_next_epoch(self) -> bool:
+        """Whether attributes are measured, and this is the first step after an epoch: what it emptied is small now."""
+        return self._only_measures and self._has_outlived_epoch and self._age == _STEPS_TO_SETTLE + 1
 
     def _is_full(self) -> bool:
         return all(growth.is_full for growth in self._growth.values())

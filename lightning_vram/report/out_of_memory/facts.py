@@ -41,13 +41,13 @@ class Place:
 
 @dataclass(frozen=True)
 class Remedy:
-    """A way to train that needs less, measured by a step on tensors without memory.
+    """A way to train or evaluate that needs less, measured by a step on tensors without memory.
 
     Args:
-        code: To paste into the arguments of a Trainer.
+        code: To paste into the arguments of a Trainer, or of a data loader.
         needed_bytes: Of the device.
         saved_bytes: Of what the run needs as it is.
-        time_ratio: Seconds of a step, of those as it is, by a model of time.
+        time_ratio: Seconds of a step, of those as it is, by a model of time; ``None``: that was not looked at.
         results: How they compare with those of the run as it is.
         fits: Whether it needs no more than there is; ``None``: nobody knows what there is.
     """
@@ -55,7 +55,7 @@ class Remedy:
     code: str
     needed_bytes: int
     saved_bytes: int
-    time_ratio: float
+    time_ratio: float | None
     results: str
     fits: bool | None
 

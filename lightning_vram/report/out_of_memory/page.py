@@ -81,7 +81,7 @@ def _remedies(found: OutOfMemory, cause: Cause) -> str:
         reason = f"\n\nWhat each part would save was not worked out: {found.no_remedies}" if found.no_remedies else ""
         return f"{listed}{reason}"
     rows = [_remedy_row(remedy) for remedy in found.remedies]
-    head = ("line for the Trainer", "saves", "needs", "step time", "results", "fits")
+    head = ("line to paste", "saves", "needs", "step time", "results", "fits")
     table = _table(head, rows)
     note = "Measured by steps of this very run, with the batch that ran out, on tensors without memory."
     parts = [table, note, f"Or:\n\n{listed}"] if cause.needs_leaner_step else [listed, table, note]
@@ -91,7 +91,8 @@ def _remedies(found: OutOfMemory, cause: Cause) -> str:
 def _remedy_row(remedy: Remedy) -> tuple[str, ...]:
     fits = {True: "yes", False: "no", None: "?"}[remedy.fits]
     sizes = (format_bytes(remedy.saved_bytes), format_bytes(remedy.needed_bytes))
-    return (f"`{remedy.code}`", *sizes, f"{remedy.time_ratio:.2f}x", remedy.results, fits)
+    time = "?" if remedy.time_ratio is None else f"{remedy.time_ratio:.2f}x"
+    return (f"`{remedy.code}`", *sizes, time, remedy.results, fits)
 
 
 def _held(found: OutOfMemory) -> str:

@@ -25,11 +25,11 @@ DETECTOR = {"patience": 5, "min_bytes_per_step": 1024}
 class Rows(TorchDataset):
     """Samples of 8 rows, or of any number up to that."""
 
-    def __init__(self, *, varies: bool) -> None:
-        self.varies = varies
+    def __init__(self, *, varies: bool, num_batches: int = NUM_BATCHES) -> None:
+        self.varies, self.num_batches = varies, num_batches
 
     def __len__(self) -> int:
-        return NUM_BATCHES
+        return self.num_batches
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.randn(1 + (index * 5) % 8 if self.varies else 8, WIDTH)
@@ -51,7 +51,10 @@ class Clean(pl.LightningModule):
         return self.loss(batch)
 
     def validation_step(self, batch, batch_idx):
-        self.log("val", self.loss(batch))
+        self.seen = self.loss(batch)
+        loss = self.loss(batch)
+        if not self.trainer.predicting:  # which logs nothing
+            self.log("val", loss)
 
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters())
@@ -59,7 +62,14 @@ class Clean(pl.LightningModule):
     def train_dataloader(self):
         return DataLoader(Rows(varies=self.varies), batch_size=None)
 
-    val_dataloader = train_dataloader
+    def test_step(self, batch, batch_idx):
+        self.validation_step(batch, batch_idx)
+
+    def predict_step(self, batch, batch_idx):
+        self.validation_step(batch, batch_idx)
+        return self.net(batch)
+
+    val_dataloader = test_dataloader = predict_dataloader = train_dataloader
 
 
 class VariableLengths(Clean):
@@ -123,6 +133,47 @@ class CollectedOutputs(Clean):
 
     def on_validation_epoch_end(self):
         self.outputs.clear()
+
+
+class JoinedOutputs(Clean):
+    """One tensor for the whole epoch, made anew in each step; a validation begins it anew, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.all = torch.zeros(0)
+
+    def training_step(self, batch, batch_idx):
+        self.all = torch.cat([self.all, self.net[0](batch).detach().flatten()])
+        return self.loss(batch)
+
+    def validation_step(self, batch, batch_idx):
+        self.all = torch.cat([self.all, self.net[0](batch).flatten()])
+
+    def on_train_epoch_start(self):
+        self.all = torch.zeros(0)
+
+    on_validation_epoch_start = on_train_epoch_start
+    test_step = predict_step = validation_step
+
+
+class Arrays(Clean):
+    """In the format of NumPy, until the end of the epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.arrays = []
+
+    def training_step(self, batch, batch_idx):
+        self.arrays.append(self.net[0](batch).detach().numpy().copy())
+        return self.loss(batch)
+
+    def validation_step(self, batch, batch_idx):
+        self.arrays.append(self.net[0](batch).numpy())
+
+    def on_train_epoch_end(self):
+        self.arrays.clear()
+
+    on_validation_epoch_end = on_train_epoch_end
 
 
 class Gan(Clean):
@@ -256,7 +307,7 @@ class OwnEma(Clean):
 
 MODELS = [
     *(Clean, VariableLengths, BatchNorms, Dropouts, ListMetric, CollectedOutputs, Gan, Manual, SampleCache, Queue),
-    *(LastGraph, HiddenState, LateLayers, Cycles, Logging, OwnEma),
+    *(LastGraph, HiddenState, LateLayers, Cycles, Logging, OwnEma, JoinedOutputs, Arrays),
 ]
 
 
@@ -281,6 +332,20 @@ def fit(model, make_trainer, **arguments):
 @pytest.mark.parametrize("model", MODELS)
 def test_nothing_is_reported(model, make_trainer, counting):
     assert fit(model(), make_trainer) == []
+
+
+@pytest.mark.quick_sample(3)
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+@pytest.mark.parametrize("model", [Clean, VariableLengths, CollectedOutputs, JoinedOutputs, Arrays])
+def test_nothing_is_reported_of_an_evaluation(stage, model, make_trainer, counting):
+    detector = LeakDetector(**DETECTOR)
+    trainer = make_trainer(callbacks=[detector])
+    batches = DataLoader(Rows(varies=model.varies, num_batches=40), batch_size=None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        for _ in range(2):
+            getattr(trainer, stage)(model(), batches)
+            assert detector.leaks == []
 
 
 @pytest.mark.quick_sample(1)

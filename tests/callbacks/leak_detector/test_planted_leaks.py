@@ -8,7 +8,7 @@ import torch
 from support import leaky_models as leaky
 from torch.utils.data import DataLoader
 
-from lightning_vram.callbacks.leak_detector import LeakDetector
+from lightning_vram.callbacks.leak_detector import LeakDetector, callback
 from lightning_vram.callbacks.leak_detector.callback import MemoryLeakError
 
 DETECTOR = {"patience": 5, "min_bytes_per_step": 2048}
@@ -21,7 +21,7 @@ def fit(model, make_trainer, **arguments):
     callbacks = [detector, *arguments.pop("callbacks", [])]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        make_trainer(callbacks=callbacks, max_epochs=5, **arguments).fit(model)
+        make_trainer(callbacks=callbacks, **{"max_epochs": 5, **arguments}).fit(model)
     return detector.leaks
 
 
@@ -80,6 +80,60 @@ def test_views_in_a_metric_keep_graphs_in_the_first_epoch(make_trainer):
     assert [(holder.path, holder.is_metric, holder.has_graph) for holder in leak.holders] == [
         ("self.auroc.preds", True, True)
     ]
+
+
+GROWS = {
+    "one tensor": (leaky.Joined, r"self\.all: made anew and larger, which grows with each step\. .*"),
+    "a buffer": (leaky.JoinedBuffer, r"self\.net\.0\.all: made anew and larger, which grows .*"),
+    "arrays": (
+        leaky.Arrays,
+        r"self\.arrays: a list of \d+ items, which grows with each step\. Empty it, or bound it\.",
+    ),
+    "arrays of tensors": (leaky.SharedArrays, r"self\.arrays: a list of \d+ items, which grows .*"),
+}
+
+
+@pytest.mark.quick_sample(2)
+@pytest.mark.parametrize("name", GROWS)
+def test_an_attribute_that_grows_and_keeps_nothing_of_a_step(name, make_trainer):
+    model, expected = GROWS[name]
+    ((stage, leak),) = fit(model(), make_trainer, max_epochs=8, limit_val_batches=0)
+    assert (stage, leak.tensor_bytes) == ("train", leaky.KEPT_BYTES)
+    (holder,) = leak.holders
+    assert re.fullmatch(expected, str(holder)), str(holder)
+
+
+def evaluate(stage, model, make_trainer, **arguments):
+    detector = LeakDetector(**DETECTOR, **arguments)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        getattr(make_trainer(callbacks=[detector], inference_mode=False), stage)(model)
+    return [(kind, [str(holder) for holder in leak.holders]) for kind, leak in detector.leaks]
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_an_evaluation_that_keeps_graphs_is_told(stage, make_trainer):
+    ((kind, (holder,)),) = evaluate(stage, leaky.Evaluation(with_graph=True), make_trainer)
+    assert kind == stage
+    assert re.fullmatch(rf"self\.outputs: a list of \d+ items, \d+ with the graph .* {WITH_GRAPH}", holder)
+
+
+@pytest.mark.quick_sample(2)
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+@pytest.mark.parametrize("model", [leaky.Evaluation, leaky.JoinedEvaluation])
+def test_what_an_evaluation_collects_is_told_if_memory_would_run_out(model, stage, make_trainer, monkeypatch):
+    assert evaluate(stage, model(), make_trainer) == []
+    monkeypatch.setattr(callback, "_room_bytes", lambda trainer: leaky.KEPT_BYTES)
+    ((kind, (holder,)),) = evaluate(stage, model(), make_trainer)
+    assert kind == stage
+    assert holder.startswith(("self.outputs: a list of", "self.all: made anew and larger"))
+
+
+def test_an_evaluation_raises_at_its_end(make_trainer):
+    model = leaky.Evaluation(with_graph=True)
+    with pytest.raises(MemoryLeakError, match=r"^LeakDetector: memory grows with the test steps\. "):
+        evaluate("test", model, make_trainer, on_leak="raise")
+    assert len(model.outputs) == 30
 
 
 def test_a_callback_is_named_by_its_class(make_trainer):

@@ -1,5 +1,6 @@
 """Memory that runs out in validate, test and predict, and where their results are put together."""
 
+import re
 import types
 
 import lightning.pytorch as pl
@@ -13,6 +14,7 @@ from lightning_vram.callbacks.vram_monitor.out_of_memory import _ranked
 from lightning_vram.memory.units import GIB, MIB
 from lightning_vram.planner.parts import Part
 from lightning_vram.planner.scheme import Scheme
+from lightning_vram.private_names.torch.dispatch import FakeTensor
 
 STAGES = ("validate", "test", "predict")
 MESSAGE = (
@@ -20,6 +22,7 @@ MESSAGE = (
     "free. Including non-PyTorch memory, this process has 79.00 MiB memory in use. Of the allocated memory 70.00 MiB "
     "is allocated by PyTorch, and 4.00 MiB is reserved by PyTorch but unallocated."
 )
+LITTLE = MESSAGE.replace("20.00 MiB", "1.00 MiB").replace("4.00 MiB", "0.50 MiB")
 COLLECTED = "outputs or lists of metrics, collected over the batches"
 PUT_TOGETHER = "the results of all batches, put together at the end of the epoch"
 TOO_LARGE = "a batch outside of training is too large"
@@ -139,6 +142,62 @@ def test_a_wrapper_hides_no_facts(explain):
     assert "self.fail()" not in page  # but the line in it
     assert "raise torch.OutOfMemoryError(MESSAGE)" in page
     assert page.startswith(f"# Out of memory: {TOO_LARGE}\n")
+
+
+class LitWide(pl.LightningModule):
+    """Runs out of memory in a real batch, and not in those that are run to explain it."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Sequential(*(torch.nn.Linear(256, 256, bias=False) for _ in range(2)))
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.log("loss", self.net(batch).square().mean())
+        if not isinstance(batch, FakeTensor):
+            raise torch.OutOfMemoryError(LITTLE)
+
+    test_step = validation_step
+
+    def predict_step(self, batch, batch_idx):
+        hidden = self.net(batch)
+        if not isinstance(batch, FakeTensor):
+            raise torch.OutOfMemoryError(LITTLE)
+        return hidden
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self):
+        return DataLoader(torch.ones(2048, 256), batch_size=2048)
+
+    val_dataloader = test_dataloader = predict_dataloader = train_dataloader
+
+
+WEIGHTS, MAP = 2 * 256 * 256 * 4, 2048 * 256 * 4  # bytes: 0.5 MiB, 2 MiB
+PEAK = WEIGHTS + 3 * MAP  # the batch, and two maps
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_helps_an_evaluation_is_told_with_what_it_saves(stage, explain):
+    page = explain(stage, LitWide())
+    assert page.startswith(f"# Out of memory: {TOO_LARGE}\n")
+    rows = re.findall(r"\| `(\S.*?)` \| ([\d.]+) MiB \| ([\d.]+) MiB \| \? \| (.*?) \| (\w+) \|", page)
+    # in 16 bits the batch as the loader has made it is there as well
+    half, bits = (PEAK - WEIGHTS) // 2 / MIB, (PEAK // 2 - MAP) / MIB
+    assert rows == [  # of 70 MiB in tensors, and one more that was asked for
+        ("DataLoader(..., batch_size=1024)", f"{half:.2f}", f"{71 - half:.2f}", "equal up to rounding", "yes"),
+        ('precision="bf16-true"', f"{bits:.2f}", f"{71 - bits:.2f}", "rounded to bfloat16", "yes"),
+    ]
+
+
+def test_a_validation_within_a_fit_keeps_the_format_of_the_training(explain):
+    page = explain("fit", LitWide(), max_epochs=1)
+    assert "| when | validate, epoch 0, batch 0 |" in page
+    assert "| `DataLoader(..., batch_size=1024)` | 3.00 MiB | 68.00 MiB | ? | equal up to rounding | yes |" in page
+    assert "bf16-true" not in page
 
 
 def test_what_lies_on_the_host_is_not_moved_back_to_a_full_device(monkeypatch):

@@ -2,12 +2,13 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 
-from lightning_vram.memory.device.failed_request import FailedRequest
-from lightning_vram.memory.device.out_of_memory import OutOfMemorySource
+from lightning_vram.memory.device.failed_request import FailedRequest, read_failed_request
+from lightning_vram.memory.device.out_of_memory import OutOfMemorySource, read_out_of_memory
 from lightning_vram.memory.tracking.tracker import track_memory
 from lightning_vram.memory.units import GIB, MIB
 from lightning_vram.report.out_of_memory import OutOfMemory, Remedy
@@ -30,6 +31,27 @@ def test_the_host_is_told_from_the_device():
     on_host = replace(FOUND, source=OutOfMemorySource.CPU)
     assert find_cause(on_host).title == "the host ran out of memory"
     assert find_cause(replace(on_host, device="cpu")).title.startswith("the batch is too large")
+
+
+MORE_THAN_THERE_CAN_BE = 1 << 60  # bytes: no machine maps that many
+
+
+@pytest.mark.parametrize(
+    ("allocate", "asked_bytes"),
+    [
+        (lambda: torch.empty(MORE_THAN_THERE_CAN_BE, dtype=torch.uint8), MORE_THAN_THERE_CAN_BE),
+        (lambda: np.empty(MORE_THAN_THERE_CAN_BE, dtype=np.uint8), None),  # in other words
+    ],
+    ids=["torch", "numpy"],
+)
+def test_a_host_that_really_runs_out_is_told_from_the_device(allocate, asked_bytes):
+    with pytest.raises((RuntimeError, MemoryError)) as caught:
+        allocate()
+    source = read_out_of_memory(caught.value)
+    request = read_failed_request(str(caught.value), torch.device("cpu"))
+    assert (source, request.asked_bytes) == (OutOfMemorySource.CPU, asked_bytes)
+    found = replace(FOUND, source=source, request=request, message=str(caught.value))
+    assert page(found).startswith("# Out of memory: the host ran out of memory\n")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,140 @@
+"""Attributes that hold more with every step, though nothing of any step stays: by their sizes, now and then.
+
+One tensor that is made anew and larger in each step, as by ``self.all = torch.cat([self.all, new])``, leaves nothing of
+a step behind that could be followed. And references to arrays of NumPy cannot be followed backwards.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from lightning_vram.memory.leaks.births import storages_of
+from lightning_vram.memory.leaks.holders import Holder
+from lightning_vram.private_names.torch.tensors import storage_key
+from lightning_vram.private_names.torch.trees import tree_leaves
+
+_LOOKED_AT_BY_THEMSELVES = ("_modules", "_parameters")  # tables of nn.Module
+_BUFFERS = "_buffers"  # are attributes, too
+
+
+@dataclass(frozen=True)
+class Held:
+    """What an attribute holds.
+
+    Args:
+        num_bytes: Of its tensors and arrays, on all devices together.
+        container: Its class, if it has several items; else empty.
+        num_items: Of the container.
+    """
+
+    num_bytes: int = 0
+    container: str = ""
+    num_items: int = 0
+
+
+def iterate_attributes(name: str, owner: object) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of an object, buffers of a module among them, with their paths: ``"self.net.outputs"``.
+
+    Args:
+        name: Of the owner.
+        owner: Anything. Parameters, and parts of a module, are left out.
+    """
+    for attribute, value in list(getattr(owner, "__dict__", {}).items()):
+        if attribute == _BUFFERS:
+            yield from ((f"{name}.{key}", buffer) for key, buffer in value.items())
+        elif attribute not in _LOOKED_AT_BY_THEMSELVES:
+            yield f"{name}.{attribute}", value
+
+
+def read_attributes(owners: Iterable[tuple[str, object]]) -> dict[str, Held]:
+    """Return what each attribute holds in tensors and arrays, in containers of any depth.
+
+    Args:
+        owners: Objects, with their names.
+
+    Returns:
+        By path. Left out is what holds nothing, and a deque with a length, which is no leak however long it fills.
+    """
+    found: dict[str, Held] = {}
+    for name, owner in owners:
+        for path, value in iterate_attributes(name, owner):
+            held = _held(value)
+            if held.num_bytes:
+                found[path] = held
+    return found
+
+
+def _held(value: Any) -> Held:
+    if isinstance(value, deque) and value.maxlen is not None:
+        return Held()
+    try:
+        leaves = tree_leaves(value)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        sizes = {storage_key(storage): int(storage.nbytes()) for storage in storages_of(tensors)}
+    except (AttributeError, RuntimeError):  # a list that contains itself; tensors that are half made
+        return Held()
+    of_arrays = sum(_array_bytes(leaf) for leaf in leaves if not isinstance(leaf, Tensor))
+    is_container = isinstance(value, dict | list | tuple | deque) and len(value) > 1
+    return Held(
+        sum(sizes.values()) + of_arrays,
+        type(value).__name__ if is_container else "",
+        len(value) if is_container else 0,
+    )
+
+
+def _array_bytes(leaf: Any) -> int:
+    num_bytes = getattr(leaf, "nbytes", 0) if type(leaf).__name__ == "ndarray" else 0  # of NumPy, or of its kin
+    return num_bytes if isinstance(num_bytes, int) else 0
+
+
+class GrowingAttributes:
+    """Those that have grown from look to look, since the first.
+
+    Args:
+        read: As :func:`read_attributes`.
+        min_bytes: Per step.
+        step: Of the first look.
+    """
+
+    def __init__(self, read: Callable[[], Mapping[str, Held]], min_bytes: int, step: int) -> None:
+        self._read = read
+        self._min_bytes = min_bytes
+        self._first_step = self._last_step = step
+        self._first = read()
+        self._grown: dict[str, Held] | None = None  # at the last look, after the first
+
+    def look(self, step: int) -> dict[str, tuple[Held, int]]:
+        """Look again, and forget what has not grown with all steps since the last look.
+
+        Args:
+            step: Of the look.
+
+        Returns:
+            Of each path what it holds now, and the bytes per step since the first look.
+        """
+        least_bytes = self._min_bytes * max(1, step - self._last_step)
+        before = self._first if self._grown is None else self._grown
+        self._grown = {
+            path: held
+            for path, held in self._read().items()
+            if (self._grown is None or path in before) and held.num_bytes - _bytes_of(before, path) >= least_bytes
+        }
+        self._last_step = step
+        num_steps = max(1, step - self._first_step)
+        return {
+            path: (held, (held.num_bytes - _bytes_of(self._first, path)) // num_steps)
+            for path, held in self._grown.items()
+        }
+
+
+def as_holders(grown: Mapping[str, tuple[Held, int]]) -> list[Holder]:
+    """Return what :meth:`GrowingAttributes.look` has found as holders."""
+    kind = {"has_graph": False, "is_metric": False, "is_bounded": False, "is_measured": True}
+    return [Holder(path, held.container, held.num_items, 0, **kind) for path, (held, _) in grown.items()]
+
+
+def _bytes_of(held: Mapping[str, Held], path: str) -> int:
+    return held[path].num_bytes if path in held else 0

@@ -1,0 +1,65 @@
+"""What makes a batch of an evaluation leaner: there is no backward, so what parts save is not needed there."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lightning_vram.estimation.batches import batch_size_of, with_batch_size
+from lightning_vram.estimation.stages import needed_bytes
+from lightning_vram.estimation.traced_fit import FitRun, trace_fit
+from lightning_vram.memory.estimate.workspaces import workspaces_of
+
+_FULL_PRECISION = "32-true"
+
+
+@dataclass(frozen=True)
+class LeanerEvaluation:
+    """A way to evaluate.
+
+    Args:
+        code: To paste; empty for the run as it is.
+        needed_bytes: Of the device.
+        results: How they compare with those of the run as it is.
+    """
+
+    code: str
+    needed_bytes: int
+    results: str
+
+
+def measure_evaluation(
+    module: pl.LightningModule, batch: Any, run: FitRun, *, keeps_precision: bool
+) -> list[LeanerEvaluation]:
+    """Run a batch of an evaluation on tensors without memory: as it is, in halves, and in 16 bits.
+
+    Args:
+        module: Is copied.
+        batch: Of which shapes and types count.
+        run: With an ``evaluation``.
+        keeps_precision: Whether the format is somebody else's choice, such as that of a training.
+
+    Returns:
+        The run as it is first.
+
+    Raises:
+        Exception: What the module raises in its step.
+    """
+    found = [LeanerEvaluation("", _needed_bytes(module, batch, run), "equal to the bit")]
+    size = batch_size_of(batch) or 0
+    if size > 1:
+        half = -(-size // 2)
+        num_bytes = _needed_bytes(module, with_batch_size(batch, size, half), run)
+        found.append(LeanerEvaluation(f"DataLoader(..., batch_size={half})", num_bytes, "equal up to rounding"))
+    if not keeps_precision and run.trainer_arguments.get("precision") == _FULL_PRECISION:
+        arguments = {**run.trainer_arguments, "precision": "bf16-true"}
+        try:
+            num_bytes = _needed_bytes(module, batch, replace(run, trainer_arguments=arguments))
+        except Exception:  # a step that mixes formats, or an operator that has none in 16 bits
+            return found
+        found.append(LeanerEvaluation('precision="bf16-true"', num_bytes, "rounded to bfloat16"))
+    return found
+
+
+def _needed_bytes(module: pl.LightningModule, batch: Any, run: FitRun) -> int:
+    return needed_bytes(trace_fit(module, batch, run), None if run.card is None else workspaces_of(run.card))
