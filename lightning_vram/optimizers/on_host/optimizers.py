@@ -17,11 +17,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_vram.core.gradients.clipping import apply_clip_factor, clip_factor, sharded_norm
+from lightning_vram.core.gradients.clipping import clip_factor, sharded_norm
 from lightning_vram.core.host.worker import HostWorker, Ticket
 from lightning_vram.core.surgery.shadow import Shadow
 from lightning_vram.memory.tracking.optimizer_tensors import forget_optimizer_tensors, register_optimizer_tensors
 from lightning_vram.optimizers.on_disk import StreamedStates
+from lightning_vram.optimizers.on_host.split_steps import scale_gradients, step_split
 from lightning_vram.optimizers.stepping import (
     Member,
     StepRound,
@@ -36,6 +37,7 @@ from lightning_vram.optimizers.stepping import (
 from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
 from lightning_vram.private_names.torch.optimizers import has_step_hooks, note_step
 from lightning_vram.techniques.sharding import FullSharding, ShardedGroup, ShardLane
+from lightning_vram.techniques.sharding.gathered import narrow_of, wide_part
 
 Result = TypeVar("Result")
 
@@ -135,12 +137,14 @@ class HostOptimizers(StepTakeOver):
             may_wait: Whether gradients may be scaled when they are stepped with, which comes next.
         """
         parameters = [parameter for parameter in iterate_parameters(optimizer) if parameter.grad is not None]
-        norm = self._compute(lambda: sharded_norm(parameters))
+        has_narrow = any(narrow_of(parameter.grad) is not None for parameter in parameters)
+        norm = self._compute(lambda: sharded_norm(parameters, *([wide_part] if has_narrow else [])))
         factor = clip_factor(norm, max_norm)
         if may_wait and self._is_taken(optimizer):
             self._factors[id(optimizer)] = factor
         else:
-            self._compute(lambda: apply_clip_factor([local_part(parameter.grad) for parameter in parameters], factor))
+            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            self._compute(lambda: scale_gradients(gradients, factor))
 
     def finish(self) -> None:
         """Wait until all steps are over.
@@ -213,7 +217,7 @@ class HostOptimizers(StepTakeOver):
             return
         group.forget_whole()
         streamed = self._streamed.get(id(step_round.optimizer))
-        job = partial(_run, step_round.run if streamed is None else partial(streamed.run, step_round), group, members)
+        job = partial(_run, step_round, streamed, group, members)
         if self._worker is None:
             job()
             return
@@ -239,6 +243,7 @@ class HostOptimizers(StepTakeOver):
             group.forget_whole()
             for lane in group.lanes:
                 lane.refresh()
+            group.steps.guard()
         self._sharding.gather_root()
 
     def _has_ours(self, optimizer: Optimizer) -> bool:
@@ -249,10 +254,16 @@ def _load_streamed(states: StreamedStates, _: Optimizer) -> None:
     states.load()
 
 
-def _run(run: Callable[[Sequence[Member]], None], group: ShardedGroup, members: Sequence[Member]) -> None:
+def _run(
+    step_round: StepRound, streamed: StreamedStates | None, group: ShardedGroup, members: Sequence[Member]
+) -> None:
     for lane in group.lanes:
         lane.wait_for_copies()  # of a forward without gradients, after the backward
-    run(members)
+    members = step_split(step_round, group.lanes, members, is_whole=streamed is not None)
+    if streamed is None and members:
+        step_round.run(members)
+    elif streamed is not None:
+        streamed.run(step_round, members)
     for lane in group.lanes:
         lane.refresh()
 

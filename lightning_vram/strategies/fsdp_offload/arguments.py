@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_vram.argument_checks import check_bool, check_positive_int
 
+Master = Literal["fp32", "split"]
 Offload = Literal["params", "optimizer", "none"]
 Shard = Literal["full", "grad_op", "hybrid"]
 StateDictType = Literal["full", "sharded"]
@@ -23,6 +24,7 @@ class OffloadArguments:
     """As the strategy has them."""
 
     offload: Offload
+    master: Master
     shard: Shard
     wrap: Wrap
     min_params: int
@@ -46,7 +48,7 @@ def check_arguments(**given: Any) -> OffloadArguments:
         TypeError: If one has a wrong type.
         ValueError: If one has a value that is none of those known, or two contradict each other.
     """
-    for key, kind in (("offload", Offload), ("shard", Shard), ("state_dict_type", StateDictType)):
+    for key, kind in (("offload", Offload), ("master", Master), ("shard", Shard), ("state_dict_type", StateDictType)):
         if given[key] not in get_args(kind):
             raise ValueError(
                 f"{NAME}({key}) must be one of {', '.join(map(repr, get_args(kind)))}, got {given[key]!r}."
@@ -89,6 +91,13 @@ def _check_together(given: dict[str, Any]) -> None:
         )
     if given["pin_memory"] and given["offload"] == "none":
         raise ValueError(f"{NAME}(pin_memory=True) pins what is offloaded, got offload='none'.")
+    if given["master"] == "split" and given["offload"] == "none":
+        raise ValueError(f"{NAME}(master='split') is how weights are kept on the host, got offload='none'.")
+    if given["master"] == "split" and not given["narrow_transfers"]:
+        raise ValueError(
+            f"{NAME}(master='split') keeps weights as the 16 bit that travel and those they lack, got "
+            "narrow_transfers=False."
+        )
 
 
 def _choose_reshard(shard: str, reshard_after_forward: Any) -> bool:

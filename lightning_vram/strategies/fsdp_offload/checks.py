@@ -3,6 +3,7 @@
 import os
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -69,6 +70,19 @@ def check_layer_drop(module: nn.Module, num_ranks: int, name: str) -> None:
                 "transformers then leave none out, unlike on a single device. Set it to 0."
             )
             return
+
+
+def check_master(master: str, narrow_dtype: torch.dtype | None, precision: str, name: str) -> None:
+    """Refuse to split weights that do not travel as bf16.
+
+    Raises:
+        ValueError: If they do not, and are to be.
+    """
+    if master == "split" and narrow_dtype != torch.bfloat16:
+        raise ValueError(
+            f"{name}(master='split') is for weights that travel as bf16, which needs precision='bf16-mixed', got "
+            f"{precision!r}."
+        )
 
 
 def check_cores(num_threads: int, name: str) -> None:

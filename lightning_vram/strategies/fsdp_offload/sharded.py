@@ -13,6 +13,7 @@ from lightning_vram.core.surgery.shadow import Shadow
 from lightning_vram.memory.host.cores import cores_of_rank
 from lightning_vram.optimizers.on_host import HostOptimizers
 from lightning_vram.strategies.fsdp_offload.checkpointed import CheckpointedStrategy
+from lightning_vram.strategies.fsdp_offload.checks import check_master
 from lightning_vram.strategies.fsdp_offload.early_steps import may_clip_late, may_step_early
 from lightning_vram.strategies.fsdp_offload.stand_ins import clip_on_shards, follow_toggles
 from lightning_vram.techniques.mixed_precision import find_narrow_weights, list_islands
@@ -43,6 +44,7 @@ class ShardedStrategy(CheckpointedStrategy):
         narrow_dtype = None
         if arguments.narrow_transfers and isinstance(self.precision_plugin, MixedPrecision):
             narrow_dtype = _NARROW.get(self.precision_plugin.precision)
+        check_master(arguments.master, narrow_dtype, self.precision_plugin.precision, type(self).__name__)
         narrow = find_narrow_weights(module, list_islands(module)) if narrow_dtype is not None else set()
         seed = torch.tensor(torch.initial_seed() % 2**31)
         self._sharding = FullSharding(
@@ -52,6 +54,7 @@ class ShardedStrategy(CheckpointedStrategy):
             ShardingOptions(
                 on_host=arguments.offload != "none",
                 is_resident=arguments.offload == "optimizer",
+                is_split=arguments.master == "split",
                 reshard_after_forward=arguments.reshard_after_forward,
                 pin_memory=self._pins_memory,
                 narrow_dtype=narrow_dtype,
@@ -100,6 +103,11 @@ class ShardedStrategy(CheckpointedStrategy):
             replaced = sharding.remove(make_whole=not self._has_failed or self.world_size == 1)
             if optimizers is not None:
                 optimizers.let_go(replaced)
+
+    @override
+    def _rest_shards(self) -> None:
+        if self._sharding is not None:
+            self._sharding.rest_shards()
 
     @override
     def _finish_steps(self) -> None:

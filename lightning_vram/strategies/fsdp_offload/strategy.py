@@ -17,6 +17,7 @@ from typing_extensions import override
 from lightning_vram.core.processes.rank_errors import on_all_ranks
 from lightning_vram.core.surgery.held_setting import without_fast_path
 from lightning_vram.strategies.fsdp_offload.arguments import (
+    Master,
     Offload,
     Shard,
     StateDictType,
@@ -73,6 +74,10 @@ class FSDPOffloadStrategy(ShardedStrategy):
         offload: What is on the host. ``"params"``: parameters, gradients and states of optimizers, least memory of the
             device. ``"optimizer"``: the same, but a copy of the shards stays on the device, in 16 bit where they are
             sent so: fastest. ``"none"``: nothing, FSDP2 alone.
+        master: What float32 weights that are sent as bf16 are on the host, to the same bits. ``"fp32"``: themselves and
+            a copy to send, 18 bytes per weight with gradients and AdamW's states. ``"split"``: the bf16 weights and
+            the 16 bit that those lack, and gradients in 16 bit where one comes for each step: 14. They are joined
+            where somebody reads them, and a part at a time for a step.
         shard: ``"full"``: layers are gathered when they are computed. ``"grad_op"``: they stay whole between forward
             and backward. ``"hybrid"``: sharded within groups of ranks, the same in each group.
         wrap: Which layers are gathered together. ``"auto"``: the blocks a model repeats or declares, small ones put
@@ -107,7 +112,7 @@ class FSDPOffloadStrategy(ShardedStrategy):
         ValueError: If arguments are out of range or contradict each other. Before training: if the module has no
             parameters, or others on another rank, ``wrap`` matches nothing, an optimizer cannot step on shards, the
             ranks cannot be divided as ``shard="hybrid"`` wants it, ``nvme_path`` is no folder, the backend has nothing
-            for the host, or a checkpoint does not fit.
+            for the host, weights that are to be split do not travel as bf16, or a checkpoint does not fit.
         MisconfigurationException: Before training, if the trainer averages or prunes weights.
         OffloadError: Before training, if there is no room at ``nvme_path``.
         LostPeerError: In training, if another rank died or hangs.
@@ -124,6 +129,7 @@ class FSDPOffloadStrategy(ShardedStrategy):
         self,
         *,
         offload: Offload = "params",
+        master: Master = "fp32",
         shard: Shard = "full",
         wrap: Wrap = "auto",
         min_params: int = 1_000_000,
@@ -147,6 +153,7 @@ class FSDPOffloadStrategy(ShardedStrategy):
     ) -> None:
         arguments = check_arguments(
             offload=offload,
+            master=master,
             shard=shard,
             wrap=wrap,
             min_params=min_params,

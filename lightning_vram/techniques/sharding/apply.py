@@ -37,6 +37,7 @@ class ShardingOptions:
     Attributes:
         on_host: Whether shards and their gradients are at rest on the host.
         is_resident: Whether a copy of the shards stays on the device all the same.
+        is_split: Whether float32 shards that are sent as bf16 are kept as those and the bits that they lack.
         reshard_after_forward: Whether a layer is given up between its forward and its backward.
         pin_memory: Whether to pin what is on the host.
         narrow_dtype: What weights are sent and computed as that autocast casts anyway; ``None``: their own dtype.
@@ -48,6 +49,7 @@ class ShardingOptions:
 
     on_host: bool = True
     is_resident: bool = False
+    is_split: bool = False
     reshard_after_forward: bool = True
     pin_memory: bool = False
     narrow_dtype: torch.dtype | None = None
@@ -171,6 +173,15 @@ class FullSharding:
         for group in self.groups:
             group.steps.wait()
 
+    def rest_shards(self) -> None:
+        """Free the memory that split shards were joined in for somebody who has read them; no step is under way."""
+        for group in self.groups:
+            joined = [lane for lane in group.lanes if lane.is_joined and group.is_sharded]
+            for lane in joined:
+                lane.refresh()
+            if joined:
+                group.steps.guard()
+
     @property
     def host_bytes(self) -> int:
         """Memory of the host that shards and their copies take on this rank."""
@@ -263,7 +274,9 @@ class FullSharding:
             state_of(part).__class__ = ViewProofState
             for group in groups_of(part):
                 if not isinstance(group, ShardedGroup):
-                    self.groups.append(take_over(group, self, dtype_of, is_resident=options.is_resident))
+                    self.groups.append(
+                        take_over(group, self, dtype_of, is_resident=options.is_resident, is_split=options.is_split)
+                    )
                     for parameter in group.fsdp_params if part is self.module else ():
                         parameter.on_gradient = self._notice_backward
 

@@ -205,10 +205,11 @@ class ShardedGroup(GroupBase):
         """Where on the host gradients go, side by side."""
         for lane in self.lanes:
             sizes = [parameter.sharded_size.numel() for parameter in lane.parameters]
+            lane.release_gradients()
             if self.device == self.owner.home:
                 yield from ((parameter, None) for parameter in lane.parameters)
             else:
-                flat = torch.empty(sum(sizes), dtype=lane.transfer_dtype, pin_memory=self.owner.pin_memory)
+                flat = lane.gradient_buffer(sum(sizes), is_first=not self._num_returns)
                 yield from zip(lane.parameters, torch.split(flat, sizes), strict=True)
 
     def _land(self, arrivals: Sequence[Arrival], event: torch.Event | None) -> None:
@@ -255,11 +256,7 @@ def _hold(tensor: Tensor) -> Tensor:
 
 
 def take_over(
-    group: FSDPParamGroup,
-    owner: GroupOwner,
-    dtype_of: Callable[[Any], torch.dtype | None],
-    *,
-    is_resident: bool,
+    group: FSDPParamGroup, owner: GroupOwner, dtype_of: Callable[[Any], torch.dtype | None], **kinds: bool
 ) -> ShardedGroup:
     """Make a :class:`ShardedGroup` of FSDP2's object.
 
@@ -267,7 +264,7 @@ def take_over(
         group: Whose shards are on the host.
         owner: Hears of it.
         dtype_of: What autocast casts a parameter (FSDP2's object) to; ``None``: it does not.
-        is_resident: Whether copies of the shards stay on the device.
+        kinds: Of its lanes: ``is_resident``, ``is_split``.
     """
     host: Any = group
     host.__class__ = ShardedGroup
@@ -285,12 +282,11 @@ def take_over(
     for _, alike in groupby(sorted(host.fsdp_params, key=key), key):
         parameters = list(alike)
         dtype = dtype_of(parameters[0]) or parameters[0].sharded_param.dtype
-        lane = ShardLane(
-            parameters, dtype, owner.home, host.device, pin_memory=owner.pin_memory, is_resident=is_resident
-        )
+        lane = ShardLane(parameters, dtype, owner.home, host.device, pin_memory=owner.pin_memory, **kinds)
         host.lanes.append(lane)
         for parameter in parameters:
             parameter.begin(lane, partial(host.steps.touch, lane))
+            parameter.read_gradient = partial(host.steps.read_gradient, parameter)
         make_settable(parameter.sharded_param for parameter in parameters)
-    host.lanes.sort(key=lambda lane: lane.shards.numel())  # the computation waits for all but the last to be reduced
+    host.lanes.sort(key=lambda lane: lane.numel)  # the computation waits for all but the last to be reduced
     return host  # type: ignore[no-any-return]
