@@ -61,7 +61,9 @@ def peaks(tmp_path):
 
 
 def test_a_first_run_writes_all_peaks_and_an_equal_one_passes(run, tmp_path):
-    assert run(100_000, "--vram-baseline=peaks.json")[0] == 0
+    code, output = run(100_000, "--vram-baseline=peaks.json")
+    assert code == 0
+    assert f"peak memory of 3 blocks written to {tmp_path / 'peaks.json'}" in output
     assert list(peaks(tmp_path)) == [  # sorted
         "test_sample.py::test_other",
         "test_sample.py::test_other#2",
@@ -69,7 +71,9 @@ def test_a_first_run_writes_all_peaks_and_an_equal_one_passes(run, tmp_path):
     ]
     before = peaks(tmp_path)
     assert before["test_sample.py::test_step"] == 2 * 400_000 + 2 * 4  # weight, gradient; the sum, and its gradient
-    assert run(100_000, "--vram-baseline=peaks.json", "--vram-tolerance=0")[0] == 0
+    code, output = run(100_000, "--vram-baseline=peaks.json", "--vram-tolerance=0")
+    assert code == 0
+    assert f"peak memory of 3 blocks compared with {tmp_path / 'peaks.json'}" in output
     assert peaks(tmp_path) == before
 
 
@@ -137,6 +141,18 @@ def run_alone(folder, *command, size=100_000):
     environment |= dict([ONLY_NAMED])
     command = [sys.executable, *map(str, command)]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_in_a_process_of_its_own_an_equal_run_passes_and_a_tenth_more_fails(tmp_path):
+    command = ["-m", "pytest", "-p", "pytest_lightning_vram", "--rootdir=.", "--vram-baseline=peaks.json"]
+    command += ["-k", "test_step"]
+    (tmp_path / "peaks.json").write_text(json.dumps({"test_sample.py::test_step": 800_008}))
+    same = run_alone(tmp_path, *command)
+    assert same.returncode == 0, same.stdout + same.stderr
+    assert f"peak memory of 1 blocks compared with {tmp_path / 'peaks.json'}" in same.stdout
+    more = run_alone(tmp_path, *command, size=110_000)
+    assert more.returncode == 1
+    assert "test_sample.py::test_step: peak memory has grown by 10.00 %" in more.stdout
 
 
 @pytest.mark.slow

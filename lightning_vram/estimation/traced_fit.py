@@ -55,6 +55,7 @@ class TracedFit:
         timeline: All of it.
         spans: First event and the one after the last, by stage.
         times: What each stage would take, by stage; empty if nobody asked.
+        layers: What each layer does, as a table, if a callback has planned it.
         notes: What a reader of the numbers should know.
     """
 
@@ -62,6 +63,7 @@ class TracedFit:
     spans: Mapping[str, tuple[int, int]]
     notes: tuple[str, ...] = ()
     times: Mapping[str, StepTime] = field(default_factory=dict)
+    layers: str = ""
 
     def stage(self, name: str) -> MemoryTimeline:
         """The timeline of one stage, with what it found."""
@@ -199,7 +201,9 @@ def _fit(
     if spans is None:
         return None
     timeline = tracker.timeline.on(str(device))
-    return TracedFit(timeline if device == HOST else as_on_card(timeline), spans, times=marks.times())
+    layers = next(filter(None, (getattr(one, "layer_table", "") for one in trainer.callbacks)), "")  # type: ignore[attr-defined]
+    timeline = timeline if device == HOST else as_on_card(timeline)
+    return TracedFit(timeline, spans, times=marks.times(), layers=layers)
 
 
 def _scratch(card: DeviceSpec | None, device: torch.device, tracker: MemoryTracker) -> AbstractContextManager[Any]:

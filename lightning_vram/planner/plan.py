@@ -19,16 +19,18 @@ from lightning_vram.memory.estimate.workspaces import Workspaces, workspaces_of
 from lightning_vram.memory.tracking.timeline import Category
 from lightning_vram.memory.units import KIB, format_bytes, parse_bytes
 from lightning_vram.planner.effects import effects
+from lightning_vram.planner.miss import Ways, find_ways
 from lightning_vram.planner.parts import LEVELS, Exactness
-from lightning_vram.planner.remedies import Remedies, remedies_for
+from lightning_vram.planner.remedies import Remedies, has_plain_strategy, remedies_for
 from lightning_vram.planner.scheme import Scheme
 from lightning_vram.planner.search import Found, Measured, Workload, search
-from lightning_vram.planner.words import ways_out
+from lightning_vram.planner.words import peak_words, ways_out, where
 
 _HOST = "cpu"
 # Samples of results, states of generators: parts keep them where tensors have values.
 _UNSEEN_BYTES, _UNSEEN_SHARE = 64 * KIB, 0.001
 _FORWARD_SHARE = 0.3  # of a step: its backward is twice as long, and the optimizer steps
+_STATES = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER_STATE)
 Progress = Callable[[str, float], None]
 
 
@@ -39,13 +41,15 @@ class PlanError(ValueError):
         least: What came nearest.
         budget_bytes: What there is.
         level: What results might be.
+        ways: What else would help.
     """
 
-    def __init__(self, least: Measured, budget_bytes: int, level: Exactness) -> None:
+    def __init__(self, least: Measured, budget_bytes: int, level: Exactness, ways: Ways) -> None:
         super().__init__(
             f"No plan fits {format_bytes(budget_bytes)}. The least that was found is "
-            f"{format_bytes(least.needed_bytes)}, by {least.scheme}. {ways_out(least, budget_bytes, level)}"
+            f"{format_bytes(least.needed_bytes)}, by {least.scheme}{where(least)}. {ways_out(least, level, ways)}"
         )
+        self.ways = ways
         self.least = least
 
     @property
@@ -207,7 +211,8 @@ def find_plan(steps: "TracedSteps", budget_bytes: int, remedies: Remedies, level
     """
     found = search(steps, Workload(budget_bytes, steps.batch_size, steps.travel_bytes), remedies)
     if found.best is None:
-        raise PlanError(found.least, budget_bytes, level)
+        ways = find_ways(steps, found, budget_bytes, has_strategies=steps.may_choose_strategy)
+        raise PlanError(found.least, budget_bytes, level, ways)
     return MemoryPlan(steps.device, budget_bytes, found, steps.own)
 
 
@@ -224,11 +229,11 @@ class TracedSteps:
     def __init__(
         self, module: pl.LightningModule, batch: Any, run: FitRun, on_progress: Progress | None = None
     ) -> None:
-        self._module, self._batch, self._run = module, batch, run
+        self._module, self._run = module, run
         self._workspaces: Workspaces | None = None if run.card is None else workspaces_of(run.card)
         self._progress = on_progress or (lambda stage, done: None)
         self._num_runs = 0
-        self.own = run.trainer_arguments
+        self.own, self.batch, self.num_ranks = run.trainer_arguments, batch, run.num_ranks
         self.batch_size = batch_size_of(batch) or 0
 
     @property
@@ -236,9 +241,18 @@ class TracedSteps:
         """What they run on."""
         return self._run.card or spec_of(_HOST)
 
+    @property
+    def may_choose_strategy(self) -> bool:
+        """Whether weights and states may be elsewhere: there is a card, and the user has chosen no strategy for it."""
+        return self._run.card is not None and has_plain_strategy(self.own)
+
     def travel_bytes(self, seconds: float) -> int:
         """Return what the bus carries during the forward of a step that takes so long."""
         return 0 if self._run.card is None else int(bus_bytes_per_s(self._run.card) * seconds * _FORWARD_SHARE)
+
+    def of(self, batch: Any, num_ranks: int) -> "TracedSteps":
+        """Return what runs steps with another batch, or on more devices."""
+        return TracedSteps(self._module, batch, replace(self._run, num_ranks=num_ranks), self._progress)
 
     def __call__(self, scheme: Scheme) -> Measured | None:
         """Run one; ``None`` if a part of it refuses this run."""
@@ -246,7 +260,7 @@ class TracedSteps:
         self._num_runs += 1
         try:
             run = replace(self._run, trainer_arguments=scheme.trainer_kwargs(self.own))
-            traced = trace_fit(self._module, self._batch, run)
+            traced = trace_fit(self._module, self.batch, run)
         except Exception:
             if not scheme.parts:  # the user's own run
                 raise
@@ -257,4 +271,7 @@ class TracedSteps:
             num_bytes + (_UNSEEN_BYTES + int(_UNSEEN_SHARE * num_bytes) if scheme.parts else 0),
             traced.stage(STEP).peak_of(Category.ACTIVATIONS),
             traced.times[STEP],
+            sum(traced.timeline.peak_by_category[category] for category in _STATES),
+            peak_words(traced.timeline),
+            traced.layers,
         )

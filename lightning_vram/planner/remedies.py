@@ -74,7 +74,7 @@ def remedies_for(own: Mapping[str, Any], level: Exactness, *, on_card: bool, has
     """
     taken = _names_of(own)
     states = [Scheme()]
-    has_choice = on_card and has_strategies and own.get("strategy") in _PLAIN_STRATEGIES
+    has_choice = on_card and has_strategies and has_plain_strategy(own)
     if has_choice and level >= OPTIMIZER_ON_HOST.exactness:
         states += [Scheme((OPTIMIZER_ON_HOST,)), Scheme((WEIGHTS_ON_HOST,))]
     lean = _precision_parts(own) if _PRECISION not in taken and not own.get("plugins") else []
@@ -91,6 +91,11 @@ def remedies_for(own: Mapping[str, Any], level: Exactness, *, on_card: bool, has
         cuts=level >= IN_PARTS.exactness and IN_PARTS.name not in taken,
         free=() if EARLY_RELEASE.name in taken else (EARLY_RELEASE,),
     )
+
+
+def has_plain_strategy(own: Mapping[str, Any]) -> bool:
+    """Whether a Trainer has the strategy that it has without a word of the user's."""
+    return own.get("strategy") in _PLAIN_STRATEGIES
 
 
 def _precision_parts(own: Mapping[str, Any]) -> list[Part]:

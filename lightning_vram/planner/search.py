@@ -32,12 +32,18 @@ class Measured:
         needed_bytes: Of the device.
         activation_bytes: The most that activations took at once.
         time: Of the step, in the model's own measure.
+        states_bytes: Weights, gradients and states of optimizers when the peak is reached.
+        peak: Where that is, in a few words.
+        layers: What each layer does, as a table, where a budget was planned for.
     """
 
     scheme: Scheme
     needed_bytes: int
     activation_bytes: int
     time: StepTime
+    states_bytes: int = 0
+    peak: str = ""
+    layers: str = ""
 
     @property
     def seconds(self) -> float:

@@ -1,6 +1,9 @@
 """What a search has found, in lines of text: for logs, which have no tables."""
 
+from lightning_vram.memory.host.available import available_host_bytes
+from lightning_vram.memory.tracking.timeline import MemoryTimeline, Phase
 from lightning_vram.memory.units import format_bytes
+from lightning_vram.planner.miss import Ways
 from lightning_vram.planner.parts import LEVELS, Exactness
 from lightning_vram.planner.search import Found, Measured, as_text, unit_of
 
@@ -20,23 +23,50 @@ def summary(found: Found, budget_bytes: int) -> str:
     return "\n".join(lines)
 
 
-def ways_out(least: Measured, budget_bytes: int, level: Exactness) -> str:
+def ways_out(least: Measured, level: Exactness, ways: Ways) -> str:
     """Say what would help where nothing fits.
 
     Args:
         least: What came nearest.
-        budget_bytes: What there is.
         level: What results might be.
+        ways: What was seen to fit.
     """
-    ways = [f"budget='{as_text(least.needed_bytes + unit_of(least.needed_bytes) - 1)}'"]
-    if least.needed_bytes - least.activation_bytes > budget_bytes:
-        ways += ["strategy='fsdp_offload', which keeps weights and states of optimizers on the host", "more devices"]
-    else:
-        ways += ["a smaller batch with accumulate_grad_batches", "a shorter sequence"]
+    told = [f"budget='{as_text(least.needed_bytes + unit_of(least.needed_bytes) - 1)}'"]
+    if ways.strategy:
+        told.append(f"strategy={ways.strategy!r} ({_on_host(ways.host_bytes)})")
+    if ways.num_devices:
+        told.append(f"{ways.num_devices} devices with FSDPOffloadStrategy(offload='none')")
+    if ways.batch_size:
+        told.append(f"a batch of {ways.batch_size} with accumulate_grad_batches")
+    if ways.sequence_length:
+        told.append(f"sequences of {ways.sequence_length}")
     names = [repr(name) for name, other in LEVELS.items() if other > level]
     if names:
-        ways.append(f"allow={' or '.join(names)}")
-    return f"What helps: {', '.join(ways[:-1])}, or {ways[-1]}."
+        told.append(f"perhaps allow={' or '.join(names)}")
+    return f"What helps: {', or '.join(filter(None, (', '.join(told[:-1]), told[-1])))}."
+
+
+def where(least: Measured) -> str:
+    """Say where its peak is, behind a comma; nothing if nobody knows."""
+    return f", {least.peak}" if least.peak else ""
+
+
+def peak_words(timeline: MemoryTimeline) -> str:
+    """Say where the peak of a run is: in which phase, at which operator, and what the largest part is for."""
+    if timeline.peak_phase is None:
+        return ""
+    phase = {Phase.OPTIMIZER_STEP: "optimizer's step"}.get(timeline.peak_phase, str(timeline.peak_phase))
+    held = next(((name, size) for name, size in timeline.peak_by_module.items() if name), None)
+    largest = "" if held is None else f", the largest part for '{held[0]}' ({format_bytes(held[1])})"
+    return f"in the {phase} at {timeline.peak_op}{largest}"
+
+
+def _on_host(host_bytes: int) -> str:
+    """Say what a strategy takes of the host; if the one here has less, what helps there."""
+    text, left_bytes = f"about {format_bytes(host_bytes)} of host memory", available_host_bytes()
+    if left_bytes is None or host_bytes <= left_bytes:
+        return text
+    return f"{text}; here are {format_bytes(left_bytes)}: with nvme_path= states lie on a disk"
 
 
 def _worth_a_look(found: Found, budget_bytes: int) -> list[Measured]:

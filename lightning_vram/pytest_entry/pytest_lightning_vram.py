@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 _PEAKS = "lightning_vram_peaks"  # of a worker of pytest-xdist
 _measured = pytest.StashKey[dict[str, int]]()
+_is_written = pytest.StashKey[bool]()  # the file, instead of compared with
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -41,6 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     # workers of pytest-xdist get the options: of all, only this process knows where it was called
     config.option.vram_baseline = str(config.invocation_params.dir / config.option.vram_baseline)
+    config.stash[_is_written] = config.option.vram_update or not Path(config.option.vram_baseline).exists()
 
 
 @pytest.fixture(scope="session")
@@ -86,7 +88,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         config.workeroutput[_PEAKS] = measured
     elif measured and config.option.vram_baseline is not None:
         file = Path(config.option.vram_baseline)
-        if config.option.vram_update or not file.exists():
+        if config.stash[_is_written]:
             from lightning_vram.pytest_plugin import read_peaks, write_peaks
 
             write_peaks(file, (read_peaks(file) if file.exists() else {}) | measured)
@@ -96,5 +98,5 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     """Say that peaks were compared."""
     measured = config.stash[_measured]
     if measured and config.option.vram_baseline is not None:
-        done = "written to" if config.option.vram_update else "compared with, or written to,"
+        done = "written to" if config.stash[_is_written] else "compared with"
         terminalreporter.write_line(f"peak memory of {len(measured)} blocks {done} {config.option.vram_baseline}")

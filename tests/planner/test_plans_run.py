@@ -68,8 +68,8 @@ class LitBytes(ByteGPT):
     def __init__(self):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            super().__init__(num_layers=8, width=32, sequence_length=64)
-            self.batches = [torch.randint(256, (BATCH_SIZE // 4, 65)) for _ in range(2)]
+            super().__init__(num_layers=8, width=32, sequence_length=32)
+            self.batches = [torch.randint(256, (BATCH_SIZE // 4, 33)) for _ in range(2)]
 
     def train_dataloader(self):
         return DataLoader(self.batches, batch_size=None)

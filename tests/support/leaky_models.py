@@ -78,6 +78,27 @@ class Metric(Plain):
         return self.loss(batch)
 
 
+class MetricWithGraphs(Metric):
+    """One that gets what has a graph."""
+
+    def training_step(self, batch, batch_idx):
+        self.scores.update(self.hidden(batch).flatten())
+        return self.loss(batch)
+
+
+class Curve(Plain):
+    """The same; the metric keeps views that have no graph of their own, of tensors that have one."""
+
+    def __init__(self):
+        super().__init__()
+        self.auroc = torchmetrics.AUROC("binary")
+
+    def training_step(self, batch, batch_idx):
+        scores = self.hidden(batch).sigmoid()
+        self.auroc.update(scores, torch.ones(scores.shape, dtype=torch.long))
+        return self.loss(batch)
+
+
 class Global(Plain):
     def training_step(self, batch, batch_idx):
         KEPT.append(self.hidden(batch).detach())

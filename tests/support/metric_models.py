@@ -35,6 +35,29 @@ class Boxes(Metric):
         return this
 
 
+class Detections(Metric):
+    """The states of torchmetrics' MeanAveragePrecision, which needs torchvision: lists with tensors for each image."""
+
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("detection_box", "detection_scores", "groundtruth_box", "groundtruth_labels"):
+            self.add_state(name, default=[], dist_reduce_fx=None)
+
+    def update(self, preds: Tensor, target: Tensor) -> None:
+        for score, label in zip(preds, target, strict=True):  # images with one box, or two
+            self.detection_box.append(torch.stack([score] * 4).repeat(1 + int(label), 1))
+            self.detection_scores.append(score.repeat(1 + int(label)))
+            self.groundtruth_box.append(torch.stack([score.detach()] * 4)[None])
+            self.groundtruth_labels.append(label[None])
+
+    def compute(self) -> Tensor:
+        pairs = zip(self.detection_box, self.groundtruth_box, strict=True)
+        boxes = torch.stack([(one.mean(0) * other.sum()).sum() for one, other in pairs]).sum()
+        return boxes + torch.cat(self.detection_scores).sum() - torch.cat(self.groundtruth_labels).sum()
+
+
 class Mixed(Metric):
     """What it computes of its list meets its other state, a buffer, and a tensor that it makes where it is."""
 
@@ -78,6 +101,7 @@ METRICS: dict[str, Callable[[], Any]] = {
     "average precision": lambda: ThreeClasses(MulticlassAveragePrecision(3, average=None)),
     "cat": lambda: CatOfPredictions(),
     "nested items": Boxes,
+    "detections": Detections,
     "other states": Mixed,
     "collection": lambda: MetricCollection({"auroc": BinaryAUROC(), "ap": BinaryAveragePrecision(), "mixed": Mixed()}),
     "minmax": lambda: MinMaxMetric(BinaryAUROC()),
@@ -85,8 +109,8 @@ METRICS: dict[str, Callable[[], Any]] = {
     "classwise": lambda: ThreeClasses(ClasswiseWrapper(MulticlassAveragePrecision(3, average=None))),
     "tracker": lambda: MetricTracker(BinaryAUROC()),
 }
-CALLED = [name for name in METRICS if name not in ("average precision", "classwise", "nested items")]
-LOGGED = ["auroc", "cat", "nested items"]
+CALLED = [name for name in METRICS if name not in ("average precision", "classwise", "nested items", "detections")]
+LOGGED = ["auroc", "cat", "nested items", "detections"]
 
 
 class CatOfPredictions(CatMetric):

@@ -91,6 +91,9 @@ class ActivationCheckpointing(FitTechnique):
         TypeError: If an argument is of the wrong kind.
         ValueError: If an argument has a value that is not allowed, or contradicts another.
 
+    Attributes:
+        layer_table: What each layer keeps and recomputes by the last plan of a ``budget``; empty without one.
+
     Example:
         >>> import lightning.pytorch as pl
         >>> from lightning_vram import ActivationCheckpointing
@@ -144,6 +147,7 @@ class ActivationCheckpointing(FitTechnique):
         self._batch: Any = None  # of the step that is about to be observed
         self._plan: SharedPlan | None = None  # made in the step, and not applied yet
         self._planned_bytes = -1  # of the largest batch a plan was made for
+        self.layer_table = ""
 
     @override
     def on_train_batch_start(
@@ -245,7 +249,7 @@ class ActivationCheckpointing(FitTechnique):
             plan = SharedPlan({}, 0, "", "", offload_bytes)
         if plan is None:
             return  # no layer ran: the next step may show more
-        self._plan = plan
+        self._plan, self.layer_table = plan, plan.table
         self._planned_bytes = max(self._planned_bytes, _count_bytes(batch))
         title = f"ActivationCheckpointing(budget={self.budget!r}) planned"
         if is_first:

@@ -18,6 +18,7 @@ from lightning_vram.memory.device.allocator import empty_cache, has_cache
 from lightning_vram.memory.estimate.calibrate import measure_bus
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
 from lightning_vram.memory.units import parse_bytes
+from lightning_vram.planner.miss import Ways, find_ways
 from lightning_vram.planner.parts import Exactness, Part
 from lightning_vram.planner.plan import TracedSteps
 from lightning_vram.planner.remedies import CHECKPOINTING, remedies_for
@@ -74,12 +75,15 @@ def decide(
         budget_bytes = run.device.memory_bytes
         if not has_budget:
             budget_bytes = int((1 - _ROOM_FOR_ERRORS) * budget_bytes)
-        found = _search(run, budget_bytes, level, guards)
+        found, steps = _search(run, budget_bytes, level, guards)
+        ways = Ways()
+        if found.best is None:
+            ways = find_ways(steps, found, budget_bytes, has_strategies=steps.may_choose_strategy)
     except Exception as error:  # a step on tensors without values may fail where the run does not
         return Decision(unknown_line(f"{type(error).__name__}: {error}", can_run_again=bool(guards)), "warning")
     kind: Literal["info", "error", "warning"] = "info"
     if found.best is None:
-        message = miss_message(found, budget_bytes, run.device.name, level, goes_on=not has_budget)
+        message = miss_message(found, budget_bytes, run.device.name, level, ways, goes_on=not has_budget)
         kind = "error" if has_budget else "warning"
     elif found.best is found.plain:
         message = fits_line(found.plain, budget_bytes, run.device.name)
@@ -90,7 +94,9 @@ def decide(
     return Decision(message, kind, found, budget_bytes, max(run.sizes))
 
 
-def _search(run: RunningTrainer, budget_bytes: int, level: Exactness, guards: Sequence[Callback]) -> Found:
+def _search(
+    run: RunningTrainer, budget_bytes: int, level: Exactness, guards: Sequence[Callback]
+) -> tuple[Found, TracedSteps]:
     fit = FitRun(
         {**run.arguments, "callbacks": [*run.arguments["callbacks"], *guards]},
         run.device if run.device.name != "cpu" else None,
@@ -98,12 +104,13 @@ def _search(run: RunningTrainer, budget_bytes: int, level: Exactness, guards: Se
         with_times=True,
     )
     remedies = remedies_for(run.arguments, level, on_card=fit.card is not None, has_strategies=False)
-    plain = TracedSteps(run.module, run.batch, fit)(Scheme())
+    steps = TracedSteps(run.module, run.batch, fit)
+    plain = steps(Scheme())
     assert plain is not None  # nothing refuses the user's own run
     if plain.needed_bytes <= budget_bytes:  # the bus is not measured for a run that fits
-        return Found(plain, plain, (plain,))
+        return Found(plain, plain, (plain,)), steps
     steps = TracedSteps(run.module, run.batch, replace(fit, card=_with_bus(fit.card)))
-    return search(steps, Workload(budget_bytes, steps.batch_size, steps.travel_bytes), remedies)
+    return search(steps, Workload(budget_bytes, steps.batch_size, steps.travel_bytes), remedies), steps
 
 
 def _with_bus(spec: DeviceSpec | None) -> DeviceSpec | None:

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 
 from lightning_vram.memory.units import format_bytes
+from lightning_vram.planner.miss import Ways
 from lightning_vram.planner.parts import Exactness
 from lightning_vram.planner.search import Found, Measured
-from lightning_vram.planner.words import summary, ways_out
+from lightning_vram.planner.words import summary, ways_out, where
 
 NAME = "AutoVRAM"
 
@@ -40,13 +41,13 @@ def larger_line(shape: Sequence[int]) -> str:
     )
 
 
-def miss_message(found: Found, budget_bytes: int, device: str, level: Exactness, *, goes_on: bool) -> str:
+def miss_message(found: Found, budget_bytes: int, device: str, level: Exactness, ways: Ways, *, goes_on: bool) -> str:
     """Say that nothing fits, and what would help."""
     least = found.least
     fate = " The run goes on with it, and will probably run out of memory." if goes_on else ""
     return (
         f"{NAME}: nothing fits {format_bytes(budget_bytes)} on {device}. The least is "
-        f"{format_bytes(least.needed_bytes)}, with {least.scheme}.{fate} {ways_out(found.least, budget_bytes, level)}"
+        f"{format_bytes(least.needed_bytes)}, with {least.scheme}{where(least)}.{fate} {ways_out(least, level, ways)}"
     )
 
 

@@ -38,8 +38,9 @@ class EarlyRelease(FitTechnique):
     In manual optimization your ``training_step`` zeroes: there a warning tells if it does so late. Nothing is stored in
     checkpoints.
 
-    Two mistakes are told of, once each: an evaluation step that returns a tensor with its graph, with the bytes that
-    this holds and the first layer in it; and parameters that no optimizer has but that get gradients, as those of a
+    Three mistakes are told of, once each: an evaluation step that returns a tensor with its graph, with the bytes that
+    this holds and the first layer in it; an attribute that keeps such a tensor at the end of an evaluation or of an
+    epoch; and parameters that no optimizer has but that get gradients, as those of a
     teacher that runs without ``torch.no_grad()``.
 
     Args:
@@ -84,6 +85,14 @@ class EarlyRelease(FitTechnique):
             self._collection = PacedCollection(self.collect_every_n_steps, trainer.global_step)
 
     @override
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._findings.look_at_attributes(pl_module)  # after the module's own hook at the end of the last epoch
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._findings.look_at_attributes(pl_module)
+
+    @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
@@ -111,8 +120,17 @@ class EarlyRelease(FitTechnique):
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._findings.look_at_attributes(pl_module)
         if self._collection is not None:
             self._collection.resume()
+
+    @override
+    def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._findings.look_at_attributes(pl_module)
+
+    @override
+    def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._findings.look_at_attributes(pl_module)
 
     @override
     def on_validation_batch_end(

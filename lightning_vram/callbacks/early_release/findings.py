@@ -1,5 +1,7 @@
 """What a module keeps for nothing by its own code: told once per run, with the bytes and the way out."""
 
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import lightning.pytorch as pl
@@ -8,6 +10,8 @@ from torch.optim import Optimizer
 
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.techniques.early_release import find_held_graph, gradient_bytes, unstepped_gradients
+
+_OF_MODULES = ("_modules", "_parameters")  # tables of nn.Module, which are looked at by themselves
 
 
 class Findings:
@@ -29,6 +33,21 @@ class Findings:
             f"{type(module).__name__}.{hook} returns a tensor with its graph, which holds "
             f"{format_bytes(graph.num_bytes)}{where}. Return tensor.detach(), or take torch.enable_grad() out of it.",
         )
+
+    def look_at_attributes(self, module: pl.LightningModule) -> None:
+        """Find graphs behind what the module and its parts keep when an evaluation, or an epoch, is over."""
+        for path, value in _attributes(module):
+            graph = None
+            with suppress(RecursionError):  # a list that contains itself
+                graph = find_held_graph(value, module) if path not in self._told else None
+            if graph is None:
+                continue
+            where = "" if graph.first_layer is None else f", from {_quoted(graph.first_layer, module)} on"
+            self._tell(
+                path,
+                f"`{path}` keeps a graph that no backward has used, which holds {format_bytes(graph.num_bytes)}{where}."
+                " Keep tensor.detach(), or run what made it under torch.no_grad(): module.eval() does not.",
+            )
 
     def look_at_unstepped(self, trainer: pl.Trainer) -> None:
         """Find gradients that no optimizer steps with, at the first step of the run."""
@@ -71,6 +90,13 @@ class Findings:
     def _tell(self, finding: str, sentence: str) -> None:
         self._told.add(finding)
         rank_zero_warn(f"EarlyRelease: {sentence}")
+
+
+def _attributes(module: pl.LightningModule) -> Iterator[tuple[str, Any]]:
+    for name, part in module.named_modules():
+        for attribute, value in vars(part).items():
+            if attribute not in _OF_MODULES:
+                yield ".".join(filter(None, ("self", name, attribute))), value
 
 
 def _quoted(layer: str, module: pl.LightningModule) -> str:

@@ -42,6 +42,10 @@ class FitTechnique(Callback, ABC):
         self._check(trainer)
         self._apply(trainer)
 
+    def give_up(self) -> None:
+        """Undo it at once, for a run that is over: nothing is moved back to a device that may be full."""
+        self._undo()
+
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         check_trainer(type(self).__name__, trainer)

@@ -219,7 +219,7 @@ class VRAMMonitor(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        self._batches.end()
+        self._batches.end_evaluation_batch(trainer)
         self._publish(trainer, self._readings.end(trainer, batch_idx))
 
     @override
@@ -258,7 +258,6 @@ class VRAMMonitor(Callback):
             self._readings.begin(trainer, pl_module, batch, batch_idx)
 
     def _explain(self, trainer: pl.Trainer, exception: BaseException, source: OutOfMemorySource) -> None:
-        self._batches.stage = self._readings.stage
         measurement, self._batches.timeline = self._readings.end_alone(trainer)
         if measurement is not None:
             exception.add_note(f"VRAMMonitor, in the batch that ran out of memory: {_describe(measurement)}")
@@ -269,6 +268,7 @@ class VRAMMonitor(Callback):
 
     def _switch_stage(self, stage: str, trainer: pl.Trainer) -> None:
         self._readings.switch_stage(stage, trainer)
+        self._batches.switch_stage(stage)
         self._previous_end = None  # what lies between batches of different stages is no batch
 
     def _show(self, get_metrics: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:

@@ -4,6 +4,8 @@ import linecache
 import sys
 import sysconfig
 import traceback
+from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from types import FrameType
 
@@ -11,9 +13,12 @@ from torch import nn
 
 from lightning_vram.report.out_of_memory.facts import Place, Work
 
+_STAGES = ("train", "validation", "test", "predict")
 _STEPS = {"training_step", "validation_step", "test_step", "predict_step"}
 _BY_FUNCTION = {
     **dict.fromkeys(_STEPS, Work.FORWARD),
+    **dict.fromkeys((f"on_{stage}_{end}" for stage in _STAGES for end in ("epoch_end", "end")), Work.EPOCH_END),
+    "on_run_end": Work.EPOCH_END,  # where Lightning computes the metrics that are logged
     "model_to_device": Work.MOVING,
     **dict.fromkeys(("save_checkpoint", "dump_checkpoint"), Work.SAVING),
     **dict.fromkeys(
@@ -26,18 +31,16 @@ _OWN_FOLDER = str(Path(__file__).parents[2])
 _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
-def read_place(error: BaseException, module: nn.Module) -> Place:
-    """Find out what was being done when ``error`` was raised.
+def read_place(errors: Sequence[BaseException], module: nn.Module) -> Place:
+    """Find out what was being done when memory ran out.
 
     Args:
-        error: With its frames.
+        errors: From the outermost to the one that says so: each has the frames that the next one has not.
         module: Of the run.
     """
-    while error.__cause__ is not None:
-        error = error.__cause__
     names = {id(part): name for name, part in module.named_modules()}
     work, inner, line, function = Work.OTHER, "", "", ""
-    for frame, number in traceback.walk_tb(error.__traceback__):
+    for frame, number in chain.from_iterable(traceback.walk_tb(error.__traceback__) for error in errors):
         work = _work_of(frame) or work
         inner = names.get(id(frame.f_locals.get("self")), "") or inner
         path = frame.f_code.co_filename

@@ -11,6 +11,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
+from lightning_vram.callbacks.hook_points import FitTechnique
 from lightning_vram.callbacks.vram_monitor.failed_place import read_place
 from lightning_vram.callbacks.vram_monitor.last_batches import LastBatches
 from lightning_vram.estimation.running_trainer import describe_device, read_trainer_arguments
@@ -18,12 +19,13 @@ from lightning_vram.estimation.stages import estimate_stages
 from lightning_vram.estimation.traced_fit import STEP, FitRun, trace_fit
 from lightning_vram.memory.device.allocator import empty_cache, has_cache
 from lightning_vram.memory.device.failed_request import FailedRequest, read_failed_request
-from lightning_vram.memory.device.out_of_memory import OutOfMemorySource
+from lightning_vram.memory.device.out_of_memory import OutOfMemorySource, path_to_out_of_memory
 from lightning_vram.memory.device.snapshot import write_snapshot
 from lightning_vram.memory.estimate.result import TRAIN, MemoryEstimate
 from lightning_vram.memory.estimate.workspaces import workspaces_of
 from lightning_vram.memory.tracking.timeline import Category, MemoryTimeline
 from lightning_vram.memory.tracking.tracker import track_memory
+from lightning_vram.memory.units import format_bytes
 from lightning_vram.planner.parts import Exactness
 from lightning_vram.planner.plan import TracedSteps
 from lightning_vram.planner.remedies import remedies_for
@@ -36,6 +38,7 @@ from lightning_vram.report.out_of_memory.page import summary
 
 _NAME = "out_of_memory"
 _FOREIGN = "not of this run"
+_REST = "not told apart"
 _LARGE_SHARE = 0.25  # of what is allocated
 _MOST_REMEDIES = 10
 _MOST_CHARACTERS = 200
@@ -75,16 +78,18 @@ def _explain(
 
 def _facts(trainer: pl.Trainer, error: BaseException, source: OutOfMemorySource, last: LastBatches) -> OutOfMemory:
     device, module = trainer.strategy.root_device, trainer.lightning_module
-    request = read_failed_request(str(error), device)
+    errors = path_to_out_of_memory(error)
+    message = str(errors[-1])
+    request = read_failed_request(message, device)
     by_category, by_module = _held(trainer, last, request)
     where = f", batch {last.batch_idx}" if last.batch is not None else ""
     return OutOfMemory(
-        message=str(error),
+        message=message,
         source=source,
         device=str(device),
         request=request,
         stage=f"{last.stage}, epoch {trainer.current_epoch}{where}",
-        place=read_place(error, module),
+        place=read_place(errors, module),
         by_category=by_category,
         by_module=by_module,
         growth=tuple(last.ends),
@@ -102,7 +107,7 @@ def _held(trainer: pl.Trainer, last: LastBatches, request: FailedRequest) -> tup
     by_category = {str(category): size for category, size in timeline.peak_by_category.items()}
     rest_bytes = (request.allocated_bytes or 0) - timeline.peak_bytes
     if rest_bytes > 0:
-        by_category[Category.ACTIVATIONS] += rest_bytes
+        by_category[_REST] = rest_bytes
     return by_category, dict(timeline.peak_by_module)
 
 
@@ -111,7 +116,7 @@ def _with_remedies(
 ) -> tuple[OutOfMemory, MemoryEstimate | None]:
     reason = _why_not(trainer, last)
     if reason:
-        return replace(found, no_remedies=reason), None
+        return replace(found, no_remedies=f"{reason}{_say_half(found, last)}"), None
     try:
         estimate, measured = _measure(trainer, found, last)
     except Exception as error:  # a step on tensors without values may fail where the run does not
@@ -120,7 +125,9 @@ def _with_remedies(
     timeline = estimate.timeline
     by_module = found.by_module if last.timeline is not None else dict(timeline.peak_by_module)
     remedies = _ranked(measured, _budget_bytes(found, timeline))
-    found = replace(found, estimated=timeline, by_module=by_module, remedies=remedies)
+    by_category = dict(found.by_category)
+    by_category[Category.ACTIVATIONS] += by_category.pop(_REST, 0)  # of a training step it is nearly all of the rest
+    found = replace(found, estimated=timeline, by_category=by_category, by_module=by_module, remedies=remedies)
     return _without_foreign(found, timeline), estimate
 
 
@@ -143,13 +150,22 @@ def _without_foreign(found: OutOfMemory, estimated: MemoryTimeline) -> OutOfMemo
 def _why_not(trainer: pl.Trainer, last: LastBatches) -> str:
     """Say why no step of this run can be run again on tensors without memory; empty if one can."""
     if last.batch is None or last.stage != "train":
-        return "it ran out outside of a training batch."
+        return "it ran out outside of a training batch, and what they save is what a training step keeps."
     strategy, plugin = trainer.strategy, trainer.precision_plugin
     if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy):
         return f"{type(strategy).__name__} has changed the module. `lightning-vram plan --config ...` does it before."
     if _is_ours(plugin):
         return f"{type(plugin).__name__} has changed the module. `lightning-vram plan --config ...` does it before."
     return ""
+
+
+def _say_half(found: OutOfMemory, last: LastBatches) -> str:
+    """Say what a smaller batch of an evaluation would save: it scales all but what is there for the whole run."""
+    kinds = (Category.INPUTS, Category.ACTIVATIONS, Category.TEMPORARIES, _REST)
+    num_bytes = sum(found.by_category.get(kind, 0) for kind in kinds) // 2
+    if last.batch is None or last.stage == "train" or not num_bytes:
+        return ""
+    return f" Half the `batch_size` of this data loader would need up to {format_bytes(num_bytes)} less."
 
 
 def _measure(trainer: pl.Trainer, found: OutOfMemory, last: LastBatches) -> tuple[MemoryEstimate, Found]:
@@ -184,8 +200,8 @@ def _budget_bytes(found: OutOfMemory, estimated: MemoryTimeline) -> int | None:
 def _undo_parts(trainer: pl.Trainer) -> None:
     """Let the module be what it was before the run, which is over. Parts do nothing when they are asked again."""
     for callback in list(trainer.callbacks):  # type: ignore[attr-defined]
-        if _is_ours(callback) and not getattr(callback, "takes_no_memory", False):
-            callback.teardown(trainer, trainer.lightning_module, "fit")
+        if isinstance(callback, FitTechnique) and not getattr(callback, "takes_no_memory", False):
+            callback.give_up()  # teardown may move to the device what is on the host: there is no room for it
 
 
 def _is_ours(part: object) -> bool:
@@ -196,12 +212,18 @@ def _ranked(measured: Found, budget_bytes: int | None) -> tuple[Remedy, ...]:
     """What saves anything: first what fits, as true as possible and fast, then what comes nearest."""
     plain = measured.plain
     ranked: list[tuple[Any, Remedy]] = []
-    for one in measured.tried:
+    told = set()
+    for one in sorted(measured.tried, key=lambda one: one.seconds):
         saved_bytes = plain.needed_bytes - one.needed_bytes
         if saved_bytes <= 0:
             continue
         fits = None if budget_bytes is None else one.needed_bytes <= budget_bytes
         exactness = one.scheme.exactness
+        # an argument may differ by what changes nothing, such as budgets of 5493 and 5494 KiB
+        alike = (one.needed_bytes, exactness, *sorted(part.name for part in one.scheme.parts))
+        if alike in told:
+            continue
+        told.add(alike)
         ratio = one.seconds / plain.seconds
         remedy = Remedy(as_code(one.scheme.parts), one.needed_bytes, saved_bytes, ratio, results_of(exactness), fits)
         ranked.append(((not fits, exactness if fits else 0, ratio if fits else one.needed_bytes), remedy))

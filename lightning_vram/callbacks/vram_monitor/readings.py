@@ -94,11 +94,6 @@ class Readings:
         measurement = self._reduce(trainer, found or nothing)
         return measurement if measurement.peak_allocated_bytes >= 0 else None
 
-    @property
-    def stage(self) -> str:
-        """What runs now."""
-        return self._stage
-
     def end_alone(self, trainer: pl.Trainer) -> tuple[Measurement | None, MemoryTimeline | None]:
         """End the reading under way, if there is one, without the other ranks: they may not be there."""
         if self._probe is None:

@@ -19,6 +19,8 @@ _WORDS = {
     "allocated_bytes": rf"{_SIZE} is allocated by PyTorch",
     "cached_bytes": rf"{_SIZE} is reserved by PyTorch but unallocated",
 }
+_A_PROCESS = re.compile(rf"Process \d+ has {_SIZE}")
+_ROUNDED = 0.99  # two decimals of a size
 
 
 @dataclass(frozen=True)
@@ -74,9 +76,9 @@ def read_failed_request(message: str, device: torch.device) -> FailedRequest:
         device: That ran out, which holds what it held then.
     """
     found = {name: re.search(words, message) for name, words in _WORDS.items()}
-    said = FailedRequest(
-        **{name: parse_bytes(match[1].replace("bytes", "B")) for name, match in found.items() if match}
-    )
+    said = FailedRequest(**{name: _bytes_of(match[1]) for name, match in found.items() if match})
+    if said.process_bytes is None:
+        said = replace(said, process_bytes=_process_bytes(message, said))
     if not has_cache(device):
         return said
     now = read_allocator(device)
@@ -89,3 +91,18 @@ def read_failed_request(message: str, device: torch.device) -> FailedRequest:
     if said.limit_bytes is None and share < 1:
         said = replace(said, limit_bytes=int(share * (said.total_bytes or 0)))
     return said
+
+
+def _process_bytes(message: str, said: FailedRequest) -> int | None:
+    """Find this process among those that are listed.
+
+    In a container it has another number there, and none is said to be this one: it is the smallest that can hold what
+    it has.
+    """
+    own_bytes = (said.allocated_bytes or 0) + (said.cached_bytes or 0)
+    sizes = [size for size in map(_bytes_of, _A_PROCESS.findall(message)) if size >= _ROUNDED * own_bytes]
+    return min(sizes, default=None) if own_bytes else None
+
+
+def _bytes_of(text: str) -> int:
+    return parse_bytes(text.replace("bytes", "B"))

@@ -75,7 +75,20 @@ def read_out_of_memory(error: BaseException) -> OutOfMemorySource | None:
         >>> read_out_of_memory(RuntimeError("shape mismatch")) is None
         True
     """
-    return next((source for link in _chain(error) if (source := _read_one(link)) is not None), None)
+    path = path_to_out_of_memory(error)
+    return _read_one(path[-1]) if path else None
+
+
+def path_to_out_of_memory(error: BaseException) -> tuple[BaseException, ...]:
+    """Return the errors from ``error`` to the one that says that memory ran out: causes, and members of groups.
+
+    Args:
+        error: As for :func:`read_out_of_memory`.
+
+    Returns:
+        The outermost first, each once; empty if none of them is about memory.
+    """
+    return next((path for path in _paths(error) if _read_one(path[-1]) is not None), ())
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -99,15 +112,14 @@ def release_frames(error: BaseException) -> None:
         waiting += [link.__cause__, link.__context__, *getattr(link, "exceptions", ())]
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    seen: set[int] = set()
+def _paths(error: BaseException, above: tuple[BaseException, ...] = ()) -> Iterator[tuple[BaseException, ...]]:
     link: BaseException | None = error
-    while link is not None and id(link) not in seen:
-        seen.add(id(link))
-        yield link
+    while link is not None and all(link is not other for other in above):
+        above = (*above, link)
+        yield above
         if isinstance(link, BaseExceptionGroup):
             for member in link.exceptions:
-                yield from _chain(member)
+                yield from _paths(member, above)
         link = link.__cause__
 
 

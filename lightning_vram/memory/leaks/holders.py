@@ -12,7 +12,7 @@ from lightning_vram.memory.leaks.births import Births, storages_of
 from lightning_vram.memory.leaks.referrers import Link, describe_chain, find_chains, is_a, is_table_of_attributes
 from lightning_vram.memory.leaks.watch import live_tensors
 from lightning_vram.private_names.torch.autograd import number_of
-from lightning_vram.private_names.torch.tensors import storage_key
+from lightning_vram.private_names.torch.tensors import ends_of_graph, storage_key
 
 _MAX_TARGETS = 16
 _LEAST_PART = 100  # of the largest: sums that Lightning logs are new in each epoch, too
@@ -43,6 +43,9 @@ class Holder:
 
     def __str__(self) -> str:
         """One sentence, and what to do."""
+        if self.is_metric and self.has_graph:
+            what = f"list state of a metric, {self.num_items} items" if self.container else "state of a metric"
+            return f"{self.path}: {what}, with their graphs. Write metric.update(preds.detach(), ...) instead."
         if self.is_metric:
             what = f"list state of a metric, {self.num_items} items" if self.container else "state of a metric"
             return f"{self.path}: {what}. reset() was not called; with MetricOffload such lists lie on the host."
@@ -104,10 +107,7 @@ def _targets(births: Births) -> tuple[list[Tensor], set[int]]:
 
 def _reaches(tensor: Tensor, nodes: range) -> bool:
     """Whether the graph of ``tensor`` has one of ``nodes``: numbers fall along the way from a result."""
-    try:
-        stack: list[Any] = [tensor.grad_fn]
-    except RuntimeError:  # a view that was written to where no graph may be made
-        return False
+    stack = ends_of_graph(tensor)
     seen: set[Any] = set()
     while stack and len(seen) < _MAX_NODES:
         node = stack.pop()
@@ -132,7 +132,7 @@ def _links(chain: Link) -> Iterator[Link]:
 def _describe(chain: Link, links: list[Link], names: Mapping[int, str], *, has_graph: bool) -> Holder:
     container = max(filter(_is_container, _inner(links)), key=len, default=None)
     items: list[Any] = list(container.values() if isinstance(container, Mapping) else container or ())
-    graphs = [item for item in items if any(tensor.grad_fn is not None for tensor in _tensors(item))]
+    graphs = [item for item in items if any(ends_of_graph(tensor) for tensor in _tensors(item))]
     return Holder(
         path=describe_chain(chain, names, until=container),
         container="" if container is None else type(container).__name__,

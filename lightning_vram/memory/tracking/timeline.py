@@ -137,6 +137,12 @@ class MemoryTimeline:
         return self.allocations[self.events[peak].allocation].op if peak >= 0 else ""
 
     @property
+    def peak_phase(self) -> Phase | None:
+        """Phase in which the peak was reached; ``None`` if nothing was ever alive."""
+        peak = self._totals.peak_event
+        return self.events[peak].phase if peak >= 0 else None
+
+    @property
     def peak_by_category(self) -> Mapping[Category, int]:
         """Bytes of each category at the peak; they add up to :attr:`peak_bytes`."""
         return self._totals.peak_by_category

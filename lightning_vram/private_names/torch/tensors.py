@@ -47,6 +47,15 @@ def is_view(tensor: Tensor) -> bool:
     return tensor._is_view()
 
 
+def ends_of_graph(tensor: Tensor) -> list[Any]:
+    """Return the nodes that ``tensor`` keeps: its own, and that of its base, if it was made where no graph is made."""
+    try:
+        found = [one.grad_fn for one in (tensor, tensor._base) if one is not None]
+    except RuntimeError:  # a view that was written to where no graph may be made
+        found = [] if tensor._base is None else [tensor._base.grad_fn]
+    return [node for node in found if node is not None]
+
+
 def storage_key(storage: torch.UntypedStorage) -> int:
     """Return the identity of ``storage``; another may have it after its death."""
     return storage._cdata  # type: ignore[no-any-return]

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 from lightning_vram.memory.device.allocator_settings import SETTING, VARIABLES
 from lightning_vram.memory.device.out_of_memory import OutOfMemorySource
-from lightning_vram.memory.units import MIB, format_bytes
+from lightning_vram.memory.units import format_bytes
 from lightning_vram.report.out_of_memory.facts import OutOfMemory, Work
 from lightning_vram.report.out_of_memory.signs import grown_bytes_per_batch, is_in_loss, is_mostly_loss
 
 TRAINING = "train"
-_LITTLE = 256 * MIB
+_LARGE_SHARE = 0.1  # of a device: a desktop has less
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,16 @@ def find_cause(found: OutOfMemory) -> Cause:
     return next(cause for cause in CAUSES if cause.holds(found))
 
 
+def _is_training(found: OutOfMemory) -> bool:
+    return found.stage.startswith(TRAINING)
+
+
 def _is_others_fault(found: OutOfMemory) -> bool:
-    """Whether the request would have been granted to a process that is alone."""
+    """Whether others have a large part, without which the request would have been granted."""
     request = found.request
     other_bytes = request.other_bytes
-    return other_bytes >= _LITTLE and (request.asked_bytes or 0) <= (request.free_bytes or 0) + other_bytes
+    is_large = other_bytes > 0 and other_bytes >= _LARGE_SHARE * (request.total_bytes or 0)
+    return is_large and (request.asked_bytes or 0) <= (request.free_bytes or 0) + other_bytes
 
 
 def _is_fragmented(found: OutOfMemory) -> bool:
@@ -71,6 +76,11 @@ _STATES = (
     'weights and states on the host: `strategy="fsdp_offload"`',
     '16-bit weights and states: `plugins=[LeanMixedPrecision("bf16", parameters="bf16+kahan")]`',
 )
+_COLLECTED = (
+    "lists of metrics on the host: `callbacks=[MetricOffload()]`",
+    "outputs on the host: `self.outputs.append(output.detach().cpu())`",
+    "predictions written batch by batch, by a `BasePredictionWriter`: `trainer.predict(..., return_predictions=False)`",
+)
 CAUSES = (
     Cause(
         "the host ran out of memory",
@@ -82,6 +92,23 @@ CAUSES = (
             "more memory for the job: `#SBATCH --mem=...`",
         ),
         lambda found: "Not the device: the memory of the machine, or of the job, was used up.",
+        needs_leaner_step=False,
+    ),
+    Cause(
+        "a leak: memory has grown batch by batch",
+        lambda found: _is_training(found) and grown_bytes_per_batch(found) is not None,
+        (
+            "find who holds it: `callbacks=[LeakDetector()]`",
+            "keep numbers, not tensors with their graphs: `self.losses.append(loss.detach())`, or `loss.item()`",
+        ),
+        _say_growth,
+        needs_leaner_step=False,
+    ),
+    Cause(
+        "outputs or lists of metrics, collected over the batches",
+        lambda found: not _is_training(found) and grown_bytes_per_batch(found) is not None,
+        _COLLECTED,
+        _say_growth,
         needs_leaner_step=False,
     ),
     Cause(
@@ -115,16 +142,6 @@ CAUSES = (
         needs_leaner_step=False,
     ),
     Cause(
-        "a leak: memory has grown batch by batch",
-        lambda found: grown_bytes_per_batch(found) is not None,
-        (
-            "find who holds it: `callbacks=[LeakDetector()]`",
-            "keep numbers, not tensors with their graphs: `self.losses.append(loss.detach())`, or `loss.item()`",
-        ),
-        _say_growth,
-        needs_leaner_step=False,
-    ),
-    Cause(
         "something else in this process is on the device",
         lambda found: found.foreign_bytes > 0,
         (
@@ -148,8 +165,15 @@ CAUSES = (
         lambda found: "Adam makes two states of the size of the weights in its first step.",
     ),
     Cause(
+        "the results of all batches, put together at the end of the epoch",
+        lambda found: found.place.work is Work.EPOCH_END,
+        _COLLECTED,
+        lambda found: "What was collected is there twice while it is made into one.",
+        needs_leaner_step=False,
+    ),
+    Cause(
         "a batch outside of training is too large",
-        lambda found: not found.stage.startswith(TRAINING) and found.place.work is Work.FORWARD,
+        lambda found: not _is_training(found),
         (
             "a smaller `batch_size` of that data loader",
             "the cache emptied before it: `callbacks=[EmptyCache()]`",

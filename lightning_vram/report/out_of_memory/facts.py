@@ -18,6 +18,7 @@ class Work(StrEnum):
     FORWARD = "the forward"
     BACKWARD = "the backward"
     OPTIMIZER_STEP = "the optimizer's step"
+    EPOCH_END = "the end of the epoch"
     OTHER = "other code"
 
 
@@ -73,7 +74,7 @@ class OutOfMemory:
         by_category: Bytes on the device by what they are for.
         by_module: Bytes on the device by module, the largest first.
         foreign_bytes: In tensors of this process that a step of the run does not have; 0 where nobody knows.
-        growth: Batches so far, and bytes in tensors at their ends, of the last batches.
+        growth: Batches of the stage so far, and bytes in tensors at their ends, of the last batches.
         estimated: A step of the run on tensors without memory; ``None`` if there is none.
         remedies: From the best to the last.
         no_remedies: Why there are none, if there are none.

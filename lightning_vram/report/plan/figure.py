@@ -1,6 +1,8 @@
 """The picture of a plan: what there is to choose from, by memory and time, under the budget."""
 
 from collections.abc import Sequence
+from itertools import count
+from math import hypot
 from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
@@ -22,6 +24,7 @@ _KEY_WIDTH = 50  # characters
 _DOT = "#afb8c1"
 _KEY_TOP, _KEY_HEIGHT, _KEY_LINE = 0.86, 0.82, 0.038  # of the picture
 _GAP = 0.6  # of a line
+_POINTS, _WIDTH = 72, 20  # to an inch; of a marker
 _MARGIN = 0.14  # of the axis, beyond its outermost points
 
 
@@ -92,14 +95,31 @@ def _draw_others(axes: "Axes", plan: MemoryPlan, unit_bytes: int) -> None:
 
 
 def _draw_choices(axes: "Axes", found: Sequence[Choice], unit_bytes: int) -> None:
+    from matplotlib.transforms import ScaledTranslation
+
     unbeaten = sorted((one.step_time_ratio, -one.needed_bytes / unit_bytes) for one in found if one.is_unbeaten)
     times, sizes = [time for time, _ in unbeaten], [-size for _, size in unbeaten]
     axes.plot(times, sizes, color=FAINT, linewidth=1.5, drawstyle="steps-post", zorder=3)
-    for number, one in enumerate(found, start=1):
-        place, size = (one.step_time_ratio, one.needed_bytes / unit_bytes), 21 if one.is_plan else 17
-        axes.plot(*place, "o", color=_color(one), markersize=size, markeredgecolor="white", zorder=4)
+    places = [(one.step_time_ratio, one.needed_bytes / unit_bytes) for one in found]
+    for number, (one, place, shift) in enumerate(zip(found, places, _shifts(axes, places), strict=True), start=1):
+        size = 21 if one.is_plan else 17
+        aside = axes.transData + ScaledTranslation(shift / _POINTS, 0, axes.figure.dpi_scale_trans)
+        axes.plot(*place, "o", color=_color(one), markersize=size, markeredgecolor="white", zorder=4, transform=aside)
         style: dict[str, Any] = {"color": "white", "fontsize": 11, "fontweight": "bold", "zorder": 5}
+        style |= {"xytext": (shift, 0), "textcoords": "offset points"}
         axes.annotate(str(number), place, ha="center", va="center_baseline", **style)
+
+
+def _shifts(axes: "Axes", places: Sequence[tuple[float, float]]) -> list[int]:
+    """Return how many points to the right each marker stands, so that none lies on another: its dot stays."""
+    taken: list[tuple[float, float]] = []
+    shifts = []
+    for place in places:
+        x, y = axes.transData.transform(place) * _POINTS / axes.figure.dpi
+        shift = next(n for n in count(0, _WIDTH) if all(hypot(x + n - a, y - b) >= _WIDTH for a, b in taken))
+        taken.append((x + shift, y))
+        shifts.append(shift)
+    return shifts
 
 
 def _draw_key(figure: "Figure", found: Sequence[Choice]) -> None:

@@ -28,7 +28,10 @@ def plan_table(plan: MemoryPlan) -> RenderableType:
         name = f"the plan: {one.name}" if one.is_plan else one.name
         cells = (format_bytes(one.needed_bytes), f"{one.share:.1%}", ratio(one.step_time_ratio), one.results)
         table.add_row(str(number), literal(name), *cells, style=_style(one))
-    return Group(answer, "", table, "", Text(_TIME))
+    shown: list[RenderableType] = [answer, "", table, "", Text(_TIME)]
+    if plan.best.layers:
+        shown += ["", Text("What the layers of the plan do:"), Text(plan.best.layers)]
+    return Group(*shown)
 
 
 def _style(one: Choice) -> str:

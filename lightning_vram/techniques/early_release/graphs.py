@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lightning_vram.memory.tracking.storages import iterate_storages
 from lightning_vram.private_names.torch.autograd import saved_tensors_of
-from lightning_vram.private_names.torch.tensors import storage_key
+from lightning_vram.private_names.torch.tensors import ends_of_graph, storage_key
 from lightning_vram.private_names.torch.trees import tensors_in
 
 
@@ -35,7 +35,7 @@ def find_held_graph(outputs: Any, module: nn.Module) -> HeldGraph | None:
     Returns:
         The graph; ``None`` where there is none, or a backward has freed what it had saved.
     """
-    roots = [tensor.grad_fn for tensor in tensors_in(outputs) if tensor.grad_fn is not None]
+    roots = [node for tensor in tensors_in(outputs) for node in ends_of_graph(tensor)]
     if not roots:
         return None
     nodes = list(_iterate_nodes(roots))

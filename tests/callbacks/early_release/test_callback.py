@@ -1,6 +1,7 @@
 """EarlyRelease: when gradients go, who still sees them, what it refuses and tells of, and that it undoes itself."""
 
 import gc
+import weakref
 
 import lightning.pytorch as pl
 import pytest
@@ -66,6 +67,28 @@ def test_the_forward_peak_is_lower_by_the_bytes_of_the_gradients(make_trainer, t
     assert plain == [early[0], *(NUM_BATCHES - 1) * [early[0] + gradients]]  # in the first batch there are none
     assert told.infos == ["EarlyRelease frees 32.00 KiB of gradients before each forward."]
     assert told.warnings == []
+
+
+class Remembers(Wide):
+    """Notes which batches and results of the steps before are alive when a step begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[weakref.ref] = []
+        self.num_alive: list[int] = []
+
+    def training_step(self, batch, batch_idx):
+        self.num_alive.append(sum(one() is not None for one in self.seen))
+        hidden = self.net[0](batch)
+        loss = self.net[1](hidden).square().mean()
+        self.seen += [weakref.ref(one) for one in (batch, hidden, loss)]
+        return loss
+
+
+def test_nothing_of_the_last_step_is_alive_in_the_next(make_trainer):
+    model = Remembers()
+    make_trainer(callbacks=[EarlyRelease()], max_epochs=1).fit(model)
+    assert model.num_alive == NUM_BATCHES * [0]
 
 
 def test_within_a_window_nothing_is_freed(make_trainer):

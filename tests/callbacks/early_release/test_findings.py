@@ -82,6 +82,63 @@ def test_an_evaluation_without_a_graph_hears_nothing(kind, make_trainer, told):
     assert told.warnings == []
 
 
+class KeepsGraph(LitTiny):
+    """Returns nothing, and keeps all."""
+
+    def __init__(self):
+        super().__init__(TinyGPT())
+        self.kept = []
+
+    def validation_step(self, batch, batch_idx):
+        with torch.enable_grad():
+            self.kept.append({"logits": self.net(batch[0])})
+
+    test_step = predict_step = validation_step
+
+
+@pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
+def test_a_graph_that_an_attribute_keeps_is_told_once(stage, make_trainer, told):
+    trainer = make_trainer(callbacks=[EarlyRelease()], inference_mode=False)
+    getattr(trainer, stage)(KeepsGraph())
+    (told_of,) = told.warnings
+    assert told_of.startswith("EarlyRelease: `self.kept` keeps a graph that no backward has used, which holds ")
+    assert told_of.endswith(
+        " KiB, from 'net.embed' on. Keep tensor.detach(), or run what made it under torch.no_grad(): module.eval() "
+        "does not."
+    )
+
+
+class EvaluatesItself(LitTiny):
+    """At the end of the epoch, in evaluation mode, which builds graphs as ever."""
+
+    def training_step(self, batch, batch_idx):
+        self.rows = batch[0]
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self):
+        self.eval()
+        self.result = self.net(self.rows)
+        self.train()
+
+
+def test_an_evaluation_of_the_users_own(make_trainer, told):
+    make_trainer(callbacks=[EarlyRelease()], max_epochs=1).fit(EvaluatesItself(TinyCNN()))
+    (told_of,) = told.warnings
+    assert told_of.startswith("EarlyRelease: `self.result` keeps a graph that no backward has used, which holds ")
+
+
+def test_losses_whose_backward_has_run_are_no_graphs(make_trainer, told):
+    class KeepsLosses(LitTiny):
+        def training_step(self, batch, batch_idx):
+            self.loss_now = super().training_step(batch, batch_idx)
+            self.cycle = [self.loss_now]
+            self.cycle.append(self.cycle)
+            return self.loss_now
+
+    make_trainer(callbacks=[EarlyRelease()]).fit(KeepsLosses(TinyCNN()))
+    assert told.warnings == []
+
+
 class Distilled(LitTiny):
     """Learns from a teacher that runs in evaluation mode, but not without gradients."""
 

@@ -4,7 +4,9 @@ import re
 import warnings
 
 import pytest
+import torch
 from support import leaky_models as leaky
+from torch.utils.data import DataLoader
 
 from lightning_vram.callbacks.leak_detector import LeakDetector
 from lightning_vram.callbacks.leak_detector.callback import MemoryLeakError
@@ -34,6 +36,11 @@ PLANTED = {
     "list of losses": (leaky.Losses, rf"self\.losses: a list of \d+ items, \d+ with the graph .* {WITH_GRAPH}"),
     "cached outputs": (leaky.Outputs, rf"self\.cache: a dict of \d+ items\. {WITHOUT}"),
     "metric": (leaky.Metric, r"self\.scores\.value: list state of a metric, \d+ items\. reset\(\) was not called; .*"),
+    "metric with graphs": (
+        leaky.MetricWithGraphs,
+        r"self\.scores\.value: list state of a metric, \d+ items, with their graphs\. "
+        r"Write metric\.update\(preds\.detach\(\), \.\.\.\) instead\.",
+    ),
     "global list": (leaky.Global, rf"\S*leaky_models\.KEPT: a list of \d+ items\. {WITHOUT}"),
     "closure of a hook": (
         leaky.Hook,
@@ -59,6 +66,20 @@ def test_named(name, make_trainer):
     for holder in leaks[0][1].holders:
         assert re.fullmatch(expected, str(holder)), str(holder)
     assert leaks[0][1].holders
+
+
+def test_views_in_a_metric_keep_graphs_in_the_first_epoch(make_trainer):
+    model = leaky.Curve()
+    rows = [torch.randn(leaky.NUM_ROWS, leaky.WIDTH) for _ in range(60)]
+    model.train_dataloader = lambda: DataLoader(rows, batch_size=None)
+    detector = LeakDetector(**DETECTOR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        make_trainer(callbacks=[detector], max_epochs=1).fit(model)
+    ((_, leak),) = detector.leaks
+    assert [(holder.path, holder.is_metric, holder.has_graph) for holder in leak.holders] == [
+        ("self.auroc.preds", True, True)
+    ]
 
 
 def test_a_callback_is_named_by_its_class(make_trainer):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.devices import ACCELERATOR, DEVICE, device_module
-from support.metric_models import CALLED, LOGGED, METRICS, LitMetrics, assert_equal_values
+from support.metric_models import CALLED, LOGGED, METRICS, Detections, LitMetrics, assert_equal_values
 from torchmetrics import Metric
 from torchmetrics.classification import BinaryAUROC
 
@@ -71,8 +71,9 @@ def test_a_value_is_on_the_device_as_in_a_plain_run(make_device_trainer):
     assert {value.device.type for value in model.values} == {DEVICE}
 
 
+@pytest.mark.parametrize("make_metric", [BinaryAUROC, Detections], ids=["auroc", "as mean average precision"])
 @pytest.mark.parametrize("use", ["update", "log"])
-def test_device_bytes_stay_constant_over_200_batches(make_device_trainer, use):
+def test_device_bytes_stay_constant_over_200_batches(make_device_trainer, make_metric, use):
     class Reads(LitMetrics):
         def validation_step(self, batch, batch_idx):
             super().validation_step(batch, batch_idx)
@@ -82,7 +83,7 @@ def test_device_bytes_stay_constant_over_200_batches(make_device_trainer, use):
     for callbacks in ([], [MetricOffload()]):
         allocated = []
         torch.manual_seed(0)
-        make_device_trainer(callbacks=callbacks).validate(Reads(BinaryAUROC, use, NUM_BATCHES), verbose=False)
+        make_device_trainer(callbacks=callbacks).validate(Reads(make_metric, use, NUM_BATCHES), verbose=False)
         assert len(allocated) == NUM_BATCHES
         grown[bool(callbacks)] = max(allocated[1:]) - allocated[1]
     assert grown[True] == 0

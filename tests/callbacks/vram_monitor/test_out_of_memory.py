@@ -1,6 +1,7 @@
 """Memory that runs out is explained: causes are told apart, and remedies save what is said."""
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -296,3 +297,5 @@ def test_what_is_left_of_others_is_told_apart(make_trainer, tmp_path):
     _, page = explain(make_trainer, tmp_path, Lit("step", allocated=78, cached=1))
     assert page.startswith("# Out of memory: something else in this process is on the device\n")
     assert re.search(r"\| not of this run \| 77\.\d\d MiB \|", page)
+    with_plots = find_spec("matplotlib") is not None
+    assert (tmp_path / "out_of_memory.png").exists() == ("](out_of_memory.png)" in page) == with_plots

@@ -37,3 +37,23 @@ def test_what_others_say(message, asked_bytes):
     assert request.asked_bytes == asked_bytes
     assert (request.other_bytes, request.driver_bytes) == (0, 0)
     assert (request.room_bytes is None) == ("capacity" not in message)
+
+
+IN_CONTAINER = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 80.00 GiB of which 2.00 GiB is "
+    "free. Process 111 has 40.00 GiB memory in use. Process 222 has 38.00 GiB memory in use. Of the allocated memory "
+    "37.00 GiB is allocated by PyTorch, and 512.00 MiB is reserved by PyTorch but unallocated."
+)
+
+
+def test_this_process_is_found_where_its_number_is_another_one():
+    request = read_failed_request(IN_CONTAINER, CPU)
+    assert (request.process_bytes, request.other_bytes) == (38 * GIB, 40 * GIB)
+    assert request.room_bytes == 80 * GIB - 40 * GIB - 512 * MIB
+    alone = read_failed_request(IN_CONTAINER.replace("Process 111 has 40.00 GiB memory in use. ", ""), CPU)
+    assert (alone.process_bytes, alone.other_bytes) == (38 * GIB, 40 * GIB)  # of one that is not listed
+
+
+def test_no_process_that_is_too_small_is_this_one():
+    request = read_failed_request(IN_CONTAINER.replace("37.00", "60.00"), CPU)
+    assert (request.process_bytes, request.other_bytes) == (None, 0)

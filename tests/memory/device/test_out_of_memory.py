@@ -10,6 +10,7 @@ from torch.multiprocessing import ProcessRaisedException
 from lightning_vram.memory.device.out_of_memory import (
     OutOfMemorySource,
     is_out_of_memory,
+    path_to_out_of_memory,
     read_out_of_memory,
     release_frames,
 )
@@ -128,6 +129,17 @@ def test_a_group_and_a_worker_do_not_hide_it():
     assert is_out_of_memory(ExceptionGroup("step", [ValueError("x"), torch.OutOfMemoryError("CUDA out of memory.")]))
     worker = ProcessRaisedException("-- Process 0 terminated\nCUDA out of memory. Tried to allocate", 0, 1)
     assert read_out_of_memory(worker) is OutOfMemorySource.CUDA
+
+
+def test_the_way_to_the_error_that_says_so():
+    memory = torch.OutOfMemoryError("CUDA out of memory.")
+    memory.__cause__ = RuntimeError("first")
+    wrapper = ValueError("step failed")
+    wrapper.__cause__ = memory
+    group = ExceptionGroup("ranks", [ValueError("x"), wrapper])
+    assert path_to_out_of_memory(group) == (group, wrapper, memory)
+    assert path_to_out_of_memory(memory) == (memory,)
+    assert path_to_out_of_memory(ValueError("x")) == ()
 
 
 def test_a_cycle_of_causes_ends():

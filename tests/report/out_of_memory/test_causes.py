@@ -46,6 +46,30 @@ def test_growth_is_steady_and_large(ends, expected):
     assert grown_bytes_per_batch(replace(FOUND, growth=tuple(ends))) == expected
 
 
+# 24 GiB, of which a desktop has 400 MiB; 64 MiB would be there without it
+DESKTOP = FailedRequest(64 * MIB, 24 * GIB, 10 * MIB, 24 * GIB - 410 * MIB, None, 23 * GIB, 32 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("changes", "title"),
+    [
+        ({"growth": tuple((step, GIB * 20 + 50 * MIB * step) for step in range(60))}, "a leak"),
+        ({"place": Place(Work.OPTIMIZER_STEP)}, "the states of the optimizer"),
+        ({}, "the batch is too large"),
+        ({"request": replace(DESKTOP, process_bytes=20 * GIB)}, "another process"),
+    ],
+)
+def test_a_desktop_on_the_device_hides_no_cause(changes, title):
+    assert find_cause(replace(FOUND, **{"request": DESKTOP, **changes})).title.startswith(title)
+
+
+def test_a_leak_goes_before_pieces_that_are_too_small():
+    in_pieces = replace(FOUND, request=replace(REQUEST, asked_bytes=20 * MIB, cached_bytes=300 * MIB))
+    assert find_cause(in_pieces).title.startswith("fragmentation")
+    growth = tuple((step, GIB * 60 + 256 * MIB * step) for step in range(60))
+    assert find_cause(replace(in_pieces, growth=growth)).title.startswith("a leak")
+
+
 def test_hidden_states_of_the_size_of_the_logits_are_no_logits():
     layers = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(24)))
     with track_memory(layers) as tracker:

@@ -1,6 +1,7 @@
 """The picture by matplotlib: what stands where."""
 
 import sys
+from math import hypot
 
 import pytest
 from support.plans import FUSION, OFFLOAD, checkpointing, measured, plan_of, tried
@@ -29,6 +30,21 @@ def test_each_choice_is_a_point_with_the_number_of_its_row():
     left, right = axes.get_xlim()
     low, high = axes.get_ylim()
     assert all(left < x < right and low < y < high for x, y in numbers.values())
+
+
+def test_numbers_of_choices_that_are_close_to_each_other_can_be_read():
+    close = [measured(FUSION, *[OFFLOAD] * n, mib=4000 - 90 * n, ms=100 + n) for n in range(1, 4)]
+    figure = draw(plan_of((tried()[0], *close, measured(OFFLOAD, mib=1000, ms=400))))
+    figure.canvas.draw()
+    (axes,) = figure.axes
+    boxes = [text.get_window_extent() for text in axes.texts if text.get_text().isdigit()]
+    middles = [((box.x0 + box.x1) / 2, (box.y0 + box.y1) / 2) for box in boxes]
+    points = 72 / figure.dpi
+    apart = [hypot(a - c, b - d) * points for n, (a, b) in enumerate(middles) for c, d in middles[:n]]
+    assert len(middles) == 5
+    assert min(apart) > 17  # a marker's width
+    markers = [line.get_window_extent() for line in axes.lines if line.get_marker() == "o" and line.get_zorder() == 4]
+    assert [round((box.x0 + box.x1) / 2) for box in markers] == pytest.approx([x for x, _ in middles], abs=2)
 
 
 def test_the_front_the_budget_and_all_that_was_tried_are_drawn():

@@ -49,6 +49,8 @@ def assert_equal_gradients(one: nn.Module, other: nn.Module) -> None:
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_gradients_are_equal_to_the_bit(name: str, dtype: torch.dtype | None) -> None:
+    if DEVICE == "sim" and dtype is not None and name not in ("vit_small", "llama"):
+        pytest.skip("a CPU without AVX-512 takes a minute for each step of convolutions in bfloat16")
     network, x = make_network(name)
     network, x = network.to(DEVICE), x.to(DEVICE)
     ours = copy.deepcopy(network)

@@ -32,6 +32,16 @@ def test_bytes_are_those_that_are_saved_without_parameters():
     assert find_held_graph({"logits": [outputs]}, layers) == HeldGraph(2 * MAP_BYTES, "1")
 
 
+def test_a_view_that_was_made_without_a_graph_keeps_that_of_its_base():
+    layers = net()
+    outputs = layers(torch.randn(BATCH, WIDTH))
+    with torch.no_grad():
+        view = outputs.flatten()
+    assert view.grad_fn is None
+    assert find_held_graph(view, layers) == HeldGraph(2 * MAP_BYTES, "1")
+    assert find_held_graph(outputs.detach().flatten(), layers) is None
+
+
 def test_a_function_written_in_python_is_read():
     layers = net()
     outputs = Squared.apply(layers(torch.randn(BATCH, WIDTH)))

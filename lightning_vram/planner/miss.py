@@ -1,0 +1,131 @@
+"""Where nothing fits: what it would take. Each way is tried by a step of its own, so that what is told holds."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import ceil
+from typing import Any, Protocol
+
+from lightning_vram.estimation.batches import (
+    batch_size_of,
+    sequence_length_of,
+    with_batch_size,
+    with_sequence_length,
+)
+from lightning_vram.planner.parts import Part
+from lightning_vram.planner.remedies import EARLY_RELEASE, OPTIMIZER_ON_HOST, WEIGHTS_ON_HOST
+from lightning_vram.planner.scheme import Scheme
+from lightning_vram.planner.search import Found, Measured
+
+SHARDED = Part("lightning_vram.FSDPOffloadStrategy", {"offload": "none"}, place="strategy")
+_TRIES = 3
+
+
+@dataclass(frozen=True)
+class Ways:
+    """What would make a run fit, each alone; 0 and empty: that would not, or nobody knows.
+
+    Args:
+        num_devices: Among which weights, gradients and states are divided.
+        strategy: Name of one that has weights or states on the host.
+        host_bytes: What it takes there, about.
+        batch_size: Samples.
+        sequence_length: Tokens.
+    """
+
+    num_devices: int = 0
+    strategy: str = ""
+    host_bytes: int = 0
+    batch_size: int = 0
+    sequence_length: int = 0
+
+
+class Steps(Protocol):
+    """Runs steps of schemes, also with other batches and on more devices."""
+
+    batch: Any
+    num_ranks: int
+
+    def __call__(self, scheme: Scheme) -> Measured | None:
+        """Run one; ``None`` if a part of it refuses this run."""
+
+    def of(self, batch: Any, num_ranks: int) -> "Steps":
+        """Return what runs steps with another batch, or on more devices."""
+
+
+def find_ways(steps: Steps, found: Found, budget_bytes: int, *, has_strategies: bool) -> Ways:
+    """Try what would make a run fit beside what a search has tried: up to ten steps.
+
+    Args:
+        steps: Of the run.
+        found: By the search: nothing that fits.
+        budget_bytes: What there is.
+        has_strategies: Whether the strategy is the user's to choose, and there is a host beside the device.
+    """
+    least = found.least
+    num_devices, strategy, batch_size, length = 0, "", 0, 0
+    has_tried = any(part.place == "strategy" for one in found.tried for part in one.scheme.parts)
+    if has_strategies and not has_tried and least.needed_bytes - least.states_bytes < budget_bytes:
+        strategy = _strategy(steps, least, budget_bytes)
+        num_devices = _num_devices(steps, least, budget_bytes)
+    if least.needed_bytes - least.activation_bytes <= budget_bytes:
+        size, sequence = batch_size_of(steps.batch) or 0, sequence_length_of(steps.batch) or 0
+        of_size = _needed(steps, least, lambda new: with_batch_size(steps.batch, size, new))
+        of_length = _needed(steps, least, lambda new: with_sequence_length(steps.batch, sequence, new))
+        batch_size = _largest(of_size, size, least, budget_bytes)
+        length = _largest(of_length, sequence, least, budget_bytes)
+    return Ways(num_devices, strategy, least.states_bytes if strategy else 0, batch_size, length)
+
+
+def _strategy(steps: Steps, least: Measured, budget_bytes: int) -> str:
+    for name, part in (("fsdp_offload_optimizer", OPTIMIZER_ON_HOST), ("fsdp_offload", WEIGHTS_ON_HOST)):
+        measured = steps(_with(part, least))
+        if measured is not None and measured.needed_bytes <= budget_bytes:
+            return name
+    return ""
+
+
+def _num_devices(steps: Steps, least: Measured, budget_bytes: int) -> int:
+    """Divide weights, gradients and states by the number; layers that run are whole, which a step shows."""
+    share_bytes: float = budget_bytes - (least.needed_bytes - least.states_bytes)
+    for _ in range(2):
+        if share_bytes <= 0:
+            return 0
+        number = max(ceil(least.states_bytes / share_bytes), steps.num_ranks + 1)
+        measured = steps.of(steps.batch, number)(_with(SHARDED, least))
+        if measured is None:
+            return 0
+        if measured.needed_bytes <= budget_bytes:
+            return number
+        share_bytes -= measured.needed_bytes - budget_bytes
+    return 0
+
+
+def _with(strategy: Part, least: Measured) -> Scheme:
+    """Put a strategy, which has gradients elsewhere and a precision of its own, beside what keeps fewer activations."""
+    return Scheme((strategy, *(p for p in least.scheme.parts if p.place == "callbacks" and p != EARLY_RELEASE)))
+
+
+def _needed(steps: Steps, least: Measured, batch_of: Callable[[int], Any]) -> Callable[[int], int]:
+    def needed_bytes(size: int) -> int:
+        measured = steps.of(batch_of(size), steps.num_ranks)(least.scheme)
+        return least.needed_bytes if measured is None else measured.needed_bytes
+
+    return needed_bytes
+
+
+def _largest(needed_bytes: Callable[[int], int], size: int, least: Measured, budget_bytes: int) -> int:
+    """Follow the line through two sizes to one that fits, and look; 0 if none was seen to."""
+    best, last, last_bytes, new = 0, size, least.needed_bytes, size // 2
+    for _ in range(_TRIES):
+        if not 0 < new < size or new in (best, last):
+            break
+        new_bytes = needed_bytes(new)
+        if new_bytes <= budget_bytes:
+            best = max(best, new)
+        slope = (last_bytes - new_bytes) / (last - new)
+        if slope <= 0:
+            break
+        last, last_bytes, new = new, new_bytes, int(new + (budget_bytes - new_bytes) / slope)
+        if new <= best:
+            break
+    return best

@@ -1,0 +1,119 @@
+"""Where nothing fits: what is told to help helps, planned for real; and its words."""
+
+from dataclasses import replace
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from support.plans import CHECKPOINTING, measured
+
+from lightning_vram import DeviceSpec, FSDPOffloadStrategy, plan_memory
+from lightning_vram.demos import ByteGPT
+from lightning_vram.memory.units import GIB, MIB
+from lightning_vram.planner import PlanError
+from lightning_vram.planner.miss import Ways, find_ways
+from lightning_vram.planner.parts import Exactness
+from lightning_vram.planner.search import Found
+from lightning_vram.planner.words import ways_out
+
+CARD = DeviceSpec("card", 8 * GIB, bandwidth_bytes_per_s=1e12, flops_per_s={"fp32": 2e13}, bus_bytes_per_s=2e10)
+
+
+def miss(module, batch, **arguments) -> PlanError:
+    with pytest.raises(PlanError) as caught:
+        plan_memory(module, batch, **arguments)
+    return caught.value
+
+
+def make_gpt():
+    with torch.device("meta"):
+        return ByteGPT(num_layers=2, width=32, num_heads=2, sequence_length=128)
+
+
+class Wide(pl.LightningModule):
+    """Weights are most of it: 192 MiB, with gradients and states 768 MiB."""
+
+    def __init__(self):
+        super().__init__()
+        with torch.device("meta"):
+            self.net = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048, bias=False) for _ in range(12)))
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+
+def test_the_batch_and_the_sequence_that_are_told_fit():
+    tokens = torch.zeros(16, 129, dtype=torch.int64)
+    budget = miss(make_gpt(), tokens, device="cpu", budget="2MiB").minimum_bytes * 2 // 3
+    ways = miss(make_gpt(), tokens, device="cpu", budget=budget)
+    found = ways.ways
+    assert (found.num_devices, found.strategy) == (0, "")  # the host has no other host beside it
+    assert 4 <= found.batch_size < 16
+    assert 32 <= found.sequence_length < 129
+    message = f"a batch of {found.batch_size} with accumulate_grad_batches, sequences of {found.sequence_length}, or"
+    assert message in str(ways)
+    for shape in ((found.batch_size, 129), (16, found.sequence_length)):
+        batch = torch.zeros(shape, dtype=torch.int64)
+        assert plan_memory(make_gpt(), batch, device="cpu", budget=budget).peak_bytes <= budget
+
+
+def test_the_devices_and_the_strategy_that_are_told_fit():
+    batch = torch.zeros(4, 2048)
+    error = miss(Wide(), batch, device=CARD, budget="1000MiB")
+    ways = error.ways
+    assert ways.strategy.startswith("fsdp_offload")
+    assert ways.host_bytes == 768 * MIB
+    assert (ways.batch_size, ways.sequence_length) == (0, 0)
+    assert f"strategy='{ways.strategy}' (about 768.00 MiB of host memory" in str(error)
+    assert f"{ways.num_devices} devices with FSDPOffloadStrategy(offload='none')" in str(error)
+    for strategy, devices in ((ways.strategy, 1), (FSDPOffloadStrategy(offload="none"), ways.num_devices)):
+        own = {"strategy": strategy}
+        plan = plan_memory(Wide(), batch, device=CARD, budget="1000MiB", trainer=own, devices=devices)
+        assert plan.peak_bytes <= 1000 * MIB
+
+
+def test_where_the_least_has_its_peak_is_told():
+    message = str(miss(Wide(), torch.zeros(4, 2048), device="cpu", budget="100MiB"))
+    assert ", in the optimizer's step at aten." in message
+    assert "the largest part for 'net." in message
+
+
+class Line:
+    """Needs so many bytes for each sample, and refuses strategies."""
+
+    def __init__(self, batch, num_ranks=1, asked=None):
+        self.batch, self.num_ranks = batch, num_ranks
+        self.asked = [] if asked is None else asked
+
+    def of(self, batch, num_ranks):
+        return Line(batch, num_ranks, self.asked)
+
+    def __call__(self, scheme):
+        self.asked.append(len(self.batch))
+        return measured(*scheme.parts, mib=100 + 10 * len(self.batch), ms=1)
+
+
+@pytest.mark.parametrize(
+    ("budget", "size", "asked"), [(150, 5, [8, 5]), (180, 8, [8]), (190, 9, [8, 9]), (110, 1, [8, 1]), (105, 0, [8])]
+)
+def test_a_line_leads_to_the_largest_batch_in_few_steps(budget, size, asked):
+    least = replace(measured(CHECKPOINTING, mib=260, ms=1), activation_bytes=160 * MIB)
+    steps = Line(torch.zeros(16))
+    ways = find_ways(steps, Found(None, least, (least,)), budget * MIB, has_strategies=False)
+    assert (ways.batch_size, steps.asked) == (size, asked)
+
+
+def test_words(monkeypatch):
+    least = measured(CHECKPOINTING, mib=260, ms=1)
+    assert ways_out(least, Exactness.ANY, Ways()) == "What helps: budget='260MiB'."
+    assert ways_out(least, Exactness.LOSSLESS, Ways(batch_size=3)) == (
+        "What helps: budget='260MiB', a batch of 3 with accumulate_grad_batches, or perhaps allow='any'."
+    )
+    monkeypatch.setattr("lightning_vram.planner.words.available_host_bytes", lambda: GIB)
+    assert ways_out(least, Exactness.ANY, Ways(2, "fsdp_offload", 4 * GIB)) == (
+        "What helps: budget='260MiB', strategy='fsdp_offload' (about 4.00 GiB of host memory; here are 1.00 GiB: "
+        "with nvme_path= states lie on a disk), or 2 devices with FSDPOffloadStrategy(offload='none')."
+    )
