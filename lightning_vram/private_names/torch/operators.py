@@ -58,7 +58,7 @@ batch_norm_and_statistics: Callable[..., Any] | None = getattr(torch, "_batch_no
 
 
 def order_by_group(tensors: list[Tensor]) -> list[Tensor]:
-    """Return ``tensors`` in the order in which ``get_total_norm`` takes them: those of one device and dtype together."""
+    """Return ``tensors`` as ``get_total_norm`` orders them: those of one device and dtype together."""
     groups: Any = _group_tensors_by_device_and_dtype([tensors])  # type: ignore[list-item]
     return [tensor for (of_group,), _ in groups.values() for tensor in of_group]
 
