@@ -1,6 +1,6 @@
 """Clip gradients: some of them in 16 bit, by a norm in float32; those of sharded parameters, on their local parts."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils import get_total_norm
 
 from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
-from lightning_vram.private_names.torch.operators import multiply_each
+from lightning_vram.private_names.torch.operators import multiply_each, order_by_group
 
 _NARROW = (torch.bfloat16, torch.float16)
 
@@ -43,21 +43,22 @@ def clip_gradient_norm(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     return norm
 
 
-def sharded_norm(parameters: Iterable[Tensor]) -> Tensor:
+def sharded_norm(parameters: Iterable[Tensor], local: Callable[[Tensor], Tensor] = local_part) -> Tensor:
     """Return the common 2-norm of all gradients, the same on every rank. A collective, unless nothing is sharded.
 
     On one rank it is that of ``torch.nn.utils.get_total_norm`` to the bit.
 
     Args:
         parameters: Sharded over the last dimension of one mesh, or whole on every rank; with gradients or without.
+        local: Gives the local part of a gradient; it may be made for this, one at a time.
     """
     gradients = _gradients_of(parameters)
     sharded = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
     if not sharded or sharded[0].device_mesh.size() == 1:
-        return get_total_norm([local_part(gradient) for gradient in gradients])
+        return _total_norm(gradients, local)
     mesh = sharded[0].device_mesh
     dimension = next(i for i, place in enumerate(sharded[0].placements) if isinstance(place, Shard))
-    total = get_total_norm([local_part(gradient) for gradient in sharded]).double().square()
+    total = _total_norm(sharded, local).double().square()
     dist.all_reduce(total, group=mesh.get_group(dimension))
     for gradient in gradients:
         if not isinstance(gradient, DTensor):
@@ -88,6 +89,15 @@ def clip_sharded_values(parameters: Iterable[Tensor], limit: float) -> None:
 
 def _gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def _total_norm(gradients: Sequence[Tensor], local: Callable[[Tensor], Tensor]) -> Tensor:
+    if local is local_part or not gradients:
+        return get_total_norm([local_part(gradient) for gradient in gradients])
+    norms: list[Tensor] = [torch.linalg.vector_norm(local(gradient)) for gradient in gradients]
+    device = norms[0].device
+    norm: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in order_by_group(norms)]))
+    return norm
 
 
 def _norm(gradient: Tensor) -> Tensor:

@@ -18,11 +18,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_vram.core.gradients.clipping import apply_clip_factor, clip_factor, sharded_norm
+from lightning_vram.core.gradients.clipping import clip_factor, sharded_norm
 from lightning_vram.core.host.worker import HostWorker, Ticket
 from lightning_vram.core.surgery.shadow import Shadow
 from lightning_vram.memory.tracking.optimizer_tensors import forget_optimizer_tensors, register_optimizer_tensors
 from lightning_vram.optimizers.on_disk import StreamedStates
+from lightning_vram.optimizers.on_host.split_steps import scale_gradients, step_on_host
 from lightning_vram.optimizers.stepping import (
     Member,
     StepRound,
@@ -37,6 +38,7 @@ from lightning_vram.optimizers.stepping import (
 from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
 from lightning_vram.private_names.torch.optimizers import has_step_hooks, note_step
 from lightning_vram.techniques.sharding import FullSharding, ShardedGroup, ShardLane
+from lightning_vram.techniques.sharding.gathered import narrow_of, wide_part
 
 Result = TypeVar("Result")
 
@@ -137,14 +139,16 @@ class HostOptimizers(StepTakeOver):
             may_wait: Whether gradients may be scaled when they are stepped with, which comes next.
         """
         parameters = [parameter for parameter in iterate_parameters(optimizer) if parameter.grad is not None]
-        norm = self._compute(lambda: sharded_norm(parameters))
+        has_narrow = any(narrow_of(parameter.grad) is not None for parameter in parameters)
+        norm = self._compute(lambda: sharded_norm(parameters, *([wide_part] if has_narrow else [])))
         if self._worker is not None:
             norm = norm.cpu()  # whoever scales what is on the host need not wait for the device
         factor = clip_factor(norm, max_norm)
         if may_wait and self._is_taken(optimizer):
             self._factors[id(optimizer)] = factor
         else:
-            self._compute(lambda: apply_clip_factor([local_part(parameter.grad) for parameter in parameters], factor))
+            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            self._compute(lambda: scale_gradients(gradients, factor))
 
     def finish(self) -> None:
         """Wait until all steps are over.
@@ -221,7 +225,7 @@ class HostOptimizers(StepTakeOver):
             _run(partial(step_round.run, is_on_host=group.home.type == "cpu"), group, members)
             return
         streamed = self._streamed.get(id(step_round.optimizer))
-        job = partial(_run, step_round.run if streamed is None else partial(streamed.run, step_round), group, members)
+        job = partial(_run, partial(step_on_host, step_round, streamed, group.lanes), group, members)
         ticket = self._worker.submit(job)
         self._submitted.append((group, ticket))
         group.steps.begin(ticket, _list_tensors(members))
@@ -250,6 +254,7 @@ class HostOptimizers(StepTakeOver):
             group.forget_whole()
             for lane in group.lanes:
                 lane.refresh()
+            group.steps.guard()
         self._sharding.gather_root()
 
     def _has_ours(self, optimizer: Optimizer) -> bool:

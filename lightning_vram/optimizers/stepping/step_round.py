@@ -27,6 +27,7 @@ class Member:
     gradient: Tensor  # of that, plain
     state: State  # as the optimizer has it; empty before the first step
     local_state: State  # the same with plain tensors
+    own_gradient: Tensor | None = None  # as the parameter had it: it may have none by the time it is stepped
 
 
 class StepRound:
@@ -39,12 +40,12 @@ class StepRound:
         is_on_host: Whether its parameters are: then the fused kernel is used where the user named none, neither by
             ``fused`` nor by ``foreach``. It is the only one that reaches the bandwidth of the memory, and rounds
             otherwise than the others in the last bit.
-        factor: What gradients are multiplied by first, in place; ``None`` to leave them.
+        factor: What gradients are multiplied by first, in place; ``None`` to leave them. Also an attribute.
     """
 
     def __init__(self, optimizer: Optimizer, *, is_on_host: bool, factor: Tensor | None = None) -> None:
         self.optimizer = optimizer
-        self._factor = factor
+        self.factor = factor
         self._attributes = dict(vars(optimizer))
         self._is_on_host = is_on_host
         self._groups = [_freeze(group) for group in optimizer.param_groups]
@@ -61,7 +62,7 @@ class StepRound:
             state = self.optimizer.state[parameter]
             local_state = {key: local_part(value) for key, value in state.items()}
             shard, gradient = local_part(parameter), local_part(parameter.grad)
-            members.append(Member(index, parameter, shard, gradient, state, local_state))
+            members.append(Member(index, parameter, shard, gradient, state, local_state, parameter.grad))
         return members
 
     def take_rest(self) -> list[Member]:
@@ -86,8 +87,8 @@ class StepRound:
 
     def scale(self, members: Sequence[Member]) -> None:
         """Multiply gradients by the factor, if there is one."""
-        if self._factor is not None:
-            apply_clip_factor([member.gradient for member in members], self._factor)
+        if self.factor is not None:
+            apply_clip_factor([member.gradient for member in members], self.factor)
 
     @torch.no_grad()
     def step_stand_ins(

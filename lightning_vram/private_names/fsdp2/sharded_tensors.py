@@ -40,6 +40,20 @@ class AskedDTensor(DTensor):
         return self.give_local()
 
 
+_slot: Any = DTensor._local_tensor
+
+
+def own_part_of(shard: Any) -> Tensor:
+    """Return the local part of a ``DTensor``, also of one whose class is to be asked first."""
+    part: Tensor = _slot.__get__(shard)
+    return part
+
+
+def set_own_part(shard: Any, part: Tensor) -> None:
+    """Let ``part`` be the local part of a ``DTensor``, whatever its class."""
+    _slot.__set__(shard, part)
+
+
 def local_part(value: Any) -> Any:
     """Return this rank's part of a ``DTensor``, the very tensor, past autograd; anything else as it is."""
     return local_part_of(value) if isinstance(value, DTensor) else value

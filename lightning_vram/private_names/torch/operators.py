@@ -10,6 +10,8 @@
 * ``torch._C._dispatch_get_all_op_names``: names of all operators | 2.11 - | a misspelled operator raises another error
 * ``torch._foreach_copy_``: copy many tensors at once | 2.11 - | nothing works
 * ``torch._foreach_mul_``: multiply many tensors at once | 2.11 - | loss scaling and clipping of shards fail
+* ``torch.utils._foreach_utils._group_tensors_by_device_and_dtype``: in which order norms are added up | 2.11 - |
+  clipping of gradients that are kept in 16 bit fails
 * ``torch._neg_view``: a view with the opposite sign | 2.11 - | the few tensors with that bit are not offloaded
 * ``torch._batch_norm_impl_index``: what ``F.batch_norm`` is made of | 2.11 - | ``native_batch_norm`` runs, never cuDNN
 * ``torch.ops.aten._unsafe_view``: a view that counts versions on its own | 2.11 - | results of operators are not kept
@@ -27,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from lightning_vram.private_names.torch.dispatch import DispatchKey
 
@@ -52,6 +55,12 @@ multiply_each: Any = torch._foreach_mul_
 
 batch_norm_and_statistics: Callable[..., Any] | None = getattr(torch, "_batch_norm_impl_index", None)
 """What ``F.batch_norm`` is made of: chooses cuDNN as that does, and returns the statistics too. Not in all versions."""
+
+
+def order_by_group(tensors: list[Tensor]) -> list[Tensor]:
+    """Return ``tensors`` as ``get_total_norm`` orders them: those of one device and dtype together."""
+    groups: Any = _group_tensors_by_device_and_dtype([tensors])  # type: ignore[list-item]
+    return [tensor for (of_group,), _ in groups.values() for tensor in of_group]
 
 
 def schema_of(function: Any) -> Any:

@@ -101,11 +101,6 @@ def free_pinned_memory() -> None:
         free()
 
 
-def set_local_part(shard: Any, part: Tensor) -> None:
-    """Let ``part`` be what this rank has of a ``DTensor``."""
-    shard._local_tensor = part
-
-
 def gradient_hooks(tensor: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
     """Return those of ``Tensor.register_hook``."""
     return list((tensor._backward_hooks or {}).values())

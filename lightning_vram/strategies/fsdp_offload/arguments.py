@@ -12,6 +12,7 @@ from torch import nn
 from lightning_vram.argument_checks import check_bool, check_positive_int
 from lightning_vram.memory.units import parse_bytes
 
+Master = Literal["fp32", "split"]
 Offload = Literal["params", "optimizer", "none"]
 OffloadPart = Literal["parameters", "gradients", "optimizer"]
 DeviceBytes = int | float | str | None
@@ -32,6 +33,7 @@ class OffloadArguments:
 
     offload: Offload
     device_bytes: DeviceBytes
+    master: Master
     shard: Shard
     wrap: Wrap
     min_params: int
@@ -57,7 +59,7 @@ def check_arguments(**given: Any) -> OffloadArguments:
         ValueError: If one has a value that is none of those known, or two contradict each other.
     """
     given["offload"] = _read_offload(given["offload"])
-    for key, kind in (("offload", Offload), ("shard", Shard), ("state_dict_type", StateDictType)):
+    for key, kind in (("offload", Offload), ("master", Master), ("shard", Shard), ("state_dict_type", StateDictType)):
         if given[key] not in get_args(kind):
             raise ValueError(
                 f"{NAME}({key}) must be one of {', '.join(map(repr, get_args(kind)))}, got {given[key]!r}."
@@ -134,6 +136,13 @@ def _check_together(given: dict[str, Any]) -> None:
         raise ValueError(f"{NAME}(pin_memory=True) pins what is offloaded, got offload='none'.")
     if given["bind_to_numa_node"] and given["offload"] == "none":
         raise ValueError(f"{NAME}(bind_to_numa_node=True) binds threads that step on the host, got offload='none'.")
+    if given["master"] == "split" and given["offload"] == "none":
+        raise ValueError(f"{NAME}(master='split') is how weights are kept on the host, got offload='none'.")
+    if given["master"] == "split" and not given["narrow_transfers"]:
+        raise ValueError(
+            f"{NAME}(master='split') keeps weights as the 16 bit that travel and those they lack, got "
+            "narrow_transfers=False."
+        )
 
 
 def _choose_reshard(shard: str, reshard_after_forward: Any) -> bool:

@@ -38,6 +38,10 @@ class CheckpointedStrategy(ConnectedStrategy):
     def _finish_steps(self) -> None:
         """Wait until nothing writes to parameters and states."""
 
+    @abstractmethod
+    def _rest_shards(self) -> None:
+        """Free memory that shards were read in."""
+
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -52,7 +56,9 @@ class CheckpointedStrategy(ConnectedStrategy):
         with self._named("gathering a checkpoint"):
             if self.arguments.state_dict_type == "sharded":
                 return sharded_module_state(self.lightning_module)
-            return gather_module_state(self.lightning_module)
+            state = gather_module_state(self.lightning_module)
+            self._rest_shards()
+            return state
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

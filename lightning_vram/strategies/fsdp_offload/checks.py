@@ -87,6 +87,19 @@ def check_layer_drop(module: nn.Module, num_ranks: int, name: str) -> None:
             return
 
 
+def check_master(master: str, narrow_dtype: torch.dtype | None, precision: str, name: str) -> None:
+    """Refuse to split weights that do not travel as bf16.
+
+    Raises:
+        ValueError: If they do not, and are to be.
+    """
+    if master == "split" and narrow_dtype != torch.bfloat16:
+        raise ValueError(
+            f"{name}(master='split') is for weights that travel as bf16, which needs precision='bf16-mixed', got "
+            f"{precision!r}."
+        )
+
+
 def check_cores(num_threads: int, name: str) -> None:
     """Warn of a SLURM job that gives its tasks one core, as it does unless asked for more."""
     if num_threads == 1 and "SLURM_JOB_ID" in os.environ:

@@ -1,6 +1,6 @@
 """The sharded module of a run and its optimizers on the host, from the setup to the teardown."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from lightning_vram.optimizers.on_host import (
 )
 from lightning_vram.private_names.torch.dispatch import detect_fake_mode
 from lightning_vram.strategies.fsdp_offload.checkpointed import CheckpointedStrategy
+from lightning_vram.strategies.fsdp_offload.checks import check_master
 from lightning_vram.strategies.fsdp_offload.early_steps import may_clip_late, may_step_early
 from lightning_vram.strategies.fsdp_offload.stand_ins import clip_on_shards, follow_toggles
 from lightning_vram.techniques.mixed_precision import find_narrow_weights, list_islands
@@ -60,6 +61,7 @@ class ShardedStrategy(CheckpointedStrategy):
         narrow_dtype = None
         if arguments.narrow_transfers and isinstance(self.precision_plugin, MixedPrecision):
             narrow_dtype = _NARROW.get(self.precision_plugin.precision)
+        check_master(arguments.master, narrow_dtype, self.precision_plugin.precision, type(self).__name__)
         narrow = find_narrow_weights(module, list_islands(module)) if narrow_dtype is not None else set()
         names = {name for name, parameter in module.named_parameters() if parameter in narrow}
         plan = plan_sharding_groups(module, arguments.wrap, min_params=arguments.min_params)
@@ -74,6 +76,7 @@ class ShardedStrategy(CheckpointedStrategy):
                 on_host=arguments.offload != "none",
                 is_resident=arguments.offload == "optimizer",
                 device_bytes=0 if isinstance(arguments.device_bytes, str) else arguments.device_bytes,  # "auto"
+                is_split=arguments.master == "split",
                 reshard_after_forward=arguments.reshard_after_forward,
                 pin_memory=self._pins_memory,
                 narrow_dtype=narrow_dtype,
@@ -88,7 +91,8 @@ class ShardedStrategy(CheckpointedStrategy):
         """Refuse a module that the host has no room for. What the ranks of an estimate have, this machine has not."""
         if detect_fake_mode() is not None or self.arguments.device_bytes is not None:  # some of it will not be there
             return
-        copied = () if self.root_device.type == "cpu" else narrow
+        has_copies = self.root_device.type != "cpu" and self.arguments.master != "split"
+        copied = narrow if has_copies else ()  # gradients come in 32 bit in the first batches, split or not
         num_shards = self.device_mesh.size(-1)
         self._host_needs = count_host_needs(module, num_shards, copied, narrow_dtype)
         self._host_room = HostRoom(module, self.optimizers, may_swap=not self._pins_memory)
@@ -176,6 +180,22 @@ class ShardedStrategy(CheckpointedStrategy):
             self._room = None
             rank_zero_info(f"fsdp_offload keeps a copy of weights on the device, {format_bytes(num_bytes)} on rank 0.")
         return result
+
+    @override
+    def _rest_shards(self) -> None:
+        for group in self._sharding.groups if self._sharding is not None else ():
+            if group.is_sharded:
+                group.steps.rest()
+
+    @override
+    def model_to_device(self) -> None:
+        """Nothing: parameters stay where they are sharded, and buffers went to the device with them."""
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        super().load_model_state_dict(checkpoint, strict)
+        if self._sharding is not None:  # a tuner goes back to where it began
+            self._load_module(self._sharding.module)
 
     @override
     def _finish_steps(self) -> None:

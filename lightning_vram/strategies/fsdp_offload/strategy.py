@@ -1,6 +1,6 @@
 """Train any LightningModule sharded (FSDP2), its parameters and its optimizers on the host."""
 
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Generator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +18,7 @@ from lightning_vram.core.processes.rank_errors import on_all_ranks
 from lightning_vram.core.surgery.held_setting import without_fast_path
 from lightning_vram.strategies.fsdp_offload.arguments import (
     DeviceBytes,
+    Master,
     Offload,
     OffloadPart,
     Shard,
@@ -79,6 +80,10 @@ class FSDPOffloadStrategy(ShardedStrategy):
             of weights first, then weights with gradients and states, counted as AdamW's. What is gathered and computed
             comes on top. Bytes, text such as ``"8GiB"``, or a share of all of it, ``0.0`` to ``1.0``. ``"auto"``:
             copies, as far as the first step leaves room. ``None``: as ``offload`` says.
+        master: What float32 weights that are sent as bf16 are on the host, to the same bits. ``"fp32"``: themselves and
+            a copy to send, 18 bytes per weight with gradients and AdamW's states. ``"split"``: the bf16 weights and
+            the 16 bit that those lack, and gradients in 16 bit where one comes for each step: 14. They are joined
+            where somebody reads them, and a part at a time for a step.
         shard: ``"full"``: layers are gathered when they are computed. ``"grad_op"``: they stay whole between forward
             and backward. ``"hybrid"``: sharded within groups of ranks, the same in each group.
         wrap: Which layers are gathered together. ``"auto"``: the blocks a model repeats or declares, small ones put
@@ -115,7 +120,7 @@ class FSDPOffloadStrategy(ShardedStrategy):
         ValueError: If arguments are out of range or contradict each other. Before training: if the module has no
             parameters, or others on another rank, ``wrap`` matches nothing, an optimizer cannot step on shards, the
             ranks cannot be divided as ``shard="hybrid"`` wants it, ``nvme_path`` is no folder, the backend has nothing
-            for the host, or a checkpoint does not fit.
+            for the host, weights that are to be split do not travel as bf16, or a checkpoint does not fit.
         MisconfigurationException: Before training, if the trainer averages or prunes weights.
         OffloadError: Before training, if there is no room at ``nvme_path``, or the host has less memory than weights,
             gradients and states need: with the bytes by kind, and what would fit.
@@ -133,6 +138,7 @@ class FSDPOffloadStrategy(ShardedStrategy):
         *,
         offload: Offload | Collection[OffloadPart] = "params",
         device_bytes: DeviceBytes = None,
+        master: Master = "fp32",
         shard: Shard = "full",
         wrap: Wrap = "auto",
         min_params: int = 1_000_000,
@@ -158,6 +164,7 @@ class FSDPOffloadStrategy(ShardedStrategy):
         arguments = check_arguments(
             offload=offload,
             device_bytes=device_bytes,
+            master=master,
             shard=shard,
             wrap=wrap,
             min_params=min_params,
@@ -225,10 +232,6 @@ class FSDPOffloadStrategy(ShardedStrategy):
             self.setup_precision_plugin()
         self._turn_off_inference_mode(trainer)
 
-    @override
-    def model_to_device(self) -> None:
-        """Nothing: parameters stay where they are sharded, and buffers went to the device with them."""
-
     def _turn_off_inference_mode(self, trainer: pl.Trainer) -> None:
         """FSDP2 keeps tensors from one step to the next, which those of inference mode may not be."""
         loops = [getattr(trainer, name) for name in _LOOPS] + [trainer.fit_loop.epoch_loop.val_loop]
@@ -293,9 +296,3 @@ class FSDPOffloadStrategy(ShardedStrategy):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         with self._named("optimizer step"):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        super().load_model_state_dict(checkpoint, strict)
-        if self._sharding is not None:  # a tuner goes back to where it began
-            self._load_module(self._sharding.module)

@@ -40,9 +40,9 @@ class ShardingOptions:
     Attributes:
         on_host: Whether shards and their gradients are at rest on the host.
         is_resident: Whether a copy of the shards stays on the device all the same.
-        device_bytes: Of the device, on each rank: as much as fits stays there of what would be on the host, copies of
-            shards first, then shards with their gradients and states; a ``float`` is a share of all of that. ``None``:
-            as ``is_resident`` says.
+        device_bytes: Of the device, on each rank, for what would be on the host: copies of shards first, then shards
+            with their gradients and states. A ``float`` is a share of all that; ``None``: as ``is_resident`` says.
+        is_split: Whether float32 shards that are sent as bf16 are kept as those and the bits that they lack.
         reshard_after_forward: Whether a layer is given up between its forward and its backward.
         pin_memory: Whether to pin what is on the host.
         narrow_dtype: What weights are sent and computed as that autocast casts anyway; ``None``: their own dtype.
@@ -55,6 +55,7 @@ class ShardingOptions:
     on_host: bool = True
     is_resident: bool = False
     device_bytes: int | float | None = None
+    is_split: bool = False
     reshard_after_forward: bool = True
     pin_memory: bool = False
     narrow_dtype: torch.dtype | None = None
@@ -87,7 +88,7 @@ class FullSharding:
         self.mesh = mesh
         self.device = _device_of(mesh)
         self.home = torch.device("cpu") if options.on_host else self.device
-        self.pin_memory = options.pin_memory
+        self.pin_memory, self.is_split = options.pin_memory, options.is_split
         self.buffers = HostBuffers(pin_memory=options.pin_memory)
         self.landing = HostWorker("landing gradients", options.num_threads) if options.on_host else None
         self.groups: list[ShardedGroup] = []
@@ -249,13 +250,12 @@ class FullSharding:
             if has_meta(module):
                 materialize(module, seed=options.seed, model=self.module, uninitialized_ok=options.uninitialized_ok)
             prepare_class(type(module), mixin_for)
-        is_root = modules == [self.module]
         policy: OffloadPolicy = OffloadPolicy() if place == "device" else CPUOffloadPolicy(pin_memory=False)
         fully_shard(
             modules if len(modules) > 1 else modules[0],
             mesh=self.mesh,
             # What is left in the root is needed again at once.
-            reshard_after_forward=None if is_root else options.reshard_after_forward,
+            reshard_after_forward=None if modules == [self.module] else options.reshard_after_forward,
             offload_policy=policy,
             ignored_params=set(replicated),
         )

@@ -78,7 +78,7 @@ class DeviceShare:
         lanes = [
             [lane for lane in group.lanes if lane.resident is None] for group in groups if group.landing is not None
         ]
-        sizes = [sum(lane.shards.numel() * lane.dtype.itemsize for lane in one) for one in lanes]
+        sizes = [sum(lane.numel * lane.dtype.itemsize for lane in one) for one in lanes]
         chosen = plan_copies(sizes, device_bytes)
         taken_bytes = sum(size for size, is_chosen in zip(sizes, chosen, strict=True) if is_chosen)
         self._spare_bytes = device_bytes - taken_bytes

@@ -28,6 +28,7 @@ class GroupOwner(Protocol):
     home: torch.device  # of the shards that are not on the device
     landing: HostWorker | None  # where gradients come from another device
     pin_memory: bool
+    is_split: bool  # whether the shards on the host are split at rest, see ShardLane
     buffers: HostBuffers  # that gradients arrive in
 
     def called(self, group: "ShardedGroup") -> None:
@@ -210,6 +211,7 @@ class ShardedGroup(GroupBase):
         """Where on the host gradients go, side by side."""
         for lane in self.lanes:
             sizes = [parameter.sharded_size.numel() for parameter in lane.parameters]
+            lane.release_gradients()
             if self.device == self.home:
                 yield from ((parameter, None) for parameter in lane.parameters)
             else:
@@ -260,10 +262,7 @@ def _hold(tensor: Tensor) -> Tensor:
 
 
 def take_over(
-    group: FSDPParamGroup,
-    owner: GroupOwner,
-    dtype_of: Callable[[Any], torch.dtype | None],
-    place: Place,
+    group: FSDPParamGroup, owner: GroupOwner, dtype_of: Callable[[Any], torch.dtype | None], place: Place
 ) -> ShardedGroup:
     """Make a :class:`ShardedGroup` of FSDP2's object.
 
@@ -290,11 +289,12 @@ def take_over(
     for _, alike in groupby(sorted(host.fsdp_params, key=key), key):
         parameters = list(alike)
         dtype = dtype_of(parameters[0]) or parameters[0].sharded_param.dtype
-        places, is_copied = (host.home, host.device), place == "copy"
-        lane = ShardLane(parameters, dtype, *places, pin_memory=owner.pin_memory, is_resident=is_copied)
+        kinds = {"is_resident": place == "copy", "is_split": owner.is_split and place != "device"}
+        lane = ShardLane(parameters, dtype, host.home, host.device, pin_memory=owner.pin_memory, **kinds)
         host.lanes.append(lane)
         for parameter in parameters:
             parameter.begin(lane, partial(host.steps.touch, lane))
+            parameter.read_gradient = partial(host.steps.read_gradient, parameter)
         make_settable(parameter.sharded_param for parameter in parameters)
-    host.lanes.sort(key=lambda lane: lane.shards.numel())  # the computation waits for all but the last to be reduced
+    host.lanes.sort(key=lambda lane: lane.numel)  # the computation waits for all but the last to be reduced
     return host  # type: ignore[no-any-return]

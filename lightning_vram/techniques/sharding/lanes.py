@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from lightning_vram.core.host.arena import make_host_tensor
+from lightning_vram.core.host.split_weights import SplitWeights
+from lightning_vram.private_names.fsdp2.sharded_tensors import own_part_of, set_own_part
 from lightning_vram.private_names.torch.dispatch import FakeTensor
-from lightning_vram.private_names.torch.tensors import local_part_of, num_writes, set_local_part
+from lightning_vram.private_names.torch.tensors import count_storage_users, num_writes, storage_identity
 
 
 class ShardLane:
@@ -24,14 +26,18 @@ class ShardLane:
         device: Where they are computed with.
         pin_memory: Whether to pin what is copied from there and to there.
         is_resident: Whether a copy of the shards stays on the device.
+        is_split: Whether float32 shards on the host that travel as bf16 are at rest as those and what they lack: they
+            have memory of their own only from :meth:`open` to :meth:`refresh`, and while somebody holds it.
 
     Attributes:
+        shards: Side by side; ``None`` at rest.
+        split: What they are then.
         resident: That copy; ``None``: there is none.
         may_take: Asked before the copy takes so many more bytes, as where weights turn out to need 32 bit; else it is
             given up. May be set.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one caller
         self,
         parameters: Sequence[Any],
         dtype: torch.dtype,
@@ -40,6 +46,7 @@ class ShardLane:
         *,
         pin_memory: bool,
         is_resident: bool,
+        is_split: bool = False,
     ) -> None:
         self.parameters = list(parameters)
         self.dtype = dtype
@@ -47,9 +54,17 @@ class ShardLane:
         self.is_on_trial = self.needs_width = False
         self.device = device
         self._sizes = [parameter.memory.numel() for parameter in parameters]
-        self.shards = _gather(parameters, self._sizes, home, pin_memory=pin_memory)
-        is_narrow = dtype != self.shards.dtype and home != device
-        self._narrow = make_host_tensor(self.shards.numel(), dtype, pin_memory=pin_memory) if is_narrow else None
+        self.numel: int = sum(self._sizes)
+        shards = _gather(parameters, self._sizes, home, pin_memory=pin_memory)
+        self.shards: Tensor | None = shards
+        self.own_dtype, self.own_device = shards.dtype, shards.device
+        self.is_split = is_split and (self.own_dtype, dtype) == (torch.float32, torch.bfloat16)
+        self.split: SplitWeights | None = None
+        self._pin_memory = pin_memory
+        self._num_users = self._count_users()
+        self._has_sums = False
+        is_narrow = self.has_narrow_dtype and home != device and not self.is_split
+        self._narrow = make_host_tensor(self.numel, dtype, pin_memory=pin_memory) if is_narrow else None
         self.resident = self._make_copy() if is_resident else None
         self.may_take: Callable[[int], bool] = lambda num_bytes: True
         self._seen = -1  # version of the shards that the copies are of
@@ -59,34 +74,53 @@ class ShardLane:
     @property
     def has_narrow_dtype(self) -> bool:
         """Whether there are two dtypes."""
-        return self.dtype != self.shards.dtype
+        return self.dtype != self.own_dtype
 
     @property
     def transfer_dtype(self) -> torch.dtype:
         """Of what is copied to the device now, and back."""
-        return self.shards.dtype if self.is_wide else self.dtype
+        return self.own_dtype if self.is_wide else self.dtype
 
     @property
     def _version(self) -> int:
         """Grows with every write that is counted."""
-        return num_writes(self.shards) + sum(num_writes(parameter.memory) for parameter in self.parameters)
+        flat = 0 if self.shards is None else num_writes(self.shards)
+        return flat + sum(num_writes(parameter.memory) for parameter in self.parameters)
 
     @property
     def has_copies(self) -> bool:
         """Whether what is written to the shards has to be taken over somewhere."""
-        return self._narrow is not None or self.resident is not None
+        return self._narrow is not None or self.resident is not None or self.is_split
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether shards that can be at rest are not."""
+        return self.is_split and self.split is not None and self.shards is not None
 
     @property
     def host_bytes(self) -> int:
         """Memory of the shards, and of their copy that is on the way."""
-        return sum(tensor.nbytes for tensor in (self.shards, self._narrow) if tensor is not None)
+        return sum(tensor.nbytes for tensor in (self.shards, self._narrow, self.split) if tensor is not None)
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether gradients stay on the host in the dtype in which they came."""
+        return self.is_split and not self._has_sums
+
+    def release_gradients(self) -> None:
+        """Let gradients that others are added to, or that somebody still has, no longer be kept in 16 bit."""
+        for parameter in self.parameters if self.is_split else ():
+            kept = parameter.kept_gradient
+            if kept is not None and kept is parameter.sharded_param.grad:
+                self._has_sums = True  # more than one comes before a step: from now on
+            parameter.widen_gradient()
 
     def widen(self, *, is_wide: bool) -> None:
         """Choose whether the next fetch is of the shards as they are.
 
         What was gathered in the other dtype must no longer be in use.
         """
-        if is_wide == self.is_wide or self.dtype == self.shards.dtype:
+        if is_wide == self.is_wide or not self.has_narrow_dtype:
             return
         self.is_wide = is_wide
         for parameter in self.parameters:  # FSDP2 makes them again
@@ -97,9 +131,11 @@ class ShardLane:
         if not self.has_narrow_dtype:
             return
         self.widen(is_wide=True)
-        self.dtype, self.is_wide, self._narrow, self._seen = self.shards.dtype, False, None, -1
+        self.open()
+        self.dtype, self.is_wide, self._narrow, self._seen = self.own_dtype, False, None, -1
+        self.is_split, self.split = False, None
         if self.resident is not None:
-            is_kept = self.may_take(self.shards.nbytes - self.resident.nbytes)
+            is_kept = self.may_take(self.numel * self.dtype.itemsize - self.resident.nbytes)
             self.resident = self._make_copy() if is_kept else None
 
     def keep_copy(self) -> None:
@@ -108,15 +144,48 @@ class ShardLane:
             self.resident, self._seen = self._make_copy(), -1
 
     def _make_copy(self) -> Tensor:
-        return torch.empty(self.shards.numel(), dtype=self.dtype, device=self.device)
+        return torch.empty(self.numel, dtype=self.dtype, device=self.device)
+
+    @torch.no_grad()
+    def open(self) -> None:
+        """Have the shards in memory of their own, for whoever reads or writes them until they are at rest again."""
+        if self.shards is None:
+            assert self.split is not None
+            self.shards = self.split.read_all()
+            for parameter, place in zip(self.parameters, _split(self.shards, self._sizes), strict=True):
+                _put(parameter, place)
+            self._num_users = self._count_users()
+            self.touch()
+
+    def _rest(self) -> Tensor:
+        """Take over the shards into what they are at rest, and free them. Returns what travels."""
+        assert self.shards is not None
+        if self.split is None:
+            self.split = SplitWeights(self._sizes, pin_memory=self._pin_memory)
+        self.split.write_all(self.shards)
+        is_held = self._count_users() > self._num_users and not isinstance(self.shards, FakeTensor)
+        if not is_held:  # else somebody would read what is no longer the weight
+            nothing = self.shards.new_full((), torch.nan)
+            for parameter, size in zip(self.parameters, self._sizes, strict=True):
+                _put(parameter, nothing.expand(size))
+            self.shards = None
+        return self.split.upper
+
+    def _count_users(self) -> int:
+        """Of the memory of shards: what FSDP2 has, and what others do."""
+        memories = [parameter.memory for parameter in self.parameters if self.is_split]
+        return sum(count_storage_users(storage_identity(memory)) for memory in memories)
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Take over into the copies what was written to the shards. Called by one thread at a time."""
         self.wait_for_copies()
-        source = self.shards
+        source = self.split.upper if self.shards is None and self.split is not None else self.shards
+        assert source is not None
         if self._narrow is not None:
-            source = self._narrow.copy_(self.shards)
+            source = self._narrow.copy_(source)
+        elif self.is_split and self.shards is not None and not (self.is_on_trial or self.needs_width):
+            source = self._rest()
         if self.resident is not None:
             with _side_stream(self.device):
                 self.resident.copy_(source, non_blocking=True)
@@ -129,7 +198,7 @@ class ShardLane:
 
     def wait_for_copies(self) -> None:
         """Wait until the device has read what another thread is to write: shards on the host, copies anywhere."""
-        if self.shards.device != self.device or self.has_copies:
+        if self.own_device != self.device or self.has_copies:
             # Where weights were fetched as they are, nobody has waited for what came to the resident copy.
             for event in (self._fetched, self._arrived):
                 if event is not None:
@@ -146,10 +215,16 @@ class ShardLane:
         Returns:
             For each parameter its shard there, flat, to be read only.
         """
-        if self.has_copies and self._seen != self._version:
+        if self.is_split and self.is_wide:
+            self.open()
+            self.touch()  # what was opened for this is to rest after it
+        elif self.has_copies and self._seen != self._version:
             self.refresh()
         if self.resident is None or self.is_wide:
             source = self.shards if self._narrow is None or self.is_wide else self._narrow
+            if self.split is not None and not self.is_wide:
+                source = self.split.upper
+            assert source is not None
             flat = source.to(self.device, self.transfer_dtype, non_blocking=True)
         else:
             flat = self.resident
@@ -170,12 +245,17 @@ def _gather(parameters: Iterable[Any], sizes: Sequence[int], home: torch.device,
         shards = torch.empty(numel, dtype=dtype, device=home)
     for parameter, place in zip(parameters, _split(shards, sizes), strict=True):
         place.copy_(parameter.memory)
-        old = local_part_of(parameter.sharded_param)
-        length = old.shape[0] if old.numel() else 0
-        parameter.memory = place
-        local = place.view(parameter.padded_sharded_param_size).narrow(0, 0, length)
-        set_local_part(parameter.sharded_param, local.view(old.shape))
+        _put(parameter, place)
     return shards
+
+
+def _put(parameter: Any, place: Tensor) -> None:
+    """Let ``place``, flat, be the memory of a shard."""
+    old = own_part_of(parameter.sharded_param)
+    length = old.shape[0] if old.numel() else 0
+    parameter.memory = place
+    local = place.view(parameter.padded_sharded_param_size).narrow(0, 0, length)
+    set_own_part(parameter.sharded_param, local.view(old.shape))
 
 
 def _split(shards: Tensor, sizes: Sequence[int]) -> Iterator[Tensor]:

@@ -1,5 +1,6 @@
 """A parameter whose shard is on the host, as FSDP2 sees it: what goes to the device and what comes back."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,16 @@ from lightning_vram.private_names.fsdp2.classes import ParameterBase
 from lightning_vram.private_names.fsdp2.sharded_tensors import compute_local_shape_and_global_offset
 from lightning_vram.private_names.torch.operators import is_mutable
 from lightning_vram.private_names.torch.tensors import gradient_hooks, has_accumulation_hooks, local_part_of
-from lightning_vram.techniques.sharding.gathered import WeightReads, gathered_of, observe, set_gathered, watch
+from lightning_vram.techniques.sharding.gathered import (
+    WeightReads,
+    gathered_of,
+    keep_narrow,
+    narrow_of,
+    observe,
+    set_gathered,
+    watch,
+    widen,
+)
 from lightning_vram.techniques.sharding.lanes import ShardLane
 
 
@@ -47,13 +57,16 @@ class ShardedParameter(ParameterBase):
     on_gradient: Callable[[], None] | None  # called in a backward that comes to what is gathered; may be set
     _told: Tensor | None  # what that was set on
     _touch: Callable[[], None]  # the shard may have been written
+    read_gradient: Callable[[], None]  # somebody wants the values of a gradient that is kept in 16 bit
+    _kept: "weakref.ref[Tensor] | None"  # the last such gradient
     reads: WeightReads | None  # of a weight that may be sent in 16 bit, while that is not proven
 
     def begin(self, lane: ShardLane, touch: Callable[[], None]) -> None:
         """What a constructor would do. ``touch`` is called when somebody uses the shard, who may write to it."""
         self.lane, self._touch = lane, touch
         self.fetched = self._sent = self._held = self._buffer = self._stand_in = None
-        self.on_gradient = self._told = self.reads = None
+        self.on_gradient = self._told = self.reads = self._kept = None
+        self.read_gradient = self.widen_gradient
         self.is_reducing = self._has_landed = False
         self._wants_gradient = self.sharded_param.requires_grad
 
@@ -158,14 +171,32 @@ class ShardedParameter(ParameterBase):
     def land(self, gradient: Tensor) -> None:
         """Add to the gradient of the shard what has come from the device."""
         shard: Any = self.sharded_param
-        if shard.grad is None:
+        if shard.grad is None and self.lane.keeps_gradients and gradient.dtype != shard.dtype:
+            nothing = torch.full((), torch.nan, dtype=shard.dtype)
+            shard.grad = kept = super().to_sharded_dtensor(nothing.expand(gradient.shape))
+            keep_narrow(kept, gradient)
+            self._kept = weakref.ref(kept)
+            watch([kept], self.read_gradient)
+        elif shard.grad is None:
             shard.grad = super().to_sharded_dtensor(gradient.to(shard.dtype))
         else:
             local_part_of(shard.grad).add_(gradient)
 
+    @property
+    def kept_gradient(self) -> Tensor | None:
+        """The gradient that is kept in 16 bit, as long as it is and somebody has it."""
+        kept = self._kept() if self._kept is not None else None
+        return kept if narrow_of(kept) is not None else None
+
+    def widen_gradient(self) -> None:
+        """Let it have its values in the dtype of the shard."""
+        kept = self.kept_gradient
+        if kept is not None:
+            widen(kept)
+
     def _call_hooks(self, gradient: Tensor) -> Tensor:
         """Those of ``Tensor.register_hook``, which autograd calls for what is gathered only."""
-        if self.lane.shards.device.type != self.lane.device.type:
+        if self.lane.own_device.type != self.lane.device.type:
             torch.accelerator.current_stream().synchronize()
         sharded: Any = super().to_sharded_dtensor(gradient.to(self.sharded_param.dtype))
         for hook in gradient_hooks(self.sharded_param):
@@ -179,7 +210,12 @@ class ShardedParameter(ParameterBase):
         super().reset_sharded_param()  # type: ignore[no-untyped-call]
 
     def _watch_shard(self) -> None:
-        watch([self.sharded_param], self._take_over_writes, after=self._shard_was_used)
+        watch([self.sharded_param], self._before_use, after=self._shard_was_used)
+
+    def _before_use(self) -> None:
+        """Let the shard be what is gathered, and in memory of its own."""
+        self.lane.open()
+        self._take_over_writes()
 
     @torch.no_grad()
     def _shard_was_used(self, function: Any) -> None:
@@ -216,6 +252,7 @@ class ShardedParameter(ParameterBase):
         part = whole.detach()
         for dimension, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
             part = part.narrow(dimension, offset, length)
+        self.lane.open()
         local = local_part_of(shard)
         local.copy_(part)
         if local.device.type != "cpu":  # else the copy has waited: what comes next may be a step, or another stream

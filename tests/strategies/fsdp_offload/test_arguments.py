@@ -49,6 +49,17 @@ WRONG = [
         TypeError,
         "(device_bytes) must be bytes as an int or text such as '24GiB', got True of type bool.",
     ),
+    ({"master": "bf16"}, ValueError, "(master) must be one of 'fp32', 'split', got 'bf16'."),
+    (
+        {"master": "split", "offload": "none"},
+        ValueError,
+        "(master='split') is how weights are kept on the host, got offload='none'.",
+    ),
+    (
+        {"master": "split", "narrow_transfers": False},
+        ValueError,
+        "(master='split') keeps weights as the 16 bit that travel and those they lack, got narrow_transfers=False.",
+    ),
     ({"shard": "half"}, ValueError, "(shard) must be one of 'full', 'grad_op', 'hybrid', got 'half'."),
     ({"state_dict_type": "local"}, ValueError, "(state_dict_type) must be one of 'full', 'sharded', got 'local'."),
     (

@@ -1,5 +1,6 @@
 """What cannot work on shards is refused before training, in one sentence."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ from support.offload_nets import Fused, leave_group
 from torch import nn, optim
 
 from lightning_vram import LeanMixedPrecision
-from lightning_vram.strategies.fsdp_offload.checks import check_layer_drop
+from lightning_vram.strategies.fsdp_offload.checks import check_layer_drop, check_master
 from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
 from lightning_vram.techniques.sharding.apply import FullSharding, ShardingOptions
 from lightning_vram.techniques.sharding.grouping.plan import plan_sharding_groups
@@ -214,6 +215,16 @@ def test_layers_that_are_not_left_out_on_several_ranks_are_warned_of():
     check_layer_drop(net, 1, "FSDPOffloadStrategy")  # a warning is an error
     net[0].config.layerdrop = net[1].config.layerdrop = 0.0
     check_layer_drop(net, 2, "FSDPOffloadStrategy")
+
+
+def test_weights_that_travel_as_float16_are_not_split():
+    check_master("split", torch.bfloat16, "bf16-mixed", "FSDPOffloadStrategy")
+    check_master("fp32", torch.float16, "16-mixed", "FSDPOffloadStrategy")
+    message = (
+        "S(master='split') is for weights that travel as bf16, which needs precision='bf16-mixed', got '16-mixed'."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        check_master("split", torch.float16, "16-mixed", "S")
 
 
 def test_cnn_is_not_refused(make_trainer):

@@ -59,11 +59,12 @@ def fit(make_trainer: Any) -> Any:
         offload: Any = "params",
         device_bytes: Any = None,
         ckpt_path: Any = None,
+        master: Any = "fp32",
         **options: Any,
     ) -> Weighed:
         pl.seed_everything(0, verbose=False)
         model = Weighed()
-        strategy = FSDPOffloadStrategy(offload=offload, device_bytes=device_bytes, min_params=100)
+        strategy = FSDPOffloadStrategy(offload=offload, device_bytes=device_bytes, master=master, min_params=100)
         defaults = {"accelerator": ACCELERATOR, "devices": 1, "max_epochs": 2, "deterministic": "warn"}
         options = {"limit_val_batches": 0, "gradient_clip_val": 0.1, **defaults, **options}
         make_trainer(strategy=strategy, callbacks=list(callbacks), **options).fit(model, ckpt_path=ckpt_path)
@@ -121,6 +122,13 @@ def test_what_the_first_step_leaves_free_holds_copies(precision, fit):
     assert_equal_weights(ours, expected)
     assert ours.sizes[0] == 0 or ours.sizes[0] == expected.sizes[0]
     assert ours.sizes[1:] == expected.sizes[1:]
+
+
+@pytest.mark.parametrize("device_bytes", [0, 0.1, 0.4, 0.8, 1.0, "auto"])
+def test_how_weights_are_kept_on_the_host_changes_no_bit_and_no_byte_of_the_device(device_bytes, fit):
+    ours, expected = (fit(device_bytes=device_bytes, master=one, precision="bf16-mixed") for one in ("split", "fp32"))
+    assert_equal_weights(ours, expected)
+    assert ours.sizes == expected.sizes
 
 
 def test_where_nothing_is_free_there_are_no_copies(fit):

@@ -22,6 +22,7 @@ from lightning_vram.core.host.arena import make_host_tensor
 from lightning_vram.core.processes.clean_exit import leave_group
 from lightning_vram.demos import ByteGPT
 from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
+from lightning_vram.techniques.sharding.gathered import narrow_of
 from lightning_vram.techniques.sharding.recovery import can_recover
 
 pytestmark = [
@@ -164,6 +165,39 @@ def test_where_weights_are_kept_changes_no_bit(precision, fit):
     assert_equal_weights(fit(Split, "params", offload={"pin_memory": False}, **options), ours)
 
 
+@pytest.mark.parametrize("mode", ["params", "optimizer"])
+@pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.1}, {"accumulate_grad_batches": 2}])
+def test_how_weights_are_kept_changes_no_bit(options, mode, fit):
+    ours = fit(Split, mode, precision="bf16-mixed", offload={"master": "split"}, **options)
+    assert_equal_weights(ours, fit(Split, mode, precision="bf16-mixed", **options))
+
+
+class Counted(LitBytes):
+    """Counts what is kept on the host for the weights that travel in 16 bit."""
+
+    num_bytes: float = 0.0
+
+    def on_train_batch_end(self, *unused: Any) -> None:
+        finish(self.trainer)
+        lanes = [lane for group in self.trainer.strategy._sharding.groups for lane in group.lanes]
+        narrow = [lane for lane in lanes if lane.has_narrow_dtype and not lane.is_wide]
+        numel = sum(lane.numel for lane in narrow)
+        gradients = [parameter.sharded_param.grad for lane in narrow for parameter in lane.parameters]
+        found = [kept if (kept := narrow_of(gradient)) is not None else gradient for gradient in gradients]
+        states = [self.trainer.optimizers[0].state[p.sharded_param] for lane in narrow for p in lane.parameters]
+        moments = [state[key] for state in states for key in ("exp_avg", "exp_avg_sq")]
+        lists = sum(lane.split.nbytes - 4 * lane.numel for lane in narrow if lane.split is not None)
+        held = (
+            sum(lane.host_bytes for lane in narrow) - lists + sum(t.numel() * t.element_size() for t in found + moments)
+        )
+        self.num_bytes = held / numel if numel else 0.0
+
+
+@pytest.mark.parametrize(("master", "num_bytes"), [("fp32", 18), ("split", 14)])
+def test_weights_that_are_split_take_four_bytes_less(master, num_bytes, fit):
+    assert fit(Counted, "params", precision="bf16-mixed", offload={"master": master}).num_bytes == num_bytes
+
+
 @pytest.mark.parametrize("mode", ["params", "optimizer", "none"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_teacher_is_the_average_of_its_student(way, mode, fit):
@@ -177,6 +211,9 @@ def test_a_teacher_is_the_average_of_its_student(way, mode, fit):
 def test_weights_that_are_changed_by_hand_are_those_of_a_plain_run(make, mode, fit):
     assert_equal_weights(fit(make, mode), fit(make))
     assert_equal_weights(fit(make, mode, precision="bf16-mixed"), fit(make, precision="bf16-mixed"))
+    if mode != "none":
+        split = fit(make, mode, precision="bf16-mixed", offload={"master": "split"})
+        assert_equal_weights(split, fit(make, mode, precision="bf16-mixed"))
 
 
 def test_states_on_a_disk_change_no_bit(fit, tmp_path):

@@ -1,5 +1,12 @@
 """What is done with a weight while it is gathered: reads, writes, uses. May import: core, memory."""
 
+from lightning_vram.techniques.sharding.gathered.narrow_gradients import (
+    keep_narrow,
+    narrow_of,
+    scale_narrow,
+    wide_part,
+    widen,
+)
 from lightning_vram.techniques.sharding.gathered.settable_shards import gathered_of, make_settable, set_gathered
 from lightning_vram.techniques.sharding.gathered.watched_shards import unwatch, watch
 from lightning_vram.techniques.sharding.gathered.weight_reads import WeightReads, observe
@@ -7,9 +14,14 @@ from lightning_vram.techniques.sharding.gathered.weight_reads import WeightReads
 __all__ = [
     "WeightReads",
     "gathered_of",
+    "keep_narrow",
     "make_settable",
+    "narrow_of",
     "observe",
+    "scale_narrow",
     "set_gathered",
     "unwatch",
     "watch",
+    "wide_part",
+    "widen",
 ]

@@ -1,0 +1,173 @@
+"""Step weights that are split at rest, part by part: no more than a few parts are in float32 at a time."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_vram.core.gradients.clipping import apply_clip_factor
+from lightning_vram.core.host.split_weights import PART_ELEMENTS, Part, SplitWeights
+from lightning_vram.optimizers.on_disk import StreamedStates, is_elementwise
+from lightning_vram.optimizers.stepping import Member, State, StepRound, make_stand_in, publish_state
+from lightning_vram.private_names.fsdp2.sharded_tensors import local_part, own_part_of
+from lightning_vram.techniques.sharding import ShardLane
+from lightning_vram.techniques.sharding.gathered import narrow_of, scale_narrow, wide_part, widen
+
+
+def step_on_host(
+    step_round: StepRound, streamed: StreamedStates | None, lanes: Sequence[ShardLane], members: Sequence[Member]
+) -> None:
+    """Step members of one group, whose lanes are ``lanes``: with states from a disk, in parts, or as they are."""
+    members = _step_split(step_round, lanes, members, is_whole=streamed is not None)
+    if streamed is not None:
+        streamed.run(step_round, members)
+    elif members:
+        step_round.run(members)
+
+
+def _step_split(
+    step_round: StepRound, lanes: Sequence[ShardLane], members: Sequence[Member], *, is_whole: bool
+) -> list[Member]:
+    """Step those of ``members`` that can be stepped in parts, and have the others' shards in memory of their own.
+
+    Args:
+        step_round: The step.
+        lanes: Of the members' group.
+        members: Of the step.
+        is_whole: Whether none is to be stepped in parts.
+
+    Returns:
+        Those that are yet to be stepped.
+    """
+    if not any(lane.is_split for lane in lanes):
+        return list(members)
+    left: list[Member] = []
+    for lane in lanes:
+        places = {parameter.sharded_param: place for place, parameter in enumerate(lane.parameters)}
+        ours = [member for member in members if member.parameter in places]
+        if not ours:
+            continue
+        can_part = is_elementwise(type(step_round.optimizer)) and all(map(_is_flat, ours))
+        if lane.shards is None and not is_whole and can_part:
+            _step_parts(step_round, lane, [(places[member.parameter], member) for member in ours])
+        else:
+            lane.open()
+            left += [_as_it_is(member) for member in ours]
+    return left
+
+
+def scale_gradients(gradients: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply sharded gradients by a scalar, in place; those that are kept in 16 bit when they are read."""
+    for gradient in gradients:
+        if narrow_of(gradient) is not None:
+            scale_narrow(gradient, factor)
+    apply_clip_factor([local_part(gradient) for gradient in gradients if narrow_of(gradient) is None], factor)
+
+
+def _as_it_is(member: Member) -> Member:
+    """Return ``member`` with tensors that have values: some may have had none when it was made."""
+    assert member.own_gradient is not None
+    widen(member.own_gradient)
+    return replace(member, shard=own_part_of(member.parameter), gradient=own_part_of(member.own_gradient))
+
+
+def _is_flat(member: Member) -> bool:
+    """Whether parts can be cut out of its states."""
+    return all(value.is_contiguous() for value in member.local_state.values() if isinstance(value, Tensor))
+
+
+def _cut_gradient(member: Member, part: slice) -> Tensor:
+    if member.own_gradient is not None and narrow_of(member.own_gradient) is not None:
+        return wide_part(member.own_gradient, part)
+    return member.gradient.reshape(-1)[part]
+
+
+class _Stepping:
+    """A parameter that is stepped in parts."""
+
+    def __init__(self, member: Member, split: SplitWeights, place: int) -> None:
+        self.member, self.split, self.parts = member, split, split.parts[place]
+        self.fresh: State = {}  # what the step makes, to be published when all parts are stepped
+
+    def state_of(self, part: slice) -> State:
+        """Return the states of some weights; what is kept once for all of them as it was before the step."""
+        return {
+            key: value.view(-1)[part] if self._is_elementwise(value) else _copy(value)
+            for key, value in self.member.local_state.items()
+        }
+
+    def keep(self, key: str, value: Any, part: slice, size: int) -> None:
+        """Take over a state of some weights that the step has left."""
+        if not isinstance(value, Tensor) or value.shape != (size,):
+            self.fresh[key] = value
+            return
+        whole = self.fresh.get(key, self.member.local_state.get(key))
+        if not self._is_elementwise(whole):
+            whole = torch.empty(self.member.shard.shape, dtype=value.dtype, device=value.device)
+            self.fresh[key] = whole
+        assert isinstance(whole, Tensor)
+        whole.view(-1)[part].copy_(value)
+
+    def _is_elementwise(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and value.shape == self.member.shard.shape
+
+
+class _Part:
+    """Some weights of one, in float32."""
+
+    def __init__(self, whole: _Stepping, part: Part) -> None:
+        self._whole, self._part = whole, part
+        self._numbers = whole.split.read(part)
+        first, numel = whole.parts[0][0], whole.member.shard.numel()
+        # The end of a shard may be what FSDP2 has padded it with.
+        self._range = slice(part[0] - first, max(min(part[1] - first, numel), part[0] - first))
+        self._size = self._range.stop - self._range.start
+        self.stand_in = make_stand_in(self._numbers[: self._size], _cut_gradient(whole.member, self._range))
+        self.state = whole.state_of(self._range)
+        self._before = dict(self.state)
+        self.group = whole.member.group
+
+    def keep(self) -> None:
+        """Take over what the step has written."""
+        self._whole.split.write(self._part, self._numbers)
+        for key, value in self.state.items():
+            is_view = isinstance(value, Tensor) and value.shape == (self._size,) and value is self._before.get(key)
+            if not is_view:  # that was written to in its place
+                self._whole.keep(key, value, self._range, self._size)
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+@torch.no_grad()
+def _step_parts(step_round: StepRound, lane: ShardLane, members: Sequence[tuple[int, Member]]) -> None:
+    assert lane.split is not None
+    if step_round.factor is not None:
+        for _, member in members:
+            if member.own_gradient is not None and narrow_of(member.own_gradient) is not None:
+                scale_narrow(member.own_gradient, step_round.factor)
+        step_round.scale([member for _, member in members if narrow_of(member.own_gradient) is None])
+    all_stepping = [_Stepping(member, lane.split, place) for place, member in members]
+    batch: list[_Part] = []
+    for stepping in all_stepping:
+        for part in stepping.parts:
+            batch.append(_Part(stepping, part))
+            if sum(one.stand_in.numel() for one in batch) >= PART_ELEMENTS:
+                _step_batch(step_round, batch)
+                batch = []
+    _step_batch(step_round, batch)
+    for stepping in all_stepping:
+        publish_state(stepping.member, stepping.fresh)
+
+
+def _step_batch(step_round: StepRound, batch: Sequence[_Part]) -> None:
+    """Step some parts at once."""
+    if batch:
+        step_round.step_stand_ins(
+            [one.group for one in batch], [one.stand_in for one in batch], [one.state for one in batch]
+        )
+    for one in batch:
+        one.keep()
