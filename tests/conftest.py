@@ -44,6 +44,9 @@ MARKS_OF_DEVICES = {"sim": ("device", "sim"), "cuda": ("device", "gpu")}
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--one-of-each", action="store_true", help="only the first parametrisation of each test")
     parser.addoption(
+        "--slow-sample", type=int, help="of the slow parametrisations of each test only so many, at equal distances"
+    )
+    parser.addoption(
         "--device",
         choices=["cpu", *MARKS_OF_DEVICES],
         default="cpu",
@@ -67,6 +70,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _mark_slow(config, items)
     _select_by_device(config, items)
+    if config.option.slow_sample is not None:
+        _sample_slow(config, items, config.option.slow_sample)
     if config.option.one_of_each:
         quick_first = sorted(items, key=lambda item: item.get_closest_marker("slow") is not None)
         first = set({item.nodeid.partition("[")[0]: item for item in reversed(quick_first)}.values())
@@ -104,6 +109,20 @@ def _mark_slow(config: pytest.Config, items: list[pytest.Item]) -> None:
         for item in siblings:
             if item.callspec.id not in quick:
                 item.add_marker(pytest.mark.slow)
+
+
+def _sample_slow(config: pytest.Config, items: list[pytest.Item], num_slow: int) -> None:
+    """Leave out most of what is slow and alike, so that one run of all tests ends in good time."""
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("slow") is not None and hasattr(item, "callspec"):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out = set()
+    for siblings in tests.values():
+        chosen = _spread(siblings, num_slow)
+        left_out.update(item for item in siblings if item.callspec.id not in chosen)
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
 
 
 def _spread(siblings: list[pytest.Item], num_quick: int) -> list[str]:
