@@ -34,12 +34,13 @@ def silence_ends(module: pl.LightningModule, callbacks: Iterable[Callback]) -> N
 class StayOnCard(Callback):
     """Leave out that Lightning moves all back to the host once a run is over, tensor by tensor: a fifth of the work.
 
-    Strategies of this package end in their own way.
+    Strategies and plugins of this package end in their own way, some with copies that belong on the host.
     """
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not type(trainer.strategy).__module__.startswith(_OWN):
+        parts = trainer.strategy, trainer.precision_plugin
+        if not any(type(part).__module__.startswith(_OWN) for part in parts):
             vars(pl_module)["cpu"] = lambda: pl_module
             trainer.strategy.optimizers = []
 

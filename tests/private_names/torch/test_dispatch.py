@@ -18,7 +18,6 @@ CALLS: dict[str, Callable[[], Any]] = {
     "offsets of views": lambda: [torch.zeros(8)[start:].view(2, 2) for start in (4,)] + [torch.zeros(4).view(2, 2)],
     "gradients": lambda: [torch.zeros(3, requires_grad=flag).detach() for flag in (True, False)],
     "lists": lambda: [torch.cat([torch.zeros(2)] * number) for number in (2, 3)],
-    "lists in lists": lambda: [torch.zeros(4, 4)[[[0, 1], [2, 3]]], torch.zeros(4, 4)[[[0, 1, 2]]]],
     "places of nothing": lambda: [torch.zeros(4, 4)[:, None], torch.zeros(4, 4)[None, :]],
     "complex numbers": lambda: [torch.zeros(2) * number for number in (1j, 1.0)],
 }
