@@ -20,7 +20,7 @@ from lightning_vram.core.host.copy_notes import TO_DEVICE, copies_noted
 from lightning_vram.core.operators.cost import BALANCE, OperatorWork, operator_work
 from lightning_vram.memory.device.accelerators import stream_id
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
-from lightning_vram.private_names.torch.dispatch import UnwrappedMode
+from lightning_vram.private_names.torch.dispatch import ASK_DEVICE, UnwrappedMode
 from lightning_vram.private_names.torch.trees import tensors_in
 
 _REACHED_FLOPS, _REACHED_BANDWIDTH = 0.6, 0.85  # of what makers tell: see core/operators/cost.py
@@ -99,6 +99,8 @@ class StepClock(UnwrappedMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is ASK_DEVICE:
+            return args[0].device
         result = func(*args, **(kwargs or {}))
         work = operator_work(func, args, kwargs or {}, result)
         if work.num_bytes:

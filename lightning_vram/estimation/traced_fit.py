@@ -26,7 +26,7 @@ from lightning_vram.estimation.fake_trainer import (
     parts_of,
 )
 from lightning_vram.estimation.isolation import isolated
-from lightning_vram.estimation.silent_ends import silence_ends
+from lightning_vram.estimation.silent_ends import StayOnCard, silence_ends
 from lightning_vram.estimation.step_time import StepClock, StepTime
 from lightning_vram.memory.estimate.cuda_semantics import CudaSpec, cuda_semantics
 from lightning_vram.memory.estimate.cuda_semantics.scratch import Scratch
@@ -193,7 +193,7 @@ def _fit(
             run.trainer_arguments,
             device,
             run.num_ranks,
-            [marks],
+            [marks, StayOnCard()],
             folder=folder,
             with_validation=run.with_validation or run.evaluation is not None,
         )

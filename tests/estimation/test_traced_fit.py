@@ -228,3 +228,13 @@ def test_the_module_and_the_callbacks_are_as_before() -> None:
     assert all(type(parameter) is nn.Parameter for parameter in module.parameters())
     assert all(torch.equal(value, weights[name]) for name, value in module.state_dict().items())
     assert Counter(map(type, module.modules())) == Counter(map(type, _gpt()[0].modules()))
+
+
+def test_what_is_over_stays_on_the_card_until_it_is_dropped() -> None:
+    module, batch = _gpt()
+    traced = trace_fit(module, batch, FitRun({}, find_device("h100")))
+    end = max(stop for _, stop in traced.spans.values())
+    assert all(event.change_bytes < 0 for event in traced.timeline.events[end:])
+    allocations = {event.allocation for event in traced.timeline.events[end:]}
+    held = {event.allocation for event in traced.timeline.events[:end]}
+    assert allocations <= held  # nothing was copied

@@ -48,6 +48,7 @@ from lightning_vram.memory.tracking.storages import iterate_tensors
 from lightning_vram.memory.tracking.timeline import Category, MemoryTimeline, Phase
 from lightning_vram.private_names.torch.autograd import current_graph_task_id
 from lightning_vram.private_names.torch.dispatch import (
+    ASK_DEVICE,
     FakeTensor,
     TorchDispatchMode,
     detect_fake_mode,
@@ -259,6 +260,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # the wrapper unwraps itself; what it runs inside comes here again
+        if func is ASK_DEVICE:
+            return args[0].device
         results = results_of(func)
         if results is Results.COMPOSED:
             with self:

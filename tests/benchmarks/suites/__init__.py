@@ -7,7 +7,7 @@ SUITES: dict[str, tuple[str, ...]] = {
     "optimizers": ("optimizers",),
     "offload": ("strategies", "fsdp_offload", "host_adamw", "offload_overlap", "disk_states"),
     "estimate": ("estimate", "estimate_cost"),
-    "plan": ("plan",),
+    "plan": ("plan", "plan_cost"),
     "precision": ("mixed_precision",),
     "batches": ("micro_batching",),
     "price": ("nothing", "python_price", "recomputation", "early_release", "leak_detector"),

@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_vram.memory.estimate.cuda_semantics.reductions import Processors, reduction_buffers
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
 from lightning_vram.private_names.cuda.attention import efficient_backward, flash_backward
-from lightning_vram.private_names.torch.dispatch import UnwrappedMode
+from lightning_vram.private_names.torch.dispatch import ASK_DEVICE, UnwrappedMode
 from lightning_vram.private_names.torch.operators import OpOverload, given_arguments
 
 OnScratch = Callable[[str, tuple[int, ...]], None]
@@ -52,6 +52,8 @@ class Scratch(UnwrappedMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is ASK_DEVICE:
+            return args[0].device
         result = func(*args, **(kwargs or {}))
         blocks_of = _BLOCKS.get(func) if isinstance(func, OpOverload) else None
         if blocks_of is not None and args[0].device.type == self._kind:

@@ -25,7 +25,7 @@ from lightning_vram.memory.estimate.fakes.known_values import KnownValues
 from lightning_vram.memory.estimate.fakes.parameters import make_parameter, taken_together
 from lightning_vram.memory.estimate.fakes.tensors import fake_of
 from lightning_vram.memory.estimate.replaced import replaced
-from lightning_vram.private_names.torch.dispatch import FakeTensor, FakeTensorMode, without_dispatch
+from lightning_vram.private_names.torch.dispatch import FakeTensor, FakeTensorMode, QuickFakeMode, without_dispatch
 from lightning_vram.private_names.torch.fakes import remove_device_module, set_device_module, swap_contents
 
 HOST = torch.device("cpu")
@@ -45,7 +45,7 @@ def fake_device(
     Yields:
         The mode, which is on, and what answers for values.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = QuickFakeMode(allow_non_fake_inputs=True)
     values = KnownValues()
     with ExitStack() as stack:
         module = _device_module(num_bytes, allocated_bytes)

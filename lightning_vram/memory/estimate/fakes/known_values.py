@@ -8,6 +8,7 @@ has to run real tensors instead.
 
 import sys
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from lightning_vram.memory.estimate.fakes.uniform_truths import UniformTruths
 from lightning_vram.private_names.torch.dispatch import FakeTensor, UnwrappedMode, without_dispatch
 from lightning_vram.private_names.torch.operators import READ_NUMBER, OpOverload, schema_of
 from lightning_vram.private_names.torch.tensors import storage_identity
-from lightning_vram.private_names.torch.trees import tree_leaves, tree_map
+from lightning_vram.private_names.torch.trees import tensors_in, tree_map
 
 _EQUAL = torch.ops.aten.equal.default
 _KEEPS_VALUES = (
@@ -51,7 +52,7 @@ class KnownValues(UnwrappedMode):
         kwargs = kwargs or {}
         if not isinstance(func, OpOverload):
             return func(*args, **kwargs)
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = list(tensors_in((args, kwargs)))
         is_known = all(map(self._knows, tensors)) and not _makes_unknown(func)
         if func is _EQUAL:
             return self._are_equal(tensors)
@@ -139,6 +140,7 @@ def _is_short(tensor: Tensor) -> bool:
     return tensor.numel() <= _MOST_NUMBERS
 
 
+@cache
 def _makes_unknown(func: OpOverload) -> bool:
     name: str = schema_of(func).name.partition("::")[2]
     return name.startswith(_UNKNOWN_MAKERS)
