@@ -80,7 +80,7 @@ class UnwrappedMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 _PLAIN_TYPES = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout})
 
 
-class QuickFakeMode(FakeTensorMode):
+class QuickFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """A mode that knows plain tensors again by one tuple each: torch's makes an object of 17 fields and a flat list."""
 
     @override
