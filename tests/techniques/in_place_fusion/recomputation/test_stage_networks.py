@@ -48,6 +48,8 @@ def test_share_of_the_bytes_kept_under_autocast(name: str) -> None:
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "bf16 autocast"])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_five_steps_leave_weights_and_buffers_equal_to_the_bit(name: str, dtype: torch.dtype | None) -> None:
+    if name == "vgg13_bn" and dtype is not None:
+        pytest.skip("its images cannot be small, and a CPU without AVX-512 takes minutes for convolutions in bfloat16")
     network, x = make_network(name)
     x = x[:2] if x.dim() == 2 else x[:2, :, ::2, ::2] if name not in ("vit_small", "vgg13_bn") else x[:2]
     other = copy.deepcopy(network)
