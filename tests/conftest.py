@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import logging
 import os
 import shutil
 import warnings
@@ -166,8 +167,10 @@ def leave_device_as_it_was(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def leave_process_as_it_was() -> Iterator[None]:
-    """End what a strategy leaves connected, as it may for the next fit, and threads that a benchmark has asked for."""
+    """End what a strategy leaves connected, as it may for the next fit, and what else a test has set for all."""
+    level = logging.getLogger("lightning.pytorch").level
     yield
+    logging.getLogger("lightning.pytorch").setLevel(level)
     torch.set_num_threads(1)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         leave_group()

@@ -74,7 +74,7 @@ def draw(plain: MemoryEstimate, packed: MemoryEstimate, parts: str, panel: Panel
         figure.text(0.012, 0.025, note, va="bottom", fontsize=10, color=FAINT)
         _draw_points(figure, panel)
         figure.text(0.535, 0.975, f"Measured: {panel.workload}", va="top", fontweight="bold", color=INK)
-        figure.text(0.535, 0.025, "\n".join(wrap(caption, 88)), va="bottom", fontsize=10, color=FAINT)
+        figure.text(0.535, 0.025, "\n".join(wrap(caption, 56)), va="bottom", fontsize=10, color=FAINT)
     return figure
 
 
