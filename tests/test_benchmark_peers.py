@@ -197,6 +197,7 @@ def test_what_grows_is_made_of_any_size():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # four minutes: a plan for each size that is tried
 def test_each_way_has_a_row_with_its_largest_size_or_a_reason():
     growth = grow_batch(RESNET)
     in_parts = (*biggest.IN_PARTS, biggest.QUARTERS)  # each size that they are tried with is a run of a Trainer
