@@ -178,6 +178,7 @@ def assert_met_or_told(found: dict[float, int], budget: int, told: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # the compiler is new to all of them
 @pytest.mark.parametrize(("name", "backend"), [pytest.param(*pair, id="-".join(pair)) for pair in CASES])
 def test_the_budget_is_kept_and_training_is_as_without(name, backend, make_trainer, found):
     train = partial(fit, make_trainer, name, backend, num_blocks=2)
