@@ -39,6 +39,9 @@ REQUIREMENTS = {
 }
 
 
+SET_BY_LIGHTNING = ("CUBLAS_WORKSPACE_CONFIG", "MASTER_PORT")
+"""Variables that a Trainer leaves: of ``deterministic=True``, and of a process group."""
+
 MARKS_OF_DEVICES = {"sim": ("device", "sim"), "cuda": ("device", "gpu")}
 
 
@@ -56,6 +59,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput") or not config.option.numprocesses:  # else workers are still to read them
+        os.environ.pop("PYTEST_ADDOPTS", None)  # not for the pytest that a test starts
     # Many tests fork, which autograd does not survive in a process that has an accelerator: the others run without.
     if config.option.device != "cuda":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -168,13 +173,19 @@ def leave_device_as_it_was(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def leave_process_as_it_was() -> Iterator[None]:
     """End what a strategy leaves connected, as it may for the next fit, and what else a test has set for all."""
-    level = logging.getLogger("lightning.pytorch").level
+    level, is_deterministic = logging.getLogger("lightning.pytorch").level, torch.are_deterministic_algorithms_enabled()
+    variables = {name: os.environ.get(name) for name in SET_BY_LIGHTNING}
     yield
     logging.getLogger("lightning.pytorch").setLevel(level)
+    torch.use_deterministic_algorithms(is_deterministic)
     torch.set_num_threads(1)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         leave_group()
-        os.environ.pop("MASTER_PORT", None)
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 A roofline (Williams et al., 2009, https://doi.org/10.1145/1498765.1498785), with the part of a maker's figures that
 kernels reach, and the time a launch takes. What runs on other streams, and on the host, runs beside the computation.
+A forward waits for what it sends to the host, a backward for what it gets from there: one cannot hide in the other.
 The seconds rank ways to run one step on one card. They do not see kernels that are slower than others of their kind,
 nor waits.
 """
@@ -9,7 +10,7 @@ nor waits.
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from lightning_vram.core.host.copy_notes import TO_DEVICE, copies_noted
 from lightning_vram.core.operators.cost import BALANCE, OperatorWork, operator_work
 from lightning_vram.memory.device.accelerators import stream_id
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
+from lightning_vram.private_names.torch.autograd import current_graph_task_id
 from lightning_vram.private_names.torch.dispatch import ASK_DEVICE, UnwrappedMode
 from lightning_vram.private_names.torch.trees import tensors_in
 
@@ -41,25 +43,43 @@ class StepTime:
         to_card: Copies from the host beside them.
         to_host: Copies to the host beside them.
         host: Operators on the host.
+        backward: What of that is within backwards; ``None``: nothing.
     """
 
     compute: float
     to_card: float = 0.0
     to_host: float = 0.0
     host: float = 0.0
+    backward: "StepTime | None" = None
 
     @property
     def seconds(self) -> float:
         """All of it, if what can run at the same time does."""
-        return max(self.compute, self.to_card, self.to_host, self.host)
+        backward = self.backward or _NOTHING
+        passes = (self._passing - backward._passing, backward._passing)
+        return max(self.host, sum(max(one.compute, one.to_card, one.to_host) for one in passes))
+
+    @property
+    def _passing(self) -> "StepTime":
+        return StepTime(self.compute, self.to_card, self.to_host)
+
+    def computed_slower(self, factor: float) -> "StepTime":
+        """Return what it would be if all that computes took ``factor`` times as long, and copies as long as now."""
+        backward = self.backward and self.backward.computed_slower(factor)
+        return replace(self, compute=self.compute * factor, host=self.host * factor, backward=backward)
 
     def __sub__(self, other: "StepTime") -> "StepTime":
+        has_backward = self.backward is not None
         return StepTime(
             self.compute - other.compute,
             self.to_card - other.to_card,
             self.to_host - other.to_host,
             self.host - other.host,
+            (self.backward or _NOTHING) - (other.backward or _NOTHING) if has_backward else None,
         )
+
+
+_NOTHING = StepTime(0.0)
 
 
 class StepClock(UnwrappedMode):
@@ -76,11 +96,16 @@ class StepClock(UnwrappedMode):
         self._rates = _Rates(card)
         self._noting = ExitStack()
         self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._in_backward: defaultdict[str, float] = defaultdict(float)
 
     @property
     def now(self) -> StepTime:
         """What was added up so far."""
-        return StepTime(**{name: self._seconds[name] for name in ("compute", "to_card", "to_host", "host")})
+        all_of_it, backward = (
+            StepTime(*(seconds[name] for name in ("compute", "to_card", "to_host", "host")))
+            for seconds in (self._seconds, self._in_backward)
+        )
+        return replace(all_of_it, backward=backward)
 
     @override
     def __enter__(self) -> Any:
@@ -93,7 +118,12 @@ class StepClock(UnwrappedMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def _note_copy(self, way: str, num_bytes: int) -> None:
-        self._seconds["to_card" if way == TO_DEVICE else "to_host"] += num_bytes / self._rates.bus
+        self._add("to_card" if way == TO_DEVICE else "to_host", num_bytes / self._rates.bus)
+
+    def _add(self, place: str, seconds: float) -> None:
+        self._seconds[place] += seconds
+        if current_graph_task_id() != -1:
+            self._in_backward[place] += seconds
 
     @override
     def __torch_dispatch__(
@@ -105,7 +135,7 @@ class StepClock(UnwrappedMode):
         work = operator_work(func, args, kwargs or {}, result)
         if work.num_bytes:
             place, seconds = self._take(work, args, kwargs or {}, result)
-            self._seconds[place] += seconds
+            self._add(place, seconds)
         return result
 
     def _take(self, work: OperatorWork, args: Any, kwargs: Mapping[str, Any], result: Any) -> tuple[str, float]:

@@ -1,5 +1,7 @@
 """Times of operators by hand, and of steps in the order in which a card would have them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -76,6 +78,37 @@ def test_a_copy_on_the_stream_of_the_kernels_holds_them_up():
 
 def test_times_are_subtracted_by_what_takes_them():
     assert StepTime(5.0, 4.0, 3.0, 2.0) - StepTime(1.0, 1.0, 1.0, 1.0) == StepTime(4.0, 3.0, 2.0, 1.0)
+    backward = StepTime(2.0, 2.0, 2.0, 2.0)
+    assert (StepTime(5.0, backward=backward) - StepTime(1.0, backward=StepTime(1.0))).backward == StepTime(1, 2, 2, 2)
+
+
+def test_a_forward_does_not_hide_what_a_backward_waits_for():
+    backward = StepTime(2.0, to_card=5.0)
+    time = StepTime(3.0, to_card=5.0, to_host=5.0, backward=backward)
+    assert time.seconds == 10.0  # 1 and 2 of kernels, 5 and 5 of copies
+    assert replace(time, host=12.0).seconds == 12.0  # the host goes on beside both
+    assert replace(time, to_host=0.5).seconds == 6.0
+    assert time.computed_slower(4).seconds == 5.0 + 8.0
+
+
+def test_what_is_in_a_backward_is_counted_there_too():
+    class Copied(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            note_copy(TO_HOST, 10**6)
+            return x.exp()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            note_copy(TO_DEVICE, 3 * 10**6)
+            return gradient.exp().exp()
+
+    x = torch.empty(1000, 1000, device=META, requires_grad=True)
+    found = time_of(lambda: Copied.apply(x).backward(torch.empty_like(x)))
+    assert (found.to_host, found.to_card) == pytest.approx((0.01, 0.03))
+    assert (found.backward.to_host, found.backward.to_card) == pytest.approx((0.0, 0.03))
+    assert 2 * LAUNCH < found.backward.compute < found.compute
+    assert found.seconds == pytest.approx(0.01 + 0.03)
 
 
 @pytest.mark.slow

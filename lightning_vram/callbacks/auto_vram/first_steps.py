@@ -12,6 +12,7 @@ from lightning_vram.planner.search import Found, Measured
 
 _FIRST, _LAST = 3, 6  # batches: the first two see optimizers make their states, and plans being made
 _WORTH_A_CHANGE = 0.97
+_NO_WAIT = 1.001  # seconds are sums: those that are all computation may differ from it in the last digits
 
 
 @dataclass(frozen=True)
@@ -71,17 +72,13 @@ def better(found: Found, scheme: Scheme, budget_bytes: int, seconds: float) -> S
             over the bus is not, whose rate was measured.
     """
     now = next((one for one in found.tried if one.scheme == scheme), None)
-    if now is None or now.seconds > now.time.compute:
+    if now is None or now.seconds > _NO_WAIT * now.time.compute:
         return None
     factor = seconds / now.seconds
     fitting = [
-        _corrected(one, factor)
+        replace(one, time=one.time.computed_slower(factor))
         for one in found.tried
         if one.needed_bytes <= budget_bytes and differs_late(one.scheme, scheme)
     ]
     fastest = min(fitting, key=lambda one: one.seconds, default=now)
     return fastest.scheme if fastest.seconds < _WORTH_A_CHANGE * seconds else None
-
-
-def _corrected(one: Measured, factor: float) -> Measured:
-    return replace(one, time=replace(one.time, compute=one.time.compute * factor, host=one.time.host * factor))

@@ -69,8 +69,10 @@ class ShardSteps:
         lane.touch()
 
     def read_gradient(self, parameter: Any) -> None:
-        """Have what is kept in 16 bit in the dtype of the shard; not for a step, which needs a part at a time."""
-        self.wait()
+        """Have what is kept in 16 bit in the dtype of the shard; not for a step, which needs a part at a time.
+
+        No step is reading it beside this: whoever comes to a gradient of such a step waits in :meth:`wait` first.
+        """
         if not self._is_reading_for_step:
             parameter.widen_gradient()
 

@@ -72,7 +72,7 @@ def _train(model_name: str, setting: Setting, options: Options) -> Weights:
     finally:
         if torch.distributed.is_initialized():  # it may stay for the next fit
             leave_group()
-            os.environ.pop("MASTER_PORT", None)
+        os.environ.pop("MASTER_PORT", None)  # another may have taken it by the next fit
     return _weights_of(model)
 
 
