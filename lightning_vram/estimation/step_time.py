@@ -101,11 +101,7 @@ class StepClock(UnwrappedMode):
     @property
     def now(self) -> StepTime:
         """What was added up so far."""
-        all_of_it, backward = (
-            StepTime(*(seconds[name] for name in ("compute", "to_card", "to_host", "host")))
-            for seconds in (self._seconds, self._in_backward)
-        )
-        return replace(all_of_it, backward=backward)
+        return replace(_time_of(self._seconds), backward=_time_of(self._in_backward))
 
     @override
     def __enter__(self) -> Any:
@@ -151,6 +147,10 @@ class StepClock(UnwrappedMode):
         return "compute", _LAUNCH_SECONDS + max(
             work.flops / self._rates.flops(_dtype_of(results)), work.num_bytes / self._rates.bandwidth
         )
+
+
+def _time_of(seconds: Mapping[str, float]) -> StepTime:
+    return StepTime(seconds["compute"], seconds["to_card"], seconds["to_host"], seconds["host"])
 
 
 def bus_bytes_per_s(card: DeviceSpec) -> float:
