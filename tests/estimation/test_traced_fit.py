@@ -92,6 +92,10 @@ def offload() -> ActivationOffload:
     return ActivationOffload(min_offload_bytes=1024)
 
 
+def lossy() -> ActivationCompression:
+    return ActivationCompression(lossy="int8")
+
+
 def matmuls() -> ActivationCheckpointing:
     return ActivationCheckpointing(save="matmuls")
 
@@ -139,6 +143,9 @@ _RUNS: dict[str, Callable[[], dict[str, Any]]] = {
     "checkpointing, bf16": _callbacks(checkpointing, **_BF16),
     "fusion, offload": _callbacks(fusion, offload),
     "fusion, compression": _callbacks(fusion, compression),
+    "lossy": _callbacks(lossy),
+    "fusion, lossy": _callbacks(fusion, lossy),
+    "fusion, lossy, offload": _callbacks(fusion, lossy, offload),
     "fusion, bf16": _callbacks(fusion, **_BF16),
     "compression, offload": _callbacks(compression, offload),
     "micro-batching, checkpointing": _callbacks(micro, checkpointing),

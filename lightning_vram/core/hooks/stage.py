@@ -41,6 +41,11 @@ class Taken(ABC):
         """Whether it is one yet: a tensor may be taken over a moment later, when its operator has written it."""
         return True
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether it gives the tensor to the bit."""
+        return True
+
     def before_write(self) -> None:
         """Called before the tensor is written to, on the current stream, by a stage that goes on reading this."""
         return

@@ -67,12 +67,18 @@ class EncodedStorage:
         encode: Makes an encoding of its elements, and would make the same one again.
         encoding: What it made.
         hand_on: Offers a piece to the next stage.
+        is_exact: Whether it gives what it was made of to the bit.
     """
 
-    __slots__ = ("__weakref__", "_decode", "_encode", "_exact", "_last", "_pieces", "_which", "dtype", "num_bytes")
+    __slots__ = (
+        *("__weakref__", "_decode", "_encode", "_exact", "_last", "_pieces", "_which"),
+        *("dtype", "is_exact", "num_bytes"),
+    )
 
-    def __init__(self, tensor: Tensor, encode: Encode, encoding: Encoding, hand_on: HandOn) -> None:
-        self.dtype = tensor.dtype
+    def __init__(
+        self, tensor: Tensor, encode: Encode, encoding: Encoding, hand_on: HandOn, *, is_exact: bool = True
+    ) -> None:
+        self.dtype, self.is_exact = tensor.dtype, is_exact
         self._encode = encode
         self._decode = encoding.decode
         self._pieces: list[Tensor | Taken] = [hand_on(piece) or piece for piece in encoding.pieces]
@@ -111,7 +117,7 @@ class EncodedStorage:
         self._pieces = []
         self._decode = lambda _: source()
         self._exact = self._last = None
-        self.num_bytes = 0
+        self.num_bytes, self.is_exact = 0, True
 
     def give(self, shape: torch.Size, strides: tuple[int, ...], offset: int) -> Tensor:
         """Return a view of the elements."""
@@ -153,6 +159,10 @@ class Encoded(Taken):
     @property
     def num_bytes(self) -> int:  # noqa: D102
         return self.storage.num_bytes
+
+    @property
+    def is_exact(self) -> bool:  # noqa: D102
+        return self.storage.is_exact
 
     def give(self) -> Tensor:  # noqa: D102
         return self.storage.give(self._shape, self._strides, self._offset)

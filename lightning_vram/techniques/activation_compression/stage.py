@@ -251,7 +251,7 @@ class CompressionStage(SavedTensorStage):
             return None
         if encoding is None or sum(piece.nbytes for piece in encoding.pieces) >= tensor.untyped_storage().nbytes():
             return None
-        made = EncodedStorage(tensor, encode, encoding, self.hand_on)
+        made = EncodedStorage(tensor, encode, encoding, self.hand_on, is_exact=kind != self._lossy)
         self._note_made(tensor, made, kind)
         if kind == self._lossy and self._keeps_exact:
             made.keep_exact_too(alias(tensor), self._which)

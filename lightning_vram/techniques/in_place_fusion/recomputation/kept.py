@@ -30,6 +30,11 @@ class Kept:
         self.is_overwritten = False  # before a recipe ended on it: none will
         self._copy: Tensor | None = None
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether it is read to the bit."""
+        return True
+
     def restore(self) -> Tensor:
         """Return it to the operator that saved it. Raises ``RuntimeError`` as autograd does if it was overwritten."""
         check_version(self.tensor, self.version, self.tensor.shape)
@@ -71,6 +76,10 @@ class KeptElsewhere(Kept):
         self._taken = taken
         self._shape = tensor.shape
         self.num_bytes = taken.num_bytes
+
+    @property
+    def is_exact(self) -> bool:  # noqa: D102
+        return self._taken.is_exact
 
     def restore(self) -> Tensor:  # noqa: D102
         check_version(self.tensor, self.version, self._shape)

@@ -77,11 +77,12 @@ def restore(dropped: Dropped) -> Tensor:
 
 def gives_same_bits(value: Value, tensor: Tensor) -> bool:
     """Whether ``value``, made again, is ``tensor`` to the bit, in the same strides."""
-    again = _Rebuilding(value, is_trial=True).make(value)
+    rebuilding = _Rebuilding(value, is_trial=True)
+    again = rebuilding.make(value)
     if (again.shape, again.stride(), again.dtype) != (tensor.shape, tensor.stride(), tensor.dtype):
         return False
     if isinstance(tensor, FakeTensor):
-        return True  # it has no bits
+        return rebuilding.is_exact  # it has no bits
     return torch.equal(again, tensor) or bool(((again == tensor) | ((again != again) & (tensor != tensor))).all())
 
 
@@ -92,6 +93,8 @@ class _Rebuilding:
     """
 
     def __init__(self, value: Value, *, is_trial: bool) -> None:
+        self.is_exact = True
+        """Whether nothing was read that lost something where it was kept."""
         self._is_trial = is_trial
         self._num_uses: Counter[int] = Counter()
         self._made: dict[int, Tensor] = {}
@@ -104,6 +107,7 @@ class _Rebuilding:
         self._num_uses[key] -= 1
         kept = value.find_kept()
         if kept is not None:
+            self.is_exact &= kept.is_exact
             return kept.read()
         dropped = value.find_dropped()
         tensor = dropped.cache if dropped is not None and dropped.cache is not None else self._made.get(key)
