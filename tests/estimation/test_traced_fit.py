@@ -81,7 +81,38 @@ def _players() -> tuple[pl.LightningModule, Any]:
     return TwoPlayers(), torch.rand(8, 16)
 
 
-_NETS = {"gpt": _gpt, "resnet": _resnet, "players": _players}
+class LitFrozenNorms(pl.LightningModule):
+    """A network whose batch norms are only evaluated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [
+            nn.Conv2d(1, 16, 3),
+            nn.BatchNorm2d(16),
+            nn.ReLU(),
+            nn.Conv2d(16, 16, 3),
+            nn.BatchNorm2d(16),
+            nn.GELU(),
+        ]
+        self.net = nn.Sequential(*layers)
+        for norm in norms:
+            norm.eval().requires_grad_(False)
+
+    def training_step(self, images: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.net(images).sum()
+        return loss
+
+    validation_step = training_step
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([one for one in self.parameters() if one.requires_grad], lr=0.1)
+
+
+def _frozen() -> tuple[pl.LightningModule, Any]:
+    return LitFrozenNorms(), torch.rand(8, 1, 16, 16)
+
+
+_NETS = {"gpt": _gpt, "resnet": _resnet, "players": _players, "frozen": _frozen}
 
 checkpointing = ActivationCheckpointing
 fusion = InPlaceFusion
@@ -90,6 +121,10 @@ compression = ActivationCompression
 
 def offload() -> ActivationOffload:
     return ActivationOffload(min_offload_bytes=1024)
+
+
+def folding() -> InPlaceFusion:
+    return InPlaceFusion(fold_frozen_bn=True)
 
 
 def lossy() -> ActivationCompression:
@@ -143,6 +178,8 @@ _RUNS: dict[str, Callable[[], dict[str, Any]]] = {
     "checkpointing, bf16": _callbacks(checkpointing, **_BF16),
     "fusion, offload": _callbacks(fusion, offload),
     "fusion, compression": _callbacks(fusion, compression),
+    "folding": _callbacks(folding),
+    "folding, offload": _callbacks(folding, offload),
     "lossy": _callbacks(lossy),
     "fusion, lossy": _callbacks(fusion, lossy),
     "fusion, lossy, offload": _callbacks(fusion, lossy, offload),
@@ -160,10 +197,13 @@ _RUNS: dict[str, Callable[[], dict[str, Any]]] = {
     "schedule, compression, empty cache": _callbacks(schedule, compression, EmptyCache),
 }
 _OF_PLAYERS = ("plain", "bf16", "fusion", "offload", "compression", "lean", "fusion, compression, offload")
+_OF_FROZEN = ("fusion", "folding", "folding, offload")
 _QUICK = ("gpt: fusion, compression, offload", "resnet: fusion, bf16", "players: plain")
 _ALL = [
-    f"{net}: {run}" for net in _NETS for run in (_RUNS if net != "players" else _OF_PLAYERS)
-]  # those of the others know no manual optimization
+    f"{net}: {run}"
+    for net in _NETS
+    for run in {"players": _OF_PLAYERS, "frozen": _OF_FROZEN}.get(net, [run for run in _RUNS if "folding" not in run])
+]  # those of the others know no manual optimization, and have no frozen norms
 
 
 def _events(timeline: MemoryTimeline) -> list[tuple[Any, ...]]:

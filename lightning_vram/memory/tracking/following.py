@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_vram.memory.tracking.ledger import Ledger
+from lightning_vram.private_names.torch.modules import look_on
 
 _listeners: list[tuple[Callable[[nn.Module], None], Callable[[nn.Module], None]]] = []
 _resizing: list[Ledger] = []
@@ -51,8 +51,7 @@ def follow_modules(stack: ExitStack, ledger: Ledger, root: nn.Module | None, on_
 
     _listeners.append((enter, leave))
     stack.callback(_listeners.remove, (enter, leave))
-    stack.callback(register_module_forward_pre_hook(enter).remove)
-    stack.callback(register_module_forward_hook(leave, always_call=True).remove)
+    stack.callback(look_on(enter, leave))
 
 
 def follow_resizes(stack: ExitStack, ledger: Ledger) -> None:

@@ -55,6 +55,7 @@ SEE_OUTPUT = (FORWARD_HOOKS, "_backward_hooks", "_backward_pre_hooks")
 SEE_INPUT = (FORWARD_PRE_HOOKS, *SEE_OUTPUT)
 """Names of hooks that see the input or the output, or a gradient."""
 HOOK_KIND = "_is_full_backward_hook"
+_LOOKS_ON = "_lightning_vram_looks_on"
 RESET_ATTENTION = "_reset_parameters"
 CHECKPOINT_WRAPPED = "_checkpoint_wrapped_module"
 
@@ -90,8 +91,25 @@ def has_hooks(module: nn.Module, kinds: Collection[str]) -> bool:
 
 
 def have_all_modules_hooks(kinds: Collection[str]) -> bool:
-    """Whether hooks of one of these kinds are set on all modules there are."""
-    return any(getattr(hooks_of_all_modules, f"_global{kind}", None) for kind in kinds)
+    """Whether hooks of one of these kinds, but for those of :func:`look_on`, are set on all modules there are."""
+    found = (hook for kind in kinds for hook in getattr(hooks_of_all_modules, f"_global{kind}", {}).values())
+    return any(not hasattr(hook, _LOOKS_ON) for hook in found)
+
+
+def look_on(before: Callable[..., None], after: Callable[..., None]) -> Callable[[], None]:
+    """Call functions of ours before and after all forwards, which see no tensor. Returns what undoes it."""
+    for hook in (before, after):
+        setattr(hook, _LOOKS_ON, True)
+    handles = (
+        hooks_of_all_modules.register_module_forward_pre_hook(before),
+        hooks_of_all_modules.register_module_forward_hook(after, always_call=True),
+    )
+
+    def undo() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return undo
 
 
 def class_conv_forward(kind: type) -> Callable[..., Tensor] | None:

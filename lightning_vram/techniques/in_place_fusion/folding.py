@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_vram.core.surgery.class_swap import Swaps, plain_class_forward
+from lightning_vram.core.tensors.parameter_classes import PLAIN_TYPES
 from lightning_vram.core.tensors.versions import version_of
 from lightning_vram.private_names.torch.autograd import current_graph_task_id, is_in_transform
-from lightning_vram.private_names.torch.dispatch import FakeTensor
 from lightning_vram.private_names.torch.modules import (
     can_check_dimensions,
     can_pad_output,
@@ -52,7 +52,6 @@ _TRANSPOSED: dict[int, Callable[..., Tensor]] = {  # by number of dimensions
 _TRANSPOSED_FORWARDS = {kind.forward for kind in (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)}
 _CONV_METHODS = {(kind.forward, class_conv_forward(kind)) for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d)}
 _NORM_FORWARDS = {kind.forward for kind in BATCH_NORMS}
-_PLAIN_TYPES = frozenset({Tensor, nn.Parameter, nn.Buffer, FakeTensor})
 
 
 @dataclass(eq=False)
@@ -69,7 +68,7 @@ class _Folding:
         if norm.training or norm.running_mean is None or norm.running_var is None:
             return False
         tensors = (convolution.weight, convolution.bias, norm.weight, norm.bias, norm.running_mean, norm.running_var)
-        return all(tensor is None or type(tensor) in _PLAIN_TYPES for tensor in tensors)  # sharded ones: elsewhere
+        return all(tensor is None or type(tensor) in PLAIN_TYPES for tensor in tensors)  # sharded ones: elsewhere
 
     def is_other(self, input: Tensor) -> bool:
         """Whether ``input`` is certainly not what the convolution made for the norm."""

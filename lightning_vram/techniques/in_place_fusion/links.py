@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_vram.core.hooks.moment import is_in_backward, is_transformed
+from lightning_vram.private_names.torch.dispatch import FakeTensor
 from lightning_vram.private_names.torch.modules import SEE_INPUT, SEE_OUTPUT, has_hooks, have_all_modules_hooks
 from lightning_vram.private_names.torch.tensors import has_gradient_hooks
 from lightning_vram.private_names.torch.trees import tree_leaves
@@ -30,6 +31,8 @@ from lightning_vram.techniques.in_place_fusion.storage_watch import (
     collect_cycles,
     tensors_in,
 )
+
+_PLAIN_TYPES = frozenset({Tensor, FakeTensor})
 
 
 @dataclass(frozen=True)
@@ -196,7 +199,7 @@ def has_tensor_hooks(tensor: Tensor) -> bool:
 def is_plain(value: Any) -> bool:
     """Whether ``value`` is an ordinary tensor of an ordinary forward: no transform, tracer, recomputation."""
     return (
-        type(value) is Tensor
+        type(value) in _PLAIN_TYPES
         and value.layout is torch.strided
         and not value.is_inference()
         and not is_in_backward()

@@ -12,6 +12,7 @@ from support.networks import resnet50
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_vram.memory.tracking.tracker import track_memory
 from lightning_vram.techniques.in_place_fusion.links import LinkObserver
 from lightning_vram.techniques.in_place_fusion.recomputation.stage import Recomputation
 
@@ -259,6 +260,12 @@ def test_a_hook_on_what_the_producer_reads_is_no_matter() -> None:
     net = Pair(LINKED["nested"])
     net.conv.register_forward_pre_hook(lambda *_: None)
     assert find(net) == [("conv", "norm")]
+
+
+def test_a_tracker_only_looks_on() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3))
+    with track_memory(net):
+        assert find(net) == [("0", "1")]
 
 
 def test_the_step_is_what_it_was_and_nothing_is_left() -> None:
