@@ -86,15 +86,8 @@ class LitFrozenNorms(pl.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        layers = [
-            nn.Conv2d(1, 16, 3),
-            nn.BatchNorm2d(16),
-            nn.ReLU(),
-            nn.Conv2d(16, 16, 3),
-            nn.BatchNorm2d(16),
-            nn.GELU(),
-        ]
-        self.net = nn.Sequential(*layers)
+        convolutions, norms = [nn.Conv2d(1, 16, 3), nn.Conv2d(16, 16, 3)], [nn.BatchNorm2d(16), nn.BatchNorm2d(16)]
+        self.net = nn.Sequential(convolutions[0], norms[0], nn.ReLU(), convolutions[1], norms[1], nn.GELU())
         for norm in norms:
             norm.eval().requires_grad_(False)
 
