@@ -39,7 +39,7 @@ class SplitWeights:
         self._lower = make_host_tensor(numel, torch.int16, pin_memory=False)
         self._exceptions: dict[int, tuple[Tensor | None, Tensor]] = {}  # by part: which, and their upper halves
         starts = [sum(sizes[:place]) for place in range(len(sizes))]
-        self.parts = [list(_cut(start, start + size)) for start, size in zip(starts, sizes, strict=True)]
+        self.parts = [list(cut_parts(start, start + size)) for start, size in zip(starts, sizes, strict=True)]
 
     @property
     def nbytes(self) -> int:
@@ -90,7 +90,7 @@ class SplitWeights:
             bits[chosen] = halves.int().bitwise_left_shift_(16).bitwise_or_(lower[chosen].int().bitwise_and_(_LOWER))
 
 
-def _cut(start: int, stop: int) -> Iterator[Part]:
+def cut_parts(start: int, stop: int) -> Iterator[Part]:
     """Cut a tensor into parts. Kernels round the end of a vector otherwise than its middle: few bits before it."""
     if start == stop:
         yield start, stop

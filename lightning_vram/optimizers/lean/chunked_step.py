@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_vram.optimizers.lean.bit_patterns import round_randomly_
+from lightning_vram.core.tensors.bit_patterns import round_randomly_
 from lightning_vram.optimizers.lean.weight_chunks import WeightChunk, widened
 from lightning_vram.optimizers.stepping import State, full_sized, plain_step
 from lightning_vram.private_names.torch.operators import copy_each

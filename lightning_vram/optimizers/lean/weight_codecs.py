@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from lightning_vram.optimizers.lean.bit_patterns import add_compensation_, compensate_, join_, round_randomly_, split_
+from lightning_vram.core.tensors.bit_patterns import add_compensation_, compensate_, join_, round_randomly_, split_
 
 
 class WeightCodec(ABC):
@@ -49,7 +49,7 @@ class SplitCodec(WeightCodec):
     """The lower half of the fp32 pattern: 2 bytes per weight, exact.
 
     What is computed with is the conversion to bf16 but for one weight of 131072, which is a half between two: see
-    :func:`~lightning_vram.optimizers.lean.bit_patterns.split_`.
+    :func:`~lightning_vram.core.tensors.bit_patterns.split_`.
     """
 
     def read(self, weights: Tensor) -> Tensor:

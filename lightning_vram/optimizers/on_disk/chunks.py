@@ -22,9 +22,14 @@ _SMALL_ALIGNMENT = 64  # enough for any dtype
 class Block:
     """One state of one parameter in the file."""
 
-    itemsize: int  # bytes for each weight
+    layout: StateLayout
+    number: int  # which of its tensors
     position: int  # of its first byte
     room_end: int  # where the next block begins
+
+    def bytes_of(self, count: int) -> int:
+        """Bytes of so many weights, the first or all of them."""
+        return self.layout.kept_bytes(count)[self.number]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,20 +69,23 @@ class StatePlaces:
 
     def __init__(self, sizes: Sequence[int], layouts: Sequence[StateLayout]) -> None:
         self.sizes = tuple(sizes)
+        self._layouts = set(layouts)
         positions, end = [], 0
         for size, layout in zip(sizes, layouts, strict=True):
-            for _, dtype in layout.elementwise:
-                positions.append(_align(end, size * dtype.itemsize))
-                end = positions[-1] + size * dtype.itemsize
+            for num_bytes in layout.kept_bytes(size):
+                positions.append(_align(end, num_bytes))
+                end = positions[-1] + num_bytes
         self.total_bytes = end
         rooms = pairwise([*positions, end])
-        self.blocks = [[Block(dtype.itemsize, *next(rooms)) for _, dtype in kept.elementwise] for kept in layouts]
+        self.blocks = [
+            [Block(kept, number, *next(rooms)) for number in range(len(kept.elementwise))] for kept in layouts
+        ]
 
     def buffer_bytes(self, chunk_elements: int) -> int:
         """Size of a buffer that any part of that many weights fits into."""
-        widest = max((sum(block.itemsize for block in blocks) for blocks in self.blocks), default=0)
+        widest = max((sum(layout.kept_bytes(chunk_elements)) for layout in self._layouts), default=0)
         lost_bytes = 2 * PAGE_BYTES * max(map(len, self.blocks), default=0)  # between runs
-        return min(chunk_elements * widest, self.total_bytes) + lost_bytes
+        return min(widest, self.total_bytes) + lost_bytes
 
     def plan(self, work: Sequence[int], chunk_elements: int) -> list[Chunk]:
         """Cut the parameters ``work``, in that order, into chunks which fit into ``buffer_bytes(chunk_elements)``.
@@ -106,7 +114,8 @@ class StatePlaces:
         index, start, stop = part
         extents, end, offsets = list(chunk.extents), chunk.num_bytes, []
         for block in self.blocks[index]:
-            position, length = block.position + start * block.itemsize, (stop - start) * block.itemsize
+            before = block.bytes_of(start)
+            position, length = block.position + before, block.bytes_of(stop) - before
             last = extents[-1] if extents else None
             if last is not None and last.position + last.length == position:
                 offsets.append(last.offset + last.length)

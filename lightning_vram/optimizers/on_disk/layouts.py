@@ -13,7 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adafactor, Adagrad, Muon, Optimizer
 
-from lightning_vram.optimizers.stepping import STEPPABLE, State, make_twin, plain_step, steps_like
+from lightning_vram.optimizers.stepping import (
+    MOMENTS,
+    STEPPABLE,
+    State,
+    StateForm,
+    make_twin,
+    plain_step,
+    steps_like,
+)
 
 _WHOLE: dict[type[Optimizer], str] = {
     Adafactor: "it keeps sums over rows and columns of whole matrices",
@@ -30,15 +38,33 @@ class StateLayout:
     Attributes:
         elementwise: Names and dtypes of the tensors that hold one number for each weight.
         others: Names of what is kept once for a parameter: its count of steps and the like.
+        form: Of float32 moments where they are kept; ``None``: as they are.
     """
 
     elementwise: tuple[tuple[str, torch.dtype], ...]
     others: tuple[str, ...]
+    form: StateForm | None = None
 
     @property
     def num_bytes(self) -> int:
-        """Bytes for each weight."""
+        """Bytes for each weight in a step."""
         return sum(dtype.itemsize for _, dtype in self.elementwise)
+
+    def kept_bytes(self, count: int) -> list[int]:
+        """Return the bytes that each of the tensors of so many weights takes where it is kept."""
+        return [
+            dtype.itemsize * count if (form := self.form_of(key)) is None else form.num_bytes(count)
+            for key, dtype in self.elementwise
+        ]
+
+    def form_of(self, key: str) -> StateForm | None:
+        """Return the form of one of the tensors."""
+        return self.form if key in MOMENTS else None
+
+    def slot(self, key: str, dtype: torch.dtype, memory: Tensor, count: int) -> Tensor:
+        """Return one of the tensors, flat, over the bytes (uint8) of so many weights."""
+        form = self.form_of(key)
+        return memory.view(dtype) if form is None else form.over(key, memory, count)
 
 
 def is_elementwise(kind: type[Optimizer]) -> bool:

@@ -37,9 +37,9 @@ Step = Callable[[Sequence[Piece]], None]
 def cut_slots(span: Span, layout: StateLayout, buffer: Tensor) -> dict[str, Tensor]:
     """Return the states of a span, flat tensors on ``buffer``."""
     size = span.stop - span.start
+    places = zip(layout.elementwise, span.offsets, _lengths(span, layout), strict=True)
     return {
-        key: buffer[offset : offset + size * dtype.itemsize].view(dtype)
-        for (key, dtype), offset in zip(layout.elementwise, span.offsets, strict=True)
+        key: layout.slot(key, dtype, buffer[offset : offset + length], size) for (key, dtype), offset, length in places
     }
 
 
@@ -67,6 +67,12 @@ def keep_states(piece: Piece, slots: Mapping[str, Tensor]) -> State:
 def copy_scalars(scalars: Mapping[str, Any]) -> State:
     """Copy what is kept once for a parameter, so that a step on the copy does not show."""
     return {key: value.detach().clone() if isinstance(value, Tensor) else value for key, value in scalars.items()}
+
+
+def _lengths(span: Span, layout: StateLayout) -> list[int]:
+    """Bytes of each state of a span."""
+    ends = zip(layout.kept_bytes(span.start), layout.kept_bytes(span.stop), strict=True)
+    return [stop - start for start, stop in ends]
 
 
 def _mismatch(piece: Piece, key: str, value: object) -> ValueError:

@@ -99,13 +99,15 @@ class DiskStates:
         """
         self._check()
         size, mapping = self._places.sizes[index], self._file.mapped()
-        places = zip(self._layouts[index].elementwise, self._places.blocks[index], strict=True)
-        if not size:  # an empty tensor cannot lie anywhere
-            return {key: torch.empty(0, dtype=dtype, device="cpu") for (key, dtype), _ in places}
-        return {
-            key: torch.frombuffer(mapping, dtype=dtype, count=size, offset=block.position)
-            for (key, dtype), block in places
-        }
+        layout = self._layouts[index]
+        views = {}
+        for (key, dtype), block in zip(layout.elementwise, self._places.blocks[index], strict=True):
+            if size:
+                memory = torch.frombuffer(mapping, dtype=torch.uint8, count=block.bytes_of(size), offset=block.position)
+            else:  # an empty tensor cannot lie anywhere
+                memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+            views[key] = layout.slot(key, dtype, memory, size)
+        return views
 
     def load(self, index: int, state: Mapping[str, Any]) -> None:
         """Copy the state of a parameter from elsewhere.

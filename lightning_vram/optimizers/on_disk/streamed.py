@@ -1,15 +1,26 @@
 """The states of one optimizer on disk: it steps on parts of its shards, while states come and go."""
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_vram.optimizers.on_disk.layouts import find_layout
 from lightning_vram.optimizers.on_disk.pieces import Piece
 from lightning_vram.optimizers.on_disk.states import DiskStates
-from lightning_vram.optimizers.stepping import Member, State, StepRound, make_stand_in, publish_state
+from lightning_vram.optimizers.stepping import (
+    Member,
+    State,
+    StateForm,
+    StepRound,
+    iterate_parameters,
+    make_stand_in,
+    narrow_state,
+    publish_state,
+    widen_state,
+)
 from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
 
 
@@ -20,6 +31,7 @@ class StreamedStates:
         optimizer: One that steps each element by itself.
         parameters: Of it, those whose states are kept here.
         folder: On a local disk that is fast.
+        form: Of moments there; ``None``: float32.
 
     Raises:
         ValueError: If the optimizer does not, or ``folder`` is no folder.
@@ -27,16 +39,22 @@ class StreamedStates:
     """
 
     def __init__(
-        self, optimizer: Optimizer, parameters: Iterable[nn.Parameter], folder: str | os.PathLike[str]
+        self,
+        optimizer: Optimizer,
+        parameters: Iterable[nn.Parameter],
+        folder: str | os.PathLike[str],
+        form: StateForm | None = None,
     ) -> None:
         self._optimizer = optimizer
+        self._form = form
+        self._numbers = {parameter: number for number, parameter in enumerate(iterate_parameters(optimizer))}
         wanted = set(parameters)
         layouts = []
         self._index: dict[nn.Parameter, int] = {}
         for group in optimizer.param_groups:
             for parameter in (one for one in group["params"] if one in wanted):
                 self._index[parameter] = len(self._index)
-                layouts.append(find_layout(optimizer, group, parameter.dtype))
+                layouts.append(replace(find_layout(optimizer, group, parameter.dtype), form=form))
         self._disk = DiskStates(folder, [local_part(parameter).numel() for parameter in self._index], layouts)
         self.load()
 
@@ -51,9 +69,16 @@ class StreamedStates:
                 self._publish(Member(0, parameter, shard, shard, self._optimizer.state[parameter], {}))
         self._disk.release()
 
-    def run(self, step_round: StepRound, members: Sequence[Member]) -> None:
-        """Step ``members``, as :meth:`StepRound.run` does."""
-        step_round.scale(members)
+    def run(
+        self, step_round: StepRound, members: Sequence[Member], cut_gradient: Callable[[Member, slice], Tensor]
+    ) -> None:
+        """Step ``members``, as :meth:`StepRound.run` does, with gradients as they are.
+
+        Args:
+            step_round: The step.
+            members: To step.
+            cut_gradient: Returns some of the gradient of a member, flat.
+        """
         by_index = {self._index[member.parameter]: member for member in members}
 
         def step(pieces: Sequence[Piece]) -> None:
@@ -61,8 +86,15 @@ class StreamedStates:
             for piece in pieces:
                 member, part = by_index[piece.index], slice(piece.start, piece.stop)
                 groups.append(member.group)
-                stand_ins.append(make_stand_in(member.shard.view(-1)[part], member.gradient.reshape(-1)[part]))
-            step_round.step_stand_ins(groups, stand_ins, [piece.states for piece in pieces])
+                stand_ins.append(make_stand_in(member.shard.view(-1)[part], cut_gradient(member, part)))
+            if self._form is None:
+                step_round.step_stand_ins(groups, stand_ins, [piece.states for piece in pieces])
+                return
+            states = [widen_state(piece.states) for piece in pieces]
+            step_round.step_stand_ins(groups, stand_ins, states)
+            for piece, state in zip(pieces, states, strict=True):
+                number = self._numbers[by_index[piece.index].parameter]
+                piece.states.update(narrow_state(self._form, state, piece.start, number))
 
         self._disk.release()  # pages that a checkpoint has looked at
         self._disk.stream(list(by_index), step)

@@ -6,7 +6,7 @@ its place.
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,10 +20,11 @@ from lightning_vram.memory.host.available import available_host_bytes, free_swap
 from lightning_vram.memory.host.machine import machine_name
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.optimizers.on_disk import find_layout, is_elementwise
-from lightning_vram.optimizers.stepping import why_not_steppable
+from lightning_vram.optimizers.stepping import FORMS, StateForm, has_moments, why_not_steppable
 from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
 
 _DISK, _NARROW = "nvme_path='/a/fast/disk'", "precision='bf16-true'"
+_NO_FORMS = (0,) * len(FORMS)
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class HostNeeds:
         gradients: Of those that are trained.
         states: Of the optimizers, as far as their classes are known; 0 while there are none.
         can_be_narrow: Whether all weights are in 32 bit, so that 16 bit would halve all of it.
+        narrow_states: What states would take with fewer bytes for a moment; 0 where there is no such form.
     """
 
     weights: int = 0
@@ -43,6 +45,7 @@ class HostNeeds:
     gradients: int = 0
     states: int = 0
     can_be_narrow: bool = True
+    narrow_states: tuple[int, ...] = _NO_FORMS
 
     @property
     def total(self) -> int:
@@ -57,6 +60,7 @@ class HostNeeds:
             self.gradients + other.gradients,
             self.states + other.states,
             self.can_be_narrow and other.can_be_narrow,
+            tuple(one + another for one, another in zip(self.narrow_states, other.narrow_states, strict=True)),
         )
 
 
@@ -86,14 +90,32 @@ def count_host_needs(
     return needs
 
 
-def count_state_bytes(optimizers: Iterable[Optimizer], shards: Mapping[nn.Parameter, nn.Parameter]) -> int:
-    """Count what optimizers will keep on this rank for each weight that is trained; 0 for classes that nobody has read.
+def count_state_bytes(
+    optimizers: Iterable[Optimizer], shards: Mapping[nn.Parameter, nn.Parameter], form: StateForm | None = None
+) -> int:
+    """Count what optimizers will keep on this rank for weights that are trained; 0 for classes that nobody has read.
 
     Args:
         optimizers: Before their first step.
         shards: That have taken the place of parameters.
+        form: Of their moments.
     """
-    return sum(sum(_iterate_states(one, shards)) for one in optimizers)
+    return sum(sum(_iterate_states(one, shards, form)) for one in optimizers)
+
+
+def add_states(
+    needs: HostNeeds,
+    optimizers: Sequence[Optimizer],
+    shards: Mapping[nn.Parameter, nn.Parameter],
+    form: StateForm | None,
+) -> HostNeeds:
+    """Return needs with the states of optimizers, and what those would be in another form; see above."""
+    states = count_state_bytes(optimizers, shards, form)
+    can_have_form = needs.can_be_narrow and all(map(has_moments, optimizers))
+    others = tuple(count_state_bytes(optimizers, shards, one) if can_have_form else 0 for one in FORMS.values())
+    return replace(
+        needs, states=states, narrow_states=others, can_be_narrow=needs.can_be_narrow and form is None
+    )  # a form is for float32 weights
 
 
 class HostRoom:
@@ -182,6 +204,7 @@ class _Machine:
         choices = []
         if self.needs.states and not has_disk:
             choices.append((_DISK, on_disk))
+            choices += [(setting, replace(self.needs, states=states)) for setting, states in _list_forms(self.needs)]
         if self.needs.can_be_narrow:
             choices.append((_NARROW, _halve(self.needs)))
             if self.needs.states and not has_disk:
@@ -194,15 +217,25 @@ class _Machine:
             yield f"{math.ceil(self.needs.total * num_machines / room)} such machines, each with as many ranks"
 
 
-def _iterate_states(optimizer: Optimizer, shards: Mapping[nn.Parameter, nn.Parameter]) -> Iterator[int]:
+def _iterate_states(
+    optimizer: Optimizer, shards: Mapping[nn.Parameter, nn.Parameter], form: StateForm | None
+) -> Iterator[int]:
     if why_not_steppable(optimizer) is not None or not is_elementwise(type(optimizer)):
         return
     for group in optimizer.param_groups:
         parameters = [shards.get(parameter, parameter) for parameter in group["params"]]
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         for dtype in {parameter.dtype for parameter in trained}:
-            for_each = find_layout(optimizer, group, dtype).num_bytes
-            yield for_each * sum(local_part(parameter).numel() for parameter in trained if parameter.dtype == dtype)
+            layout = replace(find_layout(optimizer, group, dtype), form=form)
+            sizes = (local_part(parameter).numel() for parameter in trained if parameter.dtype == dtype)
+            yield sum(sum(layout.kept_bytes(size)) for size in sizes)
+
+
+def _list_forms(needs: HostNeeds) -> Iterator[tuple[str, int]]:
+    """Yield settings in which states take less, and how much."""
+    for name, states in zip(FORMS, needs.narrow_states, strict=True):
+        if 0 < states < needs.states:
+            yield f"host_state={name!r}", states
 
 
 def _halve(needs: HostNeeds) -> HostNeeds:

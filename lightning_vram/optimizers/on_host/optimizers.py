@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -22,10 +21,11 @@ from lightning_vram.core.gradients.clipping import clip_factor, sharded_norm
 from lightning_vram.core.host.worker import HostWorker, Ticket
 from lightning_vram.core.surgery.shadow import Shadow
 from lightning_vram.memory.tracking.optimizer_tensors import forget_optimizer_tensors, register_optimizer_tensors
-from lightning_vram.optimizers.on_disk import StreamedStates
-from lightning_vram.optimizers.on_host.split_steps import scale_gradients, step_on_host
+from lightning_vram.optimizers.on_host.kept_states import KeptStates, replace_parameters
+from lightning_vram.optimizers.on_host.split_steps import scale_gradients
 from lightning_vram.optimizers.stepping import (
     Member,
+    StateForm,
     StepRound,
     StepTakeOver,
     WholeSteps,
@@ -35,7 +35,6 @@ from lightning_vram.optimizers.stepping import (
     refuse_optimizer,
     why_not_steppable,
 )
-from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
 from lightning_vram.private_names.torch.optimizers import has_step_hooks, note_step
 from lightning_vram.techniques.sharding import FullSharding, ShardedGroup, ShardLane
 from lightning_vram.techniques.sharding.gathered import narrow_of, wide_part
@@ -50,6 +49,7 @@ class HostOptimizers(StepTakeOver):
         sharding: Of the module.
         num_threads: That a step uses.
         nvme_path: Folder for the states of optimizers, on a fast local disk; ``None``: they are in host memory.
+        form: Of moments on the host; ``None``: float32.
 
     Attributes:
         may_step_early: Asked before a step that is given a closure: whether nothing but the step will look at the
@@ -57,7 +57,12 @@ class HostOptimizers(StepTakeOver):
     """
 
     def __init__(
-        self, sharding: FullSharding, *, num_threads: int, nvme_path: str | os.PathLike[str] | None = None
+        self,
+        sharding: FullSharding,
+        *,
+        num_threads: int,
+        nvme_path: str | os.PathLike[str] | None = None,
+        form: StateForm | None = None,
     ) -> None:
         self.may_step_early: Callable[[Optimizer], bool] = lambda optimizer: False
         self._sharding = sharding
@@ -69,8 +74,8 @@ class HostOptimizers(StepTakeOver):
         self._handles: list[RemovableHandle] = []
         self._early: StepRound | None = None
         self._submitted: list[tuple[ShardedGroup, Ticket]] = []  # jobs of the step that is being begun
-        self._nvme_path = nvme_path
-        self._streamed: dict[int, StreamedStates] = {}  # by id of the optimizer
+        self._nvme_path, self._form = nvme_path, form
+        self._kept: dict[int, KeptStates] = {}  # by id of the optimizer
         self._factors: dict[int, Tensor] = {}  # by which gradients are yet to be scaled; by id of the optimizer
         sharding.on_landed = self._landed
         super().__init__()
@@ -83,19 +88,18 @@ class HostOptimizers(StepTakeOver):
                 is not known to step each element by itself, but for what follows their steps.
 
         Raises:
-            ValueError: If one cannot step on shards; then none is attached.
+            ValueError: If one cannot step on shards, or its moments have no such form; then none is attached.
             OffloadError: If there is no room for its states at ``nvme_path``; then none is attached.
         """
         for optimizer in optimizers:  # one may have been made before the module was sharded
-            _replace_parameters(optimizer, self._sharding.shards)
+            replace_parameters(optimizer, self._sharding.shards)
         fresh = [one for one in optimizers if self._has_ours(one) and not any(one is known for known in self._attached)]
         for optimizer in fresh:
             refuse_optimizer(optimizer, is_split=self._is_split)
-        folder = self._nvme_path
         on_host = [parameter for parameter, group in self._groups.items() if group.landing is not None]
-        streamed = [None if folder is None else StreamedStates(one, on_host, folder) for one in fresh]
+        kept = [KeptStates(one, on_host, self._nvme_path, self._form) for one in fresh]
         lanes = [lane for group in self._sharding.groups for lane in group.lanes]
-        for optimizer, states in zip(fresh, streamed, strict=True):
+        for optimizer, states in zip(fresh, kept, strict=True):
             self._attached.append(optimizer)
             register_optimizer_tensors(optimizer, partial(_list_copies, lanes))
             self._handles += [
@@ -103,10 +107,8 @@ class HostOptimizers(StepTakeOver):
                 optimizer.register_load_state_dict_pre_hook(lambda *_: self.finish()),
             ]
             if why_not_steppable(optimizer) is None:
-                if states is not None:
-                    self._streamed[id(optimizer)] = states
-                    hook = partial(_load_streamed, states)
-                    self._handles.append(optimizer.register_load_state_dict_post_hook(hook))
+                self._kept[id(optimizer)] = states
+                self._handles += states.begin(optimizer)
                 self._take_over(optimizer)
             else:
                 self._attach_foreign(optimizer)
@@ -174,7 +176,10 @@ class HostOptimizers(StepTakeOver):
         self.end_standing_in()
         for optimizer in self._attached:
             forget_optimizer_tensors(optimizer)
-            _replace_parameters(optimizer, replaced)
+            replace_parameters(optimizer, replaced)
+            if id(optimizer) in self._kept:
+                self._kept[id(optimizer)].let_go(optimizer)
+        self._kept = {}
         self._attached, self._taken, self._stand_ins, self._handles, self._groups = [], [], [], [], {}
 
     # --- steps ---
@@ -224,8 +229,8 @@ class HostOptimizers(StepTakeOver):
         if self._worker is None or group.landing is None:
             _run(partial(step_round.run, is_on_host=group.home.type == "cpu"), group, members)
             return
-        streamed = self._streamed.get(id(step_round.optimizer))
-        job = partial(_run, partial(step_on_host, step_round, streamed, group.lanes), group, members)
+        states = self._kept[id(step_round.optimizer)]
+        job = partial(_run, partial(states.step, step_round, group.lanes), group, members)
         ticket = self._worker.submit(job)
         self._submitted.append((group, ticket))
         group.steps.begin(ticket, _list_tensors(members))
@@ -261,10 +266,6 @@ class HostOptimizers(StepTakeOver):
         return any(parameter in self._groups for parameter in iterate_parameters(optimizer))
 
 
-def _load_streamed(states: StreamedStates, _: Optimizer) -> None:
-    states.load()
-
-
 def _run(run: Callable[[Sequence[Member]], None], group: ShardedGroup, members: Sequence[Member]) -> None:
     for lane in group.lanes:
         lane.wait_for_copies()  # of a forward without gradients, after the backward
@@ -287,13 +288,3 @@ def _list_tensors(members: Iterable[Member]) -> list[Tensor]:
         if member.parameter.grad is not None:
             tensors.append(member.parameter.grad)
     return tensors
-
-
-def _replace_parameters(optimizer: Optimizer, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
-    for group in optimizer.param_groups:
-        group["params"] = [replaced.get(parameter, parameter) for parameter in group["params"]]
-    for parameter, other in replaced.items():
-        if parameter in optimizer.state:
-            state = optimizer.state.pop(parameter)
-            is_alone = isinstance(parameter, DTensor) and parameter.device_mesh.size() == 1
-            optimizer.state[other] = {key: local_part(value) if is_alone else value for key, value in state.items()}

@@ -1,4 +1,7 @@
-"""Step weights that are split at rest, part by part: no more than a few parts are in float32 at a time."""
+"""Step part by part weights that are split at rest, and those with moments in a narrow form.
+
+No more than a few parts are in float32 at a time.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,32 +11,55 @@ import torch
 from torch import Tensor
 
 from lightning_vram.core.gradients.clipping import apply_clip_factor
-from lightning_vram.core.host.split_weights import PART_ELEMENTS, Part, SplitWeights
+from lightning_vram.core.host.split_weights import PART_ELEMENTS, Part, SplitWeights, cut_parts
 from lightning_vram.optimizers.on_disk import StreamedStates, is_elementwise
-from lightning_vram.optimizers.stepping import Member, State, StepRound, make_stand_in, publish_state
+from lightning_vram.optimizers.on_host.narrow_states import NarrowStates
+from lightning_vram.optimizers.stepping import (
+    MOMENTS,
+    Member,
+    State,
+    StepRound,
+    make_stand_in,
+    narrow_state,
+    publish_state,
+    widen_state,
+)
 from lightning_vram.private_names.fsdp2.sharded_tensors import local_part, own_part_of
 from lightning_vram.techniques.sharding import ShardLane
 from lightning_vram.techniques.sharding.gathered import narrow_of, scale_narrow, wide_part, widen
 
 
 def step_on_host(
-    step_round: StepRound, streamed: StreamedStates | None, lanes: Sequence[ShardLane], members: Sequence[Member]
+    step_round: StepRound,
+    streamed: StreamedStates | None,
+    narrow: NarrowStates | None,
+    lanes: Sequence[ShardLane],
+    members: Sequence[Member],
 ) -> None:
     """Step members of one group, whose lanes are ``lanes``: with states from a disk, in parts, or as they are."""
-    members = _step_split(step_round, lanes, members, is_whole=streamed is not None)
+    members = _step_split(step_round, narrow, lanes, members, is_whole=streamed is not None)
     if streamed is not None:
-        streamed.run(step_round, members)
+        _scale(step_round, members)
+        streamed.run(step_round, members, _cut_gradient)
+    elif narrow is not None:
+        _step_parts(step_round, [_Stepping(member, narrow) for member in members])
     elif members:
         step_round.run(members)
 
 
 def _step_split(
-    step_round: StepRound, lanes: Sequence[ShardLane], members: Sequence[Member], *, is_whole: bool
+    step_round: StepRound,
+    narrow: NarrowStates | None,
+    lanes: Sequence[ShardLane],
+    members: Sequence[Member],
+    *,
+    is_whole: bool,
 ) -> list[Member]:
     """Step those of ``members`` that can be stepped in parts, and have the others' shards in memory of their own.
 
     Args:
         step_round: The step.
+        narrow: Has the moments, where they are in a narrow form.
         lanes: Of the members' group.
         members: Of the step.
         is_whole: Whether none is to be stepped in parts.
@@ -51,10 +77,12 @@ def _step_split(
             continue
         can_part = is_elementwise(type(step_round.optimizer)) and all(map(_is_flat, ours))
         if lane.shards is None and not is_whole and can_part:
-            _step_parts(step_round, lane, [(places[member.parameter], member) for member in ours])
+            assert lane.split is not None
+            split = lane.split
+            _step_parts(step_round, [_Stepping(one, narrow, split, places[one.parameter]) for one in ours])
         else:
             lane.open()
-            left += [_as_it_is(member) for member in ours]
+            left += [_as_it_is(member, has_wide_gradient=not is_whole) for member in ours]
     return left
 
 
@@ -66,10 +94,11 @@ def scale_gradients(gradients: Sequence[Tensor], factor: Tensor) -> None:
     apply_clip_factor([local_part(gradient) for gradient in gradients if narrow_of(gradient) is None], factor)
 
 
-def _as_it_is(member: Member) -> Member:
+def _as_it_is(member: Member, *, has_wide_gradient: bool) -> Member:
     """Return ``member`` with tensors that have values: some may have had none when it was made."""
     assert member.own_gradient is not None
-    widen(member.own_gradient)
+    if has_wide_gradient:
+        widen(member.own_gradient)
     return replace(member, shard=own_part_of(member.parameter), gradient=own_part_of(member.own_gradient))
 
 
@@ -84,19 +113,49 @@ def _cut_gradient(member: Member, part: slice) -> Tensor:
     return member.gradient.reshape(-1)[part]
 
 
+def _scale(step_round: StepRound, members: Sequence[Member]) -> None:
+    """Multiply gradients by the factor, if there is one; those that are kept in 16 bit when they are read."""
+    if step_round.factor is None:
+        return
+    for member in members:
+        if member.own_gradient is not None and narrow_of(member.own_gradient) is not None:
+            scale_narrow(member.own_gradient, step_round.factor)
+    step_round.scale([member for member in members if narrow_of(member.own_gradient) is None])
+
+
 class _Stepping:
     """A parameter that is stepped in parts."""
 
-    def __init__(self, member: Member, split: SplitWeights, place: int) -> None:
-        self.member, self.split, self.parts = member, split, split.parts[place]
+    def __init__(
+        self, member: Member, narrow: NarrowStates | None, split: SplitWeights | None = None, place: int = 0
+    ) -> None:
+        self.member, self.narrow, self.split = member, narrow, split
+        numel = member.shard.numel()
+        self.parts = list(cut_parts(0, numel)) if split is None else split.parts[place]
         self.fresh: State = {}  # what the step makes, to be published when all parts are stepped
+
+    def read(self, part: Part) -> Tensor:
+        """Return weights in float32, to be written to."""
+        return self.member.shard.view(-1)[slice(*part)] if self.split is None else self.split.read(part)
+
+    def write(self, part: Part, numbers: Tensor) -> None:
+        """Take over what became of them."""
+        if self.split is not None:
+            self.split.write(part, numbers)
 
     def state_of(self, part: slice) -> State:
         """Return the states of some weights; what is kept once for all of them as it was before the step."""
-        return {
-            key: value.view(-1)[part] if self._is_elementwise(value) else _copy(value)
+        state = {
+            key: self._cut(key, value, part) if self._is_elementwise(value) else _copy(value)
             for key, value in self.member.local_state.items()
         }
+        return state if self.narrow is None else widen_state(state)
+
+    def rounded(self, state: State, part: slice) -> State:
+        """Return the states of some weights that a step has left, as they are kept."""
+        if self.narrow is None:
+            return state
+        return narrow_state(self.narrow.form, state, part.start, self.narrow.number_of(self.member.parameter))
 
     def keep(self, key: str, value: Any, part: slice, size: int) -> None:
         """Take over a state of some weights that the step has left."""
@@ -105,10 +164,21 @@ class _Stepping:
             return
         whole = self.fresh.get(key, self.member.local_state.get(key))
         if not self._is_elementwise(whole):
-            whole = torch.empty(self.member.shard.shape, dtype=value.dtype, device=value.device)
+            whole = self._make(key, value)
             self.fresh[key] = whole
         assert isinstance(whole, Tensor)
-        whole.view(-1)[part].copy_(value)
+        self._cut(key, whole, part).copy_(value)
+
+    def _make(self, key: str, value: Tensor) -> Tensor:
+        shape = self.member.shard.shape
+        if self.narrow is not None and key in MOMENTS:
+            return self.narrow.form.empty(key, shape)
+        return torch.empty(shape, dtype=value.dtype, device=value.device)
+
+    def _cut(self, key: str, value: Tensor, part: slice) -> Tensor:
+        if self.narrow is not None and key in MOMENTS:
+            return self.narrow.form.cut(value, part.start, part.stop)
+        return value.view(-1)[part]
 
     def _is_elementwise(self, value: Any) -> bool:
         return isinstance(value, Tensor) and value.shape == self.member.shard.shape
@@ -119,20 +189,20 @@ class _Part:
 
     def __init__(self, whole: _Stepping, part: Part) -> None:
         self._whole, self._part = whole, part
-        self._numbers = whole.split.read(part)
+        self._numbers = whole.read(part)
         first, numel = whole.parts[0][0], whole.member.shard.numel()
         # The end of a shard may be what FSDP2 has padded it with.
         self._range = slice(part[0] - first, max(min(part[1] - first, numel), part[0] - first))
         self._size = self._range.stop - self._range.start
         self.stand_in = make_stand_in(self._numbers[: self._size], _cut_gradient(whole.member, self._range))
         self.state = whole.state_of(self._range)
-        self._before = dict(self.state)
+        self._before = dict(self.state) if whole.narrow is None else {}
         self.group = whole.member.group
 
     def keep(self) -> None:
         """Take over what the step has written."""
-        self._whole.split.write(self._part, self._numbers)
-        for key, value in self.state.items():
+        self._whole.write(self._part, self._numbers)
+        for key, value in self._whole.rounded(self.state, self._range).items():
             is_view = isinstance(value, Tensor) and value.shape == (self._size,) and value is self._before.get(key)
             if not is_view:  # that was written to in its place
                 self._whole.keep(key, value, self._range, self._size)
@@ -143,14 +213,8 @@ def _copy(value: Any) -> Any:
 
 
 @torch.no_grad()
-def _step_parts(step_round: StepRound, lane: ShardLane, members: Sequence[tuple[int, Member]]) -> None:
-    assert lane.split is not None
-    if step_round.factor is not None:
-        for _, member in members:
-            if member.own_gradient is not None and narrow_of(member.own_gradient) is not None:
-                scale_narrow(member.own_gradient, step_round.factor)
-        step_round.scale([member for _, member in members if narrow_of(member.own_gradient) is None])
-    all_stepping = [_Stepping(member, lane.split, place) for place, member in members]
+def _step_parts(step_round: StepRound, all_stepping: Sequence[_Stepping]) -> None:
+    _scale(step_round, [stepping.member for stepping in all_stepping])
     batch: list[_Part] = []
     for stepping in all_stepping:
         for part in stepping.parts:

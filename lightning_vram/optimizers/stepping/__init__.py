@@ -5,10 +5,23 @@ May import: techniques, core, memory.
 
 from lightning_vram.optimizers.stepping.foreign_steps import WholeSteps, can_step_wholes, explain_failures
 from lightning_vram.optimizers.stepping.state_dtypes import convert_states, full_sized, refill_accumulators
+from lightning_vram.optimizers.stepping.state_forms import (
+    FORMS,
+    MOMENTS,
+    HostState,
+    StateForm,
+    find_form,
+    has_moments,
+    is_narrow,
+    narrow_state,
+    refuse_form,
+    widen_state,
+)
 from lightning_vram.optimizers.stepping.step_round import (
     Member,
     State,
     StepRound,
+    as_sharded,
     make_stand_in,
     publish_state,
 )
@@ -24,23 +37,34 @@ from lightning_vram.optimizers.stepping.steppable import (
 from lightning_vram.optimizers.stepping.take_over import StepTakeOver
 
 __all__ = [
+    "FORMS",
+    "MOMENTS",
     "STEPPABLE",
+    "HostState",
     "Member",
     "State",
+    "StateForm",
     "StepRound",
     "StepTakeOver",
     "WholeSteps",
+    "as_sharded",
     "can_step_wholes",
     "convert_states",
     "explain_failures",
+    "find_form",
     "full_sized",
+    "has_moments",
+    "is_narrow",
     "iterate_parameters",
     "make_stand_in",
     "make_twin",
+    "narrow_state",
     "plain_step",
     "publish_state",
     "refill_accumulators",
+    "refuse_form",
     "refuse_optimizer",
     "steps_like",
     "why_not_steppable",
+    "widen_state",
 ]

@@ -3,6 +3,7 @@
 * ``torch.Tensor._version``: how often a tensor was written | 2.11 - | nothing works: no write is noticed
 * ``torch.Tensor._base``: whose view a tensor is | 2.11 - | activations are neither compressed, recomputed nor offloaded
 * ``torch.Tensor._is_view``: whether a tensor is a view | 2.11 - | as without ``_base``; checkpoints fail as well
+* ``torch.Tensor._make_wrapper_subclass``: a tensor made of others | 2.11 - | no moments are kept in 8 bit
 * ``torch.Tensor._backward_hooks``: whether somebody asked for its gradient | 2.11 - | invertible norms fail
 * ``torch.Tensor._post_accumulate_grad_hooks``: whether a parameter is stepped in the backward | 2.11 - |
   micro-batches refuse to start
@@ -19,7 +20,7 @@
 * ``C._host_emptyCache``: give unused pinned memory back, in builds with an accelerator | 2.11 - | it stays with torch
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +46,11 @@ def base_of(tensor: Tensor) -> Tensor | None:
 def is_view(tensor: Tensor) -> bool:
     """Whether ``tensor`` is a view, to autograd."""
     return tensor._is_view()
+
+
+def make_wrapper(kind: type[Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
+    """Return a tensor of a class that keeps its values in other tensors."""
+    return torch.Tensor._make_wrapper_subclass(kind, tuple(shape), dtype=dtype, device=device)
 
 
 def ends_of_graph(tensor: Tensor) -> list[Any]:

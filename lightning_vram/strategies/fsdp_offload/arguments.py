@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_vram.argument_checks import check_bool, check_positive_int
 from lightning_vram.memory.units import parse_bytes
+from lightning_vram.optimizers.stepping import HostState
 
 Master = Literal["fp32", "split"]
 Offload = Literal["params", "optimizer", "none"]
@@ -20,6 +21,13 @@ Shard = Literal["full", "grad_op", "hybrid"]
 StateDictType = Literal["full", "sharded"]
 Wrap = str | Sequence[str | type[nn.Module]] | Callable[[str, nn.Module], bool]
 NAME = "FSDPOffloadStrategy"
+_CHOICES: dict[str, Any] = {
+    "offload": Offload,
+    "master": Master,
+    "host_state": HostState,
+    "shard": Shard,
+    "state_dict_type": StateDictType,
+}
 _PARTS: dict[frozenset[str], Offload] = {
     frozenset(("parameters", "gradients", "optimizer")): "params",
     frozenset(("gradients", "optimizer")): "optimizer",
@@ -34,6 +42,7 @@ class OffloadArguments:
     offload: Offload
     device_bytes: DeviceBytes
     master: Master
+    host_state: HostState
     shard: Shard
     wrap: Wrap
     min_params: int
@@ -59,7 +68,7 @@ def check_arguments(**given: Any) -> OffloadArguments:
         ValueError: If one has a value that is none of those known, or two contradict each other.
     """
     given["offload"] = _read_offload(given["offload"])
-    for key, kind in (("offload", Offload), ("master", Master), ("shard", Shard), ("state_dict_type", StateDictType)):
+    for key, kind in _CHOICES.items():
         if given[key] not in get_args(kind):
             raise ValueError(
                 f"{NAME}({key}) must be one of {', '.join(map(repr, get_args(kind)))}, got {given[key]!r}."
@@ -138,6 +147,11 @@ def _check_together(given: dict[str, Any]) -> None:
         raise ValueError(f"{NAME}(bind_to_numa_node=True) binds threads that step on the host, got offload='none'.")
     if given["master"] == "split" and given["offload"] == "none":
         raise ValueError(f"{NAME}(master='split') is how weights are kept on the host, got offload='none'.")
+    if given["host_state"] != "fp32" and given["offload"] == "none":
+        raise ValueError(
+            f"{NAME}(host_state={given['host_state']!r}) is how moments are kept on the host, got offload='none'. "
+            "MomentsInBF16 has them in bf16 on the device."
+        )
     if given["master"] == "split" and not given["narrow_transfers"]:
         raise ValueError(
             f"{NAME}(master='split') keeps weights as the 16 bit that travel and those they lack, got "

@@ -1,7 +1,6 @@
 """The sharded module of a run and its optimizers on the host, from the setup to the teardown."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -21,9 +20,10 @@ from lightning_vram.optimizers.on_host import (
     HostNeeds,
     HostOptimizers,
     HostRoom,
+    add_states,
     count_host_needs,
-    count_state_bytes,
 )
+from lightning_vram.optimizers.stepping import find_form
 from lightning_vram.private_names.torch.dispatch import detect_fake_mode
 from lightning_vram.strategies.fsdp_offload.checkpointed import CheckpointedStrategy
 from lightning_vram.strategies.fsdp_offload.checks import check_master
@@ -33,6 +33,7 @@ from lightning_vram.techniques.mixed_precision import find_narrow_weights, list_
 from lightning_vram.techniques.sharding import FullSharding, ShardingOptions, StepRoom
 from lightning_vram.techniques.sharding.grouping import plan_sharding_groups
 
+_LOOPS = ("validate_loop", "test_loop", "predict_loop")
 _NARROW = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
@@ -53,6 +54,7 @@ class ShardedStrategy(CheckpointedStrategy):
         self._host_needs = HostNeeds()
         self._binding: NumaBinding | None = None
         self._room: StepRoom | None = None  # for device_bytes="auto", until it is measured
+        self._inference_modes: dict[Any, bool] = {}
 
     def _shard(self, module: nn.Module, *, is_stepping_here: bool) -> None:
         arguments = self.arguments
@@ -104,9 +106,10 @@ class ShardedStrategy(CheckpointedStrategy):
         if room is None:
             return
         assert self._sharding is not None
-        has_disk = self.arguments.nvme_path is not None
-        states = 0 if has_disk else count_state_bytes(self.optimizers, self._sharding.shards)
-        room.check(replace(self._host_needs, states=states), **self._room_options)
+        needs, form = self._host_needs, find_form(self.arguments.host_state)
+        if self.arguments.nvme_path is None:
+            needs = add_states(needs, self.optimizers, self._sharding.shards, form)
+        room.check(needs, **self._room_options)
 
     @property
     def _room_options(self) -> dict[str, Any]:
@@ -119,7 +122,10 @@ class ShardedStrategy(CheckpointedStrategy):
     def _attach(self, trainer: pl.Trainer) -> None:
         assert self._sharding is not None
         self._host_optimizers = HostOptimizers(
-            self._sharding, num_threads=self._num_threads, nvme_path=self.arguments.nvme_path
+            self._sharding,
+            num_threads=self._num_threads,
+            nvme_path=self.arguments.nvme_path,
+            form=find_form(self.arguments.host_state),
         )
         self._host_optimizers.attach(self.optimizers)
         if self.arguments.device_bytes == "auto":
@@ -139,6 +145,18 @@ class ShardedStrategy(CheckpointedStrategy):
     def _num_threads(self) -> int:
         cores = cores_of_rank(self.num_processes) if self._binding is None else self._binding.num_threads
         return self.arguments.cpu_threads or cores
+
+    def _turn_off_inference_mode(self, trainer: pl.Trainer) -> None:
+        """FSDP2 keeps tensors from one step to the next, which those of inference mode may not be."""
+        loops = [getattr(trainer, name) for name in _LOOPS] + [trainer.fit_loop.epoch_loop.val_loop]
+        self._inference_modes = {loop: loop.inference_mode for loop in loops}
+        for loop in loops:
+            loop.inference_mode = False
+
+    def _turn_on_inference_mode(self) -> None:
+        for loop, inference_mode in self._inference_modes.items():
+            loop.inference_mode = inference_mode
+        self._inference_modes = {}
 
     def _bind_to_numa_node(self) -> None:
         wanted = self.arguments.bind_to_numa_node

@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from lightning_vram.core.processes.rank_errors import on_all_ranks
 from lightning_vram.core.surgery.held_setting import without_fast_path
+from lightning_vram.optimizers.stepping import HostState
 from lightning_vram.strategies.fsdp_offload.arguments import (
     DeviceBytes,
     Master,
@@ -37,8 +38,6 @@ from lightning_vram.strategies.fsdp_offload.checks import (
     fitting_precision,
 )
 from lightning_vram.strategies.fsdp_offload.sharded import ShardedStrategy
-
-_LOOPS = ("validate_loop", "test_loop", "predict_loop")
 
 
 class FSDPOffloadStrategy(ShardedStrategy):
@@ -84,6 +83,9 @@ class FSDPOffloadStrategy(ShardedStrategy):
             a copy to send, 18 bytes per weight with gradients and AdamW's states. ``"split"``: the bf16 weights and
             the 16 bit that those lack, and gradients in 16 bit where one comes for each step: 14. They are joined
             where somebody reads them, and a part at a time for a step.
+        host_state: Moments of Adam, AdamW, Adamax, NAdam and RAdam on the host, float32 in each step. ``"bf16"``:
+            rounded at random, 4 bytes per weight less, as the same seed and step round alike. ``"8bit"``: fp8 with a
+            scale for each 128, 6 less. ``"fp32"``: themselves. Checkpoints load whatever this is.
         shard: ``"full"``: layers are gathered when they are computed. ``"grad_op"``: they stay whole between forward
             and backward. ``"hybrid"``: sharded within groups of ranks, the same in each group.
         wrap: Which layers are gathered together. ``"auto"``: the blocks a model repeats or declares, small ones put
@@ -120,7 +122,8 @@ class FSDPOffloadStrategy(ShardedStrategy):
         ValueError: If arguments are out of range or contradict each other. Before training: if the module has no
             parameters, or others on another rank, ``wrap`` matches nothing, an optimizer cannot step on shards, the
             ranks cannot be divided as ``shard="hybrid"`` wants it, ``nvme_path`` is no folder, the backend has nothing
-            for the host, weights that are to be split do not travel as bf16, or a checkpoint does not fit.
+            for the host, weights that are to be split do not travel as bf16, moments have no such form as
+            ``host_state``, or a checkpoint does not fit.
         MisconfigurationException: Before training, if the trainer averages or prunes weights.
         OffloadError: Before training, if there is no room at ``nvme_path``, or the host has less memory than weights,
             gradients and states need: with the bytes by kind, and what would fit.
@@ -139,6 +142,7 @@ class FSDPOffloadStrategy(ShardedStrategy):
         offload: Offload | Collection[OffloadPart] = "params",
         device_bytes: DeviceBytes = None,
         master: Master = "fp32",
+        host_state: HostState = "fp32",
         shard: Shard = "full",
         wrap: Wrap = "auto",
         min_params: int = 1_000_000,
@@ -165,6 +169,7 @@ class FSDPOffloadStrategy(ShardedStrategy):
             offload=offload,
             device_bytes=device_bytes,
             master=master,
+            host_state=host_state,
             shard=shard,
             wrap=wrap,
             min_params=min_params,
@@ -183,7 +188,6 @@ class FSDPOffloadStrategy(ShardedStrategy):
         )
         given = (accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         super().__init__(arguments, process_group_backend, *given)
-        self._inference_modes: dict[Any, bool] = {}
 
     def make_again(self) -> "FSDPOffloadStrategy":
         """Return another one of the same arguments, which no Trainer has set anything of."""
@@ -232,13 +236,6 @@ class FSDPOffloadStrategy(ShardedStrategy):
             self.setup_precision_plugin()
         self._turn_off_inference_mode(trainer)
 
-    def _turn_off_inference_mode(self, trainer: pl.Trainer) -> None:
-        """FSDP2 keeps tensors from one step to the next, which those of inference mode may not be."""
-        loops = [getattr(trainer, name) for name in _LOOPS] + [trainer.fit_loop.epoch_loop.val_loop]
-        self._inference_modes = {loop: loop.inference_mode for loop in loops}
-        for loop in loops:
-            loop.inference_mode = False
-
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._has_failed, self._to_load = True, None
@@ -247,9 +244,7 @@ class FSDPOffloadStrategy(ShardedStrategy):
     def teardown(self) -> None:
         assert self.cluster_environment is not None
         assert self.accelerator is not None
-        for loop, inference_mode in self._inference_modes.items():
-            loop.inference_mode = inference_mode
-        self._inference_modes = {}
+        self._turn_on_inference_mode()
         try:
             if self._store is not None and not self._has_failed:
                 self._store.wait()

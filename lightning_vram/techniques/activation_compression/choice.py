@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_vram.core.tensors.by_storage import StorageMemo
+from lightning_vram.core.tensors.lossy_codecs import LossyFormat, decode, encode
 from lightning_vram.techniques.activation_compression.encoded_storage import Encode
 from lightning_vram.techniques.activation_compression.lossless_codecs import (
     Encoding,
@@ -14,7 +15,6 @@ from lightning_vram.techniques.activation_compression.lossless_codecs import (
     pack_signs,
     pack_two_values,
 )
-from lightning_vram.techniques.activation_compression.lossy_codecs import LossyFormat, decode, encode
 from lightning_vram.techniques.activation_compression.signs import LearnedSigns, NewActivation
 from lightning_vram.techniques.activation_compression.value_notes import ValueNotes
 

@@ -11,8 +11,8 @@ from lightning_vram.argument_checks import check_positive_int
 from lightning_vram.core.hooks.stage import is_exact_only
 from lightning_vram.core.layers.running import RunningLayers
 from lightning_vram.core.layers.selection import LayerSelection
+from lightning_vram.core.tensors.lossy_codecs import LOSSY_FORMATS, LossyFormat, encoded_itemsize
 from lightning_vram.private_names.torch.tensors import base_of, is_view
-from lightning_vram.techniques.activation_compression.lossy_codecs import LOSSY_FORMATS, LossyFormat, encoded_itemsize
 
 _DTYPES = frozenset([torch.float64, torch.float32, torch.float16, torch.bfloat16])
 

@@ -31,6 +31,7 @@ from lightning_vram.core.hooks.hidden_from_dynamo import hide_from_dynamo
 from lightning_vram.core.hooks.stage import SavedTensorStage, Taken
 from lightning_vram.core.layers.selection import LayerSelection
 from lightning_vram.core.tensors.by_storage import ByStorage, StorageMemo
+from lightning_vram.core.tensors.lossy_codecs import LossyFormat
 from lightning_vram.core.tensors.versions import alias, storage_address
 from lightning_vram.memory.device.accelerators import stream_id
 from lightning_vram.private_names.torch.autocast import without_autocast
@@ -43,7 +44,6 @@ from lightning_vram.techniques.activation_compression.encoded_storage import (
     elements_of,
     source_of_elements,
 )
-from lightning_vram.techniques.activation_compression.lossy_codecs import LossyFormat
 from lightning_vram.techniques.activation_compression.lossy_permission import (
     LossyPermission,
     check_compression,

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_vram.core.processes.rank_errors import current_rank
+from lightning_vram.core.tensors.eight_bit import EightBitTensor, decoded
 from lightning_vram.private_names.fsdp2.sharded_tensors import compute_local_shape_and_global_offset, wrap_like
 from lightning_vram.private_names.torch.modules import IncompatibleKeys, metadata_of, set_metadata
 from lightning_vram.techniques.sharded_checkpoints.parameter_names import check_fit, clean_name, parameters_by_name
@@ -180,9 +181,11 @@ def _own_part(whole: Tensor, like: DTensor) -> Tensor:
 def _whole(value: Any, *, keep: bool) -> Any:
     if isinstance(value, DTensor):
         full: Tensor = value.full_tensor().detach()
+        if isinstance(full, EightBitTensor):
+            return full.decode() if keep else None
         own = value.to_local().untyped_storage().data_ptr()
         is_own = full.untyped_storage().data_ptr() == own  # of one rank it may be the part itself
         return None if not keep else copy_to_host(full) if is_own else full.cpu()
     if isinstance(value, Tensor):
-        return copy_to_host(value) if keep else None
+        return copy_to_host(decoded(value)) if keep else None
     return value

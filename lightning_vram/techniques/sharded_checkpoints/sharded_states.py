@@ -13,10 +13,13 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_vram.core.processes.rank_errors import current_rank, gather_objects
+from lightning_vram.core.tensors.eight_bit import decoded
 from lightning_vram.techniques.sharded_checkpoints.checksums import write_checksums
 from lightning_vram.techniques.sharded_checkpoints.folder import REST_FILE
 from lightning_vram.techniques.sharded_checkpoints.parameter_names import clean_name, names_in_optimizer
@@ -52,6 +55,14 @@ def sharded_optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str
     return {**packed, "state": state, "param_groups": groups}
 
 
+class _Planner(DefaultSavePlanner):
+    """Writes what is kept in 8 bit as float32, one tensor after the other."""
+
+    @override
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return decoded(super().lookup_object(index))
+
+
 def write_folder(
     state: Mapping[str, Any], rest: Mapping[str, Any], folder: Path, process_group: dist.ProcessGroup | None
 ) -> None:
@@ -71,7 +82,7 @@ def write_folder(
     save(
         map_leaves(dict(state), lambda leaf: leaf),  # dicts of its own: it may flatten them
         storage_writer=writer,
-        planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
+        planner=_Planner(dedup_save_to_lowest_rank=True),
         process_group=process_group,
     )
     of_ranks = gather_objects(writer.files.checksums, process_group)

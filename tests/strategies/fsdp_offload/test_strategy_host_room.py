@@ -39,6 +39,12 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Any:
     return host
 
 
+def in_blocks() -> int:
+    """Bytes of two moments in 8 bit: a number each, and a scale for each 128 or a smaller tensor."""
+    sizes = [p.numel() for p in TinyGPT().parameters()]
+    return 2 * sum(size + 1 if size < 128 else -(-size // 128) * 129 for size in sizes)
+
+
 def message(num_ranks: int, states: int, available: int, advice: str) -> str:
     needed, margin = 2 * WEIGHTS + states, WEIGHTS + states - (num_ranks - 1) * WEIGHTS
     states_text = f", states of optimizers {format_bytes(states)}" if states else ""
@@ -78,14 +84,28 @@ def test_states_are_refused_before_training_and_the_module_is_what_it_was(host: 
     with pytest.raises(OffloadError) as raised:
         trainer.fit(model)
     advice = (
-        f"It would fit with nvme_path='/a/fast/disk' ({format_bytes(2 * WEIGHTS)}), or with precision='bf16-true' "
-        f"({format_bytes(2 * WEIGHTS)}), or with nvme_path='/a/fast/disk' and precision='bf16-true' "
-        f"({format_bytes(WEIGHTS)})."
+        f"It would fit with nvme_path='/a/fast/disk' ({format_bytes(2 * WEIGHTS)}), or with host_state='bf16' "
+        f"({format_bytes(3 * WEIGHTS)}), or with host_state='8bit' ({format_bytes(2 * WEIGHTS + in_blocks())}), or "
+        f"with precision='bf16-true' ({format_bytes(2 * WEIGHTS)}), or with nvme_path='/a/fast/disk' and "
+        f"precision='bf16-true' ({format_bytes(WEIGHTS)})."
     )
     assert str(raised.value) == message(1, 2 * WEIGHTS, 5 * WEIGHTS, advice)
     assert all(torch.equal(one, other) for one, other in zip(model.parameters(), before, strict=True))
     host(6 * WEIGHTS)
     make_trainer(strategy=ForkingOffload(), max_steps=1).fit(Fused())
+
+
+@pytest.mark.parametrize(("host_state", "states"), [("bf16", WEIGHTS), ("8bit", in_blocks())])
+def test_moments_in_fewer_bytes_need_less(host: Any, make_trainer: Any, host_state: str, states: int) -> None:
+    needed = 2 * WEIGHTS + states
+    host(needed + (needed - WEIGHTS) - WEIGHTS - 1)  # a byte less than that and what must stay free
+    with pytest.raises(OffloadError) as raised:
+        make_trainer(strategy=ForkingOffload(host_state=host_state), max_steps=1).fit(Untrained())
+    assert f", states of optimizers {format_bytes(states)}. " in str(raised.value)
+    assert ("host_state='8bit'" in str(raised.value)) == (host_state == "bf16")
+    assert "bf16-true" not in str(raised.value)  # has no such form
+    host(needed + (needed - WEIGHTS) - WEIGHTS)
+    make_trainer(strategy=ForkingOffload(host_state=host_state), max_steps=1).fit(Fused())
 
 
 def test_states_on_a_disk_need_no_memory(host: Any, make_trainer: Any, tmp_path: Any) -> None:

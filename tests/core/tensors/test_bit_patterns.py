@@ -1,6 +1,7 @@
 """Sixteen bits and the rest: what comes back."""
 
 import math
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -8,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_vram.optimizers.lean.bit_patterns import add_compensation_, compensate_, join_, round_randomly_, split_
+from lightning_vram.core.tensors.bit_patterns import (
+    add_compensation_,
+    compensate_,
+    join_,
+    round_by_place_,
+    round_randomly_,
+    split_,
+)
 
 patterns = st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=32)
 pairs = st.lists(st.tuples(st.integers(-(2**15), 2**15 - 1), st.integers(-(2**15), 2**15 - 1)), min_size=1, max_size=32)
@@ -141,3 +149,31 @@ def test_random_rounding_leaves_the_global_random_state_alone():
     before = torch.get_rng_state()
     round_randomly_(torch.ones(7), torch.Generator().manual_seed(0))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_rounding_by_place_is_right_on_average_over_places_and_over_seeds():
+    for rounded in (_by_place(40_000, seeds=[7]), _by_place(1, seeds=range(0, 2**16, 3))):
+        assert set(rounded.view(torch.int32).tolist()) == {0x3F800000, 0x3F810000}
+        assert math.isclose((rounded > 1).double().mean().item(), 0.25, abs_tol=0.001)  # places are evenly spread
+
+
+def _by_place(count: int, seeds: Iterable[int]) -> Tensor:
+    numbers = [numbers_of([0x3F804000]).repeat(count) for _ in seeds]  # a quarter of the way
+    for some, seed in zip(numbers, seeds, strict=True):
+        round_by_place_(some, 0, seed)
+    return torch.cat(numbers)
+
+
+@given(patterns)
+def test_rounding_by_place_keeps_what_fits_and_is_the_same_in_any_parts(bits):
+    fitting = numbers_of([bit & -0x10000 for bit in bits])
+    rounded = fitting.clone()
+    round_by_place_(rounded, 3, 11)
+    assert same(rounded, fitting)
+    whole, parts = numbers_of(bits), numbers_of(bits)
+    round_by_place_(whole, 70_000, 5)
+    middle = len(bits) // 2
+    round_by_place_(parts[:middle], 70_000, 5)
+    round_by_place_(parts[middle:], 70_000 + middle, 5)
+    assert same(whole, parts)
+    assert torch.equal(whole.isnan(), numbers_of(bits).isnan())

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_vram.techniques.activation_compression.lossy_codecs import (
+from lightning_vram.core.tensors.lossy_codecs import (
     LOSSY_FORMATS,
     decode,
     encode,

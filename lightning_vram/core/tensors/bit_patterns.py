@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 _HALF = 0x8000
+_STRIDE = 40503  # the golden ratio of 2^16: multiples of it are spread over all of its numbers
 _UPPER = -0x10000  # the mask of the sixteen bits that bf16 has in common with fp32
 
 
@@ -96,6 +97,23 @@ def round_randomly_(numbers: Tensor, generator: torch.Generator) -> None:
     draws.random_(-(2**63), None, generator=generator)  # each holds four draws of sixteen bits
     noise = draws.view(torch.int16)[: bits.numel()].view(bits.shape)
     bits.add_(noise).add_(_HALF).bitwise_and_(_UPPER)  # the noise is signed: together uniform in 0 ... 0xffff
+
+
+def round_by_place_(numbers: Tensor, first: int, seed: int) -> None:
+    """Do what :func:`round_randomly_` does, with draws that follow from the seed and the place of each number.
+
+    So it is all the same in which parts numbers are rounded. Each number has another draw with each seed, as good as
+    independent; those of neighbours are evenly spread.
+
+    Args:
+        numbers: fp32, flat.
+        first: Place of the first one.
+        seed: Of 16 bit, such as it comes out of a hash.
+    """
+    offset = (first * _STRIDE + seed) & 0xFFFF
+    noise = torch.arange(numbers.numel(), dtype=torch.int32, device=numbers.device)
+    noise.mul_(_STRIDE).add_(offset).bitwise_and_(0xFFFF)
+    _regular_bits(numbers).add_(noise).bitwise_and_(_UPPER)
 
 
 def _regular_bits(numbers: Tensor) -> Tensor:

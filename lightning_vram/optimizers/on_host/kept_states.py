@@ -1,0 +1,84 @@
+"""Where the states of one optimizer are between its steps on the host, and in which form."""
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightning_vram.optimizers.on_disk import StreamedStates
+from lightning_vram.optimizers.on_host.narrow_states import NarrowStates, widen_when_stepped
+from lightning_vram.optimizers.on_host.split_steps import step_on_host
+from lightning_vram.optimizers.stepping import Member, StateForm, StepRound
+from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
+from lightning_vram.techniques.sharding import ShardLane
+
+
+class KeptStates:
+    """Those of the parameters that are stepped on the host.
+
+    Args:
+        optimizer: Whose states they are.
+        parameters: Of it, those.
+        folder: For states on a disk; ``None``: they are in memory.
+        form: Of moments; ``None``: float32.
+
+    Raises:
+        ValueError: If states cannot be kept so.
+        OffloadError: If there is no room for them in the folder.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        parameters: Collection[nn.Parameter],
+        folder: str | os.PathLike[str] | None,
+        form: StateForm | None,
+    ) -> None:
+        self._narrow = None if form is None else NarrowStates(optimizer, parameters, form)
+        self._streamed = None if folder is None else StreamedStates(optimizer, parameters, folder, form)
+
+    def begin(self, optimizer: Optimizer) -> list[RemovableHandle]:
+        """Bring the states there that the optimizer has, now and whenever some are loaded.
+
+        Returns:
+            Handles whose ``remove`` ends it.
+        """
+        handles = []
+        if self._narrow is not None:
+            handles.append(optimizer.register_load_state_dict_pre_hook(self._narrow.before_load))
+        if self._narrow is not None or self._streamed is not None:
+            handles.append(optimizer.register_load_state_dict_post_hook(self._after_load))
+        if self._narrow is not None and self._streamed is None:
+            self._narrow.convert(optimizer)
+        return handles
+
+    def step(self, step_round: StepRound, lanes: Sequence[ShardLane], members: Sequence[Member]) -> None:
+        """Step members of one group, whose lanes are ``lanes``."""
+        step_on_host(step_round, self._streamed, self._narrow, lanes, members)
+
+    def let_go(self, optimizer: Optimizer) -> None:
+        """Let the optimizer step by itself again."""
+        if self._narrow is not None:
+            widen_when_stepped(optimizer)
+
+    def _after_load(self, optimizer: Optimizer) -> None:
+        if self._narrow is not None:
+            self._narrow.after_load(optimizer)
+        if self._streamed is not None:
+            self._streamed.load()
+        elif self._narrow is not None:
+            self._narrow.convert(optimizer)
+
+
+def replace_parameters(optimizer: Optimizer, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    """Let others take the place of parameters in the groups and the states of an optimizer."""
+    for group in optimizer.param_groups:
+        group["params"] = [replaced.get(parameter, parameter) for parameter in group["params"]]
+    for parameter, other in replaced.items():
+        if parameter in optimizer.state:
+            state = optimizer.state.pop(parameter)
+            is_alone = isinstance(parameter, DTensor) and parameter.device_mesh.size() == 1
+            optimizer.state[other] = {key: local_part(value) if is_alone else value for key, value in state.items()}

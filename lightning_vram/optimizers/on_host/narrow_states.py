@@ -1,0 +1,94 @@
+"""Moments that are kept in fewer bytes between steps: in host memory, where the optimizer's ``state`` has them."""
+
+from collections.abc import Iterable, Mapping
+from itertools import chain
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightning_vram.optimizers.stepping import (
+    MOMENTS,
+    State,
+    StateForm,
+    as_sharded,
+    is_narrow,
+    iterate_parameters,
+    refuse_form,
+    widen_state,
+)
+from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
+
+_to_widen: "WeakKeyDictionary[Optimizer, RemovableHandle]" = WeakKeyDictionary()
+
+
+class NarrowStates:
+    """Those of one optimizer.
+
+    Args:
+        optimizer: Of Adam's kind.
+        parameters: Of it, those that are stepped on the host.
+        form: Of their moments.
+
+    Raises:
+        ValueError: If its states have no such form.
+    """
+
+    def __init__(self, optimizer: Optimizer, parameters: Iterable[nn.Parameter], form: StateForm) -> None:
+        self.form = form
+        self._parameters = set(parameters)
+        refuse_form(form, optimizer, self._parameters)
+        self._numbers = {parameter: number for number, parameter in enumerate(iterate_parameters(optimizer))}
+        self._loading: dict[nn.Parameter, State] = {}
+        handle = _to_widen.pop(optimizer, None)
+        if handle is not None:  # of a run before
+            handle.remove()
+
+    def number_of(self, parameter: nn.Parameter) -> int:
+        """Return the number of a parameter in the optimizer."""
+        return self._numbers[parameter]
+
+    def convert(self, optimizer: Optimizer) -> None:
+        """Bring the moments that the optimizer has now into the form, one after the other."""
+        for parameter in self._numbers:
+            state = optimizer.state.get(parameter) if parameter in self._parameters else None
+            for key in MOMENTS if state else ():
+                if state is not None and isinstance(state.get(key), Tensor):
+                    state[key] = self._converted(key, state.pop(key), parameter)
+
+    def before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Take the moments out of what is loaded: ``torch.optim`` would make float32 of all of them at once."""
+        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        parameters = dict(zip(saved, self._numbers, strict=False))  # the optimizer complains of other numbers
+        states = dict(state_dict["state"])
+        for key, state in states.items():
+            parameter = parameters.get(key)
+            if parameter in self._parameters and isinstance(state, Mapping):
+                assert parameter is not None
+                self._loading[parameter] = {name: state[name] for name in MOMENTS if name in state}
+                states[key] = {name: value for name, value in state.items() if name not in MOMENTS}
+        return {**state_dict, "state": states}
+
+    def after_load(self, optimizer: Optimizer) -> None:
+        """Give the moments to the optimizer."""
+        loading, self._loading = self._loading, {}
+        for parameter, moments in loading.items():
+            optimizer.state[parameter].update(moments)
+
+    def _converted(self, key: str, value: Tensor, parameter: nn.Parameter) -> Any:
+        return as_sharded(self.form.convert(key, local_part(value)), parameter, local_part(parameter).shape)
+
+
+def widen_when_stepped(optimizer: Optimizer) -> None:
+    """Have moments in float32 once the optimizer steps by itself: not before, there may be no memory for them."""
+
+    def widen(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        _to_widen.pop(optimizer).remove()
+        for parameter in list(optimizer.state):
+            state = optimizer.state[parameter]
+            if any(is_narrow(local_part(state.get(key))) for key in MOMENTS):
+                optimizer.state[parameter] = widen_state(state)
+
+    _to_widen[optimizer] = optimizer.register_step_pre_hook(widen)

@@ -1,0 +1,211 @@
+"""How moments of Adam's kind are kept between the steps that compute with them in float32."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Container
+from hashlib import blake2b
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Adam, Adamax, AdamW, NAdam, Optimizer, RAdam
+
+from lightning_vram.core.tensors.bit_patterns import round_by_place_
+from lightning_vram.core.tensors.eight_bit import (
+    EightBitTensor,
+    decoded,
+    eight_bit_over,
+    empty_eight_bit,
+    record_bytes,
+)
+from lightning_vram.optimizers.stepping.step_round import State
+from lightning_vram.optimizers.stepping.steppable import iterate_parameters, steps_like, why_not_steppable
+from lightning_vram.private_names.torch.dispatch import FakeTensor
+
+HostState = Literal["fp32", "bf16", "8bit"]
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf")
+"""Names of what is kept in a form: those of each weight in :data:`KINDS`."""
+KINDS: tuple[type[Optimizer], ...] = (Adam, AdamW, Adamax, NAdam, RAdam)
+_DIVISORS = MOMENTS[1:]
+
+
+class StateForm(ABC):
+    """A form of moments on the host.
+
+    Attributes:
+        name: As users call it.
+    """
+
+    name: HostState
+
+    @abstractmethod
+    def empty(self, key: str, shape: torch.Size) -> Tensor:
+        """Return a moment without values."""
+
+    @abstractmethod
+    def over(self, key: str, memory: Tensor, count: int) -> Tensor:
+        """Return a flat moment, or a part of one, over so many bytes (uint8) as that takes."""
+
+    @abstractmethod
+    def cut(self, kept: Tensor, start: int, stop: int) -> Tensor:
+        """Return a part of a moment, flat, over the same memory. It begins where a block does."""
+
+    @abstractmethod
+    def narrow(self, key: str, wide: Tensor, start: int, seed: str) -> Tensor:
+        """Round a flat float32 part of a moment, which may be written to, to what a moment takes over by ``copy_``.
+
+        Args:
+            key: Name of the moment.
+            wide: Its numbers, [n].
+            start: Place of the first of them in the moment.
+            seed: Where rounding is random: another one for each moment of each parameter in each step.
+        """
+
+    @abstractmethod
+    def num_bytes(self, count: int) -> int:
+        """Bytes that so many numbers of a moment take."""
+
+    def convert(self, key: str, value: Tensor) -> Tensor:
+        """Return a moment in this form, rounded to the nearest; itself where it is so."""
+        kept = self.empty(key, value.shape)
+        if type(value) is type(kept) and value.dtype == kept.dtype and value.device == kept.device:
+            return value
+        kept.copy_(value)
+        return kept
+
+
+class BF16Form(StateForm):
+    """Two bytes each, rounded at random.
+
+    A decay of .999 moves an average by less than half a unit of bf16 in a step: rounding to the nearest would lose it.
+    """
+
+    name = "bf16"
+
+    def empty(self, key: str, shape: torch.Size) -> Tensor:
+        """Return a plain tensor."""
+        return torch.empty(shape, dtype=torch.bfloat16, device="cpu")
+
+    def over(self, key: str, memory: Tensor, count: int) -> Tensor:
+        """Return a view."""
+        return memory.view(torch.bfloat16)
+
+    def cut(self, kept: Tensor, start: int, stop: int) -> Tensor:
+        """Return a view."""
+        return kept.view(-1)[start:stop]
+
+    def narrow(self, key: str, wide: Tensor, start: int, seed: str) -> Tensor:
+        """Round at random, as it follows from the place of each number."""
+        round_by_place_(wide, start, int.from_bytes(blake2b(seed.encode(), digest_size=2).digest(), "little"))
+        return wide.bfloat16()
+
+    def num_bytes(self, count: int) -> int:
+        """Two each."""
+        return 2 * count
+
+
+class EightBitForm(StateForm):
+    """Fp8 (e4m3) and a scale for each 128, rounded to the nearest; what is divided by never becomes zero.
+
+    Random rounding would not do here: an average over a thousand steps takes a thousand roundings of 4 % each.
+    """
+
+    name = "8bit"
+
+    def empty(self, key: str, shape: torch.Size) -> Tensor:
+        """Return a tensor of blocks."""
+        return empty_eight_bit(shape, is_positive=key in _DIVISORS)
+
+    def over(self, key: str, memory: Tensor, count: int) -> Tensor:
+        """Return a tensor of blocks."""
+        return eight_bit_over(memory, count, is_positive=key in _DIVISORS)
+
+    def cut(self, kept: Tensor, start: int, stop: int) -> Tensor:
+        """Return some of its blocks."""
+        assert isinstance(kept, EightBitTensor)
+        return kept.cut(start, stop)
+
+    def narrow(self, key: str, wide: Tensor, start: int, seed: str) -> Tensor:
+        """Leave it to the moment, which has the blocks."""
+        return wide
+
+    def num_bytes(self, count: int) -> int:
+        """One each, and those of the scales."""
+        return record_bytes(count)
+
+
+FORMS: dict[HostState, StateForm] = {"bf16": BF16Form(), "8bit": EightBitForm()}
+
+
+def find_form(name: HostState) -> StateForm | None:
+    """Return the form of this name; ``None`` for float32."""
+    return FORMS.get(name)
+
+
+def is_narrow(value: object) -> bool:
+    """Whether a moment is in one of the forms."""
+    return isinstance(value, EightBitTensor) or (isinstance(value, Tensor) and value.dtype == torch.bfloat16)
+
+
+def widen_state(state: State) -> State:
+    """Return a state of which all that is in a form is in float32, in memory of its own."""
+    return {key: widened(value) if key in MOMENTS and is_narrow(value) else value for key, value in state.items()}
+
+
+def narrow_state(form: StateForm, state: State, start: int, number: int) -> State:
+    """Return a state of a part of a parameter after a step, its moments as :meth:`StateForm.narrow` makes them.
+
+    Args:
+        form: Of the moments.
+        state: All flat; the moments in float32, which may be written to.
+        start: Place of the part in the parameter.
+        number: Of the parameter in its optimizer.
+    """
+    step = step_count(state)
+    return {
+        key: form.narrow(key, value, start, f"{step} {number} {key}") if key in MOMENTS else value
+        for key, value in state.items()
+    }
+
+
+def widened(value: Tensor) -> Tensor:
+    """Return the numbers of a moment in float32."""
+    wide: Tensor = decoded(value).float()
+    return wide
+
+
+def step_count(state: State) -> int:
+    """Return how many steps a state has seen; 0 where nobody knows."""
+    step = state.get("step", 0)
+    return 0 if isinstance(step, FakeTensor) else int(step)
+
+
+def has_moments(optimizer: Optimizer) -> bool:
+    """Whether the moments of an optimizer can be kept in a form."""
+    return steps_like(type(optimizer), KINDS) and why_not_steppable(optimizer) is None
+
+
+def refuse_form(form: StateForm, optimizer: Optimizer, parameters: Container[object]) -> None:
+    """Refuse an optimizer whose states have no such form.
+
+    Args:
+        form: In which they are to be.
+        optimizer: Any.
+        parameters: Those that are stepped on the host.
+
+    Raises:
+        ValueError: If its class is none of :data:`KINDS`, or weights are not float32.
+    """
+    name = type(optimizer).__name__
+    if not has_moments(optimizer):
+        able = ", ".join(kind.__name__ for kind in KINDS)
+        raise ValueError(
+            f"host_state={form.name!r} is for the moments of {able}, got {name}: use one of these, as torch.optim has "
+            "it, or host_state='fp32'."
+        )
+    others = {p.dtype for p in iterate_parameters(optimizer) if p.requires_grad and p in parameters} - {torch.float32}
+    if others:
+        found = " and ".join(sorted(map(str, others)))
+        raise ValueError(
+            f"host_state={form.name!r} is for the moments of float32 weights, got {found} in {name}: use "
+            "precision='bf16-mixed' or '32-true', or host_state='fp32'."
+        )

@@ -1,0 +1,332 @@
+"""``host_state``: moments in fewer bytes of the host, to the same bits whatever way they are kept and resumed."""
+
+import re
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from support.helpers import ForkingOffload, assert_equal_weights
+from support.host_layers import ADAMW, Layers, exceptions, host_bytes
+from support.offload_nets import leave_group
+from torch import Tensor, nn
+from torch.optim import NAdam, RAdam
+
+from lightning_vram import estimate_memory
+from lightning_vram.core.host import split_weights
+from lightning_vram.core.tensors.eight_bit import EightBitTensor
+from lightning_vram.optimizers.on_disk import states as disk_states
+from lightning_vram.optimizers.on_host import split_steps
+from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
+from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+FORMS = ("bf16", "8bit")
+OPTIMIZERS: dict[str, Any] = {
+    "AdamW": ADAMW,
+    "amsgrad, one by one": partial(torch.optim.Adam, lr=1e-2, amsgrad=True, foreach=False),
+    "Adamax": torch.optim.Adamax,
+    "NAdam": NAdam,
+    "RAdam": RAdam,
+}
+
+
+@pytest.fixture(autouse=True)
+def _alone():
+    yield
+    leave_group()
+
+
+@pytest.fixture
+def _small_parts(monkeypatch):
+    """Weights in several parts, and parts of several weights."""
+    monkeypatch.setattr(split_weights, "PART_ELEMENTS", 4096)
+    monkeypatch.setattr(split_steps, "PART_ELEMENTS", 4096)
+
+
+@pytest.fixture
+def fit(make_trainer):
+    def fit(host_state: str, make: Any = Layers, *, ckpt_path: Any = None, offload: Any = None, **options: Any) -> Any:
+        pl.seed_everything(0, verbose=False)
+        model = make()
+        strategy = ForkingOffload(host_state=host_state, **(offload or {}))
+        given = {"max_epochs": 1, "precision": "bf16-mixed", "use_distributed_sampler": False, **options}
+        trainer = make_trainer(strategy=strategy, **given)
+        trainer.fit(model, ckpt_path=ckpt_path)
+        model.saved_by = trainer
+        return model
+
+    return fit
+
+
+# --- bytes ---
+
+
+class Counted(Layers):
+    """Counts the bytes of the host, but for the one weight of 131072 that takes more."""
+
+    def on_train_batch_end(self, *unused: Any) -> None:
+        self.host_bytes.append(host_bytes(self) - exceptions(self))
+
+
+def num_weights(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def in_blocks(model: nn.Module) -> int:
+    """Bytes of a moment in 8 bit: a number each, and a scale for each 128 or a smaller tensor."""
+    return sum(n + 1 if (n := p.numel()) < 128 else -(-n // 128) * 129 for p in model.parameters())
+
+
+@pytest.mark.parametrize(("form", "master", "bytes_each"), [("bf16", "split", 10), ("bf16", "fp32", 12)])
+def test_a_weight_takes_four_bytes_less(form, master, bytes_each, fit):
+    model = fit(form, partial(Counted, num_batches=5), offload={"master": master})
+    assert model.host_bytes[2:] == [bytes_each * num_weights(model)] * 3
+
+
+def test_a_weight_takes_little_more_than_eight_bytes(fit):
+    model = fit("8bit", partial(Counted, num_batches=5), offload={"master": "split"})
+    assert model.host_bytes[2:] == [6 * num_weights(model) + 2 * in_blocks(model)] * 3
+    assert model.host_bytes[-1] <= 8.2 * num_weights(model)
+
+
+class OnDisk(Layers):
+    """Counts the bytes of the host without the states, which are in the file, and the file."""
+
+    def on_train_batch_end(self, *unused: Any) -> None:
+        self.trainer.strategy._finish_steps()
+        states = [dict(state) for state in self.trainer.optimizers[0].state.values()]
+        for state in self.trainer.optimizers[0].state.values():
+            state.clear()
+        self.host_bytes.append(host_bytes(self) - exceptions(self))
+        for state, before in zip(self.trainer.optimizers[0].state.values(), states, strict=True):
+            state.update(before)
+        (kept,) = self.trainer.strategy._host_optimizers._kept.values()
+        self.file_bytes = kept._streamed._disk.total_bytes
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_with_a_disk_a_weight_takes_six_bytes_of_memory_and_states_are_narrow_there(form, fit, tmp_path):
+    model = fit(form, partial(OnDisk, num_batches=5), offload={"master": "split", "nvme_path": tmp_path})
+    assert model.host_bytes[2:] == [6 * num_weights(model)] * 3
+    states = 4 * num_weights(model) if form == "bf16" else 2 * in_blocks(model)
+    assert states <= model.file_bytes <= states + 12 * 4096  # large ones begin with a page
+
+
+# --- the same bits ---
+
+
+@pytest.mark.usefixtures("_small_parts")
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_are_the_same_whatever_way_they_and_states_are_kept(form, optimizer, fit, tmp_path, monkeypatch):
+    make = partial(Layers, optimizer, num_batches=12)
+    expected = fit(form, make)
+    assert not all(map(torch.equal, expected.parameters(), fit("fp32", make).parameters()))
+    for offload in ({"master": "split"}, {"offload": "optimizer"}, {"nvme_path": tmp_path}):
+        assert_equal_weights(fit(form, make, offload=offload), expected)
+    monkeypatch.setattr(disk_states, "CHUNK_ELEMENTS", 4096)
+    assert_equal_weights(fit(form, make, offload={"master": "split", "nvme_path": tmp_path}), expected)
+
+
+@pytest.mark.parametrize("options", [{"gradient_clip_val": 0.01}, {"accumulate_grad_batches": 2}])
+@pytest.mark.parametrize("form", FORMS)
+def test_split_weights_are_the_same_with(form, options, fit):
+    make = partial(Layers, num_batches=12)
+    assert_equal_weights(fit(form, make, offload={"master": "split"}, **options), fit(form, make, **options))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_on_the_device_moments_are_float32(form, fit):
+    make = partial(Layers, num_batches=6)
+    everything, half = {"device_bytes": 1.0}, {"device_bytes": 0.5}
+    assert_equal_weights(fit(form, make, offload=everything), fit("fp32", make, offload=everything))
+    assert all(p.isfinite().all() for p in fit(form, make, offload=half).parameters())
+
+
+class Written(Layers):
+    """Leaves its weights in a file: several ranks train in processes of their own."""
+
+    def on_train_end(self) -> None:
+        self.trainer.strategy._finish_steps()
+        weights = {name: parameter.full_tensor().detach() for name, parameter in self.named_parameters()}
+        if self.trainer.is_global_zero:
+            arguments = self.trainer.strategy.arguments
+            torch.save(weights, f"{self.trainer.default_root_dir}/{arguments.host_state} {arguments.master}.pt")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_two_ranks_train_to_the_same_bits(form, fit, tmp_path):
+    for master in ("split", "fp32"):
+        fit(form, partial(Written, num_batches=6), devices=2, offload={"master": master})
+    split, plain = (torch.load(tmp_path / f"{form} {master}.pt") for master in ("split", "fp32"))
+    assert all(torch.equal(split[name], plain[name]) for name in plain)
+
+
+# --- checkpoints ---
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+@pytest.mark.parametrize("on_disk", [False, True], ids=["memory", "disk"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_resumed_run_ends_at_the_same_bits(form, on_disk, kind, fit, tmp_path):
+    make, offload = partial(Layers, num_batches=6), {"state_dict_type": kind, "master": "split"}
+    fit(form, make, offload=offload).saved_by.save_checkpoint(tmp_path / "last.ckpt")
+    offload |= {"nvme_path": tmp_path} if on_disk else {}
+    resumed = fit(form, make, offload=offload, ckpt_path=tmp_path / "last.ckpt", max_epochs=2)
+    assert_equal_weights(resumed, fit(form, make, max_epochs=2))
+
+
+class Saving(Layers):
+    """Writes a checkpoint in the middle of a run, and notes the states."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 3:
+            self.trainer.save_checkpoint(f"{self.trainer.default_root_dir}/3.ckpt")
+            self.trainer.strategy._finish_steps()
+            self.states = states_of(self)
+
+
+def states_of(model: pl.LightningModule) -> list[dict[str, Tensor]]:
+    states = model.trainer.optimizers[0].state.values()
+    return [{key: local_part(value).float().clone() for key, value in state.items()} for state in states]
+
+
+class Loaded(Layers):
+    """Notes the states that it begins with."""
+
+    def on_train_start(self) -> None:
+        self.states = states_of(self)
+        self.kinds = {local_part(s["exp_avg"]).dtype for s in self.trainer.optimizers[0].state.values()}
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+@pytest.mark.parametrize("async_save", [False, True], ids=["waiting", "beside"])
+@pytest.mark.parametrize(("first", "second"), [("bf16", "fp32"), ("8bit", "fp32"), ("fp32", "bf16"), ("8bit", "bf16")])
+def test_a_checkpoint_loads_whatever_host_state_is(first, second, async_save, kind, fit, tmp_path):
+    offload = {"state_dict_type": kind, "async_save": async_save}
+    saved = fit(first, partial(Saving, num_batches=6), offload=offload)
+    loaded = fit(second, partial(Loaded, num_batches=8), ckpt_path=tmp_path / "3.ckpt", offload={"async_save": True})
+    assert loaded.kinds == {torch.bfloat16 if second == "bf16" else torch.float32}
+    for ours, theirs in zip(loaded.states, saved.states, strict=True):
+        for key, value in theirs.items():
+            is_rounded = second == "bf16" and key != "step"
+            torch.testing.assert_close(ours[key], value.bfloat16().float() if is_rounded else value, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_full_checkpoint_is_one_of_a_plain_run(form, fit, make_trainer, tmp_path):
+    saved = fit(form, partial(Saving, num_batches=6))
+    checkpoint = torch.load(tmp_path / "3.ckpt", weights_only=True)
+    for state, theirs in zip(checkpoint["optimizer_states"][0]["state"].values(), saved.states, strict=True):
+        assert sorted(state) == ["exp_avg", "exp_avg_sq", "step"]
+        assert {type(value) for value in state.values()} == {Tensor}
+        assert all(torch.equal(state[key].float(), value) for key, value in theirs.items())
+    model = Loaded(num_batches=8)
+    make_trainer(max_epochs=1, accelerator="cpu").fit(model, ckpt_path=tmp_path / "3.ckpt")
+    assert model.kinds == {torch.float32}
+    for ours, theirs in zip(model.states, saved.states, strict=True):
+        assert torch.equal(ours["exp_avg"], theirs["exp_avg"])
+
+
+class Loading(Layers):
+    """Loads the states that it has itself, by way of ``torch.optim``."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx in (2, 4):
+            optimizer = self.trainer.optimizers[0]
+            optimizer.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_states_that_code_loads_change_nothing(form, fit, tmp_path):
+    expected = fit(form, partial(Layers, num_batches=6))
+    for offload in ({}, {"nvme_path": tmp_path}):
+        assert_equal_weights(fit(form, partial(Loading, num_batches=6), offload=offload), expected)
+
+
+# --- around a run ---
+
+
+class Kept(Layers):
+    """Returns the same optimizer for each run."""
+
+    def configure_optimizers(self) -> Any:
+        if self.optimizer is ADAMW:
+            self.optimizer = ADAMW(self.parameters())
+        return self.optimizer
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_after_a_run_the_optimizer_steps_by_itself_and_in_another(form, fit, make_trainer):
+    model = fit(form, partial(Kept, ADAMW, num_batches=4))
+    narrow = {value.dtype for state in model.optimizer.state.values() for value in state.values() if value.dim()}
+    assert narrow == {torch.bfloat16 if form == "bf16" else torch.float32}  # until somebody steps
+    for host_state in (form, "fp32"):
+        trainer = make_trainer(strategy=ForkingOffload(host_state=host_state), max_epochs=1, precision="bf16-mixed")
+        trainer.fit(model)
+        leave_group()
+    model.optimizer.step()
+    values = [value for state in model.optimizer.state.values() for value in state.values()]
+    assert {(type(value), value.dtype) for value in values} == {(Tensor, torch.float32)}
+    assert {float(state["step"]) for state in model.optimizer.state.values()} == {13.0}
+
+
+class Read(Layers):
+    """Reads and writes states by hand."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.trainer.strategy._finish_steps()
+        first = next(iter(self.trainer.optimizers[0].state.values()))
+        self.mean = first["exp_avg_sq"].full_tensor().mean()
+        local = local_part(first["exp_avg"])
+        local.zero_()
+        self.is_zero = not local.any()
+        assert isinstance(local, EightBitTensor) or local.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_states_are_read_and_written_by_hand(form, fit):
+    model = fit(form, partial(Read, num_batches=4))
+    assert 0 < float(model.mean) < 1
+    assert model.is_zero
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_estimate_runs_and_has_nothing_more_on_the_device(form):
+    def peak(host_state: str) -> int:
+        strategy = FSDPOffloadStrategy(host_state=host_state, min_params=100)
+        trainer = {"strategy": strategy, "precision": "bf16-mixed"}
+        model, batch = Layers(num_batches=1), torch.zeros(8, 16)
+        return estimate_memory(model, batch, device="rtx4090", trainer=trainer, find_limits=False).peak_bytes
+
+    assert peak(form) == peak("fp32")
+
+
+# --- what is refused ---
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adafactor, torch.optim.RMSprop])
+def test_optimizers_without_such_moments_are_refused(optimizer, make_trainer):
+    trainer = make_trainer(strategy=ForkingOffload(host_state="8bit"), max_epochs=1)
+    message = (
+        f"host_state='8bit' is for the moments of Adam, AdamW, Adamax, NAdam, RAdam, got {optimizer.__name__}: use one "
+        "of these, as torch.optim has it, or host_state='fp32'."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        trainer.fit(Layers(optimizer, num_batches=1))
+
+
+def test_weights_of_16_bit_are_refused(make_trainer):
+    trainer = make_trainer(strategy=ForkingOffload(host_state="bf16"), max_epochs=1, precision="bf16-true")
+    message = (
+        "host_state='bf16' is for the moments of float32 weights, got torch.bfloat16 in AdamW: use "
+        "precision='bf16-mixed' or '32-true', or host_state='fp32'."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        trainer.fit(Layers(num_batches=1))
