@@ -297,15 +297,27 @@ def test_states_are_read_and_written_by_hand(form, fit):
     assert model.is_zero
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_an_estimate_runs_and_has_nothing_more_on_the_device(form):
-    def peak(host_state: str) -> int:
+@pytest.mark.slow
+@pytest.mark.usefixtures("_small_parts")
+def test_an_estimate_tells_the_bytes_of_the_host():
+    class Wide(Layers):
+        """Layers that are large beside the parts in which they are stepped."""
+
+        def __init__(self) -> None:
+            super().__init__(num_batches=1)
+            self.net = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
+
+    def estimate(host_state: str) -> Any:
         strategy = FSDPOffloadStrategy(host_state=host_state, min_params=100)
         trainer = {"strategy": strategy, "precision": "bf16-mixed"}
-        model, batch = Layers(num_batches=1), torch.zeros(8, 16)
-        return estimate_memory(model, batch, device="rtx4090", trainer=trainer, find_limits=False).peak_bytes
+        return estimate_memory(Wide(), torch.zeros(8, 256), device="rtx4090", trainer=trainer, find_limits=False)
 
-    assert peak(form) == peak("fp32")
+    estimates, model = {form: estimate(form) for form in ("fp32", *FORMS)}, Wide()
+    assert len({one.peak_bytes for one in estimates.values()}) == 1
+    saved = {form: estimates["fp32"].host_bytes - estimates[form].host_bytes for form in FORMS}
+    in_step = 32 * 8192  # bytes that a part takes while it is stepped
+    assert saved["bf16"] == pytest.approx(4 * num_weights(model), abs=in_step)
+    assert saved["8bit"] == pytest.approx(8 * num_weights(model) - 2 * in_blocks(model), abs=in_step)
 
 
 # --- what is refused ---
