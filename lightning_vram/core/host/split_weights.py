@@ -90,9 +90,10 @@ class SplitWeights:
             bits[chosen] = halves.int().bitwise_left_shift_(16).bitwise_or_(lower[chosen].int().bitwise_and_(_LOWER))
 
 
-def cut_parts(start: int, stop: int) -> Iterator[Part]:
+def cut_parts(start: int, stop: int, most: int | None = None) -> Iterator[Part]:
     """Cut a tensor into parts. Kernels round the end of a vector otherwise than its middle: few bits before it."""
     if start == stop:
         yield start, stop
-    for first in range(start, stop, PART_ELEMENTS):
-        yield first, min(first + PART_ELEMENTS, stop)
+    most = PART_ELEMENTS if most is None else most
+    for first in range(start, stop, most):
+        yield first, min(first + most, stop)

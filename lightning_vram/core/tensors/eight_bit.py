@@ -144,10 +144,10 @@ def eight_bit_over(
     return EightBitTensor(records, (count,) if shape is None else shape, is_positive=is_positive)
 
 
-def empty_eight_bit(shape: Sequence[int], *, is_positive: bool) -> EightBitTensor:
-    """Return one without values on the host."""
+def empty_eight_bit(shape: Sequence[int], device: torch.device | str = "cpu", *, is_positive: bool) -> EightBitTensor:
+    """Return one without values."""
     count = math.prod(shape)
-    memory = torch.empty(record_bytes(count), dtype=torch.uint8, device="cpu")
+    memory = torch.empty(record_bytes(count), dtype=torch.uint8, device=device)
     return eight_bit_over(memory, count, is_positive=is_positive, shape=shape)
 
 

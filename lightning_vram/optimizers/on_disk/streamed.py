@@ -16,6 +16,7 @@ from lightning_vram.optimizers.stepping import (
     StateForm,
     StepRound,
     iterate_parameters,
+    make_seeds,
     make_stand_in,
     narrow_state,
     publish_state,
@@ -90,11 +91,12 @@ class StreamedStates:
             if self._form is None:
                 step_round.step_stand_ins(groups, stand_ins, [piece.states for piece in pieces])
                 return
+            numbers = [self._numbers[by_index[piece.index].parameter] for piece in pieces]
+            seeds = make_seeds([piece.states for piece in pieces], numbers)
             states = [widen_state(piece.states) for piece in pieces]
             step_round.step_stand_ins(groups, stand_ins, states)
-            for piece, state in zip(pieces, states, strict=True):
-                number = self._numbers[by_index[piece.index].parameter]
-                piece.states.update(narrow_state(self._form, state, piece.start, number))
+            for piece, state, seed in zip(pieces, states, seeds, strict=True):
+                piece.states.update(narrow_state(self._form, state, piece.start, seed))
 
         self._disk.release()  # pages that a checkpoint has looked at
         self._disk.stream(list(by_index), step)

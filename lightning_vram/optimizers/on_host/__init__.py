@@ -7,15 +7,20 @@ from lightning_vram.optimizers.on_host.host_room import (
     count_host_needs,
     count_state_bytes,
 )
+from lightning_vram.optimizers.on_host.narrow_states import NarrowStates, widen_when_stepped
 from lightning_vram.optimizers.on_host.offloaded_adamw import OffloadedAdamW
 from lightning_vram.optimizers.on_host.optimizers import HostOptimizers
+from lightning_vram.optimizers.on_host.split_steps import step_in_parts
 
 __all__ = [
     "HostNeeds",
     "HostOptimizers",
     "HostRoom",
+    "NarrowStates",
     "OffloadedAdamW",
     "add_states",
     "count_host_needs",
     "count_state_bytes",
+    "step_in_parts",
+    "widen_when_stepped",
 ]

@@ -10,8 +10,8 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_vram.optimizers.on_disk import StreamedStates
 from lightning_vram.optimizers.on_host.narrow_states import NarrowStates, widen_when_stepped
-from lightning_vram.optimizers.on_host.split_steps import step_on_host
-from lightning_vram.optimizers.stepping import Member, StateForm, StepRound
+from lightning_vram.optimizers.on_host.split_steps import step_in_parts, step_on_host
+from lightning_vram.optimizers.stepping import Member, StateForm, StepRound, has_moments, refuse_form
 from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
 from lightning_vram.techniques.sharding import ShardLane
 
@@ -24,6 +24,7 @@ class KeptStates:
         parameters: Of it, those.
         folder: For states on a disk; ``None``: they are in memory.
         form: Of moments; ``None``: float32.
+        on_device: The parameters that are on the device, if ``MomentsInBF16`` wants all moments in the form.
 
     Raises:
         ValueError: If states cannot be kept so.
@@ -36,8 +37,17 @@ class KeptStates:
         parameters: Collection[nn.Parameter],
         folder: str | os.PathLike[str] | None,
         form: StateForm | None,
+        on_device: Collection[nn.Parameter] | None = None,
     ) -> None:
-        self._narrow = None if form is None else NarrowStates(optimizer, parameters, form)
+        self._narrow, self._has_device = None, bool(on_device)
+        if form is not None and (on_device is None or has_moments(optimizer)):
+            names = f"host_state={form.name!r}", "host_state='fp32'"
+            if on_device is not None:
+                names = "MomentsInBF16", "leave MomentsInBF16 out"
+            narrow = {*parameters, *(on_device or ())}
+            refuse_form(*names, optimizer, narrow)
+            self._narrow = NarrowStates(optimizer, narrow, form)
+        form = None if self._narrow is None else form
         self._streamed = None if folder is None else StreamedStates(optimizer, parameters, folder, form)
 
     def begin(self, optimizer: Optimizer) -> list[RemovableHandle]:
@@ -51,13 +61,20 @@ class KeptStates:
             handles.append(optimizer.register_load_state_dict_pre_hook(self._narrow.before_load))
         if self._narrow is not None or self._streamed is not None:
             handles.append(optimizer.register_load_state_dict_post_hook(self._after_load))
-        if self._narrow is not None and self._streamed is None:
+        if self._narrow is not None:
             self._narrow.convert(optimizer)
         return handles
 
     def step(self, step_round: StepRound, lanes: Sequence[ShardLane], members: Sequence[Member]) -> None:
         """Step members of one group, whose lanes are ``lanes``."""
         step_on_host(step_round, self._streamed, self._narrow, lanes, members)
+
+    def step_on_device(self, step_round: StepRound, members: Sequence[Member], *, is_on_host: bool) -> None:
+        """Step members of a group whose shards are where they are computed."""
+        if self._narrow is not None and self._has_device:
+            step_in_parts(step_round, self._narrow, members)
+        else:
+            step_round.run(members, is_on_host=is_on_host)
 
     def let_go(self, optimizer: Optimizer) -> None:
         """Let the optimizer step by itself again."""
@@ -69,8 +86,8 @@ class KeptStates:
             self._narrow.after_load(optimizer)
         if self._streamed is not None:
             self._streamed.load()
-        elif self._narrow is not None:
-            self._narrow.convert(optimizer)
+        if self._narrow is not None:
+            self._narrow.convert(optimizer)  # those that are on the disk are in the form
 
 
 def replace_parameters(optimizer: Optimizer, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:

@@ -1,4 +1,4 @@
-"""Moments that are kept in fewer bytes between steps: in host memory, where the optimizer's ``state`` has them."""
+"""Moments that are kept in fewer bytes between steps: in memory, where the optimizer's ``state`` has them."""
 
 from collections.abc import Iterable, Mapping
 from itertools import chain
@@ -16,7 +16,6 @@ from lightning_vram.optimizers.stepping import (
     as_sharded,
     is_narrow,
     iterate_parameters,
-    refuse_form,
     widen_state,
 )
 from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
@@ -29,17 +28,13 @@ class NarrowStates:
 
     Args:
         optimizer: Of Adam's kind.
-        parameters: Of it, those that are stepped on the host.
+        parameters: Those of it that are in the form, and maybe others.
         form: Of their moments.
-
-    Raises:
-        ValueError: If its states have no such form.
     """
 
     def __init__(self, optimizer: Optimizer, parameters: Iterable[nn.Parameter], form: StateForm) -> None:
         self.form = form
         self._parameters = set(parameters)
-        refuse_form(form, optimizer, self._parameters)
         self._numbers = {parameter: number for number, parameter in enumerate(iterate_parameters(optimizer))}
         self._loading: dict[nn.Parameter, State] = {}
         handle = _to_widen.pop(optimizer, None)
@@ -78,7 +73,8 @@ class NarrowStates:
             optimizer.state[parameter].update(moments)
 
     def _converted(self, key: str, value: Tensor, parameter: nn.Parameter) -> Any:
-        return as_sharded(self.form.convert(key, local_part(value)), parameter, local_part(parameter).shape)
+        shard = local_part(parameter)
+        return as_sharded(self.form.convert(key, local_part(value), shard.device), parameter, shard.shape)
 
 
 def widen_when_stepped(optimizer: Optimizer) -> None:

@@ -50,6 +50,7 @@ class HostOptimizers(StepTakeOver):
         num_threads: That a step uses.
         nvme_path: Folder for the states of optimizers, on a fast local disk; ``None``: they are in host memory.
         form: Of moments on the host; ``None``: float32.
+        is_form_everywhere: Whether those on the device are in it, too.
 
     Attributes:
         may_step_early: Asked before a step that is given a closure: whether nothing but the step will look at the
@@ -63,6 +64,7 @@ class HostOptimizers(StepTakeOver):
         num_threads: int,
         nvme_path: str | os.PathLike[str] | None = None,
         form: StateForm | None = None,
+        is_form_everywhere: bool = False,
     ) -> None:
         self.may_step_early: Callable[[Optimizer], bool] = lambda optimizer: False
         self._sharding = sharding
@@ -74,7 +76,7 @@ class HostOptimizers(StepTakeOver):
         self._handles: list[RemovableHandle] = []
         self._early: StepRound | None = None
         self._submitted: list[tuple[ShardedGroup, Ticket]] = []  # jobs of the step that is being begun
-        self._nvme_path, self._form = nvme_path, form
+        self._nvme_path, self._form, self._is_form_everywhere = nvme_path, form, is_form_everywhere
         self._kept: dict[int, KeptStates] = {}  # by id of the optimizer
         self._factors: dict[int, Tensor] = {}  # by which gradients are yet to be scaled; by id of the optimizer
         sharding.on_landed = self._landed
@@ -97,7 +99,9 @@ class HostOptimizers(StepTakeOver):
         for optimizer in fresh:
             refuse_optimizer(optimizer, is_split=self._is_split)
         on_host = [parameter for parameter, group in self._groups.items() if group.landing is not None]
-        kept = [KeptStates(one, on_host, self._nvme_path, self._form) for one in fresh]
+        others = [parameter for parameter, group in self._groups.items() if group.landing is None]
+        on_device = others if self._is_form_everywhere else None
+        kept = [KeptStates(one, on_host, self._nvme_path, self._form, on_device) for one in fresh]
         lanes = [lane for group in self._sharding.groups for lane in group.lanes]
         for optimizer, states in zip(fresh, kept, strict=True):
             self._attached.append(optimizer)
@@ -226,10 +230,11 @@ class HostOptimizers(StepTakeOver):
         if not members:
             return
         group.forget_whole()
-        if self._worker is None or group.landing is None:
-            _run(partial(step_round.run, is_on_host=group.home.type == "cpu"), group, members)
-            return
         states = self._kept[id(step_round.optimizer)]
+        if self._worker is None or group.landing is None:
+            is_on_host = group.home.type == "cpu"
+            _run(partial(states.step_on_device, step_round, is_on_host=is_on_host), group, members)
+            return
         job = partial(_run, partial(states.step, step_round, group.lanes), group, members)
         ticket = self._worker.submit(job)
         self._submitted.append((group, ticket))

@@ -19,6 +19,7 @@ from lightning_vram.optimizers.stepping import (
     Member,
     State,
     StepRound,
+    make_seeds,
     make_stand_in,
     narrow_state,
     publish_state,
@@ -27,6 +28,8 @@ from lightning_vram.optimizers.stepping import (
 from lightning_vram.private_names.fsdp2.sharded_tensors import local_part, own_part_of
 from lightning_vram.techniques.sharding import ShardLane
 from lightning_vram.techniques.sharding.gathered import narrow_of, scale_narrow, wide_part, widen
+
+_ON_DEVICE = 2**22  # weights in a part there: few kernels, 64 MiB
 
 
 def step_on_host(
@@ -42,9 +45,14 @@ def step_on_host(
         _scale(step_round, members)
         streamed.run(step_round, members, _cut_gradient)
     elif narrow is not None:
-        _step_parts(step_round, [_Stepping(member, narrow) for member in members])
+        step_in_parts(step_round, narrow, members)
     elif members:
         step_round.run(members)
+
+
+def step_in_parts(step_round: StepRound, narrow: NarrowStates, members: Sequence[Member]) -> None:
+    """Step members whose moments are in a narrow form, some parts at a time."""
+    _step_parts(step_round, [_Stepping(member, narrow) for member in members])
 
 
 def _step_split(
@@ -131,7 +139,9 @@ class _Stepping:
     ) -> None:
         self.member, self.narrow, self.split = member, narrow, split
         numel = member.shard.numel()
-        self.parts = list(cut_parts(0, numel)) if split is None else split.parts[place]
+        self.part_elements = PART_ELEMENTS if member.shard.device.type == "cpu" else _ON_DEVICE
+        self.parts = list(cut_parts(0, numel, self.part_elements)) if split is None else split.parts[place]
+        self.seed = ""  # for rounding, where that is random
         self.fresh: State = {}  # what the step makes, to be published when all parts are stepped
 
     def read(self, part: Part) -> Tensor:
@@ -155,7 +165,7 @@ class _Stepping:
         """Return the states of some weights that a step has left, as they are kept."""
         if self.narrow is None:
             return state
-        return narrow_state(self.narrow.form, state, part.start, self.narrow.number_of(self.member.parameter))
+        return narrow_state(self.narrow.form, state, part.start, self.seed)
 
     def keep(self, key: str, value: Any, part: slice, size: int) -> None:
         """Take over a state of some weights that the step has left."""
@@ -172,7 +182,7 @@ class _Stepping:
     def _make(self, key: str, value: Tensor) -> Tensor:
         shape = self.member.shard.shape
         if self.narrow is not None and key in MOMENTS:
-            return self.narrow.form.empty(key, shape)
+            return self.narrow.form.empty(key, shape, value.device)
         return torch.empty(shape, dtype=value.dtype, device=value.device)
 
     def _cut(self, key: str, value: Tensor, part: slice) -> Tensor:
@@ -215,11 +225,15 @@ def _copy(value: Any) -> Any:
 @torch.no_grad()
 def _step_parts(step_round: StepRound, all_stepping: Sequence[_Stepping]) -> None:
     _scale(step_round, [stepping.member for stepping in all_stepping])
+    narrow = [stepping for stepping in all_stepping if stepping.narrow is not None]
+    numbers = [one.narrow.number_of(one.member.parameter) for one in narrow if one.narrow is not None]
+    for stepping, seed in zip(narrow, make_seeds([one.member.local_state for one in narrow], numbers), strict=True):
+        stepping.seed = seed
     batch: list[_Part] = []
     for stepping in all_stepping:
         for part in stepping.parts:
             batch.append(_Part(stepping, part))
-            if sum(one.stand_in.numel() for one in batch) >= PART_ELEMENTS:
+            if sum(one.stand_in.numel() for one in batch) >= stepping.part_elements:
                 _step_batch(step_round, batch)
                 batch = []
     _step_batch(step_round, batch)

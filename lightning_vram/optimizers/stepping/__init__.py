@@ -7,12 +7,14 @@ from lightning_vram.optimizers.stepping.foreign_steps import WholeSteps, can_ste
 from lightning_vram.optimizers.stepping.state_dtypes import convert_states, full_sized, refill_accumulators
 from lightning_vram.optimizers.stepping.state_forms import (
     FORMS,
+    KINDS,
     MOMENTS,
     HostState,
     StateForm,
     find_form,
     has_moments,
     is_narrow,
+    make_seeds,
     narrow_state,
     refuse_form,
     widen_state,
@@ -38,6 +40,7 @@ from lightning_vram.optimizers.stepping.take_over import StepTakeOver
 
 __all__ = [
     "FORMS",
+    "KINDS",
     "MOMENTS",
     "STEPPABLE",
     "HostState",
@@ -56,6 +59,7 @@ __all__ = [
     "has_moments",
     "is_narrow",
     "iterate_parameters",
+    "make_seeds",
     "make_stand_in",
     "make_twin",
     "narrow_state",

@@ -1,7 +1,7 @@
 """How moments of Adam's kind are kept between the steps that compute with them in float32."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from hashlib import blake2b
 from typing import Literal
 
@@ -29,7 +29,7 @@ _DIVISORS = MOMENTS[1:]
 
 
 class StateForm(ABC):
-    """A form of moments on the host.
+    """A form of moments.
 
     Attributes:
         name: As users call it.
@@ -38,7 +38,7 @@ class StateForm(ABC):
     name: HostState
 
     @abstractmethod
-    def empty(self, key: str, shape: torch.Size) -> Tensor:
+    def empty(self, key: str, shape: torch.Size, device: torch.device | str = "cpu") -> Tensor:
         """Return a moment without values."""
 
     @abstractmethod
@@ -64,9 +64,9 @@ class StateForm(ABC):
     def num_bytes(self, count: int) -> int:
         """Bytes that so many numbers of a moment take."""
 
-    def convert(self, key: str, value: Tensor) -> Tensor:
-        """Return a moment in this form, rounded to the nearest; itself where it is so."""
-        kept = self.empty(key, value.shape)
+    def convert(self, key: str, value: Tensor, device: torch.device) -> Tensor:
+        """Return a moment in this form on a device, rounded to the nearest; itself where it is so."""
+        kept = self.empty(key, value.shape, device)
         if type(value) is type(kept) and value.dtype == kept.dtype and value.device == kept.device:
             return value
         kept.copy_(value)
@@ -81,9 +81,9 @@ class BF16Form(StateForm):
 
     name = "bf16"
 
-    def empty(self, key: str, shape: torch.Size) -> Tensor:
+    def empty(self, key: str, shape: torch.Size, device: torch.device | str = "cpu") -> Tensor:
         """Return a plain tensor."""
-        return torch.empty(shape, dtype=torch.bfloat16, device="cpu")
+        return torch.empty(shape, dtype=torch.bfloat16, device=device)
 
     def over(self, key: str, memory: Tensor, count: int) -> Tensor:
         """Return a view."""
@@ -111,9 +111,9 @@ class EightBitForm(StateForm):
 
     name = "8bit"
 
-    def empty(self, key: str, shape: torch.Size) -> Tensor:
+    def empty(self, key: str, shape: torch.Size, device: torch.device | str = "cpu") -> Tensor:
         """Return a tensor of blocks."""
-        return empty_eight_bit(shape, is_positive=key in _DIVISORS)
+        return empty_eight_bit(shape, device, is_positive=key in _DIVISORS)
 
     def over(self, key: str, memory: Tensor, count: int) -> Tensor:
         """Return a tensor of blocks."""
@@ -151,18 +151,17 @@ def widen_state(state: State) -> State:
     return {key: widened(value) if key in MOMENTS and is_narrow(value) else value for key, value in state.items()}
 
 
-def narrow_state(form: StateForm, state: State, start: int, number: int) -> State:
+def narrow_state(form: StateForm, state: State, start: int, seed: str) -> State:
     """Return a state of a part of a parameter after a step, its moments as :meth:`StateForm.narrow` makes them.
 
     Args:
         form: Of the moments.
         state: All flat; the moments in float32, which may be written to.
         start: Place of the part in the parameter.
-        number: Of the parameter in its optimizer.
+        seed: Another one for each parameter in each step, where rounding is random.
     """
-    step = step_count(state)
     return {
-        key: form.narrow(key, value, start, f"{step} {number} {key}") if key in MOMENTS else value
+        key: form.narrow(key, value, start, f"{seed} {key}") if key in MOMENTS else value
         for key, value in state.items()
     }
 
@@ -173,10 +172,16 @@ def widened(value: Tensor) -> Tensor:
     return wide
 
 
-def step_count(state: State) -> int:
-    """Return how many steps a state has seen; 0 where nobody knows."""
-    step = state.get("step", 0)
-    return 0 if isinstance(step, FakeTensor) else int(step)
+def make_seeds(states: Sequence[State], numbers: Sequence[int]) -> list[str]:
+    """Return seeds for a step of parameters, by their states before it and their numbers in the optimizer."""
+    steps = [state.get("step", 0) for state in states]
+    there = [place for place, step in enumerate(steps) if isinstance(step, Tensor) and step.device.type != "cpu"]
+    if there and not any(isinstance(steps[place], FakeTensor) for place in there):  # the device is asked once
+        read = torch.stack([steps[place].float() for place in there]).tolist()
+        for place, step in zip(there, read, strict=True):
+            steps[place] = step
+    counts = (0 if isinstance(step, FakeTensor) else int(step) for step in steps)
+    return [f"{count} {number}" for count, number in zip(counts, numbers, strict=True)]
 
 
 def has_moments(optimizer: Optimizer) -> bool:
@@ -184,28 +189,28 @@ def has_moments(optimizer: Optimizer) -> bool:
     return steps_like(type(optimizer), KINDS) and why_not_steppable(optimizer) is None
 
 
-def refuse_form(form: StateForm, optimizer: Optimizer, parameters: Container[object]) -> None:
+def refuse_form(name: str, way_out: str, optimizer: Optimizer, parameters: Container[object]) -> None:
     """Refuse an optimizer whose states have no such form.
 
     Args:
-        form: In which they are to be.
+        name: Who wants them in a form, as users call it.
+        way_out: What they can do instead.
         optimizer: Any.
-        parameters: Those that are stepped on the host.
+        parameters: Those whose states are to be in a form.
 
     Raises:
         ValueError: If its class is none of :data:`KINDS`, or weights are not float32.
     """
-    name = type(optimizer).__name__
+    kind = type(optimizer).__name__
     if not has_moments(optimizer):
-        able = ", ".join(kind.__name__ for kind in KINDS)
+        able = ", ".join(known.__name__ for known in KINDS)
         raise ValueError(
-            f"host_state={form.name!r} is for the moments of {able}, got {name}: use one of these, as torch.optim has "
-            "it, or host_state='fp32'."
+            f"{name} is for the moments of {able}, got {kind}: use one of these, as torch.optim has it, or {way_out}."
         )
     others = {p.dtype for p in iterate_parameters(optimizer) if p.requires_grad and p in parameters} - {torch.float32}
     if others:
         found = " and ".join(sorted(map(str, others)))
         raise ValueError(
-            f"host_state={form.name!r} is for the moments of float32 weights, got {found} in {name}: use "
-            "precision='bf16-mixed' or '32-true', or host_state='fp32'."
+            f"{name} is for the moments of float32 weights, got {found} in {kind}: use precision='bf16-mixed' or "
+            f"'32-true', or {way_out}."
         )

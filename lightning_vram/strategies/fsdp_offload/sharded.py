@@ -23,7 +23,7 @@ from lightning_vram.optimizers.on_host import (
     add_states,
     count_host_needs,
 )
-from lightning_vram.optimizers.stepping import find_form
+from lightning_vram.optimizers.stepping import HostState, find_form
 from lightning_vram.private_names.torch.dispatch import detect_fake_mode
 from lightning_vram.strategies.fsdp_offload.checkpointed import CheckpointedStrategy
 from lightning_vram.strategies.fsdp_offload.checks import check_master
@@ -42,10 +42,14 @@ class ShardedStrategy(CheckpointedStrategy):
 
     Args:
         given: See :class:`ConnectedStrategy`.
+
+    Attributes:
+        moments_in_bf16: Whether moments are in bfloat16 wherever they are; set by ``MomentsInBF16`` before the setup.
     """
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
+        self.moments_in_bf16 = False
         self._sharding: FullSharding | None = None
         self._host_optimizers: HostOptimizers | None = None
         self._stand_ins: list[Shadow] = []
@@ -106,7 +110,7 @@ class ShardedStrategy(CheckpointedStrategy):
         if room is None:
             return
         assert self._sharding is not None
-        needs, form = self._host_needs, find_form(self.arguments.host_state)
+        needs, form = self._host_needs, find_form(self._host_state)
         if self.arguments.nvme_path is None:
             needs = add_states(needs, self.optimizers, self._sharding.shards, form)
         room.check(needs, **self._room_options)
@@ -125,7 +129,8 @@ class ShardedStrategy(CheckpointedStrategy):
             self._sharding,
             num_threads=self._num_threads,
             nvme_path=self.arguments.nvme_path,
-            form=find_form(self.arguments.host_state),
+            form=find_form(self._host_state),
+            is_form_everywhere=self.moments_in_bf16,
         )
         self._host_optimizers.attach(self.optimizers)
         if self.arguments.device_bytes == "auto":
@@ -135,6 +140,10 @@ class ShardedStrategy(CheckpointedStrategy):
             *clip_on_shards(self.precision_plugin, self._host_optimizers, lambda: may_clip_late(trainer)),
             *follow_toggles(trainer.lightning_module, self._sharding),
         ]
+
+    @property
+    def _host_state(self) -> HostState:
+        return "bf16" if self.moments_in_bf16 else self.arguments.host_state
 
     @property
     def _pins_memory(self) -> bool:

@@ -18,7 +18,7 @@ SEEDS = range(3)
 def at_rest(form: StateForm, state: dict[str, Any], number: int) -> dict[str, Any]:
     """Return a state as it is read again after it was kept."""
     flat = {key: value.view(-1) if value.dim() else value for key, value in state.items()}
-    narrow = narrow_state(form, flat, 0, number)
+    narrow = narrow_state(form, flat, 0, f"{int(state['step'])} {number}")
     kept = {
         key: form.empty(key, value.shape).copy_(narrow[key].view(value.shape)) if value.dim() else value
         for key, value in state.items()

@@ -1,0 +1,249 @@
+"""``MomentsInBF16``: 4 bytes of state for each weight, resumed to the bit, undone after the fit."""
+
+import re
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from support.helpers import ForkingOffload, LitManual, TinyGPT, assert_equal_weights
+from support.host_layers import ADAMW, Layers
+from support.offload_nets import leave_group
+from torch import Tensor, nn
+from torch.optim import NAdam, RAdam
+
+from lightning_vram import MomentsInBF16, track_memory
+from lightning_vram.callbacks.moments_in_bf16 import MomentsInBF16 as Same
+from lightning_vram.memory.tracking.timeline import Category
+from lightning_vram.optimizers.narrow import NarrowMoments, moments
+from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+OPTIMIZERS: dict[str, Any] = {
+    "AdamW": ADAMW,
+    "fused": partial(torch.optim.AdamW, lr=1e-2, fused=True),
+    "amsgrad, one by one": partial(torch.optim.Adam, lr=1e-2, amsgrad=True, foreach=False),
+    "Adamax": torch.optim.Adamax,
+    "NAdam": NAdam,
+    "RAdam": RAdam,
+}
+
+
+@pytest.fixture
+def fit(make_trainer):
+    def fit(make: Any = Layers, *, is_narrow: bool = True, ckpt_path: Any = None, **options: Any) -> Any:
+        pl.seed_everything(0, verbose=False)
+        model = make()
+        trainer = make_trainer(callbacks=[MomentsInBF16()] if is_narrow else [], **{"max_epochs": 1, **options})
+        trainer.fit(model, ckpt_path=ckpt_path)
+        model.saved_by = trainer
+        return model
+
+    return fit
+
+
+class Looking(Layers):
+    """Looks at its states after each step."""
+
+    def on_train_batch_end(self, *unused: Any) -> None:
+        if hasattr(self.trainer.strategy, "_finish_steps"):
+            self.trainer.strategy._finish_steps()
+        states = self.trainer.optimizers[0].state.values()
+        values = [local_part(value) for state in states for value in state.values()]
+        self.dtypes = {value.dtype for value in values if value.dim()}
+        self.host_bytes.append(sum(value.nbytes for value in values if value.dim()))
+
+
+def num_weights(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def test_it_is_exported() -> None:
+    assert MomentsInBF16 is Same
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_moments_are_bf16_and_training_is_close(optimizer, fit):
+    make = partial(Looking, optimizer, num_batches=20)
+    narrow, plain = fit(make), fit(make, is_narrow=False)
+    num_moments = 3 if optimizer is OPTIMIZERS["amsgrad, one by one"] else 2
+    assert narrow.dtypes == {torch.bfloat16}
+    assert narrow.host_bytes == [2 * num_moments * num_weights(narrow)] * 20
+    assert plain.host_bytes == [4 * num_moments * num_weights(plain)] * 20
+    ours, theirs = (torch.cat([p.detach().flatten() for p in one.parameters()]) for one in (narrow, plain))
+    assert not torch.equal(ours, theirs)
+    assert (ours - theirs).norm() < 0.02 * theirs.norm()
+
+
+def test_the_tracker_counts_four_bytes_for_each_weight() -> None:
+    def state_bytes(is_narrow: bool) -> int:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64))
+        optimizer = torch.optim.AdamW(model.parameters())
+        moments = NarrowMoments() if is_narrow else None
+        if moments is not None:
+            moments.attach([optimizer])
+        with track_memory(model, optimizers=[optimizer]) as tracker:
+            for _ in range(2):
+                model(torch.ones(2, 64)).sum().backward()
+                optimizer.step()
+        assert num_weights(model) == 16576
+        steps = sum(state["step"].nbytes for state in optimizer.state.values())
+        timeline = tracker.timeline
+        of_state = {n for n, one in timeline.allocations.items() if one.category is Category.OPTIMIZER_STATE}
+        return sum(event.change_bytes for event in timeline.events if event.allocation in of_state) - steps
+
+    assert state_bytes(is_narrow=True) == 4 * 16576
+    assert state_bytes(is_narrow=False) == 8 * 16576
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.01}])
+def test_a_resumed_run_ends_at_the_same_bits(options, fit, tmp_path):
+    make = partial(Layers, num_batches=6)
+    fit(make, **options).saved_by.save_checkpoint(tmp_path / "last.ckpt")
+    resumed = fit(make, ckpt_path=tmp_path / "last.ckpt", max_epochs=2, **options)
+    assert_equal_weights(resumed, fit(make, max_epochs=2, **options))
+
+
+class Loaded(Layers):
+    """Notes the moments that it begins with."""
+
+    def on_train_start(self) -> None:
+        states = self.trainer.optimizers[0].state.values()
+        self.moments = [state["exp_avg"].clone() for state in states]
+
+
+@pytest.mark.parametrize(("first", "second"), [(True, False), (False, True)])
+def test_checkpoints_are_plain_and_load_with_and_without(first, second, fit, tmp_path):
+    fit(partial(Layers, num_batches=4), is_narrow=first).saved_by.save_checkpoint(tmp_path / "last.ckpt")
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)["optimizer_states"][0]["state"].values()
+    loaded = fit(partial(Loaded, num_batches=4), is_narrow=second, ckpt_path=tmp_path / "last.ckpt", max_epochs=2)
+    for moment, state in zip(loaded.moments, saved, strict=True):
+        assert type(state["exp_avg"]) is Tensor
+        assert state["exp_avg"].dtype == (torch.bfloat16 if first else torch.float32)
+        assert moment.dtype == (torch.bfloat16 if second else torch.float32)
+        assert torch.equal(moment, state["exp_avg"].to(moment.dtype))
+
+
+def test_it_is_undone_after_the_fit(fit):
+    model = fit(partial(Layers, num_batches=3))
+    (optimizer,) = model.saved_by.optimizers
+    before = [state["exp_avg"].float() for state in optimizer.state.values()]
+    assert "step" not in vars(optimizer)
+    optimizer.param_groups[0]["betas"] = (0.5, 0.999)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for state, moment in zip(optimizer.state.values(), before, strict=True):
+        assert {value.dtype for value in state.values()} == {torch.float32}
+        assert torch.equal(state["exp_avg"], moment / 2)
+    assert not optimizer._optimizer_step_pre_hooks
+
+
+def test_other_optimizers_of_the_run_are_left_alone(make_trainer):
+    model = LitManual(TinyGPT())
+    trainer = make_trainer(callbacks=[MomentsInBF16()])
+    trainer.fit(model)
+    sgd, adamw = trainer.optimizers
+    assert all(value.dtype == torch.bfloat16 for state in adamw.state.values() for value in [state["exp_avg"]])
+    assert not any("exp_avg" in state for state in sgd.state.values())
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("offload", [{}, {"offload": "none"}, {"device_bytes": 0.5}, {"host_state": "bf16"}])
+def test_under_fsdp_offload_moments_are_bf16_wherever_they_are(offload, fit):
+    model = fit(partial(Looking, num_batches=4), strategy=ForkingOffload(**offload), precision="bf16-mixed")
+    assert model.dtypes == {torch.bfloat16}
+    assert model.host_bytes[-1] == 4 * num_weights(model)
+    if "host_state" in offload:
+        strategy = ForkingOffload(**offload)
+        same = fit(partial(Layers, num_batches=4), is_narrow=False, strategy=strategy, precision="bf16-mixed")
+        assert_equal_weights(model, same)
+    leave_group()
+
+
+class Written(Layers):
+    """Leaves its weights in a file: several ranks train in processes of their own."""
+
+    def on_train_end(self) -> None:
+        rank = self.trainer.global_rank
+        torch.save(self.state_dict(), f"{self.trainer.default_root_dir}/{rank}.pt")
+
+
+@pytest.mark.distributed
+def test_ranks_of_ddp_round_alike(fit, tmp_path):
+    options = {"devices": 2, "strategy": "ddp_fork", "use_distributed_sampler": False}
+    fit(partial(Written, num_batches=6), **options)
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+class Taking(torch.optim.AdamW):
+    """Has a kernel that takes moments in bf16, as those of some devices do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in (one for one in group["params"] if one.grad is not None):
+                state = self.state[parameter]
+                if not state:
+                    state |= {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(parameter)}
+                state["step"] += 1
+                state["exp_avg"].copy_(0.9 * state["exp_avg"].float() + 0.1 * parameter.grad)
+                parameter.sub_(state["exp_avg"].float(), alpha=group["lr"])
+
+
+def test_a_kernel_that_takes_such_moments_steps_with_them(monkeypatch):
+    model = nn.Linear(8, 8)
+    assert moments.takes_narrow(Taking(model.parameters()), 0, torch.device("cpu"))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    assert not moments.takes_narrow(optimizer, 0, torch.device("cpu"))
+    assert not optimizer.state
+
+    monkeypatch.setattr(moments, "takes_narrow", lambda *_: True)
+    NarrowMoments().attach([optimizer])
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()  # makes them
+    with pytest.raises(RuntimeError, match="BFloat16"):  # they reach the kernel, which is one of the CPU
+        optimizer.step()
+
+
+# --- what is refused ---
+
+
+def test_a_run_without_such_moments_is_refused(make_trainer):
+    message = (
+        "MomentsInBF16 is for the moments of Adam, AdamW, Adamax, NAdam, RAdam, got SGD: use one of these, as "
+        "torch.optim has it, or leave MomentsInBF16 out."
+    )
+    with pytest.raises(MisconfigurationException, match=f"^{re.escape(message)}$"):
+        make_trainer(callbacks=[MomentsInBF16()]).fit(Layers(torch.optim.SGD, num_batches=1))
+
+
+@pytest.mark.parametrize("strategy", ["auto", "fsdp_offload"])
+def test_weights_of_16_bit_are_refused(strategy, make_trainer):
+    trainer = make_trainer(callbacks=[MomentsInBF16()], precision="bf16-true", strategy=strategy, devices=1)
+    message = (
+        "MomentsInBF16 is for the moments of float32 weights, got torch.bfloat16 in AdamW: use precision='bf16-mixed' "
+        "or '32-true', or leave MomentsInBF16 out."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        trainer.fit(Layers(num_batches=1))
+    leave_group()
+
+
+def test_two_are_refused(make_trainer):
+    with pytest.raises(MisconfigurationException, match=r"^Two MomentsInBF16 in one Trainer: leave one out\.$"):
+        make_trainer(callbacks=[MomentsInBF16(), MomentsInBF16()]).fit(Layers(num_batches=1))
+
+
+def test_8_bit_moments_on_the_host_are_refused_beside_it(make_trainer):
+    trainer = make_trainer(callbacks=[MomentsInBF16()], strategy=ForkingOffload(host_state="8bit"))
+    message = (
+        "MomentsInBF16 does not work with FSDPOffloadStrategy(host_state='8bit'), which has moments in 8 bit: leave "
+        "one out."
+    )
+    with pytest.raises(MisconfigurationException, match=f"^{re.escape(message)}$"):
+        trainer.fit(Layers(num_batches=1))
