@@ -62,7 +62,7 @@ class MomentsInBF16(FitTechnique):
             self._strategy = trainer.strategy
             self._strategy.moments_in_bf16 = True
         else:
-            self._moments = NarrowMoments()
+            self._moments = NarrowMoments(trainer.lightning_module)
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

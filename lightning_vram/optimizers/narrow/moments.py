@@ -42,9 +42,13 @@ class NarrowMoments(StepTakeOver):
     """Optimizers whose moments are in bfloat16 until :meth:`let_go`. They stay the same objects.
 
     Optimizers that are made in the midst of training are taken in when they step first.
+
+    Args:
+        module: Whose parameters they have.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
         self._kept: dict[int, NarrowStates] = {}  # by id of the optimizer
         self._takes: dict[tuple[object, ...], bool] = {}
         self._handles: list[RemovableHandle] = []
@@ -84,7 +88,8 @@ class NarrowMoments(StepTakeOver):
         self._taken, self._stand_ins, self._handles, self._kept = [], [], [], {}
 
     def _has_ours(self, optimizer: Optimizer) -> bool:
-        return has_moments(optimizer)
+        own = set(self._module.parameters())
+        return has_moments(optimizer) and any(parameter in own for parameter in iterate_parameters(optimizer))
 
     def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         note_step(optimizer)

@@ -82,9 +82,11 @@ def test_the_tracker_counts_four_bytes_for_each_weight() -> None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64))
         optimizer = torch.optim.AdamW(model.parameters())
-        moments = NarrowMoments() if is_narrow else None
-        if moments is not None:
-            moments.attach([optimizer])
+        narrow = NarrowMoments(model)
+        if is_narrow:
+            narrow.attach([optimizer])
+        else:
+            narrow.let_go()
         with track_memory(model, optimizers=[optimizer]) as tracker:
             for _ in range(2):
                 model(torch.ones(2, 64)).sum().backward()
@@ -92,7 +94,7 @@ def test_the_tracker_counts_four_bytes_for_each_weight() -> None:
         assert num_weights(model) == 16576
         steps = sum(state["step"].nbytes for state in optimizer.state.values())
         timeline = tracker.timeline
-        of_state = {n for n, one in timeline.allocations.items() if one.category is Category.OPTIMIZER_STATE}
+        of_state = {n for n, one in enumerate(timeline.allocations) if one.category is Category.OPTIMIZER_STATE}
         return sum(event.change_bytes for event in timeline.events if event.allocation in of_state) - steps
 
     assert state_bytes(is_narrow=True) == 4 * 16576
@@ -203,7 +205,7 @@ def test_a_kernel_that_takes_such_moments_steps_with_them(monkeypatch):
     assert not optimizer.state
 
     monkeypatch.setattr(moments, "takes_narrow", lambda *_: True)
-    NarrowMoments().attach([optimizer])
+    NarrowMoments(model).attach([optimizer])
     model(torch.ones(2, 8)).sum().backward()
     optimizer.step()  # makes them
     with pytest.raises(RuntimeError, match="BFloat16"):  # they reach the kernel, which is one of the CPU
@@ -247,3 +249,20 @@ def test_8_bit_moments_on_the_host_are_refused_beside_it(make_trainer):
     )
     with pytest.raises(MisconfigurationException, match=f"^{re.escape(message)}$"):
         trainer.fit(Layers(num_batches=1))
+
+
+class Late(Layers):
+    """Makes another optimizer in the midst of training, and one of something else."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            self.late, self.other = ADAMW(self.parameters()), ADAMW([nn.Parameter(torch.ones(3))])
+            self.other.param_groups[0]["params"][0].grad = torch.ones(3)
+            self.late.step()
+            self.other.step()
+
+
+def test_optimizers_that_are_made_late_are_taken_in_and_those_of_others_are_not(fit):
+    model = fit(partial(Late, num_batches=4))
+    assert {state["exp_avg"].dtype for state in model.late.state.values()} == {torch.bfloat16}
+    assert {state["exp_avg"].dtype for state in model.other.state.values()} == {torch.float32}
