@@ -15,7 +15,7 @@ from lightning_vram.optimizers.stepping import (
     State,
     StateForm,
     StepRound,
-    iterate_parameters,
+    first_places,
     make_seeds,
     make_stand_in,
     narrow_state,
@@ -48,7 +48,7 @@ class StreamedStates:
     ) -> None:
         self._optimizer = optimizer
         self._form = form
-        self._numbers = {parameter: number for number, parameter in enumerate(iterate_parameters(optimizer))}
+        self._places = first_places(optimizer)
         wanted = set(parameters)
         layouts = []
         self._index: dict[nn.Parameter, int] = {}
@@ -91,12 +91,12 @@ class StreamedStates:
             if self._form is None:
                 step_round.step_stand_ins(groups, stand_ins, [piece.states for piece in pieces])
                 return
-            numbers = [self._numbers[by_index[piece.index].parameter] for piece in pieces]
-            seeds = make_seeds([piece.states for piece in pieces], numbers)
+            places = [self._places[by_index[piece.index].parameter] for piece in pieces]
+            seeds = make_seeds([piece.states for piece in pieces], [number for number, _ in places])
             states = [widen_state(piece.states) for piece in pieces]
             step_round.step_stand_ins(groups, stand_ins, states)
-            for piece, state, seed in zip(pieces, states, seeds, strict=True):
-                piece.states.update(narrow_state(self._form, state, piece.start, seed))
+            for piece, state, seed, (_, first) in zip(pieces, states, seeds, places, strict=True):
+                piece.states.update(narrow_state(self._form, state, first + piece.start, seed))
 
         self._disk.release()  # pages that a checkpoint has looked at
         self._disk.stream(list(by_index), step)

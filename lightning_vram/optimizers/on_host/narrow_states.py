@@ -14,8 +14,8 @@ from lightning_vram.optimizers.stepping import (
     State,
     StateForm,
     as_sharded,
+    first_places,
     is_narrow,
-    iterate_parameters,
     widen_state,
 )
 from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
@@ -35,7 +35,7 @@ class NarrowStates:
     def __init__(self, optimizer: Optimizer, parameters: Iterable[nn.Parameter], form: StateForm) -> None:
         self.form = form
         self._parameters = set(parameters)
-        self._numbers = {parameter: number for number, parameter in enumerate(iterate_parameters(optimizer))}
+        self._places = first_places(optimizer)
         self._loading: dict[nn.Parameter, State] = {}
         handle = _to_widen.pop(optimizer, None)
         if handle is not None:  # of a run before
@@ -43,11 +43,15 @@ class NarrowStates:
 
     def number_of(self, parameter: nn.Parameter) -> int:
         """Return the number of a parameter in the optimizer."""
-        return self._numbers[parameter]
+        return self._places[parameter][0]
+
+    def first_place_of(self, parameter: nn.Parameter) -> int:
+        """Return the place of the first weight of its local part in the whole of it."""
+        return self._places[parameter][1]
 
     def convert(self, optimizer: Optimizer) -> None:
         """Bring the moments that the optimizer has now into the form, one after the other."""
-        for parameter in self._numbers:
+        for parameter in self._places:
             state = optimizer.state.get(parameter) if parameter in self._parameters else None
             for key in MOMENTS if state else ():
                 if state is not None and isinstance(state.get(key), Tensor):
@@ -56,7 +60,7 @@ class NarrowStates:
     def before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Take the moments out of what is loaded: ``torch.optim`` would make float32 of all of them at once."""
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        parameters = dict(zip(saved, self._numbers, strict=False))  # the optimizer complains of other numbers
+        parameters = dict(zip(saved, self._places, strict=False))  # the optimizer complains of other numbers
         states = dict(state_dict["state"])
         for key, state in states.items():
             parameter = parameters.get(key)

@@ -165,7 +165,8 @@ class _Stepping:
         """Return the states of some weights that a step has left, as they are kept."""
         if self.narrow is None:
             return state
-        return narrow_state(self.narrow.form, state, part.start, self.seed)
+        start = self.narrow.first_place_of(self.member.parameter) + part.start
+        return narrow_state(self.narrow.form, state, start, self.seed)
 
     def keep(self, key: str, value: Any, part: slice, size: int) -> None:
         """Take over a state of some weights that the step has left."""

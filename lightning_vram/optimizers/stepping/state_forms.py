@@ -6,7 +6,8 @@ from hashlib import blake2b
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Adam, Adamax, AdamW, NAdam, Optimizer, RAdam
 
 from lightning_vram.core.tensors.bit_patterns import round_by_place_
@@ -19,6 +20,7 @@ from lightning_vram.core.tensors.eight_bit import (
 )
 from lightning_vram.optimizers.stepping.step_round import State
 from lightning_vram.optimizers.stepping.steppable import iterate_parameters, steps_like, why_not_steppable
+from lightning_vram.private_names.fsdp2.sharded_tensors import compute_local_shape_and_global_offset
 from lightning_vram.private_names.torch.dispatch import FakeTensor
 
 HostState = Literal["fp32", "bf16", "8bit"]
@@ -157,7 +159,7 @@ def narrow_state(form: StateForm, state: State, start: int, seed: str) -> State:
     Args:
         form: Of the moments.
         state: All flat; the moments in float32, which may be written to.
-        start: Place of the part in the parameter.
+        start: Place of the part in the whole parameter.
         seed: Another one for each parameter in each step, where rounding is random.
     """
     return {
@@ -170,6 +172,22 @@ def widened(value: Tensor) -> Tensor:
     """Return the numbers of a moment in float32."""
     wide: Tensor = decoded(value).float()
     return wide
+
+
+def first_places(optimizer: Optimizer) -> dict[nn.Parameter, tuple[int, int]]:
+    """Return the number of each parameter in its optimizer, and the place of the first weight of its local part in it.
+
+    By these rounding at random is the same however parameters are sharded.
+    """
+    return {p: (number, _first_place(p)) for number, p in enumerate(iterate_parameters(optimizer))}
+
+
+def _first_place(parameter: nn.Parameter) -> int:
+    if not isinstance(parameter, DTensor):
+        return 0
+    place = parameter.shape, parameter.device_mesh, parameter.placements
+    _, offset = compute_local_shape_and_global_offset(*place)
+    return sum(start * stride for start, stride in zip(offset, parameter.stride(), strict=True))
 
 
 def make_seeds(states: Sequence[State], numbers: Sequence[int]) -> list[str]:

@@ -14,10 +14,8 @@ from support.offload_nets import leave_group
 from torch import Tensor, nn
 from torch.optim import NAdam, RAdam
 
-from lightning_vram import MomentsInBF16, track_memory
+from lightning_vram import MomentsInBF16
 from lightning_vram.callbacks.moments_in_bf16 import MomentsInBF16 as Same
-from lightning_vram.memory.tracking.timeline import Category
-from lightning_vram.optimizers.narrow import NarrowMoments, moments
 from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -75,30 +73,6 @@ def test_moments_are_bf16_and_training_is_close(optimizer, fit):
     ours, theirs = (torch.cat([p.detach().flatten() for p in one.parameters()]) for one in (narrow, plain))
     assert not torch.equal(ours, theirs)
     assert (ours - theirs).norm() < 0.02 * theirs.norm()
-
-
-def test_the_tracker_counts_four_bytes_for_each_weight() -> None:
-    def state_bytes(is_narrow: bool) -> int:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64))
-        optimizer = torch.optim.AdamW(model.parameters())
-        narrow = NarrowMoments(model)
-        if is_narrow:
-            narrow.attach([optimizer])
-        else:
-            narrow.let_go()
-        with track_memory(model, optimizers=[optimizer]) as tracker:
-            for _ in range(2):
-                model(torch.ones(2, 64)).sum().backward()
-                optimizer.step()
-        assert num_weights(model) == 16576
-        steps = sum(state["step"].nbytes for state in optimizer.state.values())
-        timeline = tracker.timeline
-        of_state = {n for n, one in enumerate(timeline.allocations) if one.category is Category.OPTIMIZER_STATE}
-        return sum(event.change_bytes for event in timeline.events if event.allocation in of_state) - steps
-
-    assert state_bytes(is_narrow=True) == 4 * 16576
-    assert state_bytes(is_narrow=False) == 8 * 16576
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.01}])
@@ -180,36 +154,6 @@ def test_ranks_of_ddp_round_alike(fit, tmp_path):
     fit(partial(Written, num_batches=6), **options)
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-class Taking(torch.optim.AdamW):
-    """Has a kernel that takes moments in bf16, as those of some devices do."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in (one for one in group["params"] if one.grad is not None):
-                state = self.state[parameter]
-                if not state:
-                    state |= {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(parameter)}
-                state["step"] += 1
-                state["exp_avg"].copy_(0.9 * state["exp_avg"].float() + 0.1 * parameter.grad)
-                parameter.sub_(state["exp_avg"].float(), alpha=group["lr"])
-
-
-def test_a_kernel_that_takes_such_moments_steps_with_them(monkeypatch):
-    model = nn.Linear(8, 8)
-    assert moments.takes_narrow(Taking(model.parameters()), 0, torch.device("cpu"))
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-    assert not moments.takes_narrow(optimizer, 0, torch.device("cpu"))
-    assert not optimizer.state
-
-    monkeypatch.setattr(moments, "takes_narrow", lambda *_: True)
-    NarrowMoments(model).attach([optimizer])
-    model(torch.ones(2, 8)).sum().backward()
-    optimizer.step()  # makes them
-    with pytest.raises(RuntimeError, match="BFloat16"):  # they reach the kernel, which is one of the CPU
-        optimizer.step()
 
 
 # --- what is refused ---
