@@ -18,7 +18,11 @@ from torch.optim import Optimizer
 
 from lightning_vram.core.processes.rank_errors import current_rank
 from lightning_vram.core.tensors.eight_bit import EightBitTensor, decoded
-from lightning_vram.private_names.fsdp2.sharded_tensors import compute_local_shape_and_global_offset, wrap_like
+from lightning_vram.private_names.fsdp2.sharded_tensors import (
+    compute_local_shape_and_global_offset,
+    local_part,
+    wrap_like,
+)
 from lightning_vram.private_names.torch.modules import IncompatibleKeys, metadata_of, set_metadata
 from lightning_vram.techniques.sharded_checkpoints.parameter_names import check_fit, clean_name, parameters_by_name
 from lightning_vram.techniques.sharded_checkpoints.state_trees import copy_to_host, map_leaves
@@ -180,9 +184,9 @@ def _own_part(whole: Tensor, like: DTensor) -> Tensor:
 
 def _whole(value: Any, *, keep: bool) -> Any:
     if isinstance(value, DTensor):
+        if isinstance(part := local_part(value), EightBitTensor):
+            value = wrap_like(part.decode(), value)
         full: Tensor = value.full_tensor().detach()
-        if isinstance(full, EightBitTensor):
-            return full.decode() if keep else None
         own = value.to_local().untyped_storage().data_ptr()
         is_own = full.untyped_storage().data_ptr() == own  # of one rank it may be the part itself
         return None if not keep else copy_to_host(full) if is_own else full.cpu()
