@@ -88,25 +88,14 @@ class HostAverage:
         self.average.n_averaged += 1
         self._sharding.gather_root()
 
-    def finish(self) -> None:
-        """Wait until the average is what it is told to be.
-
-        Raises:
-            BaseException: What the thread has raised.
-        """
-        self._sharding.wait_for_steps()
-        rest, self._rest = self._rest, None
-        if rest is not None:
-            rest.wait()
-
     def remove(self, *, make_whole: bool) -> None:
-        """Let the average be a plain module again.
+        """Let the average be a plain module again, once nothing is written to shards.
 
         Args:
             make_whole: Whether to gather its parameters, on all ranks: all must take part. Else they stay sharded.
         """
         with suppress(Exception):  # which has been told, or will be by who finishes steps
-            self.finish()
+            self._wait_for_rest()
         while self._stand_ins:
             self._stand_ins.pop().remove()
         if make_whole:
@@ -152,6 +141,12 @@ class HostAverage:
             for ours, theirs in zip(self._buffers, buffers, strict=True):
                 ours.copy_(theirs)
 
+    def _wait_for_rest(self) -> None:
+        """Wait for what nothing watches: scalars and buffers. Shards are waited for by who reads them."""
+        rest, self._rest = self._rest, None
+        if rest is not None:
+            rest.wait()
+
     @property
     def _buffers(self) -> list[Tensor]:
         return list(type(self.average.module).buffers(self.average.module))
@@ -162,18 +157,18 @@ class HostAverage:
             group.forget_whole()
 
     def _settle_first(self, inner: Callable[..., Any]) -> Callable[..., Any]:
-        """For whoever goes through the average and the module side by side, and for buffers, which nothing watches."""
+        """For whoever goes through the average and the module side by side."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             self._forget_wholes()
-            self.finish()
+            self._wait_for_rest()
             return inner(*args, **kwargs)
 
         return call
 
     def _read_state(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
         """What ``state_dict`` returns, its parameters as checkpoints have them. A collective."""
-        self.finish()
+        self._wait_for_rest()
         state = {key: value for key, value in inner(*args, **kwargs).items() if not key.startswith(_PREFIX)}
         return state | {_PREFIX + key: value for key, value in self._gather(self.average.module).items()}
 

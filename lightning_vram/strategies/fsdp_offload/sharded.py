@@ -172,8 +172,8 @@ class ShardedStrategy(CheckpointedStrategy):
             raise
         finally:
             make_whole = not self._has_failed or self.world_size == 1
-            self._averages.remove(make_whole=make_whole)
             replaced = sharding.remove(make_whole=make_whole)
+            self._averages.remove(make_whole=make_whole)
             if optimizers is not None:
                 optimizers.let_go(replaced)
 

@@ -1,6 +1,6 @@
 """Lightning's averages of weights under ``fsdp_offload`` are those of a plain run, as shards on the host."""
 
-import itertools
+import re
 from functools import partial
 from typing import Any
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, WeightAveraging
 from mutations.sharding import late_threads
-from support.helpers import ForkingOffload, assert_equal_weights
+from support.helpers import ForkingOffload, PlantedError, assert_equal_weights
 from support.offload_nets import MODES, FusedCNN, Odd, Split, leave_group
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
@@ -34,6 +34,15 @@ AVERAGES: dict[str, Any] = {
 def _alone():
     yield
     leave_group()
+
+
+@pytest.fixture(autouse=True)
+def _slow_path():
+    """A plain run validates by other kernels of transformers, and rounds otherwise."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    yield
+    torch.backends.mha.set_fastpath_enabled(before)
 
 
 @pytest.fixture
@@ -71,16 +80,20 @@ def fit(make_trainer, tmp_path):
         trainer = make_trainer(strategy=strategy, callbacks=[callback], use_distributed_sampler=False, **given)
         torch.manual_seed(1)
         trainer.fit(model, ckpt_path=ckpt_path)
-        model.average, model.saved_by = average_of(callback), trainer
+        vars(model).update(average=average_of(callback), saved_by=trainer)  # as no part of the module
         leave_group()
         return model
 
     return fit
 
 
-def check(ours: Any, plain: Any) -> None:
+def check_weights(ours: Any, plain: Any) -> None:
     assert_equal_weights(ours.average, plain.average)
     assert_equal_weights(ours, plain)
+
+
+def check(ours: Any, plain: Any) -> None:
+    check_weights(ours, plain)
     assert ours.seen == plain.seen
     assert len(plain.seen) == 1 + plain.saved_by.current_epoch
     assert {type(p) for p in ours.average.parameters()} == {torch.nn.Parameter}
@@ -134,18 +147,12 @@ class Saving(Net):
             self.trainer.save_checkpoint(f"{self.trainer.default_root_dir}/first.ckpt", weights_only=False)
 
 
-class Resumed(Net):
-    pass
-
-
 KINDS: dict[str, Any] = {
     "plain": "auto",
     "full": lambda: ForkingOffload(),
     "sharded": lambda: ForkingOffload(state_dict_type="sharded"),
     "full, later": lambda: ForkingOffload(async_save=True),
-    "split": lambda: ForkingOffload(state_dict_type="sharded", async_save=True),
 }
-WAYS = [pair for pair in itertools.product(KINDS, KINDS) if pair[0] != "sharded" or pair[1] != "plain"]
 
 
 def make(kind: str) -> Any:
@@ -196,10 +203,85 @@ class Counted(Net):
         parts = [own_part_of(p) for p in average_of(callback).parameters()]
         assert {part.device.type for part in parts} == {"cpu"}
         self.num_bytes = sum({p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in parts}.values())
-        if self.trainer.world_size > 1 and self.global_rank == 0:
-            (self.trainer.default_root_dir / "bytes").write_text(str(self.num_bytes))
 
 
 def test_an_average_takes_four_bytes_for_each_weight(fit):
     counted = fit(Counted, ForkingOffload(), EMAWeightAveraging)
     assert counted.num_bytes == 4 * sum(p.numel() for p in counted.parameters())
+
+
+def test_a_run_after_the_fit_has_the_average(fit):
+    losses = []
+    for strategy in (ForkingOffload(), "auto"):
+        model = fit(Net, strategy, AVERAGES["EMA"])
+        model.seen.clear()
+        before = [p.detach().clone() for p in model.average.parameters()]
+        model.saved_by.validate(model, verbose=False)
+        leave_group()
+        assert all(map(torch.equal, model.average.parameters(), before))
+        losses.append(model.seen)
+    assert losses[0] == losses[1]
+
+
+class OnTwo(ForkingOffload):
+    """Leaves in a file what a rank has when the fit is over: each has trained in a process of its own."""
+
+    def teardown(self) -> None:
+        module, trainer = self.lightning_module, self.lightning_module.trainer
+        super().teardown()
+        (callback,) = [one for one in trainer.callbacks if isinstance(one, WeightAveraging)]
+        state = {"module": module.state_dict(), "average": average_of(callback).state_dict(), "bytes": module.num_bytes}
+        torch.save(state, f"{trainer.default_root_dir}/{trainer.global_rank}.pt")
+
+
+class SavingCounted(Counted, Saving):
+    pass
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_two_ranks_have_half_of_the_average_each(kind, fit, tmp_path):
+    average = AVERAGES["EMA"]
+    fit(SavingCounted, OnTwo(state_dict_type=kind), average, devices=2, num_sanity_val_steps=0)
+    plain = fit(Net, "auto", average, num_sanity_val_steps=0)
+    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
+    for key, expected in (("module", plain.state_dict()), ("average", plain.average.state_dict())):
+        for name, value in expected.items():
+            assert torch.equal(ranks[0][key][name], ranks[1][key][name])
+            torch.testing.assert_close(ranks[0][key][name], value, rtol=1e-4, atol=1e-6)
+    assert sum(rank["bytes"] for rank in ranks) == 4 * sum(p.numel() for p in plain.parameters())
+
+    resumed = fit(Net, ForkingOffload(), average, ckpt_path=tmp_path / "first.ckpt", num_sanity_val_steps=0)
+
+    for one, other in zip(resumed.average.parameters(), plain.average.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+class Failing(Net):
+    """Its thread fails while an average is to be moved."""
+
+    def on_train_batch_end(self, *unused: Any) -> None:
+        raise PlantedError
+
+
+def fail(*unused: Any) -> None:
+    raise PlantedError
+
+
+@pytest.mark.parametrize("average", [EMAWeightAveraging, partial(WeightAveraging, avg_fn=fail)])
+def test_what_fails_leaves_a_whole_module(average, make_trainer):
+    callback, model = average(), Failing() if average is EMAWeightAveraging else Net()
+    with pytest.raises(PlantedError):
+        make_trainer(strategy=ForkingOffload(), callbacks=[callback], max_epochs=2).fit(model)
+    assert {type(p) for p in average_of(callback).parameters()} == {torch.nn.Parameter}
+    assert all(p.numel() and type(p) is torch.nn.Parameter for p in model.parameters())
+
+
+def test_a_checkpoint_without_an_average_is_where_one_begins(fit, make_trainer, tmp_path):
+    trainer = make_trainer(strategy=ForkingOffload(), max_epochs=1)
+    trainer.fit(Net())
+    trainer.save_checkpoint(tmp_path / "first.ckpt")
+    leave_group()
+    message = "The checkpoint has no average of weights: WeightAveraging begins with its weights."
+    with pytest.warns(UserWarning, match=f"^{re.escape(message)}$"):
+        ours = fit(Net, ForkingOffload(), AVERAGES["EMA"], ckpt_path=tmp_path / "first.ckpt")
+    check_weights(ours, fit(Net, "auto", AVERAGES["EMA"], ckpt_path=tmp_path / "first.ckpt"))
