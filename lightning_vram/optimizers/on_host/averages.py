@@ -7,7 +7,6 @@ divided by the ranks, and none on the device. Arithmetic is done in parts that s
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -89,13 +88,11 @@ class HostAverage:
         self._sharding.gather_root()
 
     def remove(self, *, make_whole: bool) -> None:
-        """Let the average be a plain module again, once nothing is written to shards.
+        """Let the average be a plain module again, after all steps and before the optimizers let go.
 
         Args:
             make_whole: Whether to gather its parameters, on all ranks: all must take part. Else they stay sharded.
         """
-        with suppress(Exception):  # which has been told, or will be by who finishes steps
-            self._wait_for_rest()
         while self._stand_ins:
             self._stand_ins.pop().remove()
         if make_whole:

@@ -101,6 +101,7 @@ def check(ours: Any, plain: Any) -> None:
 
 
 @pytest.mark.usefixtures("_small_parts")
+@pytest.mark.quick_sample(4)
 @pytest.mark.parametrize("average", AVERAGES.values(), ids=AVERAGES)
 @pytest.mark.parametrize("make", [Net, Images, Mixed])
 def test_averages_are_those_of_a_plain_run(make, average, fit):
@@ -110,6 +111,7 @@ def test_averages_are_those_of_a_plain_run(make, average, fit):
 
 
 @pytest.mark.usefixtures("_small_parts")
+@pytest.mark.quick_sample(3)
 @pytest.mark.parametrize("options", MODES.values(), ids=MODES)
 def test_wherever_the_shards_are(options, fit):
     average = AVERAGES["EMA"]
@@ -122,11 +124,27 @@ def test_with_states_on_a_disk(fit, tmp_path):
 
 
 @pytest.mark.usefixtures("_small_parts")
+@pytest.mark.quick_sample(2)
 @pytest.mark.parametrize("options", [{}, {"offload": "optimizer"}, {"device_bytes": 0.3}])
 def test_of_weights_that_are_split_at_rest(options, fit):
     given = {"precision": "bf16-mixed"}
     split = fit(Net, ForkingOffload(master="split", **options), AVERAGES["EMA"], **given)
     check(split, fit(Net, ForkingOffload(**options), AVERAGES["EMA"], **given))
+
+
+class Writing(Net):
+    """Writes to its weights after each update of the average, which was begun before."""
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *unused: Any) -> None:
+        for parameter in self.parameters():
+            parameter.mul_(0.99)
+
+
+def test_weights_that_are_written_by_hand_are_averaged_as_they_were(fit):
+    with late_threads():
+        ours = fit(Writing, ForkingOffload(), AVERAGES["EMA"])
+    check(ours, fit(Writing, "auto", AVERAGES["EMA"]))
 
 
 @pytest.mark.parametrize("options", [{"gradient_clip_val": 0.01}, {"accumulate_grad_batches": 2}])
@@ -159,6 +177,7 @@ def make(kind: str) -> Any:
     return KINDS[kind] if isinstance(KINDS[kind], str) else KINDS[kind]()
 
 
+@pytest.mark.quick_sample(4)
 @pytest.mark.parametrize(
     ("first", "second"),
     [
