@@ -1,6 +1,6 @@
 """Each wait of the package, taken out, and a program that is wrong without it."""
 
-from mutations import by_hand, offloading, scaling, sharding
+from mutations import averaging, by_hand, offloading, scaling, sharding
 from mutations.mutation import Mutation
 
 _STREAM_COPIES = "core.host.transfers:StreamCopies"
@@ -226,4 +226,31 @@ SHARDING = [
     ),
 ]
 
-MUTATIONS = TRANSFERS + OFFLOAD + SHARDING
+_AVERAGE = "optimizers.on_host.averages:HostAverage"
+
+AVERAGES = [
+    Mutation(f"{_AVERAGE}._wait_for_rest", "rest.wait()", "pass", averaging.read_at_once),
+    Mutation(f"{_AVERAGE}._settle_first", "self._wait_for_rest()", "pass", averaging.read_at_once),
+    Mutation(f"{_AVERAGE}._read_state", "self._wait_for_rest()", "pass", averaging.saved_at_once),
+    Mutation(f"{_AVERAGE}._move_rest", "event.synchronize()", "pass", averaging.read_at_once),
+    Mutation(
+        f"{_AVERAGE}._begin_rest",
+        'event = None if device.type == "cpu" else torch.accelerator.current_stream(device).record_event()',
+        "event = torch.Event(device)",
+        averaging.read_at_once,
+    ),
+    Mutation(
+        f"{_AVERAGE}.update",
+        "watched = [*weights, *(self._shards[weight] for weight in weights)]",
+        "watched = weights",
+        averaging.read_at_once,
+    ),
+    Mutation(
+        "optimizers.on_host.optimizers:HostOptimizers.work_beside",
+        "group.steps.begin(ticket, watched)",
+        "pass",
+        averaging.written_at_once,
+    ),
+]
+
+MUTATIONS = TRANSFERS + OFFLOAD + SHARDING + AVERAGES

@@ -1,5 +1,6 @@
 """Optimizers that step on the host, beside the training. May import: optimizers.stepping, techniques, core, memory."""
 
+from lightning_vram.optimizers.on_host.averages import HostAverage
 from lightning_vram.optimizers.on_host.host_room import (
     HostNeeds,
     HostRoom,
@@ -13,6 +14,7 @@ from lightning_vram.optimizers.on_host.optimizers import HostOptimizers
 from lightning_vram.optimizers.on_host.split_steps import step_in_parts
 
 __all__ = [
+    "HostAverage",
     "HostNeeds",
     "HostOptimizers",
     "HostRoom",

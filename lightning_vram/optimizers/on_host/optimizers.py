@@ -32,6 +32,7 @@ from lightning_vram.optimizers.stepping import (
     can_step_wholes,
     explain_failures,
     iterate_parameters,
+    list_tensors,
     refuse_optimizer,
     why_not_steppable,
 )
@@ -205,11 +206,11 @@ class HostOptimizers(StepTakeOver):
         for group in self._sharding.groups:
             self._submit(step_round, group, [parameter.sharded_param for parameter in group.fsdp_params])
         step_round.run(step_round.take_rest())
-        self._arrange_by_forward()
+        self.arrange_by_forward()
         self._sharding.gather_root()
         return loss
 
-    def _arrange_by_forward(self) -> None:
+    def arrange_by_forward(self) -> None:
         """The backward comes to the last layers first; the next forward wants what is left to do from the first."""
         if self._worker is not None:
             places = {group: place for place, group in enumerate(self._sharding.groups)}
@@ -222,7 +223,7 @@ class HostOptimizers(StepTakeOver):
             doubtful = {parameter for parameter, _ in group.doubtful}
             self._submit(self._early, group, [p.sharded_param for p in group.fsdp_params if p not in doubtful])
             if group.landing is not None:  # else this is another thread than that of the others
-                self._arrange_by_forward()
+                self.arrange_by_forward()
 
     def _submit(self, step_round: StepRound, group: ShardedGroup, parameters: Iterable[nn.Parameter]) -> None:
         with group.steps.reading_for_step():
@@ -236,9 +237,20 @@ class HostOptimizers(StepTakeOver):
             _run(partial(states.step_on_device, step_round, is_on_host=is_on_host), group, members)
             return
         job = partial(_run, partial(states.step, step_round, group.lanes), group, members)
+        self.work_beside(job, group, list_tensors(members))
+
+    def work_beside(
+        self, job: Callable[[], None], group: ShardedGroup | None, watched: Iterable[Tensor]
+    ) -> Ticket | None:
+        """Have ``job`` done by who steps ``group``, after that; nobody reads ``watched`` tensors meanwhile."""
+        if self._worker is None or (group is not None and group.landing is None):
+            job()
+            return None
         ticket = self._worker.submit(job)
-        self._submitted.append((group, ticket))
-        group.steps.begin(ticket, _list_tensors(members))
+        if group is not None:
+            self._submitted.append((group, ticket))
+            group.steps.begin(ticket, watched)
+        return ticket
 
     def _compute(self, compute: Callable[[], Result]) -> Result:
         """Let the threads of the steps do something at once."""
@@ -282,14 +294,3 @@ def _run(run: Callable[[Sequence[Member]], None], group: ShardedGroup, members: 
 def _list_copies(lanes: Iterable[ShardLane]) -> list[Tensor]:
     """What stays on the device though the weights are on the host."""
     return [lane.resident for lane in lanes if lane.resident is not None]
-
-
-def _list_tensors(members: Iterable[Member]) -> list[Tensor]:
-    """What a step reads and writes, as others see it."""
-    tensors: list[Tensor] = []
-    for member in members:
-        states = tuple(member.state.values())  # at once: the step that was submitted may be making them
-        tensors += [member.parameter, *(value for value in states if isinstance(value, Tensor))]
-        if member.parameter.grad is not None:
-            tensors.append(member.parameter.grad)
-    return tensors

@@ -25,6 +25,7 @@ from lightning_vram.optimizers.stepping.step_round import (
     State,
     StepRound,
     as_sharded,
+    list_tensors,
     make_stand_in,
     publish_state,
 )
@@ -61,6 +62,7 @@ __all__ = [
     "has_moments",
     "is_narrow",
     "iterate_parameters",
+    "list_tensors",
     "make_seeds",
     "make_stand_in",
     "make_twin",

@@ -135,6 +135,17 @@ def as_sharded(value: Any, parameter: nn.Parameter, shape: torch.Size) -> Any:
     return DTensor(value, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
+def list_tensors(members: Iterable[Member]) -> list[Tensor]:
+    """What a step reads and writes, as others see it."""
+    tensors: list[Tensor] = []
+    for member in members:
+        states = tuple(member.state.values())  # at once: the step that was submitted may be making them
+        tensors += [member.parameter, *(value for value in states if isinstance(value, Tensor))]
+        if member.parameter.grad is not None:
+            tensors.append(member.parameter.grad)
+    return tensors
+
+
 def make_stand_in(shard: Tensor, gradient: Tensor) -> nn.Parameter:
     """Return a parameter over ``shard`` that has a gradient."""
     stand_in = nn.Parameter(shard)

@@ -1,4 +1,4 @@
-"""Private names of Lightning's own callbacks: its tuners and ``ModelCheckpoint``.
+"""Private names of Lightning's own callbacks: its tuners, ``ModelCheckpoint`` and ``WeightAveraging``.
 
 * ``lightning.pytorch.callbacks.BatchSizeFinder._batch_arg_name``: which argument it sets | 2.6 -
   | SlurmRequeue cannot save where there is a BatchSizeFinder
@@ -10,13 +10,16 @@
   | the package cannot be imported
 * ``lightning.pytorch.callbacks.ModelCheckpoint._find_last_checkpoints``: what ``save_last=True`` has written | 2.6 -
   | SlurmRequeue fails at a restart where there is a ModelCheckpoint
+* ``lightning.pytorch.callbacks.WeightAveraging._average_model``: the average, from the setup of a fit on | 2.6 -
+  | WeightAveraging fails under fsdp_offload
 """
 
 from collections.abc import Iterable
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import BatchSizeFinder, Callback, LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.callbacks import BatchSizeFinder, Callback, LearningRateFinder, ModelCheckpoint, WeightAveraging
 from lightning.pytorch.tuner.lr_finder import _LRCallback
+from torch.optim.swa_utils import AveragedModel
 
 
 def batch_size_argument(tuner: BatchSizeFinder) -> str:
@@ -42,3 +45,8 @@ def is_searching_rate(callbacks: Iterable[Callback]) -> bool:
 def last_checkpoints(callback: ModelCheckpoint, trainer: pl.Trainer) -> set[str]:
     """Return the paths of what ``save_last=True`` has written."""
     return callback._find_last_checkpoints(trainer)
+
+
+def average_of(callback: WeightAveraging) -> AveragedModel | None:
+    """Return the average; ``None`` before the first fit."""
+    return callback._average_model

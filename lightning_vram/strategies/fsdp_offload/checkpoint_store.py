@@ -20,6 +20,7 @@ from lightning_vram.private_names.lightning.files import is_local, load_on_host
 from lightning_vram.strategies.fsdp_offload.checkpoint_writing import local_path, remove_checkpoint, write_checkpoint
 from lightning_vram.strategies.fsdp_offload.state_fit import check_form, check_states, in_order
 from lightning_vram.techniques.sharded_checkpoints import (
+    MODULE_STATES,
     REST_FILE,
     ShardedFolder,
     check_archive,
@@ -122,17 +123,23 @@ class CheckpointStore:
             on_all_ranks(lambda: check_archive(local, current_rank(), num_ranks()), failed)
         return _check_kind(on_all_ranks(lambda: read_values(local, weights_only=weights_only), failed), location)
 
-    def load_module(self, checkpoint: Mapping[str, Any], module: nn.Module, *, strict: bool) -> None:
-        """Load a module, in place, from what :meth:`open` returned last. A collective.
+    def has_state(self, checkpoint: Mapping[str, Any], key: str) -> bool:
+        """Whether what :meth:`open` returned last has the state of a module under this key."""
+        return self._folder.has_state(key) if self._folder is not None else key in checkpoint
+
+    def load_module(
+        self, checkpoint: Mapping[str, Any], module: nn.Module, *, strict: bool, key: str = "state_dict"
+    ) -> None:
+        """Load a module, in place, from what :meth:`open` returned last, under ``key``. A collective.
 
         Raises:
             ValueError: If they do not fit; on every rank and before anything has changed.
             CheckpointError: If a rank cannot read it; on every rank.
         """
         if self._folder is not None:
-            self._folder.load_module(module, strict=strict)
-        elif isinstance(checkpoint.get("state_dict"), Mapping):
-            load_module_state(module, checkpoint["state_dict"], strict=strict)
+            self._folder.load_module(module, strict=strict, key=key)
+        elif isinstance(checkpoint.get(key), Mapping):
+            load_module_state(module, checkpoint[key], strict=strict)
         else:
             raise ValueError("The file is no checkpoint of a Trainer: it has no state_dict.")
 
@@ -189,7 +196,7 @@ class CheckpointStore:
             copied: dict[str, Any] = snapshot(dict(checkpoint))
             return copied
         own_copies: dict[str, Any] = {
-            key: checkpoint[key] for key in ("state_dict", "optimizer_states") if key in checkpoint
+            key: checkpoint[key] for key in (*MODULE_STATES, "optimizer_states") if key in checkpoint
         }
         rest: dict[str, Any] = snapshot({key: value for key, value in checkpoint.items() if key not in own_copies})
         return own_copies | rest

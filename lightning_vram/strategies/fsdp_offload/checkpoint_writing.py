@@ -13,6 +13,7 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning_vram.core.processes.rank_errors import current_rank, on_all_ranks
 from lightning_vram.private_names.lightning.files import is_local, save_whole
 from lightning_vram.techniques.sharded_checkpoints import (
+    MODULE_STATES,
     count_bytes,
     delete,
     delete_leftovers,
@@ -91,7 +92,7 @@ def _write_file(checkpoint: Mapping[str, Any], path: Path) -> None:
 
 def _split(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     rest = dict(checkpoint)
-    states = {"state_dict": rest.pop("state_dict")}
+    states = {key: rest.pop(key) for key in MODULE_STATES if key in rest}
     states |= {f"optimizer_{index}": state for index, state in enumerate(rest.pop("optimizer_states", []))}
     return states, rest
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_vram.private_names.lightning.connectors import find_trainer
+from lightning_vram.strategies.fsdp_offload.averages import RunAverages
 from lightning_vram.strategies.fsdp_offload.checkpoint_store import CheckpointStore
 from lightning_vram.strategies.fsdp_offload.connected import ConnectedStrategy
 from lightning_vram.techniques.sharded_checkpoints import (
@@ -33,6 +34,7 @@ class CheckpointedStrategy(ConnectedStrategy):
         super().__init__(*given)
         self._store: CheckpointStore | None = None
         self._to_load: tuple[Mapping[str, Any], bool] | None = None
+        self._averages = RunAverages()
 
     @abstractmethod
     def _finish_steps(self) -> None:
@@ -53,12 +55,14 @@ class CheckpointedStrategy(ConnectedStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
         self._finish_steps()
+        state = self._gather_state(self.lightning_module)
+        self._rest_shards()
+        return state
+
+    def _gather_state(self, module: nn.Module) -> dict[str, Any]:
         with self._named("gathering a checkpoint"):
-            if self.arguments.state_dict_type == "sharded":
-                return sharded_module_state(self.lightning_module)
-            state = gather_module_state(self.lightning_module)
-            self._rest_shards()
-            return state
+            is_sharded = self.arguments.state_dict_type == "sharded"
+            return sharded_module_state(module) if is_sharded else gather_module_state(module)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -103,6 +107,7 @@ class CheckpointedStrategy(ConnectedStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         # Lightning asks before the setup, as for a single device. Later it would forget the user's weights_only.
         self._to_load = checkpoint, strict
+        self._averages.expect_checkpoint(self.lightning_module)
 
     def _load_module(self, module: nn.Module) -> None:
         to_load, self._to_load = self._to_load, None
@@ -110,7 +115,7 @@ class CheckpointedStrategy(ConnectedStrategy):
             assert self._store is not None
             self._finish_steps()
             with self._named("loading a checkpoint"):
-                self._store.load_module(to_load[0], module, strict=to_load[1])
+                self._averages.load(self._store, to_load[0], module, strict=to_load[1])
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

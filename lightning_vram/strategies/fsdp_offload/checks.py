@@ -5,7 +5,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -23,10 +23,10 @@ def check_run(trainer: pl.Trainer, name: str) -> None:
         MisconfigurationException: If the trainer has such a thing.
     """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+        if isinstance(callback, StochasticWeightAveraging):
             raise MisconfigurationException(
                 f"{type(callback).__name__} does not work with {name}: it copies the module, and a sharded one cannot "
-                "be copied. Average checkpoints afterwards, or train with 'ddp' or a single device."
+                "be copied. Use WeightAveraging, or train with 'ddp' or a single device."
             )
         if isinstance(callback, ModelPruning):
             raise MisconfigurationException(

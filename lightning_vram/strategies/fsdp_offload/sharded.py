@@ -92,6 +92,7 @@ class ShardedStrategy(CheckpointedStrategy):
                 num_threads=self._num_threads,
             ),
         )
+        self._averages.shard(module, self._sharding, self._gather_state)
 
     def _check_room(self, module: nn.Module, narrow: set[str], narrow_dtype: torch.dtype | None) -> None:
         """Refuse a module that the host has no room for. What the ranks of an estimate have, this machine has not."""
@@ -133,6 +134,7 @@ class ShardedStrategy(CheckpointedStrategy):
             is_form_everywhere=self.moments_in_bf16,
         )
         self._host_optimizers.attach(self.optimizers)
+        self._averages.attach(self._host_optimizers)
         if self.arguments.device_bytes == "auto":
             self._room = StepRoom(self._sharding, self.optimizers)
         self._host_optimizers.may_step_early = lambda optimizer: may_step_early(trainer)
@@ -187,6 +189,7 @@ class ShardedStrategy(CheckpointedStrategy):
         while self._stand_ins:
             self._stand_ins.pop().remove()
         if sharding is None:
+            self._averages.remove(make_whole=False)
             return
         try:
             if optimizers is not None and not self._has_failed:
@@ -195,7 +198,9 @@ class ShardedStrategy(CheckpointedStrategy):
             self._has_failed = True
             raise
         finally:
-            replaced = sharding.remove(make_whole=not self._has_failed or self.world_size == 1)
+            make_whole = not self._has_failed or self.world_size == 1
+            replaced = sharding.remove(make_whole=make_whole)
+            self._averages.remove(make_whole=make_whole)
             if optimizers is not None:
                 optimizers.let_go(replaced)
 

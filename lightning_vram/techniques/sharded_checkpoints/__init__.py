@@ -10,7 +10,12 @@ from lightning_vram.techniques.sharded_checkpoints.files import (
     remove,
     temporary_path,
 )
-from lightning_vram.techniques.sharded_checkpoints.folder import REST_FILE, ShardedFolder, is_sharded_folder
+from lightning_vram.techniques.sharded_checkpoints.folder import (
+    MODULE_STATES,
+    REST_FILE,
+    ShardedFolder,
+    is_sharded_folder,
+)
 from lightning_vram.techniques.sharded_checkpoints.full_states import (
     check_groups,
     gather_module_state,
@@ -28,6 +33,7 @@ from lightning_vram.techniques.sharded_checkpoints.state_trees import count_byte
 from lightning_vram.techniques.sharded_checkpoints.written_files import naming_full_disk, save_values
 
 __all__ = [
+    "MODULE_STATES",
     "REST_FILE",
     "ShardedFolder",
     "check_archive",

@@ -22,6 +22,8 @@ from lightning_vram.techniques.sharded_checkpoints.parameter_names import (
 )
 
 REST_FILE = "meta.pt"
+MODULE_STATES = ("state_dict", "current_model_state")
+"""Keys of a checkpoint that hold states of modules: the second that of the module, where the first has its average."""
 Path_ = tuple[str | int, ...]  # of a value in the nested state
 # of a module, its optimizer, what was saved for each parameter, the saved groups, which optimizer it is
 StateCheck = Callable[[nn.Module, Optimizer, Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]], int], None]
@@ -55,7 +57,11 @@ class ShardedFolder:
     @property
     def has_optimizers(self) -> bool:
         """Whether states of optimizers were saved."""
-        return any(path[0] == "optimizer_0" for path in self._paths.values())
+        return self.has_state("optimizer_0")
+
+    def has_state(self, key: str) -> bool:
+        """Whether a state was saved under this key."""
+        return any(path[0] == key for path in self._paths.values())
 
     def read_rest(self) -> dict[str, Any]:
         """Read everything but states of modules and optimizers.
@@ -84,12 +90,13 @@ class ShardedFolder:
         """
         return self._load({key: self._make_target(key) for key in self._paths})
 
-    def load_module(self, module: nn.Module, *, strict: bool) -> None:
+    def load_module(self, module: nn.Module, *, strict: bool, key: str = "state_dict") -> None:
         """Load a module's parameters and buffers in place.
 
         Args:
             module: Its parameters may be sharded tensors.
             strict: Whether it must have the same names as the checkpoint.
+            key: Of the module's state.
 
         Raises:
             ValueError: If they do not fit; on every rank and before anything has changed.
@@ -97,9 +104,10 @@ class ShardedFolder:
         """
         own = module.state_dict()
         own_keys, own_state = {clean_name(key): key for key in own}, {clean_name(key): own[key] for key in own}
-        stored = {key: path for key, path in self._paths.items() if path[0] == "state_dict"}
+        stored = {stored_key: path for stored_key, path in self._paths.items() if path[0] == key}
         entries = {
-            clean_name(str(path[1])): self._entry(key) if len(path) == 2 else None for key, path in stored.items()
+            clean_name(str(path[1])): self._entry(stored_key) if len(path) == 2 else None
+            for stored_key, path in stored.items()
         }
         shapes: dict[str, Sequence[int] | None] = {
             name: tuple(entry.size) if entry is not None else None for name, entry in entries.items()
@@ -107,13 +115,13 @@ class ShardedFolder:
         shapes |= {name: None for name, value in own_state.items() if value == {}}  # of which nothing is stored
         check_fit(own_state, shapes, strict=strict)
         wanted = {}
-        for key, path in stored.items():
+        for stored_key, path in stored.items():
             name = clean_name(str(path[1]))
             if name in own_state:
                 own_value = own_state[name]
-                wanted[key] = own_value if isinstance(own_value, Tensor) else self._make_target(key)
-        loaded = self._load(wanted).get("state_dict", {})
-        state = {clean_name(str(key)): value for key, value in loaded.items()}
+                wanted[stored_key] = own_value if isinstance(own_value, Tensor) else self._make_target(stored_key)
+        loaded = self._load(wanted).get(key, {})
+        state = {clean_name(str(name)): value for name, value in loaded.items()}
         state |= {name: value for name, value in own_state.items() if value == {}}
         module.load_state_dict({own_keys[name]: value for name, value in state.items()}, strict=strict)
 

@@ -1,0 +1,273 @@
+"""An average of weights (EMA, SWA), sharded as they are: it moves on the host, in the thread that steps them.
+
+Other names: Polyak averaging, exponential moving average, stochastic weight averaging. PyTorch's ``AveragedModel`` is a
+whole copy of the module, which somebody has to bring the weights to after each step, and which is moved while
+everything waits. Here each rank has the average of its own shards, in host memory: 4 bytes per parameter in float32,
+divided by the ranks, and none on the device. Arithmetic is done in parts that stay in the caches.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel
+
+from lightning_vram.core.host.split_weights import PART_ELEMENTS
+from lightning_vram.core.host.worker import Ticket
+from lightning_vram.core.surgery.shadow import Shadow, instead
+from lightning_vram.optimizers.on_host.optimizers import HostOptimizers
+from lightning_vram.optimizers.stepping import as_sharded
+from lightning_vram.private_names.fsdp2.sharded_tensors import local_part, own_part_of
+from lightning_vram.private_names.torch.modules import own_parameters
+from lightning_vram.techniques.sharded_checkpoints import load_module_state
+from lightning_vram.techniques.sharding import FullSharding, ShardedGroup, ShardLane
+
+Gather = Callable[[nn.Module], dict[str, Any]]
+_PREFIX = "module."  # of the names of weights in the state of an AveragedModel
+
+
+class HostAverage:
+    """Has the parameters of an ``AveragedModel`` be shards on the host, until :meth:`remove`.
+
+    Its ``update_parameters`` has the very arithmetic of its class done on parts of shards, after the step of their
+    group. So the functions that it averages by have to treat each element by itself, as those of PyTorch do. Whoever
+    reads a parameter of it waits until it is written.
+
+    Args:
+        average: A copy of the module, whole. All of it comes to the host.
+        module: That is sharded; its parameters come in the same order.
+        sharding: Of it.
+        is_copy: Whether the average is what the module is, so that the shards of that have its values.
+        gather: Makes the state of a module whose parameters are shards, for a checkpoint.
+
+    Attributes:
+        optimizers: Whose thread moves the average; ``None``: it is moved at once. May be set.
+    """
+
+    def __init__(
+        self, average: AveragedModel, module: nn.Module, sharding: FullSharding, *, is_copy: bool, gather: Gather
+    ) -> None:
+        self.average = average
+        self.optimizers: HostOptimizers | None = None
+        self._sharding, self._gather = sharding, gather
+        self._rest: Ticket | None = None  # of what is not sharded
+        average.to("cpu")
+        wholes = None if is_copy else average.module.state_dict()
+        pairs = list(zip(average.module.parameters(), module.parameters(), strict=True))
+        made = {whole: _make_shard(whole, shard) for whole, shard in pairs if isinstance(shard, DTensor)}
+        self._shards = {shard: made[whole] for whole, shard in pairs if whole in made}
+        self._plain = [(whole, parameter) for whole, parameter in pairs if whole not in made]
+        _replace(average.module, made)
+        if wholes is not None:
+            load_module_state(average.module, wholes, strict=True)
+        self._stand_ins = [
+            Shadow(average, "update_parameters", instead(self.update)),
+            Shadow(average, "state_dict", partial(partial, self._read_state)),
+            *(Shadow(average.module, name, self._settle_first) for name in ("parameters", "buffers")),
+        ]
+
+    def update(self, model: nn.Module) -> None:
+        """Begin to move the average towards the weights of the module as they are after the steps that were begun.
+
+        Args:
+            model: The module. Its buffers are those that are averaged, or copied.
+        """
+        self._forget_wholes()
+        number = self.average.n_averaged.clone()
+        for group in self._sharding.groups:
+            weights = [parameter.sharded_param for parameter in group.fsdp_params]
+            watched = [*weights, *(self._shards[weight] for weight in weights)]
+            self._begin(partial(self._move, group, number), group, watched)
+        self._begin_rest(model, number)
+        if self.optimizers is not None:
+            self.optimizers.arrange_by_forward()
+        self.average.n_averaged += 1
+        self._sharding.gather_root()
+
+    def remove(self, *, make_whole: bool) -> None:
+        """Let the average be a plain module again, after all steps and before the optimizers let go.
+
+        Args:
+            make_whole: Whether to gather its parameters, on all ranks: all must take part. Else they stay sharded.
+        """
+        while self._stand_ins:
+            self._stand_ins.pop().remove()
+        if make_whole:
+            _replace(self.average.module, {shard: _make_whole(shard) for shard in self._shards.values()})
+        self._shards = {}
+
+    # --- how it is done ---
+
+    def _begin(self, job: Callable[[], None], group: ShardedGroup | None, watched: Iterable[Tensor]) -> Ticket | None:
+        if self.optimizers is None:
+            job()
+            return None
+        return self.optimizers.work_beside(job, group, watched)
+
+    @torch.no_grad()
+    def _move(self, group: ShardedGroup, number: Tensor) -> None:
+        batch = _Batch(self.average, number)
+        for lane in group.lanes:
+            for place, parameter in enumerate(lane.parameters):
+                for average, weights in _cut(lane, place, own_part_of(self._shards[parameter.sharded_param])):
+                    batch.add(average, weights)
+        batch.run()
+
+    def _begin_rest(self, model: nn.Module, number: Tensor) -> None:
+        """Move what is not sharded, scalars and buffers, from what it is now: the next forward may write to it."""
+        weights, buffers = [_copy(weight) for _, weight in self._plain], [_copy(one) for one in model.buffers()]
+        if not weights and not buffers:
+            return
+        device = self._sharding.device
+        event = None if device.type == "cpu" else torch.accelerator.current_stream(device).record_event()
+        self._rest = self._begin(partial(self._move_rest, weights, buffers, number, event), None, ())
+
+    @torch.no_grad()
+    def _move_rest(
+        self, weights: list[Tensor], buffers: list[Tensor], number: Tensor, event: torch.Event | None
+    ) -> None:
+        if event is not None:
+            event.synchronize()
+        averages = [average for average, _ in self._plain]
+        if averages or self.average.use_buffers:
+            _move_tensors(self.average, number, _Tensors(averages, self._buffers), _Tensors(weights, buffers))
+        else:
+            for ours, theirs in zip(self._buffers, buffers, strict=True):
+                ours.copy_(theirs)
+
+    def _wait_for_rest(self) -> None:
+        """Wait for what nothing watches: scalars and buffers. Shards are waited for by who reads them."""
+        rest, self._rest = self._rest, None
+        if rest is not None:
+            rest.wait()
+
+    @property
+    def _buffers(self) -> list[Tensor]:
+        return list(type(self.average.module).buffers(self.average.module))
+
+    def _forget_wholes(self) -> None:
+        """Let all parameters of the module be shards, with what was written to what is gathered."""
+        for group in self._sharding.groups:
+            group.forget_whole()
+
+    def _settle_first(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        """For whoever goes through the average and the module side by side."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._forget_wholes()
+            self._wait_for_rest()
+            return inner(*args, **kwargs)
+
+        return call
+
+    def _read_state(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """What ``state_dict`` returns, its parameters as checkpoints have them. A collective."""
+        self._wait_for_rest()
+        state = {key: value for key, value in inner(*args, **kwargs).items() if not key.startswith(_PREFIX)}
+        return state | {_PREFIX + key: value for key, value in self._gather(self.average.module).items()}
+
+
+class _Tensors:
+    """Some tensors, as ``AveragedModel`` sees a module."""
+
+    def __init__(self, parameters: Iterable[Tensor], buffers: Iterable[Tensor] = ()) -> None:
+        self._parameters, self._buffers = list(parameters), list(buffers)
+
+    def parameters(self) -> Iterator[Tensor]:
+        """What a module calls so."""
+        return iter(self._parameters)
+
+    def buffers(self) -> Iterator[Tensor]:
+        """What a module calls so."""
+        return iter(self._buffers)
+
+
+class _Part:
+    """A part of an average, as a method of ``AveragedModel`` sees itself."""
+
+    def __init__(self, average: AveragedModel, number: Tensor, tensors: _Tensors) -> None:
+        self._average = average
+        self.module, self.n_averaged = tensors, number.clone()
+
+    def parameters(self) -> Iterator[Tensor]:
+        """Those of the part."""
+        return self.module.parameters()
+
+    def __getattr__(self, name: str) -> Any:
+        """All else is what it is of the whole."""
+        return getattr(self._average, name)
+
+
+def _move_tensors(average: AveragedModel, number: Tensor, ours: _Tensors, theirs: _Tensors) -> None:
+    update: Any = type(average).update_parameters
+    update(_Part(average, number, ours), theirs)
+
+
+class _Batch:
+    """Tensors that are moved together, some at a time."""
+
+    def __init__(self, average: AveragedModel, number: Tensor) -> None:
+        self._average, self._number = average, number
+        self._ours: list[Tensor] = []
+        self._theirs: list[Tensor] = []
+
+    def add(self, ours: Tensor, theirs: Tensor) -> None:
+        """Move ``ours`` towards ``theirs``, now or later."""
+        self._ours.append(ours)
+        self._theirs.append(theirs)
+        if sum(one.numel() for one in self._ours) >= PART_ELEMENTS:
+            self.run()
+
+    def run(self) -> None:
+        """Move what is yet to be moved."""
+        ours, theirs = self._ours, self._theirs
+        self._ours, self._theirs = [], []
+        if ours:
+            _move_tensors(self._average, self._number, _Tensors(ours), _Tensors(theirs))
+
+
+def _cut(lane: ShardLane, place: int, average: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Cut the average and the weights of a shard into parts, as they are if they are small."""
+    if lane.shards is None:  # split, and at rest
+        assert lane.split is not None
+        flat, parts = average.view(-1), lane.split.parts[place]
+        for start, stop in parts:
+            ours = flat[start - parts[0][0] : stop - parts[0][0]]  # the end may be what FSDP2 has padded it with
+            if ours.numel():
+                yield ours, lane.split.read((start, stop))[: ours.numel()]
+        return
+    weights = own_part_of(lane.parameters[place].sharded_param)
+    if weights.numel() > PART_ELEMENTS:
+        yield from zip(
+            torch.split(average.view(-1), PART_ELEMENTS), torch.split(weights.view(-1), PART_ELEMENTS), strict=True
+        )
+    elif weights.numel():
+        yield average, weights
+
+
+@torch.no_grad()
+def _make_shard(whole: nn.Parameter, shard: nn.Parameter) -> nn.Parameter:
+    own = own_part_of(shard)
+    local = torch.empty(own.shape, dtype=whole.dtype, device="cpu").copy_(own)
+    return nn.Parameter(as_sharded(local, shard, own.shape), requires_grad=whole.requires_grad)
+
+
+@torch.no_grad()
+def _make_whole(shard: Any) -> nn.Parameter:
+    whole = local_part(shard) if shard.device_mesh.size() == 1 else shard.full_tensor()
+    return nn.Parameter(whole.detach().cpu(), requires_grad=shard.requires_grad)
+
+
+def _replace(module: nn.Module, others: dict[nn.Parameter, nn.Parameter]) -> None:
+    for part in module.modules():
+        for key, parameter in own_parameters(part).items():
+            if parameter in others:
+                own_parameters(part)[key] = others[parameter]
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """Copy a tensor to the host, without waiting for it."""
+    return tensor.detach().to("cpu", non_blocking=True, copy=True)

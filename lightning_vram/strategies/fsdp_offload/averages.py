@@ -1,0 +1,94 @@
+"""Lightning's averages of weights in a sharded run: sharded as the module is, loaded, and made whole again."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import nn
+
+from lightning_vram.core.surgery.shadow import Shadow, instead
+from lightning_vram.optimizers.on_host import HostAverage, HostOptimizers
+from lightning_vram.private_names.lightning.callbacks import average_of
+from lightning_vram.private_names.lightning.connectors import find_trainer
+from lightning_vram.strategies.fsdp_offload.checkpoint_store import CheckpointStore
+from lightning_vram.techniques.sharded_checkpoints import MODULE_STATES
+from lightning_vram.techniques.sharding import FullSharding
+
+_AVERAGE, _CURRENT = MODULE_STATES
+_REST = "averaging_state"  # key of what else an average has, in a checkpoint
+
+
+class RunAverages:
+    """Those of the trainer's ``WeightAveraging`` callbacks, which copy the module before it is sharded."""
+
+    def __init__(self) -> None:
+        self._averages: list[HostAverage] = []
+        self._stand_ins: list[Shadow] = []
+
+    def shard(self, module: Any, sharding: FullSharding, gather: Any) -> None:
+        """Shard the averages that there are.
+
+        Args:
+            module: That is sharded.
+            sharding: Of it.
+            gather: Makes the state of a sharded module, for a checkpoint.
+        """
+        trainer = find_trainer(module)
+        is_copy = trainer is not None and trainer.state.fn == TrainerFn.FITTING  # the callback has just made it
+        for callback in _averaging(trainer):
+            average = average_of(callback)
+            assert average is not None
+            self._averages.append(HostAverage(average, module, sharding, is_copy=is_copy, gather=gather))
+
+    def attach(self, optimizers: HostOptimizers) -> None:
+        """Have the averages moved by who steps the optimizers."""
+        for average in self._averages:
+            average.optimizers = optimizers
+
+    def expect_checkpoint(self, module: pl.LightningModule | None) -> None:
+        """Have the callbacks, which would load whole tensors, not load what comes next: :meth:`load` does."""
+        self._remove_stand_ins()
+        for callback in _averaging(None if module is None else find_trainer(module)):
+            if type(callback).on_load_checkpoint is WeightAveraging.on_load_checkpoint:
+                self._stand_ins.append(Shadow(callback, "on_load_checkpoint", instead(lambda *_: None)))
+
+    def load(self, store: CheckpointStore, checkpoint: Mapping[str, Any], module: nn.Module, *, strict: bool) -> None:
+        """Load the module and the averages, as the callback does. A collective.
+
+        Args:
+            store: That has opened it.
+            checkpoint: Of a run with such a callback, or without: then averages begin with its weights.
+            module: Sharded.
+            strict: Whether the module must have the same names as the checkpoint.
+        """
+        has_average = store.has_state(checkpoint, _CURRENT) and _REST in checkpoint
+        key = _CURRENT if has_average and self._averages else _AVERAGE
+        store.load_module(checkpoint, module, strict=strict, key=key)
+        for average in self._averages:
+            store.load_module(checkpoint, average.average.module, strict=strict and has_average, key=_AVERAGE)
+            if has_average:
+                average.average.load_state_dict(checkpoint[_REST], strict=False)
+            else:
+                rank_zero_warn("The checkpoint has no average of weights: WeightAveraging begins with its weights.")
+
+    def remove(self, *, make_whole: bool) -> None:
+        """Let the averages be plain modules again.
+
+        Args:
+            make_whole: Whether to gather them, on all ranks: all must take part.
+        """
+        self._remove_stand_ins()
+        while self._averages:
+            self._averages.pop().remove(make_whole=make_whole)
+
+    def _remove_stand_ins(self) -> None:
+        while self._stand_ins:
+            self._stand_ins.pop().remove()
+
+
+def _averaging(trainer: pl.Trainer | None) -> list[WeightAveraging]:
+    callbacks: list[Any] = [] if trainer is None else trainer.callbacks  # type: ignore[attr-defined]
+    return [one for one in callbacks if isinstance(one, WeightAveraging) and average_of(one) is not None]

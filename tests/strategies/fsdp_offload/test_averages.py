@@ -1,0 +1,306 @@
+"""Lightning's averages of weights under ``fsdp_offload`` are those of a plain run, as shards on the host."""
+
+import re
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, WeightAveraging
+from mutations.sharding import late_threads
+from support.helpers import ForkingOffload, PlantedError, assert_equal_weights
+from support.offload_nets import MODES, FusedCNN, Odd, Split, leave_group
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from lightning_vram.core.host import split_weights
+from lightning_vram.optimizers.on_host import averages, split_steps
+from lightning_vram.private_names.fsdp2.sharded_tensors import own_part_of
+from lightning_vram.private_names.lightning.callbacks import average_of
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),  # of Lightning, about folders that exist
+]
+AVERAGES: dict[str, Any] = {
+    "EMA": partial(EMAWeightAveraging, decay=0.9),
+    "EMA, some steps": partial(EMAWeightAveraging, decay=0.9, update_every_n_steps=2, use_buffers=False),
+    "mean": WeightAveraging,
+    "EMA of many at once": partial(WeightAveraging, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=False),
+}
+
+
+@pytest.fixture(autouse=True)
+def _alone():
+    yield
+    leave_group()
+
+
+@pytest.fixture(autouse=True)
+def _slow_path():
+    """A plain run validates by other kernels of transformers, and rounds otherwise."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    yield
+    torch.backends.mha.set_fastpath_enabled(before)
+
+
+@pytest.fixture
+def _small_parts(monkeypatch):
+    """Weights in several parts, and parts of several weights."""
+    for module in (averages, split_weights, split_steps):
+        monkeypatch.setattr(module, "PART_ELEMENTS", 512)
+
+
+class Seeing:
+    """Notes what validation sees of the average."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.seen.append(self.loss(batch).item())
+
+
+class Net(Seeing, Split):
+    pass
+
+
+class Images(Seeing, FusedCNN):
+    """Its average has buffers."""
+
+
+class Mixed(Seeing, Odd):
+    """Scalars, which are whole; what is frozen or never used."""
+
+
+@pytest.fixture
+def fit(make_trainer, tmp_path):
+    def fit(make: Any, strategy: Any, average: Any, *, ckpt_path: Any = None, **options: Any) -> Any:
+        torch.manual_seed(0)
+        model, callback = make(), average()
+        given = {"max_epochs": 2, "limit_val_batches": 1, "num_sanity_val_steps": 1, **options}
+        trainer = make_trainer(strategy=strategy, callbacks=[callback], use_distributed_sampler=False, **given)
+        torch.manual_seed(1)
+        trainer.fit(model, ckpt_path=ckpt_path)
+        vars(model).update(average=average_of(callback), saved_by=trainer)  # as no part of the module
+        leave_group()
+        return model
+
+    return fit
+
+
+def check_weights(ours: Any, plain: Any) -> None:
+    assert_equal_weights(ours.average, plain.average)
+    assert_equal_weights(ours, plain)
+
+
+def check(ours: Any, plain: Any) -> None:
+    check_weights(ours, plain)
+    assert ours.seen == plain.seen
+    assert len(plain.seen) == 1 + plain.saved_by.current_epoch
+    assert {type(p) for p in ours.average.parameters()} == {torch.nn.Parameter}
+    assert not any(p.is_meta or p.numel() == 0 for p in ours.average.parameters())
+
+
+@pytest.mark.usefixtures("_small_parts")
+@pytest.mark.quick_sample(4)
+@pytest.mark.parametrize("average", AVERAGES.values(), ids=AVERAGES)
+@pytest.mark.parametrize("make", [Net, Images, Mixed])
+def test_averages_are_those_of_a_plain_run(make, average, fit):
+    with late_threads():
+        ours = fit(make, ForkingOffload(), average)
+    check(ours, fit(make, "auto", average))
+
+
+@pytest.mark.usefixtures("_small_parts")
+@pytest.mark.quick_sample(3)
+@pytest.mark.parametrize("options", MODES.values(), ids=MODES)
+def test_wherever_the_shards_are(options, fit):
+    average = AVERAGES["EMA"]
+    check(fit(Mixed, ForkingOffload(**options), average), fit(Mixed, "auto", average))
+
+
+def test_with_states_on_a_disk(fit, tmp_path):
+    average = AVERAGES["EMA"]
+    check(fit(Net, ForkingOffload(nvme_path=tmp_path), average), fit(Net, "auto", average))
+
+
+@pytest.mark.usefixtures("_small_parts")
+@pytest.mark.quick_sample(2)
+@pytest.mark.parametrize("options", [{}, {"offload": "optimizer"}, {"device_bytes": 0.3}])
+def test_of_weights_that_are_split_at_rest(options, fit):
+    given = {"precision": "bf16-mixed"}
+    split = fit(Net, ForkingOffload(master="split", **options), AVERAGES["EMA"], **given)
+    check(split, fit(Net, ForkingOffload(**options), AVERAGES["EMA"], **given))
+
+
+class Writing(Net):
+    """Writes to its weights after each update of the average, which was begun before."""
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *unused: Any) -> None:
+        for parameter in self.parameters():
+            parameter.mul_(0.99)
+
+
+def test_weights_that_are_written_by_hand_are_averaged_as_they_were(fit):
+    with late_threads():
+        ours = fit(Writing, ForkingOffload(), AVERAGES["EMA"])
+    check(ours, fit(Writing, "auto", AVERAGES["EMA"]))
+
+
+@pytest.mark.parametrize("options", [{"gradient_clip_val": 0.01}, {"accumulate_grad_batches": 2}])
+def test_however_the_optimizer_is_stepped(options, fit):
+    ours, plain = (fit(Net, strategy, WeightAveraging, **options) for strategy in (ForkingOffload(), "auto"))
+    if "gradient_clip_val" in options:  # the norm of shards is added up in another order
+        for one, other in zip(ours.average.parameters(), plain.average.parameters(), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+    else:
+        check(ours, plain)
+
+
+class Saving(Net):
+    """Writes a checkpoint after its first epoch."""
+
+    def on_train_epoch_end(self) -> None:
+        if self.current_epoch == 0:
+            self.trainer.save_checkpoint(f"{self.trainer.default_root_dir}/first.ckpt", weights_only=False)
+
+
+KINDS: dict[str, Any] = {
+    "plain": "auto",
+    "full": lambda: ForkingOffload(),
+    "sharded": lambda: ForkingOffload(state_dict_type="sharded"),
+    "full, later": lambda: ForkingOffload(async_save=True),
+}
+
+
+def make(kind: str) -> Any:
+    return KINDS[kind] if isinstance(KINDS[kind], str) else KINDS[kind]()
+
+
+@pytest.mark.quick_sample(4)
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("full", "full"),
+        ("sharded", "sharded"),
+        ("full", "plain"),
+        ("plain", "full"),
+        ("full", "sharded"),
+        ("sharded", "full"),
+        ("full, later", "plain"),
+    ],
+)
+def test_a_run_goes_on_from_its_checkpoint(first, second, fit, tmp_path):
+    average = AVERAGES["EMA"]
+    unbroken = fit(Saving, make(first), average, num_sanity_val_steps=0)
+
+    resumed = fit(Net, make(second), average, ckpt_path=tmp_path / "first.ckpt", num_sanity_val_steps=0)
+
+    assert_equal_weights(resumed.average, unbroken.average)
+    assert_equal_weights(resumed, unbroken)
+    assert resumed.seen == unbroken.seen[1:]
+
+
+def test_a_full_checkpoint_is_that_of_a_plain_run(fit, tmp_path):
+    files = []
+    for kind in ("full", "plain"):
+        fit(Saving, make(kind), AVERAGES["EMA"])
+        files.append(torch.load(tmp_path / "first.ckpt"))
+    ours, plain = files
+    assert ours.keys() == plain.keys()
+    for key in ("state_dict", "current_model_state", "averaging_state"):
+        assert list(ours[key]) == list(plain[key])
+        assert {type(value) for value in ours[key].values()} == {torch.Tensor}
+        assert all(torch.equal(ours[key][name], plain[key][name]) for name in plain[key])
+
+
+class Counted(Net):
+    """Counts the bytes of its average, each memory once."""
+
+    def on_train_batch_end(self, *unused: Any) -> None:
+        (callback,) = [one for one in self.trainer.callbacks if isinstance(one, WeightAveraging)]
+        parts = [own_part_of(p) for p in average_of(callback).parameters()]
+        assert {part.device.type for part in parts} == {"cpu"}
+        self.num_bytes = sum({p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in parts}.values())
+
+
+def test_an_average_takes_four_bytes_for_each_weight(fit):
+    counted = fit(Counted, ForkingOffload(), EMAWeightAveraging)
+    assert counted.num_bytes == 4 * sum(p.numel() for p in counted.parameters())
+
+
+def test_a_run_after_the_fit_has_the_average(fit):
+    losses = []
+    for strategy in (ForkingOffload(), "auto"):
+        model = fit(Net, strategy, AVERAGES["EMA"])
+        model.seen.clear()
+        before = [p.detach().clone() for p in model.average.parameters()]
+        model.saved_by.validate(model, verbose=False)
+        leave_group()
+        assert all(map(torch.equal, model.average.parameters(), before))
+        losses.append(model.seen)
+    assert losses[0] == losses[1]
+
+
+class OnTwo(ForkingOffload):
+    """Leaves in a file what a rank has when the fit is over: each has trained in a process of its own."""
+
+    def teardown(self) -> None:
+        module, trainer = self.lightning_module, self.lightning_module.trainer
+        super().teardown()
+        (callback,) = [one for one in trainer.callbacks if isinstance(one, WeightAveraging)]
+        state = {"module": module.state_dict(), "average": average_of(callback).state_dict(), "bytes": module.num_bytes}
+        torch.save(state, f"{trainer.default_root_dir}/{trainer.global_rank}.pt")
+
+
+class SavingCounted(Counted, Saving):
+    pass
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_two_ranks_have_half_of_the_average_each(kind, fit, tmp_path):
+    average = AVERAGES["EMA"]
+    fit(SavingCounted, OnTwo(state_dict_type=kind), average, devices=2, num_sanity_val_steps=0)
+    plain = fit(Net, "auto", average, num_sanity_val_steps=0)
+    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
+    for key, expected in (("module", plain.state_dict()), ("average", plain.average.state_dict())):
+        for name, value in expected.items():
+            assert torch.equal(ranks[0][key][name], ranks[1][key][name])
+            torch.testing.assert_close(ranks[0][key][name], value, rtol=1e-4, atol=1e-6)
+    assert sum(rank["bytes"] for rank in ranks) == 4 * sum(p.numel() for p in plain.parameters())
+
+    resumed = fit(Net, ForkingOffload(), average, ckpt_path=tmp_path / "first.ckpt", num_sanity_val_steps=0)
+
+    for one, other in zip(resumed.average.parameters(), plain.average.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+class Failing(Net):
+    """Its thread fails while an average is to be moved."""
+
+    def on_train_batch_end(self, *unused: Any) -> None:
+        raise PlantedError
+
+
+def fail(*unused: Any) -> None:
+    raise PlantedError
+
+
+@pytest.mark.parametrize("average", [EMAWeightAveraging, partial(WeightAveraging, avg_fn=fail)])
+def test_what_fails_leaves_a_whole_module(average, make_trainer):
+    callback, model = average(), Failing() if average is EMAWeightAveraging else Net()
+    with pytest.raises(PlantedError):
+        make_trainer(strategy=ForkingOffload(), callbacks=[callback], max_epochs=2).fit(model)
+    assert {type(p) for p in average_of(callback).parameters()} == {torch.nn.Parameter}
+    assert all(p.numel() and type(p) is torch.nn.Parameter for p in model.parameters())
+
+
+def test_a_checkpoint_without_an_average_is_where_one_begins(fit, make_trainer, tmp_path):
+    trainer = make_trainer(strategy=ForkingOffload(), max_epochs=1)
+    trainer.fit(Net())
+    trainer.save_checkpoint(tmp_path / "first.ckpt")
+    leave_group()
+    message = "The checkpoint has no average of weights: WeightAveraging begins with its weights."
+    with pytest.warns(UserWarning, match=f"^{re.escape(message)}$"):
+        ours = fit(Net, ForkingOffload(), AVERAGES["EMA"], ckpt_path=tmp_path / "first.ckpt")
+    check_weights(ours, fit(Net, "auto", AVERAGES["EMA"], ckpt_path=tmp_path / "first.ckpt"))
