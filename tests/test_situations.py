@@ -76,6 +76,8 @@ def test_jobs_are_those_that_the_tests_of_slurm_run():
 def test_commands_run_and_print_what_is_shown(path, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["lightning-vram"])  # LightningCLI warns about arguments of pytest's
+    for name, value in {"COLUMNS": "100", "LINES": "40", "FORCE_COLOR": "1", "TERM": "dumb"}.items():
+        monkeypatch.setenv(name, value)  # as in a terminal of that size, without colours
     for command, shown in commands_in(path):
         _, *arguments = shlex.split(command.replace("configs/", f"{ROOT}/configs/"))
         capsys.readouterr()

@@ -37,7 +37,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 from lightning_vram.core.host.worker import Ticket
-from lightning_vram.optimizers.on_host.optimizers import HostOptimizers, _list_tensors
+from lightning_vram.optimizers.on_host.optimizers import HostOptimizers
+from lightning_vram.optimizers.stepping import list_tensors
 from lightning_vram.techniques.sharding.recovery import can_recover, discard_failed_iteration
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
@@ -763,7 +764,7 @@ def test_states_are_listed_while_a_step_makes_them():
     thread.start()
     try:
         for _ in range(300):
-            _list_tensors([member] * 100)
+            list_tensors([member] * 100)
     finally:
         is_over.set()
         thread.join()
