@@ -20,9 +20,8 @@ from lightning_vram.core.host.worker import Ticket
 from lightning_vram.core.surgery.shadow import Shadow, instead
 from lightning_vram.optimizers.on_host.optimizers import HostOptimizers
 from lightning_vram.optimizers.stepping import as_sharded
-from lightning_vram.private_names.fsdp2.sharded_tensors import local_part, own_part_of
+from lightning_vram.private_names.fsdp2.sharded_tensors import cut_own_part, local_part, own_part_of
 from lightning_vram.private_names.torch.modules import own_parameters
-from lightning_vram.techniques.sharded_checkpoints import load_module_state
 from lightning_vram.techniques.sharding import FullSharding, ShardedGroup, ShardLane
 
 Gather = Callable[[nn.Module], dict[str, Any]]
@@ -45,6 +44,9 @@ class HostAverage:
 
     Attributes:
         optimizers: Whose thread moves the average; ``None``: it is moved at once. May be set.
+
+    Raises:
+        ValueError: If the module has other parameters than the average.
     """
 
     def __init__(
@@ -55,14 +57,13 @@ class HostAverage:
         self._sharding, self._gather = sharding, gather
         self._rest: Ticket | None = None  # of what is not sharded
         average.to("cpu")
-        wholes = None if is_copy else average.module.state_dict()
         pairs = list(zip(average.module.parameters(), module.parameters(), strict=True))
-        made = {whole: _make_shard(whole, shard) for whole, shard in pairs if isinstance(shard, DTensor)}
+        made = {
+            whole: _make_shard(whole, shard, is_copy=is_copy) for whole, shard in pairs if isinstance(shard, DTensor)
+        }
         self._shards = {shard: made[whole] for whole, shard in pairs if whole in made}
         self._plain = [(whole, parameter) for whole, parameter in pairs if whole not in made]
         _replace(average.module, made)
-        if wholes is not None:
-            load_module_state(average.module, wholes, strict=True)
         self._stand_ins = [
             Shadow(average, "update_parameters", instead(self.update)),
             Shadow(average, "state_dict", partial(partial, self._read_state)),
@@ -249,9 +250,10 @@ def _cut(lane: ShardLane, place: int, average: Tensor) -> Iterator[tuple[Tensor,
 
 
 @torch.no_grad()
-def _make_shard(whole: nn.Parameter, shard: nn.Parameter) -> nn.Parameter:
+def _make_shard(whole: nn.Parameter, shard: Any, *, is_copy: bool) -> nn.Parameter:
     own = own_part_of(shard)
-    local = torch.empty(own.shape, dtype=whole.dtype, device="cpu").copy_(own)
+    local = torch.empty(own.shape, dtype=whole.dtype, device="cpu")
+    local.copy_(own if is_copy else cut_own_part(whole, shard))
     return nn.Parameter(as_sharded(local, shard, own.shape), requires_grad=whole.requires_grad)
 
 

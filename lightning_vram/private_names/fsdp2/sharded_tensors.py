@@ -62,3 +62,12 @@ def local_part(value: Any) -> Any:
 def wrap_like(part: Tensor, like: DTensor) -> DTensor:
     """Return ``part`` as this rank's part of a tensor that lies as ``like`` does; nothing is sent or copied."""
     return DTensor(part, like._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def cut_own_part(whole: Tensor, like: DTensor) -> Tensor:
+    """Return, as a view, this rank's part of a whole tensor that is to lie as ``like`` does."""
+    lengths, offsets = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+    part = whole.detach()
+    for dimension, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
+        part = part.narrow(dimension, offset, length)
+    return part

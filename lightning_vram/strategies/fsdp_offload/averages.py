@@ -6,6 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
@@ -35,12 +36,21 @@ class RunAverages:
             module: That is sharded.
             sharding: Of it.
             gather: Makes the state of a sharded module, for a checkpoint.
+
+        Raises:
+            MisconfigurationException: If the module has got parameters since it was copied.
         """
         trainer = find_trainer(module)
         is_copy = trainer is not None and trainer.state.fn == TrainerFn.FITTING  # the callback has just made it
         for callback in _averaging(trainer):
             average = average_of(callback)
             assert average is not None
+            counts = [len(list(one.parameters())) for one in (average.module, module)]
+            if counts[0] != counts[1]:
+                raise MisconfigurationException(
+                    f"{type(callback).__name__} has copied the module when it had {counts[0]} parameters, and now it "
+                    f"has {counts[1]}. Put callbacks that change the module before it in Trainer(callbacks=...)."
+                )
             self._averages.append(HostAverage(average, module, sharding, is_copy=is_copy, gather=gather))
 
     def attach(self, optimizers: HostOptimizers) -> None:

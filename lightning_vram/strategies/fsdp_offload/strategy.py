@@ -68,7 +68,8 @@ class FSDPOffloadStrategy(ShardedStrategy):
     What code writes to weights by hand counts as in a plain run; on several ranks each has to write the same.
 
     After ``fit`` the module is what it was, whole on every rank, unless it was on the meta device or the run failed on
-    several ranks. Not for weight averaging callbacks, which copy the module, nor for ``ModelPruning``.
+    several ranks. The average of Lightning's ``WeightAveraging`` is a shard on the host, moved in the thread of the
+    steps. Not for ``StochasticWeightAveraging``, which copies the module, nor for ``ModelPruning``.
 
     Args:
         offload: What is on the host. ``"params"``: parameters, gradients and states of optimizers, least memory of the
@@ -124,7 +125,7 @@ class FSDPOffloadStrategy(ShardedStrategy):
             ranks cannot be divided as ``shard="hybrid"`` wants it, ``nvme_path`` is no folder, the backend has nothing
             for the host, weights that are to be split do not travel as bf16, moments have no such form as
             ``host_state``, or a checkpoint does not fit.
-        MisconfigurationException: Before training, if the trainer averages or prunes weights.
+        MisconfigurationException: Before training, if a callback prunes weights, or averages them in another way.
         OffloadError: Before training, if there is no room at ``nvme_path``, or the host has less memory than weights,
             gradients and states need: with the bytes by kind, and what would fit.
         LostPeerError: In training, if another rank died or hangs.

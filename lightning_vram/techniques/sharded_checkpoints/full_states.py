@@ -18,11 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_vram.core.processes.rank_errors import current_rank
 from lightning_vram.core.tensors.eight_bit import EightBitTensor, decoded
-from lightning_vram.private_names.fsdp2.sharded_tensors import (
-    compute_local_shape_and_global_offset,
-    local_part,
-    wrap_like,
-)
+from lightning_vram.private_names.fsdp2.sharded_tensors import cut_own_part, local_part, wrap_like
 from lightning_vram.private_names.torch.modules import IncompatibleKeys, metadata_of, set_metadata
 from lightning_vram.techniques.sharded_checkpoints.parameter_names import check_fit, clean_name, parameters_by_name
 from lightning_vram.techniques.sharded_checkpoints.state_trees import copy_to_host, map_leaves
@@ -161,7 +157,7 @@ def _load_state(values: Mapping[str, Any], parameter: Tensor, current: Mapping[s
             return copy_to_host(value)
         empty = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
         assert isinstance(empty, DTensor)
-        empty.to_local().copy_(_own_part(value, empty))
+        empty.to_local().copy_(cut_own_part(value, empty))
         return empty
 
     return {name: map_leaves(value, partial(load, name)) for name, value in values.items()}
@@ -171,15 +167,7 @@ def _placed_like(value: Any, own: Any) -> Any:
     if not (isinstance(value, Tensor) and isinstance(own, DTensor)):
         return value
     # DTensor.from_local would move it to the device of the mesh
-    return wrap_like(_own_part(value, own).to(own.dtype), own)
-
-
-def _own_part(whole: Tensor, like: DTensor) -> Tensor:
-    """Cut this rank's part out, as a view."""
-    shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
-    for dimension, (start, length) in enumerate(zip(offset, shape, strict=True)):
-        whole = whole.narrow(dimension, start, length)
-    return whole.detach()
+    return wrap_like(cut_own_part(value, own).to(own.dtype), own)
 
 
 def _whole(value: Any, *, keep: bool) -> Any:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_vram.core.tensors.counted_parameter import count_writes
 from lightning_vram.private_names.fsdp2.classes import ParameterBase
-from lightning_vram.private_names.fsdp2.sharded_tensors import compute_local_shape_and_global_offset
+from lightning_vram.private_names.fsdp2.sharded_tensors import cut_own_part
 from lightning_vram.private_names.torch.operators import is_mutable
 from lightning_vram.private_names.torch.tensors import gradient_hooks, has_accumulation_hooks, local_part_of
 from lightning_vram.techniques.sharding.gathered import (
@@ -248,13 +248,9 @@ class ShardedParameter(ParameterBase):
                 f"The embedding of parameter {self.name!r} has a max_norm, by which each rank scales the rows of its "
                 "own batch: the ranks would no longer agree. Train on one device, or leave max_norm out."
             )
-        lengths, offsets = compute_local_shape_and_global_offset(shard.shape, shard.device_mesh, shard.placements)
-        part = whole.detach()
-        for dimension, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
-            part = part.narrow(dimension, offset, length)
         self.lane.open()
         local = local_part_of(shard)
-        local.copy_(part)
+        local.copy_(cut_own_part(whole, shard))
         if local.device.type != "cpu":  # else the copy has waited: what comes next may be a step, or another stream
             torch.accelerator.current_stream().synchronize()
         self.lane.touch()

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, WeightAveraging
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from mutations.sharding import late_threads
 from support.helpers import ForkingOffload, PlantedError, assert_equal_weights
 from support.offload_nets import MODES, FusedCNN, Odd, Split, leave_group
@@ -304,3 +305,19 @@ def test_a_checkpoint_without_an_average_is_where_one_begins(fit, make_trainer, 
     with pytest.warns(UserWarning, match=f"^{re.escape(message)}$"):
         ours = fit(Net, ForkingOffload(), AVERAGES["EMA"], ckpt_path=tmp_path / "first.ckpt")
     check_weights(ours, fit(Net, "auto", AVERAGES["EMA"], ckpt_path=tmp_path / "first.ckpt"))
+
+
+class Growing(Callback):
+    """Gives the module another layer at the setup."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        pl_module.adapter = torch.nn.Linear(16, 16)
+
+
+def test_a_module_that_has_grown_since_it_was_copied_is_refused(make_trainer):
+    message = (
+        "EMAWeightAveraging has copied the module when it had 27 parameters, and now it has 29. Put callbacks that "
+        "change the module before it in Trainer(callbacks=...)."
+    )
+    with pytest.raises(MisconfigurationException, match=f"^{re.escape(message)}$"):
+        make_trainer(strategy=ForkingOffload(), callbacks=[EMAWeightAveraging(), Growing()]).fit(Net())
