@@ -159,6 +159,7 @@ class HostAverage:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             self._forget_wholes()
+            self._sharding.gather_root()
             self._wait_for_rest()
             return inner(*args, **kwargs)
 

@@ -1,12 +1,13 @@
 """Lightning's averages of weights under ``fsdp_offload`` are those of a plain run, as shards on the host."""
 
 import re
+import threading
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, LearningRateFinder, WeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from mutations.sharding import late_threads
 from support.helpers import ForkingOffload, PlantedError, assert_equal_weights
@@ -321,3 +322,48 @@ def test_a_module_that_has_grown_since_it_was_copied_is_refused(make_trainer):
     )
     with pytest.raises(MisconfigurationException, match=f"^{re.escape(message)}$"):
         make_trainer(strategy=ForkingOffload(), callbacks=[EMAWeightAveraging(), Growing()]).fit(Net())
+
+
+def test_an_average_moves_in_the_thread_that_steps(fit):
+    threads = set()
+
+    def average(ours: torch.Tensor, theirs: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+        threads.add(threading.current_thread().name)
+        return ours + (theirs - ours) * 0.5
+
+    fit(Images, ForkingOffload(), partial(WeightAveraging, avg_fn=average))
+    assert threads == {"stepping optimizers"}
+
+
+def test_a_second_fit_averages_anew(fit):
+    models = []
+    for strategy in (ForkingOffload(), "auto"):
+        model = fit(Net, strategy, AVERAGES["EMA"])
+        trainer = model.saved_by
+        trainer.fit_loop.max_epochs += 1
+        torch.manual_seed(2)
+        trainer.fit(model)
+        (callback,) = [one for one in trainer.callbacks if isinstance(one, WeightAveraging)]
+        vars(model)["average"] = average_of(callback)
+        leave_group()
+        models.append(model)
+    check_weights(*models)
+
+
+class Searched(Net):
+    lr = 1e-3
+
+
+def test_a_search_for_the_learning_rate_goes_back_to_where_it_began(fit, make_trainer):
+    models = []
+    for strategy in (ForkingOffload(), "auto"):
+        torch.manual_seed(0)
+        model, callback = Searched(), AVERAGES["EMA"]()
+        search = LearningRateFinder(num_training_steps=3, early_stop_threshold=None, update_attr=False)
+        trainer = make_trainer(strategy=strategy, callbacks=[callback, search], max_epochs=1, limit_val_batches=0)
+        torch.manual_seed(1)
+        trainer.fit(model)
+        vars(model)["average"] = average_of(callback)
+        leave_group()
+        models.append(model)
+    check_weights(*models)
