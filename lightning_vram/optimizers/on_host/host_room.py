@@ -82,6 +82,8 @@ def count_host_needs(
         numel = math.ceil(parameter.shape[0] / num_shards) * (parameter.numel() // parameter.shape[0])
         num_bytes = numel * parameter.itemsize
         has_copy = narrow_dtype is not None and narrow_dtype != parameter.dtype and name in narrow
+        if (parameter.dtype, narrow_dtype) == (torch.float32, torch.bfloat16) and not parameter.requires_grad:
+            has_copy = False  # frozen ones are split
         needs += HostNeeds(
             weights=num_bytes,
             narrow_copies=numel * narrow_dtype.itemsize if has_copy and narrow_dtype is not None else 0,

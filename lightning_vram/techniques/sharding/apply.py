@@ -42,7 +42,7 @@ class ShardingOptions:
         is_resident: Whether a copy of the shards stays on the device all the same.
         device_bytes: Of the device, on each rank, for what would be on the host: copies of shards first, then shards
             with their gradients and states. A ``float`` is a share of all that; ``None``: as ``is_resident`` says.
-        is_split: Whether float32 shards that are sent as bf16 are kept as those and the bits that they lack.
+        is_split: Whether float32 shards sent as bf16 are kept as those and the bits they lack; frozen ones are anyway.
         reshard_after_forward: Whether a layer is given up between its forward and its backward.
         pin_memory: Whether to pin what is on the host.
         narrow_dtype: What weights are sent and computed as that autocast casts anyway; ``None``: their own dtype.

@@ -286,10 +286,10 @@ def take_over(
     host.steps = ShardSteps(host.lanes)
     for parameter in host.fsdp_params:
         parameter.__class__ = ShardedParameter
-    for _, alike in groupby(sorted(host.fsdp_params, key=key), key):
+    for (_, _, is_trained), alike in groupby(sorted(host.fsdp_params, key=key), key):
         parameters = list(alike)
         dtype = dtype_of(parameters[0]) or parameters[0].sharded_param.dtype
-        kinds = {"is_resident": place == "copy", "is_split": owner.is_split and place != "device"}
+        kinds = {"is_resident": place == "copy", "is_split": place != "device" and (owner.is_split or not is_trained)}
         lane = ShardLane(parameters, dtype, host.home, host.device, pin_memory=owner.pin_memory, **kinds)
         host.lanes.append(lane)
         for parameter in parameters:

@@ -198,6 +198,54 @@ def test_weights_that_are_split_take_four_bytes_less(master, num_bytes, fit):
     assert fit(Counted, "params", precision="bf16-mixed", offload={"master": master}).num_bytes == num_bytes
 
 
+class Adapted(Counted):
+    """A frozen base, of whose layers some are trained; the bytes of the others are counted."""
+
+    frozen_bytes: float = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(requires_grad=False)
+        for block in self.net.blocks[::2]:
+            block.requires_grad_(requires_grad=True)
+
+    def on_train_batch_end(self, *unused: Any) -> None:
+        if not isinstance(self.trainer.strategy, FSDPOffloadStrategy):
+            return
+        finish(self.trainer)
+        lanes = [lane for group in self.trainer.strategy._sharding.groups for lane in group.lanes]
+        frozen = [
+            lane for lane in lanes if lane.has_narrow_dtype and not lane.parameters[0].sharded_param.requires_grad
+        ]
+        lists = sum(lane.split.nbytes - 4 * lane.numel for lane in frozen if lane.split is not None)
+        numel = sum(lane.numel for lane in frozen)  # 0 where all travels in 32 bit
+        self.frozen_bytes = (sum(lane.host_bytes for lane in frozen) - lists) / numel if numel else 0.0
+
+
+@pytest.mark.parametrize("mode", ["params", "optimizer"])
+def test_frozen_weights_that_travel_in_16_bit_take_their_own_bytes(mode, fit):
+    ours = fit(Adapted, mode, precision="bf16-mixed")
+    assert ours.frozen_bytes == 4
+    assert_equal_weights(ours, fit(Adapted, mode, precision="bf16-mixed", offload={"narrow_transfers": False}))
+
+
+class Thawed(Adapted):
+    """All of it is trained from the third batch on."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.requires_grad_(batch_idx >= 2)
+        for block in self.net.blocks[::2]:
+            block.requires_grad_(requires_grad=True)
+
+
+@pytest.mark.parametrize("mode", ["params", "optimizer"])
+def test_frozen_weights_that_are_thawed_train_to_the_same_bits(mode, fit):
+    ours, plain = fit(Thawed, mode, precision="bf16-mixed"), fit(Thawed, precision="bf16-mixed")
+    assert_equal_weights(ours, fit(Thawed, mode, precision="bf16-mixed", offload={"narrow_transfers": False}))
+    assert largest_difference(ours, plain) < 1e-3
+    assert largest_difference(ours, fit(Adapted, mode, precision="bf16-mixed")) > 0
+
+
 @pytest.mark.parametrize("mode", ["params", "optimizer", "none"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_teacher_is_the_average_of_its_student(way, mode, fit):
