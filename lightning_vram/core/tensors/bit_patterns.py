@@ -4,12 +4,19 @@ All work in place on large flat tensors, in a handful of kernels. A NaN stays on
 """
 
 import math
+import sys
+from functools import cache
 
 import torch
 from torch import Tensor
 
+from lightning_vram.private_names.torch.dispatch import FakeTensor, without_dispatch
+
 _HALF = 0x8000
 _STRIDE = 40503  # the golden ratio of 2^16: multiples of it are spread over all of its numbers
+_INVERSE = pow(_STRIDE, -1, 2**16)
+_ROW = 2**16 + 2**19  # places that begin anywhere, and are as many as are rounded at once on the host
+_UPPER_HALF = 1 if sys.byteorder == "little" else 0
 _UPPER = -0x10000  # the mask of the sixteen bits that bf16 has in common with fp32
 
 
@@ -99,21 +106,43 @@ def round_randomly_(numbers: Tensor, generator: torch.Generator) -> None:
     bits.add_(noise).add_(_HALF).bitwise_and_(_UPPER)  # the noise is signed: together uniform in 0 ... 0xffff
 
 
-def round_by_place_(numbers: Tensor, first: int, seed: int) -> None:
-    """Do what :func:`round_randomly_` does, with draws that follow from the seed and the place of each number.
+def rounded_by_place(numbers: Tensor, first: int, seed: int) -> Tensor:
+    """Round as :func:`round_randomly_` does, with draws that follow from the seed and the place of each number.
 
     So it is all the same in which parts numbers are rounded. Each number has another draw with each seed, as good as
     independent; those of neighbours are evenly spread.
 
     Args:
-        numbers: fp32, flat.
+        numbers: fp32, flat. Is left with rubbish.
         first: Place of the first one.
         seed: Of 16 bit, such as it comes out of a hash.
+
+    Returns:
+        bf16: a view of the memory of ``numbers``.
     """
-    offset = (first * _STRIDE + seed) & 0xFFFF
-    noise = torch.arange(numbers.numel(), dtype=torch.int32, device=numbers.device)
-    noise.mul_(_STRIDE).add_(offset).bitwise_and_(0xFFFF)
-    _regular_bits(numbers).add_(noise).bitwise_and_(_UPPER)
+    # Draws are place * stride + seed, in 16 bit: a row that comes again after 65536, and begins elsewhere by the seed.
+    start = (first + seed * _INVERSE) & 0xFFFF
+    bits = _regular_bits(numbers).add_(_draws(numbers, start))
+    return bits.view(torch.int16)[_UPPER_HALF::2].view(torch.bfloat16)
+
+
+def _draws(numbers: Tensor, start: int) -> Tensor:
+    """The draws of so many places from ``start`` on."""
+    stop = start + numbers.numel()
+    if numbers.device.type != "cpu" or isinstance(numbers, FakeTensor) or stop > _ROW:
+        return _make_draws(start, stop, numbers.device)
+    return _row_on_host()[start:stop]
+
+
+@cache
+def _row_on_host() -> Tensor:
+    with without_dispatch():  # it stays, and is nobody's
+        return _make_draws(0, _ROW, torch.device("cpu"))
+
+
+def _make_draws(start: int, stop: int, device: torch.device) -> Tensor:
+    places = torch.arange(start, stop, dtype=torch.int32, device=device)
+    return places.mul_(_STRIDE).bitwise_and_(0xFFFF)
 
 
 def _regular_bits(numbers: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Adam, Adamax, AdamW, NAdam, Optimizer, RAdam
 
-from lightning_vram.core.tensors.bit_patterns import round_by_place_
+from lightning_vram.core.tensors.bit_patterns import rounded_by_place
 from lightning_vram.core.tensors.eight_bit import (
     EightBitTensor,
     decoded,
@@ -97,8 +97,7 @@ class BF16Form(StateForm):
 
     def narrow(self, key: str, wide: Tensor, start: int, seed: str) -> Tensor:
         """Round at random, as it follows from the place of each number."""
-        round_by_place_(wide, start, int.from_bytes(blake2b(seed.encode(), digest_size=2).digest(), "little"))
-        return wide.bfloat16()
+        return rounded_by_place(wide, start, int.from_bytes(blake2b(seed.encode(), digest_size=2).digest(), "little"))
 
     def num_bytes(self, count: int) -> int:
         """Two each."""

@@ -1,8 +1,9 @@
 """How near AdamW on the host comes to the rate of the memory.
 
 In turn, on the same shards and with the same threads: a stream of ``torch.add_`` (12 bytes for each parameter: two
-values read, one written), a step of ``OffloadedAdamW`` until it is over (28 bytes: four read, three written), and steps
-of torch's AdamW on the sharded tensors as they are. Shards are those of blocks of GPT-2 XL, and many that are small.
+values read, one written), a step of ``OffloadedAdamW`` until it is over (28 bytes: four read, three written), the same
+with weights and moments as ``master=`` and ``host_state=`` keep them, and steps of torch's AdamW on the sharded tensors
+as they are. Shards are those of blocks of GPT-2 XL, and many that are small.
 """
 
 import os
@@ -17,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_vram.optimizers.on_host.offloaded_adamw import OffloadedAdamW
+from lightning_vram.optimizers.on_host import HostOptimizers, OffloadedAdamW
+from lightning_vram.optimizers.stepping import HostState, find_form
 from lightning_vram.techniques.sharding.apply import FullSharding, ShardingOptions
 from lightning_vram.techniques.sharding.grouping.plan import plan_sharding_groups
 from tests.benchmarks.compare import Options
@@ -27,6 +29,12 @@ SETTINGS: dict[str, Any] = {"repeats": 7, "blocks": 2, "width": 1600, "small": 4
 QUICK: dict[str, Any] = {"repeats": 2, "width": 400, "small": 100}
 ADD_BYTES = 12
 ADAMW_BYTES = 28
+FORMS: tuple[tuple[str, HostState, float], ...] = (  # bytes read and written for each parameter
+    ("split", "fp32", 8 + 2 + 16),
+    ("fp32", "bf16", 8 + 4 + 8),
+    ("split", "bf16", 8 + 2 + 8),
+    ("split", "8bit", 8 + 2 + 4 * 129 / 128),
+)
 MANY = 100  # tensors: DTensor looks at a list anew in every step, for minutes if it is one of thousands
 
 
@@ -80,6 +88,28 @@ class Shards:
         return torch.optim.AdamW(twins, **options).step
 
 
+class Kept:
+    """A sharded model whose weights and moments are kept on the host in one of the forms."""
+
+    def __init__(self, model: nn.Module, num_threads: int, master: str, form: HostState) -> None:
+        mesh, names = dist.init_device_mesh("cpu", (1,)), [name for name, p in model.named_parameters() if p.dim() > 1]
+        narrow = {"narrow_dtype": torch.bfloat16, "narrow": names} if master == "split" else {}
+        sharding = FullSharding(
+            model, mesh, plan_sharding_groups(model), ShardingOptions(is_split=master == "split", **narrow)
+        )
+        self.host = HostOptimizers(sharding, num_threads=num_threads, form=find_form(form))
+        self.optimizer = torch.optim.AdamW(model.parameters())
+        self.host.attach([self.optimizer])
+        for lane in (lane for group in sharding.groups for lane in group.lanes):
+            lane.refresh()  # to where it rests
+            for parameter in lane.parameters:
+                parameter.land(torch.randn(parameter.sharded_param._local_tensor.shape, dtype=lane.dtype))
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.host.finish()
+
+
 def like(shard: DTensor, local: Tensor) -> DTensor:
     return DTensor.from_local(local, shard.device_mesh, shard.placements, run_check=False)
 
@@ -102,9 +132,14 @@ def measure_shards(name: str, make_model: Callable[[], nn.Module], num_threads: 
     torch.set_num_threads(num_threads)
     with torch.random.fork_rng():
         case = Shards(make_model(), num_threads)
-    runs: dict[str, tuple[str, int, Callable[[], None]]] = {
+        kept = {one: Kept(make_model(), num_threads, *one[:2]) for one in FORMS} if len(case.parameters) < MANY else {}
+    runs: dict[str, tuple[str, float, Callable[[], None]]] = {
         "add_": ("plain", ADD_BYTES, case.add),
         "OffloadedAdamW": ("ours", ADAMW_BYTES, case.step),
+        **{
+            f'master="{master}", host_state="{form}"': ("ours", moved, kept[master, form, moved].step)
+            for master, form, moved in kept
+        },
         "AdamW(fused=True), DTensor": ("PyTorch", ADAMW_BYTES, case.make_torch_step(fused=True)),
     }
     if len(case.parameters) < MANY:

@@ -13,8 +13,8 @@ from lightning_vram.core.tensors.bit_patterns import (
     add_compensation_,
     compensate_,
     join_,
-    round_by_place_,
     round_randomly_,
+    rounded_by_place,
     split_,
 )
 
@@ -159,21 +159,32 @@ def test_rounding_by_place_is_right_on_average_over_places_and_over_seeds():
 
 def _by_place(count: int, seeds: Iterable[int]) -> Tensor:
     numbers = [numbers_of([0x3F804000]).repeat(count) for _ in seeds]  # a quarter of the way
-    for some, seed in zip(numbers, seeds, strict=True):
-        round_by_place_(some, 0, seed)
-    return torch.cat(numbers)
+    return torch.cat([rounded_by_place(some, 0, seed) for some, seed in zip(numbers, seeds, strict=True)]).float()
 
 
 @given(patterns)
 def test_rounding_by_place_keeps_what_fits_and_is_the_same_in_any_parts(bits):
     fitting = numbers_of([bit & -0x10000 for bit in bits])
-    rounded = fitting.clone()
-    round_by_place_(rounded, 3, 11)
-    assert same(rounded, fitting)
-    whole, parts = numbers_of(bits), numbers_of(bits)
-    round_by_place_(whole, 70_000, 5)
+    assert same(rounded_by_place(fitting.clone(), 3, 11).float(), fitting)
+    whole = rounded_by_place(numbers_of(bits), 70_000, 5).float()
     middle = len(bits) // 2
-    round_by_place_(parts[:middle], 70_000, 5)
-    round_by_place_(parts[middle:], 70_000 + middle, 5)
-    assert same(whole, parts)
+    parts = numbers_of(bits)
+    halves = rounded_by_place(parts[:middle], 70_000, 5), rounded_by_place(parts[middle:], 70_000 + middle, 5)
+    assert same(whole, torch.cat(halves).float())
     assert torch.equal(whole.isnan(), numbers_of(bits).isnan())
+
+
+def test_a_draw_is_that_of_its_place_and_seed():
+    for first, seed in ((0, 0), (70_000, 5), (2**40 + 3, 65_535)):
+        found = rounded_by_place(numbers_of([0x3F800000 + draw for draw in range(0, 2**16, 7)]), first, seed)
+        draws = [((first + place) * 40503 + seed) % 2**16 for place in range(found.numel())]
+        expected = [7 * place + draw >= 2**16 for place, draw in enumerate(draws)]
+        assert (found > 1).tolist() == expected
+
+
+def test_many_are_rounded_as_few_are():
+    numbers = torch.randn(2**19 + 2**17, generator=torch.Generator().manual_seed(0))
+    few = torch.cat(
+        [rounded_by_place(part, 2**17 * place, 9) for place, part in enumerate(numbers.clone().split(2**17))]
+    )
+    assert torch.equal(rounded_by_place(numbers, 0, 9), few)
