@@ -4,7 +4,6 @@ All work in place on large flat tensors, in a handful of kernels. A NaN stays on
 """
 
 import math
-import sys
 from functools import cache
 
 import torch
@@ -16,7 +15,6 @@ _HALF = 0x8000
 _STRIDE = 40503  # the golden ratio of 2^16: multiples of it are spread over all of its numbers
 _INVERSE = pow(_STRIDE, -1, 2**16)
 _ROW = 2**16 + 2**19  # places that begin anywhere, and are as many as are rounded at once on the host
-_UPPER_HALF = 1 if sys.byteorder == "little" else 0
 _UPPER = -0x10000  # the mask of the sixteen bits that bf16 has in common with fp32
 
 
@@ -113,17 +111,17 @@ def rounded_by_place(numbers: Tensor, first: int, seed: int) -> Tensor:
     independent; those of neighbours are evenly spread.
 
     Args:
-        numbers: fp32, flat. Is left with rubbish.
+        numbers: fp32, flat. Is left rounded.
         first: Place of the first one.
         seed: Of 16 bit, such as it comes out of a hash.
 
     Returns:
-        bf16: a view of the memory of ``numbers``.
+        bf16.
     """
     # Draws are place * stride + seed, in 16 bit: a row that comes again after 65536, and begins elsewhere by the seed.
     start = (first + seed * _INVERSE) & 0xFFFF
-    bits = _regular_bits(numbers).add_(_draws(numbers, start))
-    return bits.view(torch.int16)[_UPPER_HALF::2].view(torch.bfloat16)
+    _regular_bits(numbers).add_(_draws(numbers, start)).bitwise_and_(_UPPER)
+    return numbers.bfloat16()  # which changes none, and is faster than to take the upper halves
 
 
 def _draws(numbers: Tensor, start: int) -> Tensor:
