@@ -10,6 +10,8 @@ from mutations.table import MUTATIONS
 from support.devices import DEVICE, device_module
 from torch import Tensor
 
+from lightning_vram.techniques.sharding import lanes
+
 pytestmark = pytest.mark.device
 FROM_THE_DEVICE = ("simulated device:", "Expected all tensors to be on the same device")
 WORKLOADS = list({mutation.workload: None for mutation in MUTATIONS})
@@ -20,6 +22,12 @@ def expected(workload: Workload) -> list[Tensor]:
     """The results where copies are over as soon as they are asked for."""
     with settings(lazy=False, races=0):
         return workload()
+
+
+@pytest.fixture(autouse=True)
+def _stream_of_its_own(monkeypatch):
+    """Streams come from a pool: one that is kept from before may be that of the computation, where there is no race."""
+    monkeypatch.setattr(lanes, "_streams", {})
 
 
 @pytest.fixture(autouse=True)
