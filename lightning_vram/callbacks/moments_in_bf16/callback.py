@@ -22,8 +22,7 @@ class MomentsInBF16(FitTechnique):
     On one device, under DDP, under FSDP2 and under ``fsdp_offload``, where it is ``host_state="bf16"`` and holds for
     what is on the device, too. Other optimizers of the run are left alone. What a step leaves in a moment is rounded at
     random, as it follows from the number of steps and the place of each number: all ranks that have the same moments
-    round alike, a resumed run has the bits of one that was not interrupted, and no source of randomness is used. Where
-    torch's own kernel takes such moments, it steps with them as it does.
+    round alike, a resumed run has the bits of one that was not interrupted, and no source of randomness is used.
 
     Checkpoints hold plain bfloat16 tensors under the usual names; a run without this callback loads them as float32,
     and this one loads those of any run. After the fit moments become float32 when the optimizer steps by itself.

@@ -1,10 +1,8 @@
-"""Moments in bfloat16 without Lightning: their bytes, whose kernel steps with them, and FSDP2."""
+"""Moments in bfloat16 without Lightning: their bytes, and FSDP2."""
 
 import copy
 from functools import partial
-from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
@@ -13,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_vram import track_memory
 from lightning_vram.memory.tracking.timeline import Category
-from lightning_vram.optimizers.narrow import NarrowMoments, moments
+from lightning_vram.optimizers.narrow import NarrowMoments
 from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
@@ -41,36 +39,6 @@ def test_the_tracker_counts_four_bytes_for_each_weight() -> None:
 
     assert state_bytes(is_narrow=True) == 4 * 16576
     assert state_bytes(is_narrow=False) == 8 * 16576
-
-
-class Taking(torch.optim.AdamW):
-    """Has a kernel that takes moments in bf16, as those of some devices do."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in (one for one in group["params"] if one.grad is not None):
-                state = self.state[parameter]
-                if not state:
-                    state |= {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(parameter)}
-                state["step"] += 1
-                state["exp_avg"].copy_(0.9 * state["exp_avg"].float() + 0.1 * parameter.grad)
-                parameter.sub_(state["exp_avg"].float(), alpha=group["lr"])
-
-
-def test_a_kernel_that_takes_such_moments_steps_with_them(monkeypatch):
-    model = nn.Linear(8, 8)
-    assert moments.takes_narrow(Taking(model.parameters()), 0, torch.device("cpu"))
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-    assert not moments.takes_narrow(optimizer, 0, torch.device("cpu"))
-    assert not optimizer.state
-
-    monkeypatch.setattr(moments, "takes_narrow", lambda *_: True)
-    NarrowMoments(model).attach([optimizer])
-    model(torch.ones(2, 8)).sum().backward()
-    optimizer.step()  # makes them
-    with pytest.raises(RuntimeError, match="BFloat16"):  # they reach the kernel, which is one of the CPU
-        optimizer.step()
 
 
 def train(optimizer: torch.optim.Optimizer, model: nn.Module, num_steps: int) -> None:
