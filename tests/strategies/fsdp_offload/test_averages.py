@@ -127,7 +127,11 @@ def test_with_states_on_a_disk(fit, tmp_path):
 
 @pytest.mark.usefixtures("_small_parts")
 @pytest.mark.quick_sample(2)
-@pytest.mark.parametrize("options", [{}, {"offload": "optimizer"}, {"device_bytes": 0.3}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"offload": "optimizer"}, {"device_bytes": 0.3}, {"host_state": "bf16"}, {"host_state": "8bit"}],
+    ids=["params", "optimizer", "device_bytes", "bf16", "8bit"],
+)
 def test_of_weights_that_are_split_at_rest(options, fit):
     given = {"precision": "bf16-mixed"}
     split = fit(Net, ForkingOffload(master="split", **options), AVERAGES["EMA"], **given)
