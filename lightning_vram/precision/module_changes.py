@@ -22,6 +22,7 @@ from lightning_vram.precision.calls_between_steps import CallsBetweenSteps
 from lightning_vram.private_names.torch.compiled import COMPILED_PART
 from lightning_vram.private_names.torch.modules import NormBase
 from lightning_vram.techniques.mixed_precision import Float32Islands, WeightCasts, keep_norms_low, run_in_fp32
+from lightning_vram.techniques.quantize_frozen_weights import read_weights_as
 
 _NORMS = (NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 
@@ -90,6 +91,7 @@ class ModuleChanges:
                 parameters = _lean_parameters(self.module, self._inside)
                 self.lean = LeanParameters(parameters, self.settings.parameters, self._named_parameters())
                 undo.callback(self.lean.restore)
+                undo.callback(read_weights_as(self.module, torch.bfloat16, skip=self._inside))
                 self.calls = CallsBetweenSteps(self.module, self.device_type, torch.bfloat16)
                 undo.callback(self.calls.remove)
             if self.is_training:

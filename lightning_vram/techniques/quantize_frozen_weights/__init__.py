@@ -5,6 +5,14 @@ from lightning_vram.techniques.quantize_frozen_weights.quantized_weight import (
     QuantizedWeight,
     WeightReadError,
     quantized_weight,
+    read_weights_as,
 )
 
-__all__ = ["QuantizedLayers", "QuantizedWeight", "WeightReadError", "quantize_frozen_weights", "quantized_weight"]
+__all__ = [
+    "QuantizedLayers",
+    "QuantizedWeight",
+    "WeightReadError",
+    "quantize_frozen_weights",
+    "quantized_weight",
+    "read_weights_as",
+]

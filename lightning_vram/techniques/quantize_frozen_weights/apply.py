@@ -105,7 +105,9 @@ class QuantizedLayers:
                 if weight is None:
                     continue
                 if id(weight.packed) not in done:
-                    done[id(weight.packed)] = nn.Parameter(weight.dequantize().cpu(), requires_grad=False)
+                    done[id(weight.packed)] = nn.Parameter(
+                        weight.dequantize(weight.own_dtype).cpu(), requires_grad=False
+                    )
                 _restore(layer, done[id(weight.packed)])
 
 

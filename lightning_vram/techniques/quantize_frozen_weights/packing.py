@@ -105,9 +105,10 @@ class Packing(NamedTuple):
 
 
 def _pairs_for(codes: Tensor) -> Tensor:
-    """Return the numbers of each byte, [256, 2], where ``codes`` are. A copy for each use would wait for the device."""
-    if torch.compiler.is_compiling() or type(codes) is FakeTensor:
-        return torch.tensor(_PAIRS, device=codes.device)
-    if codes.device not in _tables:
-        _tables[codes.device] = torch.tensor(_PAIRS, device=codes.device)
-    return _tables[codes.device]
+    """Return the numbers of each byte, [256, 2], where ``codes`` are."""
+    device = codes.device
+    if device.type == "cpu" or torch.compiler.is_compiling() or type(codes) is FakeTensor:
+        return torch.tensor(_PAIRS, device=device)
+    if device not in _tables:  # else each use would wait for the device
+        _tables[device] = torch.tensor(_PAIRS, device=device)
+    return _tables[device]

@@ -5,7 +5,7 @@ A layer's ``forward`` hands its weight to one function of torch. If that is no t
 for the call, and again in the backward: the same numbers, so gradients are those of a plain layer that has them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from functools import partial
 from typing import Any, NoReturn
 
@@ -50,7 +50,7 @@ class QuantizedWeight:
         loading: The hook that encodes what the layer is given.
     """
 
-    __slots__ = ("_buffers", "_parameters", "loading", "name", "packing", "shape")
+    __slots__ = ("_buffers", "_parameters", "loading", "name", "packing", "read_as", "shape")
     requires_grad = False
     grad = None
     is_leaf = True
@@ -61,6 +61,8 @@ class QuantizedWeight:
         # not the layer, which would hold itself; both follow it in copies
         self._parameters, self._buffers = own_parameters(layer), own_buffers(layer)
         self.name, self.packing, self.shape, self.loading = name, packing, shape, loading
+        self.read_as: torch.dtype | None = None
+        """Set for the time in which somebody keeps plain weights in another dtype."""
 
     @property
     def packed(self) -> Tensor:
@@ -70,11 +72,16 @@ class QuantizedWeight:
         return packed
 
     @property
-    def dtype(self) -> torch.dtype:
-        """What a plain weight would have."""
+    def own_dtype(self) -> torch.dtype:
+        """What the weight had, or ``module.to(dtype)`` would have given it."""
         carrier = self._buffers[DTYPE]
         assert carrier is not None
         return carrier.dtype
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What a plain weight would have."""
+        return self.read_as or self.own_dtype
 
     @property
     def device(self) -> torch.device:
@@ -103,12 +110,18 @@ class QuantizedWeight:
         return self.packing.decode(self.packed, self.numel(), dtype or self.dtype).view(self.shape)
 
     def look_up(self, indices: Tensor) -> Tensor:
-        """Return rows of a weight of two dimensions, [*indices.shape, shape[1]]; only they are decoded."""
+        """Return rows, of a weight of two dimensions, [*indices.shape, shape[1]]; only they are decoded."""
         num_rows, width = self.shape
         if width % self.packing.block_size:
             return F.embedding(indices, self.dequantize())
         rows = self.packed.view(num_rows, -1).index_select(0, indices.reshape(-1)).view(-1, self.packing.row_bytes)
         return self.packing.decode(rows, indices.numel() * width, self.dtype).view(*indices.shape, width)
+
+    def __getitem__(self, key: Any) -> Tensor:
+        """Return rows of an embedding, as some classes read them in their own ``forward``."""
+        if isinstance(key, tuple) or self.ndim != 2:
+            self.refuse("__getitem__")
+        return self.look_up(torch.arange(self.shape[0], device=self.device)[key])
 
     @classmethod
     def __torch_function__(
@@ -169,6 +182,25 @@ def quantized_weight(layer: nn.Module) -> QuantizedWeight | None:
     return weight if isinstance(weight, QuantizedWeight) else None
 
 
+def read_weights_as(model: nn.Module, dtype: torch.dtype, skip: Container[nn.Module] = ()) -> Callable[[], None]:
+    """Let quantized weights of ``model`` be such of ``dtype``, as plain ones are meanwhile. Returns what undoes it.
+
+    Args:
+        model: Any module.
+        dtype: That plain weights are kept in.
+        skip: Modules that are left alone.
+    """
+    weights = [quantized_weight(module) for module in model.modules() if module not in skip]
+    changed = [weight for weight in weights if weight is not None]
+
+    def set_all(dtype: torch.dtype | None) -> None:
+        for weight in changed:
+            weight.read_as = dtype
+
+    set_all(dtype)
+    return partial(set_all, None)
+
+
 def _call_with(weight: Tensor, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     args = tuple(weight if isinstance(one, QuantizedWeight) else one for one in args)
     kwargs = {name: weight if isinstance(one, QuantizedWeight) else one for name, one in kwargs.items()}
@@ -196,5 +228,5 @@ def _refusing(name: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-for _name in ("getitem", "matmul", "mul", "rmul", "add", "radd", "sub", "rsub", "truediv", "neg", "pow"):
+for _name in ("matmul", "mul", "rmul", "add", "radd", "sub", "rsub", "truediv", "neg", "pow"):
     setattr(QuantizedWeight, f"__{_name}__", _refusing(f"__{_name}__"))

@@ -23,6 +23,8 @@ from lightning_vram import (
     estimate_memory,
     track_memory,
 )
+from lightning_vram.estimation.traced_fit import FitRun, trace_real_fit
+from lightning_vram.memory.tracking.timeline import Category
 from lightning_vram.techniques.quantize_frozen_weights import QuantizedWeight, quantize_frozen_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -241,8 +243,8 @@ def test_it_says_what_it_saves_and_that_it_does_nothing(make_trainer, caplog):
         make_trainer(callbacks=[QuantizeFrozenWeights(4)], max_steps=1).fit(LitLoRA())
     assert "QuantizeFrozenWeights keeps 5 frozen weights in 4 bits: 31.50 KiB in place of 224.00 KiB." in caplog.text
     message = (
-        "QuantizeFrozenWeights does nothing: LitTiny has no frozen Linear, Conv or Embedding with 4096 weights or more. "
-        "Freeze with requires_grad_(False) in __init__, setup or configure_model."
+        "QuantizeFrozenWeights does nothing: LitTiny has no frozen Linear, Conv or Embedding with 4096 weights or "
+        "more. Freeze with requires_grad_(False) in __init__, setup or configure_model."
     )
     with pytest.warns(UserWarning, match=f"^{re.escape(message)}$"):
         make_trainer(callbacks=[QuantizeFrozenWeights()], max_steps=1).fit(LitTiny(TinyCNN()))
@@ -254,14 +256,15 @@ def test_two_ranks_are_one(fit):
     assert_equal_weights(fit(QuantizeFrozenWeights(4), **options), fit(make=partial(rounded, 4), **options))
 
 
-def test_the_estimate_is_that_of_the_run():
-    batch = torch.randint(96, (4, 9))
-    plain, ours = (
-        estimate_memory(LitLoRA(), batch, device="cpu", trainer={"callbacks": callbacks}, find_limits=False)
-        for callbacks in ([], [QuantizeFrozenWeights(4)])
-    )
-    saved = 4 * NUM_QUANTIZED - int(0.5625 * NUM_QUANTIZED)
-    assert saved * 0.5 < plain.peak_bytes - ours.peak_bytes <= saved
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_estimate_is_that_of_the_run(bits):
+    batch, options = torch.randint(96, (4, 9)), {"callbacks": [QuantizeFrozenWeights(bits)]}
+    estimate = estimate_memory(LitLoRA(), batch, device="cpu", trainer=options, find_limits=False)
+    real = trace_real_fit(LitLoRA(), batch, FitRun(options))
+    assert estimate.peak_bytes == real.stage("train").peak_bytes
+    plain = estimate_memory(LitLoRA(), batch, device="cpu", find_limits=False)
+    held, packed = (one.stages["train"].timeline.peak_by_category[Category.PARAMETERS] for one in (plain, estimate))
+    assert held - packed == (4 - bits / 8 - 4 / 64) * NUM_QUANTIZED
 
 
 class Reading(LitLoRA):

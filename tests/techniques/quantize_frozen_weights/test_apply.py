@@ -107,6 +107,8 @@ def test_an_embedding_looks_up_decoded_rows(width, dtype, bits):
     indices = torch.randint(100, (3, 5))
     assert torch.equal(model.to(dtype)(indices), plain.to(dtype)(indices))
     assert model(indices).dtype is dtype
+    for key in (3, slice(2, 5), indices, torch.arange(100) > 90):
+        assert torch.equal(model[0].weight[key], plain[0].weight[key])
 
 
 @pytest.mark.parametrize("is_autocast", [False, True])
@@ -242,7 +244,7 @@ def test_removed_it_is_plain_and_has_what_was_decoded(pair):
 READS = {
     "T": lambda x, weight: x @ weight.T,
     "matmul": lambda x, weight: x @ weight,
-    "__getitem__": lambda x, weight: weight[0],
+    "__getitem__": lambda x, weight: weight[0, 0],
     "__mul__": lambda x, weight: weight * 2,
     "cat": lambda x, weight: torch.cat([x, weight]),
     "linear": lambda x, weight: F.linear(weight, x),
