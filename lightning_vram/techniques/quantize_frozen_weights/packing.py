@@ -89,7 +89,7 @@ class Packing(NamedTuple):
         if self.bits == 8:
             codes = levels.mul_(_STEPS).round_().to(torch.int8).view(torch.uint8)
         else:
-            middles = torch.tensor(_MIDDLES, device=blocks.device)
+            middles = torch.tensor(_MIDDLES, dtype=torch.float32, device=blocks.device)
             halves = torch.bucketize(levels, middles, out_int32=True).to(torch.uint8).view(len(blocks), -1, 2)
             codes = halves[..., 0] * 16 + halves[..., 1]
         return torch.cat([scales.view(torch.uint8), codes], 1)
@@ -108,7 +108,7 @@ def _pairs_for(codes: Tensor) -> Tensor:
     """Return the numbers of each byte, [256, 2], where ``codes`` are."""
     device = codes.device
     if device.type == "cpu" or torch.compiler.is_compiling() or type(codes) is FakeTensor:
-        return torch.tensor(_PAIRS, device=device)
+        return torch.tensor(_PAIRS, dtype=torch.float32, device=device)
     if device not in _tables:  # else each use would wait for the device
-        _tables[device] = torch.tensor(_PAIRS, device=device)
+        _tables[device] = torch.tensor(_PAIRS, dtype=torch.float32, device=device)
     return _tables[device]
