@@ -14,7 +14,7 @@ class LoRA(nn.Module):
 
     def __init__(self, base_layer: nn.Linear, rank: int = 8) -> None:
         super().__init__()
-        self.base_layer = base_layer.requires_grad_(False)
+        self.base_layer = base_layer.requires_grad_(requires_grad=False)
         self.lora_A = nn.Linear(base_layer.in_features, rank, bias=False)
         self.lora_B = nn.Linear(rank, base_layer.out_features, bias=False)
         nn.init.zeros_(self.lora_B.weight)
@@ -26,7 +26,7 @@ class LoRA(nn.Module):
 class Adapted(ByteGPT):
     def __init__(self) -> None:
         super().__init__(num_layers=2, width=64, sequence_length=64)
-        self.requires_grad_(False)
+        self.requires_grad_(requires_grad=False)
         for block in self.net.blocks:
             block.qkv, block.attention_out = LoRA(block.qkv), LoRA(block.attention_out)
 

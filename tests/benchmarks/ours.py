@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
+from typing import Literal
 
 from torch import nn
 
@@ -13,6 +14,7 @@ from lightning_vram.techniques.activation_checkpointing.save_policy import SaveP
 from lightning_vram.techniques.activation_compression.stage import CompressionStage
 from lightning_vram.techniques.activation_offload.stage import ActivationOffloading
 from lightning_vram.techniques.in_place_fusion.recomputation.stage import Recomputation
+from lightning_vram.techniques.quantize_frozen_weights import quantize_frozen_weights
 from tests.benchmarks.peers import pytorch
 from tests.benchmarks.ways import PLAIN, Way
 
@@ -76,6 +78,17 @@ def _fuse_and_offload(model: nn.Module) -> _Several:
     return _Several(_offload(model), Recomputation(model))
 
 
+def freeze_layers(model: nn.Module) -> None:
+    """Leave norms and biases to be trained."""
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.dim() == 1)
+
+
+def _quantize(model: nn.Module, bits: Literal[8, 4]) -> None:
+    freeze_layers(model)
+    quantize_frozen_weights(model, bits)
+
+
 _EVERY_2ND = SavePolicy("matmuls", 2)
 _CHANGES: dict[str, Callable[[nn.Module], object]] = {
     "InPlaceFusion()": Recomputation,
@@ -94,6 +107,9 @@ _CHANGES: dict[str, Callable[[nn.Module], object]] = {
     'InPlaceFusion(), ActivationOffload("64KiB")': _fuse_and_offload,
     "ActivationCompression()": CompressionStage,
     'ActivationCompression(lossy="int8")': partial(CompressionStage, lossy="int8"),
+    "frozen layers": freeze_layers,
+    "QuantizeFrozenWeights(bits=8), frozen layers": partial(_quantize, bits=8),
+    "QuantizeFrozenWeights(bits=4), frozen layers": partial(_quantize, bits=4),
 }
 OURS = tuple(Way(name, "ours", change) for name, change in _CHANGES.items())
 """Names are what a Trainer would have among its callbacks."""

@@ -15,11 +15,21 @@ from support.lora_nets import NUM_QUANTIZED, QUANTIZED, LitLoRA, LoRANet
 from torch import nn
 
 from lightning_vram import (
+    AccumulationScheduler,
     ActivationCheckpointing,
+    ActivationCompression,
     ActivationOffload,
+    AutoVRAM,
+    EarlyRelease,
+    EmptyCache,
     InPlaceFusion,
+    LeakDetector,
     LeanMixedPrecision,
+    MemoryBudget,
+    MicroBatching,
+    MomentsInBF16,
     QuantizeFrozenWeights,
+    VRAMMonitor,
     estimate_memory,
     track_memory,
 )
@@ -100,6 +110,26 @@ def test_other_parts_work_beside_it_to_the_bit(others, options, fit):
     ours = fit(QuantizeFrozenWeights(4), *(make() for make in others), **options())
     theirs = fit(*(make() for make in others), make=partial(rounded, 4), **options())
     assert_equal_weights(ours, theirs)
+
+
+EXACT = [
+    partial(MicroBatching, 2),
+    EarlyRelease,
+    partial(EmptyCache, 2),
+    VRAMMonitor,
+    MemoryBudget,
+    AutoVRAM,
+    LeakDetector,
+    MomentsInBF16,
+    ActivationCompression,
+    partial(AccumulationScheduler, by_epoch={0: 2}),
+]
+
+
+@pytest.mark.parametrize("make", EXACT, ids=lambda make: getattr(make, "func", make).__name__)
+def test_so_do_parts_that_do_not_look_at_weights(make, fit):
+    ours = fit(QuantizeFrozenWeights(4), make())
+    assert_equal_weights(ours, fit(make(), make=partial(rounded, 4)))
 
 
 @pytest.mark.parametrize("save", ["all", "trainable"])
