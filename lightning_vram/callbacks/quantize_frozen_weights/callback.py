@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -101,6 +101,11 @@ class QuantizeFrozenWeights(FitTechnique):
                 raise MisconfigurationException(
                     f"QuantizeFrozenWeights does not work with {type(callback).__name__}, which unfreezes layers: a "
                     "quantized weight cannot be trained. Leave one out."
+                )
+            if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
+                raise MisconfigurationException(
+                    f"QuantizeFrozenWeights does not work with {type(callback).__name__}, which averages all "
+                    "parameters, bytes too. Leave one out."
                 )
 
     @override

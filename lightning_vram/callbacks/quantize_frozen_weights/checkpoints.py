@@ -5,7 +5,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_vram.core.surgery.shadow import Shadow
 
@@ -41,8 +41,9 @@ class Checkpoints:
         module = self._trainer.lightning_module
         given, own = checkpoint["state_dict"], module.state_dict()
         frozen = _frozen_names(module)
-        for name in given:
-            if name in own and given[name].dtype is torch.uint8 and own[name].is_floating_point():
+        for name, value in given.items():
+            is_packed = isinstance(value, Tensor) and value.dtype is torch.uint8
+            if is_packed and isinstance(own.get(name), Tensor) and own[name].is_floating_point():
                 raise ValueError(
                     f"the checkpoint has {name} quantized, and this run does not quantize it: name its layer in "
                     "QuantizeFrozenWeights(layers), and freeze it."

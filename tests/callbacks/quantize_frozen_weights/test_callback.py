@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import BackboneFinetuning
+from lightning.pytorch.callbacks import BackboneFinetuning, EMAWeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from support.helpers import Forking, ForkingOffload, LitTiny, TinyCNN, assert_equal_weights, describe_module
 from support.lora_nets import NUM_QUANTIZED, QUANTIZED, LitLoRA, LoRANet
@@ -110,6 +110,13 @@ def test_other_parts_work_beside_it_to_the_bit(others, options, fit):
     ours = fit(QuantizeFrozenWeights(4), *(make() for make in others), **options())
     theirs = fit(*(make() for make in others), make=partial(rounded, 4), **options())
     assert_equal_weights(ours, theirs)
+
+
+def test_checkpoints_without_frozen_weights_beside_16_bit_weights(fit, tmp_path):
+    quantize = partial(QuantizeFrozenWeights, 4, save="trainable")
+    fit(quantize(), Saving(tmp_path / "last.ckpt"), **kept())
+    resumed = fit(quantize(), ckpt_path=tmp_path / "last.ckpt", max_epochs=2, **kept())
+    assert_equal_weights(resumed, fit(quantize(), max_epochs=2, **kept()))
 
 
 EXACT = [
@@ -358,6 +365,11 @@ def test_bad_arguments_are_refused(arguments, kind, message):
             {"callbacks": [QuantizeFrozenWeights(), BackboneFinetuning()]},
             "QuantizeFrozenWeights does not work with BackboneFinetuning, which unfreezes layers: a quantized weight "
             "cannot be trained. Leave one out.",
+        ),
+        (
+            {"callbacks": [QuantizeFrozenWeights(), EMAWeightAveraging()]},
+            "QuantizeFrozenWeights does not work with EMAWeightAveraging, which averages all parameters, bytes too. "
+            "Leave one out.",
         ),
     ],
 )
