@@ -111,7 +111,7 @@ _CHANGES: dict[str, Callable[[nn.Module], object]] = {
     "QuantizeFrozenWeights(bits=8), frozen layers": partial(_quantize, bits=8),
     "QuantizeFrozenWeights(bits=4), frozen layers": partial(_quantize, bits=4),
 }
-OURS = tuple(Way(name, "ours", change) for name, change in _CHANGES.items())
+OURS = tuple(Way(name, "PyTorch" if change is freeze_layers else "ours", change) for name, change in _CHANGES.items())
 """Names are what a Trainer would have among its callbacks."""
 
 

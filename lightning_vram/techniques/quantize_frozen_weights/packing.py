@@ -18,7 +18,8 @@ from lightning_vram.private_names.torch.dispatch import FakeTensor
 Bits = Literal[8, 4]
 SCALE_BYTES = 4
 _STEPS = 127
-_PART = 1 << 20  # numbers that are worked on at a time, in float32
+_PART = 1 << 20  # numbers that are worked on at a time, in float32, on the host
+_PART_OF_DEVICES = 1 << 24  # whose kernels take a time to start
 _NF4 = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
     *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
@@ -57,7 +58,7 @@ class Packing(NamedTuple):
 
     def encode(self, numbers: Tensor, into: Tensor) -> None:
         """Write numbers of any shape and floating-point dtype, some at a time, ``into`` memory on any device."""
-        flat, rows = numbers.detach().reshape(-1), _PART // self.block_size
+        flat, rows = numbers.detach().reshape(-1), self._rows_at_a_time(numbers.device)
         for start in range(0, len(into), rows):
             part = flat[start * self.block_size : (start + rows) * self.block_size].float()
             part = F.pad(part, (0, -part.numel() % self.block_size)) if part.numel() % self.block_size else part
@@ -68,7 +69,7 @@ class Packing(NamedTuple):
         if torch.compiler.is_compiling():
             return self._decode_blocks(packed).to(dtype).view(-1)[:size]  # in one kernel
         numbers = torch.empty(len(packed) * self.block_size, dtype=dtype, device=packed.device)
-        rows, parts = _PART // self.block_size, numbers.view(-1, self.block_size)
+        rows, parts = self._rows_at_a_time(packed.device), numbers.view(-1, self.block_size)
         for start in range(0, len(packed), rows):
             parts[start : start + rows].copy_(self._decode_blocks(packed[start : start + rows]))
         return numbers[:size]
@@ -81,6 +82,9 @@ class Packing(NamedTuple):
         ways = [cls(bits, (shape[1] - SCALE_BYTES) * 8 // bits) for bits in (8, 4)]
         fitting = (way for way in ways if way.block_size > 0 and way.num_blocks(size) == shape[0])
         return next(fitting, None)
+
+    def _rows_at_a_time(self, device: torch.device) -> int:
+        return (_PART if device.type == "cpu" else _PART_OF_DEVICES) // self.block_size
 
     def _encode_blocks(self, blocks: Tensor) -> Tensor:
         scales = torch.maximum(blocks.amax(1, keepdim=True), blocks.amin(1, keepdim=True).neg_())
