@@ -159,7 +159,7 @@ class Search:
 
     def _guess(self) -> int:
         """By a line through two sizes."""
-        sizes = (max(1, self._growth.size // 2), max(1, self._growth.size // 2) + 1)
+        sizes = (self._growth.size, self._growth.size + 1)  # of one layer "auto" finds nothing to checkpoint
         one, other = (train(self._growth.make(size), self._way, self._device)["peak_bytes"] for size in sizes)
         return max(1, sizes[0] + (self._budget_bytes - one) // max(1, other - one))
 
