@@ -24,8 +24,8 @@ Of ``torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam``:
 
 Others:
 
-* ``torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState``: whose hooks wait for a backward, whatever the gradient |
-  2.11 - | losses of sharded models are not chunked
+* ``torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState``: whose hooks wait for a backward, whatever the gradient
+  | 2.11 - | losses of sharded models are not chunked
 * ``torch.distributed.fsdp.FSDPModule._get_fsdp_state``: from a module to its state | 2.11 - | no fsdp_offload
 * ``torch.distributed.fsdp._fully_shard._fully_shard.cls_to_fsdp_cls``: the class that ``fully_shard`` gives to modules
   of a class | 2.11 - | no fsdp_offload for classes that derive from ABC or Generic first

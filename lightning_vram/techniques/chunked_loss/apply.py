@@ -2,14 +2,15 @@
 
 Of a language model they are the largest activation: 16,384 tokens of 248,320 classes take 16 GiB in float32, and their
 loss and its gradient as much again. Here the head returns a tensor without values; a loss on it computes some tokens'
-logits at a time, and computes them again in the backward (Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language
-Models", https://arxiv.org/abs/2411.09009, has the same idea in one kernel; the size of chunks is that of Hsu et al. 2024, "Liger Kernel",
-https://arxiv.org/abs/2410.10989). It does not help where the vocabulary is small.
+logits at a time, with their gradients (Hsu et al. 2024, "Liger Kernel", https://arxiv.org/abs/2410.10989, from which the
+size of chunks is; Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models",
+https://arxiv.org/abs/2411.09009, has the same in one kernel). It does not help where the vocabulary is small.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -35,13 +36,15 @@ class ChunkedLossHandle:
         heads: Names of the heads.
     """
 
-    def __init__(self, heads: dict[str, nn.Linear], chunk: int | Literal["auto"], tell: Callable[[str, str], None]) -> None:
+    def __init__(
+        self, heads: dict[str, nn.Linear], chunk: int | Literal["auto"], tell: Callable[[str, str], None]
+    ) -> None:
         self.heads = list(heads)
         self._is_active = False
         self._swaps = Swaps(_KEY)
         with self._swaps.all_or_none():
             for name, head in heads.items():
-                settings = Settings(name, lambda *sizes: find_chunk_rows(chunk, *sizes), lambda why, name=name: tell(name, why))
+                settings = Settings(name, partial(find_chunk_rows, chunk), partial(tell, name))
                 self._swaps.add(head, _State(self, settings), _run)
 
     @property
@@ -81,7 +84,8 @@ def apply_chunked_loss(
     Args:
         model: Any module.
         heads: See :func:`~lightning_vram.techniques.chunked_loss.heads.find_heads`.
-        chunk: Tokens whose logits are there at a time; ``"auto"``: as many as make logits of the size of the hidden states.
+        chunk: Tokens whose logits are there at a time; ``"auto"``: as many as make logits of the size of the hidden
+            states.
         tell: Is called where something needs whole logits, with the names of the head and of the function.
 
     Returns:

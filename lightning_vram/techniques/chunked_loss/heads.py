@@ -24,7 +24,9 @@ def find_heads(model: nn.Module, heads: LayerPattern | Sequence[LayerPattern] = 
     if heads == "auto":
         found = _declared(model) or _as_large_as_embeddings(model)
         if not found:
-            raise ValueError(f"No head found: no nn.Linear has as many results as an nn.Embedding has entries. {WAY_OUT}.")
+            raise ValueError(
+                f"No head found: no nn.Linear has as many results as an nn.Embedding has entries. {WAY_OUT}."
+            )
         return found
     chosen = {layer.name: layer.module for layer in select_layers(model, heads).layers}
     others = {name: module for name, module in chosen.items() if not isinstance(module, nn.Linear)}

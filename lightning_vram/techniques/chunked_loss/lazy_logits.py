@@ -18,29 +18,16 @@ from lightning_vram.private_names.fsdp2.states import waits_for_backward
 from lightning_vram.private_names.torch.tensors import VIEW_PROPERTIES, make_wrapper, without_torch_function
 from lightning_vram.private_names.torch.trees import tree_map_only
 from lightning_vram.techniques.chunked_loss.expression import Call, Head, Node, detach, read_autocast, walk
-from lightning_vram.techniques.chunked_loss.row_chunks import RowProgram, compute_rows, compute_sum
+from lightning_vram.techniques.chunked_loss.row_chunks import compute_rows, compute_sum
+from lightning_vram.techniques.chunked_loss.row_program import RowProgram
 
-_PROPERTIES = frozenset(
-    {"shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_sparse", "is_nested", "is_quantized", "names"}
-    | {"is_meta", "is_mps", "is_xpu", "is_mkldnn", "is_leaf", "requires_grad", "grad_fn", "output_nr", "itemsize", "nbytes"}
-    | {"is_sparse_csr", "is_mtia", "is_ipu", "is_vulkan", "is_maia", "retains_grad"}
-    | VIEW_PROPERTIES
+_PROPERTIES = VIEW_PROPERTIES | frozenset(
+    ["shape", "dtype", "device", "ndim", "layout", "names", "is_leaf", "requires_grad", "grad_fn", "retains_grad", "output_nr", "itemsize", "nbytes", "is_cuda", "is_cpu", "is_xpu", "is_mps", "is_meta", "is_mtia", "is_ipu", "is_maia", "is_vulkan", "is_mkldnn", "is_sparse", "is_sparse_csr", "is_nested", "is_quantized"]
 )
 _QUESTIONS = frozenset(
-    {"size", "dim", "ndimension", "numel", "nelement", "stride", "is_contiguous", "element_size", "is_floating_point"}
-    | {"is_complex", "is_signed", "is_same_size", "storage_offset", "get_device", "__len__", "is_conj", "is_neg", "is_inference"}
+    ["size", "dim", "ndimension", "numel", "nelement", "stride", "is_contiguous", "element_size", "is_floating_point", "is_complex", "is_signed", "is_same_size", "storage_offset", "get_device", "is_conj", "is_neg", "is_inference", "__len__"]
 )
 _IN_PLACE = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__set__"})
-
-
-class Memory:
-    """What tensors that would share memory have in common.
-
-    Attributes:
-        written: The one that was written to.
-    """
-
-    written: "LazyLogits | None" = None
 
 
 class Settings:
@@ -48,12 +35,27 @@ class Settings:
 
     Args:
         name: Of the head, for messages.
-        find_chunk_rows: Returns how many tokens are computed at a time: of hidden states, the numbers of tokens and classes.
+        find_chunk_rows: Returns how many tokens are computed at a time, of hidden states and the numbers of tokens and
+            classes.
         tell: Is called with the name of a function that got whole logits.
     """
 
-    def __init__(self, name: str, find_chunk_rows: Callable[[Tensor, int, int], int], tell: Callable[[str], None]) -> None:
+    def __init__(
+        self, name: str, find_chunk_rows: Callable[[Tensor, int, int], int], tell: Callable[[str], None]
+    ) -> None:
         self.name, self.find_chunk_rows, self.tell = name, find_chunk_rows, tell
+
+
+class Memory:
+    """What logits that would share memory have in common.
+
+    Attributes:
+        written: The ones that were written to.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.written: LazyLogits | None = None
 
 
 class LazyLogits(Tensor):
@@ -63,8 +65,7 @@ class LazyLogits(Tensor):
         node: What they are.
         sample: The same of no token, [0, V].
         class_dim: Which dimension has the V classes: the last, or 1 where others come after it.
-        settings: Of the head.
-        memory: That it would share with its views.
+        memory: That they would share with their views.
         whole: The tensor itself, once somebody needed it.
         versions: How often what it is made of had been written to.
     """
@@ -72,7 +73,6 @@ class LazyLogits(Tensor):
     node: Node
     sample: Tensor
     class_dim: int
-    settings: Settings
     memory: Memory
     whole: Tensor | None
     versions: list[tuple[Tensor, int]]
@@ -84,10 +84,12 @@ class LazyLogits(Tensor):
         del shape[self.class_dim]
         return torch.Size(shape)
 
-    def like(self, node: Node, sample: Tensor, lead: Sequence[int], *, class_dim: int | None = None, is_view: bool) -> "LazyLogits":
+    def like(
+        self, node: Node, sample: Tensor, lead: Sequence[int], *, class_dim: int | None = None, is_view: bool
+    ) -> "LazyLogits":
         """Return others of the same head."""
-        memory = self.memory if is_view else Memory()
-        return _make(node, sample, lead, self.settings, class_dim=class_dim, memory=memory, is_grown=True)
+        memory = self.memory if is_view else Memory(self.memory.settings)
+        return _make(node, sample, lead, len(lead) if class_dim is None else class_dim, memory)
 
     def reduce(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Tensor]:
         """Return what a function returns for all tokens, [N, ...] each. Nodes are given to it as values of some."""
@@ -101,7 +103,7 @@ class LazyLogits(Tensor):
     @property
     def chunk_rows(self) -> int:
         """How many tokens are computed at a time."""
-        return _chunk_rows(self.settings, self.node, self.lead)
+        return _chunk_rows(self.memory.settings, self.node, self.lead)
 
     def make_whole(self, why: str) -> Tensor:
         """Return the tensor; it is made once.
@@ -111,7 +113,7 @@ class LazyLogits(Tensor):
         """
         if self.whole is None:
             self.check()
-            self.settings.tell(why)
+            self.memory.settings.tell(why)
             with torch.set_grad_enabled(self.requires_grad):
                 rows = RowProgram(_as_call(self.node), 1).compute_whole()
                 whole = rows.view(*self.lead, rows.shape[-1])
@@ -145,17 +147,18 @@ class LazyLogits(Tensor):
         Raises:
             RuntimeError: If hidden states or weights were written to since, or a view of the logits.
         """
-        written = self.memory.written
+        name, written = self.memory.settings.name, self.memory.written
         if written is not None and written is not self:
             raise RuntimeError(
-                f"ChunkedLoss: logits of {self.settings.name} were written to in place, and then read by another view of "
+                f"ChunkedLoss: logits of {name} were written to in place, and then read by another view of "
                 "them. Write logits = logits.masked_fill(...) or the like, or leave ChunkedLoss out."
             )
         for tensor, version in self.versions:
             if version_of(tensor) != version or (tensor.numel() and not tensor.untyped_storage().nbytes()):
                 raise RuntimeError(
-                    f"ChunkedLoss: logits of {self.settings.name} are read after its input or weights have changed, or "
-                    "are gone. Compute the loss before the optimizer's step, and detach what outlives it with .clone()."
+                    f"ChunkedLoss: logits of {name} are read after its input or weights have changed, or "
+                    "are gone. Compute the loss before the optimizer's step, and return no logits from a step that steps by "
+                    "itself."
                 )
 
     @classmethod
@@ -210,17 +213,21 @@ def make_logits(head: Head, settings: Settings) -> LazyLogits:
         settings: See :class:`Settings`.
     """
     if not torch.is_grad_enabled():
-        head = Head(head.hidden.detach(), head.weight.detach(), None if head.bias is None else head.bias.detach(), head.dtype)
+        head = Head(
+            head.hidden.detach(), head.weight.detach(), None if head.bias is None else head.bias.detach(), head.dtype
+        )
     with torch.no_grad():
         sample = head.compute(head.hidden.new_empty(0, head.hidden.shape[-1]))
-    return _make(head, sample, head.hidden.shape[:-1], settings, class_dim=None, memory=Memory(), is_grown=False)
+    return _make(head, sample, head.hidden.shape[:-1], head.hidden.ndim - 1, Memory(settings))
 
 
 class _Unmade(torch.autograd.Function):
     """Logits that are not there, with a graph behind them for whoever computes with them past Python's functions."""
 
     @staticmethod
-    def forward(ctx: Any, program: RowProgram, shape: Sequence[int], dtype: torch.dtype, class_dim: int, *inputs: Any) -> Any:
+    def forward(
+        ctx: Any, program: RowProgram, shape: Sequence[int], dtype: torch.dtype, class_dim: int, *inputs: Any
+    ) -> Any:
         """Return a tensor without values."""
         ctx.program, ctx.class_dim = program, class_dim
         ctx.save_for_backward(*inputs)
@@ -232,27 +239,16 @@ class _Unmade(torch.autograd.Function):
         """Return what a gradient of the logits means for what they are made of."""
         ctx.program.announce_backward()
         rows = gradient.movedim(ctx.class_dim, -1)
-        found, _ = ctx.program.run_backward(ctx.saved_tensors, [rows.flatten(0, -2)], ctx.needs_input_grad[4:])
+        found = ctx.program.run_backward(ctx.saved_tensors, [rows.flatten(0, -2)], ctx.needs_input_grad[4:])
         return (None, None, None, None, *found)
 
 
-def _make(
-    node: Node,
-    sample: Tensor,
-    lead: Sequence[int],
-    settings: Settings,
-    *,
-    class_dim: int | None,
-    memory: Memory,
-    is_grown: bool,
-) -> LazyLogits:
-    place = len(lead) if class_dim is None else class_dim
+def _make(node: Node, sample: Tensor, lead: Sequence[int], class_dim: int, memory: Memory) -> LazyLogits:
     shape = list(lead)
-    shape.insert(place, sample.shape[-1])
-    program = RowProgram(_as_call(node), _chunk_rows(settings, node, lead))
-    made: LazyLogits = _Unmade.apply(program, shape, sample.dtype, place, *program.inputs())
-    made.node, made.sample, made.class_dim = node, sample, place
-    made.settings, made.memory, made.whole = settings, memory, None
+    shape.insert(class_dim, sample.shape[-1])
+    program = RowProgram(_as_call(node), _chunk_rows(memory.settings, node, lead))
+    made: LazyLogits = _Unmade.apply(program, shape, sample.dtype, class_dim, *program.inputs())  # type: ignore[no-untyped-call]
+    made.node, made.sample, made.class_dim, made.memory, made.whole = node, sample, class_dim, memory, None
     made.versions = [(one, version_of(one)) for head in program.heads for one in (head.hidden, head.weight)]
     return made
 

@@ -1,4 +1,4 @@
-"""Functions that treat each token alone: those of single logits, those along the classes, what they leave of a token."""
+"""Functions that treat each token alone: those of single logits, those along classes, and what they leave of a token."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,18 +16,33 @@ _OTHERS = ("__rdiv__", "__div__", "__pow__", "__rpow__", "__neg__", "__abs__", "
 _OF_ONE = ("tanh", "exp", "log", "log1p", "expm1", "neg", "abs", "sqrt", "square", "sigmoid", "logsigmoid", "softplus")
 _LIMITS = ("clamp", "clamp_min", "clamp_max", "clip", "nan_to_num", "relu", "special_entr", "xlogy", "special_xlogy")
 _KINDS = ("float", "double", "half", "bfloat16", "to", "type", "type_as", "clone")
-_COMPARISONS = ("eq", "ne", "gt", "lt", "ge", "le", "isnan", "isinf", "isfinite", "__eq__", "__ne__", "__gt__", "__lt__")
+_COMPARISONS = (
+    "eq",
+    "ne",
+    "gt",
+    "lt",
+    "ge",
+    "le",
+    "isnan",
+    "isinf",
+    "isfinite",
+    "__eq__",
+    "__ne__",
+    "__gt__",
+    "__lt__",
+)
 _LAST_ONES = ("__ge__", "__le__", "logaddexp")
 
 
 def of_single(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Note a function of single logits, with scalars, values for each token, or other logits."""
-    named = {**dict(enumerate(args)), **kwargs}
+    named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
     ours = [one for one in named.values() if isinstance(one, LazyLogits)]
     first = ours[0]
     if any(one.lead != first.lead or one.class_dim != first.class_dim for one in ours):
         return NotImplemented
-    nodes, samples = {}, {}
+    nodes: dict[Any, Any] = {}
+    samples: dict[Any, Any] = {}
     for name, value in named.items():
         nodes[name], samples[name] = value, value
         if isinstance(value, LazyLogits):
@@ -105,7 +120,11 @@ def top_k(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     names = ("k", "dim", "largest", "sorted")
     options = {**dict(zip(names, rest, strict=False)), **kwargs}
     dim = options.pop("dim", -1)
-    if not isinstance(logits, LazyLogits) or dim % logits.ndim != logits.class_dim or logits.class_dim != logits.ndim - 1:
+    if (
+        not isinstance(logits, LazyLogits)
+        or dim % logits.ndim != logits.class_dim
+        or logits.class_dim != logits.ndim - 1
+    ):
         return NotImplemented
     values, indices = logits.reduce(torch.topk, **options)
     return torch.return_types.topk([one.view(*logits.lead, one.shape[-1]) for one in (values, indices)])
@@ -138,9 +157,13 @@ def _place(found: Tensor, logits: LazyLogits, *, keepdim: bool) -> Tensor:
 
 
 ROW_FUNCTIONS: dict[str, Function] = {
-    **dict.fromkeys((*_ARITHMETIC, *_OPERATORS, *_OTHERS, *_OF_ONE, *_LIMITS, *_KINDS, *_COMPARISONS, *_LAST_ONES), of_single),
+    **dict.fromkeys(
+        (*_ARITHMETIC, *_OPERATORS, *_OTHERS, *_OF_ONE, *_LIMITS, *_KINDS, *_COMPARISONS, *_LAST_ONES), of_single
+    ),
     **dict.fromkeys(("softmax", "log_softmax"), along_classes),
-    **dict.fromkeys(("sum", "mean", "logsumexp", "amax", "amin", "argmax", "argmin", "max", "min", "all", "any"), reduce),
+    **dict.fromkeys(
+        ("sum", "mean", "logsumexp", "amax", "amin", "argmax", "argmin", "max", "min", "all", "any"), reduce
+    ),
     "topk": top_k,
     **dict.fromkeys(("gather", "take_along_dim"), gather),
 }

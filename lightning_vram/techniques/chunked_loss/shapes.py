@@ -90,7 +90,11 @@ def take_items(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
         return NotImplemented
     some = logits
     if any(one != slice(None) if isinstance(one, slice) else True for one in tokens):
-        shape = torch.empty(*logits.lead, 1, device="meta")[tuple(_on_meta(tokens))].shape if not _has_mask(tokens) else None
+        shape = (
+            torch.empty(*logits.lead, 1, device="meta")[tuple(_on_meta(tokens))].shape
+            if not _has_mask(tokens)
+            else None
+        )
         some = _with_rows(logits, lambda rows: rows[tuple(tokens)], shape)
     if some is NotImplemented or classes == slice(None):
         return some
@@ -129,10 +133,19 @@ def _has_mask(index: Sequence[Any]) -> bool:
     return any(isinstance(one, Tensor) and one.dtype == torch.bool for one in index)
 
 
+def _dims_of(index: Any) -> int:
+    """Return how many dimensions a part of an index is for."""
+    if index is None or index is ...:
+        return 0
+    return index.ndim if isinstance(index, Tensor) and index.dtype == torch.bool else 1
+
+
 def _complete(index: Any, ndim: int) -> list[Any] | None:
     """Return an index with an entry for each dimension, or ``None`` where it is of another kind."""
     parts = list(index) if isinstance(index, tuple) else [index]
-    used = sum(one.ndim if isinstance(one, Tensor) and one.dtype == torch.bool else 1 for one in parts if one is not ...)
+    used = sum(
+        one.ndim if isinstance(one, Tensor) and one.dtype == torch.bool else 1 for one in parts if one is not ...
+    )
     used -= sum(one is None for one in parts)
     if any(isinstance(one, bool | list) for one in parts) or sum(one is ... for one in parts) > 1 or used > ndim:
         return None

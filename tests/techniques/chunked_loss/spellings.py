@@ -85,7 +85,9 @@ IN_CHUNKS: dict[str, Loss] = {
     "normalised": _normalised,
     "largest": lambda x: x.max(dim=-1)[0].mean() + x.topk(3).values.mean() + x.amin(-1).sum() + x.mean(),
     "kl_div": lambda x: F.kl_div(x.log_softmax(-1), TEACHER.to(x.dtype), reduction="batchmean"),
-    "kl_div, logs": lambda x: F.kl_div(_rows(x).log_softmax(-1), _rows(TEACHER).log().to(x.dtype), reduction="sum", log_target=True),
+    "kl_div, logs": lambda x: F.kl_div(
+        _rows(x).log_softmax(-1), _rows(TEACHER).log().to(x.dtype), reduction="sum", log_target=True
+    ),
     "reverse": lambda x: F.kl_div(TEACHER.log().to(x.dtype), x.softmax(-1), reduction="sum"),
     "jensen-shannon": _jensen_shannon,
     "dpo": _dpo,
