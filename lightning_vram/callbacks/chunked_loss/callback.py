@@ -27,14 +27,14 @@ class ChunkedLoss(FitTechnique):
 
     ``cross_entropy``, ``nll_loss``, ``kl_div``, and what is written with ``log_softmax``, ``softmax``, ``logsumexp``,
     ``gather``, sums and largest ones along the classes (log-probabilities of DPO, entropy, distillation) run in chunks,
-    with their gradients; temperatures, soft caps, shifts and masks may come before. What looks at the logits otherwise
+    with their gradients; temperatures, soft caps, shifts and masks may come before. What looks at logits otherwise
     gets all of them, is right, and is told of once. Losses are those of the plain run up to rounding: sums have another
     order.
 
     Args:
-        heads: Which layers make logits: ``"auto"``, or class names, module names, globs or classes, one or several. Only
-            ``nn.Linear``. ``"auto"`` finds what models of transformers declare, else linear layers with as many results
-            as an embedding has entries.
+        heads: Which ``nn.Linear`` make logits: ``"auto"``, or class names, module names, globs or classes, one or
+            several. ``"auto"`` finds what models of transformers declare, else linear layers with as many results as an
+            embedding has entries.
         chunk: Tokens whose logits are there at a time. ``"auto"``: as many as make logits of the size of the hidden
             states, at least 256, or 128 on a CPU.
 
@@ -91,8 +91,9 @@ class ChunkedLoss(FitTechnique):
         if not self._has_told:
             self._has_told = True
             rank_zero_info(
-                f"ChunkedLoss: {function} needs all logits of {head} at once, which are made for it. They stay in chunks "
-                "for cross_entropy, nll_loss, kl_div, log_softmax with gather, logsumexp and sums along the classes."
+                f"ChunkedLoss: {function} needs all logits of {head} at once, which are made for it. They stay in "
+                "chunks for cross_entropy, nll_loss, kl_div, log_softmax with gather, logsumexp and sums along the "
+                "classes."
             )
 
     @override

@@ -63,7 +63,8 @@ class Call:
     """A function of others.
 
     Args:
-        function: Gets what the arguments are for some rows, flat: [n, V] or [n, K]. Returns a tensor or several, [n, ...].
+        function: Gets what the arguments are for some rows, flat: [n, V] or [n, K]. Returns a tensor or several,
+            [n, ...].
         args: Nodes, or what is no tensor.
         kwargs: The same.
         autocast: Whether the call was made under autocast, and to which dtype.

@@ -2,7 +2,8 @@
 
 Shape, dtype and device are those of the tensor that the head would return. What treats each token alone is noted
 (``log_softmax``, a temperature, the cut of the last position); what leaves a value or some for each token (a loss,
-``gather``, ``logsumexp``) is computed for some tokens at a time. Anything else gets the whole tensor, which is then kept.
+``gather``, ``logsumexp``) is computed for some tokens at a time. Anything else gets the whole tensor, which is then
+kept.
 """
 
 import math
@@ -21,12 +22,17 @@ from lightning_vram.techniques.chunked_loss.expression import Call, Head, Node, 
 from lightning_vram.techniques.chunked_loss.row_chunks import compute_rows, compute_sum
 from lightning_vram.techniques.chunked_loss.row_program import RowProgram
 
-_PROPERTIES = VIEW_PROPERTIES | frozenset(
-    ["shape", "dtype", "device", "ndim", "layout", "names", "is_leaf", "requires_grad", "grad_fn", "retains_grad", "output_nr", "itemsize", "nbytes", "is_cuda", "is_cpu", "is_xpu", "is_mps", "is_meta", "is_mtia", "is_ipu", "is_maia", "is_vulkan", "is_mkldnn", "is_sparse", "is_sparse_csr", "is_nested", "is_quantized"]
-)
-_QUESTIONS = frozenset(
-    ["size", "dim", "ndimension", "numel", "nelement", "stride", "is_contiguous", "element_size", "is_floating_point", "is_complex", "is_signed", "is_same_size", "storage_offset", "get_device", "is_conj", "is_neg", "is_inference", "__len__"]
-)
+_PROPERTIES = VIEW_PROPERTIES | {
+    *("shape", "dtype", "device", "ndim", "layout", "names", "is_leaf", "requires_grad", "grad_fn"),
+    *("retains_grad", "output_nr", "itemsize", "nbytes", "is_cuda", "is_cpu", "is_xpu", "is_mps", "is_meta"),
+    *("is_mtia", "is_ipu", "is_maia", "is_vulkan", "is_mkldnn", "is_sparse", "is_sparse_csr", "is_nested"),
+    *("is_quantized"),
+}
+_QUESTIONS = {
+    *("size", "dim", "ndimension", "numel", "nelement", "stride", "is_contiguous", "element_size"),
+    *("is_floating_point", "is_complex", "is_signed", "is_same_size", "storage_offset", "get_device", "is_conj"),
+    *("is_neg", "is_inference", "__len__"),
+}
 _IN_PLACE = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__set__"})
 
 
@@ -120,7 +126,7 @@ class LazyLogits(Tensor):
                 self.whole = whole.movedim(-1, self.class_dim) if self.class_dim != self.ndim - 1 else whole
             if self.whole.requires_grad:
                 for hook in self._hooks():
-                    self.whole.register_hook(hook)
+                    self.whole.register_hook(hook)  # type: ignore[no-untyped-call]
         return self.whole
 
     def add_hook(self, hook: Callable[[Tensor], Any]) -> RemovableHandle:
@@ -156,8 +162,8 @@ class LazyLogits(Tensor):
         for tensor, version in self.versions:
             if version_of(tensor) != version or (tensor.numel() and not tensor.untyped_storage().nbytes()):
                 raise RuntimeError(
-                    f"ChunkedLoss: logits of {name} are read after its input or weights have changed, or "
-                    "are gone. Compute the loss before the optimizer's step, and return no logits from a step that steps by "
+                    f"ChunkedLoss: logits of {name} are read after its input or weights have changed, or are gone. "
+                    "Compute the loss before the optimizer's step, and return no logits from a step that steps by "
                     "itself."
                 )
 

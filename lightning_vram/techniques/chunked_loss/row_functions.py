@@ -1,4 +1,4 @@
-"""Functions that treat each token alone: those of single logits, those along classes, and what they leave of a token."""
+"""Functions that treat each token alone: of single logits, along the classes, and what is left of a token."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -74,7 +74,8 @@ def as_node(value: Tensor, logits: LazyLogits) -> Rows | Whole | None:
         return None
     if value.dim() == 1:
         return Whole(value) if value.shape[0] in (1, logits.shape[-1]) else None
-    if torch.broadcast_shapes(value.shape[:-1], lead) != lead or value.shape[-1] not in (1, logits.shape[-1]):
+    shape = torch.broadcast_shapes(value.shape[:-1], lead)  # type: ignore[no-untyped-call]
+    if shape != lead or value.shape[-1] not in (1, logits.shape[-1]):
         return None
     return Rows(value.expand(*lead, value.shape[-1]))
 
@@ -97,19 +98,18 @@ def reduce(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     logits, name = args[0] if args else kwargs.get("input"), func.__name__
     if not isinstance(logits, LazyLogits):
         return NotImplemented
-    dim, options = _dim_of(args, kwargs), {k: v for k, v in kwargs.items() if k in ("dtype", "k", "largest", "sorted")}
+    dim, options = _dim_of(args, kwargs), {"dtype": kwargs["dtype"]} if "dtype" in kwargs else {}
     if name in ("sum", "mean") and dim is None and not args[1:] and kwargs.keys() <= {"dtype"}:
-        (found,) = logits.reduce(torch.sum, -1, **options)
-        return found.sum() / (logits.numel() if name == "mean" else 1) if name == "mean" else found.sum()
+        total = logits.reduce_to_sum(torch.sum, -1, **options)
+        return total / logits.numel() if name == "mean" else total
     if isinstance(dim, Sequence) and len(dim) == 1:
         (dim,) = dim
     if not isinstance(dim, int) or dim % logits.ndim != logits.class_dim:
         return NotImplemented
     keepdim = bool(kwargs.get("keepdim", args[2] if len(args) > 2 and isinstance(args[2], bool) else False))
-    if name == "topk" or len(args) > (3 if name != "topk" else 0):
+    if len(args) > 3:
         return NotImplemented
-    function = getattr(torch, name)
-    found = logits.reduce(function, -1, **options, **({"keepdim": True}))
+    found = logits.reduce(getattr(torch, name), -1, keepdim=True, **options)
     shaped = [_place(one, logits, keepdim=keepdim) for one in found]
     return shaped[0] if len(shaped) == 1 else getattr(torch.return_types, name)(shaped)
 
@@ -126,8 +126,8 @@ def top_k(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         or logits.class_dim != logits.ndim - 1
     ):
         return NotImplemented
-    values, indices = logits.reduce(torch.topk, **options)
-    return torch.return_types.topk([one.view(*logits.lead, one.shape[-1]) for one in (values, indices)])
+    found: Any = [one.view(*logits.lead, one.shape[-1]) for one in logits.reduce(torch.topk, **options)]
+    return torch.return_types.topk(found)
 
 
 def gather(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -40,7 +40,7 @@ class RowProgram:
         self._chunk_rows = chunk_rows
         self.heads = [node for node in self._nodes if isinstance(node, Head)]
         rows = [node for node in self._nodes if isinstance(node, Rows)]
-        self._others = [*rows, *(node for node in self._nodes if isinstance(node, Whole))]
+        self._others: list[Rows | Whole] = [*rows, *(node for node in self._nodes if isinstance(node, Whole))]
         self._num_rowed = len(rows)
 
     def inputs(self) -> list[Tensor | None]:
@@ -114,7 +114,7 @@ class RowProgram:
         return found
 
     def _chunks(self, inputs: Inputs, wanted: Sequence[bool] = ()) -> Iterator[_Chunk]:
-        """Yield the inputs of some rows after others; a graph begins at those that are wanted. There is at least one."""
+        """Yield the inputs of some rows after others, at least once; a graph begins at those that are wanted."""
         first = 3 * len(self.heads)
         tensors: list[Any] = list(inputs)
         cast = [_cast(head, *tensors[3 * place + 1 : 3 * place + 3]) for place, head in enumerate(self.heads)]
@@ -133,8 +133,8 @@ class RowProgram:
 
     def _evaluate(self, logits: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
         values: dict[int, Any] = {}
-        for node, value in zip((*self.heads, *self._others), (*logits, *others), strict=True):
-            values[id(node)] = value
+        for leaf, value in zip((*self.heads, *self._others), (*logits, *others), strict=True):
+            values[id(leaf)] = value
 
         def get(value: Any) -> Any:
             return values[id(value)] if isinstance(value, Node) else value

@@ -58,8 +58,8 @@ def cut_tokens(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
     if dim % logits.ndim == logits.class_dim:
         return NotImplemented
 
-    def cut(rows: Tensor, which: int | None) -> Tensor:
-        found = func(rows, *args[1:], **kwargs)
+    def cut(rows: Tensor, which: int | None) -> Any:
+        found: Any = func(rows, *args[1:], **kwargs)
         return found if which is None else found[which]
 
     shapes = func(torch.empty(*logits.lead, 1, device="meta"), *_on_meta(args[1:]), **kwargs)
@@ -80,7 +80,7 @@ def take_items(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
         return NotImplemented
     *tokens, classes = index
     if all(isinstance(one, Tensor) and one.dtype == torch.int64 for one in index):
-        shape = torch.broadcast_shapes(*(one.shape for one in index))
+        shape = torch.broadcast_shapes(*(one.shape for one in index))  # type: ignore[no-untyped-call]
         chosen = map_rows(logits.node, lambda rows: rows[tuple(tokens)].expand(*shape, rows.shape[-1]))
         column = classes.expand(shape).unsqueeze(-1)
         some = logits.like(chosen, logits.sample, shape, is_view=False)

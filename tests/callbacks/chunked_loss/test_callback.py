@@ -175,8 +175,8 @@ def test_a_loss_that_needs_whole_logits_runs_plainly_and_is_told_of_once(fit, ca
 def test_a_model_without_a_head_is_refused(make_trainer):
     with pytest.raises(
         MisconfigurationException,
-        match=r"^ChunkedLoss: No head found: no nn\.Linear has as many results as an nn\.Embedding has entries\. Name it: "
-        r"ChunkedLoss\(heads='net\.head'\), as in named_modules\(\)\.$",
+        match=r"^ChunkedLoss: No head found: no nn\.Linear has as many results as an nn\.Embedding has entries\. "
+        r"Name it: ChunkedLoss\(heads='net\.head'\), as in named_modules\(\)\.$",
     ):
         make_trainer(callbacks=[ChunkedLoss()]).fit(LitTiny(TinyCNN()))
 

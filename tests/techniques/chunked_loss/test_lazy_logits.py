@@ -116,8 +116,8 @@ def test_logits_of_other_weights_are_refused(lazy):
         lazy.net.head.weight.add_(1)
     with pytest.raises(
         RuntimeError,
-        match=r"^ChunkedLoss: logits of head are read after its input or weights have changed, or are gone\. Compute the "
-        r"loss before the optimizer's step, and return no logits from a step that steps by itself\.$",
+        match=r"^ChunkedLoss: logits of head are read after its input or weights have changed, or are gone\. Compute "
+        r"the loss before the optimizer's step, and return no logits from a step that steps by itself\.$",
     ):
         logits.logsumexp(-1)
 

@@ -133,9 +133,8 @@ def test_two_heads_are_distilled_token_by_token():
         one = F.kl_div(student.log_softmax(-1), teacher.log_softmax(-1), reduction="batchmean", log_target=True)
         return one + F.cross_entropy(student.flatten(0, 1), teacher.softmax(-1).flatten(0, 1))
 
-    found = []
+    found, told = [], []
     for chunk in (None, CHUNK):
-        told: list[str] = []
         handle = apply_chunked_loss(pair, chunk=chunk, tell=lambda _, why: told.append(why)) if chunk else None
         with handle.active() if handle else contextlib.nullcontext():
             value = loss(TARGET)
