@@ -10,7 +10,6 @@ from support.helpers import (
     LateTiny,
     LitManual,
     LitTiny,
-    TinyCNN,
     TinyGPT,
     assert_equal_weights,
     describe_module,

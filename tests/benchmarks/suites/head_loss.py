@@ -4,6 +4,7 @@ Hidden states are a parameter, so that their gradient is made; nothing else is t
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,8 +25,8 @@ SETTINGS: dict[str, Any] = {"repeats": 5, "steps": 3}
 QUICK: dict[str, Any] = {"repeats": 1, "steps": 1}
 Shape = tuple[int, int, int]
 _CPU: tuple[Shape, ...] = ((2048, 256, 50257), (4096, 768, 50257))
-_GPU: tuple[Shape, ...] = ((16384, 4096, 128256), (16384, 2048, 248320))
-_QUICK: tuple[Shape, ...] = ((256, 32, 5000),)
+GPU: tuple[Shape, ...] = ((16384, 4096, 128256), (16384, 2048, 248320))
+TINY: tuple[Shape, ...] = ((256, 32, 5000),)
 
 
 class Head(nn.Module):
@@ -45,7 +46,8 @@ def _loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[0])
 
 
-def _workload(shape: Shape, device: torch.device) -> Workload:
+def workload_of(shape: Shape, device: torch.device) -> Workload:
+    """Return the head of so many tokens, hidden numbers and classes; in bf16 but on a CPU."""
     num_tokens, width, num_classes = shape
     return Workload(
         f"{num_tokens} tokens x {width} x {num_classes} classes",
@@ -75,15 +77,14 @@ WAYS = (
 )
 
 
+PEERS = tuple(replace(way, make_optimizer=_no_step) for way in (*pytorch.LOSSES, *liger.LOSSES))
+
+
 def measure(options: Options) -> Iterator[Row]:
     """Yield a row for each shape and way."""
-    shapes = _QUICK if options.is_quick else _CPU if options.device.type == "cpu" else _GPU
-    others = [
-        Way(way.name, way.by, way.change, make_optimizer=_no_step, why_not=way.why_not, pip=way.pip)
-        for way in (*pytorch.LOSSES, *liger.LOSSES)
-        if options.has_peers
-    ]
-    ways = [way for way in (*WAYS, *others) if way.by == "plain" or options.ways in way.name]
-    for workload in (_workload(shape, options.device) for shape in shapes):
+    shapes = TINY if options.is_quick else _CPU if options.device.type == "cpu" else GPU
+    everybody = (*WAYS, *(PEERS if options.has_peers else ()))
+    ways = [way for way in everybody if way.by == "plain" or options.ways in way.name]
+    for workload in (workload_of(shape, options.device) for shape in shapes):
         if options.only in workload.name:
             yield from measure_ways(workload, ways, options.device, **options.turns)
