@@ -14,7 +14,7 @@ from lightning_vram.planner import PlanError
 
 CARD = DeviceSpec("card", 8 * GIB, bandwidth_bytes_per_s=1e12, flops_per_s={"fp32": 2e13}, bus_bytes_per_s=2e10)
 OWN = {"precision": "bf16-mixed"}
-BUDGET = 20 * MIB
+BUDGET = 660 * MIB  # with 508 MiB of context, and segments of the allocator
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
@@ -25,11 +25,11 @@ def _alone():
 
 
 class Wide(Layers):
-    """Weights, gradients and states are most of it: 34 MiB on the device."""
+    """Weights, gradients and states are most of it: 193 MiB on the device."""
 
     def __init__(self):
         super().__init__(num_batches=3)
-        self.net = nn.Sequential(nn.Linear(16, 512), *(nn.Linear(512, 512) for _ in range(8)))
+        self.net = nn.Sequential(nn.Linear(16, 1024), *(nn.Linear(1024, 1024) for _ in range(12)))
 
 
 class Counted(Wide):
@@ -40,7 +40,7 @@ class Counted(Wide):
 NUM = sum(p.numel() for p in Wide().parameters())
 
 
-@pytest.mark.quick_sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("room", "allow", "host", "per_weight"),
     [
@@ -66,7 +66,8 @@ def test_a_plan_keeps_to_the_host_memory_and_its_run_takes_what_it_tells(room, a
     assert max(model.host_bytes) == trainer.strategy.host_bytes == plan.host_bytes - copies
 
 
-def test_a_host_that_has_too_little_for_all_is_told(make_trainer):
+@pytest.mark.slow
+def test_a_host_that_has_too_little_for_all_is_told():
     with pytest.raises(PlanError) as raised:
         plan_memory(
             Wide(), torch.zeros(8, 16), device=CARD, budget=BUDGET, host_memory=20 * NUM, allow="lossless", trainer=OWN
@@ -75,15 +76,15 @@ def test_a_host_that_has_too_little_for_all_is_told(make_trainer):
     assert re.fullmatch(
         rf"No plan fits {format_bytes(20 * NUM)} of host memory\. The least that was found is {least}, by "
         rf"FSDPOffloadStrategy\(offload=\w+, master=split\), beside which {least} must stay free\. What helps: "
-        r"host_memory='65MiB', FSDPOffloadStrategy\(nvme_path='/a/fast/disk'\), which has states on a disk, or perhaps "
-        r"allow='any'\.",
+        rf"host_memory='{-(-32 * NUM // MIB)}MiB', FSDPOffloadStrategy\(nvme_path='/a/fast/disk'\), which has states "
+        r"on a disk, or perhaps allow='any'\.",
         str(raised.value),
     )
 
 
 def test_moments_in_bf16_make_a_run_fit():
     def plan(allow):
-        return plan_memory(Wide(), torch.zeros(8, 16), device="cpu", budget="33MiB", allow=allow)
+        return plan_memory(Wide(), torch.zeros(8, 16), device="cpu", budget="170MiB", allow=allow)
 
     with pytest.raises(PlanError, match="perhaps allow='any'"):
         plan("lossless")

@@ -14,15 +14,28 @@ SETTINGS: dict[str, Any] = {"repeats": 3, "steps": 5}
 QUICK: dict[str, Any] = {"repeats": 1, "steps": 2}
 
 
-def _offload(mode: Any, workload: Workload) -> dict[str, Any]:
-    return {"strategy": FSDPOffloadStrategy(offload=mode, min_params=10_000)}
+_ON_HOST: dict[str, dict[str, Any]] = {  # what is kept there in fewer bytes
+    'host_state="bf16"': {"host_state": "bf16"},
+    'host_state="8bit"': {"host_state": "8bit"},
+    'master="split"': {"master": "split"},
+    'master="split", host_state="bf16"': {"master": "split", "host_state": "bf16"},
+}
+
+
+def _offload(arguments: dict[str, Any], workload: Workload) -> dict[str, Any]:
+    precision = {"precision": "bf16-mixed"} if "master" in arguments else {}
+    return {"strategy": FSDPOffloadStrategy(min_params=10_000, **arguments), **precision}
 
 
 WAYS = (
     PLAIN_TRAINER,
     *(
-        Way(f'FSDPOffloadStrategy(offload="{mode}")', "ours", make_trainer_options=partial(_offload, mode))
+        Way(f'FSDPOffloadStrategy(offload="{mode}")', "ours", make_trainer_options=partial(_offload, {"offload": mode}))
         for mode in ("params", "optimizer", "none")
+    ),
+    *(
+        Way(f"FSDPOffloadStrategy({name})", "ours", make_trainer_options=partial(_offload, arguments))
+        for name, arguments in _ON_HOST.items()
     ),
 )
 
