@@ -66,5 +66,7 @@ class LeanAverages:
 
     def remove(self) -> None:
         """Let callbacks and averages do as they do."""
-        for one in (*self._stand_ins, *self._averages):
-            one.remove()
+        for stand_in in self._stand_ins:
+            stand_in.remove()
+        for average in self._averages:
+            average.remove()
