@@ -210,6 +210,24 @@ def test_a_second_fit_averages_anew(fit):
     check_undone(models[0])
 
 
+class Replica(Net):
+    """Leaves in a file what a rank has at the end."""
+
+    def on_train_end(self) -> None:
+        states = self.trainer.strategy.lightning_module_state_dict(), average_of(self.trainer.callbacks[0]).state_dict()
+        torch.save(states, f"{self.trainer.default_root_dir}/{self.global_rank}.pt")
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("scheme", ["bf16+split", "bf16+stochastic"])
+def test_replicas_have_the_same_average(scheme, fit, tmp_path):
+    fit(scheme, make=Replica, strategy="ddp_fork", devices=2, max_epochs=1)
+    (one, average), (other, _) = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    for key, value in one.items():
+        assert torch.equal(value, other[key])
+        assert torch.equal(value, average[f"module.{key}"])
+
+
 class Failing(Net):
     def on_validation_epoch_end(self) -> None:
         raise PlantedError
