@@ -12,7 +12,7 @@ from lightning_vram.optimizers.lean.parameters import SCHEMES
 from tests.benchmarks.cases import Workload
 from tests.benchmarks.compare import Options, measure_ways
 from tests.benchmarks.measure import Row
-from tests.benchmarks.ways import PLAIN, Way, with_callbacks
+from tests.benchmarks.ways import PLAIN, Way
 
 SETTINGS: dict[str, Any] = {"repeats": 5, "steps": 5}
 QUICK: dict[str, Any] = {"repeats": 1, "steps": 2}
@@ -20,6 +20,10 @@ QUICK: dict[str, Any] = {"repeats": 1, "steps": 2}
 
 def _lean(parameters: Any, workload: Workload) -> dict[str, Any]:
     return {"plugins": [LeanMixedPrecision("bf16", parameters=parameters)]}
+
+
+def _narrow_moments(workload: Workload) -> dict[str, Any]:
+    return {"callbacks": [MomentsInBF16()], "precision": "bf16-mixed"}
 
 
 def _on_host(workload: Workload) -> dict[str, Any]:
@@ -40,7 +44,7 @@ WAYS = (
         Way(f'LeanMixedPrecision("bf16", parameters="{scheme}")', "ours", make_trainer_options=partial(_lean, scheme))
         for scheme in SCHEMES
     ),
-    with_callbacks("MomentsInBF16()", lambda: [MomentsInBF16()]),
+    Way('MomentsInBF16(), precision="bf16-mixed"', "ours", make_trainer_options=_narrow_moments),
     Way('FSDPOffloadStrategy(offload="optimizer")', "ours", make_trainer_options=_on_host, why_not=_wants_gpu),
 )
 """Those that come later, of fewer bits say, have their place here."""
