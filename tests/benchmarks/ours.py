@@ -1,12 +1,14 @@
 """Ways to train with parts of this package, as a plain loop goes them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Literal
 
 from torch import nn
+from torch.optim import AdamW, Optimizer
 
+from lightning_vram.optimizers.narrow import NarrowMoments
 from lightning_vram.techniques.activation_checkpointing.apply import apply_activation_checkpointing
 from lightning_vram.techniques.activation_checkpointing.budget.apply import BudgetedCheckpointing, decisions_of
 from lightning_vram.techniques.activation_checkpointing.budget.solver import BudgetError, predict_peak, solve
@@ -89,6 +91,13 @@ def _quantize(model: nn.Module, bits: Literal[8, 4]) -> None:
     quantize_frozen_weights(model, bits)
 
 
+def _adamw_in_bf16(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    held = nn.ParameterList(parameters)
+    optimizer = AdamW(held, lr=1e-4)
+    NarrowMoments(held).attach([optimizer])
+    return optimizer
+
+
 _EVERY_2ND = SavePolicy("matmuls", 2)
 _CHANGES: dict[str, Callable[[nn.Module], object]] = {
     "InPlaceFusion()": Recomputation,
@@ -111,7 +120,10 @@ _CHANGES: dict[str, Callable[[nn.Module], object]] = {
     "QuantizeFrozenWeights(bits=8), frozen layers": partial(_quantize, bits=8),
     "QuantizeFrozenWeights(bits=4), frozen layers": partial(_quantize, bits=4),
 }
-OURS = tuple(Way(name, "PyTorch" if change is freeze_layers else "ours", change) for name, change in _CHANGES.items())
+OURS = (
+    *(Way(name, "PyTorch" if change is freeze_layers else "ours", change) for name, change in _CHANGES.items()),
+    Way("MomentsInBF16()", "ours", make_optimizer=_adamw_in_bf16),
+)
 """Names are what a Trainer would have among its callbacks."""
 
 

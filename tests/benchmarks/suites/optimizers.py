@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.optim import AdamW
 
-from lightning_vram import FSDPOffloadStrategy, LeanMixedPrecision
+from lightning_vram import FSDPOffloadStrategy, LeanMixedPrecision, MomentsInBF16
 from lightning_vram.optimizers.lean.parameters import SCHEMES
 from tests.benchmarks.cases import Workload
 from tests.benchmarks.compare import Options, measure_ways
@@ -20,6 +20,10 @@ QUICK: dict[str, Any] = {"repeats": 1, "steps": 2}
 
 def _lean(parameters: Any, workload: Workload) -> dict[str, Any]:
     return {"plugins": [LeanMixedPrecision("bf16", parameters=parameters)]}
+
+
+def _narrow_moments(workload: Workload) -> dict[str, Any]:
+    return {"callbacks": [MomentsInBF16()], "precision": "bf16-mixed"}
 
 
 def _on_host(workload: Workload) -> dict[str, Any]:
@@ -40,6 +44,7 @@ WAYS = (
         Way(f'LeanMixedPrecision("bf16", parameters="{scheme}")', "ours", make_trainer_options=partial(_lean, scheme))
         for scheme in SCHEMES
     ),
+    Way('MomentsInBF16(), precision="bf16-mixed"', "ours", make_trainer_options=_narrow_moments),
     Way('FSDPOffloadStrategy(offload="optimizer")', "ours", make_trainer_options=_on_host, why_not=_wants_gpu),
 )
 """Those that come later, of fewer bits say, have their place here."""
