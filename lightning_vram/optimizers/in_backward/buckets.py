@@ -5,7 +5,6 @@ of a bucket while the next one is under way.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -14,6 +13,9 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_vram.private_names.torch.distributed import drop_reduced_gradients, prepare_for_backward
+
+Sent = tuple[Any, list[Tensor], list[Tensor]]
+"""What is waited for, parameters, and their gradients in the bucket."""
 
 
 class ReducedBuckets:
@@ -34,15 +36,16 @@ class ReducedBuckets:
         self.has_reduced = False
         self._ddp = ddp
         self._take = take
-        self._under_way: tuple[Any, list[Tensor], list[Tensor]] | None = None
+        self._under_way: Sent | None = None
         self._left: list[tuple[Tensor, Tensor]] = []
-        # The reducer holds what it calls, out of sight of the collector of garbage.
-        ddp.register_comm_hook(None, partial(_reduce, ref(self)))  # type: ignore[no-untyped-call]
+        living = ref(self)  # the reducer holds what it calls, out of sight of the collector of garbage
+        ddp.register_comm_hook(None, lambda _, bucket: _reduce(living(), bucket))  # type: ignore[no-untyped-call]
         drop_reduced_gradients(ddp)
 
     def land(self) -> None:
         """Wait for the last bucket, and let all that nobody took have their gradients."""
-        self._land()
+        last, self._under_way = self._under_way, None
+        self._use(last)
         for parameter, gradient in self._left:
             parameter.grad = gradient
         self._left = []
@@ -53,20 +56,19 @@ class ReducedBuckets:
 
     def reduce(self, bucket: Any) -> Any:
         """Send a bucket on its way, and use the one before it. A collective."""
-        self._land()
-        flat, parameters = bucket.buffer(), bucket.parameters()
+        flat, parameters, group = bucket.buffer(), bucket.parameters(), self._ddp.process_group
         for parameter in parameters:
             parameter.grad = None  # is in the bucket
-        group = self._ddp.process_group
         flat.mul_(1 / dist.get_world_size(group))
         work = dist.all_reduce(flat, group=group, async_op=True)
-        self._under_way = (work, parameters, bucket.gradients())
+        before, self._under_way = self._under_way, (work, parameters, bucket.gradients())
+        self._use(before)
         return work.get_future().then(lambda future: future.value()[0])
 
-    def _land(self) -> None:
-        if self._under_way is None:
+    def _use(self, bucket: Sent | None) -> None:
+        if bucket is None:
             return
-        (work, parameters, gradients), self._under_way = self._under_way, None
+        work, parameters, gradients = bucket
         work.wait()
         self.has_reduced = True
         for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -76,8 +78,7 @@ class ReducedBuckets:
                 self._left.append((parameter, gradient))
 
 
-def _reduce(buckets: "ref[ReducedBuckets]", _: None, bucket: Any) -> Any:
-    living = buckets()
-    if living is None:
+def _reduce(buckets: ReducedBuckets | None, bucket: Any) -> Any:
+    if buckets is None:
         raise RuntimeError("OptimizerInBackward was undone: wrap the module in a new DistributedDataParallel.")
-    return living.reduce(bucket)
+    return buckets.reduce(bucket)

@@ -275,8 +275,14 @@ def test_checkpoints_are_plain_and_go_on_with_and_without(first, second, fit, tm
     plain = fit(Grouped, max_epochs=1).saved_by
     plain.save_checkpoint(tmp_path / "plain.ckpt")
     assert_equal_weights(resumed, fit(Grouped, ckpt_path=tmp_path / "plain.ckpt"))
-    states = [torch.load(tmp_path / f"{name}.ckpt", weights_only=True)["optimizer_states"] for name in ("last", "plain")]
-    assert str(states[0]) == str(states[1])
+    ours_, theirs = (
+        torch.load(tmp_path / f"{name}.ckpt", weights_only=True)["optimizer_states"][0] for name in ("last", "plain")
+    )
+    assert ours_["param_groups"] == theirs["param_groups"]
+    assert ours_["state"].keys() == theirs["state"].keys()
+    for place, state in theirs["state"].items():
+        assert {type(value) for value in ours_["state"][place].values()} == {Tensor}
+        assert all(torch.equal(ours_["state"][place][key], value) for key, value in state.items())
 
 
 class Failing(Grouped):
@@ -373,6 +379,9 @@ class Shards(Layers):
         for layer in self.net:
             fully_shard(layer, mesh=self.device_mesh["data_parallel"])
         fully_shard(self, mesh=self.device_mesh["data_parallel"])
+
+    def state_dict(self, **arguments: Any) -> dict[str, Any]:
+        return {}  # the launcher cannot hand shards to the parent process
 
     def on_train_end(self) -> None:
         shards = {name: local_part(one).detach() for name, one in self.named_parameters()}
