@@ -10,12 +10,11 @@ from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_vram.callbacks.hook_points import FitTechnique, uses_gradients
-from lightning_vram.callbacks.optimizer_in_backward.checks import check_ddp, check_run, clips_by_norm
+from lightning_vram.callbacks.optimizer_in_backward.checks import check_run, check_training, clips_by_norm
 from lightning_vram.core.surgery.shadow import Shadow
 from lightning_vram.optimizers.in_backward import BackwardSteps, Clipping
 
@@ -48,9 +47,9 @@ class OptimizerInBackward(FitTechnique):
         TypeError: If ``max_norm`` is no text.
         ValueError: If ``max_norm`` is none of those above. Before training, if the optimizer cannot step one parameter
             at a time: it has to be one of ``torch.optim`` but LBFGS and SparseAdam.
-        MisconfigurationException: In ``setup``, with manual optimization, a ``GradScaler``, clipping by norm without
-            ``max_norm``, hooks that may use gradients, FSDP1, DeepSpeed, ``fsdp_offload``. Before training, with what
-            only the reducer of DDP can do.
+        MisconfigurationException: In ``setup``, with manual optimization, clipping by norm without ``max_norm`` or
+            under FSDP2, hooks that may use gradients, FSDP1, DeepSpeed, ``fsdp_offload``. Before training, with a
+            ``GradScaler`` and what only the reducer of DDP can do.
         RuntimeError: In a backward, if a parameter gets a second gradient in one step, as by a second backward or
             checkpointing with ``use_reentrant=True``.
 
@@ -87,9 +86,6 @@ class OptimizerInBackward(FitTechnique):
 
     @override
     def _check(self, trainer: pl.Trainer) -> None:
-        others = [one for one in trainer.callbacks if isinstance(one, OptimizerInBackward)]  # type: ignore[attr-defined]
-        if len(others) > 1:
-            raise MisconfigurationException("Two OptimizerInBackward in one Trainer: leave one out.")
         check_run(trainer, self.max_norm)
         self._previous_norm = None
 
@@ -99,6 +95,7 @@ class OptimizerInBackward(FitTechnique):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        check_training(trainer)
         users = [type(one).__name__ for one in trainer.callbacks if uses_gradients(one)]  # type: ignore[attr-defined]
         if users:
             rank_zero_warn(
@@ -110,8 +107,6 @@ class OptimizerInBackward(FitTechnique):
                 "OptimizerInBackward keeps gradients until the last backward of each window of "
                 f"{trainer.accumulate_grad_batches} batches."
             )
-        if not users:
-            check_ddp(trainer.strategy.model)
         limit = trainer.gradient_clip_val or None
         is_by_norm = clips_by_norm(trainer)
         clipping = Clipping(

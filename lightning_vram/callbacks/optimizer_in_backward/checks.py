@@ -35,11 +35,6 @@ def check_run(trainer: pl.Trainer, max_norm: str | None) -> None:
             f"{NAME} does not work with manual optimization: it cannot see which backward belongs to which step. Set "
             "automatic_optimization=True."
         )
-    if is_scaled(trainer):
-        raise MisconfigurationException(
-            f"{NAME} does not work with a GradScaler, which looks at all gradients before it lets any be stepped with: "
-            "use precision='bf16-mixed'."
-        )
     _check_hooks(trainer)
     _check_clipping(trainer, max_norm)
 
@@ -49,12 +44,18 @@ def clips_by_norm(trainer: pl.Trainer) -> bool:
     return bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != GradClipAlgorithmType.VALUE
 
 
-def check_ddp(model: object) -> None:
-    """Refuse what only the reducer of DDP can do, once the strategy has wrapped the module.
+def check_training(trainer: pl.Trainer) -> None:
+    """Refuse what shows only once the module is wrapped: a scaler, and what only the reducer of DDP can do.
 
     Raises:
         MisconfigurationException: With the reason and the way out.
     """
+    if is_scaled(trainer):
+        raise MisconfigurationException(
+            f"{NAME} does not work with a GradScaler, which looks at all gradients before it lets any be stepped with: "
+            "use precision='bf16-mixed'."
+        )
+    model = trainer.strategy.model
     if not isinstance(model, DistributedDataParallel):
         return
     reason = "find_unused_parameters=True" if model.find_unused_parameters else why_reducer_is_needed(model)

@@ -22,7 +22,13 @@ from torch.utils.hooks import RemovableHandle
 from lightning_vram.core.tensors.shards import is_shard
 from lightning_vram.optimizers.in_backward.buckets import ReducedBuckets
 from lightning_vram.optimizers.in_backward.one_step import Clipping, OneStep
-from lightning_vram.optimizers.stepping import StepTakeOver, iterate_parameters, refuse_optimizer, why_not_steppable
+from lightning_vram.optimizers.stepping import (
+    StepTakeOver,
+    has_own_step,
+    iterate_parameters,
+    refuse_optimizer,
+    why_not_steppable,
+)
 from lightning_vram.private_names.torch.optimizers import note_step
 
 NAME = "OptimizerInBackward"
@@ -65,6 +71,11 @@ class BackwardSteps(StepTakeOver):
         """
         fresh = [one for one in optimizers if not self._is_taken(one)]
         for optimizer in fresh:
+            if not has_own_step(optimizer):
+                raise ValueError(
+                    f"{NAME} cannot step this {type(optimizer).__name__}: something else steps it already, as "
+                    "MomentsInBF16, LeanMixedPrecision(parameters=...) and torch.compile do. Leave one of the two out."
+                )
             why = why_not_steppable(optimizer, f"{NAME} cannot step", f"leave {NAME} out")
             if why is not None:
                 raise ValueError(why)
@@ -79,7 +90,7 @@ class BackwardSteps(StepTakeOver):
         for handle in self._handles.values():
             handle.remove()
         self._taken, self._stand_ins, self._handles, self._owners = [], [], {}, {}
-        self._current = None
+        self._current = self._buckets = None
 
     @property
     def needs_norm(self) -> bool:

@@ -31,6 +31,7 @@ from lightning_vram.optimizers.stepping.step_round import (
 )
 from lightning_vram.optimizers.stepping.steppable import (
     STEPPABLE,
+    has_own_step,
     iterate_parameters,
     make_twin,
     plain_step,
@@ -60,6 +61,7 @@ __all__ = [
     "first_places",
     "full_sized",
     "has_moments",
+    "has_own_step",
     "is_narrow",
     "iterate_parameters",
     "list_tensors",
