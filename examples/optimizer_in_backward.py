@@ -1,4 +1,4 @@
-"""Train with a step of the optimizer inside the backward. Run: python examples/optimizer_in_backward.py [--fast_dev_run]."""
+"""Train with the optimizer in the backward. Run: python examples/optimizer_in_backward.py [--fast_dev_run]."""
 
 import sys
 

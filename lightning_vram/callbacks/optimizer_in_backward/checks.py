@@ -27,8 +27,8 @@ def check_run(trainer: pl.Trainer, max_norm: str | None) -> None:
     refuse_moved_parameters(NAME, trainer, "it steps")
     if hasattr(trainer.strategy, "moments_in_bf16"):  # of fsdp_offload
         raise MisconfigurationException(
-            f"{NAME} does not work with {type(trainer.strategy).__name__}, which steps as gradients arrive itself: leave "
-            f"{NAME} out."
+            f"{NAME} does not work with {type(trainer.strategy).__name__}, which steps as gradients arrive itself: "
+            f"leave {NAME} out."
         )
     if not trainer.lightning_module.automatic_optimization:
         raise MisconfigurationException(

@@ -39,7 +39,7 @@ class ReducedBuckets:
         self._under_way: Sent | None = None
         self._left: list[tuple[Tensor, Tensor]] = []
         living = ref(self)  # the reducer holds what it calls, out of sight of the collector of garbage
-        ddp.register_comm_hook(None, lambda _, bucket: _reduce(living(), bucket))  # type: ignore[no-untyped-call]
+        ddp.register_comm_hook(None, lambda _, bucket: _reduce(living(), bucket))
         drop_reduced_gradients(ddp)
 
     def land(self) -> None:

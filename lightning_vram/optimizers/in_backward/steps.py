@@ -167,12 +167,13 @@ class BackwardSteps(StepTakeOver):
             if parameter.requires_grad and parameter not in self._owners:
                 self._owners[parameter] = optimizer
                 if self._buckets is None or parameter not in self._buckets.parameters:
-                    self._handles[parameter] = parameter.register_post_accumulate_grad_hook(self._after_accumulation)
+                    register: Any = parameter.register_post_accumulate_grad_hook
+                    self._handles[parameter] = register(self._after_accumulation)
 
-    def _after_accumulation(self, parameter: Tensor) -> None:
+    def _after_accumulation(self, parameter: nn.Parameter) -> None:
         self._on_gradient(parameter)
 
-    def _on_gradient(self, parameter: Tensor) -> bool:
+    def _on_gradient(self, parameter: nn.Parameter) -> bool:
         """Step, if it is time to; ``False`` if the gradient has to stay."""
         step = self._current
         if step is None or not step.is_early or self._owners.get(parameter) is not step.optimizer:
@@ -180,7 +181,7 @@ class BackwardSteps(StepTakeOver):
         self._take(step, parameter)
         return True
 
-    def _take(self, step: OneStep, parameter: Tensor) -> None:
+    def _take(self, step: OneStep, parameter: nn.Parameter) -> None:
         if not step.take(parameter):
             module = getattr(self._module, "module", self._module)  # of DDP
             names = (name for name, one in module.named_parameters() if one is parameter)

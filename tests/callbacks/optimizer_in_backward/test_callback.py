@@ -338,8 +338,8 @@ class Segments(Layers):
 
 def test_a_second_gradient_in_one_step_is_an_error(fit):
     message = (
-        r"^OptimizerInBackward: 'net\.0\.weight' got a second gradient in one step, after it was stepped with the first\. "
-        r"Call backward once per step, and checkpoint with use_reentrant=False\.$"
+        r"^OptimizerInBackward: 'net\.0\.weight' got a second gradient in one step, after it was stepped with the "
+        r"first\. Call backward once per step, and checkpoint with use_reentrant=False\.$"
     )
     with pytest.raises(RuntimeError, match=message):
         fit(Segments, OptimizerInBackward())

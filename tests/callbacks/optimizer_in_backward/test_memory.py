@@ -19,7 +19,6 @@ from lightning_vram import (
     ActivationOffload,
     InPlaceFusion,
     OptimizerInBackward,
-    estimate_memory,
     track_memory,
 )
 from lightning_vram.private_names.fsdp2.sharded_tensors import local_part

@@ -62,7 +62,7 @@ class Gradients(Layers):
         pass
 
 
-class Clipping_(Layers):
+class OwnClipping(Layers):
     def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
         pass
 
@@ -77,7 +77,7 @@ class AfterBackward(Layers):
     [
         (Backward, "backward"),
         (Gradients, "on_before_optimizer_step"),
-        (Clipping_, "configure_gradient_clipping"),
+        (OwnClipping, "configure_gradient_clipping"),
         (AfterBackward, "on_after_backward"),
     ],
 )
@@ -122,8 +122,8 @@ def test_a_scaler_is_refused(plugin, make_trainer):
 def test_clipping_by_norm_is_asked_for_by_name(make_trainer):
     message = (
         "OptimizerInBackward cannot clip by norm, which needs all gradients at once, got gradient_clip_val=0.5: use "
-        "max_norm='two-pass' (exact; runs each backward twice), max_norm='previous' (by the norm of the step before) or "
-        "gradient_clip_algorithm='value'."
+        "max_norm='two-pass' (exact; runs each backward twice), max_norm='previous' (by the norm of the step before) "
+        "or gradient_clip_algorithm='value'."
     )
     trainer = make_trainer(callbacks=[OptimizerInBackward()], gradient_clip_val=0.5)
     assert_refused(trainer, Layers(num_batches=1), message)
@@ -152,7 +152,7 @@ def test_fsdp_offload_is_refused(make_trainer):
 
 
 def test_two_are_refused_by_lightning_which_would_save_both_under_one_name(make_trainer):
-    with pytest.raises(RuntimeError, match="^Found more than one stateful callback of type `OptimizerInBackward`"):
+    with pytest.raises(RuntimeError, match=r"^Found more than one stateful callback of type `OptimizerInBackward`"):
         make_trainer(callbacks=[OptimizerInBackward(), OptimizerInBackward()])
 
 
@@ -164,8 +164,8 @@ ABLE = "Adadelta, Adafactor, Adagrad, Adam, AdamW, Adamax, ASGD, Muon, NAdam, RA
     [
         (
             torch.optim.LBFGS,
-            f"OptimizerInBackward cannot step LBFGS: use one of torch.optim's {ABLE}, a subclass with the same step, or "
-            "leave OptimizerInBackward out.",
+            f"OptimizerInBackward cannot step LBFGS: use one of torch.optim's {ABLE}, a subclass with the same step, "
+            "or leave OptimizerInBackward out.",
         ),
         (
             partial(torch.optim.Adam, differentiable=True),
