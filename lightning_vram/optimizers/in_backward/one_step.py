@@ -7,8 +7,10 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from lightning_vram.core.gradients.clipping import clip_factor, clip_sharded_values
-from lightning_vram.optimizers.stepping import StepRound, iterate_parameters
+from lightning_vram.core.gradients.clipping import apply_clip_factor, clip_factor, clip_sharded_values
+from lightning_vram.core.tensors.shards import is_shard
+from lightning_vram.optimizers.stepping import StepRound, iterate_parameters, make_twin, plain_step
+from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,8 @@ class OneStep:
         self._clipping = clipping
         self._norm = previous_norm  # that gradients are clipped by
         self._norms: dict[nn.Parameter, Tensor] = {}  # of gradients that came
-        self._round: StepRound | None = None
+        self._factor: Tensor | None = None
+        self._portions: _Portions | None = None
 
     @torch.no_grad()
     def take(self, parameter: nn.Parameter) -> bool:
@@ -81,14 +84,44 @@ class OneStep:
         return is_first
 
     def _run(self, parameter: nn.Parameter) -> bool:
-        if self._round is None:
-            self._round = StepRound(self.optimizer, is_on_host=False)
+        if self._portions is None:
+            self._portions = _Portions(self.optimizer)
             if self.is_early and self._clipping.norm is not None and self._norm is not None:
-                self._round.factor = clip_factor(self._norm, self._clipping.norm)
-        members = self._round.take([parameter])
-        if self.is_early and self._clipping.norm is not None and self._clipping.by_previous:
+                self._factor = clip_factor(self._norm, self._clipping.norm)
+        if not self._portions.holds(parameter):
+            return False
+        if self.is_early and self._clipping.by_previous and self._clipping.norm is not None:
             self._measure(parameter)
         if self.is_early and self._clipping.value is not None:
             clip_sharded_values([parameter], self._clipping.value)
-        self._round.run(members)
-        return bool(members)
+        if self._factor is not None:
+            apply_clip_factor([local_part(parameter.grad)], self._factor)
+        self._portions.step(parameter)
+        return True
+
+
+class _Portions:
+    """A step of an optimizer as it is now, one parameter at a time, each once."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._step = plain_step(type(optimizer))
+        # A stand-in for each parameter, as StepRound has, would double what the step takes of the interpreter.
+        self._groups = [{**group} for group in optimizer.param_groups]
+        self._twin = make_twin(type(optimizer), vars(optimizer), [], optimizer.state)
+        self._places = {one: place for place, group in enumerate(self._groups) for one in group["params"]}
+        self._round: StepRound | None = None  # for shards
+
+    def holds(self, parameter: nn.Parameter) -> bool:
+        """Whether ``parameter`` is still to be stepped."""
+        return parameter in self._places
+
+    def step(self, parameter: nn.Parameter) -> None:
+        group = self._groups[self._places.pop(parameter)]
+        if is_shard(parameter):
+            self._round = self._round or StepRound(self._optimizer, is_on_host=False)
+            self._round.run(self._round.take([parameter]))
+            return
+        group["params"] = [parameter]
+        self._twin.param_groups = [group]
+        self._step(self._twin)

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch.optim import AdamW
 
-from lightning_vram import FSDPOffloadStrategy, LeanMixedPrecision
+from lightning_vram import FSDPOffloadStrategy, LeanMixedPrecision, OptimizerInBackward
 from lightning_vram.optimizers.lean.parameters import SCHEMES
 from tests.benchmarks.cases import Workload
 from tests.benchmarks.compare import Options, measure_ways
 from tests.benchmarks.measure import Row
-from tests.benchmarks.ways import PLAIN, Way
+from tests.benchmarks.ways import PLAIN, PLAIN_TRAINER, Way, with_callbacks
 
 SETTINGS: dict[str, Any] = {"repeats": 5, "steps": 5}
 QUICK: dict[str, Any] = {"repeats": 1, "steps": 2}
@@ -24,6 +24,10 @@ def _lean(parameters: Any, workload: Workload) -> dict[str, Any]:
 
 def _on_host(workload: Workload) -> dict[str, Any]:
     return {"strategy": FSDPOffloadStrategy(offload="optimizer", min_params=10_000)}
+
+
+def _two_passes(workload: Workload) -> dict[str, Any]:
+    return {"callbacks": [OptimizerInBackward("two-pass")], "gradient_clip_val": 1.0}
 
 
 def _wants_gpu(device: torch.device) -> str | None:
@@ -40,6 +44,9 @@ WAYS = (
         Way(f'LeanMixedPrecision("bf16", parameters="{scheme}")', "ours", make_trainer_options=partial(_lean, scheme))
         for scheme in SCHEMES
     ),
+    PLAIN_TRAINER,
+    with_callbacks("OptimizerInBackward()", lambda: [OptimizerInBackward()]),
+    Way('OptimizerInBackward("two-pass"), gradient_clip_val=1', "ours", make_trainer_options=_two_passes),
     Way('FSDPOffloadStrategy(offload="optimizer")', "ours", make_trainer_options=_on_host, why_not=_wants_gpu),
 )
 """Those that come later, of fewer bits say, have their place here."""

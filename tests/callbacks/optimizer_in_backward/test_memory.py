@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy
-from support.helpers import Forking
+from support.helpers import Forking, assert_equal_weights
 from support.host_layers import Layers
 from torch import nn, optim
 from torch.distributed.fsdp import fully_shard
@@ -17,8 +17,10 @@ from torch.utils.data import DataLoader
 from lightning_vram import (
     ActivationCheckpointing,
     ActivationOffload,
+    AutoVRAM,
     InPlaceFusion,
     OptimizerInBackward,
+    estimate_memory,
     track_memory,
 )
 from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
@@ -159,3 +161,22 @@ def test_a_step_takes_one_gradient_and_what_its_step_takes(kernel, max_norm, mak
     held = 3 * DEPTH * LAYER_BYTES
     for peak, layers in zip(peaks, (PLAIN_PEAKS[kernel], PEAKS[kernel]), strict=True):
         assert 0 <= peak - held - layers * LAYER_BYTES <= (2 * DEPTH + 6) * MAP_BYTES
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_an_estimate_is_exact_with_it(kernel, make_trainer):
+    tracked, make = ThirdStep(), partial(Wide, partial(optim.AdamW, **KERNELS[kernel]))
+    make_trainer(callbacks=[OptimizerInBackward("two-pass"), tracked], max_epochs=1, gradient_clip_val=0.1).fit(make())
+    options = {"callbacks": [OptimizerInBackward("two-pass")], "gradient_clip_val": 0.1}
+    estimate = estimate_memory(make(), torch.zeros(BATCH, WIDTH), device="cpu", trainer=options, find_limits=False)
+    assert estimate.stages["train"].timeline.peak_bytes == tracked.tracker.timeline.peak_bytes
+
+
+def test_autovram_plans_beside_it(make_trainer):
+    fitted = []
+    for callbacks in ([], [OptimizerInBackward(), AutoVRAM("1350KiB")]):
+        pl.seed_everything(0, verbose=False)
+        model = Wide(partial(optim.AdamW, fused=True))
+        make_trainer(callbacks=callbacks, max_epochs=1).fit(model)
+        fitted.append(model)
+    assert_equal_weights(*fitted)
