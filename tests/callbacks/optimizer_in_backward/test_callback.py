@@ -241,15 +241,17 @@ def test_two_passes_are_two_backwards_and_one_forward(fit):
     assert calls == ["forward", "backward", "backward"] * 5
 
 
-def by_previous(num_epochs: int) -> nn.Module:
+def by_previous(num_epochs: int, window: int = 1) -> nn.Module:
     """Written out: each step is clipped by the norm of the one before, the first by its own."""
     pl.seed_everything(0, verbose=False)
     model = Clipped()
     model.trainer = pl.Trainer(logger=False, accelerator="cpu", enable_progress_bar=False, enable_model_summary=False)
     optimizer, norm = model.configure_optimizers(), None
-    for batch in [batch for _ in range(num_epochs) for batch in model.train_dataloader()]:
+    batches = list(model.train_dataloader())
+    for start in [start for _ in range(num_epochs) for start in range(0, len(batches), window)]:
         optimizer.zero_grad()
-        model.training_step(batch, 0).backward()
+        for batch in batches[start : start + window]:
+            (model.training_step(batch, 0) / window).backward()
         now = torch.nn.utils.get_total_norm([one.grad for one in model.parameters()])
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.02, now if norm is None else norm)
         optimizer.step()
@@ -263,6 +265,19 @@ def test_the_norm_of_the_step_before_clips_and_is_resumed(fit, tmp_path):
     first = fit(Clipped, PREVIOUS(), gradient_clip_val=0.02, max_epochs=1)
     first.saved_by.save_checkpoint(tmp_path / "last.ckpt")
     assert_equal_weights(fit(Clipped, PREVIOUS(), gradient_clip_val=0.02, ckpt_path=tmp_path / "last.ckpt"), whole)
+
+
+def test_the_norm_of_the_step_before_clips_whole_windows(fit):
+    model = fit(Clipped, PREVIOUS(), gradient_clip_val=0.02, accumulate_grad_batches=2)
+    assert_equal_weights(model, by_previous(2, 2))
+
+
+@pytest.mark.distributed
+def test_the_norm_of_the_step_before_is_that_of_all_ranks(fit):
+    ddp = {"devices": 2, "strategy": "ddp_fork", "use_distributed_sampler": False}
+    model = fit(Clipped, PREVIOUS(), gradient_clip_val=0.02, **ddp)
+    for ours, expected in zip(model.parameters(), by_previous(2).parameters(), strict=True):
+        assert torch.allclose(ours, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize(("first", "second"), [(True, True), (True, False), (False, True)])
