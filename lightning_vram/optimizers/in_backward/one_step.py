@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from lightning_vram.core.gradients.clipping import apply_clip_factor, clip_factor, clip_sharded_values
 from lightning_vram.core.tensors.shards import is_shard
-from lightning_vram.optimizers.stepping import StepRound, iterate_parameters, make_twin, plain_step
+from lightning_vram.optimizers.stepping import MembersStep, StepRound, iterate_parameters, make_twin, plain_step
 from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
 
 
@@ -37,15 +37,23 @@ class OneStep:
         clipping: Of this step.
         is_early: Whether it happens in the backward; else somebody else clips first. Also an attribute.
         previous_norm: That of the gradients of the step before.
+        members_step: Steps parameters in the place of the optimizer, if somebody has taken that over.
     """
 
     def __init__(
-        self, optimizer: Optimizer, clipping: Clipping, *, is_early: bool, previous_norm: Tensor | None
+        self,
+        optimizer: Optimizer,
+        clipping: Clipping,
+        *,
+        is_early: bool,
+        previous_norm: Tensor | None,
+        members_step: MembersStep | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.is_early = is_early
         self.is_measuring = False  # the norm, in a backward before that in which parameters step
         self._clipping = clipping
+        self._members_step = members_step
         self._norm = previous_norm  # that gradients are clipped by
         self._norms: dict[nn.Parameter, Tensor] = {}  # of gradients that came
         self._factor: Tensor | None = None
@@ -85,7 +93,7 @@ class OneStep:
 
     def _run(self, parameter: nn.Parameter) -> bool:
         if self._portions is None:
-            self._portions = _Portions(self.optimizer)
+            self._portions = _Portions(self.optimizer, self._members_step)
             if self.is_early and self._clipping.norm is not None and self._norm is not None:
                 self._factor = clip_factor(self._norm, self._clipping.norm)
         if not self._portions.holds(parameter):
@@ -103,14 +111,15 @@ class OneStep:
 class _Portions:
     """A step of an optimizer as it is now, one parameter at a time, each once."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, members_step: MembersStep | None) -> None:
         self._optimizer = optimizer
+        self._members_step = members_step
         self._step = plain_step(type(optimizer))
         # A stand-in for each parameter, as StepRound has, would double what the step takes of the interpreter.
         self._groups = [{**group} for group in optimizer.param_groups]
         self._twin = make_twin(type(optimizer), vars(optimizer), [], optimizer.state)
         self._places = {one: place for place, group in enumerate(self._groups) for one in group["params"]}
-        self._round: StepRound | None = None  # for shards
+        self._round: StepRound | None = None  # for shards, and for others who step
 
     def holds(self, parameter: nn.Parameter) -> bool:
         """Whether ``parameter`` is still to be stepped."""
@@ -118,9 +127,13 @@ class _Portions:
 
     def step(self, parameter: nn.Parameter) -> None:
         group = self._groups[self._places.pop(parameter)]
-        if is_shard(parameter):
+        if self._members_step is not None or is_shard(parameter):
             self._round = self._round or StepRound(self._optimizer, is_on_host=False)
-            self._round.run(self._round.take([parameter]))
+            members = self._round.take([parameter])
+            if self._members_step is not None:
+                self._members_step(self._optimizer, self._round, members)
+            else:
+                self._round.run(members)
             return
         group["params"] = [parameter]
         self._twin.param_groups = [group]

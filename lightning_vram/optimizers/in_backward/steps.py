@@ -23,9 +23,11 @@ from lightning_vram.core.tensors.shards import is_shard
 from lightning_vram.optimizers.in_backward.buckets import ReducedBuckets
 from lightning_vram.optimizers.in_backward.one_step import Clipping, OneStep
 from lightning_vram.optimizers.stepping import (
+    MembersStep,
     StepTakeOver,
     has_own_step,
     iterate_parameters,
+    owner_of,
     refuse_optimizer,
     why_not_steppable,
 )
@@ -53,6 +55,7 @@ class BackwardSteps(StepTakeOver):
         self._may_be_early = may_be_early
         self._handles: dict[nn.Parameter, RemovableHandle] = {}
         self._owners: dict[nn.Parameter, Optimizer] = {}
+        self._steps_of_others: dict[int, MembersStep | None] = {}  # by id of the optimizer
         self._current: OneStep | None = None
         self._buckets: ReducedBuckets | None = None
         self.previous_norm: Tensor | None = None
@@ -71,15 +74,17 @@ class BackwardSteps(StepTakeOver):
         """
         fresh = [one for one in optimizers if not self._is_taken(one)]
         for optimizer in fresh:
-            if not has_own_step(optimizer):
+            members_step = self._members_step(optimizer)
+            if members_step is None and not has_own_step(optimizer):
                 raise ValueError(
                     f"{NAME} cannot step this {type(optimizer).__name__}: something else steps it already, as "
-                    "MomentsInBF16, LeanMixedPrecision(parameters=...) and torch.compile do. Leave one of the two out."
+                    "LeanMixedPrecision(parameters=...) and torch.compile do. Leave one of the two out."
                 )
             why = why_not_steppable(optimizer, f"{NAME} cannot step", f"leave {NAME} out")
-            if why is not None:
+            if why is not None and members_step is None:
                 raise ValueError(why)
             refuse_optimizer(optimizer, is_split=any(map(is_shard, iterate_parameters(optimizer))))
+            self._steps_of_others[id(optimizer)] = members_step
         for optimizer in fresh:
             self._take_over(optimizer)
             self._hook(optimizer)
@@ -158,7 +163,12 @@ class BackwardSteps(StepTakeOver):
             # The first reduction of DDP shows the order of its buckets: that backward cannot run twice.
             is_early &= not is_unknown and (self._buckets is None or self._buckets.has_reduced)
         norm = self.previous_norm if self._clipping.by_previous else None
-        return OneStep(optimizer, self._clipping, is_early=is_early, previous_norm=norm)
+        members_step = self._steps_of_others[id(optimizer)]
+        return OneStep(optimizer, self._clipping, is_early=is_early, previous_norm=norm, members_step=members_step)
+
+    def _members_step(self, optimizer: Optimizer) -> MembersStep | None:
+        owner = owner_of(optimizer)
+        return None if owner is None else owner.members_step()
 
     def _hook(self, optimizer: Optimizer) -> None:
         if not self._may_be_early:

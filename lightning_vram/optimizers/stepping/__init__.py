@@ -39,7 +39,7 @@ from lightning_vram.optimizers.stepping.steppable import (
     steps_like,
     why_not_steppable,
 )
-from lightning_vram.optimizers.stepping.take_over import StepTakeOver
+from lightning_vram.optimizers.stepping.take_over import MembersStep, StepTakeOver, owner_of
 
 __all__ = [
     "FORMS",
@@ -48,6 +48,7 @@ __all__ = [
     "STEPPABLE",
     "HostState",
     "Member",
+    "MembersStep",
     "State",
     "StateForm",
     "StepRound",
@@ -69,6 +70,7 @@ __all__ = [
     "make_stand_in",
     "make_twin",
     "narrow_state",
+    "owner_of",
     "plain_step",
     "publish_state",
     "refill_accumulators",

@@ -1,6 +1,7 @@
 """``OptimizerInBackward``: weights of the plain run to the bit, by the user's own optimizer, undone after the fit."""
 
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,6 +21,7 @@ from lightning_vram import (
     InPlaceFusion,
     LeanMixedPrecision,
     MicroBatching,
+    MomentsInBF16,
     OptimizerInBackward,
     SlurmRequeue,
     VRAMMonitor,
@@ -174,6 +176,18 @@ class Finetuned(LitTiny):
 @pytest.mark.parametrize("plugin", [LeanMixedPrecision("bf16"), LeanMixedPrecision("bf16", recast_in_backward=True)])
 def test_it_is_exact_with_the_precision_plugin(plugin, assert_same):
     assert_same(plugins=[plugin], ours=TWO_PASS, gradient_clip_val=0.05)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.02}, {"accumulate_grad_batches": 2}], ids=str)
+def test_it_steps_moments_in_bf16_to_the_same_bits(options, is_first, fit):
+    narrow = fit(Grouped, MomentsInBF16(), **options)
+    callbacks = [MomentsInBF16(), TWO_PASS()]
+    early = fit(Grouped, *(callbacks[::-1] if is_first else callbacks), **options)
+    assert_equal_weights(early, narrow)
+    (optimizer,) = early.saved_by.optimizers
+    assert all(state["exp_avg"].dtype == torch.bfloat16 for state in optimizer.state.values())
+    assert isinstance(vars(optimizer)["step"], FunctionType)  # of the scheduler, as it was
 
 
 class Stepping(Grouped):
