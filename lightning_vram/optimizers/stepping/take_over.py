@@ -21,7 +21,7 @@ MembersStep = Callable[[Optimizer, StepRound, Sequence[Member]], None]
 """Steps some parameters of an optimizer."""
 
 _handles: list[tuple["ref[Any]", RemovableHandle]] = []
-_owners: "WeakKeyDictionary[Optimizer, StepTakeOver]" = WeakKeyDictionary()
+_owners: "WeakKeyDictionary[Optimizer, ref[StepTakeOver]]" = WeakKeyDictionary()
 _stepping: list[Optimizer] = []  # by what stands in for their step
 
 
@@ -56,14 +56,14 @@ class StepTakeOver(ABC):
         """Let all optimizers step by themselves again."""
         self._handle.remove()
         for optimizer in self._taken:
-            if _owners.get(optimizer) is self:
+            if owner_of(optimizer) is self:
                 del _owners[optimizer]
         for stand_in in reversed(self._stand_ins):
             stand_in.remove()
 
     def _take_over(self, optimizer: Optimizer) -> None:
         self._taken.append(optimizer)
-        _owners[optimizer] = self
+        _owners[optimizer] = ref(self)
         self._stand_in(optimizer, self._step)
 
     def _stand_in(self, optimizer: Optimizer, step: Callable[..., Any]) -> None:
@@ -91,7 +91,8 @@ class StepTakeOver(ABC):
 
 def owner_of(optimizer: Optimizer) -> StepTakeOver | None:
     """Return what has taken over the step of ``optimizer`` last."""
-    return _owners.get(optimizer)
+    owner = _owners.get(optimizer)
+    return None if owner is None else owner()
 
 
 def redirect_steps(owner: Owner, redirect: Callable[[Owner, Optimizer], Step | None]) -> RemovableHandle:
