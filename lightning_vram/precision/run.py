@@ -1,6 +1,6 @@
 """What the plugin has from the setup of a run to its teardown."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
@@ -13,11 +13,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_vram.precision.arguments import refuse_optimizers
+from lightning_vram.precision.averages import LeanAverages
 from lightning_vram.precision.module_changes import ModuleChanges
 from lightning_vram.precision.paused_schedules import PausedSchedules
 from lightning_vram.precision.scaled_steps import ScaledSteps
 from lightning_vram.private_names.lightning.callbacks import is_searching_rate
 from lightning_vram.private_names.lightning.strategies import MockOptimizer
+
+CURRENT = "current_model_state"
+"""Key of the module's own weights in a checkpoint of Lightning's ``WeightAveraging``, whose average is its weights."""
 
 _alive: WeakSet["PrecisionRun"] = WeakSet()
 
@@ -33,6 +37,7 @@ class PrecisionRun:
         steps: In float16, while it trains.
         paused: Schedules that wait for steps that were skipped.
         has_warned: Whether the first training step is over.
+        averages: Of lean weights.
     """
 
     module: pl.LightningModule
@@ -41,8 +46,11 @@ class PrecisionRun:
     steps: ScaledSteps | None = None
     paused: PausedSchedules | None = None
     has_warned: bool = False
+    averages: LeanAverages | None = None
 
     def __post_init__(self) -> None:
+        if self.changes.lean is not None:
+            self.averages = LeanAverages(self.trainer, self.module, self.changes.lean)
         _alive.add(self)
 
     def connect(
@@ -97,8 +105,15 @@ class PrecisionRun:
         if self.paused is not None:
             self.paused.remove()
         self.end_scaling()
+        if self.averages is not None:
+            self.averages.remove()
         self.changes.remove()
         _alive.discard(self)
+
+    def load_weights(self, checkpoint: Mapping[str, Any]) -> None:
+        """Take over weights of a checkpoint in full; with an average that is in the place of the module there."""
+        has_average = bool(self.averages) and CURRENT in checkpoint
+        self.changes.load_weights(checkpoint.get(CURRENT if has_average else "state_dict", {}))
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps of the run."""

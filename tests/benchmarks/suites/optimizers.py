@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch.optim import AdamW
 
-from lightning_vram import FSDPOffloadStrategy, LeanMixedPrecision, OptimizerInBackward
+from lightning_vram import FSDPOffloadStrategy, LeanMixedPrecision, MomentsInBF16, OptimizerInBackward
 from lightning_vram.optimizers.lean.parameters import SCHEMES
 from tests.benchmarks.cases import Workload
 from tests.benchmarks.compare import Options, measure_ways
 from tests.benchmarks.measure import Row
-from tests.benchmarks.ways import PLAIN, PLAIN_TRAINER, Way, with_callbacks
+from tests.benchmarks.ways import PLAIN, Way
 
 SETTINGS: dict[str, Any] = {"repeats": 5, "steps": 5}
 QUICK: dict[str, Any] = {"repeats": 1, "steps": 2}
@@ -22,12 +22,20 @@ def _lean(parameters: Any, workload: Workload) -> dict[str, Any]:
     return {"plugins": [LeanMixedPrecision("bf16", parameters=parameters)]}
 
 
+def _narrow_moments(workload: Workload) -> dict[str, Any]:
+    return {"callbacks": [MomentsInBF16()], "precision": "bf16-mixed"}
+
+
 def _on_host(workload: Workload) -> dict[str, Any]:
     return {"strategy": FSDPOffloadStrategy(offload="optimizer", min_params=10_000)}
 
 
+def _in_backward(workload: Workload) -> dict[str, Any]:
+    return {"callbacks": [OptimizerInBackward()], "precision": "bf16-mixed"}
+
+
 def _two_passes(workload: Workload) -> dict[str, Any]:
-    return {"callbacks": [OptimizerInBackward("two-pass")], "gradient_clip_val": 1.0}
+    return {"callbacks": [OptimizerInBackward("two-pass")], "gradient_clip_val": 1.0, "precision": "bf16-mixed"}
 
 
 def _wants_gpu(device: torch.device) -> str | None:
@@ -44,8 +52,8 @@ WAYS = (
         Way(f'LeanMixedPrecision("bf16", parameters="{scheme}")', "ours", make_trainer_options=partial(_lean, scheme))
         for scheme in SCHEMES
     ),
-    PLAIN_TRAINER,
-    with_callbacks("OptimizerInBackward()", lambda: [OptimizerInBackward()]),
+    Way('MomentsInBF16(), precision="bf16-mixed"', "ours", make_trainer_options=_narrow_moments),
+    Way('OptimizerInBackward(), precision="bf16-mixed"', "ours", make_trainer_options=_in_backward),
     Way('OptimizerInBackward("two-pass"), gradient_clip_val=1', "ours", make_trainer_options=_two_passes),
     Way('FSDPOffloadStrategy(offload="optimizer")', "ours", make_trainer_options=_on_host, why_not=_wants_gpu),
 )
