@@ -32,6 +32,7 @@ from lightning_vram.optimizers.stepping.step_round import (
 )
 from lightning_vram.optimizers.stepping.steppable import (
     STEPPABLE,
+    has_own_step,
     iterate_parameters,
     make_twin,
     plain_step,
@@ -39,7 +40,7 @@ from lightning_vram.optimizers.stepping.steppable import (
     steps_like,
     why_not_steppable,
 )
-from lightning_vram.optimizers.stepping.take_over import StepTakeOver
+from lightning_vram.optimizers.stepping.take_over import MembersStep, StepTakeOver, owner_of
 
 __all__ = [
     "FORMS",
@@ -48,6 +49,7 @@ __all__ = [
     "STEPPABLE",
     "HostState",
     "Member",
+    "MembersStep",
     "State",
     "StateForm",
     "StepRound",
@@ -61,6 +63,7 @@ __all__ = [
     "first_places",
     "full_sized",
     "has_moments",
+    "has_own_step",
     "is_narrow",
     "iterate_parameters",
     "list_tensors",
@@ -69,6 +72,7 @@ __all__ = [
     "make_twin",
     "move_average",
     "narrow_state",
+    "owner_of",
     "plain_step",
     "publish_state",
     "refill_accumulators",

@@ -29,6 +29,7 @@ from lightning_vram import (
     MemoryBudget,
     MicroBatching,
     MomentsInBF16,
+    OptimizerInBackward,
     QuantizeFrozenWeights,
     VRAMMonitor,
     estimate_memory,
@@ -130,6 +131,7 @@ EXACT = [
     AutoVRAM,
     LeakDetector,
     MomentsInBF16,
+    OptimizerInBackward,
     ActivationCompression,
     partial(AccumulationScheduler, by_epoch={0: 2}),
 ]
