@@ -13,7 +13,6 @@ from lightning_vram.optimizers.stepping.state_forms import (
     StateForm,
     find_form,
     first_places,
-    has_moments,
     is_narrow,
     make_seeds,
     narrow_state,
@@ -31,6 +30,7 @@ from lightning_vram.optimizers.stepping.step_round import (
 )
 from lightning_vram.optimizers.stepping.steppable import (
     STEPPABLE,
+    is_lion,
     iterate_parameters,
     make_twin,
     plain_step,
@@ -59,7 +59,7 @@ __all__ = [
     "find_form",
     "first_places",
     "full_sized",
-    "has_moments",
+    "is_lion",
     "is_narrow",
     "iterate_parameters",
     "list_tensors",
