@@ -12,7 +12,11 @@ import lightning_vram
 ROOT = Path(__file__).parents[2]
 PUBLIC = [getattr(lightning_vram, name) for name in lightning_vram.__all__]
 CALLBACKS = [part.__name__ for part in PUBLIC if isinstance(part, type) and issubclass(part, Callback)]
-CHANGES_TRAINING = {"AccumulationScheduler", "MomentsInBF16"}  # callbacks whose purpose is to change the result
+CHANGES_TRAINING = {
+    "AccumulationScheduler",
+    "LowBitOptimizer",
+    "MomentsInBF16",
+}  # callbacks whose purpose is to change the result
 KEEPS_RESULT = [name for name in CALLBACKS if name not in CHANGES_TRAINING]
 AUTOMATIC_ONLY = {"MicroBatching"}  # refuse manual optimization
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
