@@ -63,7 +63,7 @@ def test_the_loss_is_that_of_float32(make: Any) -> None:
     assert loss["4bit"] <= 1.05 * loss["fp32"], loss
 
 
-@pytest.mark.parametrize(("name", "nine_of_ten"), [("bf16", 0.15), ("8bit", 0.25), ("4bit", 0.95)])
+@pytest.mark.parametrize(("name", "nine_of_ten"), [("bf16", 0.15), ("8bit", 0.25), ("4bit", 1.0)])
 def test_an_average_over_a_thousand_steps_is_where_it_should_be_and_follows(name: Any, nine_of_ten: float) -> None:
     # It moves by a thousandth in a step, which is less than half of what its form tells apart.
     generator = torch.Generator().manual_seed(0)
@@ -81,4 +81,4 @@ def test_an_average_over_a_thousand_steps_is_where_it_should_be_and_follows(name
             roots = (average / true).sqrt().log().abs()
             assert roots.median() < nine_of_ten / 2
             assert roots.quantile(0.9) < nine_of_ten
-            assert (average.sqrt().sum() / true.sqrt().sum()).log().abs() < 0.05
+            assert (average.sqrt().sum() / true.sqrt().sum()).log().abs() < nine_of_ten / 5
