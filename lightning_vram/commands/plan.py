@@ -15,6 +15,7 @@ from rich.console import RenderableType
 from lightning_vram.commands.parser import PROGRAM
 from lightning_vram.commands.question import OPTIONS
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
+from lightning_vram.memory.units import parse_bytes
 from lightning_vram.planner.plan import budget_bytes_of, level_of
 from lightning_vram.report.pictures import check_picture_path
 from lightning_vram.report.plan import ShownPlan, plan_table
@@ -27,6 +28,11 @@ _OWN_OPTIONS: dict[str, tuple[Any, Any, str]] = {
         int | float | str | None,
         None,
         "What the run may need of the device, as 24GiB, or a share of it, as 0.5. By default all that it has.",
+    ),
+    "host_memory": (
+        int | str | None,
+        None,
+        "What the host of each node has, as 128GiB: where it is too little, ways that take less are tried.",
     ),
     "allow": (
         str,
@@ -47,7 +53,8 @@ class PlanQuestion:
     """What would make a run fit, and cost least.
 
     Args:
-        plan_memory: Called with module, batch, the arguments of a question by their names, ``budget`` and ``allow``.
+        plan_memory: Called with module, batch, the arguments of a question by their names, ``budget``,
+            ``host_memory`` and ``allow``.
         args: Arguments of the command, to say how the plan is run.
     """
 
@@ -70,6 +77,8 @@ class PlanQuestion:
     def check(self, config: Namespace, spec: DeviceSpec) -> None:
         """Refuse a budget that is none, results that nobody knows, and files that cannot be written."""
         budget_bytes_of("--budget", config.budget, spec)
+        if config.host_memory is not None:
+            parse_bytes(config.host_memory, "--host_memory")
         level_of("--allow", config.allow)
         if config.plot is not None:
             check_picture_path(Path(config.plot))
@@ -79,7 +88,8 @@ class PlanQuestion:
     def ask(self, config: Namespace, module: LightningModule, batch: Any, **arguments: Any) -> None:
         """Plan, draw and write."""
         self._output, self._plot = config.output, config.plot or _beside(config.output)
-        self._plan = self._plan_memory(module, batch, budget=config.budget, allow=config.allow, **arguments)
+        given = {name: config[name] for name in ("budget", "host_memory", "allow")}
+        self._plan = self._plan_memory(module, batch, **given, **arguments)
         if self._plot is not None:
             self._plan.plot(self._plot)
         if self._output is not None:

@@ -62,6 +62,7 @@ class TracedFit:
         times: What each stage would take, by stage; empty if nobody asked.
         layers: What each layer does, as a table, if a callback has planned it.
         notes: What a reader of the numbers should know.
+        host_bytes: What the strategy will have at rest on the host.
     """
 
     timeline: MemoryTimeline
@@ -69,6 +70,7 @@ class TracedFit:
     notes: tuple[str, ...] = ()
     times: Mapping[str, StepTime] = field(default_factory=dict)
     layers: str = ""
+    host_bytes: int = 0
 
     def stage(self, name: str) -> MemoryTimeline:
         """The timeline of one stage, with what it found."""
@@ -143,9 +145,8 @@ def _fake_fit(module: pl.LightningModule, batch: Any, run: FitRun, num_batches: 
     with ExitStack() as stack:
         stack.enter_context(isolated())
         num_bytes = run.card.memory_bytes if run.card is not None else 0
-        mode, values = stack.enter_context(
-            fake_device(num_bytes=num_bytes, allocated_bytes=live_bytes, on_pin=note_pinned)
-        )
+        fakes_of = fake_device(num_bytes=num_bytes, allocated_bytes=live_bytes, on_pin=note_pinned)
+        mode, values = stack.enter_context(fakes_of)
         if run.card is not None:
             spec = CudaSpec(run.card.capability or _USUAL_CAPABILITY, CARD, num_bytes)
             notes = stack.enter_context(cuda_semantics(spec, allocated_bytes=live_bytes))
@@ -213,7 +214,7 @@ def _fit(
     timeline = tracker.timeline.on(str(device))
     layers = next(filter(None, (getattr(one, "layer_table", "") for one in trainer.callbacks)), "")  # type: ignore[attr-defined]
     timeline = timeline if device == HOST else as_on_card(timeline)
-    return TracedFit(timeline, spans, times=marks.times(), layers=layers)
+    return TracedFit(timeline, spans, (), marks.times(), layers, getattr(trainer.strategy, "host_bytes", 0))
 
 
 def _scratch(card: DeviceSpec | None, device: torch.device, tracker: MemoryTracker) -> AbstractContextManager[Any]:

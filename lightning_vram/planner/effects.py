@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from lightning_vram.memory.units import format_bytes
+from lightning_vram.planner.measured import Measured
 from lightning_vram.planner.scheme import Scheme
-from lightning_vram.planner.search import Measured
 
 
 def effects(scheme: Scheme, tried: Sequence[Measured]) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """Where nothing fits: what it would take. Each way is tried by a step of its own, so that what is told holds."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import ceil
 from typing import Any, Protocol
@@ -11,10 +11,10 @@ from lightning_vram.estimation.batches import (
     with_batch_size,
     with_sequence_length,
 )
+from lightning_vram.planner.measured import Found, Measured, Workload
 from lightning_vram.planner.parts import Part
-from lightning_vram.planner.remedies import EARLY_RELEASE, OPTIMIZER_ON_HOST, WEIGHTS_ON_HOST
+from lightning_vram.planner.remedies import EARLY_RELEASE, OPTIMIZER_ON_HOST, WEIGHTS_ON_HOST, leaner_on_host
 from lightning_vram.planner.scheme import Scheme
-from lightning_vram.planner.search import Found, Measured
 
 SHARDED = Part("lightning_vram.FSDPOffloadStrategy", {"offload": "none"}, place="strategy")
 _TRIES = 3
@@ -26,15 +26,17 @@ class Ways:
 
     Args:
         num_devices: Among which weights, gradients and states are divided.
-        strategy: Name of one that has weights or states on the host.
-        host_bytes: What it takes there, about.
+        strategy: One that has weights or states on the host.
+        host_bytes: What it takes there, at most.
+        host_room_bytes: What there is; ``None``: nobody knows.
         batch_size: Samples.
         sequence_length: Tokens.
     """
 
     num_devices: int = 0
-    strategy: str = ""
+    strategy: Part | None = None
     host_bytes: int = 0
+    host_room_bytes: int | None = None
     batch_size: int = 0
     sequence_length: int = 0
 
@@ -44,6 +46,7 @@ class Steps(Protocol):
 
     batch: Any
     num_ranks: int
+    own: Mapping[str, Any]
 
     def __call__(self, scheme: Scheme) -> Measured | None:
         """Run one; ``None`` if a part of it refuses this run."""
@@ -52,20 +55,22 @@ class Steps(Protocol):
         """Return what runs steps with another batch, or on more devices."""
 
 
-def find_ways(steps: Steps, found: Found, budget_bytes: int, *, has_strategies: bool) -> Ways:
-    """Try what would make a run fit beside what a search has tried: up to ten steps.
+def find_ways(steps: Steps, found: Found, workload: Workload, *, has_strategies: bool) -> Ways:
+    """Try what would make a run fit beside what a search has tried: up to ten steps, and three for a small host.
 
     Args:
         steps: Of the run.
         found: By the search: nothing that fits.
-        budget_bytes: What there is.
+        workload: What there is.
         has_strategies: Whether the strategy is the user's to choose, and there is a host beside the device.
     """
-    least = found.least
-    num_devices, strategy, batch_size, length = 0, "", 0, 0
+    least, budget_bytes = found.least_of(workload), workload.budget_bytes
+    if least.needed_bytes <= budget_bytes:
+        return Ways()  # the host has too little
+    num_devices, strategy, batch_size, length = 0, None, 0, 0
     has_tried = any(part.place == "strategy" for one in found.tried for part in one.scheme.parts)
     if has_strategies and not has_tried and least.needed_bytes - least.states_bytes < budget_bytes:
-        strategy = _strategy(steps, least, budget_bytes)
+        strategy = _strategy(steps, least, workload)
         num_devices = _num_devices(steps, least, budget_bytes)
     if least.needed_bytes - least.activation_bytes <= budget_bytes:
         size, sequence = batch_size_of(steps.batch) or 0, sequence_length_of(steps.batch) or 0
@@ -73,15 +78,28 @@ def find_ways(steps: Steps, found: Found, budget_bytes: int, *, has_strategies: 
         of_length = _needed(steps, least, lambda new: with_sequence_length(steps.batch, sequence, new))
         batch_size = _largest(of_size, size, least, budget_bytes)
         length = _largest(of_length, sequence, least, budget_bytes)
-    return Ways(num_devices, strategy, least.states_bytes if strategy else 0, batch_size, length)
+    if strategy is None:
+        return Ways(num_devices, batch_size=batch_size, sequence_length=length)
+    part = strategy.scheme.parts[0]
+    return Ways(num_devices, part, strategy.host_bytes, workload.host_bytes, batch_size, length)
 
 
-def _strategy(steps: Steps, least: Measured, budget_bytes: int) -> str:
-    for name, part in (("fsdp_offload_optimizer", OPTIMIZER_ON_HOST), ("fsdp_offload", WEIGHTS_ON_HOST)):
-        measured = steps(_with(part, least))
-        if measured is not None and measured.needed_bytes <= budget_bytes:
-            return name
-    return ""
+def _strategy(steps: Steps, least: Measured, workload: Workload) -> Measured | None:
+    """Return the first for which there is enough of device and host, else what takes least of the host."""
+    best: Measured | None = None
+    for mode in (OPTIMIZER_ON_HOST, WEIGHTS_ON_HOST):
+        for part in (mode, *leaner_on_host(mode, steps.own)):
+            measured = steps(_with(part, least))
+            if measured is None:
+                continue
+            if measured.needed_bytes > workload.budget_bytes:
+                break
+            best = measured
+            if workload.fits_host(measured):
+                return measured
+        if best is not None:
+            return best  # the other one has as much on the host
+    return None
 
 
 def _num_devices(steps: Steps, least: Measured, budget_bytes: int) -> int:

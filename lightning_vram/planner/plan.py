@@ -1,6 +1,6 @@
 """What would make a run fit, and at what cost: an answer that a Trainer takes, and a person reads."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -8,30 +8,22 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_vram.argument_checks import check_positive_int
-from lightning_vram.estimation.batches import batch_size_of, first_batch
+from lightning_vram.estimation.batches import first_batch
 from lightning_vram.estimation.estimate import spec_of
 from lightning_vram.estimation.running_trainer import AUTO, check_limit
-from lightning_vram.estimation.stages import needed_bytes
-from lightning_vram.estimation.step_time import bus_bytes_per_s
-from lightning_vram.estimation.traced_fit import STEP, FitRun, trace_fit
+from lightning_vram.estimation.traced_fit import FitRun
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
-from lightning_vram.memory.estimate.workspaces import Workspaces, workspaces_of
-from lightning_vram.memory.tracking.timeline import Category
-from lightning_vram.memory.units import KIB, format_bytes, parse_bytes
+from lightning_vram.memory.host.available import available_host_bytes
+from lightning_vram.memory.units import format_bytes, parse_bytes
+from lightning_vram.optimizers.on_host import margin_bytes
 from lightning_vram.planner.effects import effects
+from lightning_vram.planner.measured import Found, Measured, Workload
 from lightning_vram.planner.miss import Ways, find_ways
 from lightning_vram.planner.parts import LEVELS, Exactness
-from lightning_vram.planner.remedies import Remedies, has_plain_strategy, remedies_for
-from lightning_vram.planner.scheme import Scheme
-from lightning_vram.planner.search import Found, Measured, Workload, search
-from lightning_vram.planner.words import peak_words, ways_out, where
-
-_HOST = "cpu"
-# Samples of results, states of generators: parts keep them where tensors have values.
-_UNSEEN_BYTES, _UNSEEN_SHARE = 64 * KIB, 0.001
-_FORWARD_SHARE = 0.3  # of a step: its backward is twice as long, and the optimizer steps
-_STATES = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER_STATE)
-Progress = Callable[[str, float], None]
+from lightning_vram.planner.remedies import Remedies, remedies_for
+from lightning_vram.planner.search import search
+from lightning_vram.planner.traced_steps import HOST, Progress, TracedSteps
+from lightning_vram.planner.words import ways_out, where
 
 
 class PlanError(ValueError):
@@ -39,15 +31,20 @@ class PlanError(ValueError):
 
     Args:
         least: What came nearest.
-        budget_bytes: What there is.
+        workload: What there is.
         level: What results might be.
         ways: What else would help.
     """
 
-    def __init__(self, least: Measured, budget_bytes: int, level: Exactness, ways: Ways) -> None:
+    def __init__(self, least: Measured, workload: Workload, level: Exactness, ways: Ways) -> None:
+        there, needed, place = format_bytes(workload.budget_bytes), format_bytes(least.needed_bytes), where(least)
+        on_host = least.needed_bytes <= workload.budget_bytes
+        if on_host:
+            there, needed = f"{format_bytes(workload.host_bytes or 0)} of host memory", format_bytes(least.host_bytes)
+            place = f", beside which {format_bytes(margin_bytes(least.host_bytes))} must stay free"
         super().__init__(
-            f"No plan fits {format_bytes(budget_bytes)}. The least that was found is "
-            f"{format_bytes(least.needed_bytes)}, by {least.scheme}{where(least)}. {ways_out(least, level, ways)}"
+            f"No plan fits {there}. The least that was found is {needed}, by {least.scheme}{place}. "
+            f"{ways_out(least, level, ways, on_host=on_host)}"
         )
         self.ways = ways
         self.least = least
@@ -91,6 +88,11 @@ class MemoryPlan:
         return self.best.needed_bytes
 
     @property
+    def host_bytes(self) -> int:
+        """What a strategy of the plan has at rest on the host of each node, at most."""
+        return self.best.host_bytes
+
+    @property
     def step_time_ratio(self) -> float:
         """Seconds of a step, of those of a step as it is, by the planner's model of time."""
         return self.best.seconds / self.found.plain.seconds
@@ -108,8 +110,9 @@ class MemoryPlan:
     def to_yaml(self) -> str:
         """Return a configuration for LightningCLI, to be given behind the user's own."""
         ratio = f"{self.step_time_ratio:.2f}" if self.is_needed else "1"
+        on_host = f"{format_bytes(self.host_bytes)} of host memory, " if self.host_bytes else ""
         head = (
-            f"# {format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)} on {self.device.name}, "
+            f"# {format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)} on {self.device.name}, {on_host}"
             f"by a model of time {ratio} of the step as it is.\n"
         )
         return head + self.best.scheme.to_yaml(effects(self.best.scheme, self.found.tried))
@@ -121,6 +124,7 @@ def plan_memory(  # noqa: PLR0913 - by name
     *,
     device: str | torch.device | DeviceSpec,
     budget: int | float | str | None = None,
+    host_memory: int | str | None = None,
     allow: str = "exact",
     trainer: Mapping[str, Any] | None = None,
     datamodule: pl.LightningDataModule | None = None,
@@ -136,6 +140,8 @@ def plan_memory(  # noqa: PLR0913 - by name
         device: As there.
         budget: Bytes of the device, as ``"24GiB"``, or a share of it between 0 and 1. ``None``, ``"auto"``: all that
             it has.
+        host_memory: Bytes that the host of each node has for a strategy that has weights or states there, as
+            ``"128GiB"``. Where it is too little, ways that take less of it are tried. ``None``: nobody knows.
         allow: ``"exact"``: weights are those of the run as it is, to the bit. ``"lossless"``: in exact arithmetic.
             ``"any"``: gradients may differ by a bounded error.
         trainer: Arguments of the Trainer. Parts of the package among them are kept.
@@ -148,18 +154,19 @@ def plan_memory(  # noqa: PLR0913 - by name
         PlanError: If nothing fits. It says what would be the least.
         TypeError: If an argument is of a wrong kind.
         ValueError: If ``allow`` is none of the three, ``budget`` is no size above 0, no share or more than the device
-            has, or for the reasons of ``estimate_memory``.
+            has, ``host_memory`` is no size, or for the reasons of ``estimate_memory``.
     """
     check_positive_int("plan_memory(devices)", devices)
     check_positive_int("plan_memory(num_nodes)", num_nodes)
+    host_bytes = None if host_memory is None else parse_bytes(host_memory, "plan_memory(host_memory)")
     spec, own = spec_of(device), dict(trainer or {})
     level = level_of("plan_memory(allow)", allow)
     budget_bytes = budget_bytes_of("plan_memory(budget)", budget, spec)
     batch = first_batch(module, datamodule) if batch is None else batch
-    run = FitRun(own, None if spec.name == _HOST else spec, num_ranks=devices * num_nodes, with_times=True)
-    steps = TracedSteps(module, batch, run, on_progress)
-    remedies = remedies_for(own, level, on_card=run.card is not None)
-    return find_plan(steps, budget_bytes, remedies, level)
+    run = FitRun(own, None if spec.name == HOST else spec, num_ranks=devices * num_nodes, with_times=True)
+    steps = TracedSteps(module, batch, run, on_progress, num_local_ranks=devices)
+    remedies = remedies_for(own, level, on_card=run.card is not None, knows_host=host_bytes is not None)
+    return find_plan(steps, Workload(budget_bytes, steps.batch_size, steps.travel_bytes, host_bytes), remedies, level)
 
 
 def level_of(name: str, allow: object) -> Exactness:
@@ -197,81 +204,21 @@ def budget_bytes_of(name: str, budget: int | float | str | None, spec: DeviceSpe
     return budget_bytes
 
 
-def find_plan(steps: "TracedSteps", budget_bytes: int, remedies: Remedies, level: Exactness) -> MemoryPlan:
+def find_plan(steps: TracedSteps, workload: Workload, remedies: Remedies, level: Exactness) -> MemoryPlan:
     """Search, and say what came out.
 
     Args:
         steps: Of the run.
-        budget_bytes: What there is.
+        workload: What there is.
         remedies: What may be tried.
         level: What results may be.
 
     Raises:
         PlanError: If nothing fits.
     """
-    found = search(steps, Workload(budget_bytes, steps.batch_size, steps.travel_bytes), remedies)
+    found = search(steps, workload, remedies)
     if found.best is None:
-        ways = find_ways(steps, found, budget_bytes, has_strategies=steps.may_choose_strategy)
-        raise PlanError(found.least, budget_bytes, level, ways)
-    return MemoryPlan(steps.device, budget_bytes, found, steps.own)
-
-
-class TracedSteps:
-    """Runs steps of schemes on tensors without memory.
-
-    Args:
-        module: Of the user.
-        batch: For it.
-        run: As it is, with times.
-        on_progress: Is told what is being done.
-    """
-
-    def __init__(
-        self, module: pl.LightningModule, batch: Any, run: FitRun, on_progress: Progress | None = None
-    ) -> None:
-        self._module, self._run = module, run
-        self._workspaces: Workspaces | None = None if run.card is None else workspaces_of(run.card)
-        self._progress = on_progress or (lambda stage, done: None)
-        self._num_runs = 0
-        self.own, self.batch, self.num_ranks = run.trainer_arguments, batch, run.num_ranks
-        self.batch_size = batch_size_of(batch) or 0
-
-    @property
-    def device(self) -> DeviceSpec:
-        """What they run on."""
-        return self._run.card or spec_of(_HOST)
-
-    @property
-    def may_choose_strategy(self) -> bool:
-        """Whether weights and states may be elsewhere: there is a card, and the user has chosen no strategy for it."""
-        return self._run.card is not None and has_plain_strategy(self.own)
-
-    def travel_bytes(self, seconds: float) -> int:
-        """Return what the bus carries during the forward of a step that takes so long."""
-        return 0 if self._run.card is None else int(bus_bytes_per_s(self._run.card) * seconds * _FORWARD_SHARE)
-
-    def of(self, batch: Any, num_ranks: int) -> "TracedSteps":
-        """Return what runs steps with another batch, or on more devices."""
-        return TracedSteps(self._module, batch, replace(self._run, num_ranks=num_ranks), self._progress)
-
-    def __call__(self, scheme: Scheme) -> Measured | None:
-        """Run one; ``None`` if a part of it refuses this run."""
-        self._progress(f"a step with {scheme}", 1 - 0.9**self._num_runs)
-        self._num_runs += 1
-        try:
-            run = replace(self._run, trainer_arguments=scheme.trainer_kwargs(self.own))
-            traced = trace_fit(self._module, self.batch, run)
-        except Exception:
-            if not scheme.parts:  # the user's own run
-                raise
-            return None
-        num_bytes = needed_bytes(traced, self._workspaces)
-        return Measured(
-            scheme,
-            num_bytes + (_UNSEEN_BYTES + int(_UNSEEN_SHARE * num_bytes) if scheme.parts else 0),
-            traced.stage(STEP).peak_of(Category.ACTIVATIONS),
-            traced.times[STEP],
-            sum(traced.timeline.peak_by_category[category] for category in _STATES),
-            peak_words(traced.timeline),
-            traced.layers,
-        )
+        here = workload if workload.host_bytes is not None else replace(workload, host_bytes=available_host_bytes())
+        ways = find_ways(steps, found, here, has_strategies=steps.may_choose_strategy)
+        raise PlanError(found.least_of(workload), workload, level, ways)
+    return MemoryPlan(steps.device, workload.budget_bytes, found, steps.own)

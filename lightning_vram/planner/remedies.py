@@ -6,7 +6,7 @@ tried on top of each. What the user's own Trainer has is not touched, and nothin
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_vram.planner.parts import Exactness, Part
@@ -43,6 +43,8 @@ LOW_BIT = Part(
     exactness=Exactness.ANY,
     note="moments of the optimizer are in 8 bits",
 )
+MOMENTS = Part("lightning_vram.MomentsInBF16", exactness=Exactness.ANY, note="moments of the optimizer are in bfloat16")
+_OF_HOST = ("master", "host_state")  # arguments of a strategy that change nothing on the device
 _PLAIN_STRATEGIES = (None, "auto", "ddp")
 _FORMATS = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
 _PRECISION = "LeanMixedPrecision"
@@ -69,7 +71,9 @@ class Remedies:
     free: tuple[Part, ...] = ()
 
 
-def remedies_for(own: Mapping[str, Any], level: Exactness, *, on_card: bool, has_strategies: bool = True) -> Remedies:
+def remedies_for(
+    own: Mapping[str, Any], level: Exactness, *, on_card: bool, has_strategies: bool = True, knows_host: bool = False
+) -> Remedies:
     """Return what suits a run.
 
     Args:
@@ -77,15 +81,21 @@ def remedies_for(own: Mapping[str, Any], level: Exactness, *, on_card: bool, has
         level: What results may be.
         on_card: Whether it runs on a card: the host has nowhere to put what does not fit.
         has_strategies: Whether the strategy can still be chosen.
+        knows_host: Whether it is known what the host has, so that it may have too little.
     """
     taken = _names_of(own)
     states = [Scheme()]
     has_choice = on_card and has_strategies and has_plain_strategy(own)
     if has_choice and level >= OPTIMIZER_ON_HOST.exactness:
-        states += [Scheme((OPTIMIZER_ON_HOST,)), Scheme((WEIGHTS_ON_HOST,))]
+        for part in (OPTIMIZER_ON_HOST, WEIGHTS_ON_HOST):
+            states += [Scheme((one,)) for one in (part, *(leaner_on_host(part, own) if knows_host else ()))]
     lean = _precision_parts(own) if _PRECISION not in taken and not own.get("plugins") else []
-    low_bit = [] if taken & {LOW_BIT.name, "MomentsInBF16"} else [LOW_BIT]
-    states[1:1] = [Scheme((part,)) for part in (*lean, *low_bit) if part.exactness <= level]
+    lean_states = [Scheme((part,)) for part in lean]
+    if not taken & {MOMENTS.name, LOW_BIT.name}:
+        lean_states[1:1] = [Scheme((MOMENTS,)), *(Scheme((part, MOMENTS)) for part in lean[:1])]
+        lean_states.append(Scheme((LOW_BIT,)))
+    states[1:1] = lean_states
+    states = [scheme for scheme in states if scheme.exactness <= level]
     singles = [part for part in (FUSION, OFFLOAD, COMPRESSION) if part.name not in taken and part.exactness <= level]
     if not on_card:
         singles = [part for part in singles if part != OFFLOAD]
@@ -103,6 +113,40 @@ def remedies_for(own: Mapping[str, Any], level: Exactness, *, on_card: bool, has
 def has_plain_strategy(own: Mapping[str, Any]) -> bool:
     """Whether a Trainer has the strategy that it has without a word of the user's."""
     return own.get("strategy") in _PLAIN_STRATEGIES
+
+
+def leaner_on_host(part: Part, own: Mapping[str, Any]) -> list[Part]:
+    """Return a strategy that has as much on the device, and ever less on the host.
+
+    Args:
+        part: The strategy.
+        own: Arguments of the user's Trainer.
+    """
+    split = replace(
+        part,
+        init_args={**part.init_args, "master": "split"},
+        note=f"{part.note}, weights as the 16 bits that travel and the 16 that those lack",
+    )
+    can_split = str(own.get("precision")) == "bf16-mixed"
+    narrow = [
+        replace(
+            one,
+            init_args={**one.init_args, "host_state": form},
+            exactness=Exactness.ANY,
+            note=f"{one.note}, moments in {words}",
+        )
+        for one in [split if can_split else part]
+        for form, words in (("bf16", "bfloat16"), ("8bit", "8 bits"))
+    ]
+    return [split, *narrow] if can_split else narrow
+
+
+def mode_of(scheme: Scheme) -> Mapping[str, Any] | None:
+    """Return what decides what a strategy has on the device, whatever it takes of the host; ``None``: there is none."""
+    for part in scheme.parts:
+        if part.place == "strategy":
+            return {name: value for name, value in part.init_args.items() if name not in _OF_HOST}
+    return None
 
 
 def _precision_parts(own: Mapping[str, Any]) -> list[Part]:

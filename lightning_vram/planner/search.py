@@ -7,13 +7,13 @@ once, is one number each, and what a step needs grows with it nearly by a line: 
 """
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import replace
 
-from lightning_vram.estimation.step_time import StepTime
 from lightning_vram.memory.units import KIB, MIB
+from lightning_vram.planner.measured import Found, Measure, Measured, Workload
 from lightning_vram.planner.parts import Part
-from lightning_vram.planner.remedies import CHECKPOINTING, IN_PARTS, OFFLOAD, Remedies
+from lightning_vram.planner.remedies import CHECKPOINTING, IN_PARTS, OFFLOAD, Remedies, mode_of
 from lightning_vram.planner.scheme import Scheme
 
 _ROUNDS = 4  # to find one number
@@ -21,82 +21,6 @@ _CLOSE = 0.01  # of the budget may be left
 _LITTLE = 0.005  # of what the step needs
 _AS_FAST = 1.01  # of two that differ by less, the one with fewer parts is taken
 _SMALL_BUDGET = 64 * MIB
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What a step of a scheme takes.
-
-    Args:
-        scheme: What was run.
-        needed_bytes: Of the device.
-        activation_bytes: The most that activations took at once.
-        time: Of the step, in the model's own measure.
-        states_bytes: Weights, gradients and states of optimizers when the peak is reached.
-        peak: Where that is, in a few words.
-        layers: What each layer does, as a table, where a budget was planned for.
-    """
-
-    scheme: Scheme
-    needed_bytes: int
-    activation_bytes: int
-    time: StepTime
-    states_bytes: int = 0
-    peak: str = ""
-    layers: str = ""
-
-    @property
-    def seconds(self) -> float:
-        """Of the step."""
-        return self.time.seconds
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What a plan is for.
-
-    Args:
-        budget_bytes: What there is.
-        batch_size: N, of the batch; 0 if nobody knows.
-        travel_bytes: What the bus carries to the host while a forward runs, of a step that takes so many seconds.
-    """
-
-    budget_bytes: int
-    batch_size: int = 0
-    travel_bytes: Callable[[float], int] = field(default=lambda seconds: 0)
-
-
-@dataclass(frozen=True)
-class Found:
-    """What a search has found.
-
-    Args:
-        best: The fastest that fits; ``None`` if nothing does.
-        plain: The step as it is.
-        tried: All that was run, in order.
-    """
-
-    best: Measured | None
-    plain: Measured
-    tried: tuple[Measured, ...]
-
-    @property
-    def least(self) -> Measured:
-        """What needs least of all that was run."""
-        return min(self.tried, key=lambda measured: measured.needed_bytes)
-
-    @property
-    def unbeaten(self) -> tuple[Measured, ...]:
-        """What nothing else beats in memory and time at once, from the fastest to the leanest."""
-        found: list[Measured] = []
-        for one in sorted(self.tried, key=lambda one: (one.seconds, one.needed_bytes)):
-            if not found or one.needed_bytes < found[-1].needed_bytes:
-                found.append(one)
-        return tuple(found)
-
-
-Measure = Callable[[Scheme], Measured | None]
-"""Runs a step of a scheme; ``None``: a part of it refuses the run."""
 
 
 def search(measure: Measure, workload: Workload, remedies: Remedies) -> Found:
@@ -126,6 +50,8 @@ class _Search:
             for states in self._remedies.states:
                 if self._is_as_fast(plain):
                     break
+                if self._is_for_smaller_hosts(states):
+                    continue
                 whole = self._run(_on(start, states)) if states.parts else start
                 if whole is not None and not self._fits(whole) and self._may_win(whole, start):
                     self._try_remedies(whole, is_first=whole is start)
@@ -149,7 +75,13 @@ class _Search:
         return start
 
     def _fits(self, measured: Measured) -> bool:
-        return measured.needed_bytes <= self._budget_bytes
+        return self._workload.fits(measured)
+
+    def _is_for_smaller_hosts(self, states: Scheme) -> bool:
+        """Whether the same is on the host, in more bytes, and the host has them."""
+        mode = mode_of(states)
+        same = (one for one in self._tried if mode is not None and mode_of(one.scheme) == mode)
+        return any(map(self._workload.fits_host, same))
 
     def _best(self) -> Measured | None:
         fitting = [one for one in self._tried if self._fits(one)]
@@ -168,7 +100,7 @@ class _Search:
         They only help with activations, and take time: the more, the more they have to save. Of a set that saves little
         itself that is as much time as of the run as it is.
         """
-        if whole.needed_bytes - whole.activation_bytes > self._budget_bytes:
+        if whole.needed_bytes - whole.activation_bytes > self._budget_bytes or not self._workload.fits_host(whole):
             return False
         best = self._best()
         if whole is plain:
@@ -211,7 +143,10 @@ class _Search:
 
     def _find_least(self, start: Measured) -> None:
         """Add one part after the other, as long as each saves something: to say what would be needed."""
-        least = self._known(_on(start, self._remedies.states[-1])) or start
+        if any(one.needed_bytes <= self._budget_bytes for one in self._tried):
+            return  # it is the host that has too little
+        known = [one for states in self._remedies.states for one in self._tried if one.scheme == _on(start, states)]
+        least = known[-1] if known else start
         parts = [part for part in self._remedies.singles if part != OFFLOAD]
         parts += [CHECKPOINTING] if self._remedies.checkpoints else []
         parts += [OFFLOAD] if self._remedies.offloads or OFFLOAD in self._remedies.singles else []

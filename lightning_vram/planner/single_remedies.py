@@ -3,11 +3,12 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from lightning_vram.planner.measured import Found, Measured, Workload
 from lightning_vram.planner.parts import Exactness, Part
-from lightning_vram.planner.plan import TracedSteps
 from lightning_vram.planner.remedies import CHECKPOINTING, IN_PARTS, Remedies
 from lightning_vram.planner.scheme import Scheme
-from lightning_vram.planner.search import Found, Measured, Workload, search
+from lightning_vram.planner.search import search
+from lightning_vram.planner.traced_steps import TracedSteps
 
 
 def measure_singles(steps: TracedSteps, exact: Remedies, every: Remedies, budget_bytes: int | None) -> Found:

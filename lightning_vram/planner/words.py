@@ -1,11 +1,12 @@
 """What a search has found, in lines of text: for logs, which have no tables."""
 
-from lightning_vram.memory.host.available import available_host_bytes
 from lightning_vram.memory.tracking.timeline import MemoryTimeline, Phase
 from lightning_vram.memory.units import format_bytes
+from lightning_vram.planner.measured import Found, Measured, with_margin
 from lightning_vram.planner.miss import Ways
-from lightning_vram.planner.parts import LEVELS, Exactness
-from lightning_vram.planner.search import Found, Measured, as_text, unit_of
+from lightning_vram.planner.parts import LEVELS, Exactness, Part
+from lightning_vram.planner.remedies import OPTIMIZER_ON_HOST, WEIGHTS_ON_HOST
+from lightning_vram.planner.search import as_text, unit_of
 
 _MOST_ROWS = 8
 
@@ -23,17 +24,21 @@ def summary(found: Found, budget_bytes: int) -> str:
     return "\n".join(lines)
 
 
-def ways_out(least: Measured, level: Exactness, ways: Ways) -> str:
+def ways_out(least: Measured, level: Exactness, ways: Ways, *, on_host: bool = False) -> str:
     """Say what would help where nothing fits.
 
     Args:
         least: What came nearest.
         level: What results might be.
         ways: What was seen to fit.
+        on_host: Whether it is the host that has too little.
     """
-    told = [f"budget='{as_text(least.needed_bytes + unit_of(least.needed_bytes) - 1)}'"]
-    if ways.strategy:
-        told.append(f"strategy={ways.strategy!r} ({_on_host(ways.host_bytes)})")
+    name, num_bytes = ("host_memory", with_margin(least.host_bytes)) if on_host else ("budget", least.needed_bytes)
+    told = [f"{name}='{as_text(num_bytes + unit_of(num_bytes) - 1)}'"]
+    if on_host:
+        told.append("FSDPOffloadStrategy(nvme_path='/a/fast/disk'), which has states on a disk")
+    if ways.strategy is not None:
+        told.append(f"strategy={_code_of(ways.strategy)} ({_on_host(ways)})")
     if ways.num_devices:
         told.append(f"{ways.num_devices} devices with FSDPOffloadStrategy(offload='none')")
     if ways.batch_size:
@@ -61,12 +66,19 @@ def peak_words(timeline: MemoryTimeline) -> str:
     return f"in the {phase} at {timeline.peak_op}{largest}"
 
 
-def _on_host(host_bytes: int) -> str:
-    """Say what a strategy takes of the host; if the one here has less, what helps there."""
-    text, left_bytes = f"about {format_bytes(host_bytes)} of host memory", available_host_bytes()
-    if left_bytes is None or host_bytes <= left_bytes:
+def _code_of(strategy: Part) -> str:
+    """Write a strategy as a Trainer takes it: by its name, if it has one."""
+    if strategy in (OPTIMIZER_ON_HOST, WEIGHTS_ON_HOST):
+        return "'fsdp_offload'" if strategy == WEIGHTS_ON_HOST else "'fsdp_offload_optimizer'"
+    return f"{strategy.name}({', '.join(f'{name}={value!r}' for name, value in strategy.init_args.items())})"
+
+
+def _on_host(ways: Ways) -> str:
+    """Say what a strategy takes of the host; if there is less, what helps."""
+    text, room_bytes = f"{format_bytes(ways.host_bytes)} of host memory", ways.host_room_bytes
+    if room_bytes is None or with_margin(ways.host_bytes) <= room_bytes:
         return text
-    return f"{text}; here are {format_bytes(left_bytes)}: with nvme_path= states lie on a disk"
+    return f"{text}; there are {format_bytes(room_bytes)}: with nvme_path= states lie on a disk"
 
 
 def _worth_a_look(found: Found, budget_bytes: int) -> list[Measured]:

@@ -5,7 +5,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -91,16 +91,16 @@ def refuse_strategy(trainer: pl.Trainer) -> None:
 
 
 def refuse_callbacks(trainer: pl.Trainer, parameters: str) -> None:
-    """Refuse callbacks that put other weights, in float32, into the module: averages, or those that pruning leaves.
+    """Refuse callbacks that put other weights, in float32, into the module.
 
     Raises:
         MisconfigurationException: If there is one.
     """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+        if isinstance(callback, StochasticWeightAveraging):
             raise MisconfigurationException(
                 f"LeanMixedPrecision(parameters={parameters!r}) does not work with {type(callback).__name__}, which "
-                "puts averages into the module, where bfloat16 would round them. Use parameters='fp32'."
+                "averages weights that bfloat16 has rounded. Use WeightAveraging, or parameters='fp32'."
             )
         if isinstance(callback, ModelPruning):
             raise MisconfigurationException(

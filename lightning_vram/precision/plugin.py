@@ -26,6 +26,7 @@ from lightning_vram.precision.arguments import (
     refuse_second_run,
     refuse_strategy,
 )
+from lightning_vram.precision.averages import list_averages
 from lightning_vram.precision.choice import DTYPES, Choice, check_choice, resolve_precision
 from lightning_vram.precision.module_changes import ModuleChanges, Settings
 from lightning_vram.precision.overflow_watch import OnLimit
@@ -87,8 +88,8 @@ class LeanMixedPrecision(ScaledPrecision):
             nothing, weights are in 16 bit already and the optimizer would lose most updates, or it cannot step lean
             parameters.
         MisconfigurationException: When a run is set up, if the device has no such autocast, with DeepSpeed, with LBFGS
-            in float16, with lean parameters and Lightning's averages of weights or ``ModelPruning``, and inside of a
-            run of another trainer that has this plugin.
+            in float16, with lean parameters and ``StochasticWeightAveraging`` or ``ModelPruning``, or if the module has
+            grown since ``WeightAveraging`` copied it, and inside of a run of another trainer that has this plugin.
         FloatingPointError: After too many overflows in a row.
 
     Attributes:
@@ -148,6 +149,7 @@ class LeanMixedPrecision(ScaledPrecision):
         is_training = trainer.state.fn == TrainerFn.FITTING
         if is_training and self.settings.is_lean:
             refuse_callbacks(trainer, self.settings.parameters)
+            list_averages(trainer, module)  # refuses a module that has grown
         changes = ModuleChanges(module, self.device, self.settings, is_training=is_training)
         self._run = PrecisionRun(module, trainer, changes)
         if is_training:

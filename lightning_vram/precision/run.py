@@ -1,6 +1,6 @@
 """What the plugin has from the setup of a run to its teardown."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,12 +14,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_vram.precision.arguments import refuse_optimizers
+from lightning_vram.precision.averages import LeanAverages
 from lightning_vram.precision.module_changes import ModuleChanges
 from lightning_vram.precision.paused_schedules import PausedSchedules
 from lightning_vram.precision.scaled_steps import ScaledSteps
 from lightning_vram.precision.step_logging import is_logging, log_of_step
 from lightning_vram.private_names.lightning.callbacks import is_searching_rate
 from lightning_vram.private_names.lightning.strategies import MockOptimizer
+
+CURRENT = "current_model_state"
+"""Key of the module's own weights in a checkpoint of Lightning's ``WeightAveraging``, whose average is its weights."""
 
 _alive: WeakSet["PrecisionRun"] = WeakSet()
 
@@ -35,6 +39,7 @@ class PrecisionRun:
         steps: In float16, while it trains.
         paused: Schedules that wait for steps that were skipped.
         has_warned: Whether the first training step is over.
+        averages: Of lean weights.
     """
 
     module: pl.LightningModule
@@ -43,8 +48,11 @@ class PrecisionRun:
     steps: ScaledSteps | None = None
     paused: PausedSchedules | None = None
     has_warned: bool = False
+    averages: LeanAverages | None = None
 
     def __post_init__(self) -> None:
+        if self.changes.lean is not None:
+            self.averages = LeanAverages(self.trainer, self.module, self.changes.lean)
         if self.changes.lean is not None and self.changes.settings.check_updates:
             self.changes.lean.check_updates(partial(is_logging, self.module))
         _alive.add(self)
@@ -107,8 +115,15 @@ class PrecisionRun:
         if self.paused is not None:
             self.paused.remove()
         self.end_scaling()
+        if self.averages is not None:
+            self.averages.remove()
         self.changes.remove()
         _alive.discard(self)
+
+    def load_weights(self, checkpoint: Mapping[str, Any]) -> None:
+        """Take over weights of a checkpoint in full; with an average that is in the place of the module there."""
+        has_average = bool(self.averages) and CURRENT in checkpoint
+        self.changes.load_weights(checkpoint.get(CURRENT if has_average else "state_dict", {}))
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps of the run."""

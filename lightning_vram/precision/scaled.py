@@ -145,4 +145,4 @@ class ScaledPrecision(MixedPrecision):
             if state is not None:
                 self.load_state_dict(state)
         if self._run is not None:
-            self._run.changes.load_weights(checkpoint.get("state_dict", {}))
+            self._run.load_weights(checkpoint)

@@ -1,11 +1,13 @@
 """Ways to train with parts of this package, as a plain loop goes them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 
 from torch import nn
+from torch.optim import AdamW, Optimizer
 
+from lightning_vram.optimizers.narrow import NarrowMoments
 from lightning_vram.techniques.activation_checkpointing.apply import apply_activation_checkpointing
 from lightning_vram.techniques.activation_checkpointing.budget.apply import BudgetedCheckpointing, decisions_of
 from lightning_vram.techniques.activation_checkpointing.budget.solver import BudgetError, predict_peak, solve
@@ -76,6 +78,13 @@ def _fuse_and_offload(model: nn.Module) -> _Several:
     return _Several(_offload(model), Recomputation(model))
 
 
+def _adamw_in_bf16(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    held = nn.ParameterList(parameters)
+    optimizer = AdamW(held, lr=1e-4)
+    NarrowMoments(held).attach([optimizer])
+    return optimizer
+
+
 _EVERY_2ND = SavePolicy("matmuls", 2)
 _CHANGES: dict[str, Callable[[nn.Module], object]] = {
     "InPlaceFusion()": Recomputation,
@@ -95,7 +104,10 @@ _CHANGES: dict[str, Callable[[nn.Module], object]] = {
     "ActivationCompression()": CompressionStage,
     'ActivationCompression(lossy="int8")': partial(CompressionStage, lossy="int8"),
 }
-OURS = tuple(Way(name, "ours", change) for name, change in _CHANGES.items())
+OURS = (
+    *(Way(name, "ours", change) for name, change in _CHANGES.items()),
+    Way("MomentsInBF16()", "ours", make_optimizer=_adamw_in_bf16),
+)
 """Names are what a Trainer would have among its callbacks."""
 
 

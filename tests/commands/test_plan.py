@@ -71,11 +71,19 @@ def fail(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_it_asks_for_what_the_configuration_says(asked):
-    arguments = ["--budget=2GiB", "--allow=any", "--trainer.devices=4", "--num_nodes=2", "--precision=bf16-mixed"]
+    arguments = [
+        "--budget=2GiB",
+        "--host_memory=64GiB",
+        "--allow=any",
+        "--trainer.devices=4",
+        "--num_nodes=2",
+        "--precision=bf16-mixed",
+    ]
     main(["plan", QUICKSTART, *DEVICE, *arguments])
     assert isinstance(asked["module"], lightning_vram.demos.ByteGPT)
     assert isinstance(asked["datamodule"], lightning_vram.demos.SourceText)
     assert (asked["device"], asked["budget"], asked["allow"]) == ("h100", "2GiB", "any")
+    assert asked["host_memory"] == "64GiB"
     assert (asked["devices"], asked["num_nodes"], asked["trainer"]["precision"]) == (4, 2, "bf16-mixed")
     main(["plan", QUICKSTART, *DEVICE, "--batch.shape=[4, 33]", "--batch.dtype=int64"])
     assert (asked["budget"], asked["allow"], asked["datamodule"]) == (None, "exact", None)
@@ -161,6 +169,7 @@ def test_where_nothing_fits_there_is_one_line(monkeypatch, capsys):
             "--budget must be a number and one of B, KiB, MiB, GiB, TiB, kB, MB, GB, TB, got 'much'.",
         ),
         ([*DEVICE, "--budget=0"], "--budget must be above 0, got 0."),
+        ([*DEVICE, "--host_memory=-1"], "--host_memory must not be negative, got -1."),
         (
             [*DEVICE, "--budget=-5GiB"],
             "--budget must be a number and one of B, KiB, MiB, GiB, TiB, kB, MB, GB, TB, got '-5GiB'.",

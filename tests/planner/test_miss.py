@@ -9,11 +9,12 @@ from support.plans import CHECKPOINTING, measured
 
 from lightning_vram import DeviceSpec, FSDPOffloadStrategy, plan_memory
 from lightning_vram.demos import ByteGPT
-from lightning_vram.memory.units import GIB, MIB
+from lightning_vram.memory.units import GIB, MIB, format_bytes
 from lightning_vram.planner import PlanError
+from lightning_vram.planner.measured import Found, Workload
 from lightning_vram.planner.miss import Ways, find_ways
 from lightning_vram.planner.parts import Exactness
-from lightning_vram.planner.search import Found
+from lightning_vram.planner.remedies import OPTIMIZER_ON_HOST, WEIGHTS_ON_HOST, leaner_on_host
 from lightning_vram.planner.words import ways_out
 
 CARD = DeviceSpec("card", 8 * GIB, bandwidth_bytes_per_s=1e12, flops_per_s={"fp32": 2e13}, bus_bytes_per_s=2e10)
@@ -50,7 +51,7 @@ def test_the_batch_and_the_sequence_that_are_told_fit():
     budget = miss(make_gpt(), tokens, device="cpu", budget="2MiB").minimum_bytes * 2 // 3
     ways = miss(make_gpt(), tokens, device="cpu", budget=budget)
     found = ways.ways
-    assert (found.num_devices, found.strategy) == (0, "")  # the host has no other host beside it
+    assert (found.num_devices, found.strategy) == (0, None)  # the host has no other host beside it
     assert 4 <= found.batch_size < 16
     assert 32 <= found.sequence_length < 129
     message = f"a batch of {found.batch_size} with accumulate_grad_batches, sequences of {found.sequence_length}, or"
@@ -64,15 +65,33 @@ def test_the_devices_and_the_strategy_that_are_told_fit():
     batch = torch.zeros(4, 2048)
     error = miss(Wide(), batch, device=CARD, budget="1000MiB")
     ways = error.ways
-    assert ways.strategy.startswith("fsdp_offload")
     assert ways.host_bytes == 768 * MIB
     assert (ways.batch_size, ways.sequence_length) == (0, 0)
-    assert f"strategy='{ways.strategy}' (about 768.00 MiB of host memory" in str(error)
+    assert "strategy='fsdp_offload_optimizer' (768.00 MiB of host memory" in str(error)
     assert f"{ways.num_devices} devices with FSDPOffloadStrategy(offload='none')" in str(error)
-    for strategy, devices in ((ways.strategy, 1), (FSDPOffloadStrategy(offload="none"), ways.num_devices)):
+    for strategy, devices in ((ways.strategy.make(), 1), (FSDPOffloadStrategy(offload="none"), ways.num_devices)):
         own = {"strategy": strategy}
         plan = plan_memory(Wide(), batch, device=CARD, budget="1000MiB", trainer=own, devices=devices)
         assert plan.peak_bytes <= 1000 * MIB
+
+
+@pytest.mark.quick_sample(1)
+@pytest.mark.parametrize(
+    ("room", "code", "per_weight"),
+    [
+        (19, "'fsdp_offload_optimizer'", 18),
+        (17, "FSDPOffloadStrategy(offload='optimizer', master='split')", 16),
+        (13, "FSDPOffloadStrategy(offload='optimizer', master='split', host_state='bf16')", 12),
+    ],
+)
+def test_a_strategy_that_is_told_fits_the_host(room, code, per_weight, monkeypatch):
+    """Of these bytes 4 are gradients, in 32 bit in the first batches. Of what is small as much again must stay free."""
+    num = 12 * 2048**2
+    monkeypatch.setattr("lightning_vram.planner.plan.available_host_bytes", lambda: 2 * room * num)
+    own = {"precision": "bf16-mixed"}
+    error = miss(Wide(), torch.zeros(4, 2048), device=CARD, budget="1000MiB", trainer=own)
+    assert error.ways.host_bytes == per_weight * num
+    assert f"strategy={code} ({format_bytes(per_weight * num)} of host memory)" in str(error)
 
 
 def test_where_the_least_has_its_peak_is_told():
@@ -85,7 +104,7 @@ class Line:
     """Needs so many bytes for each sample, and refuses strategies."""
 
     def __init__(self, batch, num_ranks=1, asked=None):
-        self.batch, self.num_ranks = batch, num_ranks
+        self.batch, self.num_ranks, self.own = batch, num_ranks, {}
         self.asked = [] if asked is None else asked
 
     def of(self, batch, num_ranks):
@@ -102,18 +121,22 @@ class Line:
 def test_a_line_leads_to_the_largest_batch_in_few_steps(budget, size, asked):
     least = replace(measured(CHECKPOINTING, mib=260, ms=1), activation_bytes=160 * MIB)
     steps = Line(torch.zeros(16))
-    ways = find_ways(steps, Found(None, least, (least,)), budget * MIB, has_strategies=False)
+    ways = find_ways(steps, Found(None, least, (least,)), Workload(budget * MIB), has_strategies=False)
     assert (ways.batch_size, steps.asked) == (size, asked)
 
 
-def test_words(monkeypatch):
+def test_words():
     least = measured(CHECKPOINTING, mib=260, ms=1)
     assert ways_out(least, Exactness.ANY, Ways()) == "What helps: budget='260MiB'."
     assert ways_out(least, Exactness.LOSSLESS, Ways(batch_size=3)) == (
         "What helps: budget='260MiB', a batch of 3 with accumulate_grad_batches, or perhaps allow='any'."
     )
-    monkeypatch.setattr("lightning_vram.planner.words.available_host_bytes", lambda: GIB)
-    assert ways_out(least, Exactness.ANY, Ways(2, "fsdp_offload", 4 * GIB)) == (
-        "What helps: budget='260MiB', strategy='fsdp_offload' (about 4.00 GiB of host memory; here are 1.00 GiB: "
+    assert ways_out(least, Exactness.ANY, Ways(2, WEIGHTS_ON_HOST, 4 * GIB, GIB)) == (
+        "What helps: budget='260MiB', strategy='fsdp_offload' (4.00 GiB of host memory; there are 1.00 GiB: "
         "with nvme_path= states lie on a disk), or 2 devices with FSDPOffloadStrategy(offload='none')."
+    )
+    split = leaner_on_host(OPTIMIZER_ON_HOST, {"precision": "bf16-mixed"})[0]
+    assert ways_out(least, Exactness.ANY, Ways(0, split, 4 * GIB, 5 * GIB)) == (
+        "What helps: budget='260MiB', or strategy=FSDPOffloadStrategy(offload='optimizer', master='split') (4.00 GiB "
+        "of host memory)."
     )

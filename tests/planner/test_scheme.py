@@ -89,7 +89,7 @@ def test_values_are_read_as_they_were(value):
 
 
 def test_each_argument_that_a_plan_may_give_has_a_note():
-    found = remedies_for({"precision": "bf16-mixed"}, Exactness.ANY, on_card=True)
+    found = remedies_for({"precision": "bf16-mixed"}, Exactness.ANY, on_card=True, knows_host=True)
     parts = [*found.singles, *found.free, *(part for states in found.states for part in states.parts)]
     given = {name for part in parts for name in part.init_args} | {"budget", "remedies", "offload_bytes", "size"}
     assert given == set(ARGUMENT_NOTES)

@@ -7,6 +7,9 @@ import pytest
 
 from lightning_vram.estimation.step_time import StepTime
 from lightning_vram.memory.units import GIB, MIB, parse_bytes
+from lightning_vram.planner import PlanError
+from lightning_vram.planner.measured import Found, Measured, Workload
+from lightning_vram.planner.miss import Ways
 from lightning_vram.planner.parts import Exactness, Part
 from lightning_vram.planner.remedies import (
     CHECKPOINTING,
@@ -14,12 +17,14 @@ from lightning_vram.planner.remedies import (
     FUSION,
     IN_PARTS,
     LOW_BIT,
+    MOMENTS,
     OPTIMIZER_ON_HOST,
     Remedies,
+    leaner_on_host,
     remedies_for,
 )
 from lightning_vram.planner.scheme import Scheme
-from lightning_vram.planner.search import Found, Measured, Workload, search
+from lightning_vram.planner.search import search
 
 ON_HOST = Scheme((OPTIMIZER_ON_HOST,))
 WEIGHTS, ACTIVATIONS, LEAST, BATCH_SIZE = 4 * GIB, 8 * GIB, GIB, 64
@@ -196,5 +201,53 @@ def test_results_are_as_true_as_was_asked_for():
         parts = [*remedies.singles, *(part for scheme in remedies.states for part in scheme.parts)]
         assert max(part.exactness for part in parts) == level
         assert remedies.cuts == (level >= Exactness.LOSSLESS)
-        of_any = (Scheme((LOW_BIT,)),) if level == Exactness.ANY else ()
-        assert remedies_for({}, level, on_card=False).states == (Scheme(), *of_any)
+        moments = (Scheme((MOMENTS,)), Scheme((LOW_BIT,))) if level == Exactness.ANY else ()
+        assert remedies_for({}, level, on_card=False).states == (Scheme(), *moments)
+
+
+class StepsOnHost(Steps):
+    """What is on the host takes 18 bytes there, or less."""
+
+    def __call__(self, scheme):
+        measured = super().__call__(scheme)
+        arguments = scheme.parts[0].init_args if scheme.parts and scheme.parts[0].place == "strategy" else None
+        if arguments is None:
+            return measured
+        size = 18 - 4 * ("master" in arguments) - {None: 0, "bf16": 4, "8bit": 6}[arguments.get("host_state")]
+        return replace(measured, needed_bytes=measured.activation_bytes, host_bytes=size * GIB)
+
+
+@pytest.mark.parametrize(
+    ("room", "found", "num_strategies"),
+    [
+        (None, {"offload": "optimizer"}, 1),
+        (19, {"offload": "optimizer"}, 1),
+        (18, {"offload": "optimizer", "master": "split"}, 2),
+        (14, {"offload": "optimizer", "master": "split", "host_state": "bf16"}, 3),
+        (9, {"offload": "optimizer", "master": "split", "host_state": "8bit"}, 4),
+    ],
+)
+def test_a_host_that_is_too_small_has_less_there(room, found, num_strategies):
+    """A GiB must stay free beside what is there."""
+    own, steps = {"precision": "bf16-mixed"}, StepsOnHost()
+    states = (Scheme(), *(Scheme((one,)) for one in (OPTIMIZER_ON_HOST, *leaner_on_host(OPTIMIZER_ON_HOST, own))))
+    workload = Workload(9 * GIB, BATCH_SIZE, host_bytes=None if room is None else room * GIB)
+    best = search(steps, workload, Remedies(states, checkpoints=False)).best
+    assert best.scheme.parts[0].init_args == found
+    assert sum("FSDPOffloadStrategy" in scheme for scheme in steps.schemes) == num_strategies
+
+
+def test_a_host_that_is_too_small_for_all_is_what_is_told():
+    own, steps = {}, StepsOnHost()
+    states = (Scheme(), *(Scheme((one,)) for one in (OPTIMIZER_ON_HOST, *leaner_on_host(OPTIMIZER_ON_HOST, own))))
+    workload = Workload(9 * GIB, BATCH_SIZE, host_bytes=12 * GIB)
+    found = search(steps, workload, Remedies(states, checkpoints=False, singles=(FUSION,)))
+    assert found.best is None
+    least = found.least_of(workload)
+    assert least.host_bytes == 12 * GIB
+    assert str(PlanError(least, workload, Exactness.LOSSLESS, Ways())) == (
+        "No plan fits 12.00 GiB of host memory. The least that was found is 12.00 GiB, by FSDPOffloadStrategy("
+        "offload=optimizer, host_state=8bit), beside which 1.00 GiB must stay free. What helps: "
+        "host_memory='13312MiB', FSDPOffloadStrategy(nvme_path='/a/fast/disk'), which has states on a disk, or "
+        "perhaps allow='any'."
+    )

@@ -17,13 +17,15 @@ from lightning_vram.memory.device.accelerators import has_statistics
 from lightning_vram.memory.device.allocator import empty_cache, has_cache
 from lightning_vram.memory.estimate.calibrate import measure_bus
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
+from lightning_vram.memory.host.available import available_host_bytes
 from lightning_vram.memory.units import parse_bytes
+from lightning_vram.planner.measured import Found, Measured, Workload
 from lightning_vram.planner.miss import Ways, find_ways
 from lightning_vram.planner.parts import Exactness, Part
-from lightning_vram.planner.plan import TracedSteps
 from lightning_vram.planner.remedies import CHECKPOINTING, remedies_for
 from lightning_vram.planner.scheme import Scheme
-from lightning_vram.planner.search import Found, Measured, Workload, as_text, search
+from lightning_vram.planner.search import as_text, search
+from lightning_vram.planner.traced_steps import TracedSteps
 
 _ROOM_FOR_ERRORS = 0.03  # of a device, where the user named no budget
 _TIGHT = 0.8  # of the budget
@@ -75,10 +77,11 @@ def decide(
         budget_bytes = run.device.memory_bytes
         if not has_budget:
             budget_bytes = int((1 - _ROOM_FOR_ERRORS) * budget_bytes)
-        found, steps = _search(run, budget_bytes, level, guards)
+        found, steps, workload = _search(run, budget_bytes, level, guards)
         ways = Ways()
         if found.best is None:
-            ways = find_ways(steps, found, budget_bytes, has_strategies=steps.may_choose_strategy)
+            here = replace(workload, host_bytes=available_host_bytes())
+            ways = find_ways(steps, found, here, has_strategies=steps.may_choose_strategy)
     except Exception as error:  # a step on tensors without values may fail where the run does not
         return Decision(unknown_line(f"{type(error).__name__}: {error}", can_run_again=bool(guards)), "warning")
     kind: Literal["info", "error", "warning"] = "info"
@@ -96,7 +99,7 @@ def decide(
 
 def _search(
     run: RunningTrainer, budget_bytes: int, level: Exactness, guards: Sequence[Callback]
-) -> tuple[Found, TracedSteps]:
+) -> tuple[Found, TracedSteps, Workload]:
     fit = FitRun(
         {**run.arguments, "callbacks": [*run.arguments["callbacks"], *guards]},
         run.device if run.device.name != "cpu" else None,
@@ -104,13 +107,16 @@ def _search(
         with_times=True,
     )
     remedies = remedies_for(run.arguments, level, on_card=fit.card is not None, has_strategies=False)
-    steps = TracedSteps(run.module, run.batch, fit)
+    steps = TracedSteps(run.module, run.batch, fit, num_local_ranks=run.num_devices)
+    workload = Workload(budget_bytes, steps.batch_size, steps.travel_bytes)
     plain = steps(Scheme())
     assert plain is not None  # nothing refuses the user's own run
     if plain.needed_bytes <= budget_bytes:  # the bus is not measured for a run that fits
-        return Found(plain, plain, (plain,)), steps
-    steps = TracedSteps(run.module, run.batch, replace(fit, card=_with_bus(fit.card)))
-    return search(steps, Workload(budget_bytes, steps.batch_size, steps.travel_bytes), remedies), steps
+        return Found(plain, plain, (plain,)), steps, workload
+    fit = replace(fit, card=_with_bus(fit.card))
+    steps = TracedSteps(run.module, run.batch, fit, num_local_ranks=run.num_devices)
+    workload = replace(workload, travel_bytes=steps.travel_bytes)
+    return search(steps, workload, remedies), steps, workload
 
 
 def _with_bus(spec: DeviceSpec | None) -> DeviceSpec | None:

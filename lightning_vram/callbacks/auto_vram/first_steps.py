@@ -7,8 +7,8 @@ import torch
 
 from lightning_vram.callbacks.auto_vram.parts import differs_late
 from lightning_vram.memory.device.allocator import PeakWatch
+from lightning_vram.planner.measured import Found
 from lightning_vram.planner.scheme import Scheme
-from lightning_vram.planner.search import Found
 
 _FIRST, _LAST = 3, 6  # batches: the first two see optimizers make their states, and plans being made
 _WORTH_A_CHANGE = 0.97

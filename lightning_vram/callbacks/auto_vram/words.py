@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from lightning_vram.memory.units import format_bytes
+from lightning_vram.planner.measured import Found, Measured
 from lightning_vram.planner.miss import Ways
 from lightning_vram.planner.parts import Exactness
-from lightning_vram.planner.search import Found, Measured
 from lightning_vram.planner.words import summary, ways_out, where
 
 NAME = "AutoVRAM"

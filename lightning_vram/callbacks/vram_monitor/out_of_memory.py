@@ -28,11 +28,11 @@ from lightning_vram.memory.tracking.timeline import Category, MemoryTimeline
 from lightning_vram.memory.tracking.tracker import track_memory
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.planner.evaluation_remedies import measure_evaluation
+from lightning_vram.planner.measured import Found
 from lightning_vram.planner.parts import Exactness
-from lightning_vram.planner.plan import TracedSteps
 from lightning_vram.planner.remedies import remedies_for
-from lightning_vram.planner.search import Found
 from lightning_vram.planner.single_remedies import as_code, measure_singles, results_of
+from lightning_vram.planner.traced_steps import TracedSteps
 from lightning_vram.private_names.torch.trees import tensors_in
 from lightning_vram.report.estimate.figure import save as save_picture
 from lightning_vram.report.out_of_memory import OutOfMemory, Remedy, write_page

@@ -41,6 +41,10 @@ class FrozenWrites:
             if known is not None:
                 self._note_write(parameter)
 
+    def pass_over(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Hold nothing against parameters that was written to them since the last look."""
+        self._seen |= {parameter: count_writes(parameter) for parameter in parameters if parameter in self._seen}
+
     def stop(self) -> None:
         """Let all parameters that were looked at be ordinary ones again."""
         for parameter in self._seen:

@@ -61,6 +61,10 @@ class LeanOptimizers(StepTakeOver):
             self._stand_ins.append(load)
             register_optimizer_tensors(optimizer, partial(list_rests, self._chunks))  # self would hold it
 
+    def pass_over_writes(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Let what was written to parameters since the last step be nobody's by hand."""
+        self._frozen_writes.pass_over(parameters)
+
     def end_standing_in(self) -> None:
         """Let the optimizers step plainly again, before their parameters are restored."""
         super().end_standing_in()

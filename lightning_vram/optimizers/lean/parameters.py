@@ -22,7 +22,7 @@ writing the weights once more. Forward and backward need no copies of the weight
 but modules that ask for fp32 weights get them rounded, so keep those out.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -114,6 +114,19 @@ class LeanParameters:
         """
         return put_full_weights(state_dict, self._chunks, self._names)
 
+    def parameters(self) -> set[nn.Parameter]:
+        """Return those that are lean."""
+        return {parameter for chunk in self._chunks for parameter in chunk.parameters}
+
+    @torch.no_grad()
+    def exact_weights(self) -> Iterator[tuple[tuple[nn.Parameter, ...], list[Tensor]]]:
+        """Yield some parameters at a time, and what they stand for: fp32, not to be written to, of no use later.
+
+        Of parameters that are frozen it is in host memory.
+        """
+        for chunk in self._chunks:
+            yield chunk.parameters, chunk.views(chunk.read())
+
     @torch.no_grad()
     def take(self, values: Mapping[nn.Parameter, Tensor]) -> None:
         """Set exact weights, as of a checkpoint.
@@ -132,6 +145,26 @@ class LeanParameters:
             chunk.check()
         for chunk in chunks:
             chunk.take(values)
+        self._optimizers.pass_over_writes(values)
+
+    @torch.no_grad()
+    def lend(self, values: Mapping[nn.Parameter, Tensor]) -> None:
+        """Let parameters be exactly what they are given, whatever the scheme, in 4 bytes more of the host for each.
+
+        Args:
+            values: As :meth:`exact_weights` yields them: fp32, on any device.
+        """
+        for chunk in self._chunks:
+            if chunk.parameters[0] in values:
+                chunk.lend([values[parameter] for parameter in chunk.parameters])
+        self._optimizers.pass_over_writes(values)
+
+    @torch.no_grad()
+    def take_back(self) -> None:
+        """Let all parameters, which were lent, have the bits of before."""
+        for chunk in self._chunks:
+            chunk.take_back()
+            self._optimizers.pass_over_writes(chunk.parameters)
 
     def check_updates(self, is_due: Callable[[], bool]) -> None:
         """Count from now on, in steps in which ``is_due`` says so, updates that rounding takes back."""

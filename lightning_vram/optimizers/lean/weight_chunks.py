@@ -29,6 +29,7 @@ class WeightChunk:
         self.number = number
         self._scheme = scheme
         self._dtypes = tuple(parameter.dtype for parameter in parameters)
+        self._lent: tuple[list[Tensor], WeightCodec, bool] | None = None
         self.is_resting = not parameters[0].requires_grad
         self._codec: WeightCodec = SplitCodec() if self.is_resting else CODECS[scheme]()
         weights = self._codec.write(self._gather("cpu" if self.is_resting else parameters[0].device), None)
@@ -85,6 +86,19 @@ class WeightChunk:
                 view.copy_(values[parameter])
         self._scatter(self._codec.write(exact, None))
 
+    def lend(self, values: Sequence[Tensor]) -> None:
+        """Let the parameters be exactly these values, whatever the scheme, until :meth:`take_back` or the next step."""
+        weights = [parameter.detach().to("cpu", copy=True) for parameter in self.parameters]
+        self._lent = weights, self._codec, self.is_resting
+        self._codec, self.is_resting = SplitCodec(), True
+        self._scatter(self._codec.write(widened(values, "cpu")[0], None))
+
+    def take_back(self) -> None:
+        """Let the parameters have the bits that they had before they were lent."""
+        assert self._lent is not None
+        (weights, self._codec, self.is_resting), self._lent = self._lent, None
+        copy_each([parameter.detach() for parameter in self.parameters], weights)
+
     def views(self, flat: Tensor) -> list[Tensor]:
         """Return the part of each parameter in ``flat``, in its shape."""
         return _views_like(flat, self.parameters)
@@ -99,7 +113,7 @@ class WeightChunk:
             if parameter.dtype is torch.bfloat16:
                 _change_dtype(parameter, dtype)
                 parameter.copy_(values)
-        self._codec.rest = None
+        self._codec.rest = self._lent = None
 
     def _gather(self, device: torch.device | str) -> Tensor:
         return widened(self.parameters, device)[0]

@@ -19,7 +19,7 @@ from lightning_vram.core.host.split_weights import PART_ELEMENTS
 from lightning_vram.core.host.worker import Ticket
 from lightning_vram.core.surgery.shadow import Shadow, instead
 from lightning_vram.optimizers.on_host.optimizers import HostOptimizers
-from lightning_vram.optimizers.stepping import as_sharded
+from lightning_vram.optimizers.stepping import as_sharded, move_average
 from lightning_vram.private_names.fsdp2.sharded_tensors import cut_own_part, local_part, own_part_of
 from lightning_vram.private_names.torch.modules import own_parameters
 from lightning_vram.techniques.sharding import FullSharding, ShardedGroup, ShardLane
@@ -133,11 +133,7 @@ class HostAverage:
         if event is not None:
             event.synchronize()
         averages = [average for average, _ in self._plain]
-        if averages or self.average.use_buffers:
-            _move_tensors(self.average, number, _Tensors(averages, self._buffers), _Tensors(weights, buffers))
-        else:
-            for ours, theirs in zip(self._buffers, buffers, strict=True):
-                ours.copy_(theirs)
+        move_average(self.average, number, (averages, self._buffers), (weights, buffers))
 
     def _wait_for_rest(self) -> None:
         """Wait for what nothing watches: scalars and buffers. Shards are waited for by who reads them."""
@@ -172,42 +168,6 @@ class HostAverage:
         return state | {_PREFIX + key: value for key, value in self._gather(self.average.module).items()}
 
 
-class _Tensors:
-    """Some tensors, as ``AveragedModel`` sees a module."""
-
-    def __init__(self, parameters: Iterable[Tensor], buffers: Iterable[Tensor] = ()) -> None:
-        self._parameters, self._buffers = list(parameters), list(buffers)
-
-    def parameters(self) -> Iterator[Tensor]:
-        """What a module calls so."""
-        return iter(self._parameters)
-
-    def buffers(self) -> Iterator[Tensor]:
-        """What a module calls so."""
-        return iter(self._buffers)
-
-
-class _Part:
-    """A part of an average, as a method of ``AveragedModel`` sees itself."""
-
-    def __init__(self, average: AveragedModel, number: Tensor, tensors: _Tensors) -> None:
-        self._average = average
-        self.module, self.n_averaged = tensors, number.clone()
-
-    def parameters(self) -> Iterator[Tensor]:
-        """Those of the part."""
-        return self.module.parameters()
-
-    def __getattr__(self, name: str) -> Any:
-        """All else is what it is of the whole."""
-        return getattr(self._average, name)
-
-
-def _move_tensors(average: AveragedModel, number: Tensor, ours: _Tensors, theirs: _Tensors) -> None:
-    update: Any = type(average).update_parameters
-    update(_Part(average, number, ours), theirs)
-
-
 class _Batch:
     """Tensors that are moved together, some at a time."""
 
@@ -228,7 +188,7 @@ class _Batch:
         ours, theirs = self._ours, self._theirs
         self._ours, self._theirs = [], []
         if ours:
-            _move_tensors(self._average, self._number, _Tensors(ours), _Tensors(theirs))
+            move_average(self._average, self._number, (ours, ()), (theirs, ()))
 
 
 def _cut(lane: ShardLane, place: int, average: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

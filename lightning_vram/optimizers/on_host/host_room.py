@@ -6,10 +6,9 @@ its place.
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -19,107 +18,20 @@ from lightning_vram.core.processes.rank_errors import gather_objects
 from lightning_vram.memory.host.available import available_host_bytes, free_swap_bytes
 from lightning_vram.memory.host.machine import machine_name
 from lightning_vram.memory.units import format_bytes
-from lightning_vram.optimizers.on_disk import find_layout, is_elementwise
-from lightning_vram.optimizers.stepping import FORMS, StateForm, why_not_steppable
+from lightning_vram.optimizers.on_host.host_needs import HostNeeds
+from lightning_vram.optimizers.stepping import FORMS
 from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
 
 _DISK, _NARROW = "nvme_path='/a/fast/disk'", "precision='bf16-true'"
-_NO_FORMS = (0,) * len(FORMS)
 
 
-@dataclass(frozen=True)
-class HostNeeds:
-    """Bytes that will be at rest on the host, by kind.
-
-    Attributes:
-        weights: The shards.
-        narrow_copies: Of them, which travel in 16 bit.
-        gradients: Of those that are trained.
-        states: Of the optimizers, as far as their classes are known; 0 while there are none.
-        can_be_narrow: Whether all weights are in 32 bit, so that 16 bit would halve all of it.
-        narrow_states: What states would take with fewer bytes for a moment; 0 where there is no such form.
-    """
-
-    weights: int = 0
-    narrow_copies: int = 0
-    gradients: int = 0
-    states: int = 0
-    can_be_narrow: bool = True
-    narrow_states: tuple[int, ...] = _NO_FORMS
-
-    @property
-    def total(self) -> int:
-        """All of it."""
-        return self.weights + self.narrow_copies + self.gradients + self.states
-
-    def __add__(self, other: "HostNeeds") -> "HostNeeds":
-        """Add what another rank needs."""
-        return HostNeeds(
-            self.weights + other.weights,
-            self.narrow_copies + other.narrow_copies,
-            self.gradients + other.gradients,
-            self.states + other.states,
-            self.can_be_narrow and other.can_be_narrow,
-            tuple(one + another for one, another in zip(self.narrow_states, other.narrow_states, strict=True)),
-        )
-
-
-def count_host_needs(
-    module: nn.Module, num_shards: int, narrow: Collection[str] = (), narrow_dtype: torch.dtype | None = None
-) -> HostNeeds:
-    """Count what one rank will have of a module, without the states of its optimizers.
+def margin_bytes(taken_bytes: int) -> int:
+    """Return what is left to everything else: as much again of what is small, so that a toy runs on a full machine.
 
     Args:
-        module: Before it is sharded; may be on ``meta``. What is sharded already is not counted.
-        num_shards: Ranks that share a parameter.
-        narrow: Names of the parameters of which there is a copy that travels.
-        narrow_dtype: Of those copies; ``None``: there are none.
+        taken_bytes: What is taken beside what is there.
     """
-    needs = HostNeeds(can_be_narrow=all(p.dtype == torch.float32 for p in module.parameters()))
-    for name, parameter in module.named_parameters():
-        if isinstance(parameter, DTensor) or not parameter.dim() or not parameter.numel():
-            continue  # scalars are not sharded: they stay on the device
-        numel = math.ceil(parameter.shape[0] / num_shards) * (parameter.numel() // parameter.shape[0])
-        num_bytes = numel * parameter.itemsize
-        has_copy = narrow_dtype is not None and narrow_dtype != parameter.dtype and name in narrow
-        if (parameter.dtype, narrow_dtype) == (torch.float32, torch.bfloat16) and not parameter.requires_grad:
-            has_copy = False  # frozen ones are split
-        needs += HostNeeds(
-            weights=num_bytes,
-            narrow_copies=numel * narrow_dtype.itemsize if has_copy and narrow_dtype is not None else 0,
-            gradients=num_bytes if parameter.requires_grad else 0,
-        )
-    return needs
-
-
-def count_state_bytes(
-    optimizers: Iterable[Optimizer], shards: Mapping[nn.Parameter, nn.Parameter], form: StateForm | None = None
-) -> int:
-    """Count what optimizers will keep on this rank for weights that are trained; 0 for classes that nobody has read.
-
-    Args:
-        optimizers: Before their first step.
-        shards: That have taken the place of parameters.
-        form: Of their moments.
-    """
-    return sum(sum(_iterate_states(one, shards, form)) for one in optimizers)
-
-
-def add_states(
-    needs: HostNeeds,
-    optimizers: Sequence[Optimizer],
-    shards: Mapping[nn.Parameter, nn.Parameter],
-    form: StateForm | None,
-) -> HostNeeds:
-    """Return needs with the states of optimizers, and what those would be in another form; see above."""
-    states = count_state_bytes(optimizers, shards, form)
-    others = tuple(
-        count_state_bytes(optimizers, shards, one) if needs.can_be_narrow and all(map(one.fits, optimizers)) else 0
-        for one in FORMS.values()
-    )
-    return replace(
-        needs, states=states, narrow_states=others, can_be_narrow=needs.can_be_narrow and form is None
-    )  # a form is for float32 weights
+    return min(MARGIN_BYTES, max(0, taken_bytes))
 
 
 class HostRoom:
@@ -128,13 +40,21 @@ class HostRoom:
     Args:
         module: What it has on the host counts as there: it will be given back.
         optimizers: Of a run before, whose states will be.
+        averages: Copies of the module, which will be given back, too.
         may_swap: Whether memory that is swapped out will do: none of it is pinned.
     """
 
-    def __init__(self, module: nn.Module, optimizers: Iterable[Optimizer] = (), *, may_swap: bool) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizers: Iterable[Optimizer] = (),
+        averages: Iterable[nn.Module] = (),
+        *,
+        may_swap: bool,
+    ) -> None:
         available = available_host_bytes()
         self._available = available + free_swap_bytes() if available is not None and may_swap else available
-        of_module = (p for p in module.parameters() if not isinstance(p, DTensor))
+        of_module = (p for one in (module, *averages) for p in one.parameters() if not isinstance(p, DTensor))
         states = (state for one in optimizers for state in one.state.values() if isinstance(state, Mapping))
         of_states = (local_part(value) for state in states for value in state.values())
         held = (t for t in (*of_module, *of_states) if isinstance(t, Tensor) and t.device.type == "cpu")
@@ -196,8 +116,7 @@ class _Machine:
         return (self.available or 0) + self.held
 
     def margin(self, needs: HostNeeds) -> int:
-        """Left to everything else: as much again of what is small, so that a toy runs on a machine that is full."""
-        return min(MARGIN_BYTES, max(0, needs.total - self.held))
+        return margin_bytes(needs.total - self.held)
 
     def has_room_for(self, needs: HostNeeds) -> bool:
         return self.available is None or needs.total + self.margin(needs) <= self.room
@@ -208,7 +127,7 @@ class _Machine:
         choices = []
         if self.needs.states and not has_disk:
             choices.append((_DISK, on_disk))
-            choices += [(setting, replace(self.needs, states=states)) for setting, states in _list_forms(self.needs)]
+        choices += _list_leaner(self.needs, has_disk=has_disk)
         if self.needs.can_be_narrow:
             choices.append((_NARROW, _halve(self.needs)))
             if self.needs.states and not has_disk:
@@ -221,29 +140,22 @@ class _Machine:
             yield f"{math.ceil(self.needs.total * num_machines / room)} such machines, each with as many ranks"
 
 
-def _iterate_states(
-    optimizer: Optimizer, shards: Mapping[nn.Parameter, nn.Parameter], form: StateForm | None
-) -> Iterator[int]:
-    if why_not_steppable(optimizer) is not None or not is_elementwise(type(optimizer)):
-        return
-    for group in optimizer.param_groups:
-        parameters = [shards.get(parameter, parameter) for parameter in group["params"]]
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
-        for dtype in {parameter.dtype for parameter in trained}:
-            layout = replace(find_layout(optimizer, group, dtype), form=form)
-            sizes = (local_part(parameter).numel() for parameter in trained if parameter.dtype == dtype)
-            yield sum(sum(layout.kept_bytes(size)) for size in sizes)
-
-
-def _list_forms(needs: HostNeeds) -> Iterator[tuple[str, int]]:
-    """Yield settings in which states take less, and how much."""
+def _list_leaner(needs: HostNeeds, *, has_disk: bool) -> Iterator[tuple[str, HostNeeds]]:
+    """Yield settings in which weights or states take less: first what changes no bits."""
+    wholes = {"": needs}
+    if needs.can_be_split:
+        split = replace(needs, narrow_copies=0)
+        wholes["master='split'"] = split
+        yield "master='split'", split
     for name, states in zip(FORMS, needs.narrow_states, strict=True):
-        if 0 < states < needs.states:
-            yield f"host_state={name!r}", states
+        if 0 < states < needs.states and not has_disk:
+            for setting, whole in wholes.items():
+                yield " and ".join(filter(None, (setting, f"host_state={name!r}"))), replace(whole, states=states)
 
 
 def _halve(needs: HostNeeds) -> HostNeeds:
-    return HostNeeds(needs.weights // 2, 0, needs.gradients // 2, needs.states // 2)
+    """Averages are copied before the module becomes narrow."""
+    return HostNeeds(needs.weights // 2, 0, needs.gradients // 2, needs.states // 2, needs.averages)
 
 
 def _list_kinds(needs: HostNeeds) -> str:
@@ -252,6 +164,7 @@ def _list_kinds(needs: HostNeeds) -> str:
         "16-bit copies": needs.narrow_copies,
         "gradients": needs.gradients,
         "states of optimizers": needs.states,
+        "averages of weights": needs.averages,
     }
     return ", ".join(f"{kind} {format_bytes(num_bytes)}" for kind, num_bytes in kinds.items() if num_bytes)
 

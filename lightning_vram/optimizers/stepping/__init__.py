@@ -3,6 +3,7 @@
 May import: techniques, core, memory.
 """
 
+from lightning_vram.optimizers.stepping.averaging import move_average
 from lightning_vram.optimizers.stepping.foreign_steps import WholeSteps, can_step_wholes, explain_failures
 from lightning_vram.optimizers.stepping.state_dtypes import convert_states, full_sized, refill_accumulators
 from lightning_vram.optimizers.stepping.state_forms import (
@@ -66,6 +67,7 @@ __all__ = [
     "make_seeds",
     "make_stand_in",
     "make_twin",
+    "move_average",
     "narrow_state",
     "plain_step",
     "publish_state",

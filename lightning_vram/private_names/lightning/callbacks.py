@@ -11,7 +11,11 @@
 * ``lightning.pytorch.callbacks.ModelCheckpoint._find_last_checkpoints``: what ``save_last=True`` has written | 2.6 -
   | SlurmRequeue fails at a restart where there is a ModelCheckpoint
 * ``lightning.pytorch.callbacks.WeightAveraging._average_model``: the average, from the setup of a fit on | 2.6 -
-  | WeightAveraging fails under fsdp_offload
+  | WeightAveraging fails under fsdp_offload, and with LeanMixedPrecision(parameters="bf16+...")
+* ``lightning.pytorch.callbacks.WeightAveraging._swap_models``: module and average change places | 2.6 -
+  | the package cannot be imported
+* ``lightning.pytorch.callbacks.WeightAveraging._copy_average_to_current``: gives the module the average | 2.6 -
+  | the package cannot be imported
 """
 
 from collections.abc import Iterable
@@ -20,6 +24,9 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BatchSizeFinder, Callback, LearningRateFinder, ModelCheckpoint, WeightAveraging
 from lightning.pytorch.tuner.lr_finder import _LRCallback
 from torch.optim.swa_utils import AveragedModel
+
+SWAP_WITH_AVERAGE = WeightAveraging._swap_models.__name__
+PUT_AVERAGE = WeightAveraging._copy_average_to_current.__name__
 
 
 def batch_size_argument(tuner: BatchSizeFinder) -> str:
@@ -50,3 +57,9 @@ def last_checkpoints(callback: ModelCheckpoint, trainer: pl.Trainer) -> set[str]
 def average_of(callback: WeightAveraging) -> AveragedModel | None:
     """Return the average; ``None`` before the first fit."""
     return callback._average_model
+
+
+def averaging_callbacks(trainer: pl.Trainer | None) -> list[WeightAveraging]:
+    """Return those of a trainer that have an average."""
+    callbacks: list[Callback] = [] if trainer is None else trainer.callbacks  # type: ignore[attr-defined]
+    return [one for one in callbacks if isinstance(one, WeightAveraging) and average_of(one) is not None]

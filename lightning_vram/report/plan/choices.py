@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lightning_vram.planner.measured import Measured
 from lightning_vram.planner.parts import LEVELS
 from lightning_vram.planner.plan import MemoryPlan
-from lightning_vram.planner.search import Measured
 
 _MAX_CHOICES = 8
 _CLOSE = 0.02  # of the budget: what differs by less is one choice

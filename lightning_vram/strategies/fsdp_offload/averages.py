@@ -6,13 +6,13 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_vram.core.surgery.shadow import Shadow, instead
 from lightning_vram.optimizers.on_host import HostAverage, HostOptimizers
-from lightning_vram.private_names.lightning.callbacks import average_of
+from lightning_vram.precision.averages import list_averages
+from lightning_vram.private_names.lightning.callbacks import averaging_callbacks
 from lightning_vram.private_names.lightning.connectors import find_trainer
 from lightning_vram.strategies.fsdp_offload.checkpoint_store import CheckpointStore
 from lightning_vram.techniques.sharded_checkpoints import MODULE_STATES
@@ -29,6 +29,11 @@ class RunAverages:
         self._averages: list[HostAverage] = []
         self._stand_ins: list[Shadow] = []
 
+    @staticmethod
+    def copies_of(module: Any) -> list[nn.Module]:
+        """Return what the callbacks have copied of the module, whole."""
+        return [average.module for _, average in list_averages(find_trainer(module), module)]
+
     def shard(self, module: Any, sharding: FullSharding, gather: Any) -> None:
         """Shard the averages that there are.
 
@@ -42,15 +47,7 @@ class RunAverages:
         """
         trainer = find_trainer(module)
         is_copy = trainer is not None and trainer.state.fn == TrainerFn.FITTING  # the callback has just made it
-        for callback in _averaging(trainer):
-            average = average_of(callback)
-            assert average is not None
-            counts = [len(list(one.parameters())) for one in (average.module, module)]
-            if counts[0] != counts[1]:
-                raise MisconfigurationException(
-                    f"{type(callback).__name__} has copied the module when it had {counts[0]} parameters, and now it "
-                    f"has {counts[1]}. Put callbacks that change the module before it in Trainer(callbacks=...)."
-                )
+        for _, average in list_averages(trainer, module):
             self._averages.append(HostAverage(average, module, sharding, is_copy=is_copy, gather=gather))
 
     def attach(self, optimizers: HostOptimizers) -> None:
@@ -61,7 +58,7 @@ class RunAverages:
     def expect_checkpoint(self, module: pl.LightningModule | None) -> None:
         """Have the callbacks, which would load whole tensors, not load what comes next: :meth:`load` does."""
         self._remove_stand_ins()
-        for callback in _averaging(None if module is None else find_trainer(module)):
+        for callback in averaging_callbacks(None if module is None else find_trainer(module)):
             if type(callback).on_load_checkpoint is WeightAveraging.on_load_checkpoint:
                 self._stand_ins.append(Shadow(callback, "on_load_checkpoint", instead(lambda *_: None)))
 
@@ -97,8 +94,3 @@ class RunAverages:
     def _remove_stand_ins(self) -> None:
         while self._stand_ins:
             self._stand_ins.pop().remove()
-
-
-def _averaging(trainer: pl.Trainer | None) -> list[WeightAveraging]:
-    callbacks: list[Any] = [] if trainer is None else trainer.callbacks  # type: ignore[attr-defined]
-    return [one for one in callbacks if isinstance(one, WeightAveraging) and average_of(one) is not None]

@@ -97,25 +97,34 @@ class ShardedStrategy(CheckpointedStrategy):
 
     def _check_room(self, module: nn.Module, narrow: set[str], narrow_dtype: torch.dtype | None) -> None:
         """Refuse a module that the host has no room for. What the ranks of an estimate have, this machine has not."""
-        if detect_fake_mode() is not None or self.arguments.device_bytes is not None:  # some of it will not be there
+        self._host_needs = HostNeeds()
+        if self.arguments.device_bytes is not None:  # some of it will not be there
             return
         has_copies = self.root_device.type != "cpu" and self.arguments.master != "split"
         copied = narrow if has_copies else ()  # gradients come in 32 bit in the first batches, split or not
         num_shards = self.device_mesh.size(-1)
-        self._host_needs = count_host_needs(module, num_shards, copied, narrow_dtype)
-        self._host_room = HostRoom(module, self.optimizers, may_swap=not self._pins_memory)
-        self._host_room.check(self._host_needs, **self._room_options)
+        averages = self._averages.copies_of(module)
+        self._host_needs = count_host_needs(module, num_shards, copied, narrow_dtype, averages)
+        if detect_fake_mode() is None:
+            self._host_room = HostRoom(module, self.optimizers, averages, may_swap=not self._pins_memory)
+            self._host_room.check(self._host_needs, **self._room_options)
 
     def _check_states(self) -> None:
         """Refuse states of optimizers that the host has no room for beside the rest."""
         room, self._host_room = self._host_room, None
-        if room is None:
+        if not self._host_needs.total:
             return
         assert self._sharding is not None
-        needs, form = self._host_needs, find_form(self._host_state)
         if self.arguments.nvme_path is None:
-            needs = add_states(needs, self.optimizers, self._sharding.shards, form)
-        room.check(needs, **self._room_options)
+            form = find_form(self._host_state)
+            self._host_needs = add_states(self._host_needs, self.optimizers, self._sharding.shards, form)
+        if room is not None:
+            room.check(self._host_needs, **self._room_options)
+
+    @property
+    def host_bytes(self) -> int:
+        """The most that this rank has at rest on the host, as counted at the setup; 0 with ``device_bytes``."""
+        return self._host_needs.total
 
     @property
     def _room_options(self) -> dict[str, Any]:

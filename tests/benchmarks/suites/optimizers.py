@@ -22,6 +22,10 @@ def _lean(parameters: Any, workload: Workload) -> dict[str, Any]:
     return {"plugins": [LeanMixedPrecision("bf16", parameters=parameters)]}
 
 
+def _narrow_moments(workload: Workload) -> dict[str, Any]:
+    return {"callbacks": [MomentsInBF16()], "precision": "bf16-mixed"}
+
+
 def _on_host(workload: Workload) -> dict[str, Any]:
     return {"strategy": FSDPOffloadStrategy(offload="optimizer", min_params=10_000)}
 
@@ -40,7 +44,7 @@ WAYS = (
         Way(f'LeanMixedPrecision("bf16", parameters="{scheme}")', "ours", make_trainer_options=partial(_lean, scheme))
         for scheme in SCHEMES
     ),
-    with_callbacks("MomentsInBF16()", lambda: [MomentsInBF16()]),
+    Way('MomentsInBF16(), precision="bf16-mixed"', "ours", make_trainer_options=_narrow_moments),
     with_callbacks("LowBitOptimizer(bits=8)", lambda: [LowBitOptimizer(bits=8)]),
     with_callbacks("LowBitOptimizer(bits=4)", lambda: [LowBitOptimizer(bits=4)]),
     Way('FSDPOffloadStrategy(offload="optimizer")', "ours", make_trainer_options=_on_host, why_not=_wants_gpu),

@@ -14,17 +14,37 @@ SETTINGS: dict[str, Any] = {"repeats": 3, "steps": 5}
 QUICK: dict[str, Any] = {"repeats": 1, "steps": 2}
 
 
-def _offload(mode: Any, workload: Workload) -> dict[str, Any]:
-    return {"strategy": FSDPOffloadStrategy(offload=mode, min_params=10_000)}
+def _offload(arguments: dict[str, Any], workload: Workload) -> dict[str, Any]:
+    return {"strategy": FSDPOffloadStrategy(min_params=10_000, **arguments)}
 
 
-WAYS = (
-    PLAIN_TRAINER,
+def _in_16_bit(arguments: dict[str, Any], workload: Workload) -> dict[str, Any]:
+    return {**_offload(arguments, workload), "precision": "bf16-mixed"}
+
+
+MODES = tuple(
+    Way(f'FSDPOffloadStrategy(offload="{mode}")', "ours", make_trainer_options=partial(_offload, {"offload": mode}))
+    for mode in ("params", "optimizer", "none")
+)
+LESS_ON_HOST = (
     *(
-        Way(f'FSDPOffloadStrategy(offload="{mode}")', "ours", make_trainer_options=partial(_offload, mode))
-        for mode in ("params", "optimizer", "none")
+        Way(
+            f'FSDPOffloadStrategy(host_state="{form}")',
+            "ours",
+            make_trainer_options=partial(_offload, {"host_state": form}),
+        )
+        for form in ("bf16", "8bit")
+    ),
+    *(
+        Way(
+            f'FSDPOffloadStrategy(master="{master}"), precision="bf16-mixed"',
+            "ours",
+            make_trainer_options=partial(_in_16_bit, {"master": master}),
+        )
+        for master in ("fp32", "split")
     ),
 )
+WAYS = (PLAIN_TRAINER, *MODES, *LESS_ON_HOST)
 
 
 def measure(options: Options) -> Iterator[Row]:

@@ -6,9 +6,9 @@ from support.plans import CHECKPOINTING, FUSION, OFFLOAD
 from lightning_vram.callbacks.auto_vram.first_steps import better
 from lightning_vram.estimation.step_time import StepTime
 from lightning_vram.memory.units import MIB
+from lightning_vram.planner.measured import Found, Measured
 from lightning_vram.planner.parts import Part
 from lightning_vram.planner.scheme import Scheme
-from lightning_vram.planner.search import Found, Measured
 
 BUDGET = 100 * MIB
 

@@ -1,6 +1,7 @@
 """What the host has no room for is refused, with the bytes by kind and what would fit."""
 
 import re
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -75,7 +76,9 @@ def test_needs_of_one_rank(device: str) -> None:
     with torch.device(device):
         net = Net()
     assert count_host_needs(net, 1) == HostNeeds(weights=4 * 52, gradients=4 * 40)
-    assert count_host_needs(net, 1, {"trained.weight"}, torch.bfloat16) == HostNeeds(4 * 52, 2 * 35, 4 * 40)
+    assert count_host_needs(net, 1, {"trained.weight"}, torch.bfloat16) == HostNeeds(
+        4 * 52, 2 * 35, 4 * 40, can_be_split=True
+    )
 
 
 def test_shards_are_padded_to_the_same_length() -> None:
@@ -93,6 +96,13 @@ def test_tied_weights_count_once() -> None:
     net = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     net[1].weight = net[0].weight
     assert count_host_needs(net, 1) == HostNeeds(weights=64, gradients=64)
+
+
+def test_an_average_is_sharded_as_the_module_is() -> None:
+    net = Net()
+    needs = HostNeeds(weights=4 * 52, gradients=4 * 40, averages=2 * 4 * 52)
+    assert count_host_needs(net, 1, averages=[deepcopy(net), deepcopy(net)]) == needs
+    assert count_host_needs(net, 4, averages=[net]).averages == 4 * (4 + 14 + 2)
 
 
 @pytest.mark.parametrize(
@@ -148,6 +158,34 @@ def test_only_what_would_fit_is_named(host: Any) -> None:
     refused(
         HostNeeds(4 * GIB, can_be_narrow=False),
         weights_alone("4.00 GiB", "2.00 GiB", "1.00 GiB") + NOTHING_FITS,
+    )
+
+
+def test_averages_are_named_and_given_back_and_stay_wide(host: Any) -> None:
+    net = nn.Linear(512, 512, bias=False)  # 1 MiB
+    needs = HostNeeds(weights=MIB, gradients=MIB, averages=MIB)
+    host(3 * MIB)
+    HostRoom(net, averages=[deepcopy(net)], may_swap=False).check(needs, NAME, has_disk=False, is_spread=False)
+    refused(
+        needs,
+        f"{NAME} needs 3.00 MiB of host memory on node1: weights 1.00 MiB, gradients 1.00 MiB, averages of weights "
+        "1.00 MiB. There are 4.00 MiB, with what the module has now, of which 2.00 MiB must stay free. It would fit "
+        "with precision='bf16-true' (2.00 MiB).",
+        net,
+    )
+
+
+def test_weights_that_can_be_split_and_moments_in_fewer_bytes_are_named(host: Any) -> None:
+    host(4 * GIB)
+    refused(
+        HostNeeds(
+            GIB, GIB // 2, states=2 * GIB, can_be_narrow=False, can_be_split=True, narrow_states=(GIB, GIB // 2, 0)
+        ),
+        f"{NAME} needs 3.50 GiB of host memory on node1: weights 1.00 GiB, 16-bit copies 512.00 MiB, states of "
+        "optimizers 2.00 GiB. There are 4.00 GiB, with what the module has now, of which 1.00 GiB must stay free. It "
+        "would fit with nvme_path='/a/fast/disk' (1.50 GiB), or with master='split' (3.00 GiB), or with "
+        "host_state='bf16' (2.50 GiB), or with master='split' and host_state='bf16' (2.00 GiB), or with "
+        "host_state='8bit' (2.00 GiB), or with master='split' and host_state='8bit' (1.50 GiB).",
     )
 
 

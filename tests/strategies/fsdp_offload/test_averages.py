@@ -14,8 +14,6 @@ from support.helpers import ForkingOffload, PlantedError, assert_equal_weights
 from support.offload_nets import MODES, FusedCNN, Odd, Split, leave_group
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from lightning_vram.core.host import split_weights
-from lightning_vram.optimizers.on_host import averages, split_steps
 from lightning_vram.private_names.fsdp2.sharded_tensors import own_part_of
 from lightning_vram.private_names.lightning.callbacks import average_of
 
@@ -45,13 +43,6 @@ def _slow_path():
     torch.backends.mha.set_fastpath_enabled(False)
     yield
     torch.backends.mha.set_fastpath_enabled(before)
-
-
-@pytest.fixture
-def _small_parts(monkeypatch):
-    """Weights in several parts, and parts of several weights."""
-    for module in (averages, split_weights, split_steps):
-        monkeypatch.setattr(module, "PART_ELEMENTS", 512)
 
 
 class Seeing:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from support.helpers import ForkingOffload, TinyGPT
 from support.offload_nets import Fused, Split, leave_group
 
@@ -108,6 +109,20 @@ def test_moments_in_fewer_bytes_need_less(host: Any, make_trainer: Any, host_sta
     assert "bf16-true" not in str(raised.value)  # has no such form
     host(needed + (needed - WEIGHTS) - WEIGHTS)
     make_trainer(strategy=ForkingOffload(host_state=host_state), max_steps=1).fit(Fused())
+
+
+def test_an_average_of_weights_is_counted(host: Any, make_trainer: Any) -> None:
+    def fit(available: int, model: Any) -> None:
+        host(available)
+        make_trainer(strategy=ForkingOffload(), callbacks=[EMAWeightAveraging()], max_steps=1).fit(model)
+
+    needed, given_back = 5 * WEIGHTS, 2 * WEIGHTS
+    with pytest.raises(OffloadError) as raised:
+        fit(needed + (needed - given_back) - given_back - 1, Untrained())
+    assert f"states of optimizers {format_bytes(2 * WEIGHTS)}, averages of weights {format_bytes(WEIGHTS)}. " in str(
+        raised.value
+    )
+    fit(needed + (needed - given_back) - given_back, Fused())
 
 
 def test_states_on_a_disk_need_no_memory(host: Any, make_trainer: Any, tmp_path: Any) -> None:

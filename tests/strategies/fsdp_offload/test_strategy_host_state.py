@@ -14,10 +14,8 @@ from torch import Tensor, nn
 from torch.optim import NAdam, RAdam
 
 from lightning_vram import estimate_memory
-from lightning_vram.core.host import split_weights
 from lightning_vram.core.tensors.low_bit import LowBitTensor
 from lightning_vram.optimizers.on_disk import states as disk_states
-from lightning_vram.optimizers.on_host import split_steps
 from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
 from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
 
@@ -40,13 +38,6 @@ OPTIMIZERS: dict[str, Any] = {
 def _alone():
     yield
     leave_group()
-
-
-@pytest.fixture
-def _small_parts(monkeypatch):
-    """Weights in several parts, and parts of several weights."""
-    monkeypatch.setattr(split_weights, "PART_ELEMENTS", 4096)
-    monkeypatch.setattr(split_steps, "PART_ELEMENTS", 4096)
 
 
 @pytest.fixture

@@ -12,8 +12,6 @@ from support.host_layers import Layers, exceptions, host_bytes
 from support.offload_nets import leave_group
 from torch import Tensor, nn
 
-from lightning_vram.core.host import split_weights
-from lightning_vram.optimizers.on_host import split_steps
 from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
 
 pytestmark = [
@@ -40,13 +38,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def _alone():
     yield
     leave_group()
-
-
-@pytest.fixture
-def _small_parts(monkeypatch):
-    """Weights in several parts, and parts of several weights."""
-    monkeypatch.setattr(split_weights, "PART_ELEMENTS", 4096)
-    monkeypatch.setattr(split_steps, "PART_ELEMENTS", 4096)
 
 
 @pytest.fixture

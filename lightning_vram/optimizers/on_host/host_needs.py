@@ -1,0 +1,147 @@
+"""What a run will have at rest on the host, counted before any of it is there."""
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_vram.optimizers.on_disk import find_layout, is_elementwise
+from lightning_vram.optimizers.stepping import FORMS, StateForm, why_not_steppable
+from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
+
+_NO_FORMS = (0,) * len(FORMS)
+
+
+@dataclass(frozen=True)
+class HostNeeds:
+    """Bytes that will be at rest on the host, by kind.
+
+    Attributes:
+        weights: The shards.
+        narrow_copies: Of them, which travel in 16 bit.
+        gradients: Of those that are trained.
+        states: Of the optimizers, as far as their classes are known; 0 while there are none.
+        averages: Of weights, which a callback keeps.
+        can_be_narrow: Whether all weights are in 32 bit, so that 16 bit would halve all of it.
+        can_be_split: Whether weights that are split would need no copies.
+        narrow_states: What states would take with fewer bytes for a moment; 0 where there is no such form.
+    """
+
+    weights: int = 0
+    narrow_copies: int = 0
+    gradients: int = 0
+    states: int = 0
+    averages: int = 0
+    can_be_narrow: bool = True
+    can_be_split: bool = False
+    narrow_states: tuple[int, ...] = _NO_FORMS
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.weights + self.narrow_copies + self.gradients + self.states + self.averages
+
+    def __add__(self, other: "HostNeeds") -> "HostNeeds":
+        """Add what another rank needs."""
+        return HostNeeds(
+            self.weights + other.weights,
+            self.narrow_copies + other.narrow_copies,
+            self.gradients + other.gradients,
+            self.states + other.states,
+            self.averages + other.averages,
+            self.can_be_narrow and other.can_be_narrow,
+            self.can_be_split or other.can_be_split,
+            tuple(one + another for one, another in zip(self.narrow_states, other.narrow_states, strict=True)),
+        )
+
+
+def count_host_needs(
+    module: nn.Module,
+    num_shards: int,
+    narrow: Collection[str] = (),
+    narrow_dtype: torch.dtype | None = None,
+    averages: Iterable[nn.Module] = (),
+) -> HostNeeds:
+    """Count what one rank will have of a module, without the states of its optimizers.
+
+    Args:
+        module: Before it is sharded; may be on ``meta``. What is sharded already is not counted.
+        num_shards: Ranks that share a parameter.
+        narrow: Names of the parameters of which there is a copy that travels.
+        narrow_dtype: Of those copies; ``None``: there are none.
+        averages: Whole copies of the module, which will be sharded as it is.
+    """
+    needs = HostNeeds(
+        averages=sum(
+            numel * parameter.itemsize for one in averages for _, parameter, numel in _iterate_shards(one, num_shards)
+        ),
+        can_be_narrow=all(p.dtype == torch.float32 for p in module.parameters()),
+    )
+    for name, parameter, numel in _iterate_shards(module, num_shards):
+        num_bytes = numel * parameter.itemsize
+        has_copy = narrow_dtype is not None and narrow_dtype != parameter.dtype and name in narrow
+        if (parameter.dtype, narrow_dtype) == (torch.float32, torch.bfloat16) and not parameter.requires_grad:
+            has_copy = False  # frozen ones are split
+        needs += HostNeeds(
+            weights=num_bytes,
+            narrow_copies=numel * narrow_dtype.itemsize if has_copy and narrow_dtype is not None else 0,
+            gradients=num_bytes if parameter.requires_grad else 0,
+            can_be_split=has_copy and narrow_dtype == torch.bfloat16,
+        )
+    return needs
+
+
+def count_state_bytes(
+    optimizers: Iterable[Optimizer], shards: Mapping[nn.Parameter, nn.Parameter], form: StateForm | None = None
+) -> int:
+    """Count what optimizers will keep on this rank for weights that are trained; 0 for classes that nobody has read.
+
+    Args:
+        optimizers: Before their first step.
+        shards: That have taken the place of parameters.
+        form: Of their moments.
+    """
+    return sum(sum(_iterate_states(one, shards, form)) for one in optimizers)
+
+
+def add_states(
+    needs: HostNeeds,
+    optimizers: Sequence[Optimizer],
+    shards: Mapping[nn.Parameter, nn.Parameter],
+    form: StateForm | None,
+) -> HostNeeds:
+    """Return needs with the states of optimizers, and what those would be in another form; see above."""
+    states = count_state_bytes(optimizers, shards, form)
+    others = tuple(
+        count_state_bytes(optimizers, shards, one) if needs.can_be_narrow and all(map(one.fits, optimizers)) else 0
+        for one in FORMS.values()
+    )
+    return replace(
+        needs, states=states, narrow_states=others, can_be_narrow=needs.can_be_narrow and form is None
+    )  # a form is for float32 weights
+
+
+def _iterate_shards(module: nn.Module, num_shards: int) -> Iterator[tuple[str, nn.Parameter, int]]:
+    """Yield what will be sharded, with its name and the elements of a shard."""
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, DTensor) or not parameter.dim() or not parameter.numel():
+            continue  # scalars are not sharded: they stay on the device
+        yield name, parameter, math.ceil(parameter.shape[0] / num_shards) * (parameter.numel() // parameter.shape[0])
+
+
+def _iterate_states(
+    optimizer: Optimizer, shards: Mapping[nn.Parameter, nn.Parameter], form: StateForm | None
+) -> Iterator[int]:
+    if why_not_steppable(optimizer) is not None or not is_elementwise(type(optimizer)):
+        return
+    for group in optimizer.param_groups:
+        parameters = [shards.get(parameter, parameter) for parameter in group["params"]]
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        for dtype in {parameter.dtype for parameter in trained}:
+            layout = replace(find_layout(optimizer, group, dtype), form=form)
+            sizes = (local_part(parameter).numel() for parameter in trained if parameter.dtype == dtype)
+            yield sum(sum(layout.kept_bytes(size)) for size in sizes)

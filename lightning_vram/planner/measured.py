@@ -1,0 +1,106 @@
+"""What steps of schemes take, and what there is for them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from lightning_vram.estimation.step_time import StepTime
+from lightning_vram.optimizers.on_host import margin_bytes
+from lightning_vram.planner.scheme import Scheme
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a step of a scheme takes.
+
+    Args:
+        scheme: What was run.
+        needed_bytes: Of the device.
+        activation_bytes: The most that activations took at once.
+        time: Of the step, in the model's own measure.
+        states_bytes: Weights, gradients and states of optimizers when the peak is reached.
+        peak: Where that is, in a few words.
+        layers: What each layer does, as a table, where a budget was planned for.
+        host_bytes: What a strategy has at rest on the host of a node, at most.
+    """
+
+    scheme: Scheme
+    needed_bytes: int
+    activation_bytes: int
+    time: StepTime
+    states_bytes: int = 0
+    peak: str = ""
+    layers: str = ""
+    host_bytes: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """Of the step."""
+        return self.time.seconds
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a plan is for.
+
+    Args:
+        budget_bytes: What there is.
+        batch_size: N, of the batch; 0 if nobody knows.
+        travel_bytes: What the bus carries to the host while a forward runs, of a step that takes so many seconds.
+        host_bytes: What a node's host has; ``None``: nobody knows.
+    """
+
+    budget_bytes: int
+    batch_size: int = 0
+    travel_bytes: Callable[[float], int] = field(default=lambda seconds: 0)
+    host_bytes: int | None = None
+
+    def fits(self, measured: Measured) -> bool:
+        """Whether there is as much as a step needs."""
+        return measured.needed_bytes <= self.budget_bytes and self.fits_host(measured)
+
+    def fits_host(self, measured: Measured) -> bool:
+        """Whether the host has as much, and what must stay free there."""
+        return self.host_bytes is None or with_margin(measured.host_bytes) <= self.host_bytes
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search has found.
+
+    Args:
+        best: The fastest that fits; ``None`` if nothing does.
+        plain: The step as it is.
+        tried: All that was run, in order.
+    """
+
+    best: Measured | None
+    plain: Measured
+    tried: tuple[Measured, ...]
+
+    @property
+    def least(self) -> Measured:
+        """What needs least of all that was run."""
+        return min(self.tried, key=lambda measured: measured.needed_bytes)
+
+    def least_of(self, workload: Workload) -> Measured:
+        """Return what comes nearest: where there is something for the device, what needs least of the host."""
+        for_device = [one for one in self.tried if one.needed_bytes <= workload.budget_bytes]
+        return min(for_device, key=lambda measured: measured.host_bytes, default=self.least)
+
+    @property
+    def unbeaten(self) -> tuple[Measured, ...]:
+        """What nothing else beats in memory and time at once, from the fastest to the leanest."""
+        found: list[Measured] = []
+        for one in sorted(self.tried, key=lambda one: (one.seconds, one.needed_bytes)):
+            if not found or one.needed_bytes < found[-1].needed_bytes:
+                found.append(one)
+        return tuple(found)
+
+
+Measure = Callable[[Scheme], Measured | None]
+"""Runs a step of a scheme; ``None``: a part of it refuses the run."""
+
+
+def with_margin(host_bytes: int) -> int:
+    """Return what a host must have for a run that has so much at rest there."""
+    return host_bytes + margin_bytes(host_bytes)

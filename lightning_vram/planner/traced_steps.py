@@ -1,0 +1,98 @@
+"""Steps of schemes on tensors without memory: what a plan is made from."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lightning_vram.estimation.batches import batch_size_of
+from lightning_vram.estimation.estimate import spec_of
+from lightning_vram.estimation.stages import needed_bytes
+from lightning_vram.estimation.step_time import bus_bytes_per_s
+from lightning_vram.estimation.traced_fit import STEP, FitRun, trace_fit
+from lightning_vram.memory.estimate.device_spec import DeviceSpec
+from lightning_vram.memory.estimate.workspaces import Workspaces, workspaces_of
+from lightning_vram.memory.tracking.timeline import Category
+from lightning_vram.memory.units import KIB
+from lightning_vram.planner.measured import Measured
+from lightning_vram.planner.remedies import has_plain_strategy
+from lightning_vram.planner.scheme import Scheme
+from lightning_vram.planner.words import peak_words
+
+HOST = "cpu"
+# Samples of results, states of generators: parts keep them where tensors have values.
+_UNSEEN_BYTES, _UNSEEN_SHARE = 64 * KIB, 0.001
+_FORWARD_SHARE = 0.3  # of a step: its backward is twice as long, and the optimizer steps
+_STATES = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER_STATE)
+Progress = Callable[[str, float], None]
+
+
+class TracedSteps:
+    """Runs steps of schemes on tensors without memory.
+
+    Args:
+        module: Of the user.
+        batch: For it.
+        run: As it is, with times.
+        on_progress: Is told what is being done.
+        num_local_ranks: How many share a host.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        batch: Any,
+        run: FitRun,
+        on_progress: Progress | None = None,
+        *,
+        num_local_ranks: int = 1,
+    ) -> None:
+        self._module, self._run = module, run
+        self._workspaces: Workspaces | None = None if run.card is None else workspaces_of(run.card)
+        self._progress = on_progress or (lambda stage, done: None)
+        self._num_runs, self._num_local_ranks = 0, num_local_ranks
+        self.own, self.batch, self.num_ranks = run.trainer_arguments, batch, run.num_ranks
+        self.batch_size = batch_size_of(batch) or 0
+
+    @property
+    def device(self) -> DeviceSpec:
+        """What they run on."""
+        return self._run.card or spec_of(HOST)
+
+    @property
+    def may_choose_strategy(self) -> bool:
+        """Whether weights and states may be elsewhere: there is a card, and the user has chosen no strategy for it."""
+        return self._run.card is not None and has_plain_strategy(self.own)
+
+    def travel_bytes(self, seconds: float) -> int:
+        """Return what the bus carries during the forward of a step that takes so long."""
+        return 0 if self._run.card is None else int(bus_bytes_per_s(self._run.card) * seconds * _FORWARD_SHARE)
+
+    def of(self, batch: Any, num_ranks: int) -> "TracedSteps":
+        """Return what runs steps with another batch, or on more devices."""
+        run, num_local_ranks = replace(self._run, num_ranks=num_ranks), self._num_local_ranks
+        return TracedSteps(self._module, batch, run, self._progress, num_local_ranks=num_local_ranks)
+
+    def __call__(self, scheme: Scheme) -> Measured | None:
+        """Run one; ``None`` if a part of it refuses this run."""
+        self._progress(f"a step with {scheme}", 1 - 0.9**self._num_runs)
+        self._num_runs += 1
+        try:
+            run = replace(self._run, trainer_arguments=scheme.trainer_kwargs(self.own))
+            traced = trace_fit(self._module, self.batch, run)
+        except Exception:
+            if not scheme.parts:  # the user's own run
+                raise
+            return None
+        num_bytes = needed_bytes(traced, self._workspaces)
+        return Measured(
+            scheme,
+            num_bytes + (_UNSEEN_BYTES + int(_UNSEEN_SHARE * num_bytes) if scheme.parts else 0),
+            traced.stage(STEP).peak_of(Category.ACTIVATIONS),
+            traced.times[STEP],
+            sum(traced.timeline.peak_by_category[category] for category in _STATES),
+            peak_words(traced.timeline),
+            traced.layers,
+            traced.host_bytes * self._num_local_ranks,
+        )

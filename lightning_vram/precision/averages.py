@@ -1,0 +1,72 @@
+"""Lightning's averages of weights, where they are changed for a run."""
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from lightning_vram.core.surgery.shadow import Shadow, instead
+from lightning_vram.optimizers.lean import LeanAverage, LeanParameters
+from lightning_vram.private_names.lightning.callbacks import (
+    PUT_AVERAGE,
+    SWAP_WITH_AVERAGE,
+    average_of,
+    averaging_callbacks,
+)
+
+
+def list_averages(trainer: pl.Trainer | None, module: nn.Module) -> list[tuple[WeightAveraging, AveragedModel]]:
+    """Return the ``WeightAveraging`` callbacks of a trainer, and their averages.
+
+    Args:
+        trainer: Of the module, if there is one.
+        module: That was copied.
+
+    Raises:
+        MisconfigurationException: If the module has got parameters since it was copied.
+    """
+    found = []
+    for callback in averaging_callbacks(trainer):
+        average = average_of(callback)
+        assert average is not None
+        counts = [len(list(one.parameters())) for one in (average.module, module)]
+        if counts[0] != counts[1]:
+            raise MisconfigurationException(
+                f"{type(callback).__name__} has copied the module when it had {counts[0]} parameters, and now it "
+                f"has {counts[1]}. Put callbacks that change the module before it in Trainer(callbacks=...)."
+            )
+        found.append((callback, average))
+    return found
+
+
+class LeanAverages:
+    """Has the averages of a run be those of the exact weights, and be put in their place, until :meth:`remove`.
+
+    Args:
+        trainer: Of the run.
+        module: That trains.
+        lean: Its parameters.
+    """
+
+    def __init__(self, trainer: pl.Trainer, module: nn.Module, lean: LeanParameters) -> None:
+        self._averages: list[LeanAverage] = []
+        self._stand_ins: list[Shadow] = []
+        for callback, whole in list_averages(trainer, module):
+            average = LeanAverage(whole, module, lean)
+            self._averages.append(average)
+            self._stand_ins += [
+                Shadow(callback, SWAP_WITH_AVERAGE, instead(average.swap)),
+                Shadow(callback, PUT_AVERAGE, instead(average.put)),
+            ]
+
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self._averages)
+
+    def remove(self) -> None:
+        """Let callbacks and averages do as they do."""
+        for stand_in in self._stand_ins:
+            stand_in.remove()
+        for average in self._averages:
+            average.remove()

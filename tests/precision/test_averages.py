@@ -1,0 +1,262 @@
+"""Lightning's averages of weights that are lean are those of a plain run: made of the exact weights."""
+
+import re
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, LearningRateFinder, WeightAveraging
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from support.helpers import PlantedError, assert_equal_weights, describe_module
+from support.lean_nets import EXACT
+from torch import nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+from torch.utils.data import DataLoader
+
+from lightning_vram import LeanMixedPrecision
+from lightning_vram.core.surgery.shadow import Shadow
+from lightning_vram.optimizers.lean import SCHEMES, weight_chunks
+from lightning_vram.private_names.lightning.callbacks import average_of
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of Lightning, about folders that exist
+AVERAGES: dict[str, Any] = {
+    "EMA": partial(EMAWeightAveraging, decay=0.9),
+    "EMA, some steps": partial(EMAWeightAveraging, decay=0.9, update_every_n_steps=2, use_buffers=False),
+    "mean": WeightAveraging,
+    "EMA of many at once": partial(WeightAveraging, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=False),
+}
+EMA = AVERAGES["EMA"]
+
+
+@pytest.fixture(autouse=True)
+def _several_chunks(monkeypatch):
+    monkeypatch.setattr(weight_chunks, "CHUNK_ELEMENTS", 300)
+
+
+class Net(pl.LightningModule):
+    """Lean weights, frozen ones, a norm that stays float32, buffers. Notes what validation sees."""
+
+    lr = 0.02
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(7, 9).requires_grad_(requires_grad=False)
+        self.net = nn.Sequential(nn.Linear(9, 33), nn.BatchNorm1d(33), nn.ReLU(), nn.Linear(33, 17), nn.Linear(17, 5))
+        self.seen: list[float] = []
+
+    def loss(self, batch: Any) -> Any:
+        return self.net(self.frozen(batch)).float().square().mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.seen.append(self.loss(batch).item())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.net.parameters(), self.lr)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(torch.randn(24, 7, generator=torch.Generator().manual_seed(0)), 4)
+
+    val_dataloader = train_dataloader
+
+
+@pytest.fixture
+def fit(make_trainer):
+    def fit(scheme: str | None, average: Any = EMA, make: Any = Net, *, ckpt_path: Any = None, **options: Any) -> Any:
+        torch.manual_seed(0)
+        model, callback = make(), average()
+        chosen = {"precision": "bf16-mixed"} if scheme is None else {"plugins": [lean(scheme)]}
+        given = {"max_epochs": 2, "limit_val_batches": 1, "num_sanity_val_steps": 1, **chosen, **options}
+        trainer = make_trainer(**{**given, "callbacks": [callback, *options.get("callbacks", [])]})
+        trainer.fit(model, ckpt_path=ckpt_path)
+        vars(model).update(average=average_of(callback), saved_by=trainer, callback=callback)
+        return model
+
+    return fit
+
+
+def lean(scheme: str) -> LeanMixedPrecision:
+    return LeanMixedPrecision("bf16", parameters=scheme)
+
+
+def check(ours: Any, plain: Any) -> None:
+    assert_equal_weights(ours.average, plain.average)
+    assert_equal_weights(ours, plain)
+    assert ours.seen == plain.seen
+
+
+def check_undone(model: Any) -> None:
+    owners = (model.callback, model.average, model, model.saved_by.strategy)
+    assert not any(isinstance(value, Shadow) for owner in owners for value in vars(owner).values())
+    assert {p.dtype for one in (model, model.average.module) for p in one.parameters()} == {torch.float32}
+
+
+@pytest.mark.quick_sample(4)
+@pytest.mark.parametrize("average", AVERAGES.values(), ids=AVERAGES)
+@pytest.mark.parametrize("scheme", EXACT)
+def test_averages_of_exact_schemes_are_those_of_a_plain_run(scheme, average, fit):
+    ours = fit(scheme, average)
+    check(ours, fit(None, average))
+    check_undone(ours)
+
+
+class Following(Callback):
+    """Averages by hand what a checkpoint would hold, and looks what a validation leaves."""
+
+    def __init__(self) -> None:
+        self.average: Any = None
+        self.num_validations = 0
+
+    def on_train_batch_end(self, trainer: Any, *unused: Any) -> None:
+        now = {key: value.clone() for key, value in trainer.strategy.lightning_module_state_dict().items()}
+        if self.average is None:
+            self.average = now
+            return
+        for key, value in self.average.items():
+            if value.is_floating_point():
+                value.lerp_(now[key], 0.1)
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        self.before = bits_of(pl_module)
+
+    def on_validation_batch_start(self, trainer: Any, *unused: Any) -> None:
+        average = average_of(trainer.callbacks[0])
+        exact = trainer.strategy.lightning_module_state_dict()
+        self.differs = [not torch.equal(value, exact[key]) for key, value in average.module.named_parameters()]
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        assert all(map(torch.equal, bits_of(pl_module), self.before))
+        assert any(self.differs) or self.num_validations == 0  # where it is what the average begins with
+        self.num_validations += 1
+
+
+def bits_of(model: Any) -> list[torch.Tensor]:
+    """All that a step begins with."""
+    rests = model.trainer.precision_plugin._run.changes.lean.rests()
+    return [tensor.detach().clone() for tensor in (*model.parameters(), *model.buffers(), *rests)]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_whatever_the_scheme_exact_weights_are_averaged_and_given_to_the_module(scheme, fit):
+    following = Following()
+    ours = fit(scheme, partial(WeightAveraging, multi_avg_fn=get_ema_multi_avg_fn(0.9)), callbacks=[following])
+    named = dict(ours.average.module.named_parameters())
+    assert all(torch.equal(value, following.average[name]) for name, value in named.items())
+    assert any(not torch.equal(value, value.bfloat16().float()) for value in named.values())
+    assert_equal_weights(ours, ours.average.module)  # which lost nothing to bfloat16
+    assert following.num_validations == 3
+    check_undone(ours)
+
+
+def test_frozen_weights_that_change_places_in_every_step_are_not_written_by_hand(fit):
+    options = {"val_check_interval": 1, "max_epochs": 3}
+    check(fit("bf16+split", **options), fit(None, **options))
+
+
+class Saving(Net):
+    """Writes a checkpoint after its first epoch."""
+
+    def on_train_epoch_end(self) -> None:
+        if self.current_epoch == 0:
+            self.trainer.save_checkpoint(f"{self.trainer.default_root_dir}/first.ckpt", weights_only=False)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("bf16+master", "bf16+split"), ("bf16+split", None), (None, "bf16+split")]
+    + [(scheme, scheme) for scheme in ("bf16+kahan", "bf16+stochastic")],
+)
+def test_a_run_goes_on_from_its_checkpoint(first, second, fit, tmp_path):
+    unbroken = fit(first, make=Saving, num_sanity_val_steps=0)
+    resumed = fit(second, ckpt_path=tmp_path / "first.ckpt", num_sanity_val_steps=0)
+    assert_equal_weights(resumed.average, unbroken.average)
+    assert_equal_weights(resumed, unbroken)
+    assert resumed.seen == unbroken.seen[1:]
+
+
+@pytest.mark.parametrize("scheme", EXACT)
+def test_a_checkpoint_is_that_of_a_plain_run(scheme, fit, tmp_path):
+    files = []
+    for one in (scheme, None):
+        fit(one, make=Saving)
+        files.append(torch.load(tmp_path / "first.ckpt"))
+    ours, plain = files
+    for key in ("state_dict", "current_model_state", "averaging_state"):
+        assert list(ours[key]) == list(plain[key])
+        assert all(torch.equal(ours[key][name], plain[key][name]) for name in plain[key])
+
+
+@pytest.mark.parametrize("scheme", EXACT)
+def test_a_search_for_the_learning_rate_goes_back_to_where_it_began(scheme, fit):
+    def search() -> LearningRateFinder:
+        return LearningRateFinder(num_training_steps=3, early_stop_threshold=None, update_attr=False)
+
+    check(fit(scheme, callbacks=[search()]), fit(None, callbacks=[search()]))
+
+
+def test_a_second_fit_averages_anew(fit):
+    models = []
+    for scheme in ("bf16+split", None):
+        model = fit(scheme)
+        model.saved_by.fit_loop.max_epochs += 1
+        model.saved_by.fit(model)
+        vars(model)["average"] = average_of(model.callback)
+        models.append(model)
+    check(*models)
+    check_undone(models[0])
+
+
+class Replica(Net):
+    """Leaves in a file what a rank has at the end."""
+
+    def on_train_end(self) -> None:
+        states = self.trainer.strategy.lightning_module_state_dict(), average_of(self.trainer.callbacks[0]).state_dict()
+        torch.save(states, f"{self.trainer.default_root_dir}/{self.global_rank}.pt")
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("scheme", ["bf16+split", "bf16+stochastic"])
+def test_replicas_have_the_same_average(scheme, fit, tmp_path):
+    fit(scheme, make=Replica, strategy="ddp_fork", devices=2, max_epochs=1)
+    (one, average), (other, _) = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    for key, value in one.items():
+        assert torch.equal(value, other[key])
+        assert torch.equal(value, average[f"module.{key}"])
+
+
+class Failing(Net):
+    def on_validation_epoch_end(self) -> None:
+        raise PlantedError
+
+
+def test_what_fails_leaves_a_plain_module(make_trainer):
+    callback, model = EMAWeightAveraging(), Failing()
+    trainer = make_trainer(plugins=[lean("bf16+split")], callbacks=[callback], limit_val_batches=1, max_epochs=1)
+    with pytest.raises(PlantedError):
+        trainer.fit(model)
+    vars(model).update(average=average_of(callback), saved_by=trainer, callback=callback)
+    check_undone(model)
+
+
+class Growing(Callback):
+    """Gives the module another layer at the setup."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        pl_module.adapter = nn.Linear(3, 3)
+
+
+def test_a_module_that_has_grown_since_it_was_copied_is_refused(make_trainer):
+    model = Net()
+    message = (
+        "EMAWeightAveraging has copied the module when it had 10 parameters, and now it has 12. Put callbacks that "
+        "change the module before it in Trainer(callbacks=...)."
+    )
+    trainer = make_trainer(plugins=[lean("bf16+split")], callbacks=[EMAWeightAveraging(), Growing()])
+    with pytest.raises(MisconfigurationException, match=f"^{re.escape(message)}$"):
+        trainer.fit(model)
+    del model.adapter
+    assert describe_module(model) == describe_module(Net())
