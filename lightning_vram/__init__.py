@@ -38,6 +38,7 @@ __all__ = [
     "MetricOffload",
     "MicroBatching",
     "MomentsInBF16",
+    "OptimizerInBackward",
     "SavePolicy",
     "SlurmRequeue",
     "StreamedCheckpointIO",
@@ -64,6 +65,7 @@ if TYPE_CHECKING or importlib.util.find_spec("lightning") is not None:
     from lightning_vram.callbacks.metric_offload import MetricOffload
     from lightning_vram.callbacks.micro_batching import MicroBatching
     from lightning_vram.callbacks.moments_in_bf16 import MomentsInBF16
+    from lightning_vram.callbacks.optimizer_in_backward import OptimizerInBackward
     from lightning_vram.callbacks.slurm_requeue import SlurmRequeue
     from lightning_vram.callbacks.vram_monitor import VRAMMonitor
     from lightning_vram.checkpoint_io import StreamedCheckpointIO

@@ -19,7 +19,7 @@ CHANGES_TRAINING = {
     "MomentsInBF16",
 }  # callbacks whose purpose is to change the result
 KEEPS_RESULT = [name for name in CALLBACKS if name not in CHANGES_TRAINING]
-AUTOMATIC_ONLY = {"MicroBatching"}  # refuse manual optimization
+AUTOMATIC_ONLY = {"MicroBatching", "OptimizerInBackward"}  # refuse manual optimization
 NEEDS_HEAD = {"ChunkedLoss"}  # refuse a model without one
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 PRESETS = [path for path in CONFIGS if "quickstart.yaml" not in path.read_text().splitlines()[0]]  # need no other file

@@ -165,7 +165,11 @@ def _smaller(checkpointing: Part, scheme: Scheme, found: Found) -> Part:
 
 
 def can_run_again(trainer: pl.Trainer) -> bool:
-    """Whether a step that ran out of memory can run again: not where ranks wait in the middle of it."""
+    """Whether a step that ran out of memory can run again.
+
+    Not where ranks wait in the middle of it, nor where some parameters have stepped by then.
+    """
     is_alone = trainer.world_size == 1 and has_cache(trainer.strategy.root_device)
     names = [type(callback).__name__ for callback in trainer.callbacks]  # type: ignore[attr-defined]
-    return is_alone and trainer.lightning_module.automatic_optimization and "MicroBatching" not in names
+    is_free = not {"MicroBatching", "OptimizerInBackward"} & set(names)
+    return is_alone and trainer.lightning_module.automatic_optimization and is_free

@@ -10,11 +10,18 @@ from lightning_vram.callbacks.hook_points.around_step import AroundStep, Depth
 from lightning_vram.callbacks.hook_points.before_strategy_setup import before_strategy_setup
 from lightning_vram.callbacks.hook_points.checks import check_trainer, refuse_moved_parameters
 from lightning_vram.callbacks.hook_points.fit_technique import FitTechnique
+from lightning_vram.callbacks.hook_points.gradient_hooks import (
+    HOOKS,
+    is_scaled,
+    own_gradient_hooks,
+    uses_gradients,
+)
 from lightning_vram.callbacks.hook_points.moments_technique import MomentsTechnique
 from lightning_vram.callbacks.hook_points.rank_timeout import rank_timeout
 from lightning_vram.callbacks.hook_points.relief import Relief
 
 __all__ = [
+    "HOOKS",
     "AroundStep",
     "Depth",
     "FitTechnique",
@@ -22,6 +29,9 @@ __all__ = [
     "Relief",
     "before_strategy_setup",
     "check_trainer",
+    "is_scaled",
+    "own_gradient_hooks",
     "rank_timeout",
     "refuse_moved_parameters",
+    "uses_gradients",
 ]

@@ -22,6 +22,7 @@ class Shadow:
         self._name = name
         self._inner = getattr(owner, name)
         self._has_own = name in vars(owner)
+        self._is_removed = False
         self._call = make(self._inner)
         vars(owner)[name] = self  # past nn.Module's way to set attributes
 
@@ -41,12 +42,16 @@ class Shadow:
 
     def remove(self) -> None:
         """Put back what was there. Calling it again does nothing."""
+        self._is_removed = True
         self._call = self._inner  # one that somebody else's stand-in was put over stays, and passes calls on
         attributes = vars(self._owner)
         if attributes.get(self._name) is not self:
             return
-        if self._has_own:
-            attributes[self._name] = self._inner
+        below = self
+        while isinstance(below._inner, Shadow) and below._inner._is_removed:
+            below = below._inner
+        if below._has_own:
+            attributes[self._name] = below._inner
         else:
             del attributes[self._name]
 

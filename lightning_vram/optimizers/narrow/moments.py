@@ -13,9 +13,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
 
 from lightning_vram.optimizers.on_host import NarrowStates, step_in_parts, widen_when_stepped
 from lightning_vram.optimizers.stepping import (
+    Member,
+    MembersStep,
     StateForm,
     StepRound,
     StepTakeOver,
@@ -83,11 +86,18 @@ class NarrowMoments(StepTakeOver):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        step_round, states = StepRound(optimizer, is_on_host=False), self._kept[id(optimizer)]
-        members = step_round.take_rest()
+        step_round = StepRound(optimizer, is_on_host=False)
+        self._step_members(optimizer, step_round, step_round.take_rest())
+        return loss
+
+    @override
+    def members_step(self) -> MembersStep:
+        return self._step_members
+
+    def _step_members(self, optimizer: Optimizer, step_round: StepRound, members: Sequence[Member]) -> None:
+        states = self._kept[id(optimizer)]
         step_round.run([member for member in members if not states.has(member.parameter)])
         step_in_parts(step_round, states, [member for member in members if states.has(member.parameter)])
-        return loss
 
 
 def _after_load(states: NarrowStates, optimizer: Optimizer) -> None:

@@ -31,6 +31,7 @@ from lightning_vram.optimizers.stepping.step_round import (
 )
 from lightning_vram.optimizers.stepping.steppable import (
     STEPPABLE,
+    has_own_step,
     is_lion,
     iterate_parameters,
     make_twin,
@@ -39,7 +40,7 @@ from lightning_vram.optimizers.stepping.steppable import (
     steps_like,
     why_not_steppable,
 )
-from lightning_vram.optimizers.stepping.take_over import StepTakeOver
+from lightning_vram.optimizers.stepping.take_over import MembersStep, StepTakeOver, owner_of
 
 __all__ = [
     "FORMS",
@@ -48,6 +49,7 @@ __all__ = [
     "STEPPABLE",
     "HostState",
     "Member",
+    "MembersStep",
     "State",
     "StateForm",
     "StepRound",
@@ -60,6 +62,7 @@ __all__ = [
     "find_form",
     "first_places",
     "full_sized",
+    "has_own_step",
     "is_lion",
     "is_narrow",
     "iterate_parameters",
@@ -69,6 +72,7 @@ __all__ = [
     "make_twin",
     "move_average",
     "narrow_state",
+    "owner_of",
     "plain_step",
     "publish_state",
     "refill_accumulators",

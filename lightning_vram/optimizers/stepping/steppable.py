@@ -93,25 +93,29 @@ def make_twin(kind: type[Optimizer], attributes: Mapping[str, Any], groups: list
     return twin
 
 
-def why_not_steppable(optimizer: Optimizer) -> str | None:
-    """Say why an optimizer cannot step in portions, and the way out for lean parameters; ``None`` if it can.
+def why_not_steppable(
+    optimizer: Optimizer, action: str = "Lean parameters cannot be stepped by", way_out: str = 'parameters="fp32"'
+) -> str | None:
+    """Say why an optimizer cannot step in portions, and the way out; ``None`` if it can.
 
     Its step has to be one of PyTorch's that treat each parameter by itself, or that of a Lion, and must be neither
     differentiable nor replaced on the instance.
+
+    Args:
+        optimizer: To look at.
+        action: What cannot be done; the name of the class follows.
+        way_out: What helps beside another optimizer.
     """
     name = type(optimizer).__name__
     if not steps_like(type(optimizer), STEPPABLE) and not is_lion(optimizer):
         able = ", ".join(kind.__name__ for kind in STEPPABLE)
-        return (
-            f"Lean parameters cannot be stepped by {name}: use one of torch.optim's {able}, a subclass with the same "
-            'step, or parameters="fp32".'
-        )
+        return f"{action} {name}: use one of torch.optim's {able}, a subclass with the same step, or {way_out}."
     if optimizer.defaults.get("differentiable"):
-        return f"Lean parameters cannot be stepped by {name}(differentiable=True): leave that off."
+        return f"{action} {name}(differentiable=True): leave that off."
     if not has_own_step(optimizer):
         return (
-            f"Lean parameters cannot be stepped by this {name}, because its step was replaced on the instance (by "
-            "torch.compile?): replace it afterwards or not at all."
+            f"{action} this {name}, because its step was replaced on the instance (by torch.compile?): replace it "
+            "afterwards or not at all."
         )
     return None
 

@@ -4,19 +4,25 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from lightning_vram.core.surgery.shadow import Shadow, instead
+from lightning_vram.optimizers.stepping.step_round import Member, StepRound
 from lightning_vram.optimizers.stepping.steppable import make_twin
 
 Step = Callable[[Callable[[], Any] | None], Any]
 Owner = TypeVar("Owner")
 
+MembersStep = Callable[[Optimizer, StepRound, Sequence[Member]], None]
+"""Steps some parameters of an optimizer."""
+
 _handles: list[tuple["ref[Any]", RemovableHandle]] = []
+_owners: "WeakKeyDictionary[Optimizer, ref[StepTakeOver]]" = WeakKeyDictionary()
+_stepping: list[Optimizer] = []  # by what stands in for their step
 
 
 class StepTakeOver(ABC):
@@ -28,7 +34,6 @@ class StepTakeOver(ABC):
     def __init__(self) -> None:
         self._taken: list[Optimizer] = []  # whose step is :meth:`_step`
         self._stand_ins: list[Shadow] = []
-        self._stepping: Optimizer | None = None  # by what stands in for its step
         self._handle = redirect_steps(self, StepTakeOver._take_in)
 
     @abstractmethod
@@ -43,14 +48,22 @@ class StepTakeOver(ABC):
     def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         """Step it. Its hooks run before and after."""
 
+    def members_step(self) -> MembersStep | None:
+        """Return what steps a few parameters of an optimizer that was taken over; ``None`` if nothing else may."""
+        return None
+
     def end_standing_in(self) -> None:
         """Let all optimizers step by themselves again."""
         self._handle.remove()
+        for optimizer in self._taken:
+            if owner_of(optimizer) is self:
+                del _owners[optimizer]
         for stand_in in reversed(self._stand_ins):
             stand_in.remove()
 
     def _take_over(self, optimizer: Optimizer) -> None:
         self._taken.append(optimizer)
+        _owners[optimizer] = ref(self)
         self._stand_in(optimizer, self._step)
 
     def _stand_in(self, optimizer: Optimizer, step: Callable[..., Any]) -> None:
@@ -59,21 +72,27 @@ class StepTakeOver(ABC):
         self._stand_ins.append(Shadow(optimizer, "step", instead(call)))
 
     def _call(self, hooked_step: Callable[..., Any], optimizer: Optimizer, /, *args: Any, **kwargs: Any) -> Any:
-        outer, self._stepping = self._stepping, optimizer
+        _stepping.append(optimizer)
         try:
             return hooked_step(optimizer, *args, **kwargs)
         finally:
-            self._stepping = outer
+            _stepping.pop()
 
     def _take_in(self, optimizer: Optimizer) -> Step | None:
         """Attach an optimizer that steps, where it has to be, and say how to go on with this step."""
-        if optimizer is self._stepping or not self._has_ours(optimizer):
+        if (_stepping and optimizer is _stepping[-1]) or not self._has_ours(optimizer):
             return None
         self.attach([optimizer])  # unless it is: a step that was bound before it was goes past what stands in
         return partial(self._step, optimizer) if self._is_taken(optimizer) else None
 
     def _is_taken(self, optimizer: Optimizer) -> bool:
         return any(optimizer is one for one in self._taken)
+
+
+def owner_of(optimizer: Optimizer) -> StepTakeOver | None:
+    """Return what has taken over the step of ``optimizer`` last."""
+    owner = _owners.get(optimizer)
+    return None if owner is None else owner()
 
 
 def redirect_steps(owner: Owner, redirect: Callable[[Owner, Optimizer], Step | None]) -> RemovableHandle:

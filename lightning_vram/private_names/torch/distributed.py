@@ -7,6 +7,10 @@
 * ``torch.nn.parallel.DistributedDataParallel._get_ddp_logging_data``: what it logs of itself, built-in hooks too |
   2.11 - | communication hooks are not noticed
 * ``torch.nn.parallel.DistributedDataParallel._sync_buffers``: broadcast the buffers | 2.11 - | the next forward does it
+* ``torch.distributed.Reducer._set_optimizer_in_backward``: give no gradients back after a backward | 2.11 -
+  | OptimizerInBackward fails under DDP
+* ``torch.distributed.Reducer.prepare_for_backward``: reduce the next backward; without a page | 2.11 -
+  | OptimizerInBackward(max_norm="two-pass") fails under DDP
 * ``torch.distributed.Reducer._reset_state``: forget which parameters were used | 2.11 - | with unused parameters, those
   of micro-batches count as used in the next step
 * ``parameter._in_backward_optimizers``: the mark of an optimizer that runs in the backward | 2.11 - | it is not noticed
@@ -67,6 +71,17 @@ def sync_buffers(ddp: DistributedDataParallel) -> None:
         RuntimeError: If the backend fails.
     """
     ddp._sync_buffers()  # type: ignore[no-untyped-call]
+
+
+def drop_reduced_gradients(ddp: DistributedDataParallel) -> None:
+    """Let ``ddp`` leave every ``grad`` empty after a backward: a communication hook has used what was reduced."""
+    reducer: Any = ddp.reducer
+    reducer._set_optimizer_in_backward()
+
+
+def prepare_for_backward(ddp: DistributedDataParallel) -> None:
+    """Let ``ddp`` reduce a backward that no forward comes before."""
+    ddp.reducer.prepare_for_backward([])
 
 
 def forget_used_parameters(ddp: DistributedDataParallel) -> None:

@@ -7,7 +7,13 @@ from typing import Any
 import torch
 from torch.optim import AdamW
 
-from lightning_vram import FSDPOffloadStrategy, LeanMixedPrecision, LowBitOptimizer, MomentsInBF16
+from lightning_vram import (
+    FSDPOffloadStrategy,
+    LeanMixedPrecision,
+    LowBitOptimizer,
+    MomentsInBF16,
+    OptimizerInBackward,
+)
 from lightning_vram.optimizers.lean.parameters import SCHEMES
 from tests.benchmarks.cases import Workload
 from tests.benchmarks.compare import Options, measure_ways
@@ -30,6 +36,14 @@ def _on_host(workload: Workload) -> dict[str, Any]:
     return {"strategy": FSDPOffloadStrategy(offload="optimizer", min_params=10_000)}
 
 
+def _in_backward(workload: Workload) -> dict[str, Any]:
+    return {"callbacks": [OptimizerInBackward()], "precision": "bf16-mixed"}
+
+
+def _two_passes(workload: Workload) -> dict[str, Any]:
+    return {"callbacks": [OptimizerInBackward("two-pass")], "gradient_clip_val": 1.0, "precision": "bf16-mixed"}
+
+
 def _wants_gpu(device: torch.device) -> str | None:
     return "needs a GPU: on a CPU the host is the device" if device.type == "cpu" else None
 
@@ -47,6 +61,8 @@ WAYS = (
     Way('MomentsInBF16(), precision="bf16-mixed"', "ours", make_trainer_options=_narrow_moments),
     with_callbacks("LowBitOptimizer(bits=8)", lambda: [LowBitOptimizer(bits=8)]),
     with_callbacks("LowBitOptimizer(bits=4)", lambda: [LowBitOptimizer(bits=4)]),
+    Way('OptimizerInBackward(), precision="bf16-mixed"', "ours", make_trainer_options=_in_backward),
+    Way('OptimizerInBackward("two-pass"), gradient_clip_val=1', "ours", make_trainer_options=_two_passes),
     Way('FSDPOffloadStrategy(offload="optimizer")', "ours", make_trainer_options=_on_host, why_not=_wants_gpu),
 )
 

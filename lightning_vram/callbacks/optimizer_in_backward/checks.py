@@ -1,0 +1,100 @@
+"""What a step in the backward cannot work with, each with the way out."""
+
+import lightning.pytorch as pl
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_vram.callbacks.hook_points import HOOKS, is_scaled, own_gradient_hooks, refuse_moved_parameters
+from lightning_vram.core.gradients.reduction import why_reducer_is_needed
+
+NAME = "OptimizerInBackward"
+_HOOKS_OF_MODULE = (*HOOKS, "configure_gradient_clipping", "backward")
+
+
+def check_run(trainer: pl.Trainer, max_norm: str | None) -> None:
+    """Refuse what cannot work, before anything of the run happens.
+
+    Args:
+        trainer: In its ``setup`` hooks.
+        max_norm: Argument of the callback.
+
+    Raises:
+        MisconfigurationException: With the reason and the way out.
+    """
+    refuse_moved_parameters(NAME, trainer, "it steps")
+    if hasattr(trainer.strategy, "moments"):  # of fsdp_offload
+        raise MisconfigurationException(
+            f"{NAME} does not work with {type(trainer.strategy).__name__}, which steps as gradients arrive itself: "
+            f"leave {NAME} out."
+        )
+    if not trainer.lightning_module.automatic_optimization:
+        raise MisconfigurationException(
+            f"{NAME} does not work with manual optimization: it cannot see which backward belongs to which step. Set "
+            "automatic_optimization=True."
+        )
+    _check_hooks(trainer)
+    _check_clipping(trainer, max_norm)
+
+
+def clips_by_norm(trainer: pl.Trainer) -> bool:
+    """Whether the Trainer clips gradients by their common norm."""
+    return bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != GradClipAlgorithmType.VALUE
+
+
+def check_training(trainer: pl.Trainer) -> None:
+    """Refuse what shows only once the module is wrapped: a scaler, and what only the reducer of DDP can do.
+
+    Raises:
+        MisconfigurationException: With the reason and the way out.
+    """
+    if is_scaled(trainer):
+        raise MisconfigurationException(
+            f"{NAME} does not work with a GradScaler, which looks at all gradients before it lets any be stepped with: "
+            "use precision='bf16-mixed'."
+        )
+    model = trainer.strategy.model
+    if not isinstance(model, DistributedDataParallel):
+        return
+    reason = "find_unused_parameters=True" if model.find_unused_parameters else why_reducer_is_needed(model)
+    if reason is not None:
+        raise MisconfigurationException(
+            f"{NAME} does not work with {reason}: it uses each bucket of DDP as that is reduced. Use strategy='ddp' "
+            "without it."
+        )
+
+
+def _check_hooks(trainer: pl.Trainer) -> None:
+    module = trainer.lightning_module
+    found = [f"{type(module).__name__}.{hook}" for hook in _HOOKS_OF_MODULE if is_overridden(hook, module)]
+    if found:
+        raise MisconfigurationException(
+            f"{NAME} does not work with {found[0]}, which may use gradients: they are used up by then. Remove it, or "
+            f"leave {NAME} out."
+        )
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        hook = next(own_gradient_hooks(callback), None)
+        if hook is not None:
+            raise MisconfigurationException(
+                f"{NAME} does not work with {type(callback).__name__}.{hook}, which may use gradients: they are used "
+                f"up by then. Set uses_gradients = False in {type(callback).__name__} if it leaves them alone, or "
+                f"leave {NAME} out."
+            )
+
+
+def _check_clipping(trainer: pl.Trainer, max_norm: str | None) -> None:
+    if not clips_by_norm(trainer):
+        return
+    if max_norm is None:
+        raise MisconfigurationException(
+            f"{NAME} cannot clip by norm, which needs all gradients at once, got gradient_clip_val="
+            f"{trainer.gradient_clip_val}: use max_norm='two-pass' (exact; runs each backward twice), "
+            "max_norm='previous' (by the norm of the step before) or gradient_clip_algorithm='value'."
+        )
+    if isinstance(trainer.strategy, ModelParallelStrategy):
+        raise MisconfigurationException(
+            f"{NAME}(max_norm={max_norm!r}) does not work with {type(trainer.strategy).__name__}: use "
+            "gradient_clip_algorithm='value', 'ddp' or a single device."
+        )

@@ -1,0 +1,6 @@
+"""Step each parameter in the backward, as soon as its gradient is complete. May import: stepping, techniques, core."""
+
+from lightning_vram.optimizers.in_backward.one_step import Clipping
+from lightning_vram.optimizers.in_backward.steps import BackwardSteps
+
+__all__ = ["BackwardSteps", "Clipping"]

@@ -1,0 +1,84 @@
+"""Use the gradients of ``DistributedDataParallel`` bucket by bucket, as they are reduced.
+
+Hooks of a parameter run before its gradient is reduced. So a communication hook reduces, and hands gradients on: those
+of a bucket while the next one is under way.
+"""
+
+from collections.abc import Callable
+from typing import Any
+from weakref import ref
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_vram.private_names.torch.distributed import drop_reduced_gradients, prepare_for_backward
+
+Sent = tuple[Any, list[Tensor], list[Tensor]]
+"""What is waited for, parameters, and their gradients in the bucket."""
+
+
+class ReducedBuckets:
+    """Stands in for the reduction of ``ddp``, for as long as that lives. Averages as it does, to the bit.
+
+    Args:
+        ddp: That has no communication hook yet.
+        take: Gets a parameter with its gradient, and says whether it used it up. Others get theirs, which lies in the
+            bucket, when the backward is over.
+
+    Attributes:
+        parameters: That it reduces.
+        has_reduced: Whether a backward was reduced.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, take: Callable[[Any], bool]) -> None:
+        self.parameters = {one for one in ddp.parameters() if one.requires_grad}
+        self.has_reduced = False
+        self._ddp = ddp
+        self._take = take
+        self._under_way: Sent | None = None
+        self._left: list[tuple[Tensor, Tensor]] = []
+        living = ref(self)  # the reducer holds what it calls, out of sight of the collector of garbage
+        ddp.register_comm_hook(None, lambda _, bucket: _reduce(living(), bucket))
+        drop_reduced_gradients(ddp)
+
+    def land(self) -> None:
+        """Wait for the last bucket, and let all that nobody took have their gradients."""
+        last, self._under_way = self._under_way, None
+        self._use(last)
+        for parameter, gradient in self._left:
+            parameter.grad = gradient
+        self._left = []
+
+    def expect_another(self) -> None:
+        """Reduce the next backward, too, though no forward comes before it."""
+        prepare_for_backward(self._ddp)
+
+    def reduce(self, bucket: Any) -> Any:
+        """Send a bucket on its way, and use the one before it. A collective."""
+        flat, parameters, group = bucket.buffer(), bucket.parameters(), self._ddp.process_group
+        for parameter in parameters:
+            parameter.grad = None  # is in the bucket
+        flat.mul_(1 / dist.get_world_size(group))
+        work = dist.all_reduce(flat, group=group, async_op=True)
+        before, self._under_way = self._under_way, (work, parameters, bucket.gradients())
+        self._use(before)
+        return work.get_future().then(lambda future: future.value()[0])
+
+    def _use(self, bucket: Sent | None) -> None:
+        if bucket is None:
+            return
+        work, parameters, gradients = bucket
+        work.wait()
+        self.has_reduced = True
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+            if not self._take(parameter):
+                parameter.grad = None
+                self._left.append((parameter, gradient))
+
+
+def _reduce(buckets: ReducedBuckets | None, bucket: Any) -> Any:
+    if buckets is None:
+        raise RuntimeError("OptimizerInBackward was undone: wrap the module in a new DistributedDataParallel.")
+    return buckets.reduce(bucket)

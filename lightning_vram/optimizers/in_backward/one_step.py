@@ -1,0 +1,140 @@
+"""One step of an optimizer that gets its gradients one after the other."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
+
+from lightning_vram.core.gradients.clipping import apply_clip_factor, clip_factor, clip_sharded_values
+from lightning_vram.core.tensors.shards import is_shard
+from lightning_vram.optimizers.stepping import MembersStep, StepRound, iterate_parameters, make_twin, plain_step
+from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """How gradients are clipped before they are stepped with.
+
+    Args:
+        value: Largest element; ``None``: elements are left alone.
+        norm: Largest common 2-norm; ``None``: the norm is left alone.
+        by_previous: Whether the norm of the step before counts, in place of that of this step, which takes a backward
+            of its own.
+    """
+
+    value: float | None = None
+    norm: float | None = None
+    by_previous: bool = False
+
+
+class OneStep:
+    """Steps a parameter, and frees its gradient.
+
+    Args:
+        optimizer: Whose step it is. Its settings count as they are when the first gradient comes.
+        clipping: Of this step.
+        is_early: Whether it happens in the backward; else somebody else clips first. Also an attribute.
+        previous_norm: That of the gradients of the step before.
+        members_step: Steps parameters in the place of the optimizer, if somebody has taken that over.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        clipping: Clipping,
+        *,
+        is_early: bool,
+        previous_norm: Tensor | None,
+        members_step: MembersStep | None = None,
+    ) -> None:
+        self.optimizer = optimizer
+        self.is_early = is_early
+        self.is_measuring = False  # the norm, in a backward before that in which parameters step
+        self._clipping = clipping
+        self._members_step = members_step
+        self._norm = previous_norm  # that gradients are clipped by
+        self._norms: dict[nn.Parameter, Tensor] = {}  # of gradients that came
+        self._factor: Tensor | None = None
+        self._portions: _Portions | None = None
+
+    @torch.no_grad()
+    def take(self, parameter: nn.Parameter) -> bool:
+        """Use the gradient of ``parameter`` for all that it is good for; ``False`` if one of it came before."""
+        is_first = self._measure(parameter) if self.is_measuring else self._run(parameter)
+        parameter.grad = None
+        return is_first
+
+    @property
+    def needs_norm(self) -> bool:
+        """Whether gradients cannot be clipped before all of them have come."""
+        return self.is_early and self._clipping.norm is not None and self._norm is None
+
+    def end_measuring(self) -> None:
+        """Step with what comes from now on, clipped by the norm of what came."""
+        self._norm = self.norm()
+        self._norms = {}
+        self.is_measuring = False
+
+    def norm(self) -> Tensor | None:
+        """Return the common norm of all gradients that came, before they were clipped; ``None`` without any.
+
+        The norm of norms, in the order of ``torch.nn.utils.get_total_norm``, is that of all gradients to the bit.
+        """
+        norms = [self._norms[one] for one in iterate_parameters(self.optimizer) if one in self._norms]
+        return get_total_norm(norms) if norms else None
+
+    def _measure(self, parameter: nn.Parameter) -> bool:
+        assert parameter.grad is not None
+        is_first = parameter not in self._norms
+        self._norms[parameter] = get_total_norm([parameter.grad])
+        return is_first
+
+    def _run(self, parameter: nn.Parameter) -> bool:
+        if self._portions is None:
+            self._portions = _Portions(self.optimizer, self._members_step)
+            if self.is_early and self._clipping.norm is not None and self._norm is not None:
+                self._factor = clip_factor(self._norm, self._clipping.norm)
+        if not self._portions.holds(parameter):
+            return False
+        if self.is_early and self._clipping.by_previous and self._clipping.norm is not None:
+            self._measure(parameter)
+        if self.is_early and self._clipping.value is not None:
+            clip_sharded_values([parameter], self._clipping.value)
+        if self._factor is not None:
+            apply_clip_factor([local_part(parameter.grad)], self._factor)
+        self._portions.step(parameter)
+        return True
+
+
+class _Portions:
+    """A step of an optimizer as it is now, one parameter at a time, each once."""
+
+    def __init__(self, optimizer: Optimizer, members_step: MembersStep | None) -> None:
+        self._optimizer = optimizer
+        self._members_step = members_step
+        self._step = plain_step(type(optimizer))
+        # A stand-in for each parameter, as StepRound has, would double what the step takes of the interpreter.
+        self._groups = [{**group} for group in optimizer.param_groups]
+        self._twin = make_twin(type(optimizer), vars(optimizer), [], optimizer.state)
+        self._places = {one: place for place, group in enumerate(self._groups) for one in group["params"]}
+        self._round: StepRound | None = None  # for shards, and for others who step
+
+    def holds(self, parameter: nn.Parameter) -> bool:
+        """Whether ``parameter`` is still to be stepped."""
+        return parameter in self._places
+
+    def step(self, parameter: nn.Parameter) -> None:
+        group = self._groups[self._places.pop(parameter)]
+        if self._members_step is not None or is_shard(parameter):
+            self._round = self._round or StepRound(self._optimizer, is_on_host=False)
+            members = self._round.take([parameter])
+            if self._members_step is not None:
+                self._members_step(self._optimizer, self._round, members)
+            else:
+                self._round.run(members)
+            return
+        group["params"] = [parameter]
+        self._twin.param_groups = [group]
+        self._step(self._twin)

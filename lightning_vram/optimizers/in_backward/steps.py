@@ -1,0 +1,201 @@
+"""Step each parameter in the backward of a closure, and free its gradient.
+
+Gradients are 4 of 16 bytes per parameter in float32 with Adam, and kernels that step all parameters at once hold about
+as much again. Here the largest gradient is alive, and what its step takes. It costs a call of the optimizer for each
+parameter. Prior art: LOMO (arXiv:2306.09782), ``torch.distributed.optim._apply_optimizer_in_backward``, torchtune's
+``OptimizerInBackwardWrapper``; those change the optimizer that users, schedulers and checkpoints see.
+
+It helps nothing where gradients are kept: over all but the last micro-batch of an accumulation.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightning_vram.core.tensors.shards import is_shard
+from lightning_vram.optimizers.in_backward.buckets import ReducedBuckets
+from lightning_vram.optimizers.in_backward.one_step import Clipping, OneStep
+from lightning_vram.optimizers.stepping import (
+    MembersStep,
+    StepTakeOver,
+    has_own_step,
+    iterate_parameters,
+    owner_of,
+    refuse_optimizer,
+    why_not_steppable,
+)
+from lightning_vram.private_names.torch.optimizers import note_step
+
+NAME = "OptimizerInBackward"
+
+
+class BackwardSteps(StepTakeOver):
+    """Optimizers that step in the backward of their closure, until :meth:`let_go`. They stay the same objects.
+
+    A backward outside of a closure adds up gradients as usual; what is there when a step ends is stepped with then.
+
+    Args:
+        module: Whose parameters they have, as the strategy has wrapped it: under ``DistributedDataParallel``
+            parameters step when their bucket is reduced.
+        clipping: Before each step.
+        may_be_early: Whether gradients are those to step with as soon as they come; else each step is taken after its
+            closure, one parameter after the other.
+    """
+
+    def __init__(self, module: nn.Module, clipping: Clipping, *, may_be_early: bool = True) -> None:
+        self._module = module
+        self._clipping = clipping
+        self._may_be_early = may_be_early
+        self._handles: dict[nn.Parameter, RemovableHandle] = {}
+        self._owners: dict[nn.Parameter, Optimizer] = {}
+        self._steps_of_others: dict[int, MembersStep | None] = {}  # by id of the optimizer
+        self._current: OneStep | None = None
+        self._buckets: ReducedBuckets | None = None
+        self.previous_norm: Tensor | None = None
+        super().__init__()
+        if may_be_early and isinstance(module, DistributedDataParallel):
+            self._buckets = ReducedBuckets(module, self._on_gradient)
+
+    def attach(self, optimizers: Sequence[Optimizer]) -> None:
+        """Let optimizers step in the backward from now on.
+
+        Args:
+            optimizers: Of ``torch.optim``, with parameters of the module.
+
+        Raises:
+            ValueError: If one of them cannot step one parameter at a time; then none is changed.
+        """
+        fresh = [one for one in optimizers if not self._is_taken(one)]
+        for optimizer in fresh:
+            members_step = self._members_step(optimizer)
+            if members_step is None and not has_own_step(optimizer):
+                raise ValueError(
+                    f"{NAME} cannot step this {type(optimizer).__name__}: something else steps it already, as "
+                    "LeanMixedPrecision(parameters=...) and torch.compile do. Leave one of the two out."
+                )
+            why = why_not_steppable(optimizer, f"{NAME} cannot step", f"leave {NAME} out")
+            if why is not None and members_step is None:
+                raise ValueError(why)
+            refuse_optimizer(optimizer, is_split=any(map(is_shard, iterate_parameters(optimizer))))
+            self._steps_of_others[id(optimizer)] = members_step
+        for optimizer in fresh:
+            self._take_over(optimizer)
+            self._hook(optimizer)
+
+    def let_go(self) -> None:
+        """Let the optimizers step by themselves again."""
+        self.end_standing_in()
+        for handle in self._handles.values():
+            handle.remove()
+        self._taken, self._stand_ins, self._handles, self._owners = [], [], {}, {}
+        self._current = self._buckets = None
+
+    @property
+    def needs_norm(self) -> bool:
+        """Whether the backward that comes has to run twice: first under :meth:`measuring`, then with its steps."""
+        step = self._current
+        if step is None or not step.needs_norm:
+            return False
+        if any(parameter.grad is not None for parameter in iterate_parameters(step.optimizer)):
+            step.is_early = False  # of micro-batches before: all gradients will be there, anyway
+        return step.is_early
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Take the norm of the gradients of a backward, and free them."""
+        step = self._current
+        assert step is not None
+        step.is_measuring = True
+        yield
+        self.end_backward()
+        step.end_measuring()
+        if self._buckets is not None:
+            self._buckets.expect_another()
+
+    def end_backward(self) -> None:
+        """Call after each backward: what is under way between ranks arrives."""
+        if self._buckets is not None:
+            self._buckets.land()
+
+    def leaves_clipping(self) -> bool:
+        """Whether gradients are not clipped here; if so, they are there, and are about to be clipped."""
+        step = self._current
+        if step is not None and step.is_early:
+            return False
+        if step is not None and self._clipping.by_previous:
+            gradients = [one.grad for one in iterate_parameters(step.optimizer) if one.grad is not None]
+            self.previous_norm = get_total_norm(gradients) if gradients else None
+        return True
+
+    def _has_ours(self, optimizer: Optimizer) -> bool:
+        own = set(self._module.parameters())
+        return any(parameter in own for parameter in iterate_parameters(optimizer))
+
+    def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        note_step(optimizer)
+        self._hook(optimizer)  # what was thawed, or added to a group
+        step = self._current = self._begin(optimizer)
+        loss = None
+        try:
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            for parameter in iterate_parameters(optimizer):
+                if parameter.grad is not None:
+                    self._take(step, parameter)
+        finally:
+            self._current = None
+        if step.is_early and self._clipping.by_previous:
+            self.previous_norm = step.norm()
+        return loss
+
+    def _begin(self, optimizer: Optimizer) -> OneStep:
+        is_early = self._may_be_early
+        if self._clipping.norm is not None:
+            is_unknown = self._clipping.by_previous and self.previous_norm is None
+            # The first reduction of DDP shows the order of its buckets: that backward cannot run twice.
+            is_early &= not is_unknown and (self._buckets is None or self._buckets.has_reduced)
+        norm = self.previous_norm if self._clipping.by_previous else None
+        members_step = self._steps_of_others[id(optimizer)]
+        return OneStep(optimizer, self._clipping, is_early=is_early, previous_norm=norm, members_step=members_step)
+
+    def _members_step(self, optimizer: Optimizer) -> MembersStep | None:
+        owner = owner_of(optimizer)
+        return None if owner is None else owner.members_step()
+
+    def _hook(self, optimizer: Optimizer) -> None:
+        if not self._may_be_early:
+            return
+        for parameter in iterate_parameters(optimizer):
+            if parameter.requires_grad and parameter not in self._owners:
+                self._owners[parameter] = optimizer
+                if self._buckets is None or parameter not in self._buckets.parameters:
+                    register: Any = parameter.register_post_accumulate_grad_hook
+                    self._handles[parameter] = register(self._after_accumulation)
+
+    def _after_accumulation(self, parameter: nn.Parameter) -> None:
+        self._on_gradient(parameter)
+
+    def _on_gradient(self, parameter: nn.Parameter) -> bool:
+        """Step, if it is time to; ``False`` if the gradient has to stay."""
+        step = self._current
+        if step is None or not step.is_early or self._owners.get(parameter) is not step.optimizer:
+            return False
+        self._take(step, parameter)
+        return True
+
+    def _take(self, step: OneStep, parameter: nn.Parameter) -> None:
+        if not step.take(parameter):
+            module = getattr(self._module, "module", self._module)  # of DDP
+            names = (name for name, one in module.named_parameters() if one is parameter)
+            raise RuntimeError(
+                f"OptimizerInBackward: {next(names, 'a parameter')!r} got a second gradient in one step, after it was "
+                "stepped with the first. Call backward once per step, and checkpoint with use_reentrant=False."
+            )

@@ -1,0 +1,434 @@
+"""``OptimizerInBackward``: weights of the plain run to the bit, by the user's own optimizer, undone after the fit."""
+
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import BackboneFinetuning, GradientAccumulationScheduler
+from support.helpers import Forking, LitTiny, PlantedError, TinyCNN, TinyGPT, assert_equal_weights
+from support.host_layers import ADAMW, Layers
+from torch import Tensor, nn, optim
+from torch.utils.checkpoint import checkpoint
+
+from lightning_vram import (
+    AccumulationScheduler,
+    ActivationCheckpointing,
+    ActivationOffload,
+    ChunkedLoss,
+    EarlyRelease,
+    InPlaceFusion,
+    LeanMixedPrecision,
+    MicroBatching,
+    MomentsInBF16,
+    OptimizerInBackward,
+    SlurmRequeue,
+    VRAMMonitor,
+)
+from lightning_vram.callbacks.optimizer_in_backward import OptimizerInBackward as Same
+from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+OPTIMIZERS: dict[str, Any] = {
+    "AdamW": optim.AdamW,
+    "AdamW, fused": partial(optim.AdamW, fused=True),
+    "AdamW, foreach, amsgrad": partial(optim.AdamW, foreach=True, amsgrad=True),
+    "Adam": optim.Adam,
+    "SGD": partial(optim.SGD, momentum=0.9, nesterov=True),
+    "RMSprop": partial(optim.RMSprop, momentum=0.5, centered=True),
+    "Adagrad": optim.Adagrad,
+    "Adadelta": optim.Adadelta,
+    "NAdam": optim.NAdam,
+    "RAdam": optim.RAdam,
+    "Adafactor": optim.Adafactor,
+    "Adamax": optim.Adamax,
+    "ASGD": optim.ASGD,
+    "Rprop": optim.Rprop,
+}
+TWO_PASS, PREVIOUS = partial(OptimizerInBackward, "two-pass"), partial(OptimizerInBackward, "previous")
+
+
+class Grouped(LitTiny):
+    """Two groups, a learning rate that falls after each step, and weights that are tied."""
+
+    def __init__(self, make: Any = optim.AdamW) -> None:
+        super().__init__(TinyGPT())
+        self.net.head.weight = self.net.embed.weight
+        self.make = make
+
+    def configure_optimizers(self) -> Any:
+        large = [one for one in self.parameters() if one.dim() > 1]
+        small = [one for one in self.parameters() if one.dim() <= 1]
+        optimizer = self.make([{"params": large, "weight_decay": 0.1}, {"params": small}], lr=1e-2)
+        schedule = optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+@pytest.fixture
+def fit(make_trainer):
+    def fit(make: Any = Grouped, *callbacks: Any, ckpt_path: Any = None, **options: Any) -> Any:
+        pl.seed_everything(0, verbose=False)
+        model = make()
+        trainer = make_trainer(callbacks=list(callbacks), limit_val_batches=0, **options)
+        trainer.fit(model, ckpt_path=ckpt_path)
+        model.saved_by = trainer
+        return model
+
+    return fit
+
+
+@pytest.fixture
+def assert_same(fit):
+    """Fit with the callback and without it, and with others beside it in both."""
+
+    def assert_same(make: Any = Grouped, *others: Any, ours: Any = OptimizerInBackward, **options: Any) -> Any:
+        plain = fit(make, *(other() for other in others), **options)
+        early = fit(make, ours(), *(other() for other in others), **options)
+        assert_equal_weights(early, plain)
+        return early
+
+    return assert_same
+
+
+def test_it_is_exported() -> None:
+    assert OptimizerInBackward is Same
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_weights_states_and_rates_are_those_of_the_plain_run(make, fit):
+    plain, early = (fit(partial(Grouped, make), *ours) for ours in ([], [OptimizerInBackward()]))
+    assert_equal_weights(early, plain)
+    (ours,), (theirs,) = early.saved_by.optimizers, plain.saved_by.optimizers
+    assert type(ours) is type(theirs)
+    assert [group["lr"] for group in ours.param_groups] == [group["lr"] for group in theirs.param_groups]
+    for one, other in zip(early.parameters(), plain.parameters(), strict=True):
+        assert one.grad is None
+        assert ours.state[one].keys() == theirs.state[other].keys()
+        for key, value in theirs.state[other].items():
+            assert torch.equal(torch.as_tensor(ours.state[one][key]), torch.as_tensor(value))
+
+
+class Muon(Layers):
+    """Muon takes matrices only."""
+
+    def configure_optimizers(self) -> optim.Optimizer:
+        for parameter in self.parameters():
+            parameter.requires_grad_(parameter.dim() == 2)
+        return optim.Muon([one for one in self.parameters() if one.requires_grad], lr=1e-2)
+
+
+def test_muon_is_right_too(assert_same):
+    assert_same(partial(Muon, num_batches=4))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"accumulate_grad_batches": 2},
+        {"precision": "bf16-mixed"},
+        {"precision": "bf16-true"},
+        {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"},
+        {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value", "accumulate_grad_batches": 2},
+        {"detect_anomaly": True},
+    ],
+    ids=str,
+)
+def test_it_is_exact_with(options, assert_same):
+    assert_same(**options)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        partial(ActivationCheckpointing, "net.blocks.*"),
+        partial(ActivationOffload, min_offload_bytes=0),
+        InPlaceFusion,
+        EarlyRelease,
+        ChunkedLoss,
+        SlurmRequeue,
+        partial(VRAMMonitor, track=True),
+        partial(BackboneFinetuning, 1),
+        partial(GradientAccumulationScheduler, {1: 2}),
+        partial(MicroBatching, 2),
+        partial(AccumulationScheduler, {0: 2}),
+    ],
+    ids=lambda one: getattr(one, "func", one).__name__,
+)
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_it_is_exact_beside(other, clip, assert_same):
+    make = partial(Grouped)
+    if isinstance(other, partial) and other.func is BackboneFinetuning:
+        make = Finetuned
+    assert_same(make, other, ours=TWO_PASS, gradient_clip_val=clip)
+
+
+class Finetuned(LitTiny):
+    """Its blocks are thawed in the second epoch, in a group of their own."""
+
+    def __init__(self) -> None:
+        super().__init__(TinyGPT())
+        self.backbone = self.net.blocks
+
+    def configure_optimizers(self) -> optim.Optimizer:
+        return optim.AdamW([one for one in self.parameters() if one.requires_grad], lr=1e-2)
+
+
+@pytest.mark.parametrize("plugin", [LeanMixedPrecision("bf16"), LeanMixedPrecision("bf16", recast_in_backward=True)])
+def test_it_is_exact_with_the_precision_plugin(plugin, assert_same):
+    assert_same(plugins=[plugin], ours=TWO_PASS, gradient_clip_val=0.05)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.02}, {"accumulate_grad_batches": 2}], ids=str)
+def test_it_steps_moments_in_bf16_to_the_same_bits(options, is_first, fit):
+    narrow = fit(Grouped, MomentsInBF16(), **options)
+    callbacks = [MomentsInBF16(), TWO_PASS()]
+    early = fit(Grouped, *(callbacks[::-1] if is_first else callbacks), **options)
+    assert_equal_weights(early, narrow)
+    (optimizer,) = early.saved_by.optimizers
+    assert all(state["exp_avg"].dtype == torch.bfloat16 for state in optimizer.state.values())
+    assert isinstance(vars(optimizer)["step"], FunctionType)  # of the scheduler, as it was
+
+
+class Stepping(Grouped):
+    """Has a step and a zeroing of its own, as warm-ups have."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
+        if batch_idx == 1:
+            optimizer_closure()
+            optimizer.step()
+        else:
+            optimizer.step(closure=optimizer_closure)
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * (batch_idx + 1)
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+
+class Hooked(Grouped):
+    """Counts what hooks of the optimizer see, and changes the rate within a forward."""
+
+    def configure_optimizers(self) -> Any:
+        configured = super().configure_optimizers()
+        optimizer, self.calls = configured["optimizer"], []
+        optimizer.register_step_pre_hook(lambda *_: self.calls.append("before"))
+        optimizer.register_step_post_hook(lambda *_: self.calls.append("after"))
+        return configured
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.optimizers().param_groups[0]["weight_decay"] = 0.3 * batch_idx
+        return None if batch_idx == 1 else super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("make", [Stepping, Hooked])
+def test_steps_and_hooks_of_the_user_are_called_as_ever(make, assert_same):
+    model = assert_same(make)
+    assert getattr(model, "calls", ["before", "after"] * 6) == ["before", "after"] * 6
+
+
+class Clipped(Layers):
+    """Layers of some width, whose gradients are clipped."""
+
+    def __init__(self) -> None:
+        super().__init__(num_batches=5)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("make", [Grouped, Clipped])
+def test_two_passes_clip_to_the_same_bits(make, accumulate, assert_same):
+    options = {"gradient_clip_val": 0.02, "accumulate_grad_batches": accumulate}
+    assert_same(make, ours=TWO_PASS, **options)
+
+
+def test_two_passes_are_two_backwards_and_one_forward(fit):
+    calls: list[str] = []
+
+    class Counting(Clipped):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            calls.append("forward")
+            loss = super().training_step(batch, batch_idx)
+            loss.register_hook(lambda _: calls.append("backward"))
+            return loss
+
+    fit(Counting, TWO_PASS(), gradient_clip_val=0.02, max_epochs=1)
+    assert calls == ["forward", "backward", "backward"] * 5
+
+
+def by_previous(num_epochs: int, window: int = 1) -> nn.Module:
+    """Written out: each step is clipped by the norm of the one before, the first by its own."""
+    pl.seed_everything(0, verbose=False)
+    model = Clipped()
+    model.trainer = pl.Trainer(logger=False, accelerator="cpu", enable_progress_bar=False, enable_model_summary=False)
+    optimizer, norm = model.configure_optimizers(), None
+    batches = list(model.train_dataloader())
+    for start in [start for _ in range(num_epochs) for start in range(0, len(batches), window)]:
+        optimizer.zero_grad()
+        for batch in batches[start : start + window]:
+            (model.training_step(batch, 0) / window).backward()
+        now = torch.nn.utils.get_total_norm([one.grad for one in model.parameters()])
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.02, now if norm is None else norm)
+        optimizer.step()
+        norm = now
+    return model
+
+
+def test_the_norm_of_the_step_before_clips_and_is_resumed(fit, tmp_path):
+    whole = fit(Clipped, PREVIOUS(), gradient_clip_val=0.02)
+    assert_equal_weights(whole, by_previous(2))
+    first = fit(Clipped, PREVIOUS(), gradient_clip_val=0.02, max_epochs=1)
+    first.saved_by.save_checkpoint(tmp_path / "last.ckpt")
+    assert_equal_weights(fit(Clipped, PREVIOUS(), gradient_clip_val=0.02, ckpt_path=tmp_path / "last.ckpt"), whole)
+
+
+def test_the_norm_of_the_step_before_clips_whole_windows(fit):
+    model = fit(Clipped, PREVIOUS(), gradient_clip_val=0.02, accumulate_grad_batches=2)
+    assert_equal_weights(model, by_previous(2, 2))
+
+
+@pytest.mark.distributed
+def test_the_norm_of_the_step_before_is_that_of_all_ranks(fit):
+    ddp = {"devices": 2, "strategy": "ddp_fork", "use_distributed_sampler": False}
+    model = fit(Clipped, PREVIOUS(), gradient_clip_val=0.02, **ddp)
+    for ours, expected in zip(model.parameters(), by_previous(2).parameters(), strict=True):
+        assert torch.allclose(ours, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(("first", "second"), [(True, True), (True, False), (False, True)])
+def test_checkpoints_are_plain_and_go_on_with_and_without(first, second, fit, tmp_path):
+    def ours(is_used: bool) -> list[OptimizerInBackward]:
+        return [OptimizerInBackward()] if is_used else []
+
+    fit(Grouped, *ours(first), max_epochs=1).saved_by.save_checkpoint(tmp_path / "last.ckpt")
+    resumed = fit(Grouped, *ours(second), ckpt_path=tmp_path / "last.ckpt")
+    plain = fit(Grouped, max_epochs=1).saved_by
+    plain.save_checkpoint(tmp_path / "plain.ckpt")
+    assert_equal_weights(resumed, fit(Grouped, ckpt_path=tmp_path / "plain.ckpt"))
+    ours_, theirs = (
+        torch.load(tmp_path / f"{name}.ckpt", weights_only=True)["optimizer_states"][0] for name in ("last", "plain")
+    )
+    assert ours_["param_groups"] == theirs["param_groups"]
+    assert ours_["state"].keys() == theirs["state"].keys()
+    for place, state in theirs["state"].items():
+        assert {type(value) for value in ours_["state"][place].values()} == {Tensor}
+        assert all(torch.equal(ours_["state"][place][key], value) for key, value in state.items())
+
+
+class Failing(Grouped):
+    """Fails in the middle of a backward."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        def fail(_: Tensor) -> None:
+            raise PlantedError
+
+        if self.global_step == 1:
+            self.net.blocks[0].norm1.weight.register_hook(fail)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("make", [Grouped, Failing])
+def test_it_is_undone(make, make_trainer):
+    model, callback = make(), OptimizerInBackward()
+    trainer = make_trainer(callbacks=[callback])
+    if make is Failing:
+        with pytest.raises(PlantedError):
+            trainer.fit(model)
+    else:
+        trainer.fit(model)
+    (optimizer,) = trainer.optimizers
+    assert not isinstance(vars(optimizer).get("step"), type(callback))
+    assert not any(one._post_accumulate_grad_hooks for one in model.parameters())
+    assert not {"backward", "clip_gradients"} & vars(trainer.precision_plugin).keys()
+    assert not optimizer._optimizer_step_pre_hooks
+    before = {name: one.clone() for name, one in model.named_parameters()}
+    for one in model.parameters():
+        one._backward_hooks = None
+    optimizer.zero_grad()
+    model.loss(next(iter(model.train_dataloader()))).backward()
+    assert all(one.grad is not None for one in model.parameters())
+    assert all(torch.equal(one, before[name]) for name, one in model.named_parameters())
+    optimizer.step()
+    assert not any(torch.equal(one, before[name]) for name, one in model.named_parameters() if "embed" in name)
+
+
+class Segments(Layers):
+    """Uses one layer in two checkpointed segments."""
+
+    use_reentrant = True
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        layer = nn.functional.linear
+        weight = self.net[0].weight[:16]
+        hidden = batch.requires_grad_()
+        for _ in range(2):
+            hidden = checkpoint(lambda x: layer(x, self.net[0].weight[:16]), hidden, use_reentrant=self.use_reentrant)
+        return hidden.square().mean() + 0 * weight.sum()
+
+
+def test_a_second_gradient_in_one_step_is_an_error(fit):
+    message = (
+        r"^OptimizerInBackward: 'net\.0\.weight' got a second gradient in one step, after it was stepped with the "
+        r"first\. Call backward once per step, and checkpoint with use_reentrant=False\.$"
+    )
+    with pytest.raises(RuntimeError, match=message):
+        fit(Segments, OptimizerInBackward())
+
+
+class Mended(Segments):
+    use_reentrant = False
+
+
+def test_parameters_that_are_used_in_several_segments_step_once(assert_same):
+    assert_same(partial(Mended, num_batches=4))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"accumulate_grad_batches": 2},
+        {"gradient_clip_val": 0.02},
+        {"gradient_clip_val": 0.02, "accumulate_grad_batches": 2},
+        {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"},
+    ],
+    ids=str,
+)
+def test_it_is_exact_on_two_ranks_of_ddp(options, assert_same):
+    ddp = {"devices": 2, "strategy": "ddp_fork", "use_distributed_sampler": False}
+    assert_same(partial(Layers, num_batches=5), ours=TWO_PASS, **ddp, **options)
+
+
+class Shards(Layers):
+    """Leaves its shards in files."""
+
+    def configure_model(self) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        for layer in self.net:
+            fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+        fully_shard(self, mesh=self.device_mesh["data_parallel"])
+
+    def state_dict(self, **arguments: Any) -> dict[str, Any]:
+        return {}  # the launcher cannot hand shards to the parent process
+
+    def on_train_end(self) -> None:
+        shards = {name: local_part(one).detach() for name, one in self.named_parameters()}
+        name = "early" if any(isinstance(one, OptimizerInBackward) for one in self.trainer.callbacks) else "plain"
+        torch.save(shards, f"{self.trainer.default_root_dir}/{name}{self.trainer.global_rank}.pt")
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, {"precision": "bf16-mixed"}], ids=str)
+def test_it_is_exact_on_two_ranks_of_fsdp2(options, fit, tmp_path):
+    for ours in ([], [OptimizerInBackward()]):
+        fit(partial(Shards, ADAMW, num_batches=5), *ours, strategy=Forking(), devices=2, **options)
+    for rank in range(2):
+        plain, early = (torch.load(tmp_path / f"{name}{rank}.pt") for name in ("plain", "early"))
+        assert all(torch.equal(early[name], plain[name]) for name in plain)
+
+
+def test_convolutions_and_batch_norms_too(assert_same):
+    assert_same(lambda: LitTiny(TinyCNN()))

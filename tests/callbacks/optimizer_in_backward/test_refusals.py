@@ -1,0 +1,234 @@
+"""What ``OptimizerInBackward`` refuses, and what it tells of, each with the way out."""
+
+import re
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from support.helpers import Forking, LitManual, TinyGPT
+from support.host_layers import Layers
+from support.offload_nets import leave_group
+
+from lightning_vram import (
+    AccumulationScheduler,
+    LeanMixedPrecision,
+    MicroBatching,
+    OptimizerInBackward,
+)
+from lightning_vram.optimizers.in_backward.steps import BackwardSteps, Clipping
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:(?!lightning_vram)")
+
+
+def assert_refused(trainer: pl.Trainer, model: pl.LightningModule, message: str, error: Any = None) -> None:
+    with pytest.raises(error or MisconfigurationException, match=f"^{re.escape(message)}$"):
+        trainer.fit(model)
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "message"),
+    [
+        (
+            1.0,
+            TypeError,
+            "OptimizerInBackward(max_norm) must be 'two-pass', 'previous' or None, got 1.0 of type float: the largest "
+            "norm is Trainer(gradient_clip_val=...).",
+        ),
+        (
+            "exact",
+            ValueError,
+            "OptimizerInBackward(max_norm) must be 'two-pass', 'previous' or None, got 'exact'.",
+        ),
+    ],
+)
+def test_other_norms_are_refused(value, error, message):
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        OptimizerInBackward(value)
+
+
+class Backward(Layers):
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward()
+
+
+class Gradients(Layers):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        pass
+
+
+class OwnClipping(Layers):
+    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+class AfterBackward(Layers):
+    def on_after_backward(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "hook"),
+    [
+        (Backward, "backward"),
+        (Gradients, "on_before_optimizer_step"),
+        (OwnClipping, "configure_gradient_clipping"),
+        (AfterBackward, "on_after_backward"),
+    ],
+)
+def test_hooks_of_the_module_that_may_use_gradients_are_refused(kind, hook, make_trainer):
+    message = (
+        f"OptimizerInBackward does not work with {kind.__name__}.{hook}, which may use gradients: they are used up by "
+        "then. Remove it, or leave OptimizerInBackward out."
+    )
+    assert_refused(make_trainer(callbacks=[OptimizerInBackward()]), kind(num_batches=1), message)
+
+
+class Norms(pl.Callback):
+    def on_before_optimizer_step(self, *unused: Any) -> None:
+        pass
+
+
+def test_hooks_of_callbacks_that_may_use_gradients_are_refused(make_trainer):
+    message = (
+        "OptimizerInBackward does not work with Norms.on_before_optimizer_step, which may use gradients: they are used "
+        "up by then. Set uses_gradients = False in Norms if it leaves them alone, or leave OptimizerInBackward out."
+    )
+    assert_refused(make_trainer(callbacks=[Norms(), OptimizerInBackward()]), Layers(num_batches=1), message)
+
+
+def test_manual_optimization_is_refused(make_trainer):
+    message = (
+        "OptimizerInBackward does not work with manual optimization: it cannot see which backward belongs to which "
+        "step. Set automatic_optimization=True."
+    )
+    assert_refused(make_trainer(callbacks=[OptimizerInBackward()]), LitManual(TinyGPT()), message)
+
+
+@pytest.mark.parametrize("plugin", [MixedPrecision("16-mixed", "cpu"), LeanMixedPrecision("fp16")])
+def test_a_scaler_is_refused(plugin, make_trainer):
+    message = (
+        "OptimizerInBackward does not work with a GradScaler, which looks at all gradients before it lets any be "
+        "stepped with: use precision='bf16-mixed'."
+    )
+    assert_refused(make_trainer(callbacks=[OptimizerInBackward()], plugins=[plugin]), Layers(num_batches=1), message)
+
+
+def test_clipping_by_norm_is_asked_for_by_name(make_trainer):
+    message = (
+        "OptimizerInBackward cannot clip by norm, which needs all gradients at once, got gradient_clip_val=0.5: use "
+        "max_norm='two-pass' (exact; runs each backward twice), max_norm='previous' (by the norm of the step before) "
+        "or gradient_clip_algorithm='value'."
+    )
+    trainer = make_trainer(callbacks=[OptimizerInBackward()], gradient_clip_val=0.5)
+    assert_refused(trainer, Layers(num_batches=1), message)
+
+
+def test_clipping_by_norm_under_fsdp2_is_refused(make_trainer):
+    message = (
+        "OptimizerInBackward(max_norm='previous') does not work with Forking: use gradient_clip_algorithm='value', "
+        "'ddp' or a single device."
+    )
+    trainer = make_trainer(
+        callbacks=[OptimizerInBackward("previous")], gradient_clip_val=0.5, strategy=Forking(), devices=2
+    )
+    with pytest.raises(Exception, match=re.escape(message)):  # of another process
+        trainer.fit(Layers(num_batches=1))
+
+
+def test_fsdp_offload_is_refused(make_trainer):
+    message = (
+        "OptimizerInBackward does not work with FSDPOffloadStrategy, which steps as gradients arrive itself: leave "
+        "OptimizerInBackward out."
+    )
+    trainer = make_trainer(callbacks=[OptimizerInBackward()], strategy="fsdp_offload", devices=1)
+    assert_refused(trainer, Layers(num_batches=1), message)
+    leave_group()
+
+
+def test_two_are_refused_by_lightning_which_would_save_both_under_one_name(make_trainer):
+    with pytest.raises(RuntimeError, match=r"^Found more than one stateful callback of type `OptimizerInBackward`"):
+        make_trainer(callbacks=[OptimizerInBackward(), OptimizerInBackward()])
+
+
+ABLE = "Adadelta, Adafactor, Adagrad, Adam, AdamW, Adamax, ASGD, Muon, NAdam, RAdam, RMSprop, Rprop, SGD"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            torch.optim.LBFGS,
+            f"OptimizerInBackward cannot step LBFGS: use one of torch.optim's {ABLE}, a subclass with the same step, "
+            "or leave OptimizerInBackward out.",
+        ),
+        (
+            partial(torch.optim.Adam, differentiable=True),
+            "OptimizerInBackward cannot step Adam(differentiable=True): leave that off.",
+        ),
+    ],
+)
+def test_optimizers_that_step_otherwise_are_refused(make, message, make_trainer):
+    assert_refused(make_trainer(callbacks=[OptimizerInBackward()]), Layers(make, num_batches=1), message, ValueError)
+
+
+def test_what_steps_already_is_refused(make_trainer):
+    message = (
+        "OptimizerInBackward cannot step this AdamW: something else steps it already, as "
+        "LeanMixedPrecision(parameters=...) and torch.compile do. Leave one of the two out."
+    )
+    plugin = LeanMixedPrecision("bf16", parameters="bf16+kahan")
+    trainer = make_trainer(callbacks=[OptimizerInBackward()], plugins=[plugin])
+    assert_refused(trainer, Layers(num_batches=1), message, ValueError)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("option", "reason"),
+    [
+        ({"find_unused_parameters": True}, "find_unused_parameters=True"),
+        ({"static_graph": True}, "static_graph=True, which fails in a first backward under no_sync"),
+    ],
+)
+def test_what_only_the_reducer_of_ddp_can_do_is_refused(option, reason, make_trainer):
+    message = (
+        f"OptimizerInBackward does not work with {reason}: it uses each bucket of DDP as that is reduced. Use "
+        "strategy='ddp' without it."
+    )
+    trainer = make_trainer(callbacks=[OptimizerInBackward()], strategy=DDPStrategy(**option), devices=1)
+    assert_refused(trainer, Layers(num_batches=1), message)
+    leave_group()
+
+
+@pytest.mark.parametrize("other", [MicroBatching(2), AccumulationScheduler({0: 2})])
+def test_it_tells_of_callbacks_that_use_gradients(other, make_trainer):
+    message = (
+        "OptimizerInBackward steps after the backward, one parameter at a time: "
+        f"{type(other).__name__} uses gradients until then."
+    )
+    trainer = make_trainer(callbacks=[other, OptimizerInBackward()], max_epochs=1)
+    with pytest.warns(UserWarning, match=f"^{re.escape(message)}$"):
+        trainer.fit(Layers(num_batches=2))
+
+
+def test_it_tells_that_gradients_are_kept_in_an_accumulation(make_trainer, caplog):
+    message = "OptimizerInBackward keeps gradients until the last backward of each window of 4 batches."
+    with caplog.at_level("INFO"):
+        make_trainer(callbacks=[OptimizerInBackward()], max_epochs=1, accumulate_grad_batches=4).fit(
+            Layers(num_batches=2)
+        )
+    assert message in caplog.messages
+
+
+def test_a_backward_after_it_was_undone_under_ddp_is_an_error(one_rank):
+    ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+    steps = BackwardSteps(ddp, Clipping())
+    steps.let_go()
+    del steps
+    message = "OptimizerInBackward was undone: wrap the module in a new DistributedDataParallel."
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        ddp(torch.ones(1, 2)).sum().backward()
