@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from lightning_vram.optimizers.narrow import NarrowMoments
+from lightning_vram.optimizers.stepping import FORMS
 from lightning_vram.techniques.activation_checkpointing.apply import apply_activation_checkpointing
 from lightning_vram.techniques.activation_checkpointing.budget.apply import BudgetedCheckpointing, decisions_of
 from lightning_vram.techniques.activation_checkpointing.budget.solver import BudgetError, predict_peak, solve
@@ -94,7 +95,7 @@ def _quantize(model: nn.Module, bits: Literal[8, 4]) -> None:
 def _adamw_in_bf16(parameters: Iterable[nn.Parameter]) -> Optimizer:
     held = nn.ParameterList(parameters)
     optimizer = AdamW(held, lr=1e-4)
-    NarrowMoments(held).attach([optimizer])
+    NarrowMoments(held, FORMS["bf16"]).attach([optimizer])
     return optimizer
 
 

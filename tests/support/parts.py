@@ -15,6 +15,7 @@ CALLBACKS = [part.__name__ for part in PUBLIC if isinstance(part, type) and issu
 CHANGES_TRAINING = {
     "AccumulationScheduler",
     "ChunkedLoss",
+    "LowBitOptimizer",
     "MomentsInBF16",
     "QuantizeFrozenWeights",
 }  # callbacks whose purpose is to change the result

@@ -33,7 +33,7 @@ FORMS: tuple[tuple[str, HostState, float], ...] = (  # bytes read and written fo
     ("split", "fp32", 8 + 2 + 16),
     ("fp32", "bf16", 8 + 4 + 8),
     ("split", "bf16", 8 + 2 + 8),
-    ("split", "8bit", 8 + 2 + 4 * 129 / 128),
+    ("split", "8bit", 8 + 2 + 4 * 132 / 128),
 )
 MANY = 100  # tensors: DTensor looks at a list anew in every step, for minutes if it is one of thousands
 
