@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_vram.core.tensors.lossy_codecs import encode
+from lightning_vram.core.tensors.native_codecs import native_codecs
 from lightning_vram.private_names.torch.operators import TO_COPY, schema_of
 from lightning_vram.private_names.torch.tensors import make_wrapper
 from lightning_vram.private_names.torch.trees import tree_map_only
@@ -44,8 +45,17 @@ class EightBitTensor(Tensor):
         """Memory that it takes."""
         return self.records.nbytes
 
-    def decode(self) -> Tensor:
-        """Return the values, in memory of their own."""
+    def decode(self, wide: Tensor | None = None) -> Tensor:
+        """Return the values, in memory of their own, or in that of a flat float32 tensor."""
+        wide = self.records.new_empty(self.numel(), dtype=torch.float32) if wide is None else wide
+        native = native_codecs(wide, self.records)
+        if native is None:
+            wide.copy_(self._decode())
+        else:
+            native.decode_eight_bit(self.records, wide)
+        return wide.view(self.shape)
+
+    def _decode(self) -> Tensor:
         codes, exponents = self.records[:, :-1].view(torch.int8), self.records[:, -1:]
         # As float16 the same bits, but for their place, are a 256th. Conversions from fp8 are slow on a CPU.
         bits = codes.to(torch.int16)
@@ -53,7 +63,7 @@ class EightBitTensor(Tensor):
         scales = exponents.int().bitwise_left_shift_(23).view(torch.float32)
         scales = scales.masked_fill(exponents == 0, math.nan)
         wide = bits.view(torch.float16).float().mul_(256.0).mul_(scales)
-        return wide.view(-1)[: self.numel()].view(self.shape)
+        return wide.view(-1)[: self.numel()]
 
     def take_over(self, numbers: Tensor) -> None:
         """Take over values of a float32 tensor of this shape."""
@@ -62,6 +72,10 @@ class EightBitTensor(Tensor):
             return
         size = self.records.shape[1] - 1
         flat = decoded(numbers).detach().to(self.device, torch.float32).contiguous().view(-1)
+        native = native_codecs(flat, self.records)
+        if native is not None:
+            native.encode_eight_bit(flat, self.records, is_positive=self.is_positive)
+            return
         flat = torch.nn.functional.pad(flat, (0, self.records.shape[0] * size - flat.numel()))
         if not flat.numel():
             return
