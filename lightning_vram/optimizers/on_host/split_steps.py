@@ -12,7 +12,8 @@ from torch import Tensor
 
 from lightning_vram.core.gradients.clipping import apply_clip_factor
 from lightning_vram.core.host.split_weights import PART_ELEMENTS, Part, SplitWeights, cut_parts
-from lightning_vram.core.tensors.native_codecs import AdamWStep
+from lightning_vram.core.tensors.eight_bit import BLOCK_SIZE
+from lightning_vram.core.tensors.native_codecs import LANES, AdamWStep
 from lightning_vram.optimizers.on_disk import StreamedStates, is_elementwise
 from lightning_vram.optimizers.on_host.narrow_states import NarrowStates
 from lightning_vram.optimizers.on_host.native_steps import read_adamw_step, step_as_kept
@@ -149,6 +150,14 @@ class _Stepping:
         self.step: AdamWStep | None = None  # where that can be done at once
         self.fresh: State = {}  # what the step makes, to be published when all parts are stepped
 
+    def step_most(self) -> list[Part]:
+        """Step at once what can be stepped as it is kept, in one part; return the parts that are left to do."""
+        numel = self.member.shard.numel()
+        most = numel - numel % BLOCK_SIZE if numel % LANES else numel
+        if self.split is None and _Part(self, (0, most)).step_as_kept():
+            return list(cut_parts(most, numel)) if most < numel else []
+        return self.parts
+
     def read(self, part: Part) -> Tensor:
         """Return weights in float32, to be written to."""
         return self.member.shard.view(-1)[slice(*part)] if self.split is None else self.split.read(part)
@@ -260,7 +269,7 @@ def _step_parts(step_round: StepRound, all_stepping: Sequence[_Stepping]) -> Non
     batch: list[_Part] = []
     scratch = Scratch(all_stepping[0].member.shard)
     for stepping in all_stepping:
-        for part in stepping.parts:
+        for part in stepping.step_most():
             one = _Part(stepping, part)
             if one.step_as_kept():
                 continue

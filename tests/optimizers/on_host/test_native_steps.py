@@ -46,8 +46,8 @@ def test_a_step_on_what_is_kept_has_the_bits_of_one_that_widens_it(form, make):
     theirs = train(form, make)
     with coded_in_c() as stepped:
         assert is_same(train(form, make), theirs)
-    # The first step makes the moments; 1 and 130 are no multiples of a vector, 7 x 130 = 910 neither.
-    assert stepped == ([320] * 3)
+    # The first step makes the moments. Of 910, 1 and 130 numbers the last are left to torch's kernel: it rounds them otherwise.
+    assert stepped == [320, 896, 128] * 3
 
 
 def test_schedules_of_rates_and_betas_are_followed():
@@ -59,7 +59,7 @@ def test_schedules_of_rates_and_betas_are_followed():
     theirs = train("bf16", change=change)
     with coded_in_c() as stepped:
         assert is_same(train("bf16", change=change), theirs)
-    assert stepped == [320] * 3
+    assert stepped == [320, 896, 128] * 3
 
 
 @pytest.mark.parametrize(
