@@ -6,6 +6,7 @@
 #include <string.h>
 
 #define INLINE static inline __attribute__((always_inline))
+#define APART static __attribute__((noinline)) // or GCC 12 does not vectorise it
 #define PORTION 16384  // numbers that a thread takes at a time
 #define ROW 128        // numbers with one scale; rows of smaller tensors are shorter
 #define LARGEST 448.0f // of fp8, e4m3
@@ -41,7 +42,7 @@ INLINE void widen_portion(const uint16_t *restrict kept, float *restrict numbers
   for (int64_t i = 0; i < count; i++) numbers[i] = number_of((uint32_t)kept[i] << 16);
 }
 
-INLINE void decode_row(const uint8_t *restrict record, float *restrict numbers, int64_t count, uint32_t exponent) {
+APART void decode_row(const uint8_t *restrict record, float *restrict numbers, int64_t count, uint32_t exponent) {
   const float scale = number_of(exponent ? exponent << 23 : NOT_A_NUMBER);
   for (int64_t i = 0; i < count; i++) {
     const uint32_t code = record[i], size = code & 0x7Fu;
@@ -51,8 +52,8 @@ INLINE void decode_row(const uint8_t *restrict record, float *restrict numbers, 
   }
 }
 
-INLINE void encode_row(const float *restrict numbers, uint8_t *restrict record, int64_t count, int64_t size,
-                       uint32_t is_positive) {
+APART void encode_row(const float *restrict numbers, uint8_t *restrict record, int64_t count, int64_t size,
+                      uint32_t is_positive) {
   uint32_t largest = 0;
   for (int64_t i = 0; i < count; i++) {
     const uint32_t magnitude = bits_of(numbers[i]) & 0x7FFFFFFFu;
@@ -81,19 +82,13 @@ INLINE void encode_row(const float *restrict numbers, uint8_t *restrict record, 
 }
 
 INLINE void decode_rows(const uint8_t *records, float *numbers, int64_t count, int64_t size) {
-  for (int64_t first = 0; first < count; first += size, records += size + 1) {
-    const int64_t here = least(size, count - first);
-    if (here == ROW) decode_row(records, numbers + first, ROW, records[size]);
-    else decode_row(records, numbers + first, here, records[size]);
-  }
+  for (int64_t first = 0; first < count; first += size, records += size + 1)
+    decode_row(records, numbers + first, least(size, count - first), records[size]);
 }
 
 INLINE void encode_rows(const float *numbers, uint8_t *records, int64_t count, int64_t size, uint32_t is_positive) {
-  for (int64_t first = 0; first < count; first += size, records += size + 1) {
-    const int64_t here = least(size, count - first);
-    if (here == ROW) encode_row(numbers + first, records, ROW, ROW, is_positive);
-    else encode_row(numbers + first, records, here, size, is_positive);
-  }
+  for (int64_t first = 0; first < count; first += size, records += size + 1)
+    encode_row(numbers + first, records, least(size, count - first), size, is_positive);
 }
 
 // bit_patterns.rounded_by_place: `draw` is that of the first place.

@@ -46,7 +46,7 @@ def test_a_step_on_what_is_kept_has_the_bits_of_one_that_widens_it(form, make):
     theirs = train(form, make)
     with coded_in_c() as stepped:
         assert is_same(train(form, make), theirs)
-    # The first step makes the moments. Of 910, 1 and 130 numbers the last are left to torch's kernel: it rounds them otherwise.
+    # The first step makes the moments. The last of 910, 1 and 130 are left to torch's kernel: it rounds them otherwise.
     assert stepped == [320, 896, 128] * 3
 
 
