@@ -14,8 +14,6 @@
 #define INFINITE 0x7F800000u
 #define NOT_A_NUMBER 0x7FC00000u
 
-enum { BF16, EIGHT_BIT, WIDE }; // forms of moments
-
 INLINE uint32_t bits_of(float number) {
   uint32_t bits;
   memcpy(&bits, &number, sizeof bits);
@@ -30,16 +28,11 @@ INLINE float number_of(uint32_t bits) {
 
 INLINE int64_t least(int64_t one, int64_t other) { return one < other ? one : other; }
 
-INLINE void round_portion(const float *restrict numbers, uint16_t *restrict kept, int64_t count, uint32_t draw) {
-  for (int64_t i = 0; i < count; i++) {
-    const uint32_t bits = bits_of(numbers[i]);
-    const uint32_t regular = (bits & 0x7FFFFFFFu) > INFINITE ? NOT_A_NUMBER : bits;
-    kept[i] = (uint16_t)((regular + ((draw + (uint32_t)i * STRIDE) & 0xFFFFu)) >> 16);
-  }
-}
+INLINE float widened(uint16_t kept) { return number_of((uint32_t)kept << 16); }
 
-INLINE void widen_portion(const uint16_t *restrict kept, float *restrict numbers, int64_t count) {
-  for (int64_t i = 0; i < count; i++) numbers[i] = number_of((uint32_t)kept[i] << 16);
+INLINE uint16_t rounded(float number, uint32_t draw) {
+  const uint32_t bits = bits_of(number), regular = (bits & 0x7FFFFFFFu) > INFINITE ? NOT_A_NUMBER : bits;
+  return (uint16_t)((regular + (draw & 0xFFFFu)) >> 16);
 }
 
 APART void decode_row(const uint8_t *restrict record, float *restrict numbers, int64_t count, uint32_t exponent) {
@@ -92,10 +85,11 @@ INLINE void encode_rows(const float *numbers, uint8_t *records, int64_t count, i
 }
 
 // bit_patterns.rounded_by_place: `draw` is that of the first place.
-void round_by_place(const float *numbers, uint16_t *kept, int64_t count, uint32_t draw, int threads) {
+void round_by_place(const float *restrict numbers, uint16_t *restrict kept, int64_t count, uint32_t draw, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t first = 0; first < count; first += PORTION)
-    round_portion(numbers + first, kept + first, least(PORTION, count - first), draw + (uint32_t)first * STRIDE);
+    for (int64_t i = first; i < least(first + PORTION, count); i++)
+      kept[i] = rounded(numbers[i], draw + (uint32_t)i * STRIDE);
 }
 
 // EightBitTensor.decode: records of `size` codes and an exponent, of which the last may be filled up.
@@ -116,54 +110,64 @@ void encode_eight_bit(const float *numbers, uint8_t *records, int64_t count, int
                 (uint32_t)is_positive);
 }
 
-INLINE void widen_moment(const void *kept, float *numbers, int64_t first, int64_t count, int form) {
-  if (form == BF16) widen_portion((const uint16_t *)kept + first, numbers, count);
-  if (form == EIGHT_BIT) decode_rows((const uint8_t *)kept + first / ROW * (ROW + 1), numbers, count, ROW);
-  if (form == WIDE) memcpy(numbers, (const float *)kept + first, (size_t)count * sizeof *numbers);
+typedef struct {
+  float decay, share, beta2, square_share, root, eps, rate;
+} Settings;
+
+// What torch's fused AdamW does for each number, rounding as that does where it is vectorised; returns the weight.
+INLINE float stepped(float weight, float gradient, float *average, float *square, Settings by) {
+  *average = fmaf(by.share, gradient - *average, *average);
+  *square = fmaf(by.square_share * gradient, gradient, *square * by.beta2);
+  return weight * by.decay + by.rate * *average / (sqrtf(*square) / by.root + by.eps);
 }
 
-INLINE void narrow_moment(const float *numbers, void *kept, int64_t first, int64_t count, int form, uint32_t draw,
-                          uint32_t is_positive) {
-  if (form == BF16) round_portion(numbers, (uint16_t *)kept + first, count, draw + (uint32_t)first * STRIDE);
-  if (form == EIGHT_BIT) encode_rows(numbers, (uint8_t *)kept + first / ROW * (ROW + 1), count, ROW, is_positive);
-  if (form == WIDE) memcpy((float *)kept + first, numbers, (size_t)count * sizeof *numbers);
-}
-
-// What torch's fused AdamW does for each number, rounding as that does where it is vectorised.
-INLINE void step_portion(float *restrict weights, const float *restrict gradient, float *restrict average,
-                         float *restrict square, int64_t count, const float *restrict settings) {
-  const float decay = settings[0], share = settings[1], beta2 = settings[2], square_share = settings[3];
-  const float root = settings[4], eps = settings[5], rate = settings[6];
+INLINE void step_wide(float *restrict weights, const float *restrict gradient, float *restrict average,
+                      float *restrict square, int64_t count, Settings by) {
   for (int64_t i = 0; i < count; i++) {
-    const float own = gradient[i];
-    average[i] = fmaf(share, own - average[i], average[i]);
-    square[i] = fmaf(square_share * own, own, square[i] * beta2);
-    weights[i] = weights[i] * decay + rate * average[i] / (sqrtf(square[i]) / root + eps);
+    float own_average = average[i], own_square = square[i];
+    weights[i] = stepped(weights[i], gradient[i], &own_average, &own_square, by);
+    average[i] = own_average;
+    square[i] = own_square;
   }
 }
 
-INLINE void step_in_form(float *weights, const float *gradient, void *average, void *square, int64_t count,
-                         const float *settings, const uint32_t *draws, int threads, int form) {
-#pragma omp parallel for num_threads(threads) schedule(static)
-  for (int64_t portion = 0; portion < count; portion += PORTION) {
-    float wide_average[ROW], wide_square[ROW];
-    const int64_t stop = least(portion + PORTION, count);
-    for (int64_t first = portion; first < stop; first += ROW) {
-      const int64_t here = least(ROW, stop - first);
-      widen_moment(average, wide_average, first, here, form);
-      widen_moment(square, wide_square, first, here, form);
-      step_portion(weights + first, gradient + first, wide_average, wide_square, here, settings);
-      narrow_moment(wide_average, average, first, here, form, draws[0], 0);
-      narrow_moment(wide_square, square, first, here, form, draws[1], 1);
-    }
+INLINE void step_bf16(float *restrict weights, const float *restrict gradient, uint16_t *restrict average,
+                      uint16_t *restrict square, int64_t count, Settings by, const uint32_t *draws, uint32_t place) {
+  const uint32_t draw = draws[0] + place * STRIDE, square_draw = draws[1] + place * STRIDE;
+  for (int64_t i = 0; i < count; i++) {
+    float own_average = widened(average[i]), own_square = widened(square[i]);
+    weights[i] = stepped(weights[i], gradient[i], &own_average, &own_square, by);
+    average[i] = rounded(own_average, draw + (uint32_t)i * STRIDE);
+    square[i] = rounded(own_square, square_draw + (uint32_t)i * STRIDE);
   }
 }
 
-// A step, with moments in a form. Settings: 1 - lr * weight_decay, 1 - beta1, beta2, 1 - beta2, the root of the second
-// correction, eps, minus lr divided by the first correction.
+INLINE void step_eight_bit(float *weights, const float *gradient, uint8_t *average, uint8_t *square, int64_t count,
+                           Settings by) {
+  float wide_average[ROW], wide_square[ROW];
+  for (int64_t first = 0; first < count; first += ROW, average += ROW + 1, square += ROW + 1) {
+    const int64_t here = least(ROW, count - first);
+    decode_row(average, wide_average, here, average[ROW]);
+    decode_row(square, wide_square, here, square[ROW]);
+    step_wide(weights + first, gradient + first, wide_average, wide_square, here, by);
+    encode_row(wide_average, average, here, ROW, 0);
+    encode_row(wide_square, square, here, ROW, 1);
+  }
+}
+
+// A step, with moments in a form: 0 for bf16, 1 for 8 bit, else float32. Settings: 1 - lr * weight_decay, 1 - beta1,
+// beta2, 1 - beta2, the root of the second correction, eps, minus lr divided by the first correction.
 void step_adamw(float *weights, const float *gradient, void *average, void *square, int64_t count, int form,
                 const float *settings, const uint32_t *draws, int threads) {
-  if (form == BF16) step_in_form(weights, gradient, average, square, count, settings, draws, threads, BF16);
-  if (form == EIGHT_BIT) step_in_form(weights, gradient, average, square, count, settings, draws, threads, EIGHT_BIT);
-  if (form == WIDE) step_in_form(weights, gradient, average, square, count, settings, draws, threads, WIDE);
+  const Settings by = {settings[0], settings[1], settings[2], settings[3], settings[4], settings[5], settings[6]};
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t at = 0; at < count; at += PORTION) {
+    const int64_t here = least(PORTION, count - at), record = at / ROW * (ROW + 1);
+    if (form == 0)
+      step_bf16(weights + at, gradient + at, (uint16_t *)average + at, (uint16_t *)square + at, here, by, draws,
+                (uint32_t)at);
+    else if (form == 1)
+      step_eight_bit(weights + at, gradient + at, (uint8_t *)average + record, (uint8_t *)square + record, here, by);
+    else step_wide(weights + at, gradient + at, (float *)average + at, (float *)square + at, here, by);
+  }
 }
