@@ -25,6 +25,7 @@ __all__ = [
     "ActivationCompression",
     "ActivationOffload",
     "AutoVRAM",
+    "ChunkedLoss",
     "DeviceSpec",
     "EarlyRelease",
     "EmptyCache",
@@ -32,6 +33,7 @@ __all__ = [
     "InPlaceFusion",
     "LeakDetector",
     "LeanMixedPrecision",
+    "LowBitOptimizer",
     "MemoryBudget",
     "MetricOffload",
     "MicroBatching",
@@ -52,10 +54,12 @@ if TYPE_CHECKING or importlib.util.find_spec("lightning") is not None:
     from lightning_vram.callbacks.activation_compression import ActivationCompression
     from lightning_vram.callbacks.activation_offload import ActivationOffload
     from lightning_vram.callbacks.auto_vram import AutoVRAM
+    from lightning_vram.callbacks.chunked_loss import ChunkedLoss
     from lightning_vram.callbacks.early_release import EarlyRelease
     from lightning_vram.callbacks.empty_cache import EmptyCache
     from lightning_vram.callbacks.in_place_fusion import InPlaceFusion
     from lightning_vram.callbacks.leak_detector import LeakDetector
+    from lightning_vram.callbacks.low_bit_optimizer import LowBitOptimizer
     from lightning_vram.callbacks.memory_budget import MemoryBudget
     from lightning_vram.callbacks.metric_offload import MetricOffload
     from lightning_vram.callbacks.micro_batching import MicroBatching

@@ -7,6 +7,7 @@ ARGUMENT_NOTES = {
     "size": "samples at once: fewer take less memory and more time",
     "lossy": "what is kept takes 8 bits per value, with a bounded error in the gradients",
     "offload": "optimizer: states are on the host; params: weights, too, which saves more and copies more",
+    "bits": "of a number: 8 saves 6, 4 saves 7 of 16 bytes per parameter with AdamW, and costs the equality of bits",
     "precision": "of the computation",
     "recast_in_backward": "saves the 16-bit copies of weights, costs a second cast",
     "parameters": "saves 6 of 16 bytes per parameter with AdamW, costs the equality of bits",

@@ -37,6 +37,12 @@ WEIGHTS_ON_HOST = Part(
     exactness=Exactness.LOSSLESS,
     note="weights, the optimizer and its states are on the host",
 )
+LOW_BIT = Part(
+    "lightning_vram.LowBitOptimizer",
+    {"bits": 8},
+    exactness=Exactness.ANY,
+    note="moments of the optimizer are in 8 bits",
+)
 _PLAIN_STRATEGIES = (None, "auto", "ddp")
 _FORMATS = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
 _PRECISION = "LeanMixedPrecision"
@@ -78,7 +84,8 @@ def remedies_for(own: Mapping[str, Any], level: Exactness, *, on_card: bool, has
     if has_choice and level >= OPTIMIZER_ON_HOST.exactness:
         states += [Scheme((OPTIMIZER_ON_HOST,)), Scheme((WEIGHTS_ON_HOST,))]
     lean = _precision_parts(own) if _PRECISION not in taken and not own.get("plugins") else []
-    states[1:1] = [Scheme((part,)) for part in lean if part.exactness <= level]
+    low_bit = [] if taken & {LOW_BIT.name, "MomentsInBF16"} else [LOW_BIT]
+    states[1:1] = [Scheme((part,)) for part in (*lean, *low_bit) if part.exactness <= level]
     singles = [part for part in (FUSION, OFFLOAD, COMPRESSION) if part.name not in taken and part.exactness <= level]
     if not on_card:
         singles = [part for part in singles if part != OFFLOAD]

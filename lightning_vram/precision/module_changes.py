@@ -35,12 +35,14 @@ class Settings:
         low_precision_norms: Whether outputs of norms stay in 16 bit.
         recast_in_backward: Whether 16-bit copies of weights are made again in the backward.
         parameters: How parameters are kept.
+        check_updates: Whether to count updates of them that are lost.
     """
 
     fp32_modules: tuple[LayerPattern, ...] = ()
     low_precision_norms: bool = False
     recast_in_backward: bool = False
     parameters: str = "fp32"
+    check_updates: bool = False
 
     @property
     def is_lean(self) -> bool:

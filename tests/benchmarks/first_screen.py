@@ -134,7 +134,7 @@ def _draw_legend(figure: "Figure", plain: MemoryEstimate) -> None:
     patches.insert(0, Patch(color=CONTEXT_COLOR, label="context"))
     style: dict[str, Any] = {"frameon": False, "fontsize": 9.5, "handlelength": 0.8, "columnspacing": 0.7}
     figure.legend(
-        handles=patches, loc="lower left", bbox_to_anchor=(0.004, 0.055), ncols=len(patches), handletextpad=0.3, **style
+        handles=patches, loc="lower left", bbox_to_anchor=(0.004, 0.088), ncols=len(patches), handletextpad=0.3, **style
     )
 
 

@@ -13,6 +13,7 @@ from lightning_vram.planner.remedies import (
     EARLY_RELEASE,
     FUSION,
     IN_PARTS,
+    LOW_BIT,
     OPTIMIZER_ON_HOST,
     Remedies,
     remedies_for,
@@ -186,7 +187,7 @@ def test_a_users_own_parts_are_kept():
     remedies = remedies_for(own, Exactness.ANY, on_card=True)
     assert not remedies.checkpoints
     assert not remedies.offloads
-    assert {part.place for scheme in remedies.states for part in scheme.parts} == {"plugins"}
+    assert {part.place for scheme in remedies.states for part in scheme.parts} == {"plugins", "callbacks"}
 
 
 def test_results_are_as_true_as_was_asked_for():
@@ -195,4 +196,5 @@ def test_results_are_as_true_as_was_asked_for():
         parts = [*remedies.singles, *(part for scheme in remedies.states for part in scheme.parts)]
         assert max(part.exactness for part in parts) == level
         assert remedies.cuts == (level >= Exactness.LOSSLESS)
-        assert remedies_for({}, level, on_card=False).states == (Scheme(),)
+        of_any = (Scheme((LOW_BIT,)),) if level == Exactness.ANY else ()
+        assert remedies_for({}, level, on_card=False).states == (Scheme(), *of_any)

@@ -31,9 +31,9 @@ def coded_in_c() -> Generator[list[int], None, None]:
     stepped: list[int] = []
     step = NativeCodecs.step_adamw
 
-    def note(codecs, adamw_step, tensors, draws=(0, 0)):
+    def note(codecs, adamw_step, tensors, *options):
         stepped.append(tensors[0].numel())
-        step(codecs, adamw_step, tensors, draws)
+        step(codecs, adamw_step, tensors, *options)
 
     codecs = compiled()
     with (

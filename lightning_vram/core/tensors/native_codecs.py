@@ -33,8 +33,8 @@ _OPTIONS = (("-march=native", "-fopenmp"), ("-march=native",))  # the first that
 _SIGNATURES = {
     "round_by_place": (c_void_p, c_void_p, c_int64, c_uint32, c_int),
     "step_adamw": (c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int, c_void_p, c_void_p, c_int),
-    "decode_eight_bit": (c_void_p, c_void_p, c_int64, c_int64, c_int),
-    "encode_eight_bit": (c_void_p, c_void_p, c_int64, c_int64, c_int, c_int),
+    "decode_low_bit": (c_void_p, c_void_p, c_int64, c_int, c_int, c_int64, c_int),
+    "encode_low_bit": (c_void_p, c_void_p, c_int64, c_int, c_int, c_int64, c_int),
 }
 _log = logging.getLogger(__name__)
 
@@ -71,32 +71,33 @@ class NativeCodecs:
         place, target = numbers.data_ptr(), kept.data_ptr()
         self._library.round_by_place(place, target, numbers.numel(), draw, torch.get_num_threads())
 
-    def decode_eight_bit(self, records: Tensor, numbers: Tensor) -> None:
-        """Write what is in records, [rows, block size + 1], to float32 numbers, as many as are wanted."""
-        places = records.data_ptr(), numbers.data_ptr()
-        size = records.shape[1] - 1
-        self._library.decode_eight_bit(*places, numbers.numel(), size, torch.get_num_threads())
+    def decode_low_bit(self, records: Tensor, numbers: Tensor, bits: int, *, is_positive: bool) -> None:
+        """Write what is in records of numbers of so many bits and a scale to float32, as many as are wanted."""
+        places, count = (records.data_ptr(), numbers.data_ptr()), numbers.numel()
+        size = (records.shape[1] - 4) * 8 // bits
+        self._library.decode_low_bit(*places, count, bits, is_positive, size, torch.get_num_threads())
 
-    def encode_eight_bit(self, numbers: Tensor, records: Tensor, *, is_positive: bool) -> None:
-        """Write float32 numbers to records, [rows, block size + 1], the last of which is filled up with zeros."""
-        places = numbers.data_ptr(), records.data_ptr()
-        size = records.shape[1] - 1
-        self._library.encode_eight_bit(*places, numbers.numel(), size, is_positive, torch.get_num_threads())
+    def encode_low_bit(self, numbers: Tensor, records: Tensor, bits: int, *, is_positive: bool) -> None:
+        """Write float32 numbers to such records, the last of which is filled up with zeros."""
+        places, count = (numbers.data_ptr(), records.data_ptr()), numbers.numel()
+        size = (records.shape[1] - 4) * 8 // bits
+        self._library.encode_low_bit(*places, count, bits, is_positive, size, torch.get_num_threads())
 
-    def step_adamw(self, step: AdamWStep, tensors: Sequence[Tensor], draws: tuple[int, int] = (0, 0)) -> None:
-        """Step flat float32 weights, whose moments are in a form.
+    def step_adamw(
+        self, step: AdamWStep, tensors: Sequence[Tensor], bits: int, draws: tuple[int, int] = (0, 0)
+    ) -> None:
+        """Step flat float32 weights, whose moments are in float32, bf16, or records of numbers of 8 or 4 bits.
 
         Args:
             step: Which.
             tensors: Weights, gradient, average and average of squares. A number of weights that :data:`LANES` divides:
                 torch's kernel rounds what is left over otherwise.
+            bits: Of a number in moments.
             draws: Of the first place, for moments in bf16.
         """
-        weights, _, average, _ = tensors
-        kinds = {torch.bfloat16: 0, torch.uint8: 1, torch.float32: 2}
         settings, both = (c_float * 7)(*step.numbers()), (c_uint32 * 2)(*draws)
         places = (tensor.data_ptr() for tensor in tensors)
-        rest = weights.numel(), kinds[average.dtype], settings, both, torch.get_num_threads()
+        rest = tensors[0].numel(), bits, settings, both, torch.get_num_threads()
         self._library.step_adamw(*places, *rest)
 
     def _steps_as_torch(self) -> bool:
@@ -108,7 +109,7 @@ class NativeCodecs:
             *numbers, spread = made[0], made[1], made[2], made[3].mul_(3).sub_(5).exp_()
             theirs = [numbers[0], numbers[1] * spread, numbers[2] * spread, spread.square()]
             ours = [tensor.clone() for tensor in theirs]
-            self.step_adamw(step, ours)
+            self.step_adamw(step, ours, 32)
             weights, gradients, averages, squares = ([tensor] for tensor in theirs)
             adamw(
                 *(

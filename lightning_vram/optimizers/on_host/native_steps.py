@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.optim import Adam, AdamW
 
-from lightning_vram.core.tensors.eight_bit import EightBitTensor
+from lightning_vram.core.tensors.low_bit import LowBitTensor
 from lightning_vram.core.tensors.native_codecs import LANES, AdamWStep, native_codecs
 from lightning_vram.optimizers.stepping import Member, State, StepRound, is_narrow, steps_like
 
@@ -54,10 +54,10 @@ def step_as_kept(step: AdamWStep, weights: Tensor, gradient: Tensor, state: Stat
     native = native_codecs(*tensors)
     if native is None or not native.has_step:
         return False
-    native.step_adamw(step, tensors, draws)
+    native.step_adamw(step, tensors, moments[0].bits if isinstance(moments[0], LowBitTensor) else 16, draws)
     return True
 
 
 def _as_it_lies(moment: Any) -> Tensor:
-    records: Tensor = moment.records if isinstance(moment, EightBitTensor) else moment
+    records: Tensor = moment.records if isinstance(moment, LowBitTensor) else moment
     return records

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_vram.core.gradients.clipping import apply_clip_factor
 from lightning_vram.core.host.split_weights import PART_ELEMENTS, Part, SplitWeights, cut_parts
-from lightning_vram.core.tensors.eight_bit import BLOCK_SIZE
+from lightning_vram.core.tensors.low_bit import BLOCK_SIZE
 from lightning_vram.core.tensors.native_codecs import LANES, AdamWStep
 from lightning_vram.optimizers.on_disk import StreamedStates, is_elementwise
 from lightning_vram.optimizers.on_host.narrow_states import NarrowStates
@@ -56,7 +56,7 @@ def step_on_host(
 
 
 def step_in_parts(step_round: StepRound, narrow: NarrowStates, members: Sequence[Member]) -> None:
-    """Step members whose moments are in a narrow form, some parts at a time."""
+    """Step members whose moments are in a narrow form, but for small ones, some parts at a time."""
     _step_parts(step_round, [_Stepping(member, narrow) for member in members])
 
 
@@ -142,7 +142,8 @@ class _Stepping:
     def __init__(
         self, member: Member, narrow: NarrowStates | None, split: SplitWeights | None = None, place: int = 0
     ) -> None:
-        self.member, self.narrow, self.split = member, narrow, split
+        self.member, self.split = member, split
+        self.narrow = narrow if narrow is not None and narrow.has(member.parameter) else None
         numel = member.shard.numel()
         self.part_elements = PART_ELEMENTS if member.shard.device.type == "cpu" else _ON_DEVICE
         self.parts = list(cut_parts(0, numel, self.part_elements)) if split is None else split.parts[place]

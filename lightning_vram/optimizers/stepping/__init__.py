@@ -14,7 +14,6 @@ from lightning_vram.optimizers.stepping.state_forms import (
     draw_of_moment,
     find_form,
     first_places,
-    has_moments,
     is_narrow,
     make_seeds,
     narrow_state,
@@ -32,6 +31,7 @@ from lightning_vram.optimizers.stepping.step_round import (
 )
 from lightning_vram.optimizers.stepping.steppable import (
     STEPPABLE,
+    is_lion,
     iterate_parameters,
     make_twin,
     plain_step,
@@ -61,7 +61,7 @@ __all__ = [
     "find_form",
     "first_places",
     "full_sized",
-    "has_moments",
+    "is_lion",
     "is_narrow",
     "iterate_parameters",
     "list_tensors",

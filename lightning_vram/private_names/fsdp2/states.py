@@ -24,6 +24,8 @@ Of ``torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam``:
 
 Others:
 
+* ``torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState``: whose hooks wait for a backward, whatever the gradient
+  | 2.11 - | losses of sharded models are not chunked
 * ``torch.distributed.fsdp.FSDPModule._get_fsdp_state``: from a module to its state | 2.11 - | no fsdp_offload
 * ``torch.distributed.fsdp._fully_shard._fully_shard.cls_to_fsdp_cls``: the class that ``fully_shard`` gives to modules
   of a class | 2.11 - | no fsdp_offload for classes that derive from ABC or Generic first
@@ -43,6 +45,7 @@ from torch import Tensor, nn
 if dist.is_available():
     from torch.distributed._composable_state import _module_state_mapping
     from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
     from torch.distributed.fsdp._fully_shard._fully_shard import cls_to_fsdp_cls
 
 MARKS = ("_fsdp", "_is_fsdp", "__composable_api")  # how attributes begin that fully_shard leaves on modules
@@ -52,6 +55,16 @@ RANKS_MARK = "_is_fsdp_managed_module"  # by which transformers sees that ranks 
 def state_of(module: Any) -> Any:
     """Return the state of a module that ``fully_shard`` was called for."""
     return module._get_fsdp_state()
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether ``fully_shard`` was called for a module: its weights may go when its forward ends."""
+    return dist.is_available() and isinstance(module, FSDPModule)
+
+
+def waits_for_backward(hook: Callable[..., Any]) -> bool:
+    """Whether a hook on a tensor is FSDP2's, which gathers what the backward needs and leaves the gradient alone."""
+    return dist.is_available() and isinstance(getattr(hook, "__self__", None), FSDPState)
 
 
 def prepare_class(kind: type[nn.Module], make_mixin: Callable[[type, type], type]) -> None:

@@ -17,6 +17,7 @@
   counted, noted or shared
 * ``torch._C._storage_address``: the same in one call | 2.11 - | recomputation and checkpoints fail
 * ``torch._C._storage_Use_Count``: how many tensors use a memory | 2.11 - | recomputation fails at the first write
+* ``torch._C.DisableTorchFunctionSubclass``: ask a tensor of a subclass past its class | 2.11 - | losses are not chunked
 * ``C._host_emptyCache``: give unused pinned memory back, in builds with an accelerator | 2.11 - | it stays with torch
 """
 
@@ -31,6 +32,12 @@ storage_identity: Callable[[Tensor], int] = torch._C._storage_address  # type: i
 
 count_storage_users: Callable[[int], int] = torch._C._storage_Use_Count
 """Return how many users the memory of this identity has."""
+
+
+VIEW_PROPERTIES = frozenset({"_base", "_version"})
+"""Names of what tells of views and writes."""
+without_torch_function: Any = torch._C.DisableTorchFunctionSubclass
+"""Make a context in which functions do not ask tensors' classes how they are done."""
 
 
 def num_writes(tensor: Tensor) -> int:

@@ -2,7 +2,18 @@
 
 import re
 
-from tests.benchmarks.gpu_day import device_tests, fits, goals, plans, profiles, running_out, smoke, speed, traces
+from tests.benchmarks.gpu_day import (
+    device_tests,
+    fits,
+    goals,
+    losses,
+    plans,
+    profiles,
+    running_out,
+    smoke,
+    speed,
+    traces,
+)
 from tests.benchmarks.gpu_day.items import Item, Job
 
 ITEMS = (
@@ -13,6 +24,7 @@ ITEMS = (
     *fits.XL_CLIPPED,
     *fits.WITH_GOALS,
     *speed.WITH_GOALS[5:],
+    *losses.ITEMS,
     *plans.ITEMS,
     *running_out.ITEMS,
     *fits.XL_LIGHTNING,

@@ -1,11 +1,13 @@
 """PyTorch by hand, as its pages have it: checkpointing, saving on the host, compilation."""
 
 from functools import partial
+from unittest.mock import patch
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.autograd.graph import save_on_cpu
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
@@ -50,6 +52,29 @@ def _compiled(name: str, budget: float = 1.0) -> Way:
     return Way(name, "PyTorch", partial(_compile, budget=budget), why_not=why_not, is_trackable=False)
 
 
+def _linear_cross_entropy(model: nn.Module) -> AroundForward:
+    """The head returns what it is given, and the loss multiplies by its weights, piece by piece."""
+    head = [module for module in model.modules() if isinstance(module, nn.Linear)][-1]
+    head.forward = _keep
+    options = nn.LinearCrossEntropyOptions()
+
+    def loss(hidden: Tensor, target: Tensor) -> Tensor:
+        return F.linear_cross_entropy(hidden, head.weight, target, options=options)
+
+    return AroundForward(partial(patch.object, F, "cross_entropy", loss))
+
+
+def _keep(hidden: Tensor) -> Tensor:
+    return hidden
+
+
+def _has_linear_cross_entropy(device: torch.device) -> str | None:
+    return None if hasattr(nn, "LinearCrossEntropyOptions") else "needs torch 2.13"
+
+
+LOSSES = (
+    Way("F.linear_cross_entropy, in chunks", "PyTorch", _linear_cross_entropy, why_not=_has_linear_cross_entropy),
+)
 CHECKPOINT = Way("torch.utils.checkpoint", "PyTorch", _checkpoint)
 SELECTIVE = Way("torch.utils.checkpoint, selective", "PyTorch", _checkpoint_selectively)
 SAVE_ON_CPU = Way("save_on_cpu", "PyTorch", _save_on_cpu, why_not=on_host_alone())

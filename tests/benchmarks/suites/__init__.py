@@ -5,6 +5,7 @@ SUITES: dict[str, tuple[str, ...]] = {
     "speed": ("speed",),
     "biggest": ("biggest",),
     "optimizers": ("optimizers",),
+    "losses": ("head_loss",),
     "offload": ("strategies", "fsdp_offload", "host_adamw", "offload_overlap", "disk_states"),
     "estimate": ("estimate", "estimate_cost"),
     "plan": ("plan", "plan_cost"),

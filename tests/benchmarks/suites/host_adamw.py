@@ -3,8 +3,8 @@
 In turn, on the same shards and with the same threads: a stream of ``torch.add_`` (12 bytes for each parameter: two
 values read, one written), a step of ``OffloadedAdamW`` until it is over (28 bytes: four read, three written), the same
 with weights and moments as ``master=`` and ``host_state=`` keep them, and steps of torch's AdamW on the sharded tensors
-as they are; of a plain model, without a thread, torch's AdamW and that with ``MomentsInBF16``. Shards are those of
-blocks of GPT-2 XL, and many that are small.
+as they are; of a plain model, without a thread, torch's AdamW and that with moments in
+fewer bytes. Shards are those of blocks of GPT-2 XL, and many that are small.
 """
 
 import os
@@ -36,8 +36,14 @@ FORMS: tuple[tuple[str, HostState, float], ...] = (  # bytes read and written fo
     ("split", "fp32", 8 + 2 + 16),
     ("fp32", "bf16", NARROW_BYTES),
     ("split", "bf16", 8 + 2 + 8),
-    ("split", "8bit", 8 + 2 + 4 * 129 / 128),
+    ("split", "8bit", 8 + 2 + 4 * 132 / 128),
 )
+IN_PLACE: dict[str, tuple[HostState, float]] = {  # ways to step where the parameters are, and bytes
+    "AdamW(fused=True)": ("fp32", ADAMW_BYTES),
+    "MomentsInBF16": ("bf16", NARROW_BYTES),
+    "LowBitOptimizer(bits=8)": ("8bit", 8 + 4 + 4 * 132 / 128),
+    "LowBitOptimizer(bits=4)": ("4bit", 8 + 4 + 4 * 68 / 128),
+}
 MANY = 100  # tensors: DTensor looks at a list anew in every step, for minutes if it is one of thousands
 
 
@@ -113,13 +119,14 @@ class Kept:
         self.host.finish()
 
 
-def make_plain_step(model: nn.Module, *, is_narrow: bool) -> Callable[[], None]:
-    """On plain tensors, with moments in bf16 or without."""
+def make_plain_step(model: nn.Module, form: HostState) -> Callable[[], None]:
+    """On plain tensors, with moments in a form."""
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
-    if is_narrow:
-        NarrowMoments(model).attach([optimizer])
+    found = find_form(form)
+    if found is not None:
+        NarrowMoments(model, found).attach([optimizer])
     return optimizer.step
 
 
@@ -146,7 +153,7 @@ def measure_shards(name: str, make_model: Callable[[], nn.Module], num_threads: 
     with torch.random.fork_rng():
         case = Shards(make_model(), num_threads)
         kept = {one: Kept(make_model(), num_threads, *one[:2]) for one in FORMS} if len(case.parameters) < MANY else {}
-        plain = {is_narrow: make_plain_step(make_model(), is_narrow=is_narrow) for is_narrow in (False, True)}
+        plain = {name: make_plain_step(make_model(), form) for name, (form, _) in IN_PLACE.items()}
     runs: dict[str, tuple[str, float, Callable[[], None]]] = {
         "add_": ("plain", ADD_BYTES, case.add),
         "OffloadedAdamW": ("ours", ADAMW_BYTES, case.step),
@@ -155,8 +162,10 @@ def measure_shards(name: str, make_model: Callable[[], nn.Module], num_threads: 
             for master, form, moved in kept
         },
         "AdamW(fused=True), DTensor": ("PyTorch", ADAMW_BYTES, case.make_torch_step(fused=True)),
-        "AdamW(fused=True)": ("PyTorch", ADAMW_BYTES, plain[False]),
-        "MomentsInBF16": ("ours", NARROW_BYTES, plain[True]),
+        **{
+            name: ("PyTorch" if form == "fp32" else "ours", moved, plain[name])
+            for name, (form, moved) in IN_PLACE.items()
+        },
     }
     if len(case.parameters) < MANY:
         runs["AdamW(foreach=True), DTensor"] = "PyTorch", ADAMW_BYTES, case.make_torch_step(foreach=True)

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch.optim import AdamW
 
-from lightning_vram import FSDPOffloadStrategy, LeanMixedPrecision
+from lightning_vram import FSDPOffloadStrategy, LeanMixedPrecision, LowBitOptimizer, MomentsInBF16
 from lightning_vram.optimizers.lean.parameters import SCHEMES
 from tests.benchmarks.cases import Workload
 from tests.benchmarks.compare import Options, measure_ways
 from tests.benchmarks.measure import Row
-from tests.benchmarks.ways import PLAIN, Way
+from tests.benchmarks.ways import PLAIN, Way, with_callbacks
 
 SETTINGS: dict[str, Any] = {"repeats": 5, "steps": 5}
 QUICK: dict[str, Any] = {"repeats": 1, "steps": 2}
@@ -40,9 +40,11 @@ WAYS = (
         Way(f'LeanMixedPrecision("bf16", parameters="{scheme}")', "ours", make_trainer_options=partial(_lean, scheme))
         for scheme in SCHEMES
     ),
+    with_callbacks("MomentsInBF16()", lambda: [MomentsInBF16()]),
+    with_callbacks("LowBitOptimizer(bits=8)", lambda: [LowBitOptimizer(bits=8)]),
+    with_callbacks("LowBitOptimizer(bits=4)", lambda: [LowBitOptimizer(bits=4)]),
     Way('FSDPOffloadStrategy(offload="optimizer")', "ours", make_trainer_options=_on_host, why_not=_wants_gpu),
 )
-"""Those that come later, of fewer bits say, have their place here."""
 
 
 def measure(options: Options) -> Iterator[Row]:

@@ -9,7 +9,7 @@ from support.compiled_codecs import coded_in_c, compiled, needs_compiler
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, NAdam
 
-from lightning_vram.core.tensors.eight_bit import EightBitTensor
+from lightning_vram.core.tensors.low_bit import LowBitTensor
 from lightning_vram.optimizers.on_host import NarrowStates, step_in_parts
 from lightning_vram.optimizers.stepping import StepRound, find_form
 
@@ -39,14 +39,14 @@ def train(form: str, make: Any = FUSED, *, num_steps: int = 4, change: Any = Non
         step_round = StepRound(optimizer, is_on_host=False)
         step_in_parts(step_round, states, step_round.take_rest())
     kept = [value for state in optimizer.state.values() for value in state.values()]
-    return [*layers.parameters(), *(one.decode() if isinstance(one, EightBitTensor) else one for one in kept)]
+    return [*layers.parameters(), *(one.decode() if isinstance(one, LowBitTensor) else one for one in kept)]
 
 
 def is_same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
     return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
 
 
-@pytest.mark.parametrize("form", ["bf16", "8bit"])
+@pytest.mark.parametrize("form", ["bf16", "8bit", "4bit"])
 @pytest.mark.parametrize("make", [FUSED, partial(Adam, fused=True), partial(FUSED, betas=(0.8, 0.95), weight_decay=0)])
 def test_a_step_on_what_is_kept_has_the_bits_of_one_that_widens_it(form, make):
     theirs = train(form, make)

@@ -1,0 +1,5 @@
+"""Logits that are never whole."""
+
+from lightning_vram.techniques.chunked_loss.apply import ChunkedLossHandle, apply_chunked_loss, settle
+
+__all__ = ["ChunkedLossHandle", "apply_chunked_loss", "settle"]

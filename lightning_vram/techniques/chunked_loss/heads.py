@@ -1,0 +1,59 @@
+"""Find the layer that makes logits."""
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from lightning_vram.core.layers.patterns import LayerPattern
+from lightning_vram.core.layers.selection import select_layers
+
+WAY_OUT = "Name it: ChunkedLoss(heads='net.head'), as in named_modules()"
+
+
+def find_heads(model: nn.Module, heads: LayerPattern | Sequence[LayerPattern] = "auto") -> dict[str, nn.Linear]:
+    """Return the layers that make logits, by name.
+
+    Args:
+        model: Any module.
+        heads: ``"auto"``: what models of transformers name by ``get_output_embeddings()``; else linear layers with as
+            many results as an embedding has entries. Otherwise names, globs or classes, as for other parts.
+
+    Raises:
+        ValueError: If there is none, or what is named is no ``nn.Linear``.
+    """
+    if heads == "auto":
+        found = _declared(model) or _as_large_as_embeddings(model)
+        if not found:
+            raise ValueError(
+                f"No head found: no nn.Linear has as many results as an nn.Embedding has entries. {WAY_OUT}."
+            )
+        return found
+    chosen = {layer.name: layer.module for layer in select_layers(model, heads).layers}
+    others = {name: module for name, module in chosen.items() if not isinstance(module, nn.Linear)}
+    if others:
+        name, module = next(iter(others.items()))
+        raise ValueError(f"{name} ({type(module).__name__}) cannot be a head: only nn.Linear can. {WAY_OUT}.")
+    return {name: module for name, module in chosen.items() if isinstance(module, nn.Linear)}
+
+
+def _declared(model: nn.Module) -> dict[str, nn.Linear]:
+    """Those that models of transformers declare."""
+    names = {id(module): name for name, module in model.named_modules()}
+    found: dict[str, nn.Linear] = {}
+    for module in model.modules():
+        get = getattr(type(module), "get_output_embeddings", None)
+        if get is None:
+            continue
+        try:
+            head = get(module)
+        except (AttributeError, NotImplementedError):  # a body without a head
+            continue
+        if isinstance(head, nn.Linear) and id(head) in names:
+            found[names[id(head)]] = head
+    return found
+
+
+def _as_large_as_embeddings(model: nn.Module) -> dict[str, nn.Linear]:
+    sizes = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    return {name: module for name, module in linears.items() if module.out_features in sizes}

@@ -1,0 +1,280 @@
+"""Logits that are not computed before somebody says what for.
+
+Shape, dtype and device are those of the tensor that the head would return. What treats each token alone is noted
+(``log_softmax``, a temperature, the cut of the last position); what leaves a value or some for each token (a loss,
+``gather``, ``logsumexp``) is computed for some tokens at a time. Anything else gets the whole tensor, which is then
+kept.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from lightning_vram.core.tensors.versions import version_of
+from lightning_vram.private_names.fsdp2.states import waits_for_backward
+from lightning_vram.private_names.torch.tensors import VIEW_PROPERTIES, make_wrapper, without_torch_function
+from lightning_vram.private_names.torch.trees import tree_map_only
+from lightning_vram.techniques.chunked_loss.expression import Call, Head, Node, detach, read_autocast, walk
+from lightning_vram.techniques.chunked_loss.row_chunks import compute_rows, compute_sum
+from lightning_vram.techniques.chunked_loss.row_program import RowProgram
+
+_PROPERTIES = VIEW_PROPERTIES | {
+    *("shape", "dtype", "device", "ndim", "layout", "names", "is_leaf", "requires_grad", "grad_fn"),
+    *("retains_grad", "output_nr", "itemsize", "nbytes", "is_cuda", "is_cpu", "is_xpu", "is_mps", "is_meta"),
+    *("is_mtia", "is_ipu", "is_maia", "is_vulkan", "is_mkldnn", "is_sparse", "is_sparse_csr", "is_nested"),
+    *("is_quantized"),
+}
+_QUESTIONS = {
+    *("size", "dim", "ndimension", "numel", "nelement", "stride", "is_contiguous", "element_size"),
+    *("is_floating_point", "is_complex", "is_signed", "is_same_size", "storage_offset", "get_device", "is_conj"),
+    *("is_neg", "is_inference", "__len__"),
+}
+_IN_PLACE = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__set__"})
+
+
+class Settings:
+    """Of all logits of one head.
+
+    Args:
+        name: Of the head, for messages.
+        find_chunk_rows: Returns how many tokens are computed at a time, of hidden states and the numbers of tokens and
+            classes.
+        tell: Is called with the name of a function that got whole logits.
+    """
+
+    def __init__(
+        self, name: str, find_chunk_rows: Callable[[Tensor, int, int], int], tell: Callable[[str], None]
+    ) -> None:
+        self.name, self.find_chunk_rows, self.tell = name, find_chunk_rows, tell
+
+
+class Memory:
+    """What logits that would share memory have in common.
+
+    Attributes:
+        written: The ones that were written to.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.written: LazyLogits | None = None
+
+
+class LazyLogits(Tensor):
+    """See the module. Made by :func:`make_logits`.
+
+    Attributes:
+        node: What they are.
+        sample: The same of no token, [0, V].
+        class_dim: Which dimension has the V classes: the last, or 1 where others come after it.
+        memory: That they would share with their views.
+        whole: The tensor itself, once somebody needed it.
+        versions: How often what it is made of had been written to.
+    """
+
+    node: Node
+    sample: Tensor
+    class_dim: int
+    memory: Memory
+    whole: Tensor | None
+    versions: list[tuple[Tensor, int]]
+
+    @property
+    def lead(self) -> torch.Size:
+        """Shape of what has a row each."""
+        shape = list(self.shape)
+        del shape[self.class_dim]
+        return torch.Size(shape)
+
+    def like(
+        self, node: Node, sample: Tensor, lead: Sequence[int], *, class_dim: int | None = None, is_view: bool
+    ) -> "LazyLogits":
+        """Return others of the same head."""
+        memory = self.memory if is_view else Memory(self.memory.settings)
+        return _make(node, sample, lead, len(lead) if class_dim is None else class_dim, memory)
+
+    def reduce(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Tensor]:
+        """Return what a function returns for all tokens, [N, ...] each. Nodes are given to it as values of some."""
+        root = Call(function, (self.node, *args), kwargs, _autocast_of(self))
+        return compute_rows(root, self.chunk_rows)
+
+    def reduce_to_sum(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
+        """Return the sum over all tokens of what a function returns, [N]."""
+        return compute_sum(Call(function, (self.node, *args), kwargs, _autocast_of(self)), self.chunk_rows)
+
+    @property
+    def chunk_rows(self) -> int:
+        """How many tokens are computed at a time."""
+        return _chunk_rows(self.memory.settings, self.node, self.lead)
+
+    def make_whole(self, why: str) -> Tensor:
+        """Return the tensor; it is made once.
+
+        Args:
+            why: Name of the function that wants it.
+        """
+        if self.whole is None:
+            self.check()
+            self.memory.settings.tell(why)
+            with torch.set_grad_enabled(self.requires_grad):
+                rows = RowProgram(_as_call(self.node), 1).compute_whole()
+                whole = rows.view(*self.lead, rows.shape[-1])
+                self.whole = whole.movedim(-1, self.class_dim) if self.class_dim != self.ndim - 1 else whole
+            if self.whole.requires_grad:
+                for hook in self._hooks():
+                    self.whole.register_hook(hook)  # type: ignore[no-untyped-call]
+        return self.whole
+
+    def add_hook(self, hook: Callable[[Tensor], Any]) -> RemovableHandle:
+        """Have a hook called when a backward comes here; it gets no gradient."""
+        heads = [one for one in walk(self.node) if isinstance(one, Head)]
+        handle = RemovableHandle(heads[0].hooks)
+        for head in heads:
+            head.hooks[handle.id] = hook
+        return handle
+
+    def _hooks(self) -> list[Callable[[Tensor], Any]]:
+        return [hook for head in walk(self.node) if isinstance(head, Head) for hook in head.hooks.values()]
+
+    def settle(self, why: str) -> None:
+        """Have the values, without a graph, for those who read them when the weights are others."""
+        if self.whole is None:
+            with torch.no_grad():
+                self.node = detach(self.node)
+                self.whole = self.make_whole(why)
+
+    def check(self) -> None:
+        """Refuse logits of values that are not there any more.
+
+        Raises:
+            RuntimeError: If hidden states or weights were written to since, or a view of the logits.
+        """
+        name, written = self.memory.settings.name, self.memory.written
+        if written is not None and written is not self:
+            raise RuntimeError(
+                f"ChunkedLoss: logits of {name} were written to in place, and then read by another view of "
+                "them. Write logits = logits.masked_fill(...) or the like, or leave ChunkedLoss out."
+            )
+        for tensor, version in self.versions:
+            if version_of(tensor) != version or (tensor.numel() and not tensor.untyped_storage().nbytes()):
+                raise RuntimeError(
+                    f"ChunkedLoss: logits of {name} are read after its input or weights have changed, or are gone. "
+                    "Compute the loss before the optimizer's step, and return no logits from a step that steps by "
+                    "itself."
+                )
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Note, compute by chunks, or make whole."""
+        from lightning_vram.techniques.chunked_loss.functions import FUNCTIONS  # which make logits
+
+        options, name = dict(kwargs or {}), getattr(func, "__name__", "")
+        is_getter = name == "__get__"
+        if is_getter:
+            name = func.__self__.__name__
+        if name in (_PROPERTIES if is_getter else _QUESTIONS) or func is Tensor.__repr__:
+            with without_torch_function():
+                return func(*args, **options) if func is not Tensor.__repr__ else f"LazyLogits({tuple(args[0].shape)})"
+        args, options = tree_map_only(LazyLogits, _if_made, (args, options))
+        ours = [one for one in (*args, *options.values()) if isinstance(one, LazyLogits)]
+        if name == "register_hook" and ours and waits_for_backward(args[1]):
+            return ours[0].add_hook(args[1])
+        is_writing = name in _IN_PLACE or (name.endswith("_") and not name.startswith("__")) or "out" in options
+        if ours and (not is_getter or name == "mT") and not is_writing and name in FUNCTIONS:
+            for one in ours:
+                one.check()
+            result = FUNCTIONS[name](func, args, options)
+            if result is not NotImplemented:
+                return result
+        if is_writing and args and isinstance(args[0], LazyLogits):
+            args[0].memory.written = args[0]
+        whole_args, whole_options = tree_map_only(LazyLogits, lambda one: one.make_whole(name), (args, options))
+        return func(*whole_args, **whole_options)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Make whole for what passes by Python's functions, such as somebody's ``autograd.Function``."""
+
+        def values(one: LazyLogits) -> Tensor:
+            with torch.no_grad():
+                return one.make_whole(str(func)).detach()
+
+        whole_args, whole_options = tree_map_only(LazyLogits, values, (args, dict(kwargs or {})))
+        return func(*whole_args, **whole_options)
+
+
+def make_logits(head: Head, settings: Settings) -> LazyLogits:
+    """Return the logits of a head, [..., V].
+
+    Args:
+        head: With what it got.
+        settings: See :class:`Settings`.
+    """
+    if not torch.is_grad_enabled():
+        head = Head(
+            head.hidden.detach(), head.weight.detach(), None if head.bias is None else head.bias.detach(), head.dtype
+        )
+    with torch.no_grad():
+        sample = head.compute(head.hidden.new_empty(0, head.hidden.shape[-1]))
+    return _make(head, sample, head.hidden.shape[:-1], head.hidden.ndim - 1, Memory(settings))
+
+
+class _Unmade(torch.autograd.Function):
+    """Logits that are not there, with a graph behind them for whoever computes with them past Python's functions."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, program: RowProgram, shape: Sequence[int], dtype: torch.dtype, class_dim: int, *inputs: Any
+    ) -> Any:
+        """Return a tensor without values."""
+        ctx.program, ctx.class_dim = program, class_dim
+        ctx.save_for_backward(*inputs)
+        device = next(one.device for one in inputs if one is not None)
+        return make_wrapper(LazyLogits, shape, dtype, device)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        """Return what a gradient of the logits means for what they are made of."""
+        ctx.program.announce_backward()
+        rows = gradient.movedim(ctx.class_dim, -1)
+        found = ctx.program.run_backward(ctx.saved_tensors, [rows.flatten(0, -2)], ctx.needs_input_grad[4:])
+        return (None, None, None, None, *found)
+
+
+def _make(node: Node, sample: Tensor, lead: Sequence[int], class_dim: int, memory: Memory) -> LazyLogits:
+    shape = list(lead)
+    shape.insert(class_dim, sample.shape[-1])
+    program = RowProgram(_as_call(node), _chunk_rows(memory.settings, node, lead))
+    made: LazyLogits = _Unmade.apply(program, shape, sample.dtype, class_dim, *program.inputs())  # type: ignore[no-untyped-call]
+    made.node, made.sample, made.class_dim, made.memory, made.whole = node, sample, class_dim, memory, None
+    made.versions = [(one, version_of(one)) for head in program.heads for one in (head.hidden, head.weight)]
+    return made
+
+
+def _chunk_rows(settings: Settings, node: Node, lead: Sequence[int]) -> int:
+    head = next(one for one in walk(node) if isinstance(one, Head))
+    return settings.find_chunk_rows(head.hidden, math.prod(lead), head.weight.shape[0])
+
+
+def _as_call(node: Node) -> Call:
+    return node if isinstance(node, Call) else Call(_same, (node,))
+
+
+def _same(value: Tensor) -> Tensor:
+    return value
+
+
+def _if_made(one: LazyLogits) -> Tensor:
+    return one if one.whole is None else one.whole
+
+
+def _autocast_of(one: LazyLogits) -> tuple[bool, torch.dtype] | None:
+    return read_autocast(one.device.type)

@@ -1,0 +1,18 @@
+"""The head of a language model and its loss, beside others' losses."""
+
+from tests.benchmarks.compare import measure_ways
+from tests.benchmarks.gpu_day.items import Item, Setting
+from tests.benchmarks.gpu_day.results import Report
+from tests.benchmarks.suites import head_loss
+
+
+def run(setting: Setting, report: Report) -> None:
+    """Add a row for each shape and way."""
+    turns = {"repeats": 1, "steps": 1} if setting.is_tiny else {"repeats": 5, "steps": 5}
+    for shape in head_loss.TINY if setting.is_tiny else head_loss.GPU:
+        workload = head_loss.workload_of(shape, setting.device)
+        rows = measure_ways(workload, [*head_loss.WAYS, *head_loss.PEERS], setting.device, **turns)
+        report.add(*({"name": f"{row['workload']}, {row['variant']}", **row} for row in rows))
+
+
+ITEMS = (Item("losses.head", 90, run),)

@@ -1,0 +1,200 @@
+"""Logits that are not there look like a tensor, and become one for whoever needs it."""
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_vram.techniques.chunked_loss import apply_chunked_loss, settle
+from tests.techniques.chunked_loss.spellings import SHAPE, TARGET, VOCAB_SIZE, Net
+
+
+class Lazy:
+    """A network whose head is at work, and what needed whole logits."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.net, self.told = Net(), []
+        self.handle = apply_chunked_loss(self.net, chunk=5, tell=lambda head, why: self.told.append((head, why)))
+
+    def __call__(self) -> Tensor:
+        with self.handle.active():
+            return self.net(TARGET)
+
+    def plain(self) -> Tensor:
+        return self.net(TARGET)  # outside of active()
+
+
+@pytest.fixture
+def lazy():
+    return Lazy()
+
+
+def test_it_answers_for_itself_without_values(lazy):
+    logits, plain = lazy(), lazy.plain()
+    assert isinstance(logits, Tensor)
+    assert type(plain) is Tensor
+    assert (logits.shape, logits.dtype, logits.device) == (plain.shape, plain.dtype, plain.device)
+    assert (logits.size(-1), len(logits), logits.ndim, logits.numel()) == (VOCAB_SIZE, SHAPE[0], 3, plain.numel())
+    assert logits.requires_grad
+    assert logits.grad_fn is not None
+    assert logits.is_floating_point()
+    assert repr(logits) == f"LazyLogits({(*SHAPE, VOCAB_SIZE)})"
+    assert lazy.told == []
+
+
+def test_whole_logits_are_made_once_and_told_of(lazy):
+    logits = lazy()
+    assert torch.equal(logits.cumsum(-1), lazy.plain().cumsum(-1))
+    assert torch.equal(logits.sort(-1).values, lazy.plain().sort(-1).values)
+    assert lazy.told == [("head", "cumsum")]
+    assert type(logits + 1) is Tensor
+
+
+def test_what_is_computed_past_functions_of_python_has_its_gradient(lazy):
+    class Squares(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, logits):
+            ctx.save_for_backward(logits)
+            return logits.square().sum()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            (logits,) = ctx.saved_tensors
+            return 2 * gradient * logits
+
+    found = []
+    for make in (lazy, lazy.plain):
+        Squares.apply(make().log_softmax(-1)).backward()
+        found.append([p.grad.clone() for p in lazy.net.parameters()])
+        lazy.net.zero_grad()
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_without_gradients_there_are_none(lazy):
+    with torch.no_grad():
+        logits = lazy()
+        loss = F.cross_entropy(logits.flatten(0, 1), TARGET.flatten())
+    assert not logits.requires_grad
+    assert not loss.requires_grad
+    teacher = lazy().detach()
+    assert not teacher.requires_grad
+    assert not teacher.softmax(-1).sum(-1).requires_grad
+    assert lazy.told == []
+
+
+def test_a_look_without_gradients_does_not_cost_those_of_the_loss(lazy):
+    logits = lazy()
+    with torch.no_grad():
+        assert torch.equal(logits.argmax(-1), lazy.plain().argmax(-1))
+        assert torch.equal(logits.cumsum(-1), lazy.plain().cumsum(-1))
+    F.cross_entropy(logits.flatten(0, 1), TARGET.flatten()).backward()
+    assert lazy.net.head.weight.grad.any()
+
+
+def test_a_view_of_logits_that_were_written_to_is_refused(lazy):
+    logits = lazy()
+    flat = logits.view(-1, VOCAB_SIZE)
+    logits[..., 0] = 0
+    with pytest.raises(
+        RuntimeError,
+        match=r"^ChunkedLoss: logits of head were written to in place, and then read by another view of them\. Write "
+        r"logits = logits\.masked_fill\(\.\.\.\) or the like, or leave ChunkedLoss out\.$",
+    ):
+        flat.logsumexp(-1)
+
+
+def test_logits_of_other_weights_are_refused(lazy):
+    logits = lazy()
+    with torch.no_grad():
+        lazy.net.head.weight.add_(1)
+    with pytest.raises(
+        RuntimeError,
+        match=r"^ChunkedLoss: logits of head are read after its input or weights have changed, or are gone\. Compute "
+        r"the loss before the optimizer's step, and return no logits from a step that steps by itself\.$",
+    ):
+        logits.logsumexp(-1)
+
+
+def test_settled_logits_stay_what_they_were(lazy):
+    logits, plain = lazy(), lazy.plain()
+    settle({"loss": 0, "logits": [logits]}, "what training_step returns")
+    with torch.no_grad():
+        lazy.net.head.weight.add_(1)
+    assert torch.equal(logits.log_softmax(-1), plain.log_softmax(-1))
+    assert not logits.log_softmax(-1).requires_grad
+    assert lazy.told == [("head", "what training_step returns")]
+
+
+def test_nothing_of_a_step_outlives_it(lazy):
+    logits = lazy()
+    hidden = weakref.ref(logits.node.hidden)
+    F.cross_entropy(logits.flatten(0, 1), TARGET.flatten()).backward()
+    gc.disable()
+    try:
+        del logits
+        assert hidden() is None  # without a collection
+    finally:
+        gc.enable()
+
+
+def test_it_is_undone(lazy):
+    lazy.handle.remove()
+    with lazy.handle.active():
+        assert type(lazy.net(TARGET)) is Tensor
+    assert type(lazy.net.head) is torch.nn.Linear
+    assert vars(lazy.net.head).keys() == vars(Net().head).keys()
+
+
+def test_copies_are_plain(lazy):
+    for twin in (copy.deepcopy(lazy.net), pickle.loads(pickle.dumps(lazy.net))):
+        with lazy.handle.active():
+            assert type(twin(TARGET)) is Tensor
+
+
+def test_compiled_and_transformed_heads_return_plain_logits(lazy):
+    with lazy.handle.active():
+        assert type(torch.compile(lazy.net, backend="eager")(TARGET)) is Tensor
+        state = dict(lazy.net.named_parameters())
+        gradients = torch.func.grad(lambda s: torch.func.functional_call(lazy.net, s, (TARGET,)).sum())(state)
+    assert type(gradients["head.weight"]) is Tensor
+    assert lazy.told == []
+
+
+@pytest.mark.filterwarnings("ignore:size_average and reduce args will be deprecated")
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x: x.transpose(0, 2).sum(),
+        lambda x: x.view(-1).sum(),
+        lambda x: x.log_softmax(1).sum(),
+        lambda x: x.split(30, dim=-1)[0].sum(),
+        lambda x: x[None].sum(),
+        lambda x: x.sum(1).sum(),
+        lambda x: x.max().sum(),
+        lambda x: torch.cat([x, x]).sum(),
+        lambda x: (x + torch.ones(3, *SHAPE, 1)).sum(),
+        lambda x: (x.transpose(1, 2) * torch.arange(SHAPE[1])).sum(),
+        lambda x: x.mT.sum(-1).sum() + x.to(torch.float64).unbind(0)[0].std(),
+        lambda x: x.gather(-1, TARGET[:2, :, None]).sum(),
+        lambda x: x[:, 0, 3].sum() + x[:, [1, 2]].sum() + x[TARGET[0] % 4, 0].sum(),
+        lambda x: F.cross_entropy(x, torch.zeros(SHAPE[0], VOCAB_SIZE, dtype=torch.int64)),
+        lambda x: F.kl_div(x.log_softmax(-1), x.softmax(-1), reduction="none").sum(),
+        lambda x: F.nll_loss(x.mT.log_softmax(1), TARGET, size_average=False),
+    ],
+)
+def test_any_other_use_is_right(lazy, use):
+    found = []
+    for make in (lazy, lazy.plain):
+        value = use(make())
+        value.backward()
+        found.append([value.detach(), *(p.grad.clone() for p in lazy.net.parameters())])
+        lazy.net.zero_grad()
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
