@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lightning_vram.core.tensors.native_codecs import native_codecs
 from lightning_vram.private_names.torch.operators import TO_COPY, schema_of
 from lightning_vram.private_names.torch.tensors import make_wrapper
 from lightning_vram.private_names.torch.trees import tree_map_only
@@ -55,8 +56,17 @@ class LowBitTensor(Tensor):
         """Memory that it takes."""
         return self.records.nbytes
 
-    def decode(self) -> Tensor:
-        """Return the values, in memory of their own."""
+    def decode(self, wide: Tensor | None = None) -> Tensor:
+        """Return the values, in memory of their own, or in that of a flat float32 tensor."""
+        wide = self.records.new_empty(self.numel(), dtype=torch.float32) if wide is None else wide
+        native = native_codecs(wide, self.records)
+        if native is None:
+            wide.copy_(self._decode())
+        else:
+            native.decode_low_bit(self.records, wide, self.bits, is_positive=self.is_positive)
+        return wide.view(self.shape)
+
+    def _decode(self) -> Tensor:
         codes, scales = self.records[:, :-_SCALE_BYTES], self.records[:, -_SCALE_BYTES:]
         if self.bits == 4:  # two neighbours in a byte, the first one in its lower half
             pairs = codes.to(torch.int16)
@@ -68,7 +78,7 @@ class LowBitTensor(Tensor):
             numbers.sub_(2 ** (self.bits - 1) - 1).mul_(2 * 0.5**self.bits)
             numbers.mul_(numbers.abs())
         numbers.mul_(scales.clone(memory_format=torch.contiguous_format).view(torch.float32))  # aligned
-        return numbers.view(-1)[: self.numel()].view(self.shape)
+        return numbers.view(-1)[: self.numel()]
 
     def take_over(self, numbers: Tensor) -> None:
         """Take over values of a float32 tensor of this shape."""
@@ -77,6 +87,10 @@ class LowBitTensor(Tensor):
             return
         size = (self.records.shape[1] - _SCALE_BYTES) * 8 // self.bits
         flat = decoded(numbers).detach().to(self.device, torch.float32).contiguous().view(-1)
+        native = native_codecs(flat, self.records)
+        if native is not None:
+            native.encode_low_bit(flat, self.records, self.bits, is_positive=self.is_positive)
+            return
         missing = self.records.shape[0] * size - flat.numel()
         blocks = (torch.nn.functional.pad(flat, (0, missing)) if missing else flat).view(-1, size)
         if not blocks.numel():

@@ -2,7 +2,8 @@
 
 A step goes through torch's own kernel, over some million weights at a time, whose moments are float32 for as long, and
 are rounded afterwards. That costs reading and writing the moments once more, and 12 bytes for each weight of a part.
-Kernels that take moments in bfloat16 round them to the nearest, which loses what a decay of .999 moves.
+Kernels that take moments in bfloat16 round them to the nearest, which loses what a decay of .999 moves. The
+fused AdamW on the host is done in one pass, to the same bits, where there is a C compiler: no moment is float32 then.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,7 @@
 """How moments of Adam's kind are kept between the steps that compute with them in float32."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from hashlib import blake2b
 from typing import Literal
 
@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam
 
-from lightning_vram.core.tensors.bit_patterns import rounded_by_place
-from lightning_vram.core.tensors.low_bit import Bits, LowBitTensor, decoded, empty_low_bit, low_bit_over, record_bytes
+from lightning_vram.core.tensors.bit_patterns import draw_of, rounded_by_place
+from lightning_vram.core.tensors.low_bit import Bits, LowBitTensor, empty_low_bit, low_bit_over, record_bytes
 from lightning_vram.optimizers.stepping.step_round import State
 from lightning_vram.optimizers.stepping.steppable import is_lion, iterate_parameters, steps_like, why_not_steppable
 from lightning_vram.private_names.fsdp2.sharded_tensors import compute_local_shape_and_global_offset
@@ -68,14 +68,15 @@ class StateForm(ABC):
         """Return a part of a moment, flat, over the same memory. It begins where a block does."""
 
     @abstractmethod
-    def narrow(self, key: str, wide: Tensor, start: int, seed: str) -> Tensor:
-        """Round a flat float32 part of a moment, which may be written to, to what a moment takes over by ``copy_``.
+    def narrow(self, key: str, wide: Tensor, start: int, seed: str, kept: Tensor | None) -> Tensor:
+        """Round a flat float32 part of a moment, which may be written to.
 
         Args:
             key: Name of the moment.
             wide: Its numbers, [n].
             start: Place of the first of them in the moment.
             seed: Where rounding is random: another one for each moment of each parameter in each step.
+            kept: What gets it, and is returned. ``None``: return what a moment takes over by ``copy_``.
         """
 
     @abstractmethod
@@ -111,9 +112,9 @@ class BF16Form(StateForm):
         """Return a view."""
         return kept.view(-1)[start:stop]
 
-    def narrow(self, key: str, wide: Tensor, start: int, seed: str) -> Tensor:
+    def narrow(self, key: str, wide: Tensor, start: int, seed: str, kept: Tensor | None) -> Tensor:
         """Round at random, as it follows from the place of each number."""
-        return rounded_by_place(wide, start, int.from_bytes(blake2b(seed.encode(), digest_size=2).digest(), "little"))
+        return rounded_by_place(wide, start, _short(seed), kept)
 
     def num_bytes(self, count: int) -> int:
         """Two each."""
@@ -154,9 +155,9 @@ class LowBitForm(StateForm):
         assert isinstance(kept, LowBitTensor)
         return kept.cut(start, stop)
 
-    def narrow(self, key: str, wide: Tensor, start: int, seed: str) -> Tensor:
+    def narrow(self, key: str, wide: Tensor, start: int, seed: str, kept: Tensor | None) -> Tensor:
         """Leave it to the moment, which has the blocks."""
-        return wide
+        return wide if kept is None else kept.copy_(wide)
 
     def num_bytes(self, count: int) -> int:
         """One or a half each, and those of the scales."""
@@ -176,12 +177,17 @@ def is_narrow(value: object) -> bool:
     return isinstance(value, LowBitTensor) or (isinstance(value, Tensor) and value.dtype == torch.bfloat16)
 
 
-def widen_state(state: State) -> State:
-    """Return a state of which all that is in a form is in float32, in memory of its own."""
-    return {key: widened(value) if key in MOMENTS and is_narrow(value) else value for key, value in state.items()}
+def widen_state(state: State, take: Callable[[int], Tensor] | None = None) -> State:
+    """Return a state of which all that is in a form is in float32, in memory of its own.
+
+    Args:
+        state: Any.
+        take: Returns that memory, float32, for so many numbers; ``None`` for fresh memory.
+    """
+    return {key: widened(value, take) if key in MOMENTS and is_narrow(value) else value for key, value in state.items()}
 
 
-def narrow_state(form: StateForm, state: State, start: int, seed: str) -> State:
+def narrow_state(form: StateForm, state: State, start: int, seed: str, kept: State) -> State:
     """Return a state of a part of a parameter after a step, its moments as :meth:`StateForm.narrow` makes them.
 
     Args:
@@ -189,17 +195,30 @@ def narrow_state(form: StateForm, state: State, start: int, seed: str) -> State:
         state: All flat; the moments in float32, which may be written to.
         start: Place of the part in the whole parameter.
         seed: Another one for each parameter in each step, where rounding is random.
+        kept: The state before the step: its moments in the form are written to, and returned.
     """
-    return {
-        key: form.narrow(key, value, start, f"{seed} {key}") if key in MOMENTS else value
-        for key, value in state.items()
-    }
+    narrow = dict(state)
+    for key in (key for key in MOMENTS if key in state):
+        into = kept.get(key)
+        narrow[key] = form.narrow(key, state[key], start, f"{seed} {key}", into if is_narrow(into) else None)
+    return narrow
 
 
-def widened(value: Tensor) -> Tensor:
-    """Return the numbers of a moment in float32."""
-    wide: Tensor = decoded(value).float()
-    return wide
+def draw_of_moment(key: str, start: int, seed: str) -> int:
+    """Return the draw that :func:`narrow_state` rounds a moment in bf16 with at the place where a part starts."""
+    return draw_of(start, _short(f"{seed} {key}"))
+
+
+def _short(seed: str) -> int:
+    return int.from_bytes(blake2b(seed.encode(), digest_size=2).digest(), "little")
+
+
+def widened(value: Tensor, take: Callable[[int], Tensor] | None = None) -> Tensor:
+    """Return the numbers of a moment in float32: see :func:`widen_state`."""
+    wide = None if take is None else take(value.numel())
+    if isinstance(value, LowBitTensor):
+        return value.decode(wide)
+    return value.float() if wide is None else wide.view(value.shape).copy_(value)
 
 
 def first_places(optimizer: Optimizer) -> dict[nn.Parameter, tuple[int, int]]:
