@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
@@ -89,7 +88,7 @@ class QuantizeFrozenWeights(FitTechnique):
     @override
     def _check(self, trainer: pl.Trainer) -> None:
         refuse_moved_parameters("QuantizeFrozenWeights", trainer, "quantized weights are decoded from")
-        if isinstance(trainer.strategy, ModelParallelStrategy) or hasattr(trainer.strategy, "moments_in_bf16"):
+        if hasattr(type(trainer.strategy), "device_mesh"):  # ModelParallelStrategy, fsdp_offload
             raise MisconfigurationException(
                 f"QuantizeFrozenWeights does not work with {type(trainer.strategy).__name__}: FSDP2 shards weights by "
                 "their rows, and casts them. Use 'ddp' or a single device."
