@@ -141,3 +141,15 @@ def test_a_compiler_that_fails_is_named(monkeypatch, caplog):
 def test_the_source_is_a_part_of_the_package():
     pyproject = Path(__file__).parents[3].joinpath("pyproject.toml").read_text()
     assert '"**/*.c"' in pyproject
+
+
+@needs_compiler
+def test_of_a_million_numbers_none_is_coded_otherwise():
+    """``torch.sqrt`` of a CPU would differ in some."""
+    for is_positive in (False, True):
+        values = torch.rand(2**20, generator=torch.Generator().manual_seed(5))
+        plain, native = (empty_low_bit(values.shape, bits=8, is_positive=is_positive) for _ in range(2))
+        plain.copy_(values)
+        with coded_in_c():
+            native.copy_(values)
+        assert torch.equal(plain.records, native.records)
