@@ -181,7 +181,7 @@ def _encode(blocks: Tensor, scales: Tensor, bits: Bits, *, is_positive: bool) ->
 
 
 def _root(ratios: Tensor) -> Tensor:
-    """Return square roots, rounded right: on a CPU ``torch.sqrt`` is MKL's, which is off by a bit in a fifth of them."""
+    """Return square roots, rounded right: on a CPU ``torch.sqrt`` is that of MKL, which is off by a bit in a fifth."""
     return ratios.sqrt_() if ratios.device.type != "cpu" else ratios.double().sqrt_().float()
 
 
