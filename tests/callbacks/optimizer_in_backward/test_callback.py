@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, GradientAccumulationScheduler
+from lightning.pytorch.plugins import MixedPrecision
 from support.helpers import Forking, LitTiny, PlantedError, TinyCNN, TinyGPT, assert_equal_weights
 from support.host_layers import ADAMW, Layers
 from torch import Tensor, nn, optim
@@ -178,6 +179,59 @@ class Finetuned(LitTiny):
 @pytest.mark.parametrize("plugin", [LeanMixedPrecision("bf16"), LeanMixedPrecision("bf16", recast_in_backward=True)])
 def test_it_is_exact_with_the_precision_plugin(plugin, assert_same):
     assert_same(plugins=[plugin], ours=TWO_PASS, gradient_clip_val=0.05)
+
+
+def make_scaler() -> Any:
+    """Overflows in the first steps, and grows in the later ones."""
+    return torch.amp.GradScaler("cpu", init_scale=2.0**34, growth_interval=2, backoff_factor=2.0**-10)
+
+
+SCALED: dict[str, Any] = {
+    "Lightning's": lambda: MixedPrecision("16-mixed", "cpu", scaler=make_scaler()),
+    "lean": lambda: LeanMixedPrecision("fp16", scaler=make_scaler()),
+}
+
+
+@pytest.mark.parametrize("make_plugin", SCALED.values(), ids=SCALED)
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (Grouped, {}),
+        (partial(Grouped, partial(optim.AdamW, fused=True)), {}),  # skips in its kernel
+        (Grouped, {"gradient_clip_val": 0.02}),
+        (Grouped, {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}),
+        (Grouped, {"gradient_clip_val": 0.02, "accumulate_grad_batches": 2}),
+    ],
+    ids=["unclipped", "fused", "norm", "value", "window"],
+)
+def test_scaled_gradients_step_or_are_skipped_as_in_the_plain_run(make, options, make_plugin, fit):
+    plain, early = (fit(make, *ours, plugins=[make_plugin()], max_epochs=3, **options) for ours in ([], [TWO_PASS()]))
+    assert_equal_weights(early, plain)
+    (ours, theirs) = (one.saved_by.precision_plugin.scaler for one in (early, plain))
+    assert ours.state_dict() == theirs.state_dict()
+    assert ours.get_scale() < 2.0**34
+    assert vars(ours).keys() == vars(theirs).keys()
+    (mine,), (others,) = early.saved_by.optimizers, plain.saved_by.optimizers
+    assert [one["step"] for one in mine.state.values()] == [one["step"] for one in others.state.values()]
+
+
+def test_a_scaled_step_is_two_backwards_and_a_skipped_one_is_one(fit):
+    calls: list[str] = []
+
+    class Counting(Grouped):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            loss.register_hook(lambda _: calls.append("backward"))
+            return loss
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            assert all(one.grad is None for one in self.parameters())
+            calls.append("end")
+
+    model = fit(Counting, TWO_PASS(), plugins=[SCALED["lean"]()], max_epochs=1)
+    steps = model.saved_by.precision_plugin.overflow_steps
+    assert 0 < steps < 3
+    assert calls == ["backward", "end"] * steps + ["backward", "backward", "end"] * (3 - steps)
 
 
 @pytest.mark.parametrize("is_first", [True, False])
@@ -393,6 +447,7 @@ def test_parameters_that_are_used_in_several_segments_step_once(assert_same):
         {"gradient_clip_val": 0.02},
         {"gradient_clip_val": 0.02, "accumulate_grad_batches": 2},
         {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"},
+        {"gradient_clip_val": 0.02, "plugins": [SCALED["Lightning's"]()]},
     ],
     ids=str,
 )
