@@ -50,8 +50,8 @@ class OptimizerInBackward(FitTechnique):
         TypeError: If ``max_norm`` is no text.
         ValueError: If ``max_norm`` is none of those above. Before training, if the optimizer cannot step one parameter
             at a time: it has to be one of ``torch.optim`` but LBFGS and SparseAdam.
-        MisconfigurationException: In ``setup``, with manual optimization, clipping by norm without ``max_norm`` or
-            under FSDP2, hooks that may use gradients, FSDP1, DeepSpeed, ``fsdp_offload``. Before training, with a
+        MisconfigurationException: In ``setup``, with manual optimization, clipping by norm without ``max_norm``,
+            hooks that may use gradients, FSDP1, DeepSpeed, ``fsdp_offload``. Before training, with a
             ``GradScaler`` without ``"two-pass"`` or under FSDP2, and what only the reducer of DDP can do.
         RuntimeError: In a backward, if a parameter gets a second gradient in one step, as by a second backward or
             checkpointing with ``use_reentrant=True``.

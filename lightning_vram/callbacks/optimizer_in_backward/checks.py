@@ -103,8 +103,3 @@ def _check_clipping(trainer: pl.Trainer, max_norm: str | None) -> None:
             f"{trainer.gradient_clip_val}: use max_norm='two-pass' (exact; runs each backward twice), "
             "max_norm='previous' (by the norm of the step before) or gradient_clip_algorithm='value'."
         )
-    if isinstance(trainer.strategy, ModelParallelStrategy):
-        raise MisconfigurationException(
-            f"{NAME}(max_norm={max_norm!r}) does not work with {type(trainer.strategy).__name__}: use "
-            "gradient_clip_algorithm='value', 'ddp' or a single device."
-        )

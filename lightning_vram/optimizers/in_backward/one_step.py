@@ -5,10 +5,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from lightning_vram.core.gradients.clipping import apply_clip_factor, clip_factor, clip_sharded_values
+from lightning_vram.core.gradients.clipping import (
+    apply_clip_factor,
+    clip_factor,
+    clip_sharded_values,
+    join_norms,
+    norm_part,
+)
 from lightning_vram.core.tensors.shards import is_shard
 from lightning_vram.optimizers.stepping import MembersStep, StepRound, iterate_parameters, make_twin, plain_step
 from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
@@ -91,18 +96,15 @@ class OneStep:
         self.is_measuring, self.has_measured = False, True
 
     def norm(self) -> Tensor | None:
-        """Return the common norm of all gradients that came, before they were clipped; ``None`` without any.
-
-        The norm of norms, in the order of ``torch.nn.utils.get_total_norm``, is that of all gradients to the bit.
-        """
+        """Return the common norm of all gradients that came, before they were clipped; ``None`` without any."""
         found = (self._norms.get(one) for one in iterate_parameters(self.optimizer))
         norms = [norm for norm in found if norm is not None]
-        return get_total_norm(norms) if norms else None
+        return join_norms(norms) if norms else None
 
     def _measure(self, parameter: nn.Parameter) -> bool:
         assert parameter.grad is not None
         is_first = parameter not in self._norms
-        self._norms[parameter] = None if self._clipping.norm is None else get_total_norm([parameter.grad])
+        self._norms[parameter] = None if self._clipping.norm is None else norm_part(parameter.grad)
         return is_first
 
     def _run(self, parameter: nn.Parameter) -> bool:

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_vram.core.gradients.clipping import join_norms, norm_part
 from lightning_vram.core.surgery.shadow import Shadow
 from lightning_vram.core.tensors.shards import is_shard
 from lightning_vram.optimizers.in_backward.buckets import ReducedBuckets
@@ -163,8 +163,8 @@ class BackwardSteps(StepTakeOver):
         if step is not None and step.is_early:
             return False
         if step is not None and self._clipping.by_previous:
-            gradients = [one.grad for one in iterate_parameters(step.optimizer) if one.grad is not None]
-            self.previous_norm = get_total_norm(gradients) if gradients else None
+            norms = [norm_part(one.grad) for one in iterate_parameters(step.optimizer) if one.grad is not None]
+            self.previous_norm = join_norms(norms) if norms else None
         return True
 
     def _has_ours(self, optimizer: Optimizer) -> bool:

@@ -476,13 +476,32 @@ class Shards(Layers):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, {"precision": "bf16-mixed"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"accumulate_grad_batches": 2},
+        {"precision": "bf16-mixed"},
+        {"gradient_clip_val": 0.02},
+        {"gradient_clip_val": 0.02, "accumulate_grad_batches": 2},
+    ],
+    ids=str,
+)
 def test_it_is_exact_on_two_ranks_of_fsdp2(options, fit, tmp_path):
-    for ours in ([], [OptimizerInBackward()]):
+    for ours in ([], [TWO_PASS()]):
         fit(partial(Shards, ADAMW, num_batches=5), *ours, strategy=Forking(), devices=2, **options)
     for rank in range(2):
         plain, early = (torch.load(tmp_path / f"{name}{rank}.pt") for name in ("plain", "early"))
         assert all(torch.equal(early[name], plain[name]) for name in plain)
+
+
+@pytest.mark.distributed
+def test_the_norm_of_the_step_before_is_that_of_all_shards(fit, tmp_path):
+    fsdp2 = {"strategy": Forking(), "devices": 2, "use_distributed_sampler": False}
+    fit(partial(Shards, ADAMW, num_batches=5), PREVIOUS(), gradient_clip_val=0.02, **fsdp2)
+    shards = [torch.load(tmp_path / f"early{rank}.pt") for rank in range(2)]
+    for name, expected in by_previous(2).named_parameters():
+        assert torch.allclose(torch.cat([one[name] for one in shards]), expected, atol=1e-5)
 
 
 def test_convolutions_and_batch_norms_too(assert_same):

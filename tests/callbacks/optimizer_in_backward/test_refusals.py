@@ -148,18 +148,6 @@ def test_clipping_by_norm_is_asked_for_by_name(make_trainer):
     assert_refused(trainer, Layers(num_batches=1), message)
 
 
-def test_clipping_by_norm_under_fsdp2_is_refused(make_trainer):
-    message = (
-        "OptimizerInBackward(max_norm='previous') does not work with Forking: use gradient_clip_algorithm='value', "
-        "'ddp' or a single device."
-    )
-    trainer = make_trainer(
-        callbacks=[OptimizerInBackward("previous")], gradient_clip_val=0.5, strategy=Forking(), devices=2
-    )
-    with pytest.raises(Exception, match=re.escape(message)):  # of another process
-        trainer.fit(Layers(num_batches=1))
-
-
 def test_fsdp_offload_is_refused(make_trainer):
     message = (
         "OptimizerInBackward does not work with FSDPOffloadStrategy, which steps as gradients arrive itself: leave "
