@@ -33,11 +33,13 @@ __all__ = [
     "InPlaceFusion",
     "LeakDetector",
     "LeanMixedPrecision",
+    "LowBitOptimizer",
     "MemoryBudget",
     "MetricOffload",
     "MicroBatching",
     "MomentsInBF16",
     "OptimizerInBackward",
+    "QuantizeFrozenWeights",
     "SavePolicy",
     "SlurmRequeue",
     "StreamedCheckpointIO",
@@ -59,11 +61,13 @@ if TYPE_CHECKING or importlib.util.find_spec("lightning") is not None:
     from lightning_vram.callbacks.empty_cache import EmptyCache
     from lightning_vram.callbacks.in_place_fusion import InPlaceFusion
     from lightning_vram.callbacks.leak_detector import LeakDetector
+    from lightning_vram.callbacks.low_bit_optimizer import LowBitOptimizer
     from lightning_vram.callbacks.memory_budget import MemoryBudget
     from lightning_vram.callbacks.metric_offload import MetricOffload
     from lightning_vram.callbacks.micro_batching import MicroBatching
     from lightning_vram.callbacks.moments_in_bf16 import MomentsInBF16
     from lightning_vram.callbacks.optimizer_in_backward import OptimizerInBackward
+    from lightning_vram.callbacks.quantize_frozen_weights import QuantizeFrozenWeights
     from lightning_vram.callbacks.slurm_requeue import SlurmRequeue
     from lightning_vram.callbacks.vram_monitor import VRAMMonitor
     from lightning_vram.checkpoint_io import StreamedCheckpointIO

@@ -37,6 +37,12 @@ WEIGHTS_ON_HOST = Part(
     exactness=Exactness.LOSSLESS,
     note="weights, the optimizer and its states are on the host",
 )
+LOW_BIT = Part(
+    "lightning_vram.LowBitOptimizer",
+    {"bits": 8},
+    exactness=Exactness.ANY,
+    note="moments of the optimizer are in 8 bits",
+)
 MOMENTS = Part("lightning_vram.MomentsInBF16", exactness=Exactness.ANY, note="moments of the optimizer are in bfloat16")
 _OF_HOST = ("master", "host_state")  # arguments of a strategy that change nothing on the device
 _PLAIN_STRATEGIES = (None, "auto", "ddp")
@@ -85,8 +91,9 @@ def remedies_for(
             states += [Scheme((one,)) for one in (part, *(leaner_on_host(part, own) if knows_host else ()))]
     lean = _precision_parts(own) if _PRECISION not in taken and not own.get("plugins") else []
     lean_states = [Scheme((part,)) for part in lean]
-    if MOMENTS.name not in taken:
+    if not taken & {MOMENTS.name, LOW_BIT.name}:
         lean_states[1:1] = [Scheme((MOMENTS,)), *(Scheme((part, MOMENTS)) for part in lean[:1])]
+        lean_states.append(Scheme((LOW_BIT,)))
     states[1:1] = lean_states
     states = [scheme for scheme in states if scheme.exactness <= level]
     singles = [part for part in (FUSION, OFFLOAD, COMPRESSION) if part.name not in taken and part.exactness <= level]

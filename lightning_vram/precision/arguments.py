@@ -64,6 +64,19 @@ def check_combination(precision: str | None, parameters: str, scaler: object) ->
         )
 
 
+def refuse_check(parameters: str, *, check_updates: bool) -> None:
+    """Refuse to count what is lost where nothing is.
+
+    Raises:
+        ValueError: With parameters that keep all that float32 does.
+    """
+    if check_updates and parameters not in ("bf16+kahan", "bf16+stochastic"):
+        raise ValueError(
+            "LeanMixedPrecision(check_updates=True) counts updates that parameters='bf16+kahan' or 'bf16+stochastic' "
+            f"rounds away, got parameters={parameters!r}, which loses none: leave it out."
+        )
+
+
 def refuse_strategy(trainer: pl.Trainer) -> None:
     """Refuse DeepSpeed, which casts, scales and clips by itself.
 

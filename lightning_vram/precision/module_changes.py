@@ -22,6 +22,7 @@ from lightning_vram.precision.calls_between_steps import CallsBetweenSteps
 from lightning_vram.private_names.torch.compiled import COMPILED_PART
 from lightning_vram.private_names.torch.modules import NormBase
 from lightning_vram.techniques.mixed_precision import Float32Islands, WeightCasts, keep_norms_low, run_in_fp32
+from lightning_vram.techniques.quantize_frozen_weights import read_weights_as
 
 _NORMS = (NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 
@@ -35,12 +36,14 @@ class Settings:
         low_precision_norms: Whether outputs of norms stay in 16 bit.
         recast_in_backward: Whether 16-bit copies of weights are made again in the backward.
         parameters: How parameters are kept.
+        check_updates: Whether to count updates of them that are lost.
     """
 
     fp32_modules: tuple[LayerPattern, ...] = ()
     low_precision_norms: bool = False
     recast_in_backward: bool = False
     parameters: str = "fp32"
+    check_updates: bool = False
 
     @property
     def is_lean(self) -> bool:
@@ -90,6 +93,7 @@ class ModuleChanges:
                 parameters = _lean_parameters(self.module, self._inside)
                 self.lean = LeanParameters(parameters, self.settings.parameters, self._named_parameters())
                 undo.callback(self.lean.restore)
+                undo.callback(read_weights_as(self.module, torch.bfloat16, skip=self._inside))
                 self.calls = CallsBetweenSteps(self.module, self.device_type, torch.bfloat16)
                 undo.callback(self.calls.remove)
             if self.is_training:

@@ -5,7 +5,7 @@ from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
 
-from lightning_vram.private_names.lightning.logging import logging_from, logs_are_due, running_results
+from lightning_vram.precision.step_logging import is_logging, log_of_step
 from lightning_vram.techniques.mixed_precision import LossScaling
 
 OnLimit = Literal["error", "bf16", "fp32"]
@@ -34,16 +34,9 @@ class OverflowWatch:
 
     def log(self, module: pl.LightningModule, scaling: LossScaling) -> None:
         """Log ``vram/overflow_steps`` and ``vram/loss_scale`` of the step that ends."""
-        trainer = module.trainer
-        is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-        is_due = is_last or logs_are_due(trainer) or trainer.fast_dev_run  # type: ignore[attr-defined]
-        if trainer.barebones or running_results(trainer) is None or not (is_due or self.num_consecutive > 0):
-            return
-        values = {"vram/overflow_steps": float(self.num_steps), "vram/loss_scale": scaling.scale_value}
-        # Under manual optimization the step ends where no hook runs that Lightning lets values be logged from.
-        with logging_from(module, "optimizer_step"):
-            for name, value in values.items():
-                module.log(name, value, on_step=True, on_epoch=False, batch_size=1)
+        if is_logging(module, always=self.num_consecutive > 0):
+            values = {"vram/overflow_steps": float(self.num_steps), "vram/loss_scale": scaling.scale_value}
+            log_of_step(module, values)
 
     def error(self, scale: float) -> FloatingPointError:
         """The error of too many steps in a row."""

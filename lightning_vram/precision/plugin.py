@@ -22,6 +22,7 @@ from lightning_vram.precision.arguments import (
     check_arguments,
     check_combination,
     refuse_callbacks,
+    refuse_check,
     refuse_second_run,
     refuse_strategy,
 )
@@ -74,6 +75,8 @@ class LeanMixedPrecision(ScaledPrecision):
             well (of a half between two, the forward sees the one away from zero, where master and autocast take the
             even one); ``"bf16+kahan"``: with a bfloat16 remainder; ``"bf16+stochastic"``: rounded at random, without
             one. The last two keep states of the optimizer in bfloat16. Bytes per parameter: see the README beside.
+        check_updates: Log ``vram/lost_updates``: the share of updates, where logs are due, that leave weights as they
+            are kept. For ``"bf16+kahan"`` and ``"bf16+stochastic"``, which is right on average; the others lose none.
         hold_lr_on_overflow: Schedules that go by steps do not count those that were skipped (automatic optimization).
         max_consecutive_overflows: So many skipped steps in a row end the run; ``None`` never does.
         on_overflow_limit: What happens then: an ``"error"``, or the run goes on in ``"bf16"`` or ``"fp32"``.
@@ -106,6 +109,7 @@ class LeanMixedPrecision(ScaledPrecision):
         low_precision_norms: bool = False,
         recast_in_backward: bool = False,
         parameters: Parameters = "fp32",
+        check_updates: bool = False,
         hold_lr_on_overflow: bool = True,
         max_consecutive_overflows: int | None = 30,
         on_overflow_limit: OnLimit = "error",
@@ -116,9 +120,11 @@ class LeanMixedPrecision(ScaledPrecision):
         check_bool("LeanMixedPrecision(low_precision_norms)", low_precision_norms)
         check_bool("LeanMixedPrecision(recast_in_backward)", recast_in_backward)
         check_bool("LeanMixedPrecision(hold_lr_on_overflow)", hold_lr_on_overflow)
+        check_bool("LeanMixedPrecision(check_updates)", check_updates)
         check_combination(choice, parameters, scaler)
+        refuse_check(parameters, check_updates=check_updates)
         patterns = (fp32_modules,) if isinstance(fp32_modules, str | type) else tuple(fp32_modules)
-        self.settings = Settings(patterns, low_precision_norms, recast_in_backward, parameters)
+        self.settings = Settings(patterns, low_precision_norms, recast_in_backward, parameters, check_updates)
         self._holds_lr = hold_lr_on_overflow
         super().__init__(choice, max_consecutive_overflows, on_overflow_limit, scaler)
 
@@ -233,7 +239,9 @@ class LeanMixedPrecision(ScaledPrecision):
         with self._without_autocast():
             if self._run.steps is not None:
                 return self._scaled_step(self._run, self._run.steps, optimizer, closure, **kwargs)
-            return Precision.optimizer_step(self, optimizer, model=model, closure=closure, **kwargs)
+            result = Precision.optimizer_step(self, optimizer, model=model, closure=closure, **kwargs)
+        self._run.log_lost_updates()
+        return result
 
     @override
     def clip_gradients(

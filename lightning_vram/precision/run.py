@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -17,6 +18,7 @@ from lightning_vram.precision.averages import LeanAverages
 from lightning_vram.precision.module_changes import ModuleChanges
 from lightning_vram.precision.paused_schedules import PausedSchedules
 from lightning_vram.precision.scaled_steps import ScaledSteps
+from lightning_vram.precision.step_logging import is_logging, log_of_step
 from lightning_vram.private_names.lightning.callbacks import is_searching_rate
 from lightning_vram.private_names.lightning.strategies import MockOptimizer
 
@@ -51,6 +53,8 @@ class PrecisionRun:
     def __post_init__(self) -> None:
         if self.changes.lean is not None:
             self.averages = LeanAverages(self.trainer, self.module, self.changes.lean)
+        if self.changes.lean is not None and self.changes.settings.check_updates:
+            self.changes.lean.check_updates(partial(is_logging, self.module))
         _alive.add(self)
 
     def connect(
@@ -76,6 +80,12 @@ class PrecisionRun:
         if self.steps is not None:
             self.steps.remove()
             self.steps = None
+
+    def log_lost_updates(self) -> None:
+        """Log the share of updates that rounding has taken back in the step before, if it was counted."""
+        share = None if self.changes.lean is None else self.changes.lean.lost_updates
+        if share is not None:
+            log_of_step(self.module, {"vram/lost_updates": share})
 
     @property
     def is_tuning(self) -> bool:

@@ -3,11 +3,13 @@
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
+from typing import Literal
 
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from lightning_vram.optimizers.narrow import NarrowMoments
+from lightning_vram.optimizers.stepping import FORMS
 from lightning_vram.techniques.activation_checkpointing.apply import apply_activation_checkpointing
 from lightning_vram.techniques.activation_checkpointing.budget.apply import BudgetedCheckpointing, decisions_of
 from lightning_vram.techniques.activation_checkpointing.budget.solver import BudgetError, predict_peak, solve
@@ -15,6 +17,7 @@ from lightning_vram.techniques.activation_checkpointing.save_policy import SaveP
 from lightning_vram.techniques.activation_compression.stage import CompressionStage
 from lightning_vram.techniques.activation_offload.stage import ActivationOffloading
 from lightning_vram.techniques.in_place_fusion.recomputation.stage import Recomputation
+from lightning_vram.techniques.quantize_frozen_weights import quantize_frozen_weights
 from tests.benchmarks.peers import pytorch
 from tests.benchmarks.ways import PLAIN, Way
 
@@ -78,10 +81,21 @@ def _fuse_and_offload(model: nn.Module) -> _Several:
     return _Several(_offload(model), Recomputation(model))
 
 
+def freeze_layers(model: nn.Module) -> None:
+    """Leave norms and biases to be trained."""
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.dim() == 1)
+
+
+def _quantize(model: nn.Module, bits: Literal[8, 4]) -> None:
+    freeze_layers(model)
+    quantize_frozen_weights(model, bits)
+
+
 def _adamw_in_bf16(parameters: Iterable[nn.Parameter]) -> Optimizer:
     held = nn.ParameterList(parameters)
     optimizer = AdamW(held, lr=1e-4)
-    NarrowMoments(held).attach([optimizer])
+    NarrowMoments(held, FORMS["bf16"]).attach([optimizer])
     return optimizer
 
 
@@ -103,9 +117,12 @@ _CHANGES: dict[str, Callable[[nn.Module], object]] = {
     'InPlaceFusion(), ActivationOffload("64KiB")': _fuse_and_offload,
     "ActivationCompression()": CompressionStage,
     'ActivationCompression(lossy="int8")': partial(CompressionStage, lossy="int8"),
+    "frozen layers": freeze_layers,
+    "QuantizeFrozenWeights(bits=8), frozen layers": partial(_quantize, bits=8),
+    "QuantizeFrozenWeights(bits=4), frozen layers": partial(_quantize, bits=4),
 }
 OURS = (
-    *(Way(name, "ours", change) for name, change in _CHANGES.items()),
+    *(Way(name, "PyTorch" if change is freeze_layers else "ours", change) for name, change in _CHANGES.items()),
     Way("MomentsInBF16()", "ours", make_optimizer=_adamw_in_bf16),
 )
 """Names are what a Trainer would have among its callbacks."""

@@ -68,7 +68,7 @@ class Tracked(Callback):
     """Tracks until the end of the second step; stands first in the list, so that what others keep is counted.
 
     Args:
-        first: The batch it begins with: the second one by default.
+        first: The optimizer's step it begins with: the second one by default.
     """
 
     def __init__(self, first: int = 1) -> None:
@@ -77,12 +77,12 @@ class Tracked(Callback):
         self.row: Row = {}
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == self._first:
+        if trainer.global_step == self._first and self._tracker is None and not self.row:
             self._tracker = track_memory(pl_module, optimizers=trainer.optimizers, inputs=batch)
             self._tracker.__enter__()
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1 and self._tracker is not None:
+        if trainer.global_step == 2 and self._tracker is not None:
             self._tracker.__exit__(None, None, None)
             timeline, self._tracker = self._tracker.timeline, None
             forward_bytes = timeline.peak_by_phase[Phase.FORWARD]

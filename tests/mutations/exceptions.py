@@ -43,6 +43,7 @@ EXCEPTIONS = {
         "_COPY_BYTES / _fastest(lambda: on_host.copy_(on_device, non_blocking=True)),",
     ): _TIMED,
     (_CALIBRATE, "torch.accelerator.synchronize()"): _TIMED,
+    ("optimizers.in_backward.buckets", "work.wait()"): "several ranks: tests/callbacks/optimizer_in_backward",
     ("optimizers.on_host.optimizers", "self._worker.submit(job).wait()"): (
         "the next line takes the result, and fails where there is none"
     ),

@@ -16,6 +16,7 @@ from lightning_vram.planner.remedies import (
     EARLY_RELEASE,
     FUSION,
     IN_PARTS,
+    LOW_BIT,
     MOMENTS,
     OPTIMIZER_ON_HOST,
     Remedies,
@@ -200,7 +201,7 @@ def test_results_are_as_true_as_was_asked_for():
         parts = [*remedies.singles, *(part for scheme in remedies.states for part in scheme.parts)]
         assert max(part.exactness for part in parts) == level
         assert remedies.cuts == (level >= Exactness.LOSSLESS)
-        moments = (Scheme((MOMENTS,)),) if level == Exactness.ANY else ()
+        moments = (Scheme((MOMENTS,)), Scheme((LOW_BIT,))) if level == Exactness.ANY else ()
         assert remedies_for({}, level, on_card=False).states == (Scheme(), *moments)
 
 

@@ -68,7 +68,8 @@ def test_a_callback_changes_nothing_in_manual_optimization(name, kind, make_trai
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_all_together_change_nothing(kind, make_trainer):
-    callbacks, fitted = [from_config(name) for name in KEEPS_RESULT], []
+    refused = {"OptimizerInBackward"} if kind in ("fp16", "lean") else set()
+    callbacks, fitted = [from_config(name) for name in KEEPS_RESULT if name not in refused], []
     for parts in ([], callbacks):
         model = build(TinyGPT)
         make_trainer(callbacks=parts, plugins=[make_plugin(kind, TinyGPT)]).fit(model)

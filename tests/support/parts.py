@@ -15,7 +15,9 @@ CALLBACKS = [part.__name__ for part in PUBLIC if isinstance(part, type) and issu
 CHANGES_TRAINING = {
     "AccumulationScheduler",
     "ChunkedLoss",
+    "LowBitOptimizer",
     "MomentsInBF16",
+    "QuantizeFrozenWeights",
 }  # callbacks whose purpose is to change the result
 KEEPS_RESULT = [name for name in CALLBACKS if name not in CHANGES_TRAINING]
 AUTOMATIC_ONLY = {"MicroBatching", "OptimizerInBackward"}  # refuse manual optimization

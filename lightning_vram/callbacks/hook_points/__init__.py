@@ -1,4 +1,6 @@
-"""Where in Lightning's run our callbacks act, and what they ask of it. May import: core, memory.
+"""Where in Lightning's run our callbacks act, and what they ask of it.
+
+May import: optimizers, core, memory.
 
 ``before_strategy_setup`` changes a module before it is wrapped, ``around_step`` enters something around each step,
 ``fit_technique`` is a callback that does both and undoes it.
@@ -14,6 +16,7 @@ from lightning_vram.callbacks.hook_points.gradient_hooks import (
     own_gradient_hooks,
     uses_gradients,
 )
+from lightning_vram.callbacks.hook_points.moments_technique import MomentsTechnique
 from lightning_vram.callbacks.hook_points.rank_timeout import rank_timeout
 from lightning_vram.callbacks.hook_points.relief import Relief
 
@@ -22,6 +25,7 @@ __all__ = [
     "AroundStep",
     "Depth",
     "FitTechnique",
+    "MomentsTechnique",
     "Relief",
     "before_strategy_setup",
     "check_trainer",

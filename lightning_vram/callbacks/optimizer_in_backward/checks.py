@@ -25,7 +25,7 @@ def check_run(trainer: pl.Trainer, max_norm: str | None) -> None:
         MisconfigurationException: With the reason and the way out.
     """
     refuse_moved_parameters(NAME, trainer, "it steps")
-    if hasattr(trainer.strategy, "moments_in_bf16"):  # of fsdp_offload
+    if hasattr(trainer.strategy, "moments"):  # of fsdp_offload
         raise MisconfigurationException(
             f"{NAME} does not work with {type(trainer.strategy).__name__}, which steps as gradients arrive itself: "
             f"leave {NAME} out."

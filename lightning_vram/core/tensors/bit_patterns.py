@@ -9,6 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from lightning_vram.core.tensors.native_codecs import native_codecs
 from lightning_vram.private_names.torch.dispatch import FakeTensor, without_dispatch
 
 _HALF = 0x8000
@@ -104,24 +105,35 @@ def round_randomly_(numbers: Tensor, generator: torch.Generator) -> None:
     bits.add_(noise).add_(_HALF).bitwise_and_(_UPPER)  # the noise is signed: together uniform in 0 ... 0xffff
 
 
-def rounded_by_place(numbers: Tensor, first: int, seed: int) -> Tensor:
+def rounded_by_place(numbers: Tensor, first: int, seed: int, kept: Tensor | None = None) -> Tensor:
     """Round as :func:`round_randomly_` does, with draws that follow from the seed and the place of each number.
 
     So it is all the same in which parts numbers are rounded. Each number has another draw with each seed, as good as
     independent; those of neighbours are evenly spread.
 
     Args:
-        numbers: fp32, flat. Is left rounded.
+        numbers: fp32, flat. Is left with rubbish.
         first: Place of the first one.
         seed: Of 16 bit, such as it comes out of a hash.
+        kept: bf16, of the same shape: gets what is returned; ``None`` for memory of its own.
 
     Returns:
         bf16.
     """
+    kept = torch.empty_like(numbers, dtype=torch.bfloat16) if kept is None else kept
     # Draws are place * stride + seed, in 16 bit: a row that comes again after 65536, and begins elsewhere by the seed.
     start = (first + seed * _INVERSE) & 0xFFFF
+    native = native_codecs(numbers, kept)
+    if native is not None:
+        native.round_by_place(numbers, draw_of(first, seed), kept)
+        return kept
     _regular_bits(numbers).add_(_draws(numbers, start)).bitwise_and_(_UPPER)
-    return numbers.bfloat16()  # which changes none, and is faster than to take the upper halves
+    return kept.copy_(numbers)  # which changes none, and is faster than to take the upper halves
+
+
+def draw_of(place: int, seed: int) -> int:
+    """Return the draw of 16 bits that :func:`rounded_by_place` has there."""
+    return (place * _STRIDE + seed) & 0xFFFF
 
 
 def _draws(numbers: Tensor, start: int) -> Tensor:

@@ -14,7 +14,6 @@ from torch import Tensor
 LossyFormat = Literal["bf16", "fp8", "int8"]
 LOSSY_FORMATS: tuple[LossyFormat, ...] = ("bf16", "fp8", "int8")
 _LARGEST = {"fp8": 448.0, "int8": 127.0}
-_BELOW_ONE, _EXPONENT = 0x7FFFFF, 0x7F800000  # of the bits of a float32
 
 
 def encoded_itemsize(to: LossyFormat) -> int:
@@ -22,7 +21,7 @@ def encoded_itemsize(to: LossyFormat) -> int:
     return 2 if to == "bf16" else 1
 
 
-def encode(numbers: Tensor, to: LossyFormat, block_size: int = 128, *, powers_of_two: bool = False) -> list[Tensor]:
+def encode(numbers: Tensor, to: LossyFormat, block_size: int = 128) -> list[Tensor]:
     """Store ``numbers`` in fewer bits.
 
     The error of a number ``x``, in a block of which the largest magnitude is ``m``, before it is rounded to the dtype
@@ -38,8 +37,6 @@ def encode(numbers: Tensor, to: LossyFormat, block_size: int = 128, *, powers_of
         numbers: Of a floating-point dtype, [n], contiguous.
         to: How.
         block_size: Neighbours that share a scale, all of them if there are fewer; not for ``"bf16"``.
-        powers_of_two: Whether float32 scales are rounded up to one, which loses at most a bit of their range. Of
-            ``"fp8"``, what was decoded is then encoded to the same numbers again.
 
     Returns:
         The pieces :func:`decode` wants: numbers, and scales. The last block is filled up.
@@ -56,9 +53,6 @@ def encode(numbers: Tensor, to: LossyFormat, block_size: int = 128, *, powers_of
     scales.masked_fill_(scales.isinf(), math.nan).masked_fill_(scales < kind.tiny, 1.0)
     # The largest number is decoded to itself, or a little less: not to infinity.
     scales.clamp_(max=kind.max / _LARGEST[to] * (1 - 2 * kind.eps))
-    if powers_of_two:
-        rounded = scales.view(torch.int32).add(_BELOW_ONE).bitwise_and_(_EXPONENT).view(torch.float32)
-        scales = torch.where(scales.isnan(), scales, rounded)
     codes = blocks / scales
     if to == "int8":
         return [codes.round_().to(torch.int8), scales]

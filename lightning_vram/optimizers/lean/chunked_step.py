@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_vram.core.tensors.bit_patterns import round_randomly_
+from lightning_vram.optimizers.lean.update_check import UpdateCheck
 from lightning_vram.optimizers.lean.weight_chunks import WeightChunk, widened
 from lightning_vram.optimizers.stepping import State, full_sized, plain_step
 from lightning_vram.private_names.torch.operators import copy_each
@@ -23,6 +24,7 @@ class ChunkedStep:
         optimizer: One for which :func:`~lightning_vram.optimizers.stepping.steppable.why_not_steppable` is ``None``.
         make_generator: Returns the source of randomness for a chunk in this step, on the device given.
         has_narrow_states: Whether states are bf16 between steps.
+        check: Counts updates that are lost; ``None``: nobody does.
     """
 
     def __init__(
@@ -31,10 +33,12 @@ class ChunkedStep:
         make_generator: Callable[[WeightChunk, torch.device], torch.Generator],
         *,
         has_narrow_states: bool,
+        check: UpdateCheck | None = None,
     ) -> None:
         self._optimizer = optimizer
         self._make_generator = make_generator
         self._has_narrow_states = has_narrow_states
+        self._check = check
         # Should a step change its groups, then it does so from here for every chunk.
         self._groups = [dict(group) for group in optimizer.param_groups]
 
@@ -54,7 +58,8 @@ class ChunkedStep:
                 self._step_chunk(chunk, members)
 
     def _step_chunk(self, chunk: WeightChunk, members: Members) -> None:
-        exact = chunk.read_for_step()
+        exact, check = chunk.read_for_step(), self._check
+        before = check.note(exact) if check is not None else None
         generator = self._make_generator(chunk, exact.device)
         parameters = [parameter for _, parameter in members]
         wide = WideStates(self._states(parameters)) if self._has_narrow_states else None
@@ -63,7 +68,10 @@ class ChunkedStep:
         finally:
             if wide is not None:
                 wide.round(self._states(parameters), generator)
+            stepped = check.note(exact) if check is not None else None
             chunk.write(exact, generator)  # a step that fails half-way leaves what it has done, as in fp32
+        if check is not None:
+            check.count(before, stepped, chunk)
 
     def _step(self, members: Members, stand_ins: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """Let the optimizer see only these parameters, each through its stand-in, for one step."""

@@ -14,6 +14,7 @@ from lightning_vram.memory.tracking.optimizer_tensors import forget_optimizer_te
 from lightning_vram.optimizers.lean.chunked_step import ChunkedStep
 from lightning_vram.optimizers.lean.frozen_writes import FrozenWrites
 from lightning_vram.optimizers.lean.state_loading import load_wide
+from lightning_vram.optimizers.lean.update_check import UpdateCheck
 from lightning_vram.optimizers.lean.weight_chunks import WeightChunk, list_rests
 from lightning_vram.optimizers.stepping import (
     StepTakeOver,
@@ -32,6 +33,7 @@ class LeanOptimizers(StepTakeOver):
 
     def __init__(self, chunks: Iterable[WeightChunk], scheme: str, names: Mapping[str, nn.Parameter]) -> None:
         self.num_steps = 0
+        self.check: UpdateCheck | None = None
         self._chunks = list(chunks)
         self._places = {parameter: chunk for chunk in self._chunks for parameter in chunk.parameters}
         self._has_narrow_states = scheme in _WITH_NARROW_STATES
@@ -77,11 +79,11 @@ class LeanOptimizers(StepTakeOver):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy is attached to no optimizer."""
-        left_out = ("_stand_ins", "_taken", "_handle", "_frozen_writes")
+        left_out = ("check", "_stand_ins", "_taken", "_handle", "_frozen_writes")
         return {key: value for key, value in vars(self).items() if key not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
+        vars(self).update(state, check=None)
         self._frozen_writes = FrozenWrites(self._names)
         super().__init__()
 
@@ -99,8 +101,10 @@ class LeanOptimizers(StepTakeOver):
             self._frozen_writes.look(p for chunk in self._chunks if chunk.is_resting for p in chunk.parameters)
         self._has_stepped.add(id(optimizer))
         self.num_steps += 1
-        step = ChunkedStep(optimizer, self._make_generator, has_narrow_states=self._has_narrow_states)
-        step.run(self._places)
+        if self.check is not None:
+            self.check.begin()
+        narrow = self._has_narrow_states
+        ChunkedStep(optimizer, self._make_generator, has_narrow_states=narrow, check=self.check).run(self._places)
         return loss
 
     def _make_generator(self, chunk: WeightChunk, device: torch.device) -> torch.Generator:

@@ -22,7 +22,7 @@ writing the weights once more. Forward and backward need no copies of the weight
 but modules that ask for fp32 weights get them rounded, so keep those out.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from torch.optim import Optimizer
 from lightning_vram.optimizers.lean.checks import check_memory, check_parameter, check_values
 from lightning_vram.optimizers.lean.full_weights import put_full_weights
 from lightning_vram.optimizers.lean.optimizers import LeanOptimizers
+from lightning_vram.optimizers.lean.update_check import UpdateCheck
 from lightning_vram.optimizers.lean.weight_chunks import list_rests, make_chunks
 from lightning_vram.optimizers.lean.weight_codecs import CODECS
 
@@ -164,6 +165,19 @@ class LeanParameters:
         for chunk in self._chunks:
             chunk.take_back()
             self._optimizers.pass_over_writes(chunk.parameters)
+
+    def check_updates(self, is_due: Callable[[], bool]) -> None:
+        """Count from now on, in steps in which ``is_due`` says so, updates that rounding takes back."""
+        self._optimizers.check = UpdateCheck(is_due)
+
+    @property
+    def lost_updates(self) -> Tensor | None:
+        """Share of the last step's updates, 0 to 1, that left weights as they are kept; ``None``: not counted.
+
+        With random rounding such updates are right on average.
+        """
+        check = self._optimizers.check
+        return None if check is None else check.share
 
     def rests(self) -> list[Tensor]:
         """Return what is kept beside the bf16 weights, itself: flat, in the same order on all ranks.

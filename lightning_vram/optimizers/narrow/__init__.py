@@ -1,4 +1,7 @@
-"""Moments in 16 bit where the parameters are. May import: optimizers.on_host, optimizers.stepping, core, memory."""
+"""Moments in fewer bytes where the parameters are.
+
+May import: optimizers.on_host, optimizers.stepping, core, memory.
+"""
 
 from lightning_vram.optimizers.narrow.moments import NarrowMoments
 

@@ -1,8 +1,9 @@
-"""Moments of Adam and its kin in bfloat16, beside parameters and gradients in float32: 4 bytes per weight, not 8.
+"""Moments in fewer bytes, beside parameters and gradients in float32: 4, 2.06 or 1.06 per weight for Adam's, not 8.
 
 A step goes through torch's own kernel, over some million weights at a time, whose moments are float32 for as long, and
-are rounded at random afterwards. That costs reading and writing the moments once more, and 12 bytes for each weight of
-a part. Kernels that take moments in bfloat16 round them to the nearest, which loses what a decay of .999 moves.
+are rounded afterwards. That costs reading and writing the moments once more, and 12 bytes for each weight of a part.
+Kernels that take moments in bfloat16 round them to the nearest, which loses what a decay of .999 moves. The
+fused AdamW on the host is done in one pass, to the same bits, where there is a C compiler: no moment is float32 then.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,49 +20,46 @@ from lightning_vram.optimizers.on_host import NarrowStates, step_in_parts, widen
 from lightning_vram.optimizers.stepping import (
     Member,
     MembersStep,
+    StateForm,
     StepRound,
     StepTakeOver,
-    find_form,
-    has_moments,
     iterate_parameters,
     refuse_form,
 )
 from lightning_vram.private_names.torch.optimizers import note_step
 
-NAME = "MomentsInBF16"
-
 
 class NarrowMoments(StepTakeOver):
-    """Optimizers whose moments are in bfloat16 until :meth:`let_go`. They stay the same objects.
+    """Optimizers whose moments are in a form until :meth:`let_go`. They stay the same objects.
 
     Optimizers that are made in the midst of training are taken in when they step first.
 
     Args:
         module: Whose parameters they have.
+        form: Of the moments.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self, module: nn.Module, form: StateForm) -> None:
+        self._module, self._form = module, form
         self._kept: dict[int, NarrowStates] = {}  # by id of the optimizer
         self._handles: list[RemovableHandle] = []
         super().__init__()
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
-        """Have the moments of optimizers in bfloat16 from now on, those that they have and those that they load.
+        """Have the moments of optimizers in the form from now on, those that they have and those that they load.
 
         Args:
-            optimizers: Any. Those without moments of Adam's kind are left alone.
+            optimizers: Any. Those without moments that can be in it are left alone.
 
         Raises:
             ValueError: If weights of one are not float32; then none is changed.
         """
-        fresh = [one for one in optimizers if has_moments(one) and not self._is_taken(one)]
+        form = self._form
+        fresh = [one for one in optimizers if form.fits(one) and not self._is_taken(one)]
         for optimizer in fresh:
-            refuse_form(NAME, f"leave {NAME} out", optimizer, set(iterate_parameters(optimizer)))
-        form = find_form("bf16")
-        assert form is not None
+            refuse_form(form.part, f"leave {form.part} out", form, optimizer, set(iterate_parameters(optimizer)))
         for optimizer in fresh:
-            states = NarrowStates(optimizer, _narrowable(optimizer), form)
+            states = NarrowStates(optimizer, filter(form.takes, iterate_parameters(optimizer)), form)
             states.convert(optimizer)
             self._kept[id(optimizer)] = states
             self._handles += [
@@ -81,7 +79,7 @@ class NarrowMoments(StepTakeOver):
 
     def _has_ours(self, optimizer: Optimizer) -> bool:
         own = set(self._module.parameters())
-        return has_moments(optimizer) and any(parameter in own for parameter in iterate_parameters(optimizer))
+        return self._form.fits(optimizer) and any(parameter in own for parameter in iterate_parameters(optimizer))
 
     def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         note_step(optimizer)
@@ -98,13 +96,9 @@ class NarrowMoments(StepTakeOver):
         return self._step_members
 
     def _step_members(self, optimizer: Optimizer, step_round: StepRound, members: Sequence[Member]) -> None:
-        step_round.run([member for member in members if not member.parameter.dim()])
-        step_in_parts(step_round, self._kept[id(optimizer)], [member for member in members if member.parameter.dim()])
-
-
-def _narrowable(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Those that are no scalars."""
-    return [parameter for parameter in iterate_parameters(optimizer) if parameter.dim()]
+        states = self._kept[id(optimizer)]
+        step_round.run([member for member in members if not states.has(member.parameter)])
+        step_in_parts(step_round, states, [member for member in members if states.has(member.parameter)])
 
 
 def _after_load(states: NarrowStates, optimizer: Optimizer) -> None:

@@ -96,7 +96,7 @@ class StreamedStates:
             states = [widen_state(piece.states) for piece in pieces]
             step_round.step_stand_ins(groups, stand_ins, states)
             for piece, state, seed, (_, first) in zip(pieces, states, seeds, places, strict=True):
-                piece.states.update(narrow_state(self._form, state, first + piece.start, seed))
+                piece.states.update(narrow_state(self._form, state, first + piece.start, seed, piece.states))
 
         self._disk.release()  # pages that a checkpoint has looked at
         self._disk.stream(list(by_index), step)

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_vram.optimizers.on_disk import find_layout, is_elementwise
-from lightning_vram.optimizers.stepping import FORMS, StateForm, has_moments, why_not_steppable
+from lightning_vram.optimizers.stepping import FORMS, StateForm, why_not_steppable
 from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
 
 _NO_FORMS = (0,) * len(FORMS)
@@ -116,8 +116,10 @@ def add_states(
 ) -> HostNeeds:
     """Return needs with the states of optimizers, and what those would be in another form; see above."""
     states = count_state_bytes(optimizers, shards, form)
-    can_have_form = needs.can_be_narrow and all(map(has_moments, optimizers))
-    others = tuple(count_state_bytes(optimizers, shards, one) if can_have_form else 0 for one in FORMS.values())
+    others = tuple(
+        count_state_bytes(optimizers, shards, one) if needs.can_be_narrow and all(map(one.fits, optimizers)) else 0
+        for one in FORMS.values()
+    )
     return replace(
         needs, states=states, narrow_states=others, can_be_narrow=needs.can_be_narrow and form is None
     )  # a form is for float32 weights

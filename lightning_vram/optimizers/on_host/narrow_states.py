@@ -27,7 +27,7 @@ class NarrowStates:
     """Those of one optimizer.
 
     Args:
-        optimizer: Of Adam's kind.
+        optimizer: Whose moments can be in the form.
         parameters: Those of it that are in the form, and maybe others.
         form: Of their moments.
     """
@@ -40,6 +40,10 @@ class NarrowStates:
         handle = _to_widen.pop(optimizer, None)
         if handle is not None:  # of a run before
             handle.remove()
+
+    def has(self, parameter: nn.Parameter) -> bool:
+        """Whether the moments of a parameter are in the form."""
+        return parameter in self._parameters
 
     def number_of(self, parameter: nn.Parameter) -> int:
         """Return the number of a parameter in the optimizer."""

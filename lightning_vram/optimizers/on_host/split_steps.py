@@ -3,7 +3,7 @@
 No more than a few parts are in float32 at a time.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,13 +12,18 @@ from torch import Tensor
 
 from lightning_vram.core.gradients.clipping import apply_clip_factor
 from lightning_vram.core.host.split_weights import PART_ELEMENTS, Part, SplitWeights, cut_parts
+from lightning_vram.core.tensors.low_bit import BLOCK_SIZE
+from lightning_vram.core.tensors.native_codecs import LANES, AdamWStep
 from lightning_vram.optimizers.on_disk import StreamedStates, is_elementwise
 from lightning_vram.optimizers.on_host.narrow_states import NarrowStates
+from lightning_vram.optimizers.on_host.native_steps import read_adamw_step, step_as_kept
+from lightning_vram.optimizers.on_host.scratch import Scratch
 from lightning_vram.optimizers.stepping import (
     MOMENTS,
     Member,
     State,
     StepRound,
+    draw_of_moment,
     make_seeds,
     make_stand_in,
     narrow_state,
@@ -51,7 +56,7 @@ def step_on_host(
 
 
 def step_in_parts(step_round: StepRound, narrow: NarrowStates, members: Sequence[Member]) -> None:
-    """Step members whose moments are in a narrow form, some parts at a time."""
+    """Step members whose moments are in a narrow form, but for small ones, some parts at a time."""
     _step_parts(step_round, [_Stepping(member, narrow) for member in members])
 
 
@@ -137,12 +142,22 @@ class _Stepping:
     def __init__(
         self, member: Member, narrow: NarrowStates | None, split: SplitWeights | None = None, place: int = 0
     ) -> None:
-        self.member, self.narrow, self.split = member, narrow, split
+        self.member, self.split = member, split
+        self.narrow = narrow if narrow is not None and narrow.has(member.parameter) else None
         numel = member.shard.numel()
         self.part_elements = PART_ELEMENTS if member.shard.device.type == "cpu" else _ON_DEVICE
         self.parts = list(cut_parts(0, numel, self.part_elements)) if split is None else split.parts[place]
         self.seed = ""  # for rounding, where that is random
+        self.step: AdamWStep | None = None  # where that can be done at once
         self.fresh: State = {}  # what the step makes, to be published when all parts are stepped
+
+    def step_most(self) -> list[Part]:
+        """Step at once what can be stepped as it is kept, in one part; return the parts that are left to do."""
+        numel = self.member.shard.numel()
+        most = numel - numel % BLOCK_SIZE if numel % LANES else numel
+        if self.split is None and _Part(self, (0, most)).step_as_kept():
+            return list(cut_parts(most, numel)) if most < numel else []
+        return self.parts
 
     def read(self, part: Part) -> Tensor:
         """Return weights in float32, to be written to."""
@@ -154,19 +169,22 @@ class _Stepping:
             self.split.write(part, numbers)
 
     def state_of(self, part: slice) -> State:
-        """Return the states of some weights; what is kept once for all of them as it was before the step."""
-        state = {
+        """Return the states of some weights as they are kept; what is kept once for all of them as a copy."""
+        return {
             key: self._cut(key, value, part) if self._is_elementwise(value) else _copy(value)
             for key, value in self.member.local_state.items()
         }
-        return state if self.narrow is None else widen_state(state)
 
-    def rounded(self, state: State, part: slice) -> State:
-        """Return the states of some weights that a step has left, as they are kept."""
+    def rounded(self, state: State, part: slice, kept: State) -> State:
+        """Return the states of some weights that a step has left, as they are kept: in what ``kept`` has of them."""
         if self.narrow is None:
             return state
-        start = self.narrow.first_place_of(self.member.parameter) + part.start
-        return narrow_state(self.narrow.form, state, start, self.seed)
+        return narrow_state(self.narrow.form, state, self.place_of(part), self.seed, kept)
+
+    def place_of(self, part: slice) -> int:
+        """Return the place of the first of some weights in the whole parameter."""
+        before = 0 if self.narrow is None else self.narrow.first_place_of(self.member.parameter)
+        return before + int(part.start)
 
     def keep(self, key: str, value: Any, part: slice, size: int) -> None:
         """Take over a state of some weights that the step has left."""
@@ -204,19 +222,36 @@ class _Part:
         first, numel = whole.parts[0][0], whole.member.shard.numel()
         # The end of a shard may be what FSDP2 has padded it with.
         self._range = slice(part[0] - first, max(min(part[1] - first, numel), part[0] - first))
-        self._size = self._range.stop - self._range.start
-        self.stand_in = make_stand_in(self._numbers[: self._size], _cut_gradient(whole.member, self._range))
-        self.state = whole.state_of(self._range)
-        self._before = dict(self.state) if whole.narrow is None else {}
+        self.size = self._range.stop - self._range.start
+        self._gradient = _cut_gradient(whole.member, self._range)
+        self._before = whole.state_of(self._range)
         self.group = whole.member.group
+
+    def step_as_kept(self) -> bool:
+        """Step moments as they are kept, if that can be; then nothing is left to do."""
+        whole = self._whole
+        if whole.step is None or not self.size:
+            return False
+        place = whole.place_of(self._range)
+        draws = draw_of_moment("exp_avg", place, whole.seed), draw_of_moment("exp_avg_sq", place, whole.seed)
+        if not step_as_kept(whole.step, self._numbers[: self.size], self._gradient, self._before, draws):
+            return False
+        whole.write(self._part, self._numbers)
+        whole.fresh["step"] = whole.member.local_state["step"] + 1
+        return True
+
+    def widen(self, take: Callable[[int], Tensor]) -> None:
+        """Make of it what an optimizer steps, with memory for moments in float32 that ``take`` returns."""
+        self.stand_in = make_stand_in(self._numbers[: self.size], self._gradient)
+        self.state = dict(self._before) if self._whole.narrow is None else widen_state(self._before, take)
 
     def keep(self) -> None:
         """Take over what the step has written."""
         self._whole.write(self._part, self._numbers)
-        for key, value in self._whole.rounded(self.state, self._range).items():
-            is_view = isinstance(value, Tensor) and value.shape == (self._size,) and value is self._before.get(key)
+        for key, value in self._whole.rounded(self.state, self._range, self._before).items():
+            is_view = isinstance(value, Tensor) and value.shape == (self.size,) and value is self._before.get(key)
             if not is_view:  # that was written to in its place
-                self._whole.keep(key, value, self._range, self._size)
+                self._whole.keep(key, value, self._range, self.size)
 
 
 def _copy(value: Any) -> Any:
@@ -229,14 +264,22 @@ def _step_parts(step_round: StepRound, all_stepping: Sequence[_Stepping]) -> Non
     narrow = [stepping for stepping in all_stepping if stepping.narrow is not None]
     numbers = [one.narrow.number_of(one.member.parameter) for one in narrow if one.narrow is not None]
     for stepping, seed in zip(narrow, make_seeds([one.member.local_state for one in narrow], numbers), strict=True):
-        stepping.seed = seed
+        stepping.seed, stepping.step = seed, read_adamw_step(step_round, stepping.member)
+    if not all_stepping:
+        return
     batch: list[_Part] = []
+    scratch = Scratch(all_stepping[0].member.shard)
     for stepping in all_stepping:
-        for part in stepping.parts:
-            batch.append(_Part(stepping, part))
-            if sum(one.stand_in.numel() for one in batch) >= stepping.part_elements:
+        for part in stepping.step_most():
+            one = _Part(stepping, part)
+            if one.step_as_kept():
+                continue
+            one.widen(scratch.take)
+            batch.append(one)
+            if sum(one.size for one in batch) >= stepping.part_elements:
                 _step_batch(step_round, batch)
                 batch = []
+                scratch.take_back()
     _step_batch(step_round, batch)
     for stepping in all_stepping:
         publish_state(stepping.member, stepping.fresh)

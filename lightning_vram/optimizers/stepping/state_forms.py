@@ -1,43 +1,59 @@
 """How moments of Adam's kind are kept between the steps that compute with them in float32."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from hashlib import blake2b
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Adam, Adamax, AdamW, NAdam, Optimizer, RAdam
+from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam
 
-from lightning_vram.core.tensors.bit_patterns import rounded_by_place
-from lightning_vram.core.tensors.eight_bit import (
-    EightBitTensor,
-    decoded,
-    eight_bit_over,
-    empty_eight_bit,
-    record_bytes,
-)
+from lightning_vram.core.tensors.bit_patterns import draw_of, rounded_by_place
+from lightning_vram.core.tensors.low_bit import Bits, LowBitTensor, empty_low_bit, low_bit_over, record_bytes
 from lightning_vram.optimizers.stepping.step_round import State
-from lightning_vram.optimizers.stepping.steppable import iterate_parameters, steps_like, why_not_steppable
+from lightning_vram.optimizers.stepping.steppable import is_lion, iterate_parameters, steps_like, why_not_steppable
 from lightning_vram.private_names.fsdp2.sharded_tensors import compute_local_shape_and_global_offset
 from lightning_vram.private_names.torch.dispatch import FakeTensor
 
-HostState = Literal["fp32", "bf16", "8bit"]
-MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf")
-"""Names of what is kept in a form: those of each weight in :data:`KINDS`."""
+HostState = Literal["fp32", "bf16", "8bit", "4bit"]
+LEAST_NUMBERS = 4096
+"""Of a parameter whose moments are in low bits, as torchao and bitsandbytes have it."""
+_DIVISORS = ("exp_avg_sq", "max_exp_avg_sq", "exp_inf")
+MOMENTS = ("exp_avg", *_DIVISORS, "momentum_buffer")
+"""Names of what is kept in a form, of each weight."""
 KINDS: tuple[type[Optimizer], ...] = (Adam, AdamW, Adamax, NAdam, RAdam)
-_DIVISORS = MOMENTS[1:]
+"""Those of Adam's kind: their states count steps, by which rounding can be random."""
 
 
 class StateForm(ABC):
     """A form of moments.
 
     Attributes:
-        name: As users call it.
+        name: As the strategy's users call it.
+        part: What a callback has all moments of a run in it, as its users call it.
     """
 
     name: HostState
+    part: str
+
+    @property
+    def able(self) -> str:
+        """Name the optimizers whose moments can be in it."""
+        return ", ".join(kind.__name__ for kind in KINDS)
+
+    def is_for(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer has moments that can be in it."""
+        return steps_like(type(optimizer), KINDS)
+
+    def fits(self, optimizer: Optimizer) -> bool:
+        """Whether that is so, and its step can be taken in parts."""
+        return self.is_for(optimizer) and why_not_steppable(optimizer) is None
+
+    def takes(self, parameter: nn.Parameter) -> bool:
+        """Whether a callback has the moments of a parameter in it: by its whole size, on which ranks agree."""
+        return parameter.dim() > 0
 
     @abstractmethod
     def empty(self, key: str, shape: torch.Size, device: torch.device | str = "cpu") -> Tensor:
@@ -52,14 +68,15 @@ class StateForm(ABC):
         """Return a part of a moment, flat, over the same memory. It begins where a block does."""
 
     @abstractmethod
-    def narrow(self, key: str, wide: Tensor, start: int, seed: str) -> Tensor:
-        """Round a flat float32 part of a moment, which may be written to, to what a moment takes over by ``copy_``.
+    def narrow(self, key: str, wide: Tensor, start: int, seed: str, kept: Tensor | None) -> Tensor:
+        """Round a flat float32 part of a moment, which may be written to.
 
         Args:
             key: Name of the moment.
             wide: Its numbers, [n].
             start: Place of the first of them in the moment.
             seed: Where rounding is random: another one for each moment of each parameter in each step.
+            kept: What gets it, and is returned. ``None``: return what a moment takes over by ``copy_``.
         """
 
     @abstractmethod
@@ -81,7 +98,7 @@ class BF16Form(StateForm):
     A decay of .999 moves an average by less than half a unit of bf16 in a step: rounding to the nearest would lose it.
     """
 
-    name = "bf16"
+    name, part = "bf16", "MomentsInBF16"
 
     def empty(self, key: str, shape: torch.Size, device: torch.device | str = "cpu") -> Tensor:
         """Return a plain tensor."""
@@ -95,46 +112,59 @@ class BF16Form(StateForm):
         """Return a view."""
         return kept.view(-1)[start:stop]
 
-    def narrow(self, key: str, wide: Tensor, start: int, seed: str) -> Tensor:
+    def narrow(self, key: str, wide: Tensor, start: int, seed: str, kept: Tensor | None) -> Tensor:
         """Round at random, as it follows from the place of each number."""
-        return rounded_by_place(wide, start, int.from_bytes(blake2b(seed.encode(), digest_size=2).digest(), "little"))
+        return rounded_by_place(wide, start, _short(seed), kept)
 
     def num_bytes(self, count: int) -> int:
         """Two each."""
         return 2 * count
 
 
-class EightBitForm(StateForm):
-    """Fp8 (e4m3) and a scale for each 128, rounded to the nearest; what is divided by never becomes zero.
+class LowBitForm(StateForm):
+    """8 or 4 bits and a scale for each 128, rounded to the nearest; what is divided by never becomes zero."""
 
-    Random rounding would not do here: an average over a thousand steps takes a thousand roundings of 4 % each.
-    """
+    def __init__(self, name: Literal["8bit", "4bit"], bits: Bits) -> None:
+        self.name, self.part, self._bits = name, f"LowBitOptimizer(bits={bits})", bits
 
-    name = "8bit"
+    @property
+    def able(self) -> str:
+        """Name them."""
+        return f"{super().able}, SGD with momentum and Lion"
+
+    def is_for(self, optimizer: Optimizer) -> bool:
+        """Whether it is one of those."""
+        if steps_like(type(optimizer), [SGD]):
+            return any(group["momentum"] for group in optimizer.param_groups)
+        return super().is_for(optimizer) or is_lion(optimizer)
+
+    def takes(self, parameter: nn.Parameter) -> bool:
+        """Not of biases and the like, whose errors would be seen and whose bytes would not."""
+        return parameter.numel() >= LEAST_NUMBERS
 
     def empty(self, key: str, shape: torch.Size, device: torch.device | str = "cpu") -> Tensor:
         """Return a tensor of blocks."""
-        return empty_eight_bit(shape, device, is_positive=key in _DIVISORS)
+        return empty_low_bit(shape, device, bits=self._bits, is_positive=key in _DIVISORS)
 
     def over(self, key: str, memory: Tensor, count: int) -> Tensor:
         """Return a tensor of blocks."""
-        return eight_bit_over(memory, count, is_positive=key in _DIVISORS)
+        return low_bit_over(memory, count, bits=self._bits, is_positive=key in _DIVISORS)
 
     def cut(self, kept: Tensor, start: int, stop: int) -> Tensor:
         """Return some of its blocks."""
-        assert isinstance(kept, EightBitTensor)
+        assert isinstance(kept, LowBitTensor)
         return kept.cut(start, stop)
 
-    def narrow(self, key: str, wide: Tensor, start: int, seed: str) -> Tensor:
+    def narrow(self, key: str, wide: Tensor, start: int, seed: str, kept: Tensor | None) -> Tensor:
         """Leave it to the moment, which has the blocks."""
-        return wide
+        return wide if kept is None else kept.copy_(wide)
 
     def num_bytes(self, count: int) -> int:
-        """One each, and those of the scales."""
-        return record_bytes(count)
+        """One or a half each, and those of the scales."""
+        return record_bytes(count, self._bits)
 
 
-FORMS: dict[HostState, StateForm] = {"bf16": BF16Form(), "8bit": EightBitForm()}
+FORMS: dict[HostState, StateForm] = {"bf16": BF16Form(), "8bit": LowBitForm("8bit", 8), "4bit": LowBitForm("4bit", 4)}
 
 
 def find_form(name: HostState) -> StateForm | None:
@@ -144,15 +174,20 @@ def find_form(name: HostState) -> StateForm | None:
 
 def is_narrow(value: object) -> bool:
     """Whether a moment is in one of the forms."""
-    return isinstance(value, EightBitTensor) or (isinstance(value, Tensor) and value.dtype == torch.bfloat16)
+    return isinstance(value, LowBitTensor) or (isinstance(value, Tensor) and value.dtype == torch.bfloat16)
 
 
-def widen_state(state: State) -> State:
-    """Return a state of which all that is in a form is in float32, in memory of its own."""
-    return {key: widened(value) if key in MOMENTS and is_narrow(value) else value for key, value in state.items()}
+def widen_state(state: State, take: Callable[[int], Tensor] | None = None) -> State:
+    """Return a state of which all that is in a form is in float32, in memory of its own.
+
+    Args:
+        state: Any.
+        take: Returns that memory, float32, for so many numbers; ``None`` for fresh memory.
+    """
+    return {key: widened(value, take) if key in MOMENTS and is_narrow(value) else value for key, value in state.items()}
 
 
-def narrow_state(form: StateForm, state: State, start: int, seed: str) -> State:
+def narrow_state(form: StateForm, state: State, start: int, seed: str, kept: State) -> State:
     """Return a state of a part of a parameter after a step, its moments as :meth:`StateForm.narrow` makes them.
 
     Args:
@@ -160,17 +195,30 @@ def narrow_state(form: StateForm, state: State, start: int, seed: str) -> State:
         state: All flat; the moments in float32, which may be written to.
         start: Place of the part in the whole parameter.
         seed: Another one for each parameter in each step, where rounding is random.
+        kept: The state before the step: its moments in the form are written to, and returned.
     """
-    return {
-        key: form.narrow(key, value, start, f"{seed} {key}") if key in MOMENTS else value
-        for key, value in state.items()
-    }
+    narrow = dict(state)
+    for key in (key for key in MOMENTS if key in state):
+        into = kept.get(key)
+        narrow[key] = form.narrow(key, state[key], start, f"{seed} {key}", into if is_narrow(into) else None)
+    return narrow
 
 
-def widened(value: Tensor) -> Tensor:
-    """Return the numbers of a moment in float32."""
-    wide: Tensor = decoded(value).float()
-    return wide
+def draw_of_moment(key: str, start: int, seed: str) -> int:
+    """Return the draw that :func:`narrow_state` rounds a moment in bf16 with at the place where a part starts."""
+    return draw_of(start, _short(f"{seed} {key}"))
+
+
+def _short(seed: str) -> int:
+    return int.from_bytes(blake2b(seed.encode(), digest_size=2).digest(), "little")
+
+
+def widened(value: Tensor, take: Callable[[int], Tensor] | None = None) -> Tensor:
+    """Return the numbers of a moment in float32: see :func:`widen_state`."""
+    wide = None if take is None else take(value.numel())
+    if isinstance(value, LowBitTensor):
+        return value.decode(wide)
+    return value.float() if wide is None else wide.view(value.shape).copy_(value)
 
 
 def first_places(optimizer: Optimizer) -> dict[nn.Parameter, tuple[int, int]]:
@@ -201,28 +249,24 @@ def make_seeds(states: Sequence[State], numbers: Sequence[int]) -> list[str]:
     return [f"{count} {number}" for count, number in zip(counts, numbers, strict=True)]
 
 
-def has_moments(optimizer: Optimizer) -> bool:
-    """Whether the moments of an optimizer can be kept in a form."""
-    return steps_like(type(optimizer), KINDS) and why_not_steppable(optimizer) is None
-
-
-def refuse_form(name: str, way_out: str, optimizer: Optimizer, parameters: Container[object]) -> None:
+def refuse_form(name: str, way_out: str, form: StateForm, optimizer: Optimizer, parameters: Container[object]) -> None:
     """Refuse an optimizer whose states have no such form.
 
     Args:
         name: Who wants them in a form, as users call it.
         way_out: What they can do instead.
+        form: The form.
         optimizer: Any.
         parameters: Those whose states are to be in a form.
 
     Raises:
-        ValueError: If its class is none of :data:`KINDS`, or weights are not float32.
+        ValueError: If it has no moments that can be in the form, or weights are not float32.
     """
     kind = type(optimizer).__name__
-    if not has_moments(optimizer):
-        able = ", ".join(known.__name__ for known in KINDS)
+    if not form.fits(optimizer):
         raise ValueError(
-            f"{name} is for the moments of {able}, got {kind}: use one of these, as torch.optim has it, or {way_out}."
+            f"{name} is for the moments of {form.able}, got {kind}: use one of these, as torch.optim has it, or "
+            f"{way_out}."
         )
     others = {p.dtype for p in iterate_parameters(optimizer) if p.requires_grad and p in parameters} - {torch.float32}
     if others:

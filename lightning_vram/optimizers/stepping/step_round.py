@@ -104,13 +104,14 @@ class StepRound:
         all_states: defaultdict[Tensor, State] = defaultdict(dict)
         for index, stand_in, state in zip(groups, stand_ins, states, strict=True):
             if index not in seen:
-                seen[index] = {**self._settings(index, is_on_host=is_on_host), "params": []}
+                seen[index] = {**self.settings_of(index, is_on_host=is_on_host), "params": []}
             seen[index]["params"].append(stand_in)
             all_states[stand_in] = state
         kind = type(self.optimizer)
         plain_step(kind)(make_twin(kind, self._attributes, list(seen.values()), all_states))
 
-    def _settings(self, index: int, *, is_on_host: bool | None) -> dict[str, Any]:
+    def settings_of(self, index: int, *, is_on_host: bool | None = None) -> dict[str, Any]:
+        """Return the settings that a group is stepped with."""
         settings = self._groups[index]
         is_unnamed = settings.get("fused", False) is None and settings.get("foreach") is None
         is_on_host = self._is_on_host if is_on_host is None else is_on_host

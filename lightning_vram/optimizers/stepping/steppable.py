@@ -1,14 +1,18 @@
 """Which optimizers can step in portions, on parameters that stand in for the real ones.
 
-Those whose step treats each parameter by itself and looks only at its groups and its state: we have read them.
+Those whose step treats each parameter by itself and looks only at its groups and its state: we have read them, or seen
+that what a Lion does is what its paper says.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import nn, optim
 from torch.optim import Optimizer
 
+from lightning_vram.private_names.torch.dispatch import without_dispatch
 from lightning_vram.private_names.torch.optimizers import is_wrapped_by_scheduler
 
 STEPPABLE: tuple[type[Optimizer], ...] = (
@@ -52,6 +56,36 @@ def has_own_step(optimizer: Optimizer) -> bool:
     return step is None or is_wrapped_by_scheduler(step)
 
 
+def is_lion(optimizer: Optimizer) -> bool:
+    """Whether an optimizer of that name, of any package, steps as Chen et al. (2023) have it, and keeps no more.
+
+    Found out by a step of a stand-in of six weights, with the optimizer's own options.
+    """
+    kind = type(optimizer)
+    if kind.__name__ != "Lion" or not all("betas" in group for group in optimizer.param_groups):
+        return False
+    with without_dispatch(), torch.no_grad():
+        return all(_steps_as_lion(optimizer, group) for group in optimizer.param_groups)
+
+
+def _steps_as_lion(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    weights = torch.linspace(-1, 1.5, 6, device="cpu").view(2, 3)
+    gradient, average = weights.flip(1) * 3, weights.sin()
+    stand_in = nn.Parameter(weights.clone())
+    stand_in.grad = gradient.clone()
+    options = {**group, "params": [stand_in], "lr": 0.25, "weight_decay": 0.0}
+    states = defaultdict(dict, {stand_in: {"exp_avg": average.clone()}})
+    try:
+        plain_step(type(optimizer))(make_twin(type(optimizer), vars(optimizer), [options], states))
+    except Exception:  # it is some other Lion
+        return False
+    first, second = group["betas"]
+    stepped = weights - 0.25 * average.lerp(gradient, 1 - first).sign()
+    is_same = torch.allclose(stand_in, stepped)
+    known = set(states[stand_in]) == {"exp_avg"}
+    return is_same and known and torch.allclose(states[stand_in]["exp_avg"], average.lerp(gradient, 1 - second))
+
+
 def make_twin(kind: type[Optimizer], attributes: Mapping[str, Any], groups: list[dict[str, Any]], state: Any) -> Any:
     """Return an optimizer of a class with the ``attributes`` of another one, and groups and state of its own."""
     twin = object.__new__(kind)
@@ -64,8 +98,8 @@ def why_not_steppable(
 ) -> str | None:
     """Say why an optimizer cannot step in portions, and the way out; ``None`` if it can.
 
-    Its step has to be one of PyTorch's that treat each parameter by itself, and must be neither differentiable nor
-    replaced on the instance.
+    Its step has to be one of PyTorch's that treat each parameter by itself, or that of a Lion, and must be neither
+    differentiable nor replaced on the instance.
 
     Args:
         optimizer: To look at.
@@ -73,7 +107,7 @@ def why_not_steppable(
         way_out: What helps beside another optimizer.
     """
     name = type(optimizer).__name__
-    if not steps_like(type(optimizer), STEPPABLE):
+    if not steps_like(type(optimizer), STEPPABLE) and not is_lion(optimizer):
         able = ", ".join(kind.__name__ for kind in STEPPABLE)
         return f"{action} {name}: use one of torch.optim's {able}, a subclass with the same step, or {way_out}."
     if optimizer.defaults.get("differentiable"):

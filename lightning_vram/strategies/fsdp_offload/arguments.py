@@ -150,7 +150,7 @@ def _check_together(given: dict[str, Any]) -> None:
     if given["host_state"] != "fp32" and given["offload"] == "none":
         raise ValueError(
             f"{NAME}(host_state={given['host_state']!r}) is how moments are kept on the host, got offload='none'. "
-            "MomentsInBF16 has them in bf16 on the device."
+            "MomentsInBF16 and LowBitOptimizer have them in fewer bytes on the device."
         )
     if given["master"] == "split" and not given["narrow_transfers"]:
         raise ValueError(

@@ -44,12 +44,13 @@ class ShardedStrategy(CheckpointedStrategy):
         given: See :class:`ConnectedStrategy`.
 
     Attributes:
-        moments_in_bf16: Whether moments are in bfloat16 wherever they are; set by ``MomentsInBF16`` before the setup.
+        moments: How moments are kept wherever they are, set by ``MomentsInBF16`` or ``LowBitOptimizer`` before the
+            setup; ``None``: as ``host_state`` says.
     """
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self.moments_in_bf16 = False
+        self.moments: HostState | None = None
         self._sharding: FullSharding | None = None
         self._host_optimizers: HostOptimizers | None = None
         self._stand_ins: list[Shadow] = []
@@ -140,7 +141,7 @@ class ShardedStrategy(CheckpointedStrategy):
             num_threads=self._num_threads,
             nvme_path=self.arguments.nvme_path,
             form=find_form(self._host_state),
-            is_form_everywhere=self.moments_in_bf16,
+            is_form_everywhere=self.moments is not None,
         )
         self._host_optimizers.attach(self.optimizers)
         self._averages.attach(self._host_optimizers)
@@ -154,7 +155,7 @@ class ShardedStrategy(CheckpointedStrategy):
 
     @property
     def _host_state(self) -> HostState:
-        return "bf16" if self.moments_in_bf16 else self.arguments.host_state
+        return self.moments or self.arguments.host_state
 
     @property
     def _pins_memory(self) -> bool:

@@ -85,8 +85,9 @@ class FSDPOffloadStrategy(ShardedStrategy):
             the 16 bit that those lack, and gradients in 16 bit where one comes for each step: 14. They are joined
             where somebody reads them, and a part at a time for a step.
         host_state: Moments of Adam, AdamW, Adamax, NAdam and RAdam on the host, float32 in each step. ``"bf16"``:
-            rounded at random, 4 bytes per weight less, as the same seed and step round alike. ``"8bit"``: fp8 with a
-            scale for each 128, 6 less. ``"fp32"``: themselves. Checkpoints load whatever this is.
+            rounded at random, 4 bytes per weight less, as the same seed and step round alike. ``"8bit"``, ``"4bit"``:
+            with a scale for each 128, 6 or 7 less, of SGD and Lion, too. ``"fp32"``: themselves. Checkpoints load
+            whatever this is.
         shard: ``"full"``: layers are gathered when they are computed. ``"grad_op"``: they stay whole between forward
             and backward. ``"hybrid"``: sharded within groups of ranks, the same in each group.
         wrap: Which layers are gathered together. ``"auto"``: the blocks a model repeats or declares, small ones put

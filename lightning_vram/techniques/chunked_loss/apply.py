@@ -123,6 +123,8 @@ def _run(module: nn.Module, state: _State, plain: Callable[..., Any], *args: Any
         return plain(*args, **kwargs)
     linear: Any = module
     weight, bias = linear.weight, linear.bias
+    if not isinstance(weight, Tensor):  # kept in few bits: decoded for the step
+        weight = weight.dequantize()
     if is_sharded(module):  # its weights go when its forward ends
         weight, bias = weight.clone(), None if bias is None else bias.clone()
     if hidden.dim() < 2 or not hidden.numel() or not hidden.is_floating_point() or isinstance(hidden, LazyLogits):

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from lightning_vram.core.hooks.moment import is_in_selective_checkpoint, is_transformed
+from lightning_vram.core.hooks.remade_saves import RemadeSaves
 from lightning_vram.core.surgery.class_swap import Swaps, plain_class_forward, restore_class
 from lightning_vram.private_names.torch.autograd import hide_warning_of_hooks, may_set_hooks
 from lightning_vram.techniques.mixed_precision.autocast_weights import (
@@ -32,7 +33,7 @@ from lightning_vram.techniques.mixed_precision.autocast_weights import (
     read_weights,
     with_weights,
 )
-from lightning_vram.techniques.mixed_precision.recast_saves import RecastSaves
+from lightning_vram.techniques.mixed_precision.recast_saves import cast
 from lightning_vram.techniques.mixed_precision.shared_casts import SharedCasts, Sharing
 
 _KEY = "_weight_casts"
@@ -161,8 +162,8 @@ def _run(module: nn.Module, state: _State, plain: Callable[..., Any], /, *args: 
         return state.forward(with_weights(module, casts), *args, **kwargs)
     if not may_set_hooks():
         return plain(*args, **kwargs)
-    saves = RecastSaves()
-    casts = {place: saves.cast(weight, dtype) for place, weight in weights.items()}
+    saves = RemadeSaves()
+    casts = {place: cast(saves, weight, dtype) for place, weight in weights.items()}
     with saves.hooks():
         return state.forward(with_weights(module, casts), *args, **kwargs)
 

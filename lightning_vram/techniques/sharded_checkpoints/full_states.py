@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_vram.core.processes.rank_errors import current_rank
-from lightning_vram.core.tensors.eight_bit import EightBitTensor, decoded
+from lightning_vram.core.tensors.low_bit import LowBitTensor, decoded
 from lightning_vram.private_names.fsdp2.sharded_tensors import cut_own_part, local_part, wrap_like
 from lightning_vram.private_names.torch.modules import IncompatibleKeys, metadata_of, set_metadata
 from lightning_vram.techniques.sharded_checkpoints.parameter_names import check_fit, clean_name, parameters_by_name
@@ -172,7 +172,7 @@ def _placed_like(value: Any, own: Any) -> Any:
 
 def _whole(value: Any, *, keep: bool) -> Any:
     if isinstance(value, DTensor):
-        if isinstance(part := local_part(value), EightBitTensor):
+        if isinstance(part := local_part(value), LowBitTensor):
             value = wrap_like(part.decode(), value)
         full: Tensor = value.full_tensor().detach()
         own = value.to_local().untyped_storage().data_ptr()

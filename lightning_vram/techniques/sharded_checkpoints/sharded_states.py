@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_vram.core.processes.rank_errors import current_rank, gather_objects
-from lightning_vram.core.tensors.eight_bit import decoded
+from lightning_vram.core.tensors.low_bit import decoded
 from lightning_vram.techniques.sharded_checkpoints.checksums import write_checksums
 from lightning_vram.techniques.sharded_checkpoints.folder import REST_FILE
 from lightning_vram.techniques.sharded_checkpoints.parameter_names import clean_name, names_in_optimizer

@@ -1,4 +1,4 @@
-"""torchao's optimizers with states in few bits, and the one that steps on the host."""
+"""torchao: optimizers with states in few bits, the one that steps on the host, and frozen weights in int8."""
 
 import importlib
 from collections.abc import Iterable
@@ -36,10 +36,26 @@ def _on_host(parameters: Iterable[nn.Parameter]) -> Optimizer:
     return kind(list(parameters), torch.optim.AdamW, offload_gradients=True, fused=True, lr=1e-4)
 
 
+def _freeze_in_eight_bits(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.dim() == 1)
+    quantization = importlib.import_module("torchao.quantization")
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+
+
 _anywhere = needs(MODULE, PIP, devices=())
 OPTIMIZERS = tuple(
     Way(name, "torchao", make_optimizer=partial(_low_bit, name=name), why_not=_anywhere, pip=PIP)
     for name in ("AdamW8bit", "AdamW4bit", "AdamWFp8")
+)
+WEIGHTS = (
+    Way(
+        "torchao Int8WeightOnlyConfig(), frozen layers",
+        "torchao",
+        change=_freeze_in_eight_bits,
+        why_not=needs("torchao.quantization", PIP, devices=()),
+        pip=PIP,
+    ),
 )
 OFFLOAD = (
     Way(

@@ -3,7 +3,8 @@
 In turn, on the same shards and with the same threads: a stream of ``torch.add_`` (12 bytes for each parameter: two
 values read, one written), a step of ``OffloadedAdamW`` until it is over (28 bytes: four read, three written), the same
 with weights and moments as ``master=`` and ``host_state=`` keep them, and steps of torch's AdamW on the sharded tensors
-as they are. Shards are those of blocks of GPT-2 XL, and many that are small.
+as they are; of a plain model, without a thread, torch's AdamW and that with moments in fewer bytes. Shards are those of
+blocks of GPT-2 XL, and many that are small.
 """
 
 import os
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_vram.optimizers.narrow import NarrowMoments
 from lightning_vram.optimizers.on_host import HostOptimizers, OffloadedAdamW
 from lightning_vram.optimizers.stepping import HostState, find_form
 from lightning_vram.techniques.sharding.apply import FullSharding, ShardingOptions
@@ -29,12 +31,19 @@ SETTINGS: dict[str, Any] = {"repeats": 7, "blocks": 2, "width": 1600, "small": 4
 QUICK: dict[str, Any] = {"repeats": 2, "width": 400, "small": 100}
 ADD_BYTES = 12
 ADAMW_BYTES = 28
+NARROW_BYTES = 20  # with moments in bf16
 FORMS: tuple[tuple[str, HostState, float], ...] = (  # bytes read and written for each parameter
     ("split", "fp32", 8 + 2 + 16),
-    ("fp32", "bf16", 8 + 4 + 8),
+    ("fp32", "bf16", NARROW_BYTES),
     ("split", "bf16", 8 + 2 + 8),
-    ("split", "8bit", 8 + 2 + 4 * 129 / 128),
+    ("split", "8bit", 8 + 2 + 4 * 132 / 128),
 )
+IN_PLACE: dict[str, tuple[HostState, float]] = {  # ways to step where the parameters are, and bytes
+    "AdamW(fused=True)": ("fp32", ADAMW_BYTES),
+    "MomentsInBF16": ("bf16", NARROW_BYTES),
+    "LowBitOptimizer(bits=8)": ("8bit", 8 + 4 + 4 * 132 / 128),
+    "LowBitOptimizer(bits=4)": ("4bit", 8 + 4 + 4 * 68 / 128),
+}
 MANY = 100  # tensors: DTensor looks at a list anew in every step, for minutes if it is one of thousands
 
 
@@ -110,6 +119,17 @@ class Kept:
         self.host.finish()
 
 
+def make_plain_step(model: nn.Module, form: HostState) -> Callable[[], None]:
+    """On plain tensors, with moments in a form."""
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    found = find_form(form)
+    if found is not None:
+        NarrowMoments(model, found).attach([optimizer])
+    return optimizer.step
+
+
 def like(shard: DTensor, local: Tensor) -> DTensor:
     return DTensor.from_local(local, shard.device_mesh, shard.placements, run_check=False)
 
@@ -133,6 +153,7 @@ def measure_shards(name: str, make_model: Callable[[], nn.Module], num_threads: 
     with torch.random.fork_rng():
         case = Shards(make_model(), num_threads)
         kept = {one: Kept(make_model(), num_threads, *one[:2]) for one in FORMS} if len(case.parameters) < MANY else {}
+        plain = {name: make_plain_step(make_model(), form) for name, (form, _) in IN_PLACE.items()}
     runs: dict[str, tuple[str, float, Callable[[], None]]] = {
         "add_": ("plain", ADD_BYTES, case.add),
         "OffloadedAdamW": ("ours", ADAMW_BYTES, case.step),
@@ -141,6 +162,10 @@ def measure_shards(name: str, make_model: Callable[[], nn.Module], num_threads: 
             for master, form, moved in kept
         },
         "AdamW(fused=True), DTensor": ("PyTorch", ADAMW_BYTES, case.make_torch_step(fused=True)),
+        **{
+            name: ("PyTorch" if form == "fp32" else "ours", moved, plain[name])
+            for name, (form, moved) in IN_PLACE.items()
+        },
     }
     if len(case.parameters) < MANY:
         runs["AdamW(foreach=True), DTensor"] = "PyTorch", ADAMW_BYTES, case.make_torch_step(foreach=True)
@@ -159,6 +184,7 @@ def measure_shards(name: str, make_model: Callable[[], nn.Module], num_threads: 
             **compare_seconds(seconds[variant], seconds["add_"]),
             "gb_per_second": rate,
             "rate_of_add": rate / rates["add_"],
+            "seconds_of_fused": statistics.median(seconds[variant]) / statistics.median(seconds["AdamW(fused=True)"]),
             "all_seconds": seconds[variant],
         }
 

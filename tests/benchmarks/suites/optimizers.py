@@ -7,12 +7,18 @@ from typing import Any
 import torch
 from torch.optim import AdamW
 
-from lightning_vram import FSDPOffloadStrategy, LeanMixedPrecision, MomentsInBF16, OptimizerInBackward
+from lightning_vram import (
+    FSDPOffloadStrategy,
+    LeanMixedPrecision,
+    LowBitOptimizer,
+    MomentsInBF16,
+    OptimizerInBackward,
+)
 from lightning_vram.optimizers.lean.parameters import SCHEMES
 from tests.benchmarks.cases import Workload
 from tests.benchmarks.compare import Options, measure_ways
 from tests.benchmarks.measure import Row
-from tests.benchmarks.ways import PLAIN, Way
+from tests.benchmarks.ways import PLAIN, Way, with_callbacks
 
 SETTINGS: dict[str, Any] = {"repeats": 5, "steps": 5}
 QUICK: dict[str, Any] = {"repeats": 1, "steps": 2}
@@ -53,11 +59,12 @@ WAYS = (
         for scheme in SCHEMES
     ),
     Way('MomentsInBF16(), precision="bf16-mixed"', "ours", make_trainer_options=_narrow_moments),
+    with_callbacks("LowBitOptimizer(bits=8)", lambda: [LowBitOptimizer(bits=8)]),
+    with_callbacks("LowBitOptimizer(bits=4)", lambda: [LowBitOptimizer(bits=4)]),
     Way('OptimizerInBackward(), precision="bf16-mixed"', "ours", make_trainer_options=_in_backward),
     Way('OptimizerInBackward("two-pass"), gradient_clip_val=1', "ours", make_trainer_options=_two_passes),
     Way('FSDPOffloadStrategy(offload="optimizer")', "ours", make_trainer_options=_on_host, why_not=_wants_gpu),
 )
-"""Those that come later, of fewer bits say, have their place here."""
 
 
 def measure(options: Options) -> Iterator[Row]:

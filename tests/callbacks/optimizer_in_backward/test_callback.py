@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import BackboneFinetuning, GradientAccumulation
 from lightning.pytorch.plugins import MixedPrecision
 from support.helpers import Forking, LitTiny, PlantedError, TinyCNN, TinyGPT, assert_equal_weights
 from support.host_layers import ADAMW, Layers
+from support.lion import Lion
 from torch import Tensor, nn, optim
 from torch.utils.checkpoint import checkpoint
 
@@ -22,6 +23,7 @@ from lightning_vram import (
     EarlyRelease,
     InPlaceFusion,
     LeanMixedPrecision,
+    LowBitOptimizer,
     MicroBatching,
     MomentsInBF16,
     OptimizerInBackward,
@@ -29,6 +31,7 @@ from lightning_vram import (
     VRAMMonitor,
 )
 from lightning_vram.callbacks.optimizer_in_backward import OptimizerInBackward as Same
+from lightning_vram.core.tensors.low_bit import LowBitTensor
 from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -236,7 +239,7 @@ def test_a_scaled_step_is_two_backwards_and_a_skipped_one_is_one(fit):
 
 @pytest.mark.parametrize("is_first", [True, False])
 @pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.02}, {"accumulate_grad_batches": 2}], ids=str)
-def test_it_steps_moments_in_bf16_to_the_same_bits(options, is_first, fit):
+def test_it_steps_moments_in_bf16_to_the_same_bits(options, is_first, fit):  # those in 8 and 4 bits: below
     narrow = fit(Grouped, MomentsInBF16(), **options)
     callbacks = [MomentsInBF16(), TWO_PASS()]
     early = fit(Grouped, *(callbacks[::-1] if is_first else callbacks), **options)
@@ -244,6 +247,18 @@ def test_it_steps_moments_in_bf16_to_the_same_bits(options, is_first, fit):
     (optimizer,) = early.saved_by.optimizers
     assert all(state["exp_avg"].dtype == torch.bfloat16 for state in optimizer.state.values())
     assert isinstance(vars(optimizer)["step"], FunctionType)  # of the scheduler, as it was
+
+
+@pytest.mark.parametrize("make", [ADAMW, partial(optim.SGD, lr=0.1, momentum=0.9), partial(Lion, lr=1e-3)])
+@pytest.mark.parametrize(("bits", "clip"), [(8, None), (4, 0.02)])
+def test_it_steps_moments_in_few_bits_to_the_same_bits(bits, clip, make, fit):
+    model = partial(Layers, make, num_batches=4)
+    low = fit(model, LowBitOptimizer(bits), gradient_clip_val=clip)
+    early = fit(model, TWO_PASS(), LowBitOptimizer(bits), gradient_clip_val=clip)
+    assert_equal_weights(early, low)
+    (optimizer,) = early.saved_by.optimizers
+    kept = [value for state in optimizer.state.values() for value in state.values()]
+    assert sum(isinstance(value, LowBitTensor) for value in kept) in (2, 4)  # of the two large parameters
 
 
 class Stepping(Grouped):

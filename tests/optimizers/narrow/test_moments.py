@@ -1,32 +1,37 @@
-"""Moments in bfloat16 without Lightning: their bytes, and FSDP2."""
+"""Moments in fewer bytes without Lightning: their bytes, schedules, and FSDP2."""
 
 import copy
 from functools import partial
+from typing import Any
 
+import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.lion import Lion
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.optim import lr_scheduler as schedules
 
 from lightning_vram import track_memory
+from lightning_vram.core.tensors.low_bit import LowBitTensor
 from lightning_vram.memory.tracking.timeline import Category
 from lightning_vram.optimizers.narrow import NarrowMoments
+from lightning_vram.optimizers.stepping import FORMS
 from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 
 
-def test_the_tracker_counts_four_bytes_for_each_weight() -> None:
-    def state_bytes(is_narrow: bool) -> int:
+def test_the_tracker_counts_the_bytes_of_each_weight() -> None:
+    def state_bytes(form: str) -> int:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64))
         optimizer = torch.optim.AdamW(model.parameters())
-        narrow = NarrowMoments(model)
-        if is_narrow:
-            narrow.attach([optimizer])
-        else:
-            narrow.let_go()
+        if form != "fp32":
+            NarrowMoments(model, FORMS[form]).attach([optimizer])
         with track_memory(model, optimizers=[optimizer]) as tracker:
             for _ in range(2):
                 model(torch.ones(2, 64)).sum().backward()
@@ -37,8 +42,13 @@ def test_the_tracker_counts_four_bytes_for_each_weight() -> None:
         of_state = {n for n, one in enumerate(timeline.allocations) if one.category is Category.OPTIMIZER_STATE}
         return sum(event.change_bytes for event in timeline.events if event.allocation in of_state) - steps
 
-    assert state_bytes(is_narrow=True) == 4 * 16576
-    assert state_bytes(is_narrow=False) == 8 * 16576
+    assert state_bytes("fp32") == 8 * 16576
+    assert state_bytes("bf16") == 4 * 16576
+    in_bits, biases = 2 * 64 * 128, 128 + 64
+    assert state_bytes("8bit") == 2.0625 * in_bits + 8 * biases
+    assert state_bytes("4bit") == 1.0625 * in_bits + 8 * biases
+    assert pytest.approx(2.04, rel=0.02) == 2.0625
+    assert pytest.approx(1.06, rel=0.02) == 1.0625
 
 
 def train(optimizer: torch.optim.Optimizer, model: nn.Module, num_steps: int) -> None:
@@ -56,7 +66,7 @@ def test_under_fsdp2_moments_are_sharded_and_weights_are_the_same(mesh):
         fully_shard(part, mesh=mesh)
     optimizers = [ADAMW(plain.parameters()), ADAMW(sharded.parameters())]
     for model, optimizer in zip((plain, sharded), optimizers, strict=True):
-        NarrowMoments(model).attach([optimizer])
+        NarrowMoments(model, FORMS["bf16"]).attach([optimizer])
         train(optimizer, model, 3)
     for ours, theirs in zip(sharded.parameters(), plain.parameters(), strict=True):
         assert torch.equal(local_part(ours), theirs)
@@ -70,3 +80,70 @@ def test_under_fsdp2_moments_are_sharded_and_weights_are_the_same(mesh):
     for ours, theirs in zip(sharded.parameters(), plain.parameters(), strict=True):
         assert torch.equal(local_part(ours), theirs)
         assert optimizers[1].state[ours]["exp_avg"].dtype == torch.bfloat16
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "AdamW": ADAMW,
+    "Adam": lambda groups: torch.optim.Adam(groups, lr=torch.tensor(1e-2)),
+    "NAdam": torch.optim.NAdam,
+    "SGD": partial(torch.optim.SGD, lr=1e-2, momentum=0.9),
+    "Lion": partial(Lion, lr=1e-3),
+}
+SCHEDULES: dict[str, Any] = {
+    "steps": lambda one: schedules.StepLR(one, 2, 0.5),
+    "lambda": lambda one: schedules.LambdaLR(one, lambda step: 1 / (1 + step)),
+    "cosine": lambda one: schedules.CosineAnnealingWarmRestarts(one, 3),
+    "one cycle": lambda one: schedules.OneCycleLR(one, [0.1] * len(one.param_groups), total_steps=8),
+    "in turn": lambda one: schedules.SequentialLR(
+        one, [schedules.ConstantLR(one, 0.1, 2), schedules.ExponentialLR(one, 0.9)], [3]
+    ),
+    "chained": lambda one: schedules.ChainedScheduler(
+        [schedules.LinearLR(one, 0.5), schedules.MultiplicativeLR(one, lambda _: 0.9)]
+    ),
+    "plateau": lambda one: schedules.ReduceLROnPlateau(one, patience=0),
+}
+
+
+def trace_of(
+    form: str | None, optimizer: str, schedule: str, num_groups: int, is_late: bool, is_reloaded: bool
+) -> list[Any]:
+    """Train, and note what the schedule has set in each step, and the count of steps."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 256), nn.Tanh(), nn.Linear(256, 4))
+    parameters = list(model.parameters())
+    one = OPTIMIZERS[optimizer]([{"params": parameters[n::num_groups]} for n in range(num_groups)])
+    narrow = None if form is None else NarrowMoments(model, FORMS[form])
+    makers = [lambda: SCHEDULES[schedule](one), lambda: narrow.attach([one]) if narrow is not None else None]
+    made = [make() for make in (makers[::-1] if is_late else makers)]
+    scheduler, trace = made[1 if is_late else 0], []
+    for step in range(8):
+        train(one, model, 1)
+        scheduler.step(*([1.0] if schedule == "plateau" else []))
+        keys = ("lr", "betas", "momentum", "initial_lr", "max_lr", "min_lr")
+        trace.append([{key: copy.copy(group[key]) for key in keys if key in group} for group in one.param_groups])
+        trace[-1] += [float(state["step"]) for state in one.state.values() if "step" in state]
+        if is_reloaded and step == 3:
+            one.load_state_dict(copy.deepcopy(one.state_dict()))
+    if narrow is not None:
+        assert all(isinstance(one.state[p][key], LowBitTensor) for p, key in large(one))
+        narrow.let_go()
+    return trace
+
+
+def large(one: torch.optim.Optimizer) -> list[Any]:
+    keys = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+    return [(p, key) for p, state in one.state.items() for key in keys if key in state and p.numel() >= 4096]
+
+
+@settings(max_examples=40, deadline=None, database=None, derandomize=True)
+@given(
+    st.sampled_from(["8bit", "4bit"]),
+    st.sampled_from(list(OPTIMIZERS)),
+    st.sampled_from(list(SCHEDULES)),
+    st.integers(1, 3),
+    st.booleans(),
+    st.booleans(),
+)
+def test_schedules_set_what_they_set_in_a_plain_run(form, optimizer, schedule, num_groups, is_late, is_reloaded):
+    options = optimizer, schedule, num_groups, is_late, is_reloaded
+    assert trace_of(form, *options) == trace_of(None, *options)

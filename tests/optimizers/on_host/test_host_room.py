@@ -178,7 +178,9 @@ def test_averages_are_named_and_given_back_and_stay_wide(host: Any) -> None:
 def test_weights_that_can_be_split_and_moments_in_fewer_bytes_are_named(host: Any) -> None:
     host(4 * GIB)
     refused(
-        HostNeeds(GIB, GIB // 2, states=2 * GIB, can_be_narrow=False, can_be_split=True, narrow_states=(GIB, GIB // 2)),
+        HostNeeds(
+            GIB, GIB // 2, states=2 * GIB, can_be_narrow=False, can_be_split=True, narrow_states=(GIB, GIB // 2, 0)
+        ),
         f"{NAME} needs 3.50 GiB of host memory on node1: weights 1.00 GiB, 16-bit copies 512.00 MiB, states of "
         "optimizers 2.00 GiB. There are 4.00 GiB, with what the module has now, of which 1.00 GiB must stay free. It "
         "would fit with nvme_path='/a/fast/disk' (1.50 GiB), or with master='split' (3.00 GiB), or with "

@@ -52,13 +52,13 @@ WRONG = [
     (
         {"host_state": "fp8"},
         ValueError,
-        "(host_state) must be one of 'fp32', 'bf16', '8bit', got 'fp8'.",
+        "(host_state) must be one of 'fp32', 'bf16', '8bit', '4bit', got 'fp8'.",
     ),
     (
         {"host_state": "8bit", "offload": "none"},
         ValueError,
-        "(host_state='8bit') is how moments are kept on the host, got offload='none'. MomentsInBF16 has them in bf16 "
-        "on the device.",
+        "(host_state='8bit') is how moments are kept on the host, got offload='none'. MomentsInBF16 and "
+        "LowBitOptimizer have them in fewer bytes on the device.",
     ),
     ({"master": "bf16"}, ValueError, "(master) must be one of 'fp32', 'split', got 'bf16'."),
     (

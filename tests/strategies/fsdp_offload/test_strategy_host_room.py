@@ -40,10 +40,11 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Any:
     return host
 
 
-def in_blocks() -> int:
-    """Bytes of two moments in 8 bit: a number each, and a scale for each 128 or a smaller tensor."""
+def in_blocks(bits: int = 8) -> int:
+    """Bytes of two moments in so many bits: numbers, and a scale for each 128 or a smaller tensor."""
     sizes = [p.numel() for p in TinyGPT().parameters()]
-    return 2 * sum(size + 1 if size < 128 else -(-size // 128) * 129 for size in sizes)
+    block = 128 * bits // 8 + 4
+    return 2 * sum(-(-size * bits // 8) + 4 if size < 128 else -(-size // 128) * block for size in sizes)
 
 
 def message(num_ranks: int, states: int, available: int, advice: str) -> str:
@@ -87,6 +88,7 @@ def test_states_are_refused_before_training_and_the_module_is_what_it_was(host: 
     advice = (
         f"It would fit with nvme_path='/a/fast/disk' ({format_bytes(2 * WEIGHTS)}), or with host_state='bf16' "
         f"({format_bytes(3 * WEIGHTS)}), or with host_state='8bit' ({format_bytes(2 * WEIGHTS + in_blocks())}), or "
+        f"with host_state='4bit' ({format_bytes(2 * WEIGHTS + in_blocks(4))}), or "
         f"with precision='bf16-true' ({format_bytes(2 * WEIGHTS)}), or with nvme_path='/a/fast/disk' and "
         f"precision='bf16-true' ({format_bytes(WEIGHTS)})."
     )
@@ -96,7 +98,7 @@ def test_states_are_refused_before_training_and_the_module_is_what_it_was(host: 
     make_trainer(strategy=ForkingOffload(), max_steps=1).fit(Fused())
 
 
-@pytest.mark.parametrize(("host_state", "states"), [("bf16", WEIGHTS), ("8bit", in_blocks())])
+@pytest.mark.parametrize(("host_state", "states"), [("bf16", WEIGHTS), ("8bit", in_blocks()), ("4bit", in_blocks(4))])
 def test_moments_in_fewer_bytes_need_less(host: Any, make_trainer: Any, host_state: str, states: int) -> None:
     needed = 2 * WEIGHTS + states
     host(needed + (needed - WEIGHTS) - WEIGHTS - 1)  # a byte less than that and what must stay free

@@ -1,0 +1,5 @@
+"""See :class:`QuantizeFrozenWeights`."""
+
+from lightning_vram.callbacks.quantize_frozen_weights.callback import QuantizeFrozenWeights
+
+__all__ = ["QuantizeFrozenWeights"]

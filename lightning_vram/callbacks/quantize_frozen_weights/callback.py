@@ -1,0 +1,172 @@
+"""Keep the weights of frozen layers in 8 or 4 bits: a quarter or a seventh of what they take in float32.
+
+In fine-tuning of adapters most weights are frozen, and they are most of the memory. A layer decodes its weight for the
+call and again in the backward, so nothing of it is kept in between. It costs decoding twice, and an error of the
+weights, which the adapters train with. It does not help where weights are trained.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import nn
+from typing_extensions import override
+
+from lightning_vram.argument_checks import check_bool
+from lightning_vram.callbacks.hook_points import FitTechnique, refuse_moved_parameters
+from lightning_vram.callbacks.quantize_frozen_weights.checkpoints import Checkpoints
+from lightning_vram.core.layers.patterns import LayerPattern, check_layers
+from lightning_vram.memory.units import format_bytes
+from lightning_vram.techniques.quantize_frozen_weights import QuantizedLayers, quantize_frozen_weights
+from lightning_vram.techniques.sharding import has_meta, materialize
+
+_SEED = 0
+
+
+class QuantizeFrozenWeights(FitTechnique):
+    """Keep weights of frozen Linear, Conv, Embedding layers and transformers' ``Conv1D`` as int8 or NF4 during a run.
+
+    What is trained, such as adapters of ``peft``, is left alone, and so are norms, biases and small weights. Forward
+    and backward are, to the bit, those of a plain module that has the decoded weights. On one device and under DDP.
+    Other names: QLoRA (Dettmers et al. 2023, https://arxiv.org/abs/2305.14314), weight-only quantization.
+
+    Weights are quantized when the module is complete (after ``configure_model``), on the host, before they move to the
+    device. Layers that were built on the meta device get their values, and are quantized, one after the other.
+    Checkpoints with weights in full precision can be loaded before and after that, layer by layer. A parameter keeps
+    its name; in checkpoints of the run it is a plain tensor of bytes, and a resumed run has the same bits.
+
+    Args:
+        bits: Of a number: 8 (levels at equal distances) or 4 (NF4).
+        layers: ``"auto"``: all that are frozen and have 4096 numbers or more. Else class names, module names, globs
+            or classes: these layers, and what is frozen inside them.
+        block_size: Neighbours that share a float32 scale: a power of two from 16 to 4096.
+        save: ``"all"``, or ``"trainable"``: checkpoints without frozen parameters, which the run that resumes has to
+            have from where this one had them.
+        keep: Leave the weights quantized after the run. Else they are decoded then, on the host, layer by layer: the
+            module has what it had, up to the error of quantization, in as much memory.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If an argument has a value that is not allowed; before training, if ``layers`` names what cannot be
+            quantized, or a checkpoint has weights in other blocks.
+        MisconfigurationException: In ``setup``, if the Trainer is one of ``pytorch_lightning``, has another of these,
+            a strategy that shards weights, or a callback that unfreezes layers.
+
+    Example:
+        >>> import lightning.pytorch as pl
+        >>> from lightning_vram import QuantizeFrozenWeights
+        >>> trainer = pl.Trainer(callbacks=[QuantizeFrozenWeights(bits=4)], logger=False)
+    """
+
+    _stages = ("fit", "validate", "test", "predict")
+
+    def __init__(
+        self,
+        bits: Literal[8, 4] = 8,
+        layers: LayerPattern | Sequence[LayerPattern] = "auto",
+        block_size: int = 64,
+        save: Literal["all", "trainable"] = "all",
+        keep: bool = False,  # noqa: FBT001, FBT002 - set by name in configuration files
+    ) -> None:
+        _check_int("bits", bits, "8 or 4", lambda number: number in (8, 4))
+        check_layers("QuantizeFrozenWeights(layers)", layers)
+        _check_int("block_size", block_size, "a power of two from 16 to 4096", _is_block_size)
+        if save not in ("all", "trainable"):
+            raise ValueError(f"QuantizeFrozenWeights(save) must be 'all' or 'trainable', got {save!r}.")
+        check_bool("QuantizeFrozenWeights(keep)", keep)
+        self.bits = bits
+        self.layers = layers
+        self.block_size = block_size
+        self.save = save
+        self.keep = keep
+        self._quantized: QuantizedLayers | None = None
+        self._checkpoints: Checkpoints | None = None
+
+    @override
+    def _check(self, trainer: pl.Trainer) -> None:
+        refuse_moved_parameters("QuantizeFrozenWeights", trainer, "quantized weights are decoded from")
+        if hasattr(type(trainer.strategy), "device_mesh"):  # ModelParallelStrategy, fsdp_offload
+            raise MisconfigurationException(
+                f"QuantizeFrozenWeights does not work with {type(trainer.strategy).__name__}: FSDP2 shards weights by "
+                "their rows, and casts them. Use 'ddp' or a single device."
+            )
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, QuantizeFrozenWeights) and callback is not self:
+                raise MisconfigurationException("Two QuantizeFrozenWeights in one Trainer: leave one out.")
+            if isinstance(callback, BaseFinetuning):
+                raise MisconfigurationException(
+                    f"QuantizeFrozenWeights does not work with {type(callback).__name__}, which unfreezes layers: a "
+                    "quantized weight cannot be trained. Leave one out."
+                )
+            if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
+                raise MisconfigurationException(
+                    f"QuantizeFrozenWeights does not work with {type(callback).__name__}, which averages all "
+                    "parameters, bytes too. Leave one out."
+                )
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        # a checkpoint is loaded before the strategy is set up
+        self._checkpoints = Checkpoints(trainer, lambda: self._apply(trainer), has_frozen=self.save == "all")
+
+    @override
+    def _apply(self, trainer: pl.Trainer) -> None:
+        if self._quantized is not None:
+            return
+        module: Any = trainer.lightning_module
+        is_loaded = trainer.ckpt_path is not None
+
+        def give_memory(part: nn.Module) -> None:
+            materialize(part, seed=_SEED, model=module, uninitialized_ok=is_loaded)
+
+        self._quantized = quantize_frozen_weights(
+            module, self.bits, self.block_size, self.layers, give_memory=give_memory
+        )
+        if has_meta(module):
+            give_memory(module)
+        _tell(self._quantized, module, is_fit=trainer.training)
+
+    @override
+    def _undo(self) -> None:
+        quantized, self._quantized = self._quantized, None
+        checkpoints, self._checkpoints = self._checkpoints, None
+        if checkpoints is not None:
+            checkpoints.remove()
+        if quantized is not None and not self.keep:
+            quantized.remove()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_quantized": None, "_checkpoints": None}  # a copy is not part of any run
+
+
+def _tell(quantized: QuantizedLayers, module: nn.Module, *, is_fit: bool) -> None:
+    weights = list(quantized.weights())
+    if weights:
+        before = sum(weight.numel() * weight.dtype.itemsize for weight in weights)
+        now = sum(weight.packed.nbytes for weight in weights)
+        rank_zero_info(
+            f"QuantizeFrozenWeights keeps {len(weights)} frozen weights in {weights[0].packing.bits} bits: "
+            f"{format_bytes(now)} in place of {format_bytes(before)}."
+        )
+    elif is_fit:
+        rank_zero_warn(
+            f"QuantizeFrozenWeights does nothing: {type(module).__name__} has no frozen Linear, Conv or Embedding with "
+            "4096 weights or more. Freeze with requires_grad_(False) in __init__, setup or configure_model."
+        )
+
+
+def _check_int(argument: str, value: object, allowed: str, is_allowed: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(
+            f"QuantizeFrozenWeights({argument}) must be {allowed}, got {value!r} of type {type(value).__name__}."
+        )
+    if not is_allowed(value):
+        raise ValueError(f"QuantizeFrozenWeights({argument}) must be {allowed}, got {value}.")
+
+
+def _is_block_size(number: int) -> bool:
+    return 16 <= number <= 4096 and number.bit_count() == 1

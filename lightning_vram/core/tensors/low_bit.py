@@ -1,0 +1,222 @@
+"""A float32 tensor that takes 8 or 4 bits for a number, and 32 for 128 neighbours: the largest of them.
+
+A number is a square: the largest one of its block times (n / 128)^2 with the sign of n, -127 <= n <= 128, or in 4 bits
+(n / 8)^2, -7 <= n <= 8; what is divided by times (n / 256)^2, 1 <= n <= 256, or (n / 16)^2, and none of it is zero. So
+roots, by which Adam divides, are at even distances. As the largest number of a block is exact, all others follow it
+where it decays by less than half a distance; and what was read is written again to the same bits.
+
+Blocks of 128 and no zero for what is divided by are those of Li, Chen and Zhu, "Memory Efficient Optimizers with 4-bit
+States" (2023); roots those of "FlashOptim" (arXiv 2602.23349).
+
+For whoever reads it is a float32 tensor: each operator works on a copy of its values, and what writes to it rounds to
+the nearest. Those who work on a part at a time cut it. It is pickled as a plain tensor on the host.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lightning_vram.core.tensors.native_codecs import native_codecs
+from lightning_vram.private_names.torch.operators import TO_COPY, schema_of
+from lightning_vram.private_names.torch.tensors import make_wrapper
+from lightning_vram.private_names.torch.trees import tree_map_only
+
+Bits = Literal[8, 4]
+BLOCK_SIZE = 128
+_SCALE_BYTES = 4
+_KEEPING = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
+
+
+class LowBitTensor(Tensor):
+    """Numbers in blocks.
+
+    Args:
+        records: A block in each row, uint8: its numbers, then the float32 that they are multiplied by, which is NaN
+            where one of them was none or infinite.
+        shape: Of the tensor.
+        bits: Of a number.
+        is_positive: Whether numbers are above zero, and none becomes zero: they would be divided by.
+    """
+
+    records: Tensor
+    bits: Bits
+    is_positive: bool
+
+    def __new__(cls, records: Tensor, shape: Sequence[int], *, bits: Bits, is_positive: bool) -> "LowBitTensor":
+        """Make a tensor that has no memory but ``records``."""
+        made: LowBitTensor = make_wrapper(cls, shape, torch.float32, records.device)
+        made.records, made.bits, made.is_positive = records, bits, is_positive
+        return made
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """Memory that it takes."""
+        return self.records.nbytes
+
+    def decode(self, wide: Tensor | None = None) -> Tensor:
+        """Return the values, in memory of their own, or in that of a flat float32 tensor."""
+        wide = self.records.new_empty(self.numel(), dtype=torch.float32) if wide is None else wide
+        native = native_codecs(wide, self.records)
+        if native is None:
+            wide.copy_(self._decode())
+        else:
+            native.decode_low_bit(self.records, wide, self.bits, is_positive=self.is_positive)
+        return wide.view(self.shape)
+
+    def _decode(self) -> Tensor:
+        codes, scales = self.records[:, :-_SCALE_BYTES], self.records[:, -_SCALE_BYTES:]
+        if self.bits == 4:  # two neighbours in a byte, the first one in its lower half
+            pairs = codes.to(torch.int16)
+            codes = pairs.bitwise_or_(pairs.bitwise_left_shift(4)).bitwise_and_(0x0F0F).view(torch.uint8)
+        numbers = codes.float()
+        if self.is_positive:
+            numbers.add_(1).mul_(0.5**self.bits).square_()
+        else:
+            numbers.sub_(2 ** (self.bits - 1) - 1).mul_(2 * 0.5**self.bits)
+            numbers.mul_(numbers.abs())
+        numbers.mul_(scales.clone(memory_format=torch.contiguous_format).view(torch.float32))  # aligned
+        return numbers.view(-1)[: self.numel()]
+
+    def take_over(self, numbers: Tensor) -> None:
+        """Take over values of a float32 tensor of this shape."""
+        if isinstance(numbers, LowBitTensor) and numbers._kind == self._kind:
+            self.records.copy_(numbers.records)
+            return
+        size = (self.records.shape[1] - _SCALE_BYTES) * 8 // self.bits
+        flat = decoded(numbers).detach().to(self.device, torch.float32).contiguous().view(-1)
+        native = native_codecs(flat, self.records)
+        if native is not None:
+            native.encode_low_bit(flat, self.records, self.bits, is_positive=self.is_positive)
+            return
+        missing = self.records.shape[0] * size - flat.numel()
+        blocks = (torch.nn.functional.pad(flat, (0, missing)) if missing else flat).view(-1, size)
+        if not blocks.numel():
+            return
+        scales = _find_scales(blocks)
+        codes = _encode(blocks, scales, self.bits, is_positive=self.is_positive)
+        self.records[:, :-_SCALE_BYTES].copy_(codes)
+        self.records[:, -_SCALE_BYTES:].copy_(scales.view(torch.uint8))
+
+    @property
+    def _kind(self) -> tuple[Any, ...]:
+        return self.bits, self.is_positive, self.records.shape
+
+    def cut(self, start: int, stop: int) -> "LowBitTensor":
+        """Return some of the numbers, flat, over the same memory; they begin with a block, and end with one or all."""
+        size = (self.records.shape[1] - _SCALE_BYTES) * 8 // self.bits
+        return self.over(self.records[start // size : -(-stop // size)], (stop - start,))
+
+    def over(self, records: Tensor, shape: Sequence[int] | None = None) -> "LowBitTensor":
+        """Return another one of the same kind; of as many numbers, if no shape is given."""
+        shape = self.shape if shape is None else shape
+        return LowBitTensor(records, shape, bits=self.bits, is_positive=self.is_positive)
+
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+        """Show the values."""
+        return f"LowBitTensor({self.decode()!r})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Be a plain tensor for whoever reads the pickle; a device may have no memory for one."""
+        return self.over(self.records.cpu()).decode().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        """Name the tensors that this one is made of."""
+        return ["records"], (self.bits, self.is_positive)
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> "LowBitTensor":
+        """Make one of such."""
+        bits, is_positive = context
+        return cls(inner["records"], size, bits=bits, is_positive=is_positive)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Work on the values."""
+        kwargs = kwargs or {}
+        ours = args[0] if args and isinstance(args[0], cls) else None
+        if ours is not None:
+            if func in _KEEPING or func is torch.ops.aten.clone.default:
+                return ours.over(ours.records if func in _KEEPING else ours.records.clone())
+            if func is TO_COPY and kwargs.get("dtype") in (None, torch.float32):
+                return ours.over(ours.records.to(kwargs.get("device") or ours.device, copy=True))
+            if func is torch.ops.aten.view.default:
+                return ours.over(ours.records, torch.empty(ours.shape, device="meta").view(args[1]).shape)
+            if func is torch.ops.aten.copy_.default:
+                ours.take_over(args[1])
+                return ours
+        wide_args, wide_kwargs = tree_map_only(LowBitTensor, decoded, (args, dict(kwargs)))
+        result = func(*wide_args, **wide_kwargs)
+        if ours is not None and schema_of(func).is_mutable and result is wide_args[0]:
+            ours.take_over(result)
+            return ours
+        return result
+
+
+def _find_scales(blocks: Tensor) -> Tensor:
+    """Return the number of the largest magnitude in each row, with its sign, [n, 1]."""
+    largest, smallest = blocks.amax(1, keepdim=True), blocks.amin(1, keepdim=True)
+    scales = torch.where(smallest.neg() > largest, smallest, largest)
+    return scales.masked_fill_(scales.isinf(), math.nan)
+
+
+def _encode(blocks: Tensor, scales: Tensor, bits: Bits, *, is_positive: bool) -> Tensor:
+    """Return a block in each row, uint8."""
+    # Of a block of zeros as they are; of one without a number, whose scale tells that, it does not matter.
+    ratios = blocks / torch.where(scales.abs() > 0, scales, 1.0)
+    if is_positive:
+        codes = _root(ratios).mul_(2**bits).round_().sub_(1)
+    else:
+        half = 2 ** (bits - 1)
+        codes = torch.copysign(_root(ratios.abs()), ratios).mul_(half).round_().add_(half - 1)
+    codes = codes.clamp_(0, 2**bits - 1).to(torch.uint8)
+    if bits == 8:
+        return codes
+    pairs = codes.view(torch.int16)
+    return pairs.bitwise_or_(pairs.bitwise_right_shift(4)).to(torch.uint8)  # which keeps the lower byte
+
+
+def _root(ratios: Tensor) -> Tensor:
+    """Return square roots, rounded right: on a CPU ``torch.sqrt`` is that of MKL, which is off by a bit in a fifth."""
+    return ratios.sqrt_() if ratios.device.type != "cpu" else ratios.double().sqrt_().float()
+
+
+def decoded(value: Any) -> Any:
+    """Return the values of a tensor in low bits; anything else as it is."""
+    return value.decode() if isinstance(value, LowBitTensor) else value
+
+
+def record_bytes(count: int, bits: Bits) -> int:
+    """Bytes that so many numbers take; of more than a block, those of several are those of all."""
+    size = _block_size(count, bits)
+    return -(-count // size) * (size * bits // 8 + _SCALE_BYTES)
+
+
+def low_bit_over(
+    memory: Tensor, count: int, *, bits: Bits, is_positive: bool, shape: Sequence[int] | None = None
+) -> LowBitTensor:
+    """Return a tensor, flat without a shape, over ``record_bytes(count)`` bytes, or those of a part of a larger one."""
+    row = BLOCK_SIZE * bits // 8 + _SCALE_BYTES
+    if memory.numel() % row:
+        row = _block_size(count, bits) * bits // 8 + _SCALE_BYTES
+    shape = (count,) if shape is None else shape
+    return LowBitTensor(memory.view(-1, row), shape, bits=bits, is_positive=is_positive)
+
+
+def empty_low_bit(
+    shape: Sequence[int], device: torch.device | str = "cpu", *, bits: Bits, is_positive: bool
+) -> LowBitTensor:
+    """Return one without values."""
+    count = math.prod(shape)
+    memory = torch.empty(record_bytes(count, bits), dtype=torch.uint8, device=device)
+    return low_bit_over(memory, count, bits=bits, is_positive=is_positive, shape=shape)
+
+
+def _block_size(count: int, bits: Bits) -> int:
+    """Return the size of blocks of a tensor: a smaller one has a single block, which ends with a byte."""
+    per_byte = 8 // bits
+    return min(BLOCK_SIZE, max(1, -(-count // per_byte)) * per_byte)

@@ -1,0 +1,190 @@
+// What bit_patterns.py and low_bit.py do in a dozen operators, and a step of AdamW between the two, in one pass each,
+// to the same bits. Compiled on the machine that runs it: see native_codecs.py. No state, no libraries.
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline))
+#define APART static __attribute__((noinline)) // or GCC 12 does not vectorise it
+#define PORTION 16384  // numbers that a thread takes at a time
+#define ROW 128        // numbers with one scale; rows of smaller tensors are shorter
+#define STRIDE 40503u  // as in bit_patterns.py
+#define INFINITE 0x7F800000u
+#define NOT_A_NUMBER 0x7FC00000u
+
+INLINE uint32_t bits_of(float number) {
+  uint32_t bits;
+  memcpy(&bits, &number, sizeof bits);
+  return bits;
+}
+
+INLINE float number_of(uint32_t bits) {
+  float number;
+  memcpy(&number, &bits, sizeof number);
+  return number;
+}
+
+INLINE int64_t least(int64_t one, int64_t other) { return one < other ? one : other; }
+
+INLINE float widened(uint16_t kept) { return number_of((uint32_t)kept << 16); }
+
+INLINE uint16_t rounded(float number, uint32_t draw) {
+  const uint32_t bits = bits_of(number), regular = (bits & 0x7FFFFFFFu) > INFINITE ? NOT_A_NUMBER : bits;
+  return (uint16_t)((regular + (draw & 0xFFFFu)) >> 16);
+}
+
+APART void decode_row(const uint8_t *restrict record, float *restrict numbers, int64_t count, int bits,
+                      int is_positive, int64_t size) {
+  uint8_t codes[ROW + 1];
+  float scale;
+  memcpy(&scale, record + size * bits / 8, sizeof scale);
+  if (bits == 8) memcpy(codes, record, (size_t)count);
+  else
+    for (int64_t i = 0; i < (count + 1) / 2; i++) {
+      codes[2 * i] = record[i] & 0xF;
+      codes[2 * i + 1] = record[i] >> 4;
+    }
+  const float step = bits == 8 ? 0x1p-8f : 0x1p-4f, half = bits == 8 ? 127.0f : 7.0f;
+  if (is_positive)
+    for (int64_t i = 0; i < count; i++) {
+      const float root = ((float)codes[i] + 1.0f) * step;
+      numbers[i] = root * root * scale;
+    }
+  else
+    for (int64_t i = 0; i < count; i++) {
+      const float root = ((float)codes[i] - half) * (2.0f * step);
+      numbers[i] = root * fabsf(root) * scale;
+    }
+}
+
+INLINE int32_t in_order(float number) { // as numbers are, and back
+  const int32_t bits = (int32_t)bits_of(number);
+  return bits ^ (bits >> 31 & 0x7FFFFFFF);
+}
+
+INLINE float from_order(int32_t place) { return number_of((uint32_t)(place ^ (place >> 31 & 0x7FFFFFFF))); }
+
+APART void encode_row(const float *restrict numbers, uint8_t *restrict record, int64_t count, int bits,
+                      int is_positive, int64_t size) {
+  const float all = bits == 8 ? 256.0f : 16.0f, half = all / 2.0f;
+  int32_t highest = INT32_MIN, lowest = INT32_MAX;
+  for (int64_t i = 0; i < count; i++) {
+    const int32_t place = in_order(numbers[i]);
+    highest = place > highest ? place : highest;
+    lowest = place < lowest ? place : lowest;
+  }
+  const float largest = from_order(highest), smallest = from_order(lowest);
+  const int is_odd = highest >= (int32_t)INFINITE || lowest <= in_order(-INFINITY);
+  const float scale = is_odd ? NAN : -smallest > largest ? smallest : largest;
+  const float divisor = fabsf(scale) > 0.0f ? scale : 1.0f;
+  uint8_t codes[ROW + 1];
+  memset(codes, is_positive ? 0 : (int)half - 1, sizeof codes);
+  if (is_positive && !is_odd)
+    for (int64_t i = 0; i < count; i++) {
+      const float code = nearbyintf(sqrtf(numbers[i] / divisor) * all) - 1.0f;
+      codes[i] = (uint8_t)(int32_t)(code > 0.0f ? code : 0.0f);
+    }
+  else if (!is_odd)
+    for (int64_t i = 0; i < count; i++) {
+      const float ratio = numbers[i] / divisor;
+      const float code = nearbyintf(copysignf(sqrtf(fabsf(ratio)), ratio) * half) + (half - 1.0f);
+      codes[i] = (uint8_t)(int32_t)(code > 0.0f ? code : 0.0f);
+    }
+  if (bits == 8) memcpy(record, codes, (size_t)size);
+  else
+    for (int64_t i = 0; i < size / 2; i++) record[i] = (uint8_t)(codes[2 * i] | codes[2 * i + 1] << 4);
+  memcpy(record + size * bits / 8, &scale, sizeof scale);
+}
+
+// bit_patterns.rounded_by_place: `draw` is that of the first place.
+void round_by_place(const float *restrict numbers, uint16_t *restrict kept, int64_t count, uint32_t draw, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t first = 0; first < count; first += PORTION)
+    for (int64_t i = first; i < least(first + PORTION, count); i++)
+      kept[i] = rounded(numbers[i], draw + (uint32_t)i * STRIDE);
+}
+
+// LowBitTensor.decode: records of `size` codes and their scale, of which the last may be filled up.
+void decode_low_bit(const uint8_t *records, float *numbers, int64_t count, int bits, int is_positive, int64_t size,
+                    int threads) {
+  const int64_t record_bytes = size * bits / 8 + (int64_t)sizeof(float);
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t row = 0; row < (count + size - 1) / size; row++)
+    decode_row(records + row * record_bytes, numbers + row * size, least(size, count - row * size), bits, is_positive,
+               size);
+}
+
+// LowBitTensor.take_over.
+void encode_low_bit(const float *numbers, uint8_t *records, int64_t count, int bits, int is_positive, int64_t size,
+                    int threads) {
+  const int64_t record_bytes = size * bits / 8 + (int64_t)sizeof(float);
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t row = 0; row < (count + size - 1) / size; row++)
+    encode_row(numbers + row * size, records + row * record_bytes, least(size, count - row * size), bits, is_positive,
+               size);
+}
+
+typedef struct {
+  float decay, share, beta2, square_share, root, eps, rate;
+} Settings;
+
+// What torch's fused AdamW does for each number, rounding as that does where it is vectorised; returns the weight.
+INLINE float stepped(float weight, float gradient, float *average, float *square, Settings by) {
+  *average = fmaf(by.share, gradient - *average, *average);
+  *square = fmaf(by.square_share * gradient, gradient, *square * by.beta2);
+  return weight * by.decay + by.rate * *average / (sqrtf(*square) / by.root + by.eps);
+}
+
+INLINE void step_wide(float *restrict weights, const float *restrict gradient, float *restrict average,
+                      float *restrict square, int64_t count, Settings by) {
+  for (int64_t i = 0; i < count; i++) {
+    float own_average = average[i], own_square = square[i];
+    weights[i] = stepped(weights[i], gradient[i], &own_average, &own_square, by);
+    average[i] = own_average;
+    square[i] = own_square;
+  }
+}
+
+INLINE void step_bf16(float *restrict weights, const float *restrict gradient, uint16_t *restrict average,
+                      uint16_t *restrict square, int64_t count, Settings by, const uint32_t *draws, uint32_t place) {
+  const uint32_t draw = draws[0] + place * STRIDE, square_draw = draws[1] + place * STRIDE;
+  for (int64_t i = 0; i < count; i++) {
+    float own_average = widened(average[i]), own_square = widened(square[i]);
+    weights[i] = stepped(weights[i], gradient[i], &own_average, &own_square, by);
+    average[i] = rounded(own_average, draw + (uint32_t)i * STRIDE);
+    square[i] = rounded(own_square, square_draw + (uint32_t)i * STRIDE);
+  }
+}
+
+INLINE void step_low_bit(float *weights, const float *gradient, uint8_t *average, uint8_t *square, int64_t count,
+                         Settings by, int bits) {
+  const int64_t record_bytes = ROW * bits / 8 + (int64_t)sizeof(float);
+  float wide_average[ROW], wide_square[ROW];
+  for (int64_t first = 0; first < count; first += ROW, average += record_bytes, square += record_bytes) {
+    const int64_t here = least(ROW, count - first);
+    decode_row(average, wide_average, here, bits, 0, ROW);
+    decode_row(square, wide_square, here, bits, 1, ROW);
+    step_wide(weights + first, gradient + first, wide_average, wide_square, here, by);
+    encode_row(wide_average, average, here, bits, 0, ROW);
+    encode_row(wide_square, square, here, bits, 1, ROW);
+  }
+}
+
+// A step, with moments in so many bits. Settings: 1 - lr * weight_decay, 1 - beta1, beta2, 1 - beta2, the root of the
+// second correction, eps, minus lr divided by the first correction.
+void step_adamw(float *weights, const float *gradient, void *average, void *square, int64_t count, int bits,
+                const float *settings, const uint32_t *draws, int threads) {
+  const Settings by = {settings[0], settings[1], settings[2], settings[3], settings[4], settings[5], settings[6]};
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t at = 0; at < count; at += PORTION) {
+    const int64_t here = least(PORTION, count - at), record = at / ROW * (ROW * bits / 8 + (int64_t)sizeof(float));
+    if (bits == 16)
+      step_bf16(weights + at, gradient + at, (uint16_t *)average + at, (uint16_t *)square + at, here, by, draws,
+                (uint32_t)at);
+    else if (bits == 32)
+      step_wide(weights + at, gradient + at, (float *)average + at, (float *)square + at, here, by);
+    else
+      step_low_bit(weights + at, gradient + at, (uint8_t *)average + record, (uint8_t *)square + record, here, by,
+                   bits);
+  }
+}

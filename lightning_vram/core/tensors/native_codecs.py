@@ -1,0 +1,197 @@
+"""Codecs of narrow moments in C, and AdamW between them: one pass over memory in place of a dozen, to the same bits.
+
+Compiled by the C compiler of the machine, in less than a second, once as much time as that was spent without: a process
+that steps little never does. Without a compiler, and on a device, operators do it. Threads are those of PyTorch.
+"""
+
+import ctypes
+import logging
+import math
+import os
+import shutil
+import subprocess
+import tempfile
+import threading
+from collections.abc import Sequence
+from ctypes import c_float, c_int, c_int64, c_uint32, c_void_p
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from lightning_vram.private_names.torch.dispatch import FakeTensor, without_dispatch
+
+PATIENCE = 2**29
+"""Numbers that operators code before anything is compiled: it takes them about as long."""
+LANES = 16  # of the widest vectors
+LEAST = 2**12
+"""Fewer numbers at once are left to operators, which nobody waits for."""
+_SOURCE = Path(__file__).with_suffix(".c")
+_OPTIONS = (("-march=native", "-fopenmp"), ("-march=native",))  # the first that works
+_SIGNATURES = {
+    "round_by_place": (c_void_p, c_void_p, c_int64, c_uint32, c_int),
+    "step_adamw": (c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int, c_void_p, c_void_p, c_int),
+    "decode_low_bit": (c_void_p, c_void_p, c_int64, c_int, c_int, c_int64, c_int),
+    "encode_low_bit": (c_void_p, c_void_p, c_int64, c_int, c_int, c_int64, c_int),
+}
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class AdamWStep:
+    """What a step of AdamW depends on, ``number`` 1 being the first."""
+
+    number: int
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+
+    def numbers(self) -> tuple[float, ...]:
+        """As the kernel has them, computed as torch's does."""
+        first, second = self.betas
+        root, rate = math.sqrt(1 - second**self.number), -(self.lr / (1 - first**self.number))
+        return 1 - self.lr * self.weight_decay, 1 - first, second, 1 - second, root, self.eps, rate
+
+
+class NativeCodecs:
+    """The codecs of a library. All tensors are plain, on the host and contiguous."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        for name, signature in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = signature, None
+        self.has_step = self._steps_as_torch()
+
+    def round_by_place(self, numbers: Tensor, draw: int, kept: Tensor) -> None:
+        """Round float32 numbers to bf16, the first of them with this draw of 16 bits."""
+        place, target = numbers.data_ptr(), kept.data_ptr()
+        self._library.round_by_place(place, target, numbers.numel(), draw, torch.get_num_threads())
+
+    def decode_low_bit(self, records: Tensor, numbers: Tensor, bits: int, *, is_positive: bool) -> None:
+        """Write what is in records of numbers of so many bits and a scale to float32, as many as are wanted."""
+        places, count = (records.data_ptr(), numbers.data_ptr()), numbers.numel()
+        size = (records.shape[1] - 4) * 8 // bits
+        self._library.decode_low_bit(*places, count, bits, is_positive, size, torch.get_num_threads())
+
+    def encode_low_bit(self, numbers: Tensor, records: Tensor, bits: int, *, is_positive: bool) -> None:
+        """Write float32 numbers to such records, the last of which is filled up with zeros."""
+        places, count = (numbers.data_ptr(), records.data_ptr()), numbers.numel()
+        size = (records.shape[1] - 4) * 8 // bits
+        self._library.encode_low_bit(*places, count, bits, is_positive, size, torch.get_num_threads())
+
+    def step_adamw(
+        self, step: AdamWStep, tensors: Sequence[Tensor], bits: int, draws: tuple[int, int] = (0, 0)
+    ) -> None:
+        """Step flat float32 weights, whose moments are in float32, bf16, or records of numbers of 8 or 4 bits.
+
+        Args:
+            step: Which.
+            tensors: Weights, gradient, average and average of squares. A number of weights that :data:`LANES` divides:
+                torch's kernel rounds what is left over otherwise.
+            bits: Of a number in moments.
+            draws: Of the first place, for moments in bf16.
+        """
+        settings, both = (c_float * 7)(*step.numbers()), (c_uint32 * 2)(*draws)
+        places = (tensor.data_ptr() for tensor in tensors)
+        rest = tensors[0].numel(), bits, settings, both, torch.get_num_threads()
+        self._library.step_adamw(*places, *rest)
+
+    def _steps_as_torch(self) -> bool:
+        """Whether a step has the bits of torch's kernel, as that was compiled for this machine."""
+        generator = torch.Generator().manual_seed(0)
+        count, step = 2**16, AdamWStep(7, 1e-2, (0.9, 0.999), 1e-8, 0.1)
+        with without_dispatch(), torch.no_grad():
+            made = torch.empty(4, count, dtype=torch.float32, device="cpu").normal_(generator=generator)
+            *numbers, spread = made[0], made[1], made[2], made[3].mul_(3).sub_(5).exp_()
+            theirs = [numbers[0], numbers[1] * spread, numbers[2] * spread, spread.square()]
+            ours = [tensor.clone() for tensor in theirs]
+            self.step_adamw(step, ours, 32)
+            weights, gradients, averages, squares = ([tensor] for tensor in theirs)
+            adamw(
+                *(
+                    weights,
+                    gradients,
+                    averages,
+                    squares,
+                    [],
+                    [torch.tensor(step.number - 1.0, dtype=torch.float32, device="cpu")],
+                ),
+                fused=True,
+                amsgrad=False,
+                beta1=step.betas[0],
+                beta2=step.betas[1],
+                lr=step.lr,
+                weight_decay=step.weight_decay,
+                eps=step.eps,
+                maximize=False,
+            )
+            return all(map(torch.equal, ours, theirs))
+
+
+class _Supply:
+    """The codecs of this process, when they are there."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_coded, self._is_tried = 0, False
+        self._codecs: NativeCodecs | None = None
+
+    def ask(self, count: int) -> NativeCodecs | None:
+        """Return them to code so many numbers; ``None`` as long as operators do it."""
+        if not self._is_tried:
+            with self._lock:
+                self._num_coded += count
+                if self._num_coded > PATIENCE and not self._is_tried:
+                    self._codecs = compile_codecs()
+                    self._is_tried = True
+        return self._codecs
+
+
+_supply = _Supply()
+
+
+def native_codecs(numbers: Tensor, *others: Tensor) -> NativeCodecs | None:
+    """Return codecs that can be used on ``numbers`` and what they are made of or become; ``None`` if none can."""
+    count = numbers.numel()
+    if count < LEAST or any(map(_is_beyond, (numbers, *others))):
+        return None
+    return _supply.ask(count * len(others))
+
+
+def compile_codecs() -> NativeCodecs | None:
+    """Compile the codecs. Without a compiler that can, say so in the log, and return ``None``."""
+    compiler = os.environ.get("CC", "cc")
+    reason = "there is no such compiler; the environment variable CC names another one"
+    with tempfile.TemporaryDirectory(prefix="lightning_vram_") as folder:
+        for options in _OPTIONS if shutil.which(compiler) else ():
+            try:
+                return NativeCodecs(_compile(compiler, options, Path(folder, f"codecs{len(options)}")))
+            except (OSError, subprocess.SubprocessError) as error:
+                reason = str(getattr(error, "stderr", None) or error).strip().splitlines()[-1]
+    _log.warning(f"Steps with narrow moments on the host are slow: {compiler} compiles no codecs for them ({reason}).")
+    return None
+
+
+def _compile(compiler: str, options: tuple[str, ...], path: Path) -> ctypes.CDLL:
+    made, library = path.with_suffix(".o"), path.with_suffix(".so")
+    begin = [compiler, "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC"]
+    for command in (
+        [*begin, *options, "-c", str(_SOURCE), "-o", str(made)],
+        # Not linked with OpenMP: that would be a second pool of threads beside the one that PyTorch has loaded.
+        [*begin, "-shared", str(made), "-o", str(library)],
+    ):
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+    return ctypes.CDLL(str(library))
+
+
+def _is_beyond(tensor: Tensor) -> bool:
+    return (
+        type(tensor) is not Tensor
+        or isinstance(tensor, FakeTensor)
+        or tensor.device.type != "cpu"
+        or not tensor.is_contiguous()
+    )

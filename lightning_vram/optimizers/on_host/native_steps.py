@@ -1,0 +1,63 @@
+"""Steps of torch's fused AdamW on moments as they are kept, in one pass over memory, to the same bits."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Adam, AdamW
+
+from lightning_vram.core.tensors.low_bit import LowBitTensor
+from lightning_vram.core.tensors.native_codecs import LANES, AdamWStep, native_codecs
+from lightning_vram.optimizers.stepping import Member, State, StepRound, is_narrow, steps_like
+
+_STATE = {"step", "exp_avg", "exp_avg_sq"}
+_OTHERS = ("amsgrad", "maximize", "differentiable")  # settings that it knows nothing of
+
+
+def read_adamw_step(step_round: StepRound, member: Member) -> AdamWStep | None:
+    """Return the step of a member, if it is one of the fused AdamW on the host, and not the first."""
+    optimizer, state = step_round.optimizer, member.local_state
+    step = state.get("step")
+    if set(state) != _STATE or not isinstance(step, Tensor) or type(step) is not Tensor or step.device.type != "cpu":
+        return None
+    settings = step_round.settings_of(member.group)
+    is_other = not settings.get("fused") or any(settings.get(name) for name in _OTHERS)
+    is_scaled = any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
+    if is_other or is_scaled or not steps_like(type(optimizer), (Adam, AdamW)):
+        return None
+    numbers = settings["lr"], *settings["betas"], settings["eps"], settings["weight_decay"]
+    if any(isinstance(number, Tensor) and number.device.type != "cpu" for number in numbers):
+        return None
+    lr, first, second, eps, decay = map(float, numbers)
+    if 1 - first >= 0.5 or (decay and not settings.get("decoupled_weight_decay")):  # are computed otherwise
+        return None
+    return AdamWStep(int(step) + 1, lr, (first, second), eps, decay)
+
+
+def step_as_kept(step: AdamWStep, weights: Tensor, gradient: Tensor, state: State, draws: tuple[int, int]) -> bool:
+    """Step flat weights with moments as they are kept, if there is compiled code for that; else change nothing.
+
+    Args:
+        step: Which.
+        weights: In float32.
+        gradient: Of them.
+        state: Of them, as it is kept.
+        draws: Those of the first place, for ``exp_avg`` and ``exp_avg_sq``.
+
+    Returns:
+        Whether they are stepped.
+    """
+    moments = state["exp_avg"], state["exp_avg_sq"]
+    if weights.numel() % LANES or gradient.dtype != torch.float32 or not all(map(is_narrow, moments)):
+        return False
+    tensors = weights, gradient, *map(_as_it_lies, moments)
+    native = native_codecs(*tensors)
+    if native is None or not native.has_step:
+        return False
+    native.step_adamw(step, tensors, moments[0].bits if isinstance(moments[0], LowBitTensor) else 16, draws)
+    return True
+
+
+def _as_it_lies(moment: Any) -> Tensor:
+    records: Tensor = moment.records if isinstance(moment, LowBitTensor) else moment
+    return records

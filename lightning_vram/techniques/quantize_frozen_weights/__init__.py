@@ -1,0 +1,18 @@
+"""Weights of frozen layers in 8 or 4 bits, decoded where they are used. May import: core, memory."""
+
+from lightning_vram.techniques.quantize_frozen_weights.apply import QuantizedLayers, quantize_frozen_weights
+from lightning_vram.techniques.quantize_frozen_weights.quantized_weight import (
+    QuantizedWeight,
+    WeightReadError,
+    quantized_weight,
+    read_weights_as,
+)
+
+__all__ = [
+    "QuantizedLayers",
+    "QuantizedWeight",
+    "WeightReadError",
+    "quantize_frozen_weights",
+    "quantized_weight",
+    "read_weights_as",
+]

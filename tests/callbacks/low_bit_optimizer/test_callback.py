@@ -1,0 +1,291 @@
+"""``LowBitOptimizer``: bytes of states, resumed to the bit, the user's own optimizers, undone after the fit."""
+
+import math
+import re
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from support.helpers import Forking, ForkingOffload, LitManual, TinyGPT, assert_equal_weights
+from support.host_layers import ADAMW, Layers
+from support.lion import Lion
+from support.offload_nets import leave_group
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.optim import SGD, Adam, Adamax, NAdam, RAdam, RMSprop
+from torch.optim.lr_scheduler import OneCycleLR
+
+from lightning_vram import LowBitOptimizer, MomentsInBF16, estimate_memory
+from lightning_vram.callbacks.low_bit_optimizer import LowBitOptimizer as Same
+from lightning_vram.core.tensors.low_bit import LowBitTensor
+from lightning_vram.memory.tracking.timeline import Category
+from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+OPTIMIZERS: dict[str, tuple[Any, int]] = {  # and the moments of each
+    "AdamW": (ADAMW, 2),
+    "fused": (partial(torch.optim.AdamW, lr=1e-2, fused=True), 2),
+    "amsgrad, one by one": (partial(Adam, lr=1e-2, amsgrad=True, foreach=False), 3),
+    "Adamax": (partial(Adamax, lr=1e-2), 2),
+    "NAdam": (partial(NAdam, lr=1e-2), 2),
+    "RAdam": (partial(RAdam, lr=1e-2), 2),
+    "SGD": (partial(SGD, lr=0.1, momentum=0.9, nesterov=True), 1),
+    "Lion": (partial(Lion, lr=1e-3), 1),
+}
+LARGE, SMALL = 16 * 400 + 400 * 30, 400 + 30 + 30 * 4 + 4  # weights of Layers: those of parameters of 4096 and more
+SIZES = [16 * 400, 400 * 30]
+
+
+@pytest.fixture
+def fit(make_trainer):
+    def fit(make: Any = Layers, *, bits: int | None = 8, ckpt_path: Any = None, **options: Any) -> Any:
+        pl.seed_everything(0, verbose=False)
+        model = make()
+        callbacks = [] if bits is None else [LowBitOptimizer(bits=bits)]
+        trainer = make_trainer(callbacks=callbacks, **{"max_epochs": 1, **options})
+        trainer.fit(model, ckpt_path=ckpt_path)
+        model.saved_by = trainer
+        return model
+
+    return fit
+
+
+class Looking(Layers):
+    """Looks at its states after each step, and leaves a file: ranks train in processes of their own."""
+
+    def on_train_batch_end(self, *unused: Any) -> None:
+        if hasattr(self.trainer.strategy, "_finish_steps"):
+            self.trainer.strategy._finish_steps()
+        states = [(p, s) for optimizer in self.trainer.optimizers for p, s in optimizer.state.items()]
+        local = [(p, local_part(value)) for p, s in states for value in s.values() if isinstance(value, Tensor)]
+        self.sizes = sorted({p.numel() for p, value in local if isinstance(value, LowBitTensor)})
+        self.host_bytes.append(sum(value.nbytes for _, value in local if value.dim()))
+
+    def on_train_end(self) -> None:
+        weights = [] if hasattr(self, "is_sharded") else [p.detach() for p in self.parameters()]
+        found = {"sizes": self.sizes, "weights": weights}
+        torch.save(found, f"{self.trainer.default_root_dir}/{self.trainer.global_rank}.pt")
+
+
+def test_it_is_exported() -> None:
+    assert LowBitOptimizer is Same
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(("optimizer", "num_moments"), OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_states_take_few_bytes_and_training_is_close(optimizer, num_moments, bits, fit):
+    make = partial(Looking, optimizer, num_batches=20)
+    low, plain = fit(make, bits=bits), fit(make, bits=None)
+    num_blocks = 16 * 400 // 128 + math.ceil(400 * 30 / 128)
+    assert low.host_bytes == [num_moments * (num_blocks * {8: 132, 4: 68}[bits] + 4 * SMALL)] * 20
+    assert plain.host_bytes == [4 * num_moments * (LARGE + SMALL)] * 20
+    assert low.sizes == SIZES
+    ours, theirs = (torch.cat([p.detach().flatten() for p in one.parameters()]) for one in (low, plain))
+    assert not torch.equal(ours, theirs)
+    assert (ours - theirs).norm() < {8: 0.02, 4: 0.15}[bits] * theirs.norm()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("optimizer", [ADAMW, *(OPTIMIZERS[name][0] for name in ("SGD", "Lion"))])
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.01}])
+def test_a_resumed_run_ends_at_the_same_bits(options, optimizer, bits, fit, tmp_path):
+    make = partial(Layers, optimizer, num_batches=6)
+    fit(make, bits=bits, **options).saved_by.save_checkpoint(tmp_path / "last.ckpt")
+    resumed = fit(make, bits=bits, ckpt_path=tmp_path / "last.ckpt", max_epochs=2, **options)
+    assert_equal_weights(resumed, fit(make, bits=bits, max_epochs=2, **options))
+
+
+class Loaded(Layers):
+    """Notes the moments that it begins with."""
+
+    def on_train_start(self) -> None:
+        states = self.trainer.optimizers[0].state.values()
+        self.moments = [state["exp_avg"].clone() for state in states]
+
+
+@pytest.mark.parametrize(("first", "second"), [(8, None), (None, 4), (4, 8)])
+def test_checkpoints_are_plain_and_load_with_and_without(first, second, fit, tmp_path):
+    fit(partial(Layers, num_batches=4), bits=first).saved_by.save_checkpoint(tmp_path / "last.ckpt")
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)["optimizer_states"][0]["state"].values()
+    loaded = fit(partial(Loaded, num_batches=4), bits=second, ckpt_path=tmp_path / "last.ckpt", max_epochs=2)
+    for moment, state in zip(loaded.moments, saved, strict=True):
+        assert type(state["exp_avg"]) is Tensor
+        is_low = second is not None and moment.numel() >= 4096
+        assert isinstance(moment, LowBitTensor) == is_low
+        if is_low:
+            assert (moment - state["exp_avg"]).norm() < {8: 0.01, 4: 0.2}[second] * moment.norm()
+        else:
+            assert torch.equal(moment, state["exp_avg"])
+
+
+def test_it_is_undone_after_the_fit(fit):
+    model = fit(partial(Layers, num_batches=3))
+    (optimizer,) = model.saved_by.optimizers
+    before = [state["exp_avg"] + 0 for state in optimizer.state.values()]
+    assert "step" not in vars(optimizer)
+    optimizer.param_groups[0]["betas"] = (0.5, 0.999)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for state, moment in zip(optimizer.state.values(), before, strict=True):
+        assert {type(value) for value in state.values()} == {Tensor}
+        assert torch.equal(state["exp_avg"], moment / 2)
+    assert not optimizer._optimizer_step_pre_hooks
+
+
+def test_two_optimizers_of_manual_optimization(make_trainer):
+    model = LitManual(TinyGPT())
+    trainer = make_trainer(callbacks=[LowBitOptimizer(bits=4)])
+    trainer.fit(model)
+    sgd, adamw = trainer.optimizers  # the first without momentum
+    assert not any(
+        isinstance(value, Tensor) and value.dim() for state in sgd.state.values() for value in state.values()
+    )
+    for parameter, state in adamw.state.items():
+        assert isinstance(state["exp_avg"], LowBitTensor) == (parameter.numel() >= 4096)
+
+
+class Scheduled(Layers):
+    """Notes what its schedule sets, and that hooks see the optimizer that it made."""
+
+    def configure_optimizers(self) -> Any:
+        self.made, self.seen, self.trace = super().configure_optimizers(), [], []
+        self.made.register_step_post_hook(lambda one, *_: self.seen.append(one is self.made))
+        schedule = OneCycleLR(self.made, max_lr=0.05, total_steps=20)
+        return {"optimizer": self.made, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def on_train_batch_end(self, *unused: Any) -> None:
+        (group,) = self.trainer.optimizers[0].param_groups
+        self.trace.append((group["lr"], group.get("betas"), group.get("momentum")))
+
+
+@pytest.mark.parametrize("optimizer", [ADAMW, OPTIMIZERS["SGD"][0]])
+def test_one_cycle_moves_what_it_moves_without(optimizer, fit):
+    low, plain = (fit(partial(Scheduled, optimizer, num_batches=20), bits=bits) for bits in (4, None))
+    assert low.trace == plain.trace
+    assert low.seen == plain.seen == [True] * 20
+    assert low.saved_by.optimizers[0] is low.made
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("offload", [{}, {"offload": "none"}, {"device_bytes": 0.5}])
+def test_under_fsdp_offload_moments_are_in_low_bits_wherever_they_are(offload, bits, fit):
+    model = fit(partial(Looking, num_batches=4), bits=bits, strategy=ForkingOffload(**offload), precision="bf16-mixed")
+    assert model.sizes == SIZES
+    if not offload:
+        same = fit(partial(Looking, num_batches=4), bits=bits)
+        assert model.host_bytes == same.host_bytes
+    leave_group()
+
+
+class Sharded(Looking):
+    """For FSDP2: of each parameter a rank has the half, which has less than 4096 numbers."""
+
+    def state_dict(self, **arguments: Any) -> Any:
+        """The launcher cannot hand shards to the parent process."""
+        return {} if hasattr(self, "is_sharded") else super().state_dict(**arguments)
+
+    def configure_model(self) -> None:
+        if self.device_mesh is not None and not hasattr(self, "is_sharded"):
+            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+            self.is_sharded = True
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("strategy", ["ddp_fork", "fsdp2"])
+def test_ranks_choose_the_parameters_that_one_process_does(strategy, fit, tmp_path):
+    options = {"devices": 2, "use_distributed_sampler": False}
+    options["strategy"] = Forking() if strategy == "fsdp2" else strategy
+    fit(partial(Sharded, num_batches=6), **options)
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    assert first["sizes"] == second["sizes"] == SIZES
+    assert all(map(torch.equal, first["weights"], second["weights"]))
+
+
+# --- what is refused ---
+
+
+@pytest.mark.parametrize("bits", [2, "8", True, 8.5])
+def test_other_bits_are_refused(bits: Any) -> None:
+    with pytest.raises(ValueError, match=rf"^{re.escape(f'LowBitOptimizer(bits) must be 8 or 4, got {bits!r}.')}$"):
+        LowBitOptimizer(bits=bits)
+
+
+ABLE = "Adam, AdamW, Adamax, NAdam, RAdam, SGD with momentum and Lion"
+
+
+@pytest.mark.parametrize("optimizer", [RMSprop, partial(SGD, lr=0.1)])
+def test_a_run_without_such_moments_is_refused(optimizer, make_trainer):
+    name = getattr(optimizer, "func", optimizer).__name__
+    message = (
+        f"LowBitOptimizer(bits=4) is for the moments of {ABLE}, got {name}: use one of these, as torch.optim has it, "
+        "or leave LowBitOptimizer(bits=4) out."
+    )
+    with pytest.raises(MisconfigurationException, match=f"^{re.escape(message)}$"):
+        make_trainer(callbacks=[LowBitOptimizer(bits=4)]).fit(Layers(optimizer, num_batches=1))
+
+
+@pytest.mark.parametrize("strategy", ["auto", "fsdp_offload"])
+def test_weights_of_16_bit_are_refused(strategy, make_trainer):
+    trainer = make_trainer(callbacks=[LowBitOptimizer()], precision="bf16-true", strategy=strategy, devices=1)
+    message = (
+        "LowBitOptimizer(bits=8) is for the moments of float32 weights, got torch.bfloat16 in AdamW: use precision="
+        "'bf16-mixed' or '32-true', or leave LowBitOptimizer(bits=8) out."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        trainer.fit(Layers(num_batches=1))
+    leave_group()
+
+
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [
+        ([LowBitOptimizer(bits=4)], "Two LowBitOptimizer in one Trainer: leave one out."),
+        ([MomentsInBF16()], "LowBitOptimizer and MomentsInBF16 in one Trainer: leave one out."),
+    ],
+)
+def test_two_are_refused(others, message, make_trainer):
+    with pytest.raises(MisconfigurationException, match=f"^{re.escape(message)}$"):
+        make_trainer(callbacks=[LowBitOptimizer(), *others]).fit(Layers(num_batches=1))
+
+
+def test_another_form_on_the_host_is_refused_beside_it(make_trainer):
+    trainer = make_trainer(callbacks=[LowBitOptimizer(bits=4)], strategy=ForkingOffload(host_state="bf16"))
+    message = (
+        "LowBitOptimizer(bits=4) does not work with FSDPOffloadStrategy(host_state='bf16'), which has moments in "
+        "bfloat16: leave one out."
+    )
+    with pytest.raises(MisconfigurationException, match=f"^{re.escape(message)}$"):
+        trainer.fit(Layers(num_batches=1))
+
+
+class Late(Layers):
+    """Makes another optimizer in the midst of training, and one of something else."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            self.late, self.other = ADAMW(self.parameters()), ADAMW([nn.Parameter(torch.ones(5000))])
+            self.other.param_groups[0]["params"][0].grad = torch.ones(5000)
+            self.late.step()
+            self.other.step()
+
+
+def test_optimizers_that_are_made_late_are_taken_in_and_those_of_others_are_not(fit):
+    model = fit(partial(Late, num_batches=4))
+    assert sum(isinstance(state["exp_avg"], LowBitTensor) for state in model.late.state.values()) == 2
+    assert {type(state["exp_avg"]) for state in model.other.state.values()} == {Tensor}
+
+
+def test_an_estimate_counts_the_bytes_of_states() -> None:
+    def state_bytes(*callbacks: Any) -> int:
+        trainer = {"callbacks": list(callbacks), "enable_model_summary": False}
+        estimate = estimate_memory(Layers(), torch.zeros(8, 16), device="rtx4090", trainer=trainer, find_limits=False)
+        return estimate.timeline.peak_by_category[Category.OPTIMIZER_STATE]
+
+    num_blocks = 16 * 400 // 128 + math.ceil(400 * 30 / 128)
+    assert state_bytes(LowBitOptimizer(bits=8)) == 2 * (num_blocks * 132 + 4 * SMALL)
+    assert state_bytes(LowBitOptimizer(bits=4)) == 2 * (num_blocks * 68 + 4 * SMALL)

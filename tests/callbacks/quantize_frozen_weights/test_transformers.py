@@ -1,0 +1,110 @@
+"""Models of ``transformers`` with adapters: those of ``peft``, and a fine-tuning on real text."""
+
+import copy
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import transformers as hf
+from support.hf_models import text
+from support.lora_nets import LoRA
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_vram import QuantizeFrozenWeights
+from lightning_vram.demos import SourceText
+from lightning_vram.techniques.quantize_frozen_weights import quantize_frozen_weights
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:.*gradient_checkpointing.* is deprecated:FutureWarning"
+    ),  # peft, on transformers 5
+]
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+TEXT = {"vocab_size": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def llama(**changes: Any) -> nn.Module:
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**TEXT, **SIZES, num_key_value_heads=2, **changes))
+
+
+def gpt2() -> nn.Module:
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return hf.GPT2LMHeadModel(hf.GPT2Config(**TEXT, **no_dropout, n_embd=128, n_layer=2, n_head=2, n_positions=64))
+
+
+def gradients(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    model.zero_grad()
+    model(**batch).loss.backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
+
+
+@pytest.mark.parametrize(("make", "num_layers"), [(llama, 16), (gpt2, 11)])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_adapters_of_peft_train_on_quantized_layers(make, num_layers, bits):
+    peft = pytest.importorskip("peft")  # pip install peft
+    torch.manual_seed(0)
+    model = peft.get_peft_model(make(), peft.LoraConfig(r=4, target_modules="all-linear"))
+    plain, batch = copy.deepcopy(model), text(2)
+    quantized = quantize_frozen_weights(model, bits)
+    assert len(quantized.names) == num_layers
+    for name in quantized.names:
+        plain.get_submodule(name).weight.copy_(model.get_submodule(name).weight.dequantize())
+    assert torch.equal(gradients(model, batch), gradients(plain, batch))
+    model.gradient_checkpointing_enable()
+    assert torch.equal(gradients(model, batch), gradients(plain, batch))
+
+
+class Text(pl.LightningModule):
+    """Learns to predict bytes; notes the losses."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        loss = F.cross_entropy(self.net(batch[:, :-1]).logits.flatten(0, 1), batch[:, 1:].flatten())
+        self.losses.append(float(loss))
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(filter(lambda p: p.requires_grad, self.parameters()), lr=2e-3)
+
+
+def with_adapters(net: nn.Module) -> nn.Module:
+    net.requires_grad_(False)
+    for block in net.model.layers:
+        for part in (block.self_attn, block.mlp):
+            for name, layer in list(part.named_children()):
+                if isinstance(layer, nn.Linear):
+                    adapted = LoRA(layer, rank=8)
+                    nn.init.zeros_(adapted.lora_B.weight)
+                    setattr(part, name, adapted)
+    return net
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_fine_tuning_on_real_text_ends_within_two_percent(make_trainer):
+    def train(net: nn.Module, num_steps: int, callbacks: list[Any], *, begin: int = 0) -> Text:
+        pl.seed_everything(begin, verbose=False)
+        model = Text(net)
+        data = SourceText(batch_size=8, sequence_length=64, num_train_bytes=400_000)
+        make_trainer(callbacks=callbacks, max_steps=num_steps, max_epochs=-1, limit_val_batches=0).fit(model, data)
+        return model
+
+    torch.manual_seed(0)
+    base = train(llama(), 200, [])
+    torch.manual_seed(1)
+    tuned = with_adapters(base.net)
+    ends = {}
+    for bits in (None, 8, 4):
+        callbacks = [QuantizeFrozenWeights(bits)] if bits else []
+        losses = train(copy.deepcopy(tuned), 200, callbacks, begin=1).losses
+        ends[bits] = sum(losses[-20:]) / 20
+    assert ends[None] < 0.97 * sum(base.losses[-20:]) / 20
+    for bits in (8, 4):
+        assert abs(ends[bits] / ends[None] - 1) < 0.02

@@ -1,0 +1,97 @@
+"""Steps of AdamW on moments as they are kept: the bits of those that widen them, and who does not get them."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from support.compiled_codecs import coded_in_c, compiled, needs_compiler
+from torch import Tensor, nn
+from torch.optim import Adam, AdamW, NAdam
+
+from lightning_vram.core.tensors.low_bit import LowBitTensor
+from lightning_vram.optimizers.on_host import NarrowStates, step_in_parts
+from lightning_vram.optimizers.stepping import StepRound, find_form
+
+pytestmark = needs_compiler
+FUSED = partial(AdamW, lr=1e-2, fused=True)
+
+
+@pytest.fixture(autouse=True)
+def _has_step():
+    if not compiled().has_step:
+        pytest.skip("torch's kernel rounds otherwise on this processor")
+
+
+def train(form: str, make: Any = FUSED, *, num_steps: int = 4, change: Any = None) -> list[Tensor]:
+    """Step two layers with moments in a form; return weights and moments."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(320, 1), nn.Linear(7, 130))
+    optimizer = make(layers.parameters())
+    found = find_form(form)
+    states = NarrowStates(optimizer, layers.parameters(), found)
+    generator = torch.Generator().manual_seed(1)
+    for number in range(num_steps):
+        for parameter in layers.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator) * 10.0**-number
+        if change is not None:
+            change(optimizer)
+        step_round = StepRound(optimizer, is_on_host=False)
+        step_in_parts(step_round, states, step_round.take_rest())
+    kept = [value for state in optimizer.state.values() for value in state.values()]
+    return [*layers.parameters(), *(one.decode() if isinstance(one, LowBitTensor) else one for one in kept)]
+
+
+def is_same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.parametrize("form", ["bf16", "8bit", "4bit"])
+@pytest.mark.parametrize("make", [FUSED, partial(Adam, fused=True), partial(FUSED, betas=(0.8, 0.95), weight_decay=0)])
+def test_a_step_on_what_is_kept_has_the_bits_of_one_that_widens_it(form, make):
+    theirs = train(form, make)
+    with coded_in_c() as stepped:
+        assert is_same(train(form, make), theirs)
+    # The first step makes the moments. The last of 910, 1 and 130 are left to torch's kernel: it rounds them otherwise.
+    assert stepped == [320, 896, 128] * 3
+
+
+def test_schedules_of_rates_and_betas_are_followed():
+    def change(optimizer: AdamW) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = torch.tensor(float(group["lr"]) * 0.7)
+            group["betas"] = group["betas"][0] * 0.9, 0.99
+
+    theirs = train("bf16", change=change)
+    with coded_in_c() as stepped:
+        assert is_same(train("bf16", change=change), theirs)
+    assert stepped == [320, 896, 128] * 3
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(AdamW, fused=False),
+        partial(AdamW, foreach=True),
+        partial(FUSED, amsgrad=True),
+        partial(FUSED, maximize=True),
+        partial(FUSED, betas=(0.4, 0.999)),
+        partial(Adam, fused=True, weight_decay=0.1),
+        NAdam,
+    ],
+)
+def test_other_steps_widen_moments(make):
+    theirs = train("bf16", make)
+    with coded_in_c() as stepped:
+        assert is_same(train("bf16", make), theirs)
+    assert not stepped
+
+
+def test_a_step_with_a_scale_of_gradients_widens_moments():
+    def change(optimizer: Any) -> None:
+        optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.tensor(0.0)
+
+    theirs = train("bf16", change=change)
+    with coded_in_c() as stepped:
+        assert is_same(train("bf16", change=change), theirs)
+    assert not stepped
