@@ -239,7 +239,7 @@ def test_a_scaled_step_is_two_backwards_and_a_skipped_one_is_one(fit):
 
 @pytest.mark.parametrize("is_first", [True, False])
 @pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.02}, {"accumulate_grad_batches": 2}], ids=str)
-def test_it_steps_moments_in_bf16_to_the_same_bits(options, is_first, fit):  # those in 8 and 4 bits: below
+def test_it_steps_moments_in_bf16_to_the_same_bits(options, is_first, fit):
     narrow = fit(Grouped, MomentsInBF16(), **options)
     callbacks = [MomentsInBF16(), TWO_PASS()]
     early = fit(Grouped, *(callbacks[::-1] if is_first else callbacks), **options)
