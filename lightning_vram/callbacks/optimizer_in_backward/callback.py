@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_vram.callbacks.hook_points import FitTechnique, uses_gradients
@@ -41,15 +42,17 @@ class OptimizerInBackward(FitTechnique):
         max_norm: With ``Trainer(gradient_clip_val=...)`` by norm: ``"two-pass"`` runs each backward twice over the same
             graph, first for the norm, then with the steps, which is exact; ``"previous"`` clips by the norm that the
             gradients of the step before had, before they were clipped, which is approximate. The first step, which has
-            none before it, keeps all gradients and is exact. ``None`` refuses such clipping. Without it ignored.
+            none before it, keeps all gradients and is exact. ``None`` refuses such clipping. With a ``GradScaler``,
+            clipped or not, it has to be ``"two-pass"``: the first backward tells whether gradients are finite, the
+            second runs if they are. With neither ignored.
 
     Raises:
         TypeError: If ``max_norm`` is no text.
         ValueError: If ``max_norm`` is none of those above. Before training, if the optimizer cannot step one parameter
             at a time: it has to be one of ``torch.optim`` but LBFGS and SparseAdam.
-        MisconfigurationException: In ``setup``, with manual optimization, clipping by norm without ``max_norm`` or
-            under FSDP2, hooks that may use gradients, FSDP1, DeepSpeed, ``fsdp_offload``. Before training, with a
-            ``GradScaler`` and what only the reducer of DDP can do.
+        MisconfigurationException: In ``setup``, with manual optimization, clipping by norm without ``max_norm``,
+            hooks that may use gradients, FSDP1, DeepSpeed, ``fsdp_offload``. Before training, with a
+            ``GradScaler`` without ``"two-pass"`` or under FSDP2, and what only the reducer of DDP can do.
         RuntimeError: In a backward, if a parameter gets a second gradient in one step, as by a second backward or
             checkpointing with ``use_reentrant=True``.
 
@@ -95,7 +98,7 @@ class OptimizerInBackward(FitTechnique):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        check_training(trainer)
+        check_training(trainer, self.max_norm)
         users = [type(one).__name__ for one in trainer.callbacks if uses_gradients(one)]  # type: ignore[attr-defined]
         if users:
             rank_zero_warn(
@@ -121,6 +124,7 @@ class OptimizerInBackward(FitTechnique):
         self._steps.attach(trainer.optimizers)
         plugin = trainer.precision_plugin
         self._shadows = [
+            Shadow(plugin, "optimizer_step", partial(partial, self._optimizer_step, plugin)),
             Shadow(plugin, "backward", partial(partial, self._backward)),
             Shadow(plugin, "clip_gradients", partial(partial, self._clip_gradients)),
         ]
@@ -128,11 +132,19 @@ class OptimizerInBackward(FitTechnique):
     def _backward(self, inner: Callable[..., None], /, *args: Any, **kwargs: Any) -> None:
         """Stand in for the backward of the precision plugin, between its hooks."""
         assert self._steps is not None
-        if self._steps.needs_norm:
-            with self._steps.measuring():
-                inner(*args, **kwargs, retain_graph=True)
-        inner(*args, **kwargs)
-        self._steps.end_backward()
+        run = self._steps.run_twice if self._steps.needs_two else self._steps.run_once
+        run(partial(inner, *args, **kwargs))
+
+    def _optimizer_step(
+        self, plugin: Any, inner: Callable[..., Any], /, optimizer: Optimizer, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Stand in for the step of the precision plugin, which with a scaler runs the backward before the step."""
+        assert self._steps is not None
+        scaler = getattr(plugin, "scaler", None)  # it may end in the midst of a run
+        if scaler is None or not scaler.is_enabled():
+            return inner(optimizer, *args, **kwargs)
+        with self._steps.scaled(optimizer, scaler):
+            return inner(optimizer, *args, **kwargs)
 
     def _clip_gradients(self, inner: Callable[..., None], /, *args: Any, **kwargs: Any) -> None:
         assert self._steps is not None

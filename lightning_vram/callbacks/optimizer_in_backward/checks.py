@@ -44,16 +44,26 @@ def clips_by_norm(trainer: pl.Trainer) -> bool:
     return bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != GradClipAlgorithmType.VALUE
 
 
-def check_training(trainer: pl.Trainer) -> None:
+def check_training(trainer: pl.Trainer, max_norm: str | None) -> None:
     """Refuse what shows only once the module is wrapped: a scaler, and what only the reducer of DDP can do.
+
+    Args:
+        trainer: That is about to train.
+        max_norm: Argument of the callback.
 
     Raises:
         MisconfigurationException: With the reason and the way out.
     """
-    if is_scaled(trainer):
+    if is_scaled(trainer) and max_norm != "two-pass":
         raise MisconfigurationException(
-            f"{NAME} does not work with a GradScaler, which looks at all gradients before it lets any be stepped with: "
-            "use precision='bf16-mixed'."
+            f"{NAME}(max_norm={max_norm!r}) does not work with a GradScaler, which looks at all gradients before it "
+            "lets any be stepped with: use max_norm='two-pass' (exact; runs each backward twice) or "
+            "precision='bf16-mixed'."
+        )
+    if is_scaled(trainer) and isinstance(trainer.strategy, ModelParallelStrategy):
+        raise MisconfigurationException(
+            f"{NAME} does not work with a GradScaler under {type(trainer.strategy).__name__}: use "
+            "precision='bf16-mixed', 'ddp' or a single device."
         )
     model = trainer.strategy.model
     if not isinstance(model, DistributedDataParallel):
@@ -92,9 +102,4 @@ def _check_clipping(trainer: pl.Trainer, max_norm: str | None) -> None:
             f"{NAME} cannot clip by norm, which needs all gradients at once, got gradient_clip_val="
             f"{trainer.gradient_clip_val}: use max_norm='two-pass' (exact; runs each backward twice), "
             "max_norm='previous' (by the norm of the step before) or gradient_clip_algorithm='value'."
-        )
-    if isinstance(trainer.strategy, ModelParallelStrategy):
-        raise MisconfigurationException(
-            f"{NAME}(max_norm={max_norm!r}) does not work with {type(trainer.strategy).__name__}: use "
-            "gradient_clip_algorithm='value', 'ddp' or a single device."
         )

@@ -1,6 +1,7 @@
 """Clip gradients: some of them in 16 bit, by a norm in float32; those of sharded parameters, on their local parts."""
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -9,7 +10,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils import get_total_norm
 
 from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
-from lightning_vram.private_names.torch.operators import multiply_each, order_by_group
+from lightning_vram.private_names.torch.operators import multiply_each, norm_each, order_by_group
 
 _NARROW = (torch.bfloat16, torch.float16)
 
@@ -64,6 +65,27 @@ def sharded_norm(parameters: Iterable[Tensor], local: Callable[[Tensor], Tensor]
         if not isinstance(gradient, DTensor):
             total += torch.linalg.vector_norm(gradient).to(total.device).double().square()
     return total.sqrt().float()
+
+
+def norm_part(gradient: Tensor) -> Tensor:
+    """Return the 2-norm of a gradient, for :func:`join_norms`; of a shard, what its rank has of it."""
+    part: Tensor = norm_each([gradient])[0] if isinstance(gradient, DTensor) else get_total_norm([gradient])
+    return part
+
+
+def join_norms(parts: Sequence[Tensor]) -> Tensor:
+    """Return the norm of all gradients, as ``torch.nn.utils.get_total_norm`` has it of them, to the bit.
+
+    A collective, if they are sharded: then it is the same on every rank.
+
+    Args:
+        parts: Of :func:`norm_part`, in the order of the gradients; at least one.
+    """
+    if not isinstance(parts[0], DTensor):
+        return get_total_norm(list(parts))
+    norm: Any = torch.linalg.vector_norm(torch.stack(order_by_group(list(parts))))
+    total: Tensor = norm.full_tensor()
+    return total
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:

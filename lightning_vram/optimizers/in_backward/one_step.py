@@ -4,13 +4,20 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import get_total_norm
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from lightning_vram.core.gradients.clipping import apply_clip_factor, clip_factor, clip_sharded_values
+from lightning_vram.core.gradients.clipping import (
+    apply_clip_factor,
+    clip_factor,
+    clip_sharded_values,
+    join_norms,
+    norm_part,
+)
 from lightning_vram.core.tensors.shards import is_shard
 from lightning_vram.optimizers.stepping import MembersStep, StepRound, iterate_parameters, make_twin, plain_step
 from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
+from lightning_vram.techniques.mixed_precision import note_unscaled, unscale_part
 
 
 @dataclass(frozen=True)
@@ -38,6 +45,8 @@ class OneStep:
         is_early: Whether it happens in the backward; else somebody else clips first. Also an attribute.
         previous_norm: That of the gradients of the step before.
         members_step: Steps parameters in the place of the optimizer, if somebody has taken that over.
+        scaler: Of the loss; ``None``: it is not scaled. Finds out in a backward before that in which parameters step
+            whether they do.
     """
 
     def __init__(
@@ -48,47 +57,54 @@ class OneStep:
         is_early: bool,
         previous_norm: Tensor | None,
         members_step: MembersStep | None = None,
+        scaler: GradScaler | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.is_early = is_early
-        self.is_measuring = False  # the norm, in a backward before that in which parameters step
+        self.is_measuring = False  # in a backward before that in which parameters step
+        self.has_measured = False
+        self.scaler = scaler
         self._clipping = clipping
         self._members_step = members_step
         self._norm = previous_norm  # that gradients are clipped by
-        self._norms: dict[nn.Parameter, Tensor] = {}  # of gradients that came
+        self._norms: dict[nn.Parameter, Tensor | None] = {}  # of gradients that came
+        self._checks: list[Tensor] = []  # that the scaler made of them
         self._factor: Tensor | None = None
         self._portions: _Portions | None = None
 
     @torch.no_grad()
     def take(self, parameter: nn.Parameter) -> bool:
         """Use the gradient of ``parameter`` for all that it is good for; ``False`` if one of it came before."""
+        if self.scaler is not None and self.is_early:
+            self._checks += unscale_part(self.scaler, self.optimizer, [parameter]).values()
         is_first = self._measure(parameter) if self.is_measuring else self._run(parameter)
         parameter.grad = None
         return is_first
 
     @property
-    def needs_norm(self) -> bool:
-        """Whether gradients cannot be clipped before all of them have come."""
-        return self.is_early and self._clipping.norm is not None and self._norm is None
+    def has_to_measure(self) -> bool:
+        """Whether nothing can be stepped before all gradients have come once."""
+        needs_norm = self._clipping.norm is not None and self._norm is None
+        return self.is_early and not self.has_measured and (needs_norm or self.scaler is not None)
 
     def end_measuring(self) -> None:
-        """Step with what comes from now on, clipped by the norm of what came."""
+        """Step with what comes from now on, clipped by the norm of what came. Tell the scaler what it looks for."""
         self._norm = self.norm()
-        self._norms = {}
-        self.is_measuring = False
+        if self.scaler is not None:
+            note_unscaled(self.scaler, self.optimizer, self._checks)
+        self._norms, self._checks = {}, []
+        self.is_measuring, self.has_measured = False, True
 
     def norm(self) -> Tensor | None:
-        """Return the common norm of all gradients that came, before they were clipped; ``None`` without any.
-
-        The norm of norms, in the order of ``torch.nn.utils.get_total_norm``, is that of all gradients to the bit.
-        """
-        norms = [self._norms[one] for one in iterate_parameters(self.optimizer) if one in self._norms]
-        return get_total_norm(norms) if norms else None
+        """Return the common norm of all gradients that came, before they were clipped; ``None`` without any."""
+        found = (self._norms.get(one) for one in iterate_parameters(self.optimizer))
+        norms = [norm for norm in found if norm is not None]
+        return join_norms(norms) if norms else None
 
     def _measure(self, parameter: nn.Parameter) -> bool:
         assert parameter.grad is not None
         is_first = parameter not in self._norms
-        self._norms[parameter] = get_total_norm([parameter.grad])
+        self._norms[parameter] = None if self._clipping.norm is None else norm_part(parameter.grad)
         return is_first
 
     def _run(self, parameter: nn.Parameter) -> bool:

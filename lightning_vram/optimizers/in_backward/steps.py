@@ -10,15 +10,18 @@ It helps nothing where gradients are kept: over all but the last micro-batch of 
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_vram.core.gradients.clipping import join_norms, norm_part
+from lightning_vram.core.surgery.shadow import Shadow
 from lightning_vram.core.tensors.shards import is_shard
 from lightning_vram.optimizers.in_backward.buckets import ReducedBuckets
 from lightning_vram.optimizers.in_backward.one_step import Clipping, OneStep
@@ -57,6 +60,7 @@ class BackwardSteps(StepTakeOver):
         self._owners: dict[nn.Parameter, Optimizer] = {}
         self._steps_of_others: dict[int, MembersStep | None] = {}  # by id of the optimizer
         self._current: OneStep | None = None
+        self._again: Callable[[], None] | None = None  # runs a backward that was measured
         self._buckets: ReducedBuckets | None = None
         self.previous_norm: Tensor | None = None
         super().__init__()
@@ -95,32 +99,61 @@ class BackwardSteps(StepTakeOver):
         for handle in self._handles.values():
             handle.remove()
         self._taken, self._stand_ins, self._handles, self._owners = [], [], {}, {}
-        self._current = self._buckets = None
+        self._current = self._again = self._buckets = None
+
+    @contextmanager
+    def scaled(self, optimizer: Optimizer, scaler: GradScaler) -> Iterator[None]:
+        """Let a backward in this block find out whether ``optimizer`` may step, and run again when it does.
+
+        Args:
+            optimizer: Steps once in the block, after the backward, unless ``scaler`` leaves that out.
+            scaler: Has scaled the loss.
+        """
+        self._hook(optimizer)
+        step = self._current = self._begin(optimizer, scaler)
+        stand_in = Shadow(scaler, "unscale_", partial(partial, _unscale, step))
+        try:
+            yield
+        finally:
+            stand_in.remove()
+            self._current = self._again = None
+
+    def run_twice(self, backward: Callable[..., None]) -> None:
+        """Run ``backward`` for what has to be known of all gradients, and again with the steps, now or then."""
+        with self._measuring():
+            backward(retain_graph=True)
+        if self._current is not None and self._current.scaler is not None:
+            self._again = backward
+        else:
+            self.run_once(backward)
+
+    def run_once(self, backward: Callable[..., None]) -> None:
+        """Run ``backward``, whose parameters step if it is time to. What is under way between ranks arrives."""
+        backward()
+        self._end_backward()
 
     @property
-    def needs_norm(self) -> bool:
-        """Whether the backward that comes has to run twice: first under :meth:`measuring`, then with its steps."""
+    def needs_two(self) -> bool:
+        """Whether the backward that comes has to run twice: all gradients have to be known before the first step."""
         step = self._current
-        if step is None or not step.needs_norm:
+        if step is None or not step.has_to_measure:
             return False
         if any(parameter.grad is not None for parameter in iterate_parameters(step.optimizer)):
             step.is_early = False  # of micro-batches before: all gradients will be there, anyway
         return step.is_early
 
     @contextmanager
-    def measuring(self) -> Iterator[None]:
-        """Take the norm of the gradients of a backward, and free them."""
+    def _measuring(self) -> Iterator[None]:
         step = self._current
         assert step is not None
         step.is_measuring = True
         yield
-        self.end_backward()
+        self._end_backward()
         step.end_measuring()
         if self._buckets is not None:
             self._buckets.expect_another()
 
-    def end_backward(self) -> None:
-        """Call after each backward: what is under way between ranks arrives."""
+    def _end_backward(self) -> None:
         if self._buckets is not None:
             self._buckets.land()
 
@@ -130,8 +163,8 @@ class BackwardSteps(StepTakeOver):
         if step is not None and step.is_early:
             return False
         if step is not None and self._clipping.by_previous:
-            gradients = [one.grad for one in iterate_parameters(step.optimizer) if one.grad is not None]
-            self.previous_norm = get_total_norm(gradients) if gradients else None
+            norms = [norm_part(one.grad) for one in iterate_parameters(step.optimizer) if one.grad is not None]
+            self.previous_norm = join_norms(norms) if norms else None
         return True
 
     def _has_ours(self, optimizer: Optimizer) -> bool:
@@ -140,12 +173,16 @@ class BackwardSteps(StepTakeOver):
 
     def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         note_step(optimizer)
-        self._hook(optimizer)  # what was thawed, or added to a group
-        step = self._current = self._begin(optimizer)
-        loss = None
+        step, loss = self._current, None
+        if step is None or step.optimizer is not optimizer:
+            self._hook(optimizer)  # what was thawed, or added to a group
+            step = self._current = self._begin(optimizer)
+        again, self._again = self._again, None
         try:
-            if closure is not None:
-                with torch.enable_grad():
+            with torch.enable_grad():
+                if again is not None:
+                    self.run_once(again)
+                if closure is not None:
                     loss = closure()
             for parameter in iterate_parameters(optimizer):
                 if parameter.grad is not None:
@@ -156,15 +193,22 @@ class BackwardSteps(StepTakeOver):
             self.previous_norm = step.norm()
         return loss
 
-    def _begin(self, optimizer: Optimizer) -> OneStep:
+    def _begin(self, optimizer: Optimizer, scaler: GradScaler | None = None) -> OneStep:
         is_early = self._may_be_early
-        if self._clipping.norm is not None:
+        if self._clipping.norm is not None or scaler is not None:
             is_unknown = self._clipping.by_previous and self.previous_norm is None
             # The first reduction of DDP shows the order of its buckets: that backward cannot run twice.
             is_early &= not is_unknown and (self._buckets is None or self._buckets.has_reduced)
         norm = self.previous_norm if self._clipping.by_previous else None
         members_step = self._steps_of_others[id(optimizer)]
-        return OneStep(optimizer, self._clipping, is_early=is_early, previous_norm=norm, members_step=members_step)
+        return OneStep(
+            optimizer,
+            self._clipping,
+            is_early=is_early,
+            previous_norm=norm,
+            members_step=members_step,
+            scaler=scaler,
+        )
 
     def _members_step(self, optimizer: Optimizer) -> MembersStep | None:
         owner = owner_of(optimizer)
@@ -199,3 +243,9 @@ class BackwardSteps(StepTakeOver):
                 f"OptimizerInBackward: {next(names, 'a parameter')!r} got a second gradient in one step, after it was "
                 "stepped with the first. Call backward once per step, and checkpoint with use_reentrant=False."
             )
+
+
+def _unscale(step: OneStep, inner: Callable[..., None], /, optimizer: Optimizer) -> None:
+    """Stand in for ``GradScaler.unscale_``: gradients that were measured were unscaled."""
+    if step.optimizer is not optimizer or not step.has_measured:
+        inner(optimizer)

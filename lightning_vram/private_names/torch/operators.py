@@ -10,6 +10,7 @@
 * ``torch._C._dispatch_get_all_op_names``: names of all operators | 2.11 - | a misspelled operator raises another error
 * ``torch._foreach_copy_``: copy many tensors at once | 2.11 - | nothing works
 * ``torch._foreach_mul_``: multiply many tensors at once | 2.11 - | loss scaling and clipping of shards fail
+* ``torch._foreach_norm``: norms of many tensors at once | 2.11 - | clipping by norm in the backward fails under FSDP2
 * ``torch.utils._foreach_utils._group_tensors_by_device_and_dtype``: in which order norms are added up | 2.11 - |
   clipping of gradients that are kept in 16 bit fails
 * ``torch._neg_view``: a view with the opposite sign | 2.11 - | the few tensors with that bit are not offloaded
@@ -52,6 +53,9 @@ copy_each: Any = torch._foreach_copy_
 
 multiply_each: Any = torch._foreach_mul_
 """Multiply each tensor by a factor, in place."""
+
+norm_each: Any = torch._foreach_norm
+"""Return the 2-norm of each tensor."""
 
 batch_norm_and_statistics: Callable[..., Any] | None = getattr(torch, "_batch_norm_impl_index", None)
 """What ``F.batch_norm`` is made of: chooses cuDNN as that does, and returns the statistics too. Not in all versions."""

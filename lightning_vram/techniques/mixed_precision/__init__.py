@@ -2,7 +2,7 @@
 
 from lightning_vram.techniques.mixed_precision.autocast_weights import find_narrow_weights
 from lightning_vram.techniques.mixed_precision.fp32_islands import Float32Islands, list_islands, run_in_fp32
-from lightning_vram.techniques.mixed_precision.grad_scaler_parts import without_optimizers
+from lightning_vram.techniques.mixed_precision.grad_scaler_parts import note_unscaled, unscale_part, without_optimizers
 from lightning_vram.techniques.mixed_precision.loss_scaling import LossScaling
 from lightning_vram.techniques.mixed_precision.low_precision_norms import keep_norms_low
 from lightning_vram.techniques.mixed_precision.weight_casts import WeightCasts
@@ -14,6 +14,8 @@ __all__ = [
     "find_narrow_weights",
     "keep_norms_low",
     "list_islands",
+    "note_unscaled",
     "run_in_fp32",
+    "unscale_part",
     "without_optimizers",
 ]

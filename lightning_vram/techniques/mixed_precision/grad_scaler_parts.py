@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import GradScaler
+from torch.amp.grad_scaler import GradScaler, OptState
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -68,6 +68,16 @@ def _by_layout(parameters: list[Tensor]) -> Iterable[list[Tensor]]:
         layout = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
         parts[parameter.device, layout].append(parameter)
     return parts.values()
+
+
+def note_unscaled(scaler: GradScaler, optimizer: Optimizer, checks: Iterable[Tensor]) -> None:
+    """Let ``scaler`` know that all gradients of ``optimizer`` were unscaled, and what was found in them."""
+    found_inf: dict[torch.device, Tensor] = {}
+    for check in checks:
+        so_far = found_inf.get(check.device)
+        # One at most, not a sum: fused kernels count back their steps by it.
+        found_inf[check.device] = check if so_far is None else torch.maximum(so_far, check)
+    optimizer_states(scaler)[id(optimizer)].update(stage=OptState.UNSCALED, found_inf_per_device=found_inf)
 
 
 def update_scale(scaler: GradScaler, *, overflowed: bool) -> None:

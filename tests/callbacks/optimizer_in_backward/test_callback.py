@@ -8,8 +8,10 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, GradientAccumulationScheduler
+from lightning.pytorch.plugins import MixedPrecision
 from support.helpers import Forking, LitTiny, PlantedError, TinyCNN, TinyGPT, assert_equal_weights
 from support.host_layers import ADAMW, Layers
+from support.lion import Lion
 from torch import Tensor, nn, optim
 from torch.utils.checkpoint import checkpoint
 
@@ -21,6 +23,7 @@ from lightning_vram import (
     EarlyRelease,
     InPlaceFusion,
     LeanMixedPrecision,
+    LowBitOptimizer,
     MicroBatching,
     MomentsInBF16,
     OptimizerInBackward,
@@ -28,6 +31,7 @@ from lightning_vram import (
     VRAMMonitor,
 )
 from lightning_vram.callbacks.optimizer_in_backward import OptimizerInBackward as Same
+from lightning_vram.core.tensors.low_bit import LowBitTensor
 from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -180,6 +184,59 @@ def test_it_is_exact_with_the_precision_plugin(plugin, assert_same):
     assert_same(plugins=[plugin], ours=TWO_PASS, gradient_clip_val=0.05)
 
 
+def make_scaler() -> Any:
+    """Overflows in the first steps, and grows in the later ones."""
+    return torch.amp.GradScaler("cpu", init_scale=2.0**34, growth_interval=2, backoff_factor=2.0**-10)
+
+
+SCALED: dict[str, Any] = {
+    "Lightning's": lambda: MixedPrecision("16-mixed", "cpu", scaler=make_scaler()),
+    "lean": lambda: LeanMixedPrecision("fp16", scaler=make_scaler()),
+}
+
+
+@pytest.mark.parametrize("make_plugin", SCALED.values(), ids=SCALED)
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (Grouped, {}),
+        (partial(Grouped, partial(optim.AdamW, fused=True)), {}),  # skips in its kernel
+        (Grouped, {"gradient_clip_val": 0.02}),
+        (Grouped, {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}),
+        (Grouped, {"gradient_clip_val": 0.02, "accumulate_grad_batches": 2}),
+    ],
+    ids=["unclipped", "fused", "norm", "value", "window"],
+)
+def test_scaled_gradients_step_or_are_skipped_as_in_the_plain_run(make, options, make_plugin, fit):
+    plain, early = (fit(make, *ours, plugins=[make_plugin()], max_epochs=3, **options) for ours in ([], [TWO_PASS()]))
+    assert_equal_weights(early, plain)
+    (ours, theirs) = (one.saved_by.precision_plugin.scaler for one in (early, plain))
+    assert ours.state_dict() == theirs.state_dict()
+    assert ours.get_scale() < 2.0**34
+    assert vars(ours).keys() == vars(theirs).keys()
+    (mine,), (others,) = early.saved_by.optimizers, plain.saved_by.optimizers
+    assert [one["step"] for one in mine.state.values()] == [one["step"] for one in others.state.values()]
+
+
+def test_a_scaled_step_is_two_backwards_and_a_skipped_one_is_one(fit):
+    calls: list[str] = []
+
+    class Counting(Grouped):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            loss.register_hook(lambda _: calls.append("backward"))
+            return loss
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            assert all(one.grad is None for one in self.parameters())
+            calls.append("end")
+
+    model = fit(Counting, TWO_PASS(), plugins=[SCALED["lean"]()], max_epochs=1)
+    steps = model.saved_by.precision_plugin.overflow_steps
+    assert 0 < steps < 3
+    assert calls == ["backward", "end"] * steps + ["backward", "backward", "end"] * (3 - steps)
+
+
 @pytest.mark.parametrize("is_first", [True, False])
 @pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.02}, {"accumulate_grad_batches": 2}], ids=str)
 def test_it_steps_moments_in_bf16_to_the_same_bits(options, is_first, fit):
@@ -190,6 +247,18 @@ def test_it_steps_moments_in_bf16_to_the_same_bits(options, is_first, fit):
     (optimizer,) = early.saved_by.optimizers
     assert all(state["exp_avg"].dtype == torch.bfloat16 for state in optimizer.state.values())
     assert isinstance(vars(optimizer)["step"], FunctionType)  # of the scheduler, as it was
+
+
+@pytest.mark.parametrize("make", [ADAMW, partial(optim.SGD, lr=0.1, momentum=0.9), partial(Lion, lr=1e-3)])
+@pytest.mark.parametrize(("bits", "clip"), [(8, None), (4, 0.02)])
+def test_it_steps_moments_in_few_bits_to_the_same_bits(bits, clip, make, fit):
+    model = partial(Layers, make, num_batches=4)
+    low = fit(model, LowBitOptimizer(bits), gradient_clip_val=clip)
+    early = fit(model, TWO_PASS(), LowBitOptimizer(bits), gradient_clip_val=clip)
+    assert_equal_weights(early, low)
+    (optimizer,) = early.saved_by.optimizers
+    kept = [value for state in optimizer.state.values() for value in state.values()]
+    assert sum(isinstance(value, LowBitTensor) for value in kept) in (2, 4)  # of the two large parameters
 
 
 class Stepping(Grouped):
@@ -393,6 +462,7 @@ def test_parameters_that_are_used_in_several_segments_step_once(assert_same):
         {"gradient_clip_val": 0.02},
         {"gradient_clip_val": 0.02, "accumulate_grad_batches": 2},
         {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"},
+        {"gradient_clip_val": 0.02, "plugins": [SCALED["Lightning's"]()]},
     ],
     ids=str,
 )
@@ -421,13 +491,32 @@ class Shards(Layers):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, {"precision": "bf16-mixed"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"accumulate_grad_batches": 2},
+        {"precision": "bf16-mixed"},
+        {"gradient_clip_val": 0.02},
+        {"gradient_clip_val": 0.02, "accumulate_grad_batches": 2},
+    ],
+    ids=str,
+)
 def test_it_is_exact_on_two_ranks_of_fsdp2(options, fit, tmp_path):
-    for ours in ([], [OptimizerInBackward()]):
+    for ours in ([], [TWO_PASS()]):
         fit(partial(Shards, ADAMW, num_batches=5), *ours, strategy=Forking(), devices=2, **options)
     for rank in range(2):
         plain, early = (torch.load(tmp_path / f"{name}{rank}.pt") for name in ("plain", "early"))
         assert all(torch.equal(early[name], plain[name]) for name in plain)
+
+
+@pytest.mark.distributed
+def test_the_norm_of_the_step_before_is_that_of_all_shards(fit, tmp_path):
+    fsdp2 = {"strategy": Forking(), "devices": 2, "use_distributed_sampler": False}
+    fit(partial(Shards, ADAMW, num_batches=5), PREVIOUS(), gradient_clip_val=0.02, **fsdp2)
+    shards = [torch.load(tmp_path / f"early{rank}.pt") for rank in range(2)]
+    for name, expected in by_previous(2).named_parameters():
+        assert torch.allclose(torch.cat([one[name] for one in shards]), expected, atol=1e-5)
 
 
 def test_convolutions_and_batch_norms_too(assert_same):

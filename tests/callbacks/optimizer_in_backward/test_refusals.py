@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from support.helpers import Forking, LitManual, TinyGPT
 from support.host_layers import Layers
 from support.offload_nets import leave_group
+from torch.distributed.fsdp import fully_shard
 
 from lightning_vram import (
     AccumulationScheduler,
@@ -88,6 +89,11 @@ def test_hooks_of_the_module_that_may_use_gradients_are_refused(kind, hook, make
     assert_refused(make_trainer(callbacks=[OptimizerInBackward()]), kind(num_batches=1), message)
 
 
+class Sharded(Layers):
+    def configure_model(self) -> None:
+        fully_shard(self, mesh=self.device_mesh["data_parallel"])
+
+
 class Norms(pl.Callback):
     def on_before_optimizer_step(self, *unused: Any) -> None:
         pass
@@ -110,12 +116,26 @@ def test_manual_optimization_is_refused(make_trainer):
 
 
 @pytest.mark.parametrize("plugin", [MixedPrecision("16-mixed", "cpu"), LeanMixedPrecision("fp16")])
-def test_a_scaler_is_refused(plugin, make_trainer):
+@pytest.mark.parametrize("max_norm", [None, "previous"])
+def test_a_scaler_takes_two_passes(max_norm, plugin, make_trainer):
     message = (
-        "OptimizerInBackward does not work with a GradScaler, which looks at all gradients before it lets any be "
-        "stepped with: use precision='bf16-mixed'."
+        f"OptimizerInBackward(max_norm={max_norm!r}) does not work with a GradScaler, which looks at all gradients "
+        "before it lets any be stepped with: use max_norm='two-pass' (exact; runs each backward twice) or "
+        "precision='bf16-mixed'."
     )
-    assert_refused(make_trainer(callbacks=[OptimizerInBackward()], plugins=[plugin]), Layers(num_batches=1), message)
+    trainer = make_trainer(callbacks=[OptimizerInBackward(max_norm)], plugins=[plugin])
+    assert_refused(trainer, Layers(num_batches=1), message)
+
+
+def test_a_scaler_under_fsdp2_is_refused(make_trainer):
+    message = (
+        "OptimizerInBackward does not work with a GradScaler under Forking: use precision='bf16-mixed', 'ddp' or a "
+        "single device."
+    )
+    plugin = MixedPrecision("16-mixed", "cpu")
+    trainer = make_trainer(callbacks=[OptimizerInBackward("two-pass")], plugins=[plugin], strategy=Forking(), devices=2)
+    with pytest.raises(Exception, match=re.escape(message)):  # of another process
+        trainer.fit(Sharded(num_batches=1))
 
 
 def test_clipping_by_norm_is_asked_for_by_name(make_trainer):
@@ -126,18 +146,6 @@ def test_clipping_by_norm_is_asked_for_by_name(make_trainer):
     )
     trainer = make_trainer(callbacks=[OptimizerInBackward()], gradient_clip_val=0.5)
     assert_refused(trainer, Layers(num_batches=1), message)
-
-
-def test_clipping_by_norm_under_fsdp2_is_refused(make_trainer):
-    message = (
-        "OptimizerInBackward(max_norm='previous') does not work with Forking: use gradient_clip_algorithm='value', "
-        "'ddp' or a single device."
-    )
-    trainer = make_trainer(
-        callbacks=[OptimizerInBackward("previous")], gradient_clip_val=0.5, strategy=Forking(), devices=2
-    )
-    with pytest.raises(Exception, match=re.escape(message)):  # of another process
-        trainer.fit(Layers(num_batches=1))
 
 
 def test_fsdp_offload_is_refused(make_trainer):
