@@ -117,7 +117,7 @@ def settle(values: Any, why: str) -> None:
     tree_map_only(LazyLogits, lambda one: one.settle(why), values)
 
 
-def _run(module: nn.Module, state: _State, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _run(module: nn.Module, state: _State, plain: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     hidden = args[0] if len(args) == 1 and not kwargs else None
     if not (state.handle.is_active and isinstance(hidden, Tensor)) or torch.compiler.is_compiling() or is_transformed():
         return plain(*args, **kwargs)

@@ -97,12 +97,12 @@ class LazyLogits(Tensor):
         memory = self.memory if is_view else Memory(self.memory.settings)
         return _make(node, sample, lead, len(lead) if class_dim is None else class_dim, memory)
 
-    def reduce(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Tensor]:
+    def reduce(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Tensor]:
         """Return what a function returns for all tokens, [N, ...] each. Nodes are given to it as values of some."""
         root = Call(function, (self.node, *args), kwargs, _autocast_of(self))
         return compute_rows(root, self.chunk_rows)
 
-    def reduce_to_sum(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
+    def reduce_to_sum(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tensor:
         """Return the sum over all tokens of what a function returns, [N]."""
         return compute_sum(Call(function, (self.node, *args), kwargs, _autocast_of(self)), self.chunk_rows)
 
