@@ -82,13 +82,14 @@ def test_a_host_that_has_too_little_for_all_is_told():
     )
 
 
-def test_moments_in_bf16_make_a_run_fit():
+def test_moments_in_fewer_bytes_make_a_run_fit():
     def plan(allow):
         return plan_memory(Wide(), torch.zeros(8, 16), device="cpu", budget="170MiB", allow=allow)
 
     with pytest.raises(PlanError, match="perhaps allow='any'"):
         plan("lossless")
-    assert [part.name for part in plan("any").best.scheme.parts if part.name == "MomentsInBF16"]
+    found = plan("any")
+    assert found.best.scheme.parts[0].name in ("MomentsInBF16", "LowBitOptimizer")
 
 
 def test_what_is_no_size_is_refused():
