@@ -7,11 +7,12 @@ from tests.benchmarks.suites import head_loss
 
 
 def run(setting: Setting, report: Report) -> None:
-    """Add a row for each shape and way."""
+    """Add a row for each shape and each way that can run there."""
+    ways = [way for way in (*head_loss.WAYS, *head_loss.PEERS) if way.why_not(setting.device) is None]
     turns = {"repeats": 1, "steps": 1} if setting.is_tiny else {"repeats": 5, "steps": 5}
     for shape in head_loss.TINY if setting.is_tiny else head_loss.GPU:
         workload = head_loss.workload_of(shape, setting.device)
-        rows = measure_ways(workload, [*head_loss.WAYS, *head_loss.PEERS], setting.device, **turns)
+        rows = measure_ways(workload, ways, setting.device, **turns)
         report.add(*({"name": f"{row['workload']}, {row['variant']}", **row} for row in rows))
 
 
