@@ -18,7 +18,7 @@ from lightning_vram.optimizers.lean.parameters import SCHEMES
 from tests.benchmarks.cases import Workload
 from tests.benchmarks.compare import Options, measure_ways
 from tests.benchmarks.measure import Row
-from tests.benchmarks.ways import PLAIN, Way, with_callbacks
+from tests.benchmarks.ways import PLAIN, Way
 
 SETTINGS: dict[str, Any] = {"repeats": 5, "steps": 5}
 QUICK: dict[str, Any] = {"repeats": 1, "steps": 2}
@@ -30,6 +30,10 @@ def _lean(parameters: Any, workload: Workload) -> dict[str, Any]:
 
 def _narrow_moments(workload: Workload) -> dict[str, Any]:
     return {"callbacks": [MomentsInBF16()], "precision": "bf16-mixed"}
+
+
+def _low_bit(bits: Any, workload: Workload) -> dict[str, Any]:
+    return {"callbacks": [LowBitOptimizer(bits=bits)], "precision": "bf16-mixed"}
 
 
 def _on_host(workload: Workload) -> dict[str, Any]:
@@ -59,10 +63,16 @@ WAYS = (
         for scheme in SCHEMES
     ),
     Way('MomentsInBF16(), precision="bf16-mixed"', "ours", make_trainer_options=_narrow_moments),
-    with_callbacks("LowBitOptimizer(bits=8)", lambda: [LowBitOptimizer(bits=8)]),
-    with_callbacks("LowBitOptimizer(bits=4)", lambda: [LowBitOptimizer(bits=4)]),
+    *(
+        Way(
+            f'LowBitOptimizer(bits={bits}), precision="bf16-mixed"',
+            "ours",
+            make_trainer_options=partial(_low_bit, bits),
+        )
+        for bits in (8, 4)
+    ),
     Way('OptimizerInBackward(), precision="bf16-mixed"', "ours", make_trainer_options=_in_backward),
-    Way('OptimizerInBackward("two-pass"), gradient_clip_val=1', "ours", make_trainer_options=_two_passes),
+    Way('OptimizerInBackward("two-pass"), clipped, precision="bf16-mixed"', "ours", make_trainer_options=_two_passes),
     Way('FSDPOffloadStrategy(offload="optimizer")', "ours", make_trainer_options=_on_host, why_not=_wants_gpu),
 )
 
