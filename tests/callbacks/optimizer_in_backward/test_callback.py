@@ -464,7 +464,7 @@ def test_parameters_that_are_used_in_several_segments_step_once(assert_same):
         {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"},
         {"gradient_clip_val": 0.02, "plugins": [SCALED["Lightning's"]()]},
     ],
-    ids=str,
+    ids=["plain", "accumulation", "norm", "norm of windows", "value", "scaler"],  # workers must agree
 )
 def test_it_is_exact_on_two_ranks_of_ddp(options, assert_same):
     ddp = {"devices": 2, "strategy": "ddp_fork", "use_distributed_sampler": False}
