@@ -118,16 +118,20 @@ class LazyLogits(Tensor):
             why: Name of the function that wants it.
         """
         if self.whole is None:
-            self.check()
-            self.memory.settings.tell(why)
             with torch.set_grad_enabled(self.requires_grad):
-                rows = RowProgram(_as_call(self.node), 1).compute_whole()
-                whole = rows.view(*self.lead, rows.shape[-1])
-                self.whole = whole.movedim(-1, self.class_dim) if self.class_dim != self.ndim - 1 else whole
+                self.whole = self.compute(why)
             if self.whole.requires_grad:
                 for hook in self._hooks():
                     self.whole.register_hook(hook)  # type: ignore[no-untyped-call]
         return self.whole
+
+    def compute(self, why: str) -> Tensor:
+        """Return the tensor, which is not kept; see :meth:`make_whole`."""
+        self.check()
+        self.memory.settings.tell(why)
+        rows = RowProgram(_as_call(self.node), 1).compute_whole()
+        whole = rows.view(*self.lead, rows.shape[-1])
+        return whole.movedim(-1, self.class_dim) if self.class_dim != self.ndim - 1 else whole
 
     def add_hook(self, hook: Callable[[Tensor], Any]) -> RemovableHandle:
         """Have a hook called when a backward comes here; it gets no gradient."""
@@ -204,8 +208,8 @@ class LazyLogits(Tensor):
         """Make whole for what passes by Python's functions, such as somebody's ``autograd.Function``."""
 
         def values(one: LazyLogits) -> Tensor:
-            with torch.no_grad():
-                return one.make_whole(str(func)).detach()
+            # Below autograd: what is made here has no graph, and must not be kept for who wants one.
+            return one.compute(str(func)) if one.whole is None else one.whole.detach()
 
         whole_args, whole_options = tree_map_only(LazyLogits, values, (args, dict(kwargs or {})))
         return func(*whole_args, **whole_options)

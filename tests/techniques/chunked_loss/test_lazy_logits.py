@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_vram.private_names.torch.tensors import without_torch_function
 from lightning_vram.techniques.chunked_loss import apply_chunked_loss, settle
 from tests.techniques.chunked_loss.spellings import SHAPE, TARGET, VOCAB_SIZE, Net
 
@@ -96,6 +97,19 @@ def test_a_look_without_gradients_does_not_cost_those_of_the_loss(lazy):
         assert torch.equal(logits.cumsum(-1), lazy.plain().cumsum(-1))
     F.cross_entropy(logits.flatten(0, 1), TARGET.flatten()).backward()
     assert lazy.net.head.weight.grad.any()
+
+
+def test_neither_does_a_look_past_functions_of_python(lazy):
+    logits = lazy()
+    with without_torch_function():
+        total = logits.sum()
+    torch.testing.assert_close(total, lazy.plain().sum())
+    (logits.cumsum(-1).mean() + total).backward()
+    found = lazy.net.head.weight.grad.clone()
+    lazy.net.zero_grad()
+    plain = lazy.plain()
+    (plain.cumsum(-1).mean() + plain.sum()).backward()
+    torch.testing.assert_close(found, lazy.net.head.weight.grad)
 
 
 def test_a_view_of_logits_that_were_written_to_is_refused(lazy):
