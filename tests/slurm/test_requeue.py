@@ -71,7 +71,7 @@ def test_a_signal_requeues_the_job_and_nothing_is_lost(
 
 def test_a_time_limit_is_told_and_gone_on_from(cluster: Cluster, whole: Whole, tmp_path: Path) -> None:
     limits = ("--time=1", "--signal=USR1@30")  # minutes, and the shortest notice of a SLURM that looks every 30 s
-    training = Training(cluster, tmp_path / "run", "--step_seconds", 0.25, sbatch_options=limits)
+    training = Training(cluster, tmp_path / "run", "--step_seconds", 1, sbatch_options=limits)  # 120 of them
     training.wait_for_start(2)
     cluster.limit_time(training.job, minutes=30)  # a busy machine might need all of one for each start
     assert training.end() == "COMPLETED", training.output

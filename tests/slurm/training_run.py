@@ -102,7 +102,7 @@ def main() -> None:
     parser.add_argument("--root", type=Path, required=True)
     parser.add_argument("--strategy", choices=("ddp", "fsdp_offload", "sharded"), default="ddp")
     parser.add_argument("--max_steps", type=int, default=120)
-    parser.add_argument("--step_seconds", type=float, default=0.005)
+    parser.add_argument("--step_seconds", type=float, default=0.005, help="until the job is requeued; then the default")
     parser.add_argument("--num_workers", type=int, default=0)
     parser.add_argument("--save_every", type=int, default=0, help="steps between checkpoints; 0: none")
     parser.add_argument("--die_at", type=int, default=-1, help="step after which rank 1 is killed")
@@ -141,7 +141,9 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    module = LitNet(arguments.step_seconds, arguments.num_workers)
+    requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+    step_seconds = parser.get_default("step_seconds") if requeued else arguments.step_seconds
+    module = LitNet(step_seconds, arguments.num_workers)
     try:
         trainer.fit(module, ckpt_path="last" if arguments.save_every else None)
     finally:
