@@ -66,6 +66,7 @@ def test_the_code_on_a_page_runs_warns_of_nothing_and_prints_what_is_shown(path,
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("ignore:It is recommended to use `self.log")  # Lightning, of any strategy with ranks
 @pytest.mark.filterwarnings("ignore:Precision bf16-mixed is not supported by the model summary")  # Lightning's
 @pytest.mark.parametrize("path", [path for path in ALL if code_in(path, "python") and _is_large(path)], ids=title)
 def test_so_does_the_code_that_estimates_large_models(path, elsewhere, capsys):

@@ -31,6 +31,7 @@ from lightning_vram.optimizers.stepping import (
     widen_state,
 )
 from lightning_vram.private_names.fsdp2.sharded_tensors import local_part, own_part_of
+from lightning_vram.private_names.torch.dispatch import FakeTensor
 from lightning_vram.techniques.sharding import ShardLane
 from lightning_vram.techniques.sharding.gathered import narrow_of, scale_narrow, wide_part, widen
 
@@ -147,6 +148,8 @@ class _Stepping:
         numel = member.shard.numel()
         self.part_elements = PART_ELEMENTS if member.shard.device.type == "cpu" else _ON_DEVICE
         self.parts = list(cut_parts(0, numel, self.part_elements)) if split is None else split.parts[place]
+        if isinstance(member.shard, FakeTensor):
+            self.parts = self.parts[:1]  # nothing is computed, and no part takes more memory than the first
         self.seed = ""  # for rounding, where that is random
         self.step: AdamWStep | None = None  # where that can be done at once
         self.fresh: State = {}  # what the step makes, to be published when all parts are stepped

@@ -14,7 +14,7 @@ from lightning_vram.core.tensors.bit_patterns import draw_of, rounded_by_place
 from lightning_vram.core.tensors.low_bit import Bits, LowBitTensor, empty_low_bit, low_bit_over, record_bytes
 from lightning_vram.optimizers.stepping.step_round import State
 from lightning_vram.optimizers.stepping.steppable import is_lion, iterate_parameters, steps_like, why_not_steppable
-from lightning_vram.private_names.fsdp2.sharded_tensors import compute_local_shape_and_global_offset
+from lightning_vram.private_names.fsdp2.sharded_tensors import place_of_own_part
 from lightning_vram.private_names.torch.dispatch import FakeTensor
 
 HostState = Literal["fp32", "bf16", "8bit", "4bit"]
@@ -232,8 +232,7 @@ def first_places(optimizer: Optimizer) -> dict[nn.Parameter, tuple[int, int]]:
 def _first_place(parameter: nn.Parameter) -> int:
     if not isinstance(parameter, DTensor):
         return 0
-    place = parameter.shape, parameter.device_mesh, parameter.placements
-    _, offset = compute_local_shape_and_global_offset(*place)
+    _, offset = place_of_own_part(parameter)
     return sum(start * stride for start, stride in zip(offset, parameter.stride(), strict=True))
 
 

@@ -19,9 +19,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from lightning_vram.private_names.torch.dispatch import without_dispatch
 from lightning_vram.private_names.torch.tensors import local_part_of
 
-__all__ = ["DTensorSpec", "TensorMeta", "compute_local_shape_and_global_offset"]
+__all__ = ["DTensorSpec", "TensorMeta"]
 
 
 calls_derived_dispatch = torch.torch_version.TorchVersion("2.13") <= torch.__version__
@@ -64,9 +65,15 @@ def wrap_like(part: Tensor, like: DTensor) -> DTensor:
     return DTensor(part, like._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
+def place_of_own_part(like: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shape of this rank's part of a tensor that lies as ``like`` does, and where in it that begins."""
+    with without_dispatch():  # torch computes with tensors, whose values an estimate would not have
+        return compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+
+
 def cut_own_part(whole: Tensor, like: DTensor) -> Tensor:
     """Return, as a view, this rank's part of a whole tensor that is to lie as ``like`` does."""
-    lengths, offsets = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+    lengths, offsets = place_of_own_part(like)
     part = whole.detach()
     for dimension, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
         part = part.narrow(dimension, offset, length)

@@ -315,20 +315,19 @@ def test_states_are_read_and_written_by_hand(form, fit):
     assert model.is_zero
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("_small_parts")
 def test_an_estimate_tells_the_bytes_of_the_host():
     class Wide(Layers):
-        """Layers that are large beside the parts in which they are stepped."""
+        """Layers that are large beside the parts in which they are stepped, and longer than values are followed."""
 
         def __init__(self) -> None:
             super().__init__(num_batches=1)
-            self.net = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
+            self.net = nn.Sequential(nn.Linear(64, 8192), nn.Linear(8192, 64))
 
     def estimate(host_state: str) -> Any:
         strategy = FSDPOffloadStrategy(host_state=host_state, min_params=100)
         trainer = {"strategy": strategy, "precision": "bf16-mixed"}
-        return estimate_memory(Wide(), torch.zeros(8, 256), device="rtx4090", trainer=trainer, find_limits=False)
+        return estimate_memory(Wide(), torch.zeros(8, 64), device="rtx4090", trainer=trainer, find_limits=False)
 
     estimates, model = {form: estimate(form) for form in ("fp32", *FORMS)}, Wide()
     assert len({one.peak_bytes for one in estimates.values()}) == 1
