@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from lightning_vram.callbacks.hook_points.checks import refuse_moved_parameters
 from lightning_vram.callbacks.hook_points.fit_technique import FitTechnique
-from lightning_vram.optimizers.narrow import NarrowMoments
+from lightning_vram.optimizers.narrow import Library, NarrowMoments, why_not_installed
 from lightning_vram.optimizers.stepping import HostState, StateForm, find_form
 
 _WORDS: dict[HostState, str] = {"bf16": "bfloat16", "8bit": "8 bit", "4bit": "4 bit"}
@@ -19,10 +19,12 @@ class MomentsTechnique(FitTechnique):
 
     Args:
         form: Its name.
+        library: Whose kernels step.
     """
 
-    def __init__(self, form: HostState) -> None:
+    def __init__(self, form: HostState, library: Library = "own") -> None:
         self._form_name: HostState = form
+        self.library: Library = library
         self._moments: NarrowMoments | None = None
         self._strategy: Any = None  # that does it itself
 
@@ -44,7 +46,15 @@ class MomentsTechnique(FitTechnique):
         if others:
             named = f"Two {name}" if {first, *others} == {name} else f"{first} and {others[0]}"
             raise MisconfigurationException(f"{named} in one Trainer: leave one out.")
+        missing = why_not_installed(self.library)
+        if missing is not None:
+            raise ModuleNotFoundError(missing)
         strategy: Any = trainer.strategy
+        if hasattr(strategy, "moments") and self.library not in ("own", "auto"):
+            raise MisconfigurationException(
+                f"{name}(library={self.library!r}) does not work with {type(strategy).__name__}, which steps on the "
+                "host: use library='own'."
+            )
         if hasattr(strategy, "moments") and strategy.arguments.host_state not in ("fp32", self._form_name):
             host_state: HostState = strategy.arguments.host_state
             raise MisconfigurationException(
@@ -58,7 +68,7 @@ class MomentsTechnique(FitTechnique):
             self._strategy = trainer.strategy
             self._strategy.moments = self._form_name
         else:
-            self._moments = NarrowMoments(trainer.lightning_module, self._form)
+            self._moments = NarrowMoments(trainer.lightning_module, self._form, self.library)
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

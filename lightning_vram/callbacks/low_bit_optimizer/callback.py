@@ -6,9 +6,10 @@ bytes for each of some million weights at a time. It does not help where weights
 of a step, or where each parameter has less than 4096 weights.
 """
 
-from typing import Literal
+from typing import Literal, get_args
 
 from lightning_vram.callbacks.hook_points import MomentsTechnique
+from lightning_vram.optimizers.narrow import Library
 
 
 class LowBitOptimizer(MomentsTechnique):
@@ -31,9 +32,16 @@ class LowBitOptimizer(MomentsTechnique):
 
     Args:
         bits: Of a number: 8 (2.06 bytes for each weight of Adam's kind, 1.03 of SGD and Lion) or 4 (1.06, 0.53).
+        library: Whose kernels step: ``"own"``, anything anywhere; ``"torchao"``, Adam and AdamW, by code that
+            ``torch.compile`` makes; ``"bitsandbytes"``, AdamW, SGD and Lion, 8 bits only. The last two, in extra
+            ``lowbit``, step what is not sharded, without ``fused``; what is rounded, and how, is theirs. ``"auto"``:
+            on CUDA the first of bitsandbytes and torchao that is installed and can, else our own. The optimizer and
+            its checkpoints are the same with all.
 
     Raises:
-        ValueError: If ``bits`` is neither. Before training, if such an optimizer has weights that are not float32.
+        ValueError: If ``bits`` or ``library`` is none of those, or the library has no such bits. Before training, if
+            such an optimizer has weights that are not float32, or the library cannot step it.
+        ModuleNotFoundError: In ``setup``, if the library is not installed.
         MisconfigurationException: In ``setup``, if the Trainer is one of ``pytorch_lightning``, has another of these or
             ``MomentsInBF16``, FSDP1, DeepSpeed or another ``host_state``. Before training, if no optimizer has such
             moments.
@@ -44,7 +52,15 @@ class LowBitOptimizer(MomentsTechnique):
         >>> trainer = pl.Trainer(callbacks=[LowBitOptimizer(bits=8)], logger=False)
     """
 
-    def __init__(self, bits: Literal[8, 4] = 8) -> None:
+    def __init__(self, bits: Literal[8, 4] = 8, library: Library = "own") -> None:
         if bits not in (8, 4) or isinstance(bits, bool):
             raise ValueError(f"LowBitOptimizer(bits) must be 8 or 4, got {bits!r}.")
-        super().__init__("8bit" if bits == 8 else "4bit")
+        if library not in get_args(Library):
+            named = ", ".join(map(repr, get_args(Library)))
+            raise ValueError(f"LowBitOptimizer(library) must be one of {named}, got {library!r}.")
+        if library == "bitsandbytes" and bits == 4:
+            raise ValueError(
+                "LowBitOptimizer(library='bitsandbytes') has states of 8 bits only, got bits=4: use bits=8, or "
+                "library='own' or 'torchao'."
+            )
+        super().__init__("8bit" if bits == 8 else "4bit", library)

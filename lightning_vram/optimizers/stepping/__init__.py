@@ -7,10 +7,12 @@ from lightning_vram.optimizers.stepping.averaging import move_average
 from lightning_vram.optimizers.stepping.foreign_steps import WholeSteps, can_step_wholes, explain_failures
 from lightning_vram.optimizers.stepping.state_dtypes import convert_states, full_sized, refill_accumulators
 from lightning_vram.optimizers.stepping.state_forms import (
+    DIVISORS,
     FORMS,
     KINDS,
     MOMENTS,
     HostState,
+    LowBitForm,
     StateForm,
     draw_of_moment,
     find_form,
@@ -44,11 +46,13 @@ from lightning_vram.optimizers.stepping.steppable import (
 from lightning_vram.optimizers.stepping.take_over import MembersStep, StepTakeOver, owner_of
 
 __all__ = [
+    "DIVISORS",
     "FORMS",
     "KINDS",
     "MOMENTS",
     "STEPPABLE",
     "HostState",
+    "LowBitForm",
     "Member",
     "MembersStep",
     "State",
