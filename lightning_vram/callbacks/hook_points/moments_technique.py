@@ -9,7 +9,7 @@ from typing_extensions import override
 from lightning_vram.callbacks.hook_points.checks import refuse_moved_parameters
 from lightning_vram.callbacks.hook_points.fit_technique import FitTechnique
 from lightning_vram.optimizers.narrow import Library, NarrowMoments, why_not_installed
-from lightning_vram.optimizers.stepping import HostState, StateForm, find_form
+from lightning_vram.optimizers.stepping import HostState, StateForm, UpdateCheck, find_form
 
 _WORDS: dict[HostState, str] = {"bf16": "bfloat16", "8bit": "8 bit", "4bit": "4 bit"}
 
@@ -26,6 +26,7 @@ class MomentsTechnique(FitTechnique):
         self._form_name: HostState = form
         self.library: Library = library
         self._moments: NarrowMoments | None = None
+        self._updates: UpdateCheck | None = None  # counts those that are lost, where the callback is asked to
         self._strategy: Any = None  # that does it itself
 
     @property
@@ -68,7 +69,7 @@ class MomentsTechnique(FitTechnique):
             self._strategy = trainer.strategy
             self._strategy.moments = self._form_name
         else:
-            self._moments = NarrowMoments(trainer.lightning_module, self._form, self.library)
+            self._moments = NarrowMoments(trainer.lightning_module, self._form, self.library, self._updates)
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -87,10 +88,11 @@ class MomentsTechnique(FitTechnique):
     def _undo(self) -> None:
         moments, self._moments = self._moments, None
         strategy, self._strategy = self._strategy, None
+        self._updates = None
         if moments is not None:
             moments.let_go()
         if strategy is not None:
             strategy.moments = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_moments": None, "_strategy": None}  # a copy is not part of any run
+        return vars(self) | {"_moments": None, "_strategy": None, "_updates": None}  # a copy is not part of any run

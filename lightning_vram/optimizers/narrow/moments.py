@@ -24,6 +24,7 @@ from lightning_vram.optimizers.stepping import (
     StateForm,
     StepRound,
     StepTakeOver,
+    UpdateCheck,
     iterate_parameters,
     refuse_form,
 )
@@ -39,10 +40,13 @@ class NarrowMoments(StepTakeOver):
         module: Whose parameters they have.
         form: Of the moments.
         library: Whose kernels step, where the form is in low bits.
+        check: Counts updates of moments that rounding takes back, in our own steps; ``None``: nobody does.
     """
 
-    def __init__(self, module: nn.Module, form: StateForm, library: Library = "own") -> None:
-        self._module, self._form, self._library = module, form, library
+    def __init__(
+        self, module: nn.Module, form: StateForm, library: Library = "own", check: UpdateCheck | None = None
+    ) -> None:
+        self._module, self._form, self._library, self._check = module, form, library, check
         self._kept: dict[int, NarrowStates] = {}  # by id of the optimizer
         self._handles: list[RemovableHandle] = []
         super().__init__()
@@ -62,7 +66,7 @@ class NarrowMoments(StepTakeOver):
             refuse_form(form.part, f"leave {form.part} out", form, optimizer, set(iterate_parameters(optimizer)))
         forms = [form_of(self._library, form, optimizer) for optimizer in fresh]
         for optimizer, form in zip(fresh, forms, strict=True):
-            states = NarrowStates(optimizer, filter(form.takes, iterate_parameters(optimizer)), form)
+            states = NarrowStates(optimizer, filter(form.takes, iterate_parameters(optimizer)), form, self._check)
             states.convert(optimizer)
             self._kept[id(optimizer)] = states
             self._handles += [

@@ -22,6 +22,7 @@ from lightning_vram.optimizers.stepping.state_forms import (
     narrow_state,
     refuse_form,
     widen_state,
+    widened,
 )
 from lightning_vram.optimizers.stepping.step_round import (
     Member,
@@ -44,6 +45,7 @@ from lightning_vram.optimizers.stepping.steppable import (
     why_not_steppable,
 )
 from lightning_vram.optimizers.stepping.take_over import MembersStep, StepTakeOver, owner_of
+from lightning_vram.optimizers.stepping.update_check import UpdateCheck
 
 __all__ = [
     "DIVISORS",
@@ -59,6 +61,7 @@ __all__ = [
     "StateForm",
     "StepRound",
     "StepTakeOver",
+    "UpdateCheck",
     "WholeSteps",
     "as_sharded",
     "can_step_wholes",
@@ -87,4 +90,5 @@ __all__ = [
     "steps_like",
     "why_not_steppable",
     "widen_state",
+    "widened",
 ]

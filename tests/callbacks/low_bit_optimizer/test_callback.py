@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import SGD, Adam, Adamax, NAdam, RAdam, RMSprop
 from torch.optim.lr_scheduler import OneCycleLR
 
-from lightning_vram import LowBitOptimizer, MomentsInBF16, estimate_memory
+from lightning_vram import LowBitOptimizer, MomentsInBF16, OptimizerInBackward, estimate_memory
 from lightning_vram.callbacks.low_bit_optimizer import LowBitOptimizer as Same
 from lightning_vram.core.tensors.low_bit import LowBitTensor
 from lightning_vram.memory.tracking.timeline import Category
@@ -206,7 +206,35 @@ def test_ranks_choose_the_parameters_that_one_process_does(strategy, fit, tmp_pa
     assert all(map(torch.equal, first["weights"], second["weights"]))
 
 
+@pytest.mark.parametrize("optimizer", [ADAMW, partial(torch.optim.AdamW, lr=1e-2, fused=True)], ids=["AdamW", "fused"])
+def test_the_share_of_lost_updates_is_logged_and_results_are_the_same(optimizer, make_trainer):
+    fitted, shares = [], []
+    for check_updates in (False, True):
+        pl.seed_everything(0, verbose=False)
+        fitted.append(Layers(optimizer, num_batches=6))
+        callbacks = [LowBitOptimizer(bits=4, check_updates=check_updates), OptimizerInBackward()]
+        trainer = make_trainer(callbacks=callbacks, max_epochs=1, log_every_n_steps=2)
+        trainer.fit(fitted[-1])
+        shares.append(float(trainer.callback_metrics.get("vram/lost_updates", -1)))
+    assert_equal_weights(*fitted)
+    assert shares[0] == -1
+    assert 0 < shares[1] < 1
+
+
 # --- what is refused ---
+
+
+def test_where_lost_updates_cannot_be_counted_is_refused(make_trainer):
+    message = "LowBitOptimizer(check_updates=True) counts in our own steps only, got library='auto': use library='own'."
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        LowBitOptimizer(library="auto", check_updates=True)
+    message = (
+        "LowBitOptimizer(check_updates=True) does not work with ForkingOffload, whose steps may end after the batch: "
+        "leave check_updates out."
+    )
+    trainer = make_trainer(callbacks=[LowBitOptimizer(check_updates=True)], strategy=ForkingOffload())
+    with pytest.raises(MisconfigurationException, match=f"^{re.escape(message)}$"):
+        trainer.fit(Layers(num_batches=1))
 
 
 @pytest.mark.parametrize("bits", [2, "8", True, 8.5])
