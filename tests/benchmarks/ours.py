@@ -135,6 +135,13 @@ OURS = (
     Way("LowBitOptimizer(bits=8)", "ours", make_optimizer=partial(_adamw_with, "8bit")),
     Way("LowBitOptimizer(bits=4)", "ours", make_optimizer=partial(_adamw_with, "4bit")),
     Way("OptimizerInBackward()", "ours", make_optimizer=_adamw_in_backward, steps_in_backward=True),
+    Way(
+        "ActivationCheckpointing(), OptimizerInBackward()",
+        "ours",
+        apply_activation_checkpointing,
+        _adamw_in_backward,
+        steps_in_backward=True,
+    ),
 )
 """Names are what a Trainer would have among its callbacks."""
 
