@@ -22,7 +22,7 @@ from lightning_vram import track_memory
 from lightning_vram.core.tensors.low_bit import LowBitTensor
 from lightning_vram.memory.tracking.timeline import Category
 from lightning_vram.optimizers.narrow import NarrowMoments
-from lightning_vram.optimizers.stepping import FORMS, KINDS
+from lightning_vram.optimizers.stepping import FORMS, KINDS, is_narrow
 from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
@@ -93,28 +93,29 @@ def train(optimizer: torch.optim.Optimizer, model: nn.Module, num_steps: int) ->
         optimizer.zero_grad()
 
 
-def test_under_fsdp2_moments_are_sharded_and_weights_are_the_same(mesh):
+@pytest.mark.parametrize("form", ["bf16", "8bit"])
+def test_under_fsdp2_moments_are_sharded_and_weights_are_the_same(form, mesh):
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(16, 40), nn.Tanh(), nn.Linear(40, 4))
+    plain = nn.Sequential(nn.Linear(16, 300), nn.Tanh(), nn.Linear(300, 4))
     sharded = copy.deepcopy(plain)
     for part in (sharded[0], sharded[2], sharded):
         fully_shard(part, mesh=mesh)
     optimizers = [ADAMW(plain.parameters()), ADAMW(sharded.parameters())]
     for model, optimizer in zip((plain, sharded), optimizers, strict=True):
-        NarrowMoments(model, FORMS["bf16"]).attach([optimizer])
+        NarrowMoments(model, FORMS[form]).attach([optimizer])
         train(optimizer, model, 3)
     for ours, theirs in zip(sharded.parameters(), plain.parameters(), strict=True):
         assert torch.equal(local_part(ours), theirs)
         moment = optimizers[1].state[ours]["exp_avg"]
         assert isinstance(moment, DTensor)
-        assert moment.dtype == torch.bfloat16
+        assert is_narrow(local_part(moment)) == FORMS[form].takes(ours)
     saved = get_optimizer_state_dict(sharded, optimizers[1])
     set_optimizer_state_dict(sharded, optimizers[1], saved)
     for model, optimizer in zip((plain, sharded), optimizers, strict=True):
         train(optimizer, model, 2)
     for ours, theirs in zip(sharded.parameters(), plain.parameters(), strict=True):
         assert torch.equal(local_part(ours), theirs)
-        assert optimizers[1].state[ours]["exp_avg"].dtype == torch.bfloat16
+        assert is_narrow(local_part(optimizers[1].state[ours]["exp_avg"])) == FORMS[form].takes(ours)
 
 
 OPTIMIZERS: dict[str, Any] = {
