@@ -198,6 +198,7 @@ class Run:
         around = way.change(self.model)
         self._around: Any = around if hasattr(around, "__enter__") else contextlib.nullcontext()
         self.optimizer = way.make_optimizer(self.model.parameters())
+        self._steps_in_backward = way.steps_in_backward
 
     def forward(self) -> Tensor:
         device_type, dtype = self.batch[0].device.type, self._workload.autocast
@@ -206,8 +207,11 @@ class Run:
             return self._workload.compute_loss(self.model, self.batch)
 
     def step(self) -> None:
-        self.forward().backward()
-        self.optimizer.step()
+        if self._steps_in_backward:
+            self.optimizer.step(lambda: self.forward().backward())
+        else:
+            self.forward().backward()
+            self.optimizer.step()
         self.optimizer.zero_grad()
 
     def measure_kept(self) -> Row:

@@ -8,8 +8,9 @@ from typing import Literal
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
+from lightning_vram.optimizers.in_backward import BackwardSteps, Clipping
 from lightning_vram.optimizers.narrow import NarrowMoments
-from lightning_vram.optimizers.stepping import FORMS
+from lightning_vram.optimizers.stepping import FORMS, HostState
 from lightning_vram.techniques.activation_checkpointing.apply import apply_activation_checkpointing
 from lightning_vram.techniques.activation_checkpointing.budget.apply import BudgetedCheckpointing, decisions_of
 from lightning_vram.techniques.activation_checkpointing.budget.solver import BudgetError, predict_peak, solve
@@ -92,10 +93,17 @@ def _quantize(model: nn.Module, bits: Literal[8, 4]) -> None:
     quantize_frozen_weights(model, bits)
 
 
-def _adamw_in_bf16(parameters: Iterable[nn.Parameter]) -> Optimizer:
+def _adamw_with(form: HostState, parameters: Iterable[nn.Parameter]) -> Optimizer:
     held = nn.ParameterList(parameters)
     optimizer = AdamW(held, lr=1e-4)
-    NarrowMoments(held, FORMS["bf16"]).attach([optimizer])
+    NarrowMoments(held, FORMS[form]).attach([optimizer])
+    return optimizer
+
+
+def _adamw_in_backward(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    held = nn.ParameterList(parameters)
+    optimizer = AdamW(held, lr=1e-4)
+    BackwardSteps(held, Clipping()).attach([optimizer])
     return optimizer
 
 
@@ -123,7 +131,17 @@ _CHANGES: dict[str, Callable[[nn.Module], object]] = {
 }
 OURS = (
     *(Way(name, "PyTorch" if change is freeze_layers else "ours", change) for name, change in _CHANGES.items()),
-    Way("MomentsInBF16()", "ours", make_optimizer=_adamw_in_bf16),
+    Way("MomentsInBF16()", "ours", make_optimizer=partial(_adamw_with, "bf16")),
+    Way("LowBitOptimizer(bits=8)", "ours", make_optimizer=partial(_adamw_with, "8bit")),
+    Way("LowBitOptimizer(bits=4)", "ours", make_optimizer=partial(_adamw_with, "4bit")),
+    Way("OptimizerInBackward()", "ours", make_optimizer=_adamw_in_backward, steps_in_backward=True),
+    Way(
+        "ActivationCheckpointing(), OptimizerInBackward()",
+        "ours",
+        apply_activation_checkpointing,
+        _adamw_in_backward,
+        steps_in_backward=True,
+    ),
 )
 """Names are what a Trainer would have among its callbacks."""
 

@@ -40,6 +40,7 @@ class Way:
             not installed (``not installed: pip install torchao``), what needs a GPU. It becomes a row.
         pip: What has to be installed, as ``pip install`` takes it; empty where PyTorch or Lightning have it.
         is_trackable: Whether the tracker sees its tensors; compiled code allocates behind its back.
+        steps_in_backward: Whether the optimizer has to know when its backward begins: that is its closure then.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Way:
     why_not: Callable[[torch.device], str | None] = _runs_anywhere
     pip: str = ""
     is_trackable: bool = True
+    steps_in_backward: bool = False
 
     @property
     def is_whole(self) -> bool:

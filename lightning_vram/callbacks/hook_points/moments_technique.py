@@ -8,8 +8,8 @@ from typing_extensions import override
 
 from lightning_vram.callbacks.hook_points.checks import refuse_moved_parameters
 from lightning_vram.callbacks.hook_points.fit_technique import FitTechnique
-from lightning_vram.optimizers.narrow import NarrowMoments
-from lightning_vram.optimizers.stepping import HostState, StateForm, find_form
+from lightning_vram.optimizers.narrow import Library, NarrowMoments, why_not_installed
+from lightning_vram.optimizers.stepping import HostState, StateForm, UpdateCheck, find_form
 
 _WORDS: dict[HostState, str] = {"bf16": "bfloat16", "8bit": "8 bit", "4bit": "4 bit"}
 
@@ -19,11 +19,14 @@ class MomentsTechnique(FitTechnique):
 
     Args:
         form: Its name.
+        library: Whose kernels step.
     """
 
-    def __init__(self, form: HostState) -> None:
+    def __init__(self, form: HostState, library: Library = "own") -> None:
         self._form_name: HostState = form
+        self.library: Library = library
         self._moments: NarrowMoments | None = None
+        self._updates: UpdateCheck | None = None  # counts those that are lost, where the callback is asked to
         self._strategy: Any = None  # that does it itself
 
     @property
@@ -44,7 +47,15 @@ class MomentsTechnique(FitTechnique):
         if others:
             named = f"Two {name}" if {first, *others} == {name} else f"{first} and {others[0]}"
             raise MisconfigurationException(f"{named} in one Trainer: leave one out.")
+        missing = why_not_installed(self.library)
+        if missing is not None:
+            raise ModuleNotFoundError(missing)
         strategy: Any = trainer.strategy
+        if hasattr(strategy, "moments") and self.library not in ("own", "auto"):
+            raise MisconfigurationException(
+                f"{name}(library={self.library!r}) does not work with {type(strategy).__name__}, which steps on the "
+                "host: use library='own'."
+            )
         if hasattr(strategy, "moments") and strategy.arguments.host_state not in ("fp32", self._form_name):
             host_state: HostState = strategy.arguments.host_state
             raise MisconfigurationException(
@@ -58,7 +69,7 @@ class MomentsTechnique(FitTechnique):
             self._strategy = trainer.strategy
             self._strategy.moments = self._form_name
         else:
-            self._moments = NarrowMoments(trainer.lightning_module, self._form)
+            self._moments = NarrowMoments(trainer.lightning_module, self._form, self.library, self._updates)
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -77,10 +88,11 @@ class MomentsTechnique(FitTechnique):
     def _undo(self) -> None:
         moments, self._moments = self._moments, None
         strategy, self._strategy = self._strategy, None
+        self._updates = None
         if moments is not None:
             moments.let_go()
         if strategy is not None:
             strategy.moments = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_moments": None, "_strategy": None}  # a copy is not part of any run
+        return vars(self) | {"_moments": None, "_strategy": None, "_updates": None}  # a copy is not part of any run

@@ -1,7 +1,7 @@
 """Step each parameter in the backward as soon as its gradient is complete, and free the gradient.
 
 The largest gradient is alive at a time, in place of all. It costs a call of the optimizer for each parameter. It helps
-little where gradients are kept: in an accumulation, over all but its last micro-batch.
+little where gradients are kept: in an accumulation, over all but its last micro-batch, unless moments take them in.
 """
 
 from collections.abc import Callable
@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_vram.argument_checks import check_bool
 from lightning_vram.callbacks.hook_points import FitTechnique, uses_gradients
 from lightning_vram.callbacks.optimizer_in_backward.checks import check_run, check_training, clips_by_norm
 from lightning_vram.core.surgery.shadow import Shadow
@@ -38,6 +39,11 @@ class OptimizerInBackward(FitTechnique):
     Where another callback uses gradients and says so (``uses_gradients = True``, as
     :class:`~lightning_vram.MicroBatching`), parameters step after the backward, one at a time, with a warning.
 
+    ``keep_gradients=False`` keeps none over a window either: moments of Adam or AdamW take each gradient in as it comes
+    (Adam accumulation), which is approximate. The first moment is that of the plain run; the second has the sum of
+    squares of micro-batches in the place of the square of their sum. On one device, without clipping and a
+    ``GradScaler``.
+
     Args:
         max_norm: With ``Trainer(gradient_clip_val=...)`` by norm: ``"two-pass"`` runs each backward twice over the same
             graph, first for the norm, then with the steps, which is exact; ``"previous"`` clips by the norm that the
@@ -45,13 +51,16 @@ class OptimizerInBackward(FitTechnique):
             none before it, keeps all gradients and is exact. ``None`` refuses such clipping. With a ``GradScaler``,
             clipped or not, it has to be ``"two-pass"``: the first backward tells whether gradients are finite, the
             second runs if they are. With neither ignored.
+        keep_gradients: Whether gradients add up in an accumulation, as usual; else they are freed in each backward.
 
     Raises:
-        TypeError: If ``max_norm`` is no text.
+        TypeError: If ``max_norm`` is no text, or ``keep_gradients`` no bool.
         ValueError: If ``max_norm`` is none of those above. Before training, if the optimizer cannot step one parameter
-            at a time: it has to be one of ``torch.optim`` but LBFGS and SparseAdam.
+            at a time: it has to be one of ``torch.optim`` but LBFGS and SparseAdam; with ``keep_gradients=False`` Adam
+            or AdamW.
         MisconfigurationException: In ``setup``, with manual optimization, clipping by norm without ``max_norm``,
-            hooks that may use gradients, FSDP1, DeepSpeed, ``fsdp_offload``. Before training, with a
+            hooks that may use gradients, FSDP1, DeepSpeed, ``fsdp_offload``; with ``keep_gradients=False`` also with
+            clipping, several devices and callbacks that use gradients. Before training, with a
             ``GradScaler`` without ``"two-pass"`` or under FSDP2, and what only the reducer of DDP can do.
         RuntimeError: In a backward, if a parameter gets a second gradient in one step, as by a second backward or
             checkpointing with ``use_reentrant=True``.
@@ -62,7 +71,7 @@ class OptimizerInBackward(FitTechnique):
         >>> trainer = pl.Trainer(callbacks=[OptimizerInBackward()], logger=False)
     """
 
-    def __init__(self, max_norm: MaxNorm | None = None) -> None:
+    def __init__(self, max_norm: MaxNorm | None = None, *, keep_gradients: bool = True) -> None:
         if max_norm is not None and not isinstance(max_norm, str):
             raise TypeError(
                 "OptimizerInBackward(max_norm) must be 'two-pass', 'previous' or None, got "
@@ -70,7 +79,8 @@ class OptimizerInBackward(FitTechnique):
             )
         if max_norm is not None and max_norm not in get_args(MaxNorm):
             raise ValueError(f"OptimizerInBackward(max_norm) must be 'two-pass', 'previous' or None, got {max_norm!r}.")
-        self.max_norm = max_norm
+        check_bool("OptimizerInBackward(keep_gradients)", keep_gradients)
+        self.max_norm, self.keep_gradients = max_norm, keep_gradients
         self._steps: BackwardSteps | None = None
         self._shadows: list[Shadow] = []
         self._previous_norm: float | None = None  # of the run before, or of a checkpoint
@@ -89,23 +99,24 @@ class OptimizerInBackward(FitTechnique):
 
     @override
     def _check(self, trainer: pl.Trainer) -> None:
-        check_run(trainer, self.max_norm)
+        check_run(trainer, self.max_norm, keep_gradients=self.keep_gradients)
         self._previous_norm = None
 
     @override
     def _apply(self, trainer: pl.Trainer) -> None:
-        check_run(trainer, self.max_norm)  # once more: configure_model may have changed the module
+        # Once more: configure_model may have changed the module.
+        check_run(trainer, self.max_norm, keep_gradients=self.keep_gradients)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        check_training(trainer, self.max_norm)
+        check_training(trainer, self.max_norm, keep_gradients=self.keep_gradients)
         users = [type(one).__name__ for one in trainer.callbacks if uses_gradients(one)]  # type: ignore[attr-defined]
         if users:
             rank_zero_warn(
                 f"OptimizerInBackward steps after the backward, one parameter at a time: {users[0]} uses gradients "
                 "until then."
             )
-        elif trainer.accumulate_grad_batches > 1:
+        elif trainer.accumulate_grad_batches > 1 and self.keep_gradients:
             rank_zero_info(
                 "OptimizerInBackward keeps gradients until the last backward of each window of "
                 f"{trainer.accumulate_grad_batches} batches."
@@ -118,7 +129,9 @@ class OptimizerInBackward(FitTechnique):
             by_previous=self.max_norm == "previous",
         )
         assert trainer.strategy.model is not None
-        self._steps = BackwardSteps(trainer.strategy.model, clipping, may_be_early=not users)
+        self._steps = BackwardSteps(
+            trainer.strategy.model, clipping, may_be_early=not users, keeps_gradients=self.keep_gradients
+        )
         if self._previous_norm is not None:
             self._steps.previous_norm = torch.tensor(self._previous_norm, device=pl_module.device)
         self._steps.attach(trainer.optimizers)

@@ -1,25 +1,36 @@
 """What a step in the backward cannot work with, each with the way out."""
 
 import lightning.pytorch as pl
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_vram.callbacks.hook_points import HOOKS, is_scaled, own_gradient_hooks, refuse_moved_parameters
+from lightning_vram.callbacks.hook_points import (
+    HOOKS,
+    is_scaled,
+    own_gradient_hooks,
+    refuse_moved_parameters,
+    uses_gradients,
+)
 from lightning_vram.core.gradients.reduction import why_reducer_is_needed
 
 NAME = "OptimizerInBackward"
+_TAKES_IN = (
+    "OptimizerInBackward(keep_gradients=False) does not work with {}, which needs the gradients of all micro-batches "
+    "at once: use {}, or keep_gradients=True."
+)
 _HOOKS_OF_MODULE = (*HOOKS, "configure_gradient_clipping", "backward")
 
 
-def check_run(trainer: pl.Trainer, max_norm: str | None) -> None:
+def check_run(trainer: pl.Trainer, max_norm: str | None, *, keep_gradients: bool) -> None:
     """Refuse what cannot work, before anything of the run happens.
 
     Args:
         trainer: In its ``setup`` hooks.
         max_norm: Argument of the callback.
+        keep_gradients: The other one.
 
     Raises:
         MisconfigurationException: With the reason and the way out.
@@ -36,6 +47,8 @@ def check_run(trainer: pl.Trainer, max_norm: str | None) -> None:
             "automatic_optimization=True."
         )
     _check_hooks(trainer)
+    if not keep_gradients:
+        _check_accumulation(trainer)
     _check_clipping(trainer, max_norm)
 
 
@@ -44,16 +57,19 @@ def clips_by_norm(trainer: pl.Trainer) -> bool:
     return bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != GradClipAlgorithmType.VALUE
 
 
-def check_training(trainer: pl.Trainer, max_norm: str | None) -> None:
+def check_training(trainer: pl.Trainer, max_norm: str | None, *, keep_gradients: bool) -> None:
     """Refuse what shows only once the module is wrapped: a scaler, and what only the reducer of DDP can do.
 
     Args:
         trainer: That is about to train.
         max_norm: Argument of the callback.
+        keep_gradients: The other one.
 
     Raises:
         MisconfigurationException: With the reason and the way out.
     """
+    if is_scaled(trainer) and not keep_gradients:
+        raise MisconfigurationException(_TAKES_IN.format("a GradScaler", "precision='bf16-mixed'"))
     if is_scaled(trainer) and max_norm != "two-pass":
         raise MisconfigurationException(
             f"{NAME}(max_norm={max_norm!r}) does not work with a GradScaler, which looks at all gradients before it "
@@ -74,6 +90,17 @@ def check_training(trainer: pl.Trainer, max_norm: str | None) -> None:
             f"{NAME} does not work with {reason}: it uses each bucket of DDP as that is reduced. Use strategy='ddp' "
             "without it."
         )
+
+
+def _check_accumulation(trainer: pl.Trainer) -> None:
+    if trainer.gradient_clip_val:
+        raise MisconfigurationException(_TAKES_IN.format("gradient_clip_val", "no clipping"))
+    user = next((type(one).__name__ for one in trainer.callbacks if uses_gradients(one)), None)  # type: ignore[attr-defined]
+    if user is not None:
+        raise MisconfigurationException(_TAKES_IN.format(user, f"no {user}"))
+    if not isinstance(trainer.strategy, SingleDeviceStrategy):
+        strategy = type(trainer.strategy).__name__
+        raise MisconfigurationException(_TAKES_IN.format(strategy, "a single device"))
 
 
 def _check_hooks(trainer: pl.Trainer) -> None:

@@ -13,7 +13,7 @@ the nearest. Those who work on a part at a time cut it. It is pickled as a plain
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -54,7 +54,8 @@ class LowBitTensor(Tensor):
     @property
     def nbytes(self) -> int:  # type: ignore[override]
         """Memory that it takes."""
-        return self.records.nbytes
+        names, _ = self.__tensor_flatten__()
+        return sum(getattr(self, name).nbytes for name in names)
 
     def decode(self, wide: Tensor | None = None) -> Tensor:
         """Return the values, in memory of their own, or in that of a flat float32 tensor."""
@@ -82,7 +83,7 @@ class LowBitTensor(Tensor):
 
     def take_over(self, numbers: Tensor) -> None:
         """Take over values of a float32 tensor of this shape."""
-        if isinstance(numbers, LowBitTensor) and numbers._kind == self._kind:
+        if isinstance(numbers, LowBitTensor) and numbers.kind == self.kind:
             self.records.copy_(numbers.records)
             return
         size = (self.records.shape[1] - _SCALE_BYTES) * 8 // self.bits
@@ -101,18 +102,19 @@ class LowBitTensor(Tensor):
         self.records[:, -_SCALE_BYTES:].copy_(scales.view(torch.uint8))
 
     @property
-    def _kind(self) -> tuple[Any, ...]:
+    def kind(self) -> tuple[Any, ...]:
+        """What tensors have in common whose memory means the same."""
         return self.bits, self.is_positive, self.records.shape
 
     def cut(self, start: int, stop: int) -> "LowBitTensor":
         """Return some of the numbers, flat, over the same memory; they begin with a block, and end with one or all."""
         size = (self.records.shape[1] - _SCALE_BYTES) * 8 // self.bits
-        return self.over(self.records[start // size : -(-stop // size)], (stop - start,))
+        return self.each(lambda records: records[start // size : -(-stop // size)], (stop - start,))
 
-    def over(self, records: Tensor, shape: Sequence[int] | None = None) -> "LowBitTensor":
-        """Return another one of the same kind; of as many numbers, if no shape is given."""
+    def each(self, change: Callable[[Tensor], Tensor], shape: Sequence[int] | None = None) -> "LowBitTensor":
+        """Return another one of the same kind, over what becomes of its memory; of this shape, if none is given."""
         shape = self.shape if shape is None else shape
-        return LowBitTensor(records, shape, bits=self.bits, is_positive=self.is_positive)
+        return LowBitTensor(change(self.records), shape, bits=self.bits, is_positive=self.is_positive)
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
         """Show the values."""
@@ -120,7 +122,7 @@ class LowBitTensor(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Be a plain tensor for whoever reads the pickle; a device may have no memory for one."""
-        return self.over(self.records.cpu()).decode().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return self.each(Tensor.cpu).decode().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """Name the tensors that this one is made of."""
@@ -141,11 +143,12 @@ class LowBitTensor(Tensor):
         ours = args[0] if args and isinstance(args[0], cls) else None
         if ours is not None:
             if func in _KEEPING or func is torch.ops.aten.clone.default:
-                return ours.over(ours.records if func in _KEEPING else ours.records.clone())
+                return ours.each(_itself if func in _KEEPING else Tensor.clone)
             if func is TO_COPY and kwargs.get("dtype") in (None, torch.float32):
-                return ours.over(ours.records.to(kwargs.get("device") or ours.device, copy=True))
+                device = kwargs.get("device") or ours.device
+                return ours.each(lambda inner: inner.to(device, copy=True))
             if func is torch.ops.aten.view.default:
-                return ours.over(ours.records, torch.empty(ours.shape, device="meta").view(args[1]).shape)
+                return ours.each(_itself, torch.empty(ours.shape, device="meta").view(args[1]).shape)
             if func is torch.ops.aten.copy_.default:
                 ours.take_over(args[1])
                 return ours
@@ -183,6 +186,10 @@ def _encode(blocks: Tensor, scales: Tensor, bits: Bits, *, is_positive: bool) ->
 def _root(ratios: Tensor) -> Tensor:
     """Return square roots, rounded right: on a CPU ``torch.sqrt`` is that of MKL, which is off by a bit in a fifth."""
     return ratios.sqrt_() if ratios.device.type != "cpu" else ratios.double().sqrt_().float()
+
+
+def _itself(inner: Tensor) -> Tensor:
+    return inner
 
 
 def decoded(value: Any) -> Any:

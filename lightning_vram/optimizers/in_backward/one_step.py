@@ -81,6 +81,10 @@ class OneStep:
         parameter.grad = None
         return is_first
 
+    def has_run(self, parameter: nn.Parameter) -> bool:
+        """Whether ``parameter`` was stepped."""
+        return self._portions is not None and not self._portions.holds(parameter)
+
     @property
     def has_to_measure(self) -> bool:
         """Whether nothing can be stepped before all gradients have come once."""

@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_vram.core.gradients.clipping import join_norms, norm_part
 from lightning_vram.core.surgery.shadow import Shadow
 from lightning_vram.core.tensors.shards import is_shard
+from lightning_vram.optimizers.in_backward.accumulation import refuse_accumulation, take_in
 from lightning_vram.optimizers.in_backward.buckets import ReducedBuckets
 from lightning_vram.optimizers.in_backward.one_step import Clipping, OneStep
 from lightning_vram.optimizers.stepping import (
@@ -50,12 +51,18 @@ class BackwardSteps(StepTakeOver):
         clipping: Before each step.
         may_be_early: Whether gradients are those to step with as soon as they come; else each step is taken after its
             closure, one parameter after the other.
+        keeps_gradients: Whether gradients of an accumulation add up; else moments take them in: approximate.
     """
 
-    def __init__(self, module: nn.Module, clipping: Clipping, *, may_be_early: bool = True) -> None:
+    def __init__(
+        self, module: nn.Module, clipping: Clipping, *, may_be_early: bool = True, keeps_gradients: bool = True
+    ) -> None:
         self._module = module
         self._clipping = clipping
         self._may_be_early = may_be_early
+        self._keeps_gradients = keeps_gradients
+        self._groups: dict[nn.Parameter, dict[str, Any]] = {}  # while a backward runs whose gradients are taken in
+        self._taken_in: set[nn.Parameter] = set()  # since the last step
         self._handles: dict[nn.Parameter, RemovableHandle] = {}
         self._owners: dict[nn.Parameter, Optimizer] = {}
         self._steps_of_others: dict[int, MembersStep | None] = {}  # by id of the optimizer
@@ -74,7 +81,8 @@ class BackwardSteps(StepTakeOver):
             optimizers: Of ``torch.optim``, with parameters of the module.
 
         Raises:
-            ValueError: If one of them cannot step one parameter at a time; then none is changed.
+            ValueError: If one of them cannot step one parameter at a time, or take gradients in where that is asked
+                for; then none is changed.
         """
         fresh = [one for one in optimizers if not self._is_taken(one)]
         for optimizer in fresh:
@@ -88,6 +96,8 @@ class BackwardSteps(StepTakeOver):
             if why is not None and members_step is None:
                 raise ValueError(why)
             refuse_optimizer(optimizer, is_split=any(map(is_shard, iterate_parameters(optimizer))))
+            if not self._keeps_gradients:
+                refuse_accumulation(f"{NAME}(keep_gradients=False)", optimizer, is_stepped_here=members_step is None)
             self._steps_of_others[id(optimizer)] = members_step
         for optimizer in fresh:
             self._take_over(optimizer)
@@ -129,7 +139,13 @@ class BackwardSteps(StepTakeOver):
 
     def run_once(self, backward: Callable[..., None]) -> None:
         """Run ``backward``, whose parameters step if it is time to. What is under way between ranks arrives."""
-        backward()
+        if self._current is None and not self._keeps_gradients:
+            groups = (group for optimizer in self._taken for group in optimizer.param_groups)
+            self._groups = {parameter: group for group in groups for parameter in group["params"]}
+        try:
+            backward()
+        finally:
+            self._groups = {}
         self._end_backward()
 
     @property
@@ -185,8 +201,11 @@ class BackwardSteps(StepTakeOver):
                 if closure is not None:
                     loss = closure()
             for parameter in iterate_parameters(optimizer):
+                if parameter in self._taken_in and parameter.grad is None and not step.has_run(parameter):
+                    parameter.grad = torch.zeros_like(parameter)  # the last micro-batch has none
                 if parameter.grad is not None:
                     self._take(step, parameter)
+            self._taken_in.clear()
         finally:
             self._current = None
         if step.is_early and self._clipping.by_previous:
@@ -230,6 +249,10 @@ class BackwardSteps(StepTakeOver):
     def _on_gradient(self, parameter: nn.Parameter) -> bool:
         """Step, if it is time to; ``False`` if the gradient has to stay."""
         step = self._current
+        if parameter in self._groups:
+            take_in(parameter, self._owners[parameter].state[parameter], self._groups[parameter])
+            self._taken_in.add(parameter)
+            return True
         if step is None or not step.is_early or self._owners.get(parameter) is not step.optimizer:
             return False
         self._take(step, parameter)

@@ -8,9 +8,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_vram.core.tensors.bit_patterns import round_randomly_
-from lightning_vram.optimizers.lean.update_check import UpdateCheck
 from lightning_vram.optimizers.lean.weight_chunks import WeightChunk, widened
-from lightning_vram.optimizers.stepping import State, full_sized, plain_step
+from lightning_vram.optimizers.stepping import State, UpdateCheck, full_sized, plain_step
 from lightning_vram.private_names.torch.operators import copy_each
 
 Members = list[tuple[int, nn.Parameter]]
@@ -70,8 +69,8 @@ class ChunkedStep:
                 wide.round(self._states(parameters), generator)
             stepped = check.note(exact) if check is not None else None
             chunk.write(exact, generator)  # a step that fails half-way leaves what it has done, as in fp32
-        if check is not None:
-            check.count(before, stepped, chunk)
+        if check is not None and before is not None and stepped is not None:
+            check.count(before, stepped, chunk.read())
 
     def _step(self, members: Members, stand_ins: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """Let the optimizer see only these parameters, each through its stand-in, for one step."""

@@ -14,10 +14,10 @@ from lightning_vram.memory.tracking.optimizer_tensors import forget_optimizer_te
 from lightning_vram.optimizers.lean.chunked_step import ChunkedStep
 from lightning_vram.optimizers.lean.frozen_writes import FrozenWrites
 from lightning_vram.optimizers.lean.state_loading import load_wide
-from lightning_vram.optimizers.lean.update_check import UpdateCheck
 from lightning_vram.optimizers.lean.weight_chunks import WeightChunk, list_rests
 from lightning_vram.optimizers.stepping import (
     StepTakeOver,
+    UpdateCheck,
     convert_states,
     iterate_parameters,
     refill_accumulators,

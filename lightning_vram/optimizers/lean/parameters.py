@@ -33,9 +33,9 @@ from torch.optim import Optimizer
 from lightning_vram.optimizers.lean.checks import check_memory, check_parameter, check_values
 from lightning_vram.optimizers.lean.full_weights import put_full_weights
 from lightning_vram.optimizers.lean.optimizers import LeanOptimizers
-from lightning_vram.optimizers.lean.update_check import UpdateCheck
 from lightning_vram.optimizers.lean.weight_chunks import list_rests, make_chunks
 from lightning_vram.optimizers.lean.weight_codecs import CODECS
+from lightning_vram.optimizers.stepping import UpdateCheck
 
 SCHEMES = tuple(CODECS)
 

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from lightning_vram.optimizers.narrow.libraries import Library, LibraryForm, form_of
 from lightning_vram.optimizers.on_host import NarrowStates, step_in_parts, widen_when_stepped
 from lightning_vram.optimizers.stepping import (
     Member,
@@ -23,6 +24,7 @@ from lightning_vram.optimizers.stepping import (
     StateForm,
     StepRound,
     StepTakeOver,
+    UpdateCheck,
     iterate_parameters,
     refuse_form,
 )
@@ -37,10 +39,14 @@ class NarrowMoments(StepTakeOver):
     Args:
         module: Whose parameters they have.
         form: Of the moments.
+        library: Whose kernels step, where the form is in low bits.
+        check: Counts updates of moments that rounding takes back, in our own steps; ``None``: nobody does.
     """
 
-    def __init__(self, module: nn.Module, form: StateForm) -> None:
-        self._module, self._form = module, form
+    def __init__(
+        self, module: nn.Module, form: StateForm, library: Library = "own", check: UpdateCheck | None = None
+    ) -> None:
+        self._module, self._form, self._library, self._check = module, form, library, check
         self._kept: dict[int, NarrowStates] = {}  # by id of the optimizer
         self._handles: list[RemovableHandle] = []
         super().__init__()
@@ -52,14 +58,15 @@ class NarrowMoments(StepTakeOver):
             optimizers: Any. Those without moments that can be in it are left alone.
 
         Raises:
-            ValueError: If weights of one are not float32; then none is changed.
+            ValueError: If weights of one are not float32, or the library cannot step it; then none is changed.
         """
         form = self._form
         fresh = [one for one in optimizers if form.fits(one) and not self._is_taken(one)]
         for optimizer in fresh:
             refuse_form(form.part, f"leave {form.part} out", form, optimizer, set(iterate_parameters(optimizer)))
-        for optimizer in fresh:
-            states = NarrowStates(optimizer, filter(form.takes, iterate_parameters(optimizer)), form)
+        forms = [form_of(self._library, form, optimizer) for optimizer in fresh]
+        for optimizer, form in zip(fresh, forms, strict=True):
+            states = NarrowStates(optimizer, filter(form.takes, iterate_parameters(optimizer)), form, self._check)
             states.convert(optimizer)
             self._kept[id(optimizer)] = states
             self._handles += [
@@ -98,7 +105,11 @@ class NarrowMoments(StepTakeOver):
     def _step_members(self, optimizer: Optimizer, step_round: StepRound, members: Sequence[Member]) -> None:
         states = self._kept[id(optimizer)]
         step_round.run([member for member in members if not states.has(member.parameter)])
-        step_in_parts(step_round, states, [member for member in members if states.has(member.parameter)])
+        ours = [member for member in members if states.has(member.parameter)]
+        if isinstance(states.form, LibraryForm):
+            states.form.step(step_round, ours)
+        else:
+            step_in_parts(step_round, states, ours)
 
 
 def _after_load(states: NarrowStates, optimizer: Optimizer) -> None:

@@ -13,10 +13,13 @@ from lightning_vram.optimizers.stepping import (
     MOMENTS,
     State,
     StateForm,
+    UpdateCheck,
     as_sharded,
     first_places,
     is_narrow,
+    narrow_state,
     widen_state,
+    widened,
 )
 from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
 
@@ -30,10 +33,17 @@ class NarrowStates:
         optimizer: Whose moments can be in the form.
         parameters: Those of it that are in the form, and maybe others.
         form: Of their moments.
+        check: Counts updates of moments that are lost; ``None``: nobody does.
     """
 
-    def __init__(self, optimizer: Optimizer, parameters: Iterable[nn.Parameter], form: StateForm) -> None:
-        self.form = form
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        parameters: Iterable[nn.Parameter],
+        form: StateForm,
+        check: UpdateCheck | None = None,
+    ) -> None:
+        self.form, self._check = form, check
         self._parameters = set(parameters)
         self._places = first_places(optimizer)
         self._loading: dict[nn.Parameter, State] = {}
@@ -52,6 +62,22 @@ class NarrowStates:
     def first_place_of(self, parameter: nn.Parameter) -> int:
         """Return the place of the first weight of its local part in the whole of it."""
         return self._places[parameter][1]
+
+    @property
+    def is_counting(self) -> bool:
+        """Whether updates that are lost are counted in this step."""
+        return self._check is not None and self._check.is_counting
+
+    def rounded(self, state: State, start: int, seed: str, kept: State) -> State:
+        """Return a state of a part as it is kept: see :func:`narrow_state`. What existed before is counted."""
+        if self._check is None or not self._check.is_counting:
+            return narrow_state(self.form, state, start, seed, kept)
+        keys = [key for key in MOMENTS if is_narrow(kept.get(key))]
+        before, stepped = [widened(kept[key]) for key in keys], [state[key].clone() for key in keys]
+        narrow = narrow_state(self.form, state, start, seed, kept)
+        for key, old, new in zip(keys, before, stepped, strict=True):
+            self._check.count(old, new, narrow[key])
+        return narrow
 
     def convert(self, optimizer: Optimizer) -> None:
         """Bring the moments that the optimizer has now into the form, one after the other."""

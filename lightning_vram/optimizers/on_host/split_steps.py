@@ -26,7 +26,6 @@ from lightning_vram.optimizers.stepping import (
     draw_of_moment,
     make_seeds,
     make_stand_in,
-    narrow_state,
     publish_state,
     widen_state,
 )
@@ -182,7 +181,7 @@ class _Stepping:
         """Return the states of some weights that a step has left, as they are kept: in what ``kept`` has of them."""
         if self.narrow is None:
             return state
-        return narrow_state(self.narrow.form, state, self.place_of(part), self.seed, kept)
+        return self.narrow.rounded(state, self.place_of(part), self.seed, kept)
 
     def place_of(self, part: slice) -> int:
         """Return the place of the first of some weights in the whole parameter."""
@@ -233,7 +232,8 @@ class _Part:
     def step_as_kept(self) -> bool:
         """Step moments as they are kept, if that can be; then nothing is left to do."""
         whole = self._whole
-        if whole.step is None or not self.size:
+        is_counting = whole.narrow is not None and whole.narrow.is_counting  # which needs them in float32
+        if whole.step is None or not self.size or is_counting:
             return False
         place = whole.place_of(self._range)
         draws = draw_of_moment("exp_avg", place, whole.seed), draw_of_moment("exp_avg_sq", place, whole.seed)

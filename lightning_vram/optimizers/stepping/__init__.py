@@ -7,10 +7,12 @@ from lightning_vram.optimizers.stepping.averaging import move_average
 from lightning_vram.optimizers.stepping.foreign_steps import WholeSteps, can_step_wholes, explain_failures
 from lightning_vram.optimizers.stepping.state_dtypes import convert_states, full_sized, refill_accumulators
 from lightning_vram.optimizers.stepping.state_forms import (
+    DIVISORS,
     FORMS,
     KINDS,
     MOMENTS,
     HostState,
+    LowBitForm,
     StateForm,
     draw_of_moment,
     find_form,
@@ -20,6 +22,7 @@ from lightning_vram.optimizers.stepping.state_forms import (
     narrow_state,
     refuse_form,
     widen_state,
+    widened,
 )
 from lightning_vram.optimizers.stepping.step_round import (
     Member,
@@ -42,19 +45,23 @@ from lightning_vram.optimizers.stepping.steppable import (
     why_not_steppable,
 )
 from lightning_vram.optimizers.stepping.take_over import MembersStep, StepTakeOver, owner_of
+from lightning_vram.optimizers.stepping.update_check import UpdateCheck
 
 __all__ = [
+    "DIVISORS",
     "FORMS",
     "KINDS",
     "MOMENTS",
     "STEPPABLE",
     "HostState",
+    "LowBitForm",
     "Member",
     "MembersStep",
     "State",
     "StateForm",
     "StepRound",
     "StepTakeOver",
+    "UpdateCheck",
     "WholeSteps",
     "as_sharded",
     "can_step_wholes",
@@ -83,4 +90,5 @@ __all__ = [
     "steps_like",
     "why_not_steppable",
     "widen_state",
+    "widened",
 ]

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Sequence
 from hashlib import blake2b
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,9 @@ from lightning_vram.private_names.torch.dispatch import FakeTensor
 HostState = Literal["fp32", "bf16", "8bit", "4bit"]
 LEAST_NUMBERS = 4096
 """Of a parameter whose moments are in low bits, as torchao and bitsandbytes have it."""
-_DIVISORS = ("exp_avg_sq", "max_exp_avg_sq", "exp_inf")
-MOMENTS = ("exp_avg", *_DIVISORS, "momentum_buffer")
+DIVISORS = ("exp_avg_sq", "max_exp_avg_sq", "exp_inf")
+"""Those that are divided by."""
+MOMENTS = ("exp_avg", *DIVISORS, "momentum_buffer")
 """Names of what is kept in a form, of each weight."""
 KINDS: tuple[type[Optimizer], ...] = (Adam, AdamW, Adamax, NAdam, RAdam)
 """Those of Adam's kind: their states count steps, by which rounding can be random."""
@@ -86,7 +87,7 @@ class StateForm(ABC):
     def convert(self, key: str, value: Tensor, device: torch.device) -> Tensor:
         """Return a moment in this form on a device, rounded to the nearest; itself where it is so."""
         kept = self.empty(key, value.shape, device)
-        if type(value) is type(kept) and value.dtype == kept.dtype and value.device == kept.device:
+        if _kind(value) == _kind(kept):
             return value
         kept.copy_(value)
         return kept
@@ -125,7 +126,7 @@ class LowBitForm(StateForm):
     """8 or 4 bits and a scale for each 128, rounded to the nearest; what is divided by never becomes zero."""
 
     def __init__(self, name: Literal["8bit", "4bit"], bits: Bits) -> None:
-        self.name, self.part, self._bits = name, f"LowBitOptimizer(bits={bits})", bits
+        self.name, self.part, self.bits = name, f"LowBitOptimizer(bits={bits})", bits
 
     @property
     def able(self) -> str:
@@ -144,11 +145,11 @@ class LowBitForm(StateForm):
 
     def empty(self, key: str, shape: torch.Size, device: torch.device | str = "cpu") -> Tensor:
         """Return a tensor of blocks."""
-        return empty_low_bit(shape, device, bits=self._bits, is_positive=key in _DIVISORS)
+        return empty_low_bit(shape, device, bits=self.bits, is_positive=key in DIVISORS)
 
     def over(self, key: str, memory: Tensor, count: int) -> Tensor:
         """Return a tensor of blocks."""
-        return low_bit_over(memory, count, bits=self._bits, is_positive=key in _DIVISORS)
+        return low_bit_over(memory, count, bits=self.bits, is_positive=key in DIVISORS)
 
     def cut(self, kept: Tensor, start: int, stop: int) -> Tensor:
         """Return some of its blocks."""
@@ -161,7 +162,7 @@ class LowBitForm(StateForm):
 
     def num_bytes(self, count: int) -> int:
         """One or a half each, and those of the scales."""
-        return record_bytes(count, self._bits)
+        return record_bytes(count, self.bits)
 
 
 FORMS: dict[HostState, StateForm] = {"bf16": BF16Form(), "8bit": LowBitForm("8bit", 8), "4bit": LowBitForm("4bit", 4)}
@@ -175,6 +176,11 @@ def find_form(name: HostState) -> StateForm | None:
 def is_narrow(value: object) -> bool:
     """Whether a moment is in one of the forms."""
     return isinstance(value, LowBitTensor) or (isinstance(value, Tensor) and value.dtype == torch.bfloat16)
+
+
+def _kind(value: Tensor) -> tuple[Any, ...]:
+    of_blocks = value.kind if isinstance(value, LowBitTensor) else ()
+    return type(value), value.dtype, value.device, *of_blocks
 
 
 def widen_state(state: State, take: Callable[[int], Tensor] | None = None) -> State:

@@ -13,12 +13,12 @@ from support.helpers import Forking, ForkingOffload, LitManual, TinyGPT, assert_
 from support.host_layers import ADAMW, Layers
 from support.lion import Lion
 from support.offload_nets import leave_group
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import fully_shard
-from torch.optim import SGD, Adam, Adamax, NAdam, RAdam, RMSprop
+from torch.optim import SGD, Adam, Adamax, NAdam, RAdam
 from torch.optim.lr_scheduler import OneCycleLR
 
-from lightning_vram import LowBitOptimizer, MomentsInBF16, estimate_memory
+from lightning_vram import LowBitOptimizer, OptimizerInBackward, estimate_memory
 from lightning_vram.callbacks.low_bit_optimizer import LowBitOptimizer as Same
 from lightning_vram.core.tensors.low_bit import LowBitTensor
 from lightning_vram.memory.tracking.timeline import Category
@@ -206,78 +206,41 @@ def test_ranks_choose_the_parameters_that_one_process_does(strategy, fit, tmp_pa
     assert all(map(torch.equal, first["weights"], second["weights"]))
 
 
+@pytest.mark.parametrize("optimizer", [ADAMW, partial(torch.optim.AdamW, lr=1e-2, fused=True)], ids=["AdamW", "fused"])
+def test_the_share_of_lost_updates_is_logged_and_results_are_the_same(optimizer, make_trainer):
+    fitted, shares = [], []
+    for check_updates in (False, True):
+        pl.seed_everything(0, verbose=False)
+        fitted.append(Layers(optimizer, num_batches=6))
+        callbacks = [LowBitOptimizer(bits=4, check_updates=check_updates), OptimizerInBackward()]
+        trainer = make_trainer(callbacks=callbacks, max_epochs=1, log_every_n_steps=2)
+        trainer.fit(fitted[-1])
+        shares.append(float(trainer.callback_metrics.get("vram/lost_updates", -1)))
+    assert_equal_weights(*fitted)
+    assert shares[0] == -1
+    assert 0 < shares[1] < 1
+
+
 # --- what is refused ---
+
+
+def test_where_lost_updates_cannot_be_counted_is_refused(make_trainer):
+    message = "LowBitOptimizer(check_updates=True) counts in our own steps only, got library='auto': use library='own'."
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        LowBitOptimizer(library="auto", check_updates=True)
+    message = (
+        "LowBitOptimizer(check_updates=True) does not work with ForkingOffload, whose steps may end after the batch: "
+        "leave check_updates out."
+    )
+    trainer = make_trainer(callbacks=[LowBitOptimizer(check_updates=True)], strategy=ForkingOffload())
+    with pytest.raises(MisconfigurationException, match=f"^{re.escape(message)}$"):
+        trainer.fit(Layers(num_batches=1))
 
 
 @pytest.mark.parametrize("bits", [2, "8", True, 8.5])
 def test_other_bits_are_refused(bits: Any) -> None:
     with pytest.raises(ValueError, match=rf"^{re.escape(f'LowBitOptimizer(bits) must be 8 or 4, got {bits!r}.')}$"):
         LowBitOptimizer(bits=bits)
-
-
-ABLE = "Adam, AdamW, Adamax, NAdam, RAdam, SGD with momentum and Lion"
-
-
-@pytest.mark.parametrize("optimizer", [RMSprop, partial(SGD, lr=0.1)])
-def test_a_run_without_such_moments_is_refused(optimizer, make_trainer):
-    name = getattr(optimizer, "func", optimizer).__name__
-    message = (
-        f"LowBitOptimizer(bits=4) is for the moments of {ABLE}, got {name}: use one of these, as torch.optim has it, "
-        "or leave LowBitOptimizer(bits=4) out."
-    )
-    with pytest.raises(MisconfigurationException, match=f"^{re.escape(message)}$"):
-        make_trainer(callbacks=[LowBitOptimizer(bits=4)]).fit(Layers(optimizer, num_batches=1))
-
-
-@pytest.mark.parametrize("strategy", ["auto", "fsdp_offload"])
-def test_weights_of_16_bit_are_refused(strategy, make_trainer):
-    trainer = make_trainer(callbacks=[LowBitOptimizer()], precision="bf16-true", strategy=strategy, devices=1)
-    message = (
-        "LowBitOptimizer(bits=8) is for the moments of float32 weights, got torch.bfloat16 in AdamW: use precision="
-        "'bf16-mixed' or '32-true', or leave LowBitOptimizer(bits=8) out."
-    )
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        trainer.fit(Layers(num_batches=1))
-    leave_group()
-
-
-@pytest.mark.parametrize(
-    ("others", "message"),
-    [
-        ([LowBitOptimizer(bits=4)], "Two LowBitOptimizer in one Trainer: leave one out."),
-        ([MomentsInBF16()], "LowBitOptimizer and MomentsInBF16 in one Trainer: leave one out."),
-    ],
-)
-def test_two_are_refused(others, message, make_trainer):
-    with pytest.raises(MisconfigurationException, match=f"^{re.escape(message)}$"):
-        make_trainer(callbacks=[LowBitOptimizer(), *others]).fit(Layers(num_batches=1))
-
-
-def test_another_form_on_the_host_is_refused_beside_it(make_trainer):
-    trainer = make_trainer(callbacks=[LowBitOptimizer(bits=4)], strategy=ForkingOffload(host_state="bf16"))
-    message = (
-        "LowBitOptimizer(bits=4) does not work with FSDPOffloadStrategy(host_state='bf16'), which has moments in "
-        "bfloat16: leave one out."
-    )
-    with pytest.raises(MisconfigurationException, match=f"^{re.escape(message)}$"):
-        trainer.fit(Layers(num_batches=1))
-
-
-class Late(Layers):
-    """Makes another optimizer in the midst of training, and one of something else."""
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 2:
-            self.late, self.other = ADAMW(self.parameters()), ADAMW([nn.Parameter(torch.ones(5000))])
-            self.other.param_groups[0]["params"][0].grad = torch.ones(5000)
-            self.late.step()
-            self.other.step()
-
-
-def test_optimizers_that_are_made_late_are_taken_in_and_those_of_others_are_not(fit):
-    model = fit(partial(Late, num_batches=4))
-    assert sum(isinstance(state["exp_avg"], LowBitTensor) for state in model.late.state.values()) == 2
-    assert {type(state["exp_avg"]) for state in model.other.state.values()} == {Tensor}
 
 
 def test_an_estimate_counts_the_bytes_of_states() -> None:

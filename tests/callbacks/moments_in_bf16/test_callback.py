@@ -1,13 +1,11 @@
 """``MomentsInBF16``: 4 bytes of state for each weight, resumed to the bit, undone after the fit."""
 
-import re
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from support.helpers import ForkingOffload, LitManual, TinyGPT, assert_equal_weights
 from support.host_layers import ADAMW, Layers
 from support.offload_nets import leave_group
@@ -154,59 +152,3 @@ def test_ranks_of_ddp_round_alike(fit, tmp_path):
     fit(partial(Written, num_batches=6), **options)
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-# --- what is refused ---
-
-
-def test_a_run_without_such_moments_is_refused(make_trainer):
-    message = (
-        "MomentsInBF16 is for the moments of Adam, AdamW, Adamax, NAdam, RAdam, got SGD: use one of these, as "
-        "torch.optim has it, or leave MomentsInBF16 out."
-    )
-    with pytest.raises(MisconfigurationException, match=f"^{re.escape(message)}$"):
-        make_trainer(callbacks=[MomentsInBF16()]).fit(Layers(torch.optim.SGD, num_batches=1))
-
-
-@pytest.mark.parametrize("strategy", ["auto", "fsdp_offload"])
-def test_weights_of_16_bit_are_refused(strategy, make_trainer):
-    trainer = make_trainer(callbacks=[MomentsInBF16()], precision="bf16-true", strategy=strategy, devices=1)
-    message = (
-        "MomentsInBF16 is for the moments of float32 weights, got torch.bfloat16 in AdamW: use precision='bf16-mixed' "
-        "or '32-true', or leave MomentsInBF16 out."
-    )
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        trainer.fit(Layers(num_batches=1))
-    leave_group()
-
-
-def test_two_are_refused(make_trainer):
-    with pytest.raises(MisconfigurationException, match=r"^Two MomentsInBF16 in one Trainer: leave one out\.$"):
-        make_trainer(callbacks=[MomentsInBF16(), MomentsInBF16()]).fit(Layers(num_batches=1))
-
-
-def test_8_bit_moments_on_the_host_are_refused_beside_it(make_trainer):
-    trainer = make_trainer(callbacks=[MomentsInBF16()], strategy=ForkingOffload(host_state="8bit"))
-    message = (
-        "MomentsInBF16 does not work with FSDPOffloadStrategy(host_state='8bit'), which has moments in 8 bit: leave "
-        "one out."
-    )
-    with pytest.raises(MisconfigurationException, match=f"^{re.escape(message)}$"):
-        trainer.fit(Layers(num_batches=1))
-
-
-class Late(Layers):
-    """Makes another optimizer in the midst of training, and one of something else."""
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 2:
-            self.late, self.other = ADAMW(self.parameters()), ADAMW([nn.Parameter(torch.ones(3))])
-            self.other.param_groups[0]["params"][0].grad = torch.ones(3)
-            self.late.step()
-            self.other.step()
-
-
-def test_optimizers_that_are_made_late_are_taken_in_and_those_of_others_are_not(fit):
-    model = fit(partial(Late, num_batches=4))
-    assert {state["exp_avg"].dtype for state in model.late.state.values()} == {torch.bfloat16}
-    assert {state["exp_avg"].dtype for state in model.other.state.values()} == {torch.float32}

@@ -87,6 +87,12 @@ def test_no_more_gradients_are_alive_than_the_largest(others, options, make_trai
     assert 0 < model.looking.most_bytes <= 1.01 * LARGEST_BYTES
 
 
+def test_none_is_kept_over_a_window_where_moments_take_it_in(make_trainer):
+    model, options = Looking(num_batches=6), {"max_epochs": 1, "accumulate_grad_batches": 3}
+    make_trainer(callbacks=[OptimizerInBackward(keep_gradients=False)], **options).fit(model)
+    assert 0 < model.looking.most_bytes <= 1.01 * LARGEST_BYTES
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize(("bucket_bytes", "most_bytes"), [(1, LARGEST_BYTES), (2**20, 4 * 18954)])
 def test_under_ddp_those_of_a_bucket_are_alive(bucket_bytes, most_bytes, make_trainer, tmp_path):

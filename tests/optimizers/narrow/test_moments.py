@@ -1,7 +1,9 @@
 """Moments in fewer bytes without Lightning: their bytes, schedules, and FSDP2."""
 
 import copy
+import itertools
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,33 +17,36 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import lr_scheduler as schedules
 
+import lightning_vram
 from lightning_vram import track_memory
 from lightning_vram.core.tensors.low_bit import LowBitTensor
 from lightning_vram.memory.tracking.timeline import Category
 from lightning_vram.optimizers.narrow import NarrowMoments
-from lightning_vram.optimizers.stepping import FORMS
+from lightning_vram.optimizers.stepping import FORMS, KINDS, is_narrow
 from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 
 
-def test_the_tracker_counts_the_bytes_of_each_weight() -> None:
-    def state_bytes(form: str) -> int:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64))
-        optimizer = torch.optim.AdamW(model.parameters())
-        if form != "fp32":
-            NarrowMoments(model, FORMS[form]).attach([optimizer])
-        with track_memory(model, optimizers=[optimizer]) as tracker:
-            for _ in range(2):
-                model(torch.ones(2, 64)).sum().backward()
-                optimizer.step()
-        assert sum(p.numel() for p in model.parameters()) == 16576
-        steps = sum(state["step"].nbytes for state in optimizer.state.values())
-        timeline = tracker.timeline
-        of_state = {n for n, one in enumerate(timeline.allocations) if one.category is Category.OPTIMIZER_STATE}
-        return sum(event.change_bytes for event in timeline.events if event.allocation in of_state) - steps
+def state_bytes(form: str, make: Any = torch.optim.AdamW, sizes: Any = (64, 128, 64)) -> int:
+    """Tracked bytes of states after two steps, without counts of steps."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(*pair) for pair in itertools.pairwise(sizes)))
+    parameters = [p for p in model.parameters() if p.dim() > 1 or make is not torch.optim.Muon]
+    optimizer = make(parameters, lr=1e-3)
+    if form != "fp32":
+        NarrowMoments(model, FORMS[form]).attach([optimizer])
+    with track_memory(model, optimizers=[optimizer]) as tracker:
+        for _ in range(2):
+            model(torch.ones(2, sizes[0])).sum().backward()
+            optimizer.step()
+    steps = sum(one.nbytes for state in optimizer.state.values() for one in state.values() if one.dim() == 0)
+    timeline = tracker.timeline
+    of_state = {n for n, one in enumerate(timeline.allocations) if one.category is Category.OPTIMIZER_STATE}
+    return sum(event.change_bytes for event in timeline.events if event.allocation in of_state) - steps
 
+
+def test_the_tracker_counts_the_bytes_of_each_weight() -> None:
     assert state_bytes("fp32") == 8 * 16576
     assert state_bytes("bf16") == 4 * 16576
     in_bits, biases = 2 * 64 * 128, 128 + 64
@@ -51,6 +56,36 @@ def test_the_tracker_counts_the_bytes_of_each_weight() -> None:
     assert pytest.approx(1.06, rel=0.02) == 1.0625
 
 
+PAGE = Path(lightning_vram.__file__).parent / "callbacks/low_bit_optimizer/README.md"
+SGD_MOMENTUM = partial(torch.optim.SGD, momentum=0.9)
+
+
+def read_table() -> dict[str, list[str]]:
+    """Return cells by the name of the optimizer."""
+    lines = PAGE.read_text().split("## Fewer bytes by choice of optimizer")[1].split("## ")[0].splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| `")]
+    return {names: cells for names, *cells in rows}
+
+
+@pytest.mark.parametrize(
+    ("names", "kinds"),
+    [
+        ("`Adam`, `AdamW`, `Adamax`, `NAdam`, `RAdam`", KINDS),
+        ("`SGD(momentum=...)`, Lion", [SGD_MOMENTUM, Lion]),
+        ("`Muon`, of matrices", [torch.optim.Muon]),
+        ("`Adafactor`", [torch.optim.Adafactor]),
+        ("`SGD`", [torch.optim.SGD]),
+    ],
+    ids=["Adam", "SGD with momentum", "Muon", "Adafactor", "SGD"],
+)
+def test_bytes_are_those_of_the_page(names, kinds):
+    sizes = (512,) * 5
+    count = 4 * (512 * 512 + (512 if "Muon" not in names else 0))
+    for cell, form in zip(read_table()[names], ("fp32", "bf16", "8bit", "4bit"), strict=True):
+        for kind in kinds if cell else []:
+            assert float(cell) == round(state_bytes(form, kind, sizes) / count, 2)
+
+
 def train(optimizer: torch.optim.Optimizer, model: nn.Module, num_steps: int) -> None:
     for step in range(num_steps):
         model(torch.linspace(-1, 1, 32).view(2, 16) + step).square().mean().backward()
@@ -58,28 +93,29 @@ def train(optimizer: torch.optim.Optimizer, model: nn.Module, num_steps: int) ->
         optimizer.zero_grad()
 
 
-def test_under_fsdp2_moments_are_sharded_and_weights_are_the_same(mesh):
+@pytest.mark.parametrize("form", ["bf16", "8bit"])
+def test_under_fsdp2_moments_are_sharded_and_weights_are_the_same(form, mesh):
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(16, 40), nn.Tanh(), nn.Linear(40, 4))
+    plain = nn.Sequential(nn.Linear(16, 300), nn.Tanh(), nn.Linear(300, 4))
     sharded = copy.deepcopy(plain)
     for part in (sharded[0], sharded[2], sharded):
         fully_shard(part, mesh=mesh)
     optimizers = [ADAMW(plain.parameters()), ADAMW(sharded.parameters())]
     for model, optimizer in zip((plain, sharded), optimizers, strict=True):
-        NarrowMoments(model, FORMS["bf16"]).attach([optimizer])
+        NarrowMoments(model, FORMS[form]).attach([optimizer])
         train(optimizer, model, 3)
     for ours, theirs in zip(sharded.parameters(), plain.parameters(), strict=True):
         assert torch.equal(local_part(ours), theirs)
         moment = optimizers[1].state[ours]["exp_avg"]
         assert isinstance(moment, DTensor)
-        assert moment.dtype == torch.bfloat16
+        assert is_narrow(local_part(moment)) == FORMS[form].takes(ours)
     saved = get_optimizer_state_dict(sharded, optimizers[1])
     set_optimizer_state_dict(sharded, optimizers[1], saved)
     for model, optimizer in zip((plain, sharded), optimizers, strict=True):
         train(optimizer, model, 2)
     for ours, theirs in zip(sharded.parameters(), plain.parameters(), strict=True):
         assert torch.equal(local_part(ours), theirs)
-        assert optimizers[1].state[ours]["exp_avg"].dtype == torch.bfloat16
+        assert is_narrow(local_part(optimizers[1].state[ours]["exp_avg"])) == FORMS[form].takes(ours)
 
 
 OPTIMIZERS: dict[str, Any] = {

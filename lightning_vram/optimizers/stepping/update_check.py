@@ -1,14 +1,12 @@
-"""Count updates of weights that rounding takes back: what FlashOptim calls ``check_numerics``."""
+"""Count updates of weights, or of moments, that rounding takes back: what FlashOptim calls ``check_numerics``."""
 
 from collections.abc import Callable
 
 from torch import Tensor
 
-from lightning_vram.optimizers.lean.weight_chunks import WeightChunk
-
 
 class UpdateCheck:
-    """Of the step that was made last. Takes 8 bytes for each weight of a chunk while that is stepped.
+    """Of the steps since it began. Takes 8 bytes for each number of a part that is stepped at once.
 
     Args:
         is_due: Whether to count in the step that begins.
@@ -19,19 +17,23 @@ class UpdateCheck:
         self._counts: list[tuple[Tensor, Tensor]] | None = None
 
     def begin(self) -> None:
-        """Forget the step before."""
+        """Forget the steps before."""
         self._counts = [] if self._is_due() else None
 
-    def note(self, weights: Tensor) -> Tensor | None:
-        """Return a copy of weights that are about to change, if they are to be counted."""
-        return None if self._counts is None else weights.clone()
+    @property
+    def is_counting(self) -> bool:
+        """Whether it is due."""
+        return self._counts is not None
 
-    def count(self, before: Tensor | None, stepped: Tensor | None, chunk: WeightChunk) -> None:
-        """Count those that the step has moved, and those of them that are kept as they were."""
-        if self._counts is None or before is None or stepped is None:
-            return
+    def note(self, numbers: Tensor) -> Tensor | None:
+        """Return a copy of numbers that are about to change, if they are to be counted."""
+        return numbers.clone() if self.is_counting else None
+
+    def count(self, before: Tensor, stepped: Tensor, kept: Tensor) -> None:
+        """Count those that the step has moved, and those of them that are kept as they were. Writes to ``stepped``."""
+        assert self._counts is not None
         is_moved = stepped.ne_(before)
-        is_lost = chunk.read().eq(before).logical_and_(is_moved)
+        is_lost = kept.eq(before).logical_and_(is_moved)
         self._counts.append((is_lost.sum(), is_moved.count_nonzero()))
 
     @property

@@ -1,0 +1,68 @@
+"""Adam accumulation: moments take gradients of a window in as they come, and nothing keeps them until its end.
+
+Source: Zhang et al., "Adam Accumulation to Reduce Memory Footprints of both Activations and Gradients for Large-scale
+DNN Training" (arXiv 2305.19982). The first moment is that of the whole window. The second has the sum of squares of
+its micro-batches where Adam has the square of their sum: as large where they are independent, up to as many times
+smaller as there are micro-batches where they agree.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Adam, AdamW, Optimizer
+
+from lightning_vram.optimizers.stepping import State, steps_like
+
+
+def refuse_accumulation(name: str, optimizer: Optimizer, *, is_stepped_here: bool) -> None:
+    """Refuse an optimizer whose state cannot take gradients in.
+
+    Args:
+        name: Who wants that, as users call it.
+        optimizer: Any.
+        is_stepped_here: Whether nobody else steps it, with moments in fewer bytes.
+
+    Raises:
+        ValueError: If it is neither Adam nor AdamW with betas above 0, or its moments are not its own.
+    """
+    kind, way_out = type(optimizer).__name__, "or keep_gradients=True."
+    if not steps_like(type(optimizer), [Adam, AdamW]):
+        raise ValueError(f"{name} is for Adam and AdamW of torch.optim, got {kind}: use one of these, {way_out}")
+    if not is_stepped_here:
+        raise ValueError(
+            f"{name} does not work with moments in fewer bytes, which would be rounded for each micro-batch: leave "
+            f"MomentsInBF16 or LowBitOptimizer out, {way_out}"
+        )
+    betas = [tuple(map(float, group["betas"])) for group in optimizer.param_groups]
+    if not all(map(all, betas)):
+        raise ValueError(f"{name} needs betas above 0, got {min(betas)} in {kind}: use others, {way_out}")
+
+
+@torch.no_grad()
+def take_in(parameter: nn.Parameter, state: State, group: dict[str, Any]) -> None:
+    """Add the gradient of a parameter to its moments, and free it.
+
+    They hold what Adam makes those of the window of: in its step it multiplies them by betas, and adds the last one.
+
+    Args:
+        parameter: With a gradient.
+        state: Of the parameter in its optimizer; empty before the first step.
+        group: Of the parameter.
+    """
+    gradient = parameter.grad
+    assert gradient is not None
+    if not state:
+        _begin(parameter, state, group)
+    first, second = ((1 - float(beta)) / float(beta) for beta in group["betas"])
+    state["exp_avg"].add_(gradient, alpha=-first if group["maximize"] else first)
+    state["exp_avg_sq"].addcmul_(gradient, gradient, value=second)
+    parameter.grad = None
+
+
+def _begin(parameter: nn.Parameter, state: State, group: dict[str, Any]) -> None:
+    """Make a state as Adam makes it."""
+    is_on_device = group["capturable"] or group["fused"]
+    state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if is_on_device else "cpu")
+    for key in ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])):
+        state[key] = torch.zeros_like(parameter, memory_format=torch.preserve_format)

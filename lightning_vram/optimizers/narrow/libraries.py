@@ -1,0 +1,282 @@
+"""Kernels of torchao and bitsandbytes that step moments in 8 or 4 bits, for the optimizer that the user made.
+
+It keeps its groups, hooks and schedules, and its state has moments under their usual names: only what computes a step
+is the library's. One kernel for each parameter there takes the place of some dozen here, on a device; on a host with a
+C compiler ours is one pass, too.
+"""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import lru_cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from typing_extensions import override
+
+from lightning_vram.core.tensors.low_bit import Bits
+from lightning_vram.core.tensors.mapped import CodeMap, MappedTensor, empty_mapped
+from lightning_vram.core.tensors.shards import is_shard
+from lightning_vram.optimizers.stepping import (
+    DIVISORS,
+    LowBitForm,
+    Member,
+    State,
+    StateForm,
+    StepRound,
+    is_lion,
+    iterate_parameters,
+    make_stand_in,
+    make_twin,
+    plain_step,
+    publish_state,
+    steps_like,
+)
+from lightning_vram.private_names.torch.dispatch import FakeTensor, current_dispatch_mode
+
+Library = Literal["auto", "own", "torchao", "bitsandbytes"]
+
+
+class LibraryForm(LowBitForm):
+    """Moments as a library keeps them.
+
+    Attributes:
+        library: Its name.
+        kinds: Optimizers whose step it has.
+        unable: Settings that it does not know.
+    """
+
+    library: Library
+    kinds: tuple[type[Optimizer], ...]
+    unable: tuple[str, ...] = ("amsgrad", "maximize", "fused", "capturable")
+
+    def __init__(self, bits: Bits) -> None:
+        super().__init__("8bit" if bits == 8 else "4bit", bits)
+
+    def why_not(self, optimizer: Optimizer) -> str | None:
+        """Name what it cannot step; ``None``: it can."""
+        name = type(optimizer).__name__
+        if any(map(is_shard, iterate_parameters(optimizer))):
+            return "sharded parameters"
+        if not self._knows(optimizer):
+            return name
+        found = (f"{name}({key}={group[key]!r})" for group in optimizer.param_groups for key in self._odd(group))
+        return next(found, None)
+
+    def _knows(self, optimizer: Optimizer) -> bool:
+        return steps_like(type(optimizer), self.kinds)
+
+    def _odd(self, group: dict[str, Any]) -> list[str]:
+        return [key for key in self.unable if group.get(key)]
+
+    @override
+    def takes(self, parameter: nn.Parameter) -> bool:
+        """Kernels go over memory as it lies."""
+        return super().takes(parameter) and parameter.is_contiguous()
+
+    @override
+    def empty(self, key: str, shape: torch.Size, device: torch.device | str = "cpu") -> MappedTensor:
+        """Return one of zeros."""
+        return empty_mapped(shape, device, self.code_map(is_positive=key in DIVISORS))
+
+    def code_map(self, *, is_positive: bool) -> CodeMap:
+        """Return what codes of a moment mean."""
+        raise NotImplementedError
+
+    def step(self, step_round: StepRound, members: Sequence[Member]) -> None:
+        """Step members whose moments are in the form."""
+        step_round.scale(members)
+        for member in members:
+            settings = step_round.settings_of(member.group)
+            with torch.no_grad():
+                publish_state(member, self._step(member, settings))
+
+    def _step(self, member: Member, settings: dict[str, Any]) -> State:
+        """Step one; return all of its state."""
+        raise NotImplementedError
+
+    def _begun(self, member: Member, keys: Sequence[str]) -> State:
+        fresh = {key: self.empty(key, member.shard.shape, member.shard.device) for key in keys}
+        return fresh | {key: value for key, value in member.local_state.items() if value is not None}
+
+
+class BitsandbytesForm(LibraryForm):
+    """Blocks of 256, and of the end of a parameter one that is smaller."""
+
+    library: Library = "bitsandbytes"
+    kinds = (Adam, AdamW, SGD)
+    unable = (*LibraryForm.unable, "nesterov", "dampening")
+
+    @override
+    def _knows(self, optimizer: Optimizer) -> bool:
+        return super()._knows(optimizer) or is_lion(optimizer)
+
+    @override
+    def _odd(self, group: dict[str, Any]) -> list[str]:
+        is_coupled = group.get("weight_decay") and not group.get("decoupled_weight_decay", True)
+        return ["weight_decay"] if is_coupled else super()._odd(group)
+
+    @override
+    def code_map(self, *, is_positive: bool) -> CodeMap:
+        return _map_of_bitsandbytes(is_positive)
+
+    @override
+    def _step(self, member: Member, settings: dict[str, Any]) -> State:
+        is_sgd = "momentum" in settings
+        keys = ["momentum_buffer"] if is_sgd else ["exp_avg", "exp_avg_sq"] if "eps" in settings else ["exp_avg"]
+        is_first = not isinstance(member.local_state.get(keys[0]), Tensor)
+        state = self._begun(member, keys)
+        name, betas = {1: "momentum" if is_sgd else "lion", 2: "adam"}[len(keys)], settings.get("betas", (0.0, 0.0))
+        if is_sgd:
+            count, betas = 1 if is_first else 2, (settings["momentum"], 0.0)
+        elif len(keys) == 2:
+            state["step"] = torch.tensor(0.0) if is_first else state["step"]
+            state["step"] += 1
+            count = int(state["step"])
+        else:
+            count = 1
+        first, second = state[keys[0]], state[keys[1]] if len(keys) == 2 else None
+        maps = [None if one is None else one.code_map.on(one.device) for one in (first, second)]
+        import_module("bitsandbytes.functional").optimizer_update_8bit_blockwise(
+            name,
+            member.gradient.contiguous().view(-1),
+            member.shard.view(-1),
+            first.records,
+            None if second is None else second.records,
+            float(betas[0]),
+            float(betas[1]),
+            0.0,
+            0.0,
+            float(settings.get("eps", 0.0)),
+            count,
+            float(settings["lr"]),
+            *maps,
+            first.scales,
+            None if second is None else second.scales,
+            float(settings["weight_decay"]),
+        )
+        return state
+
+
+class TorchaoForm(LibraryForm):
+    """Blocks of 256 in 8 bits, of 128 in 4, of parameters that are a number of blocks.
+
+    Its amsgrad fails with moments in low bits (torchao 0.18): they have no maximum.
+    """
+
+    library: Library = "torchao"
+    kinds = (Adam, AdamW)
+
+    def __init__(self, bits: Bits) -> None:
+        super().__init__(bits)
+        self._betas: dict[int, Any] = {}  # by group
+
+    @override
+    def takes(self, parameter: nn.Parameter) -> bool:
+        return super().takes(parameter) and parameter.numel() % self.code_map(is_positive=True).block_size == 0
+
+    @override
+    def code_map(self, *, is_positive: bool) -> CodeMap:
+        return _map_of_torchao(self.bits, is_positive)
+
+    @override
+    def _step(self, member: Member, settings: dict[str, Any]) -> State:
+        if self._betas.setdefault(member.group, settings["betas"]) != settings["betas"]:
+            raise ValueError(
+                "LowBitOptimizer(library='torchao') would compile its step anew for each value of betas, which a "
+                "schedule has moved: use cycle_momentum=False, or library='own'."
+            )
+        keys = ["exp_avg", "exp_avg_sq"]
+        state: State = {"step": torch.tensor(0.0)} | self._begun(member, keys)
+        stand_in = make_stand_in(member.shard, member.gradient)
+        rate = torch.as_tensor(settings["lr"], dtype=torch.float32)
+        group = {**settings, "lr": rate, "params": [stand_in]}
+        kind, attributes = _optimizer_of_torchao(self.bits)
+        theirs = state | {key: self._as_theirs(state[key]) for key in keys}
+        is_coupled = not settings.get("decoupled_weight_decay", True)
+        twin = make_twin(kind, {**attributes, "is_adamw": not is_coupled}, [group], {stand_in: theirs})
+        # What is compiled refuses to run under a dispatch mode, such as one that counts memory.
+        is_watched = current_dispatch_mode() is not None
+        with torch.compiler.set_stance("force_eager") if is_watched else nullcontext():
+            plain_step(kind)(twin)
+        return state
+
+    def _as_theirs(self, moment: MappedTensor) -> Any:
+        """Return their tensor over the same memory."""
+        values, is_signed = moment.code_map.on(moment.device), not moment.is_positive
+        kind = import_module(f"torchao.optim.subclass_{self.bits}bit")
+        if self.bits == 8:
+            return kind.OptimState8bit(
+                moment.records.view(moment.shape), moment.scales, values, is_signed, torch.float32
+            )
+        return kind.OptimState4bit(moment.records, moment.scales, values, is_signed, moment.shape, torch.float32)
+
+
+@lru_cache
+def _map_of_bitsandbytes(is_positive: bool) -> CodeMap:  # noqa: FBT001
+    functional = import_module("bitsandbytes.functional")
+    return CodeMap(functional.create_dynamic_map(signed=not is_positive), 256)
+
+
+@lru_cache
+def _map_of_torchao(bits: Bits, is_positive: bool) -> CodeMap:  # noqa: FBT001
+    states, size = import_module(f"torchao.optim.subclass_{bits}bit"), 256 if bits == 8 else 128
+    return CodeMap(getattr(states, f"OptimState{bits}bit").zeros((size,), not is_positive, size).qmap, size)
+
+
+@lru_cache
+def _optimizer_of_torchao(bits: Bits) -> tuple[type[Optimizer], dict[str, Any]]:
+    """Return a class, and what its optimizers have beside groups and states."""
+    kind = getattr(import_module("torchao.optim"), f"AdamW{bits}bit")
+    return kind, vars(kind([nn.Parameter(torch.empty(1, device="cpu"))]))
+
+
+def why_not_installed(library: Library) -> str | None:
+    """Say what to install for it; ``None`` where nothing is needed."""
+    if library in ("auto", "own") or find_spec(library) is not None:
+        return None
+    return f"LowBitOptimizer(library={library!r}) needs {library}: pip install 'lightning-vram[lowbit]'."
+
+
+def form_of(library: Library, form: StateForm, optimizer: Optimizer) -> StateForm:
+    """Return the form that moments of an optimizer have.
+
+    Args:
+        library: Whose kernels step; ``"auto"``: those of bitsandbytes, else torchao, on CUDA, where they are installed
+            and can, and our own elsewhere.
+        form: Our own.
+        optimizer: That our own can step.
+
+    Raises:
+        ValueError: If the library cannot step it.
+    """
+    parameters = list(iterate_parameters(optimizer))
+    if library == "own" or not isinstance(form, LowBitForm) or any(isinstance(p, FakeTensor) for p in parameters):
+        return form  # estimates have no memory that kernels could write to
+    if library != "auto":
+        named = _FORMS[library](form.bits)
+        why = named.why_not(optimizer)
+        if why is not None:
+            raise ValueError(f"LowBitOptimizer(library={library!r}) cannot step {why}: use library='own'.")
+        return named
+    if any(p.device.type != "cuda" for p in parameters):
+        return form
+    for name, kind in _FORMS.items():
+        one = kind(form.bits)
+        is_able = (name != "bitsandbytes" or form.bits == 8) and not _moves_betas(optimizer)
+        if is_able and find_spec(name) is not None and one.why_not(optimizer) is None:
+            return one
+    return form
+
+
+def _moves_betas(optimizer: Optimizer) -> bool:
+    return any("max_momentum" in group for group in optimizer.param_groups)  # of OneCycleLR
+
+
+_FORMS: dict[str, type[BitsandbytesForm] | type[TorchaoForm]] = {
+    "bitsandbytes": BitsandbytesForm,
+    "torchao": TorchaoForm,
+}

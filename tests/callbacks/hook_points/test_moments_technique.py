@@ -1,0 +1,96 @@
+"""What ``MomentsInBF16`` and ``LowBitOptimizer`` refuse alike, and which optimizers they take in."""
+
+import re
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from support.helpers import ForkingOffload
+from support.host_layers import ADAMW, Layers
+from support.offload_nets import leave_group
+from torch import nn
+from torch.optim import SGD, RMSprop
+
+from lightning_vram import LowBitOptimizer, MomentsInBF16
+from lightning_vram.core.tensors.low_bit import LowBitTensor
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+IN_4_BITS = partial(LowBitOptimizer, bits=4)
+ABLE = "Adam, AdamW, Adamax, NAdam, RAdam"
+PARTS = [(MomentsInBF16, "MomentsInBF16"), (IN_4_BITS, "LowBitOptimizer(bits=4)")]  # and what users call it
+both = pytest.mark.parametrize(("make", "name"), PARTS, ids=["bf16", "4 bit"])
+
+
+def assert_refused(trainer: Any, model: Any, message: str, error: Any = MisconfigurationException) -> None:
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        trainer.fit(model)
+    leave_group()
+
+
+@both
+@pytest.mark.parametrize("optimizer", [RMSprop, partial(SGD, lr=0.1)], ids=["RMSprop", "SGD"])
+def test_what_has_no_such_moments_is_refused(optimizer, make, name, make_trainer):
+    kind = getattr(optimizer, "func", optimizer).__name__
+    able = ABLE if make is MomentsInBF16 else f"{ABLE}, SGD with momentum and Lion"
+    way_out = f"use one of these, as torch.optim has it, or leave {name} out."
+    message = f"{name} is for the moments of {able}, got {kind}: {way_out}"
+    assert_refused(make_trainer(callbacks=[make()]), Layers(optimizer, num_batches=1), message)
+
+
+@both
+@pytest.mark.parametrize("strategy", ["auto", "fsdp_offload"])
+def test_weights_of_16_bit_are_refused(strategy, make, name, make_trainer):
+    trainer = make_trainer(callbacks=[make()], precision="bf16-true", strategy=strategy, devices=1)
+    message = (
+        f"{name} is for the moments of float32 weights, got torch.bfloat16 in AdamW: use precision='bf16-mixed' or "
+        f"'32-true', or leave {name} out."
+    )
+    assert_refused(trainer, Layers(num_batches=1), message, ValueError)
+
+
+@both
+def test_another_form_on_the_host_is_refused_beside_it(make, name, make_trainer):
+    host_state, words = ("8bit", "8 bit") if make is MomentsInBF16 else ("bf16", "bfloat16")
+    strategy = ForkingOffload(host_state=host_state)
+    theirs = f"FSDPOffloadStrategy(host_state={host_state!r})"
+    message = f"{name} does not work with {theirs}, which has moments in {words}: leave one out."
+    trainer = make_trainer(callbacks=[make()], strategy=strategy)
+    assert_refused(trainer, Layers(num_batches=1), message)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "named"),
+    [
+        (MomentsInBF16, MomentsInBF16, "Two MomentsInBF16"),
+        (LowBitOptimizer, IN_4_BITS, "Two LowBitOptimizer"),
+        (LowBitOptimizer, MomentsInBF16, "LowBitOptimizer and MomentsInBF16"),
+    ],
+    ids=["bf16", "bits", "both"],
+)
+def test_two_are_refused(first, second, named, make_trainer):
+    trainer = make_trainer(callbacks=[first(), second()])
+    assert_refused(trainer, Layers(num_batches=1), f"{named} in one Trainer: leave one out.")
+
+
+class Late(Layers):
+    """Makes another optimizer in the midst of training, and one of something else."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            self.late, self.other = ADAMW(self.parameters()), ADAMW([nn.Parameter(torch.ones(5000))])
+            self.other.param_groups[0]["params"][0].grad = torch.ones(5000)
+            self.late.step()
+            self.other.step()
+
+
+@both
+def test_late_optimizers_are_taken_in_and_those_of_others_are_not(make, name, make_trainer):
+    model = Late(num_batches=4)
+    make_trainer(callbacks=[make()], max_epochs=1).fit(model)
+    narrow = [state["exp_avg"] for state in model.late.state.values() if state["exp_avg"].numel() >= 4096]
+    assert len(narrow) == 2
+    assert all(one.dtype == torch.bfloat16 or isinstance(one, LowBitTensor) for one in narrow)
+    assert {type(state["exp_avg"]) for state in model.other.state.values()} == {torch.Tensor}
+    assert {state["exp_avg"].dtype for state in model.other.state.values()} == {torch.float32}
