@@ -110,14 +110,14 @@ def trace_fit(module: pl.LightningModule, batch: Any, run: FitRun) -> TracedFit:
         ValueError: If no optimizer steps.
         Exception: What the step raises, among it that of an operator that needs values.
     """
-    return _with_enough_batches(partial(_fake_fit, module, batch, run))
+    return _with_enough_batches(partial(_fake_fit, module, batch, run), run)
 
 
 def trace_real_fit(module: pl.LightningModule, batch: Any, run: FitRun) -> TracedFit:
     """The same on real tensors, on the host, in one process. The module is copied, weights and all."""
     make = partial(map_tensors, batch, Tensor.clone)
     with isolated():
-        return _with_enough_batches(partial(_real_fit, module, make, run))
+        return _with_enough_batches(partial(_real_fit, module, make, run), run)
 
 
 def _real_fit(
@@ -162,9 +162,9 @@ def _fake_fit(module: pl.LightningModule, batch: Any, run: FitRun, num_batches: 
     return traced and replace(traced, notes=(*notes, *values.guesses))
 
 
-def _with_enough_batches(fit: Callable[[int], TracedFit | None]) -> TracedFit:
-    """Gradients may be accumulated, by schedules and by hand: nobody knows over how many batches."""
-    num_batches = NUM_STEPS
+def _with_enough_batches(fit: Callable[[int], TracedFit | None], run: FitRun) -> TracedFit:
+    """Whole windows of an accumulation; by schedules and by hand nobody knows over how many batches they are."""
+    num_batches = min(NUM_STEPS * (run.trainer_arguments.get("accumulate_grad_batches") or 1), _MOST_BATCHES)
     while num_batches <= _MOST_BATCHES:
         traced = fit(num_batches)
         if traced is not None:

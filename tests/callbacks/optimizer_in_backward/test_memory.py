@@ -178,6 +178,32 @@ def test_an_estimate_is_exact_with_it(kernel, make_trainer):
     assert estimate.stages["train"].timeline.peak_bytes == tracked.tracker.timeline.peak_bytes
 
 
+class SecondWindow(pl.Callback):
+    """Tracks the second window of three batches."""
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if batch_idx == 3:
+            self.tracker = track_memory(module, optimizers=trainer.optimizers, inputs=batch).__enter__()
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if batch_idx == 5:
+            self.tracker.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize(("keep_gradients", "kept_bytes"), [(True, 4 * 6800), (False, 0)])
+def test_an_estimate_of_a_window_is_exact(keep_gradients, kept_bytes, make_trainer):
+    peaks = []
+    for window in (1, 3):
+        tracked, options = SecondWindow(), {"accumulate_grad_batches": window}
+        callbacks = [OptimizerInBackward(keep_gradients=keep_gradients)]
+        make_trainer(callbacks=[*callbacks, tracked], max_epochs=1, **options).fit(Layers(num_batches=6))
+        options["callbacks"] = callbacks
+        estimate = estimate_memory(Layers(), torch.zeros(8, 16), device="cpu", trainer=options, find_limits=False)
+        assert estimate.timeline.peak_bytes == tracked.tracker.timeline.peak_bytes
+        peaks.append(estimate.timeline.peak_bytes)
+    assert peaks[1] - peaks[0] == kept_bytes  # of the first layer: others were stepped
+
+
 def test_autovram_plans_beside_it(make_trainer):
     fitted = []
     for callbacks in ([], [OptimizerInBackward(), AutoVRAM("1350KiB")]):
