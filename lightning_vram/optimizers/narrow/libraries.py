@@ -111,6 +111,10 @@ class BitsandbytesForm(LibraryForm):
     unable = (*LibraryForm.unable, "nesterov", "dampening")
 
     @override
+    def why_not(self, optimizer: Optimizer) -> str | None:
+        return super().why_not(optimizer) if self.bits == 8 else f"moments of {self.bits} bits"
+
+    @override
     def _knows(self, optimizer: Optimizer) -> bool:
         return super()._knows(optimizer) or is_lion(optimizer)
 
@@ -170,9 +174,11 @@ class TorchaoForm(LibraryForm):
     library: Library = "torchao"
     kinds = (Adam, AdamW)
 
-    def __init__(self, bits: Bits) -> None:
-        super().__init__(bits)
-        self._betas: dict[int, Any] = {}  # by group
+    @override
+    def why_not(self, optimizer: Optimizer) -> str | None:
+        if any("max_momentum" in group for group in optimizer.param_groups):  # of OneCycleLR and CyclicLR
+            return f"{type(optimizer).__name__} whose betas a schedule moves, as each value would be compiled"
+        return super().why_not(optimizer)
 
     @override
     def takes(self, parameter: nn.Parameter) -> bool:
@@ -184,11 +190,6 @@ class TorchaoForm(LibraryForm):
 
     @override
     def _step(self, member: Member, settings: dict[str, Any]) -> State:
-        if self._betas.setdefault(member.group, settings["betas"]) != settings["betas"]:
-            raise ValueError(
-                "LowBitOptimizer(library='torchao') would compile its step anew for each value of betas, which a "
-                "schedule has moved: use cycle_momentum=False, or library='own'."
-            )
         keys = ["exp_avg", "exp_avg_sq"]
         state: State = {"step": torch.tensor(0.0)} | self._begun(member, keys)
         stand_in = make_stand_in(member.shard, member.gradient)
@@ -264,16 +265,8 @@ def form_of(library: Library, form: StateForm, optimizer: Optimizer) -> StateFor
         return named
     if any(p.device.type != "cuda" for p in parameters):
         return form
-    for name, kind in _FORMS.items():
-        one = kind(form.bits)
-        is_able = (name != "bitsandbytes" or form.bits == 8) and not _moves_betas(optimizer)
-        if is_able and find_spec(name) is not None and one.why_not(optimizer) is None:
-            return one
-    return form
-
-
-def _moves_betas(optimizer: Optimizer) -> bool:
-    return any("max_momentum" in group for group in optimizer.param_groups)  # of OneCycleLR
+    installed = (kind(form.bits) for name, kind in _FORMS.items() if find_spec(name) is not None)
+    return next((one for one in installed if one.why_not(optimizer) is None), form)
 
 
 _FORMS: dict[str, type[BitsandbytesForm] | type[TorchaoForm]] = {

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from lightning_vram import LowBitOptimizer
 from lightning_vram.core.tensors.mapped import MappedTensor
 from lightning_vram.optimizers.narrow import libraries
+from lightning_vram.optimizers.stepping import FORMS
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SGD_MOMENTUM = partial(SGD, lr=0.1, momentum=0.9)
@@ -109,17 +110,24 @@ def test_a_library_that_is_missing_is_named(monkeypatch, make_trainer):
         make_trainer(callbacks=[LowBitOptimizer(library="torchao")]).fit(Layers(num_batches=1))
 
 
+def cycled(parameters: Any) -> Any:
+    optimizer = ADAMW(parameters)
+    OneCycleLR(optimizer, max_lr=0.1, total_steps=20)
+    return optimizer
+
+
 @pytest.mark.parametrize(
     ("library", "optimizer", "what"),
     [
         ("torchao", SGD_MOMENTUM, "SGD"),
         ("torchao", partial(Lion, lr=1e-3), "Lion"),
         ("torchao", partial(ADAMW, fused=True), "AdamW(fused=True)"),
+        ("torchao", cycled, "AdamW whose betas a schedule moves, as each value would be compiled"),
         ("bitsandbytes", NAdam, "NAdam"),
         ("bitsandbytes", partial(Adam, weight_decay=0.1), "Adam(weight_decay=0.1)"),
         ("torchao", partial(ADAMW, amsgrad=True), "AdamW(amsgrad=True)"),
     ],
-    ids=["SGD", "Lion", "fused", "NAdam", "weight decay", "amsgrad"],
+    ids=["SGD", "Lion", "fused", "schedule", "NAdam", "weight decay", "amsgrad"],
 )
 def test_what_a_library_cannot_step_is_refused(library, optimizer, what, monkeypatch, make_trainer):
     monkeypatch.setattr(libraries, "find_spec", lambda name: name)
@@ -140,21 +148,25 @@ def test_under_fsdp_offload_a_library_is_refused(monkeypatch, make_trainer):
     leave_group()
 
 
-class Cycled(Looking):
-    def configure_optimizers(self) -> Any:
-        optimizer = super().configure_optimizers()
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": OneCycleLR(optimizer, 0.1, 20), "interval": "step"},
-        }
+@pytest.mark.parametrize(
+    ("installed", "bits", "optimizer", "chosen"),
+    [
+        (["torchao", "bitsandbytes"], 8, ADAMW, "bitsandbytes"),
+        (["torchao", "bitsandbytes"], 4, ADAMW, "torchao"),
+        (["torchao"], 8, ADAMW, "torchao"),
+        (["torchao", "bitsandbytes"], 8, partial(ADAMW, fused=True), "own"),
+        (["bitsandbytes"], 4, ADAMW, "own"),
+        ([], 8, ADAMW, "own"),
+    ],
+    ids=["both", "4 bits", "torchao", "fused", "4 bits by bitsandbytes", "none"],
+)
+def test_on_cuda_auto_is_what_is_installed_and_can(installed, bits, optimizer, chosen, monkeypatch):
+    class OnCuda(torch.nn.Parameter):
+        device = torch.device("cuda")
 
-
-@pytest.mark.slow
-def test_torchao_would_compile_for_each_value_of_betas(make_trainer):
-    pytest.importorskip("torchao")
-    message = (
-        "LowBitOptimizer(library='torchao') would compile its step anew for each value of betas, which a schedule has "
-        "moved: use cycle_momentum=False, or library='own'."
-    )
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        make_trainer(callbacks=[LowBitOptimizer(library="torchao")]).fit(Cycled(ADAMW))
+    monkeypatch.setattr(libraries, "find_spec", lambda name: name if name in installed else None)
+    one = optimizer([torch.nn.Parameter(torch.ones(2))])
+    monkeypatch.setattr(libraries, "iterate_parameters", lambda optimizer: [OnCuda(torch.ones(2))])
+    form = libraries.form_of("auto", FORMS[f"{bits}bit"], one)
+    assert getattr(form, "library", "own") == chosen
+    assert form.bits == bits
