@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -32,8 +33,8 @@ def _narrow_moments(workload: Workload) -> dict[str, Any]:
     return {"callbacks": [MomentsInBF16()], "precision": "bf16-mixed"}
 
 
-def _low_bit(bits: Any, workload: Workload) -> dict[str, Any]:
-    return {"callbacks": [LowBitOptimizer(bits=bits)], "precision": "bf16-mixed"}
+def _low_bit(bits: Any, library: Any, workload: Workload) -> dict[str, Any]:
+    return {"callbacks": [LowBitOptimizer(bits, library)], "precision": "bf16-mixed"}
 
 
 def _on_host(workload: Workload) -> dict[str, Any]:
@@ -67,9 +68,18 @@ WAYS = (
         Way(
             f'LowBitOptimizer(bits={bits}), precision="bf16-mixed"',
             "ours",
-            make_trainer_options=partial(_low_bit, bits),
+            make_trainer_options=partial(_low_bit, bits, "own"),
         )
         for bits in (8, 4)
+    ),
+    *(
+        Way(
+            f'LowBitOptimizer(bits=8, library="{library}"), precision="bf16-mixed"',
+            "ours",
+            make_trainer_options=partial(_low_bit, 8, library),
+        )
+        for library in ("torchao", "bitsandbytes")
+        if find_spec(library) is not None
     ),
     Way('OptimizerInBackward(), precision="bf16-mixed"', "ours", make_trainer_options=_in_backward),
     Way('OptimizerInBackward("two-pass"), clipped, precision="bf16-mixed"', "ours", make_trainer_options=_two_passes),
