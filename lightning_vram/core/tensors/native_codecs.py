@@ -175,9 +175,8 @@ class NativeCodecs:
             )
             joined = upper.float().view(torch.int32).add_(lower.int())
             joined[places.long()] = halves.int() << 16 | lower[places.long()].int() & 0xFFFF
-            joined = [joined.view(torch.float32), upper.float(), *split[3:]]
-            wanted = [theirs[0], theirs[0].bfloat16().float(), *theirs[2:]]
-            return all(map(torch.equal, [*ours, *joined], [*theirs, *wanted]))
+            found = [*ours, joined.view(torch.float32), upper, *split[3:]]
+            return all(map(torch.equal, found, [*theirs, theirs[0], theirs[0].bfloat16(), *theirs[2:]]))
 
 
 class _Supply:
