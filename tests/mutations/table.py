@@ -147,7 +147,7 @@ SHARDING = [
         "pass",
         sharding.discarded,
     ),
-    Mutation(f"{_GROUP}.unshard", "self.steps.wait()", "pass", sharding.on_the_host_with_late_threads),
+    Mutation(f"{_GROUP}.unshard", "self.steps.wait_for_writes()", "pass", sharding.on_the_host_with_late_threads),
     Mutation(
         f"{_GROUP}.wait_for_unshard",
         "self.device_handle.current_stream().wait_event(self._fetched)",
@@ -199,7 +199,10 @@ SHARDING = [
         sharding.evaluated_before_the_step,
     ),
     Mutation(
-        "techniques.sharding.steps:ShardSteps.wait", "pending.wait()", "pass", sharding.on_the_host_with_late_threads
+        "techniques.sharding.steps:ShardSteps._end",
+        "ended[-1][0].wait()",
+        "pass",
+        sharding.on_the_host_with_late_threads,
     ),
     Mutation("techniques.sharding.apply:FullSharding.wait_for_steps", "group.steps.wait()", "pass", sharding.finished),
     Mutation(
@@ -247,7 +250,7 @@ AVERAGES = [
     ),
     Mutation(
         "optimizers.on_host.optimizers:HostOptimizers.work_beside",
-        "group.steps.begin(ticket, watched)",
+        "group.steps.begin(ticket, watched, is_reader=is_reader)",
         "pass",
         averaging.written_at_once,
     ),

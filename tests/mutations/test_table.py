@@ -12,7 +12,8 @@ import lightning_vram
 ROOT = Path(lightning_vram.__file__).parent
 NAMES = {
     *("wait", "wait_event", "wait_stream", "synchronize", "query", "record_event", "record_stream"),
-    *("precede", "note_read", "wait_for_copies", "wait_for_gradients", "await_reduce_stream"),  # our own
+    *("precede", "note_read", "wait_for_copies", "wait_for_writes"),  # our own
+    *("wait_for_gradients", "await_reduce_stream"),
 }
 
 

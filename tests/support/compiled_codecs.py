@@ -29,16 +29,19 @@ def coded_in_c() -> Generator[list[int], None, None]:
         Numbers of weights that were stepped in C.
     """
     stepped: list[int] = []
-    step = NativeCodecs.step_adamw
 
-    def note(codecs, adamw_step, tensors, *options):
-        stepped.append(tensors[0].numel())
-        step(codecs, adamw_step, tensors, *options)
+    def noting(step):
+        def note(codecs, adamw_step, tensors, *options, **others):
+            stepped.append(tensors[0].numel())
+            return step(codecs, adamw_step, tensors, *options, **others)
+
+        return note
 
     codecs = compiled()
     with (
         patch.object(native_codecs._supply, "ask", lambda count: codecs),
         patch.object(native_codecs, "LEAST", 1),
-        patch.object(NativeCodecs, "step_adamw", note),
+        patch.object(NativeCodecs, "step_adamw", noting(NativeCodecs.step_adamw)),
+        patch.object(NativeCodecs, "step_split", noting(NativeCodecs.step_split)),
     ):
         yield stepped

@@ -19,6 +19,9 @@ _HALF = 0x8000
 _LOWER = 0xFFFF
 
 Part = tuple[int, int]
+Odd = tuple[Tensor | None, Tensor]
+"""Weights of a part that sixteen bits do not tell apart: which (``None``: all), and their upper halves."""
+_NOTHING: Odd = torch.empty(0, dtype=torch.int32), torch.empty(0, dtype=torch.int16)
 
 
 class SplitWeights:
@@ -37,7 +40,7 @@ class SplitWeights:
         numel = sum(sizes)
         self.upper = make_host_tensor(numel, torch.bfloat16, pin_memory=pin_memory)
         self._lower = make_host_tensor(numel, torch.int16, pin_memory=False)
-        self._exceptions: dict[int, tuple[Tensor | None, Tensor]] = {}  # by part: which, and their upper halves
+        self._exceptions: dict[int, Odd] = {}  # by part
         starts = [sum(sizes[:place]) for place in range(len(sizes))]
         self.parts = [list(cut_parts(start, start + size)) for start, size in zip(starts, sizes, strict=True)]
 
@@ -85,6 +88,18 @@ class SplitWeights:
             self._exceptions[part[0]] = None, bits.bitwise_right_shift(16).to(torch.int16)
         elif places.numel():
             self._exceptions[part[0]] = places.int(), bits[places].bitwise_right_shift_(16).to(torch.int16)
+
+    def pieces(self, part: Part) -> tuple[Tensor, Tensor, Odd]:
+        """Return what one part is at rest, to be written to: what travels, what that lacks, and :data:`Odd`."""
+        return self.upper[slice(*part)], self._lower[slice(*part)], self._exceptions.get(part[0], _NOTHING)
+
+    def note_odd(self, part: Part, places: Tensor, halves: Tensor) -> None:
+        """Take over what is odd of a part whose :meth:`pieces` were written."""
+        self._exceptions.pop(part[0], None)
+        if places.numel():
+            self._exceptions[part[0]] = places, halves
+        if 3 * places.numel() > part[1] - part[0]:
+            self.write(part, self.read(part))
 
     def _read(self, part: Part, numbers: Tensor) -> None:
         lower = self._lower[slice(*part)]

@@ -7,6 +7,7 @@
 #define INLINE static inline __attribute__((always_inline))
 #define APART static __attribute__((noinline)) // or GCC 12 does not vectorise it
 #define PORTION 16384  // numbers that a thread takes at a time
+#define PIECE 2048     // of those as many as are joined and split in the nearest cache; whole rows
 #define ROW 128        // numbers with one scale; rows of smaller tensors are shorter
 #define STRIDE 40503u  // as in bit_patterns.py
 #define INFINITE 0x7F800000u
@@ -170,21 +171,73 @@ INLINE void step_low_bit(float *weights, const float *gradient, uint8_t *average
   }
 }
 
+// Moments begin at the place `at` of those in memory.
+INLINE void step_some(float *weights, const float *gradient, void *average, void *square, int64_t at, int64_t count,
+                      Settings by, int bits, const uint32_t *draws) {
+  const int64_t record = at / ROW * (ROW * bits / 8 + (int64_t)sizeof(float));
+  if (bits == 16)
+    step_bf16(weights, gradient, (uint16_t *)average + at, (uint16_t *)square + at, count, by, draws, (uint32_t)at);
+  else if (bits == 32) step_wide(weights, gradient, (float *)average + at, (float *)square + at, count, by);
+  else step_low_bit(weights, gradient, (uint8_t *)average + record, (uint8_t *)square + record, count, by, bits);
+}
+
 // A step, with moments in so many bits. Settings: 1 - lr * weight_decay, 1 - beta1, beta2, 1 - beta2, the root of the
 // second correction, eps, minus lr divided by the first correction.
 void step_adamw(float *weights, const float *gradient, void *average, void *square, int64_t count, int bits,
                 const float *settings, const uint32_t *draws, int threads) {
   const Settings by = {settings[0], settings[1], settings[2], settings[3], settings[4], settings[5], settings[6]};
 #pragma omp parallel for num_threads(threads) schedule(static)
-  for (int64_t at = 0; at < count; at += PORTION) {
-    const int64_t here = least(PORTION, count - at), record = at / ROW * (ROW * bits / 8 + (int64_t)sizeof(float));
-    if (bits == 16)
-      step_bf16(weights + at, gradient + at, (uint16_t *)average + at, (uint16_t *)square + at, here, by, draws,
-                (uint32_t)at);
-    else if (bits == 32)
-      step_wide(weights + at, gradient + at, (float *)average + at, (float *)square + at, here, by);
-    else
-      step_low_bit(weights + at, gradient + at, (uint8_t *)average + record, (uint8_t *)square + record, here, by,
-                   bits);
+  for (int64_t at = 0; at < count; at += PORTION)
+    step_some(weights + at, gradient + at, average, square, at, least(PORTION, count - at), by, bits, draws);
+}
+
+APART void join(const uint16_t *restrict upper, const int16_t *restrict lower, float *restrict weights, int64_t count) {
+  for (int64_t i = 0; i < count; i++)
+    weights[i] = number_of(((uint32_t)upper[i] << 16) + (uint32_t)(int32_t)lower[i]);
+}
+
+// Returns whether sixteen bits do not tell apart one of them.
+APART int split(const float *restrict weights, uint16_t *restrict upper, int16_t *restrict lower, int64_t count) {
+  uint32_t odd = 0;
+  for (int64_t i = 0; i < count; i++) {
+    const uint32_t bits = bits_of(weights[i]), nearest = (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16;
+    upper[i] = (uint16_t)((bits & 0x7FFFFFFFu) > INFINITE ? 0xFFFFu : nearest); // what torch makes of NaN
+    const uint32_t lacking = bits - ((uint32_t)upper[i] << 16);
+    lower[i] = (int16_t)lacking;
+    odd |= (lacking + 0x8000u) >> 16;
   }
+  return odd != 0;
+}
+
+// The same with weights as SplitWeights has them, and a gradient in bf16, which is multiplied, or in float32. Of weights
+// that sixteen bits do not tell apart there are places and true upper halves; returns how many there are then, whose
+// places and halves, in some order, come to `found`.
+int64_t step_split(uint16_t *upper, int16_t *lower, const void *gradient, int is_narrow, float factor, void *average,
+                   void *square, int64_t count, int bits, const float *settings, const uint32_t *draws,
+                   const int32_t *places, const uint16_t *halves, int64_t num_odd, int32_t *found, int threads) {
+  const Settings by = {settings[0], settings[1], settings[2], settings[3], settings[4], settings[5], settings[6]};
+  int64_t num_found = 0;
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t at = 0; at < count; at += PIECE) {
+    const int64_t here = least(PIECE, count - at);
+    float weights[PIECE], wide[PIECE];
+    join(upper + at, lower + at, weights, here);
+    for (int64_t k = 0; k < num_odd; k++)
+      if (places[k] >= at && places[k] < at + here)
+        weights[places[k] - at] = number_of((uint32_t)halves[k] << 16 | (uint16_t)lower[places[k]]);
+    if (is_narrow)
+      for (int64_t i = 0; i < here; i++) wide[i] = widened(((const uint16_t *)gradient)[at + i]) * factor;
+    step_some(weights, is_narrow ? wide : (const float *)gradient + at, average, square, at, here, by, bits, draws);
+    if (split(weights, upper + at, lower + at, here))
+      for (int64_t i = 0; i < here; i++) {
+        const uint32_t number = bits_of(weights[i]), lacking = number - ((uint32_t)upper[at + i] << 16);
+        if ((lacking + 0x8000u) >> 16 == 0) continue;
+        int64_t place;
+#pragma omp atomic capture
+        place = num_found++;
+        found[2 * place] = (int32_t)(at + i);
+        found[2 * place + 1] = (int32_t)(number >> 16);
+      }
+  }
+  return num_found;
 }

@@ -33,6 +33,10 @@ _OPTIONS = (("-march=native", "-fopenmp"), ("-march=native",))  # the first that
 _SIGNATURES = {
     "round_by_place": (c_void_p, c_void_p, c_int64, c_uint32, c_int),
     "step_adamw": (c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int, c_void_p, c_void_p, c_int),
+    "step_split": (
+        *(c_void_p, c_void_p, c_void_p, c_int, c_float, c_void_p, c_void_p, c_int64, c_int, c_void_p, c_void_p),
+        *(c_void_p, c_void_p, c_int64, c_void_p, c_int),
+    ),
     "decode_low_bit": (c_void_p, c_void_p, c_int64, c_int, c_int, c_int64, c_int),
     "encode_low_bit": (c_void_p, c_void_p, c_int64, c_int, c_int, c_int64, c_int),
 }
@@ -63,7 +67,7 @@ class NativeCodecs:
         self._library = library
         for name, signature in _SIGNATURES.items():
             function = getattr(library, name)
-            function.argtypes, function.restype = signature, None
+            function.argtypes, function.restype = signature, c_int64 if name == "step_split" else None
         self.has_step = self._steps_as_torch()
 
     def round_by_place(self, numbers: Tensor, draw: int, kept: Tensor) -> None:
@@ -100,6 +104,41 @@ class NativeCodecs:
         rest = tensors[0].numel(), bits, settings, both, torch.get_num_threads()
         self._library.step_adamw(*places, *rest)
 
+    def step_split(
+        self,
+        step: AdamWStep,
+        tensors: Sequence[Tensor],
+        bits: int,
+        draws: tuple[int, int] = (0, 0),
+        *,
+        factor: float = 1.0,
+        odd: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Step flat weights that are bf16 ones and the sixteen bits that those lack.
+
+        Args:
+            step: Which.
+            tensors: The bf16 weights, what they lack (int16), gradient in float32 or bf16, and moments as in
+                :meth:`step_adamw`.
+            bits: Of a number in moments.
+            draws: Of the first place.
+            factor: Of a gradient in bf16.
+            odd: Places (int32) of weights that those bits do not tell apart, and their upper halves (int16).
+
+        Returns:
+            Those that there are then.
+        """
+        upper, lower, gradient, average, square = tensors
+        settings, both = (c_float * 7)(*step.numbers()), (c_uint32 * 2)(*draws)
+        places, halves = (None, None) if odd is None else (odd[0].data_ptr(), odd[1].data_ptr())
+        found = torch.empty(upper.numel(), 2, dtype=torch.int32, device="cpu")  # memory that nobody touches
+        num_found = self._library.step_split(
+            *(upper.data_ptr(), lower.data_ptr(), gradient.data_ptr(), gradient.dtype == torch.bfloat16, factor),
+            *(average.data_ptr(), square.data_ptr(), upper.numel(), bits, settings, both),
+            *(places, halves, 0 if odd is None else odd[0].numel(), found.data_ptr(), torch.get_num_threads()),
+        )
+        return found[:num_found, 0].clone(), found[:num_found, 1].to(torch.int16)
+
     def _steps_as_torch(self) -> bool:
         """Whether a step has the bits of torch's kernel, as that was compiled for this machine."""
         generator = torch.Generator().manual_seed(0)
@@ -107,9 +146,14 @@ class NativeCodecs:
         with without_dispatch(), torch.no_grad():
             made = torch.empty(4, count, dtype=torch.float32, device="cpu").normal_(generator=generator)
             *numbers, spread = made[0], made[1], made[2], made[3].mul_(3).sub_(5).exp_()
+            bits = numbers[0].view(torch.int32).bitwise_or_(1)  # none is odd
+            upper = numbers[0].bfloat16()
+            lower = (bits - upper.float().view(torch.int32)).short()
             theirs = [numbers[0], numbers[1] * spread, numbers[2] * spread, spread.square()]
             ours = [tensor.clone() for tensor in theirs]
+            split = [upper, lower, *(tensor.clone() for tensor in theirs[1:])]
             self.step_adamw(step, ours, 32)
+            places, halves = self.step_split(step, split, 32)
             weights, gradients, averages, squares = ([tensor] for tensor in theirs)
             adamw(
                 *(
@@ -129,7 +173,10 @@ class NativeCodecs:
                 eps=step.eps,
                 maximize=False,
             )
-            return all(map(torch.equal, ours, theirs))
+            joined = upper.float().view(torch.int32).add_(lower.int())
+            joined[places.long()] = halves.int() << 16 | lower[places.long()].int() & 0xFFFF
+            found = [*ours, joined.view(torch.float32), upper, *split[3:]]
+            return all(map(torch.equal, found, [*theirs, theirs[0], theirs[0].bfloat16(), *theirs[2:]]))
 
 
 class _Supply:

@@ -106,7 +106,7 @@ class HostAverage:
         if self.optimizers is None:
             job()
             return None
-        return self.optimizers.work_beside(job, group, watched)
+        return self.optimizers.work_beside(job, group, watched, is_reader=True)
 
     @torch.no_grad()
     def _move(self, group: ShardedGroup, number: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Steps of torch's fused AdamW on moments as they are kept, in one pass over memory, to the same bits."""
+"""Steps of torch's fused AdamW on weights and moments as they are kept, in one pass over memory, to the same bits."""
 
 from typing import Any
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.optim import Adam, AdamW
 
+from lightning_vram.core.host.split_weights import Part, SplitWeights
 from lightning_vram.core.tensors.low_bit import LowBitTensor
 from lightning_vram.core.tensors.native_codecs import LANES, AdamWStep, native_codecs
 from lightning_vram.optimizers.stepping import Member, State, StepRound, is_narrow, steps_like
@@ -54,10 +55,41 @@ def step_as_kept(step: AdamWStep, weights: Tensor, gradient: Tensor, state: Stat
     native = native_codecs(*tensors)
     if native is None or not native.has_step:
         return False
-    native.step_adamw(step, tensors, moments[0].bits if isinstance(moments[0], LowBitTensor) else 16, draws)
+    native.step_adamw(step, tensors, _bits_of(moments[0]), draws)
+    return True
+
+
+def step_split(
+    step: AdamWStep,
+    split: SplitWeights,
+    part: Part,
+    gradient: tuple[Tensor, float],
+    state: State,
+    draws: tuple[int, int],
+) -> bool:
+    """The same for a part of split weights; the gradient may be in bf16, with a factor."""
+    upper, lower, (places, halves) = split.pieces(part)
+    moments, (numbers, factor) = (state["exp_avg"], state["exp_avg_sq"]), gradient
+    is_known = all(map(_has_form, moments)) and numbers.dtype in {torch.float32, torch.bfloat16}
+    if places is None or not is_known or upper.numel() % LANES or numbers.numel() != upper.numel():
+        return False
+    tensors = upper, lower, numbers, *map(_as_it_lies, moments)
+    native = native_codecs(*tensors)
+    if native is None or not native.has_step:
+        return False
+    found = native.step_split(step, tensors, _bits_of(moments[0]), draws, factor=factor, odd=(places, halves))
+    split.note_odd(part, *found)
     return True
 
 
 def _as_it_lies(moment: Any) -> Tensor:
     records: Tensor = moment.records if isinstance(moment, LowBitTensor) else moment
     return records
+
+
+def _has_form(moment: Any) -> bool:
+    return is_narrow(moment) or moment.dtype == torch.float32
+
+
+def _bits_of(moment: Any) -> int:
+    return int(moment.bits) if isinstance(moment, LowBitTensor) else 8 * int(moment.itemsize)

@@ -76,7 +76,7 @@ class HostOptimizers(StepTakeOver):
         self._attached: list[Optimizer] = []
         self._handles: list[RemovableHandle] = []
         self._early: StepRound | None = None
-        self._submitted: list[tuple[ShardedGroup, Ticket]] = []  # jobs of the step that is being begun
+        self._submitted: list[tuple[bool, ShardedGroup, Ticket]] = []  # the step's jobs; whether they only read shards
         self._nvme_path, self._form, self._is_form_everywhere = nvme_path, form, is_form_everywhere
         self._kept: dict[int, KeptStates] = {}  # by id of the optimizer
         self._factors: dict[int, Tensor] = {}  # by which gradients are yet to be scaled; by id of the optimizer
@@ -211,11 +211,11 @@ class HostOptimizers(StepTakeOver):
         return loss
 
     def arrange_by_forward(self) -> None:
-        """The backward comes to the last layers first; the next forward wants what is left to do from the first."""
+        """The next forward wants the first layers first, where the backward came to the last; averages it needs not."""
         if self._worker is not None:
             places = {group: place for place, group in enumerate(self._sharding.groups)}
-            submitted = sorted(self._submitted, key=lambda item: places[item[0]])  # jobs of one group in their order
-            self._worker.arrange([ticket for _, ticket in submitted])
+            submitted = sorted(self._submitted, key=lambda item: (item[0], places[item[1]]))  # the rest in their order
+            self._worker.arrange([ticket for *_, ticket in submitted])
 
     def _landed(self, group: ShardedGroup) -> None:
         """Step a group in the backward, as soon as its gradients are there."""
@@ -240,16 +240,20 @@ class HostOptimizers(StepTakeOver):
         self.work_beside(job, group, list_tensors(members))
 
     def work_beside(
-        self, job: Callable[[], None], group: ShardedGroup | None, watched: Iterable[Tensor]
+        self, job: Callable[[], None], group: ShardedGroup | None, watched: Iterable[Tensor], *, is_reader: bool = False
     ) -> Ticket | None:
-        """Have ``job`` done by who steps ``group``, after that; nobody reads ``watched`` tensors meanwhile."""
+        """Have ``job`` done by who steps ``group``, after that; nobody uses ``watched`` tensors meanwhile.
+
+        The next forward does not wait for one that ``is_reader`` of shards, unless it may have to join or split them.
+        """
         if self._worker is None or (group is not None and group.landing is None):
             job()
             return None
         ticket = self._worker.submit(job)
         if group is not None:
-            self._submitted.append((group, ticket))
-            group.steps.begin(ticket, watched)
+            is_reader = is_reader and not any(lane.is_split for lane in group.lanes)
+            self._submitted.append((is_reader, group, ticket))
+            group.steps.begin(ticket, watched, is_reader=is_reader)
         return ticket
 
     def _compute(self, compute: Callable[[], Result]) -> Result:

@@ -16,7 +16,7 @@ from lightning_vram.core.tensors.low_bit import BLOCK_SIZE
 from lightning_vram.core.tensors.native_codecs import LANES, AdamWStep
 from lightning_vram.optimizers.on_disk import StreamedStates, is_elementwise
 from lightning_vram.optimizers.on_host.narrow_states import NarrowStates
-from lightning_vram.optimizers.on_host.native_steps import read_adamw_step, step_as_kept
+from lightning_vram.optimizers.on_host.native_steps import read_adamw_step, step_as_kept, step_split
 from lightning_vram.optimizers.on_host.scratch import Scratch
 from lightning_vram.optimizers.stepping import (
     MOMENTS,
@@ -32,7 +32,7 @@ from lightning_vram.optimizers.stepping import (
 from lightning_vram.private_names.fsdp2.sharded_tensors import local_part, own_part_of
 from lightning_vram.private_names.torch.dispatch import FakeTensor
 from lightning_vram.techniques.sharding import ShardLane
-from lightning_vram.techniques.sharding.gathered import narrow_of, scale_narrow, wide_part, widen
+from lightning_vram.techniques.sharding.gathered import narrow_of, narrow_part, scale_narrow, wide_part, widen
 
 _ON_DEVICE = 2**22  # weights in a part there: few kernels, 64 MiB
 
@@ -216,36 +216,39 @@ class _Stepping:
 
 
 class _Part:
-    """Some weights of one, in float32."""
+    """Some weights of one."""
 
     def __init__(self, whole: _Stepping, part: Part) -> None:
         self._whole, self._part = whole, part
-        self._numbers = whole.read(part)
         first, numel = whole.parts[0][0], whole.member.shard.numel()
         # The end of a shard may be what FSDP2 has padded it with.
         self._range = slice(part[0] - first, max(min(part[1] - first, numel), part[0] - first))
         self.size = self._range.stop - self._range.start
-        self._gradient = _cut_gradient(whole.member, self._range)
         self._before = whole.state_of(self._range)
         self.group = whole.member.group
 
     def step_as_kept(self) -> bool:
-        """Step moments as they are kept, if that can be; then nothing is left to do."""
-        whole = self._whole
-        is_counting = whole.narrow is not None and whole.narrow.is_counting  # which needs them in float32
+        """Step weights and moments as they are kept, if that can be; then nothing is left to do."""
+        whole, split, part = self._whole, self._whole.split, self._range
+        is_counting = whole.narrow is not None and whole.narrow.is_counting  # which needs moments in float32
         if whole.step is None or not self.size or is_counting:
             return False
-        place = whole.place_of(self._range)
+        place = whole.place_of(part)
         draws = draw_of_moment("exp_avg", place, whole.seed), draw_of_moment("exp_avg_sq", place, whole.seed)
-        if not step_as_kept(whole.step, self._numbers[: self.size], self._gradient, self._before, draws):
-            return False
-        whole.write(self._part, self._numbers)
-        whole.fresh["step"] = whole.member.local_state["step"] + 1
-        return True
+        if split is None:
+            gradient = _cut_gradient(whole.member, part)
+            is_done = step_as_kept(whole.step, whole.read(self._part), gradient, self._before, draws)
+        else:
+            scaled = narrow_part(whole.member.own_gradient, part) or (_cut_gradient(whole.member, part), 1.0)
+            is_done = step_split(whole.step, split, self._part, scaled, self._before, draws)
+        if is_done:
+            whole.fresh["step"] = whole.member.local_state["step"] + 1
+        return is_done
 
     def widen(self, take: Callable[[int], Tensor]) -> None:
         """Make of it what an optimizer steps, with memory for moments in float32 that ``take`` returns."""
-        self.stand_in = make_stand_in(self._numbers[: self.size], self._gradient)
+        self._numbers = self._whole.read(self._part)
+        self.stand_in = make_stand_in(self._numbers[: self.size], _cut_gradient(self._whole.member, self._range))
         self.state = dict(self._before) if self._whole.narrow is None else widen_state(self._before, take)
 
     def keep(self) -> None:
@@ -267,12 +270,13 @@ def _step_parts(step_round: StepRound, all_stepping: Sequence[_Stepping]) -> Non
     narrow = [stepping for stepping in all_stepping if stepping.narrow is not None]
     numbers = [one.narrow.number_of(one.member.parameter) for one in narrow if one.narrow is not None]
     for stepping, seed in zip(narrow, make_seeds([one.member.local_state for one in narrow], numbers), strict=True):
-        stepping.seed, stepping.step = seed, read_adamw_step(step_round, stepping.member)
+        stepping.seed = seed
     if not all_stepping:
         return
     batch: list[_Part] = []
     scratch = Scratch(all_stepping[0].member.shard)
     for stepping in all_stepping:
+        stepping.step = read_adamw_step(step_round, stepping.member)
         for part in stepping.step_most():
             one = _Part(stepping, part)
             if one.step_as_kept():

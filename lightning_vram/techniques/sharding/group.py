@@ -77,7 +77,7 @@ class ShardedGroup(GroupBase):
         """Fetch the shards, and gather them."""
         is_skipped = not self.unshard_in_backward and self.is_before_backward
         if self.is_sharded and not self.is_gathering and not is_skipped:
-            self.steps.wait()
+            self.steps.wait_for_writes()
             self._choose_width()
             self._fetch(async_op)
         super().unshard(async_op)

@@ -214,7 +214,7 @@ class ShardedParameter(ParameterBase):
 
     def _before_use(self) -> None:
         """Let the shard be what is gathered, and in memory of its own."""
-        self.lane.open()
+        self._touch()
         self._take_over_writes()
 
     @torch.no_grad()

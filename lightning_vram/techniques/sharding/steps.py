@@ -1,4 +1,8 @@
-"""Steps that go on beside the training: whoever wants to read what one writes waits for it."""
+"""Steps that go on beside the training: whoever wants to read what one writes waits for it.
+
+What only reads the shards, as an average of weights does, is waited for by who may write to them, and by who wants what
+comes of it; not by a fetch for the next forward.
+"""
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,29 +22,47 @@ class ShardSteps:
 
     def __init__(self, lanes: Sequence[ShardLane]) -> None:
         self._lanes = lanes
-        self._pending: Ticket | None = None
-        self._watched: list[Tensor] = []
+        self._pending: list[tuple[Ticket, list[Tensor], bool]] = []  # jobs in their order
         self._reader: int | None = None  # the thread that reads for a step
 
-    def begin(self, ticket: Ticket, watched: Iterable[Tensor]) -> None:
-        """Note that the shards are written, and ``watched`` tensors not to be read, until ``ticket`` is done."""
+    def begin(self, ticket: Ticket, watched: Iterable[Tensor], *, is_reader: bool = False) -> None:
+        """Note that ``watched`` tensors are not to be used until ``ticket`` is done.
+
+        Args:
+            ticket: Of a job that is done after those before.
+            watched: What it uses.
+            is_reader: Whether it leaves the shards as they are.
+        """
+        if self._pending and self._pending[-1][0].is_done:
+            self._end(len(self._pending))  # all: else there would be more and more where nobody steps
         watched = list(watched)
         for lane in self._lanes:
             if lane.is_split:  # all of it comes to rest
                 watched += [parameter.sharded_param for parameter in lane.parameters]
-        self._pending, self._watched = ticket, self._watched + watched  # steps are done in their order
+        self._pending.append((ticket, watched, is_reader))
         watch(watched, self.wait)
 
     def wait(self) -> None:
-        """Wait until the shards are written."""
-        pending, self._pending = self._pending, None
-        watched, self._watched = self._watched, []
-        if pending is not None:
-            try:
-                pending.wait()
-            finally:
+        """Wait until the shards are written, and nobody reads them."""
+        self._end(len(self._pending))
+
+    def wait_for_writes(self) -> None:
+        """Wait until the shards are written, before reading them."""
+        self._end(max((place for place, (*_, is_reader) in enumerate(self._pending, 1) if not is_reader), default=0))
+
+    def _end(self, count: int) -> None:
+        """Wait for the first of the pending jobs."""
+        ended, self._pending = self._pending[:count], self._pending[count:]
+        if not ended:
+            return
+        try:
+            ended[-1][0].wait()
+        finally:
+            for _, watched, _ in ended:
                 unwatch(watched)
-                self.guard()
+            for _, watched, _ in self._pending:
+                watch(watched, self.wait)
+            self.guard()
 
     def guard(self) -> None:
         """Hear of it when somebody gets hold of a shard, who may write to it: see :meth:`touch`."""

@@ -82,7 +82,7 @@ def beside_a_host(way: Way) -> Way:
     return replace(way, why_not=lambda device: alone(device) or way.why_not(device))
 
 
-OFFLOAD = tuple(beside_a_host(way) for way in strategies.MODES)
+OFFLOAD = tuple(beside_a_host(way) for way in (*strategies.MODES, *strategies.LESS_ON_HOST))
 OFFLOAD_PEERS = tuple(map(beside_a_host, ALL_PEERS["offload"]))
 OURS = tuple(
     map(

@@ -9,8 +9,11 @@ from support.compiled_codecs import coded_in_c, compiled, needs_compiler
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, NAdam
 
+from lightning_vram.core.host.split_weights import SplitWeights
 from lightning_vram.core.tensors.low_bit import LowBitTensor
+from lightning_vram.core.tensors.native_codecs import AdamWStep
 from lightning_vram.optimizers.on_host import NarrowStates, step_in_parts
+from lightning_vram.optimizers.on_host.native_steps import step_split
 from lightning_vram.optimizers.stepping import StepRound, find_form
 
 pytestmark = needs_compiler
@@ -54,6 +57,34 @@ def test_a_step_on_what_is_kept_has_the_bits_of_one_that_widens_it(form, make):
         assert is_same(train(form, make), theirs)
     # The first step makes the moments. The last of 910, 1 and 130 are left to torch's kernel: it rounds them otherwise.
     assert stepped == [320, 896, 128] * 3
+
+
+@pytest.mark.parametrize("bits", [0x8000, 0x7FFF])  # half a step above what travels: all are odd, and none is
+def test_split_weights_step_as_joined_ones_do(bits):
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randn(4096, generator=generator)
+    numbers[5:9] = torch.tensor([0.0, -0.0, torch.inf, torch.nan])
+    patterns = numbers.view(torch.int32)
+    patterns[64:96] = patterns[64:96].bitwise_right_shift(17).bitwise_left_shift(17).bitwise_or(bits)
+    gradient = torch.randn(4096, generator=generator).bfloat16()
+    gradient[64:80] = 0  # these stay what they are
+    state = {"exp_avg": torch.zeros(4096), "exp_avg_sq": torch.ones(4096)}
+    step, split = AdamWStep(3, 1e-2, (0.9, 0.99), 1e-8, 0.0), SplitWeights([4096], pin_memory=False)
+    split.write_all(numbers)
+    moments = {key: value.clone() for key, value in state.items()}
+    with coded_in_c() as stepped:
+        assert step_split(step, split, (0, 4096), (gradient, 0.5), moments, (0, 0))
+    assert stepped == [4096]
+    joined = numbers.clone()
+    compiled().step_adamw(step, (joined, gradient.float() * 0.5, *state.values()), 32)
+    expected = SplitWeights([4096], pin_memory=False)
+    expected.write_all(joined)
+    for key in state:
+        assert torch.equal(moments[key], state[key])
+    for ours, theirs in zip((split.read_all(), split.upper), (joined, expected.upper), strict=True):
+        kind = torch.int32 if ours.dtype == torch.float32 else torch.int16
+        assert torch.equal(ours.view(kind), theirs.view(kind))
+    assert split.nbytes == expected.nbytes
 
 
 def test_schedules_of_rates_and_betas_are_followed():

@@ -138,10 +138,44 @@ class Writing(Net):
             parameter.mul_(0.99)
 
 
-def test_weights_that_are_written_by_hand_are_averaged_as_they_were(fit):
+class WritingByOptimizer(Mixed):
+    """Writes by way of its optimizer within the next step: to shards of what is gathered."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.no_grad():
+            for parameter in self.trainer.optimizers[0].param_groups[0]["params"]:
+                parameter.mul_(0.99)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("make", [Writing, WritingByOptimizer])
+def test_weights_that_are_written_by_hand_are_averaged_as_they_were(make, fit):
     with late_threads():
-        ours = fit(Writing, ForkingOffload(), AVERAGES["EMA"])
-    check(ours, fit(Writing, "auto", AVERAGES["EMA"]))
+        ours = fit(make, ForkingOffload(), AVERAGES["EMA"])
+    check(ours, fit(make, "auto", AVERAGES["EMA"]))
+
+
+class Computing(Net):
+    """Lets its average move when the forward that follows is over."""
+
+    is_over = threading.Event()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.is_over.set()
+        return loss
+
+    def on_train_batch_end(self, *unused: Any) -> None:
+        if not self.trainer.is_last_batch:
+            self.is_over.clear()
+
+
+def test_the_next_forward_does_not_wait_for_an_average(fit):
+    def average(ours: torch.Tensor, theirs: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+        assert Computing.is_over.wait(20)
+        return ours + (theirs - ours) * 0.5
+
+    fit(Computing, ForkingOffload(), partial(WeightAveraging, avg_fn=average), limit_val_batches=0)
 
 
 @pytest.mark.parametrize("options", [{"gradient_clip_val": 0.01}, {"accumulate_grad_batches": 2}])

@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from support.compiled_codecs import coded_in_c, compiled, needs_compiler
 from support.helpers import ForkingOffload, assert_equal_weights
 from support.host_layers import Layers, exceptions, host_bytes
 from support.offload_nets import leave_group
@@ -68,6 +69,19 @@ def check(split: nn.Module, whole: nn.Module) -> None:
 def test_weights_and_gradients_are_the_same_to_the_bit(optimizer, options, fit):
     make = partial(Layers, optimizer)
     check(fit("split", make, **options), fit("fp32", make, **options))
+
+
+@needs_compiler
+@pytest.mark.usefixtures("_small_parts")
+@pytest.mark.quick_sample(2)
+@pytest.mark.parametrize("form", ["fp32", "bf16", "8bit"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_steps_in_c_have_the_same_bits(options, form, fit):
+    make, offload = partial(Layers, OPTIMIZERS["AdamW"]), {"host_state": form}
+    with coded_in_c() as stepped:
+        split = fit("split", make, offload=offload, **options)
+    check(split, fit("fp32", make, offload=offload, **options))
+    assert bool(stepped) == compiled().has_step
 
 
 @pytest.mark.usefixtures("_small_parts")

@@ -3,6 +3,7 @@
 from lightning_vram.techniques.sharding.gathered.narrow_gradients import (
     keep_narrow,
     narrow_of,
+    narrow_part,
     scale_narrow,
     wide_part,
     widen,
@@ -17,6 +18,7 @@ __all__ = [
     "keep_narrow",
     "make_settable",
     "narrow_of",
+    "narrow_part",
     "observe",
     "scale_narrow",
     "set_gathered",

@@ -45,6 +45,17 @@ def wide_part(gradient: Tensor, part: slice | None = None) -> Tensor:
     return wide
 
 
+def narrow_part(gradient: Tensor | None, part: slice) -> tuple[Tensor, float] | None:
+    """Return some values of a gradient as they are kept in 16 bit, flat, and what to multiply them by.
+
+    ``None``: they are not, or it takes several factors, each of which rounds.
+    """
+    narrow = narrow_of(gradient)
+    if gradient is None or narrow is None or len(vars(gradient)[_FACTORS]) > 1:
+        return None
+    return narrow.reshape(-1)[part], float(next(iter(vars(gradient)[_FACTORS]), 1.0))
+
+
 def widen(gradient: Tensor) -> None:
     """Let ``gradient`` have its values in its own dtype."""
     if narrow_of(gradient) is not None:
