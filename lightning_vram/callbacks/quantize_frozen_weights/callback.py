@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
@@ -20,6 +21,7 @@ from lightning_vram.callbacks.hook_points import FitTechnique, refuse_moved_para
 from lightning_vram.callbacks.quantize_frozen_weights.checkpoints import Checkpoints
 from lightning_vram.core.layers.patterns import LayerPattern, check_layers
 from lightning_vram.memory.units import format_bytes
+from lightning_vram.private_names.fsdp2.states import is_sharded, look_past_attributes
 from lightning_vram.techniques.quantize_frozen_weights import QuantizedLayers, quantize_frozen_weights
 from lightning_vram.techniques.sharding import has_meta, materialize
 
@@ -88,11 +90,6 @@ class QuantizeFrozenWeights(FitTechnique):
     @override
     def _check(self, trainer: pl.Trainer) -> None:
         refuse_moved_parameters("QuantizeFrozenWeights", trainer, "quantized weights are decoded from")
-        if hasattr(type(trainer.strategy), "device_mesh"):  # ModelParallelStrategy, fsdp_offload
-            raise MisconfigurationException(
-                f"QuantizeFrozenWeights does not work with {type(trainer.strategy).__name__}: FSDP2 shards weights by "
-                "their rows, and casts them. Use 'ddp' or a single device."
-            )
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, QuantizeFrozenWeights) and callback is not self:
                 raise MisconfigurationException("Two QuantizeFrozenWeights in one Trainer: leave one out.")
@@ -110,13 +107,22 @@ class QuantizeFrozenWeights(FitTechnique):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
+        if isinstance(trainer.strategy, ModelParallelStrategy) and next(pl_module.parameters(), None) is not None:
+            self._quantize(trainer)  # configure_model shards
         # a checkpoint is loaded before the strategy is set up
-        self._checkpoints = Checkpoints(trainer, lambda: self._apply(trainer), has_frozen=self.save == "all")
+        self._checkpoints = Checkpoints(trainer, lambda: self._quantize(trainer), has_frozen=self.save == "all")
 
     @override
     def _apply(self, trainer: pl.Trainer) -> None:
-        if self._quantized is not None:
-            return
+        self._quantize(trainer)
+        assert self._quantized is not None
+        module = trainer.lightning_module
+        for part in filter(is_sharded, module.modules()):
+            look_past_attributes(part)
+        _tell(self._quantized, module, is_fit=trainer.training)
+
+    def _quantize(self, trainer: pl.Trainer) -> None:
+        """Quantize what there is and is not yet."""
         module: Any = trainer.lightning_module
         is_loaded = trainer.ckpt_path is not None
 
@@ -126,9 +132,8 @@ class QuantizeFrozenWeights(FitTechnique):
         self._quantized = quantize_frozen_weights(
             module, self.bits, self.block_size, self.layers, give_memory=give_memory
         )
-        if has_meta(module):
+        if has_meta(module) and not hasattr(trainer.strategy, "arguments"):  # fsdp_offload does it shard by shard
             give_memory(module)
-        _tell(self._quantized, module, is_fit=trainer.training)
 
     @override
     def _undo(self) -> None:
