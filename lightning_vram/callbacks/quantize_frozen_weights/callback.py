@@ -9,20 +9,26 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import ModelParallelStrategy
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from typing_extensions import override
 
 from lightning_vram.argument_checks import check_bool
-from lightning_vram.callbacks.hook_points import FitTechnique, refuse_moved_parameters
+from lightning_vram.callbacks.hook_points import FitTechnique
 from lightning_vram.callbacks.quantize_frozen_weights.checkpoints import Checkpoints
+from lightning_vram.callbacks.quantize_frozen_weights.checks import check_memory, check_run
 from lightning_vram.core.layers.patterns import LayerPattern, check_layers
+from lightning_vram.core.surgery.shadow import Shadow, instead
 from lightning_vram.memory.units import format_bytes
-from lightning_vram.private_names.fsdp2.states import is_sharded, look_past_attributes
-from lightning_vram.techniques.quantize_frozen_weights import QuantizedLayers, quantize_frozen_weights
+from lightning_vram.private_names.fsdp2.states import (
+    dtype_to_compute,
+    groups_of,
+    is_sharded,
+    look_past_attribute,
+    place_of,
+)
+from lightning_vram.techniques.quantize_frozen_weights import QuantizedLayers, quantize_frozen_weights, quantized_weight
 from lightning_vram.techniques.sharding import has_meta, materialize
 
 _SEED = 0
@@ -89,20 +95,7 @@ class QuantizeFrozenWeights(FitTechnique):
 
     @override
     def _check(self, trainer: pl.Trainer) -> None:
-        refuse_moved_parameters("QuantizeFrozenWeights", trainer, "quantized weights are decoded from")
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, QuantizeFrozenWeights) and callback is not self:
-                raise MisconfigurationException("Two QuantizeFrozenWeights in one Trainer: leave one out.")
-            if isinstance(callback, BaseFinetuning):
-                raise MisconfigurationException(
-                    f"QuantizeFrozenWeights does not work with {type(callback).__name__}, which unfreezes layers: a "
-                    "quantized weight cannot be trained. Leave one out."
-                )
-            if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
-                raise MisconfigurationException(
-                    f"QuantizeFrozenWeights does not work with {type(callback).__name__}, which averages all "
-                    "parameters, bytes too. Leave one out."
-                )
+        check_run(self, trainer, has_frozen=self.save == "all")
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -114,11 +107,12 @@ class QuantizeFrozenWeights(FitTechnique):
 
     @override
     def _apply(self, trainer: pl.Trainer) -> None:
+        check_memory(trainer)
         self._quantize(trainer)
         assert self._quantized is not None
         module = trainer.lightning_module
         for part in filter(is_sharded, module.modules()):
-            look_past_attributes(part)
+            _fit_shards(part)
         _tell(self._quantized, module, is_fit=trainer.training)
 
     def _quantize(self, trainer: pl.Trainer) -> None:
@@ -132,8 +126,21 @@ class QuantizeFrozenWeights(FitTechnique):
         self._quantized = quantize_frozen_weights(
             module, self.bits, self.block_size, self.layers, give_memory=give_memory
         )
-        if has_meta(module) and not hasattr(trainer.strategy, "arguments"):  # fsdp_offload does it shard by shard
+        if has_meta(module) and not hasattr(trainer.strategy, "moments"):  # fsdp_offload does it shard by shard
             give_memory(module)
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        if self._quantized is None or not any(weight.is_sharded for weight in self._quantized.weights()):
+            super().on_exception(trainer, pl_module, exception)
+            return
+
+        def teardown() -> None:  # of the strategy, which makes the module whole
+            shadow.remove()
+            trainer.strategy.teardown()
+            self._undo()
+
+        shadow = Shadow(trainer.strategy, "teardown", instead(teardown))
 
     @override
     def _undo(self) -> None:
@@ -146,6 +153,16 @@ class QuantizeFrozenWeights(FitTechnique):
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_quantized": None, "_checkpoints": None}  # a copy is not part of any run
+
+
+def _fit_shards(part: nn.Module) -> None:
+    """Let FSDP2 shard quantized weights of ``part`` by their bytes, and be them what it casts plain ones to."""
+    for group in groups_of(part):
+        for parameter in group.fsdp_params:
+            look_past_attribute(parameter)
+            weight = quantized_weight(place_of(parameter)[0])
+            if weight is not None:
+                weight.read_as = dtype_to_compute(group, parameter)
 
 
 def _tell(quantized: QuantizedLayers, module: nn.Module, *, is_fit: bool) -> None:

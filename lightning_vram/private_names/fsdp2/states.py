@@ -21,6 +21,7 @@ Of ``torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam``:
 * ``unsharded_accumulated_grad``, ``_unsharded_param``, ``grad_offload_event``, ``free_unsharded_param``: what a step
   that failed leaves behind | 2.11 - | MicroBatching cannot go on after out of memory
 * ``_module_info``, ``_setattr_on_modules``, ``_post_load_hook_handle``: undo | 2.11 - | a module stays sharded
+* ``mp_policy``: dtypes; up to 2.14 of the group, too | 2.11 - | as the next
 * ``_module_info.module``, ``init_dtype_attrs``: to look past attributes | 2.11 - | quantized weights cannot be sharded
 
 Others:
@@ -41,6 +42,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -141,17 +143,23 @@ class _Parameters(nn.Module):
         vars(self).update(_parameters=own_parameters(owner), owner=owner)
 
 
-def look_past_attributes(module: nn.Module) -> None:
-    """Let FSDP2 find parameters of ``module``, which it has sharded, that attributes of the same name hide.
+def look_past_attribute(parameter: Any) -> None:
+    """Let FSDP2 find a parameter of a group that an attribute of the same name hides, and not cast it.
 
-    It does not cast them.
+    Args:
+        parameter: FSDP2's object. One that nothing hides is left alone.
     """
-    for parameter in (parameter for group in groups_of(module) for parameter in group.fsdp_params):
-        info = parameter._module_info
-        if info.param_name in vars(info.module):
-            info.module = _Parameters(info.module)
-            plain = partial(parameter.init_dtype_attrs, MixedPrecisionPolicy())
-            parameter.init_dtype_attrs = lambda policy, plain=plain: plain()  # 2.11 casts bytes, too
+    info = parameter._module_info
+    if info.param_name in vars(info.module):
+        info.module = _Parameters(info.module)
+        keep_dtype = partial(type(parameter).init_dtype_attrs, parameter, MixedPrecisionPolicy())
+        parameter.init_dtype_attrs = lambda _: keep_dtype()  # up to 2.11 it casts integers, too
+
+
+def dtype_to_compute(group: Any, parameter: Any) -> torch.dtype | None:
+    """Return what a parameter of ``group`` is gathered in; ``None``: as it is."""
+    policy: MixedPrecisionPolicy = parameter.mp_policy if hasattr(parameter, "mp_policy") else group.mp_policy
+    return policy.param_dtype
 
 
 def put_back(parameter: Any, value: Tensor) -> None:

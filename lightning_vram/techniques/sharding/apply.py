@@ -17,7 +17,6 @@ from lightning_vram.private_names.fsdp2.states import (
     RANKS_MARK,
     announce_backward,
     groups_of,
-    look_past_attributes,
     place_of,
     prepare_class,
     state_of,
@@ -283,7 +282,6 @@ class FullSharding:
 
         for part in (part for part in self.module.modules() if id(part) in self._places):
             state_of(part).__class__ = ViewProofState
-            look_past_attributes(part)
             for group in groups_of(part):
                 if not isinstance(group, ShardedGroup):
                     self.groups.append(take_over(group, self, dtype_of, self._places[id(part)]))

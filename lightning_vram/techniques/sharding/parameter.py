@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_vram.core.tensors.counted_parameter import count_writes
 from lightning_vram.private_names.fsdp2.classes import ParameterBase
 from lightning_vram.private_names.fsdp2.sharded_tensors import cut_own_part
+from lightning_vram.private_names.fsdp2.states import look_past_attribute
 from lightning_vram.private_names.torch.modules import own_parameters
 from lightning_vram.private_names.torch.operators import is_mutable
 from lightning_vram.private_names.torch.tensors import gradient_hooks, has_accumulation_hooks, local_part_of
@@ -64,6 +65,7 @@ class ShardedParameter(ParameterBase):
 
     def begin(self, lane: ShardLane, touch: Callable[[], None]) -> None:
         """What a constructor would do. ``touch`` is called when somebody uses the shard, who may write to it."""
+        look_past_attribute(self)
         self.lane, self._touch = lane, touch
         self.fetched = self._sent = self._held = self._buffer = self._stand_in = None
         self.on_gradient = self._told = self.reads = self._kept = None
