@@ -38,13 +38,16 @@ class QuantizeFrozenWeights(FitTechnique):
     """Keep weights of frozen Linear, Conv, Embedding layers and transformers' ``Conv1D`` as int8 or NF4 during a run.
 
     What is trained, such as adapters of ``peft``, is left alone, and so are norms, biases and small weights. Forward
-    and backward are, to the bit, those of a plain module that has the decoded weights. On one device and under DDP.
+    and backward are, to the bit, those of a plain module that has the decoded weights. On one device, under DDP, FSDP2 and ``fsdp_offload``.
     Other names: QLoRA (Dettmers et al. 2023, https://arxiv.org/abs/2305.14314), weight-only quantization.
 
     Weights are quantized when the module is complete (after ``configure_model``), on the host, before they move to the
     device. Layers that were built on the meta device get their values, and are quantized, one after the other.
     Checkpoints with weights in full precision can be loaded before and after that, layer by layer. A parameter keeps
     its name; in checkpoints of the run it is a plain tensor of bytes, and a resumed run has the same bits.
+
+    Under ``ModelParallelStrategy`` weights are quantized before ``configure_model`` shards them, and stay so after the
+    run. What ``configure_model`` makes itself needs a call of ``quantize_frozen_weights`` there, before ``fully_shard``.
 
     Args:
         bits: Of a number: 8 (levels at equal distances) or 4 (NF4).
@@ -61,7 +64,8 @@ class QuantizeFrozenWeights(FitTechnique):
         ValueError: If an argument has a value that is not allowed; before training, if ``layers`` names what cannot be
             quantized, or a checkpoint has weights in other blocks.
         MisconfigurationException: In ``setup``, if the Trainer is one of ``pytorch_lightning``, has another of these,
-            a strategy that shards weights, or a callback that unfreezes layers.
+            FSDP1 or DeepSpeed, a callback that unfreezes layers, or, with ``save="trainable"``, a strategy that saves
+            folders of shards.
 
     Example:
         >>> import lightning.pytorch as pl

@@ -27,9 +27,7 @@ class Checkpoints:
         self._trainer = trainer
         self._prepare = prepare
         strategy = trainer.strategy
-        self._shadows = [
-            Shadow(strategy, "load_model_state_dict", lambda inner: partial(self._load, inner))
-        ]
+        self._shadows = [Shadow(strategy, "load_model_state_dict", lambda inner: partial(self._load, inner))]
         if isinstance(strategy, ModelParallelStrategy):
             self._shadows.append(
                 Shadow(strategy, "load_checkpoint", lambda inner: partial(self._load_into_shards, inner))
