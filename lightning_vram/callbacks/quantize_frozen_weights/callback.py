@@ -38,7 +38,8 @@ class QuantizeFrozenWeights(FitTechnique):
     """Keep weights of frozen Linear, Conv, Embedding layers and transformers' ``Conv1D`` as int8 or NF4 during a run.
 
     What is trained, such as adapters of ``peft``, is left alone, and so are norms, biases and small weights. Forward
-    and backward are, to the bit, those of a plain module that has the decoded weights. On one device, under DDP, FSDP2 and ``fsdp_offload``.
+    and backward are, to the bit, those of a plain module that has the decoded weights. On one device, under DDP, under
+    FSDP2 and under ``fsdp_offload``.
     Other names: QLoRA (Dettmers et al. 2023, https://arxiv.org/abs/2305.14314), weight-only quantization.
 
     Weights are quantized when the module is complete (after ``configure_model``), on the host, before they move to the
@@ -47,7 +48,7 @@ class QuantizeFrozenWeights(FitTechnique):
     its name; in checkpoints of the run it is a plain tensor of bytes, and a resumed run has the same bits.
 
     Under ``ModelParallelStrategy`` weights are quantized before ``configure_model`` shards them, and stay so after the
-    run. What ``configure_model`` makes itself needs a call of ``quantize_frozen_weights`` there, before ``fully_shard``.
+    run. What that makes itself needs a call of ``quantize_frozen_weights`` there, before ``fully_shard``.
 
     Args:
         bits: Of a number: 8 (levels at equal distances) or 4 (NF4).
