@@ -9,18 +9,26 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from typing_extensions import override
 
 from lightning_vram.argument_checks import check_bool
-from lightning_vram.callbacks.hook_points import FitTechnique, refuse_moved_parameters
+from lightning_vram.callbacks.hook_points import FitTechnique
 from lightning_vram.callbacks.quantize_frozen_weights.checkpoints import Checkpoints
+from lightning_vram.callbacks.quantize_frozen_weights.checks import check_memory, check_run
 from lightning_vram.core.layers.patterns import LayerPattern, check_layers
+from lightning_vram.core.surgery.shadow import Shadow, instead
 from lightning_vram.memory.units import format_bytes
-from lightning_vram.techniques.quantize_frozen_weights import QuantizedLayers, quantize_frozen_weights
+from lightning_vram.private_names.fsdp2.states import (
+    dtype_to_compute,
+    groups_of,
+    is_sharded,
+    look_past_attribute,
+    place_of,
+)
+from lightning_vram.techniques.quantize_frozen_weights import QuantizedLayers, quantize_frozen_weights, quantized_weight
 from lightning_vram.techniques.sharding import has_meta, materialize
 
 _SEED = 0
@@ -30,13 +38,17 @@ class QuantizeFrozenWeights(FitTechnique):
     """Keep weights of frozen Linear, Conv, Embedding layers and transformers' ``Conv1D`` as int8 or NF4 during a run.
 
     What is trained, such as adapters of ``peft``, is left alone, and so are norms, biases and small weights. Forward
-    and backward are, to the bit, those of a plain module that has the decoded weights. On one device and under DDP.
+    and backward are, to the bit, those of a plain module that has the decoded weights. On one device, under DDP, under
+    FSDP2 and under ``fsdp_offload``.
     Other names: QLoRA (Dettmers et al. 2023, https://arxiv.org/abs/2305.14314), weight-only quantization.
 
     Weights are quantized when the module is complete (after ``configure_model``), on the host, before they move to the
     device. Layers that were built on the meta device get their values, and are quantized, one after the other.
     Checkpoints with weights in full precision can be loaded before and after that, layer by layer. A parameter keeps
     its name; in checkpoints of the run it is a plain tensor of bytes, and a resumed run has the same bits.
+
+    Under ``ModelParallelStrategy`` weights are quantized before ``configure_model`` shards them, and stay so after the
+    run. What that makes itself needs a call of ``quantize_frozen_weights`` there, before ``fully_shard``.
 
     Args:
         bits: Of a number: 8 (levels at equal distances) or 4 (NF4).
@@ -53,7 +65,8 @@ class QuantizeFrozenWeights(FitTechnique):
         ValueError: If an argument has a value that is not allowed; before training, if ``layers`` names what cannot be
             quantized, or a checkpoint has weights in other blocks.
         MisconfigurationException: In ``setup``, if the Trainer is one of ``pytorch_lightning``, has another of these,
-            a strategy that shards weights, or a callback that unfreezes layers.
+            FSDP1 or DeepSpeed, a callback that unfreezes layers, or, with ``save="trainable"``, a strategy that saves
+            folders of shards.
 
     Example:
         >>> import lightning.pytorch as pl
@@ -87,36 +100,28 @@ class QuantizeFrozenWeights(FitTechnique):
 
     @override
     def _check(self, trainer: pl.Trainer) -> None:
-        refuse_moved_parameters("QuantizeFrozenWeights", trainer, "quantized weights are decoded from")
-        if hasattr(type(trainer.strategy), "device_mesh"):  # ModelParallelStrategy, fsdp_offload
-            raise MisconfigurationException(
-                f"QuantizeFrozenWeights does not work with {type(trainer.strategy).__name__}: FSDP2 shards weights by "
-                "their rows, and casts them. Use 'ddp' or a single device."
-            )
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, QuantizeFrozenWeights) and callback is not self:
-                raise MisconfigurationException("Two QuantizeFrozenWeights in one Trainer: leave one out.")
-            if isinstance(callback, BaseFinetuning):
-                raise MisconfigurationException(
-                    f"QuantizeFrozenWeights does not work with {type(callback).__name__}, which unfreezes layers: a "
-                    "quantized weight cannot be trained. Leave one out."
-                )
-            if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
-                raise MisconfigurationException(
-                    f"QuantizeFrozenWeights does not work with {type(callback).__name__}, which averages all "
-                    "parameters, bytes too. Leave one out."
-                )
+        check_run(self, trainer, has_frozen=self.save == "all")
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
+        if isinstance(trainer.strategy, ModelParallelStrategy) and next(pl_module.parameters(), None) is not None:
+            self._quantize(trainer)  # configure_model shards
         # a checkpoint is loaded before the strategy is set up
-        self._checkpoints = Checkpoints(trainer, lambda: self._apply(trainer), has_frozen=self.save == "all")
+        self._checkpoints = Checkpoints(trainer, lambda: self._quantize(trainer), has_frozen=self.save == "all")
 
     @override
     def _apply(self, trainer: pl.Trainer) -> None:
-        if self._quantized is not None:
-            return
+        check_memory(trainer)
+        self._quantize(trainer)
+        assert self._quantized is not None
+        module = trainer.lightning_module
+        for part in filter(is_sharded, module.modules()):
+            _fit_shards(part)
+        _tell(self._quantized, module, is_fit=trainer.training)
+
+    def _quantize(self, trainer: pl.Trainer) -> None:
+        """Quantize what there is and is not yet."""
         module: Any = trainer.lightning_module
         is_loaded = trainer.ckpt_path is not None
 
@@ -126,9 +131,21 @@ class QuantizeFrozenWeights(FitTechnique):
         self._quantized = quantize_frozen_weights(
             module, self.bits, self.block_size, self.layers, give_memory=give_memory
         )
-        if has_meta(module):
+        if has_meta(module) and not hasattr(trainer.strategy, "moments"):  # fsdp_offload does it shard by shard
             give_memory(module)
-        _tell(self._quantized, module, is_fit=trainer.training)
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        if self._quantized is None or not any(weight.is_sharded for weight in self._quantized.weights()):
+            super().on_exception(trainer, pl_module, exception)
+            return
+
+        def teardown() -> None:  # of the strategy, which makes the module whole
+            shadow.remove()
+            trainer.strategy.teardown()
+            self._undo()
+
+        shadow = Shadow(trainer.strategy, "teardown", instead(teardown))
 
     @override
     def _undo(self) -> None:
@@ -141,6 +158,16 @@ class QuantizeFrozenWeights(FitTechnique):
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_quantized": None, "_checkpoints": None}  # a copy is not part of any run
+
+
+def _fit_shards(part: nn.Module) -> None:
+    """Let FSDP2 shard quantized weights of ``part`` by their bytes, and be them what it casts plain ones to."""
+    for group in groups_of(part):
+        for parameter in group.fsdp_params:
+            look_past_attribute(parameter)
+            weight = quantized_weight(place_of(parameter)[0])
+            if weight is not None:
+                weight.read_as = dtype_to_compute(group, parameter)
 
 
 def _tell(quantized: QuantizedLayers, module: nn.Module, *, is_fit: bool) -> None:

@@ -1,11 +1,15 @@
 """Checkpoints of a run with quantized weights: with them, or without anything that is frozen."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_vram.core.surgery.shadow import Shadow
 
@@ -23,9 +27,11 @@ class Checkpoints:
         self._trainer = trainer
         self._prepare = prepare
         strategy = trainer.strategy
-        self._shadows = [
-            Shadow(strategy, "load_model_state_dict", lambda inner: lambda *a, **k: self._load(inner, *a, **k))
-        ]
+        self._shadows = [Shadow(strategy, "load_model_state_dict", lambda inner: partial(self._load, inner))]
+        if isinstance(strategy, ModelParallelStrategy):
+            self._shadows.append(
+                Shadow(strategy, "load_checkpoint", lambda inner: partial(self._load_into_shards, inner))
+            )
         if not has_frozen:
             self._shadows.append(
                 Shadow(strategy, "lightning_module_state_dict", lambda inner: lambda: self._without_frozen(inner()))
@@ -38,19 +44,45 @@ class Checkpoints:
 
     def _load(self, load: Callable[..., None], checkpoint: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         self._prepare()
+        if "state_dict" in checkpoint:  # else the strategy reads it where it is
+            checkpoint = {**checkpoint, "state_dict": self._fit(checkpoint["state_dict"])}
+        load(checkpoint, *args, **kwargs)
+
+    def _fit(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return weights of a checkpoint in the form that the module has."""
         module = self._trainer.lightning_module
-        given, own = checkpoint["state_dict"], module.state_dict()
-        frozen = _frozen_names(module)
+        own, frozen = module.state_dict(), _frozen_names(module)
         for name, value in given.items():
-            is_packed = isinstance(value, Tensor) and value.dtype is torch.uint8
-            if is_packed and isinstance(own.get(name), Tensor) and own[name].is_floating_point():
+            if _is_packed(value) and isinstance(own.get(name), Tensor) and own[name].is_floating_point():
                 raise ValueError(
                     f"the checkpoint has {name} quantized, and this run does not quantize it: name its layer in "
                     "QuantizeFrozenWeights(layers), and freeze it."
                 )
         if frozen and frozen.isdisjoint(given):  # it was saved without
-            checkpoint = {**checkpoint, "state_dict": {**given, **{name: own[name] for name in frozen}}}
-        load(checkpoint, *args, **kwargs)
+            return {**given, **{name: _whole(own[name]) for name in frozen}}
+        plain = {name: given[name] for name in _plain_names(given, own)}
+        if plain:
+            module.load_state_dict(plain, strict=False)  # into what ``own`` shares
+        return {**given, **{name: own[name] for name in plain}}
+
+    def _load_into_shards(self, load: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Read a file as ModelParallelStrategy does, parameter by parameter."""
+        module = self._trainer.lightning_module
+        if not Path(path).is_file():
+            return load(path, *args, **kwargs)
+        own, frozen, strict = module.state_dict(), _frozen_names(module), module.strict_loading
+        given = torch.load(path, mmap=True, map_location="cpu", weights_only=kwargs.get("weights_only"))["state_dict"]
+        for name in _plain_names(given, own):
+            raise ValueError(
+                f"the checkpoint has {name} in full precision, and {type(self._trainer.strategy).__name__} would load "
+                "it into shards of 8 or 4 bits: load it in __init__, or use strategy='fsdp_offload'."
+            )
+        if frozen.isdisjoint(given) and own.keys() - frozen == given.keys():  # it was saved without
+            module.strict_loading = False
+        try:
+            return load(path, *args, **kwargs)
+        finally:
+            module.strict_loading = strict
 
     def _without_frozen(self, state: dict[str, Any]) -> dict[str, Any]:
         frozen = _frozen_names(self._trainer.lightning_module)
@@ -60,3 +92,16 @@ class Checkpoints:
 def _frozen_names(module: nn.Module) -> set[str]:
     named = module.named_parameters(remove_duplicate=False)
     return {name for name, parameter in named if not parameter.requires_grad}
+
+
+def _is_packed(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dtype is torch.uint8
+
+
+def _plain_names(given: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+    """Names of weights that are packed here, and not in the checkpoint."""
+    return [name for name, value in given.items() if _is_packed(own.get(name)) and value.is_floating_point()]
+
+
+def _whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value

@@ -69,6 +69,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedSt
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
+from lightning_vram.private_names.fsdp2.states import place_of
+
 __all__ = ["FSDPParamGroup", "GroupBase", "ParameterBase", "StateBase"]
 
 
@@ -219,7 +221,7 @@ class ParameterBase(FSDPParam):
     @property
     def module(self) -> nn.Module:
         """The first module that has it."""
-        return self._module_info.module
+        return place_of(self)[0]
 
     @property
     def key(self) -> str:

@@ -21,6 +21,8 @@ Of ``torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam``:
 * ``unsharded_accumulated_grad``, ``_unsharded_param``, ``grad_offload_event``, ``free_unsharded_param``: what a step
   that failed leaves behind | 2.11 - | MicroBatching cannot go on after out of memory
 * ``_module_info``, ``_setattr_on_modules``, ``_post_load_hook_handle``: undo | 2.11 - | a module stays sharded
+* ``mp_policy``: dtypes; up to 2.14 of the group, too | 2.11 - | as the next
+* ``_module_info.module``, ``init_dtype_attrs``: to look past attributes | 2.11 - | quantized weights cannot be sharded
 
 Others:
 
@@ -37,14 +39,18 @@ Others:
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_vram.private_names.torch.modules import own_parameters
+
 if dist.is_available():
     from torch.distributed._composable_state import _module_state_mapping
-    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
     from torch.distributed.fsdp._fully_shard._fully_shard import cls_to_fsdp_cls
 
@@ -123,7 +129,37 @@ def discard_step(parameter: Any) -> None:
 
 def place_of(parameter: Any) -> tuple[nn.Module, str]:
     """Return the first module that has a parameter of a group, and its name there."""
-    return parameter._module_info.module, parameter._module_info.param_name
+    module = parameter._module_info.module
+    return module.owner if isinstance(module, _Parameters) else module, parameter._module_info.param_name
+
+
+class _Parameters(nn.Module):
+    """The parameters of ``owner``, without its attributes."""
+
+    owner: nn.Module
+
+    def __init__(self, owner: nn.Module) -> None:
+        super().__init__()
+        vars(self).update(_parameters=own_parameters(owner), owner=owner)
+
+
+def look_past_attribute(parameter: Any) -> None:
+    """Let FSDP2 find a parameter of a group that an attribute of the same name hides, and not cast it.
+
+    Args:
+        parameter: FSDP2's object. One that nothing hides is left alone.
+    """
+    info = parameter._module_info
+    if info.param_name in vars(info.module):
+        info.module = _Parameters(info.module)
+        keep_dtype = partial(type(parameter).init_dtype_attrs, parameter, MixedPrecisionPolicy())
+        parameter.init_dtype_attrs = lambda _: keep_dtype()  # up to 2.11 it casts integers, too
+
+
+def dtype_to_compute(group: Any, parameter: Any) -> torch.dtype | None:
+    """Return what a parameter of ``group`` is gathered in; ``None``: as it is."""
+    policy: MixedPrecisionPolicy = parameter.mp_policy if hasattr(parameter, "mp_policy") else group.mp_policy
+    return policy.param_dtype
 
 
 def put_back(parameter: Any, value: Tensor) -> None:

@@ -22,6 +22,8 @@
   | MemoryBudget cannot tell whether a run fits, and says so
 * ``lightning.pytorch.strategies.ModelParallelStrategy._tensor_parallel_size``: how layers are split | 2.6 -
   | MemoryBudget cannot tell whether a run fits, and says so
+* ``lightning.pytorch.strategies.ModelParallelStrategy._save_distributed_checkpoint``: whether checkpoints are folders
+  | 2.6 - | QuantizeFrozenWeights(save="trainable") fails at the start of a run under FSDP2
 * ``lightning.pytorch.strategies.DDPStrategy._timeout``: how long ranks wait; of FSDP's and others, too | 2.6 -
   | SlurmRequeue and LostPeerError wait as long as PyTorch does by default
 * ``lightning.pytorch.plugins.precision.Precision._after_closure``: hooks and clipping between backward and step
@@ -118,6 +120,11 @@ def mesh_sizes(strategy: ModelParallelStrategy) -> dict[str, Any]:
         "data_parallel_size": strategy._data_parallel_size,
         "tensor_parallel_size": strategy._tensor_parallel_size,
     }
+
+
+def saves_folders(strategy: ModelParallelStrategy) -> bool:
+    """Whether each rank writes its shards to a folder."""
+    return strategy._save_distributed_checkpoint
 
 
 def syncs_layers(strategy: Strategy) -> bool:

@@ -96,13 +96,16 @@ class QuantizedLayers:
                 yield weight
 
     def remove(self) -> None:
-        """Give the layers plain weights again, on the host, one after the other: what was decoded all the time."""
+        """Give the layers plain weights again, on the host, one after the other: what was decoded all the time.
+
+        What is sharded stays as it is.
+        """
         done: dict[int, nn.Parameter] = {}
         with torch.no_grad():
             while self.layers:
                 _, layer = self.layers.popitem()
                 weight = quantized_weight(layer)
-                if weight is None:
+                if weight is None or weight.is_sharded:
                     continue
                 if id(weight.packed) not in done:
                     done[id(weight.packed)] = nn.Parameter(

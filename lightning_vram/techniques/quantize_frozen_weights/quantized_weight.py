@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
@@ -72,6 +73,11 @@ class QuantizedWeight:
         return packed
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether this rank has a part of the bytes, as FSDP2 leaves them while the layer does not compute."""
+        return isinstance(self.packed, DTensor)
+
+    @property
     def own_dtype(self) -> torch.dtype:
         """What the weight had, or ``module.to(dtype)`` would have given it."""
         carrier = self._buffers[DTYPE]
@@ -106,8 +112,11 @@ class QuantizedWeight:
         return self.shape.numel()
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the weight, in memory of its own."""
-        return self.packing.decode(self.packed, self.numel(), dtype or self.dtype).view(self.shape)
+        """Return the weight, in memory of its own. A collective where it is sharded, and its layer is not computing."""
+        packed = self.packed
+        if isinstance(packed, DTensor):
+            packed = packed.full_tensor()
+        return self.packing.decode(packed, self.numel(), dtype or self.dtype).view(self.shape)
 
     def look_up(self, indices: Tensor) -> Tensor:
         """Return rows, of a weight of two dimensions, [*indices.shape, shape[1]]; only they are decoded."""

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_vram.core.layers.patterns import LayerPattern, match_layers
 from lightning_vram.core.tensors.parameter_classes import PARAMETER_CLASSES
@@ -15,11 +16,22 @@ MIN_NUMBERS = 4096
 _KINDS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
 _OF_TRANSFORMERS = "transformers.pytorch_utils.Conv1D"  # by name: it may not be installed
 _READ_FROM_OUTSIDE = nn.modules.linear.NonDynamicallyQuantizableLinear
+_LATE = (
+    "its weight is sharded already. Make and freeze the layer in __init__, or call quantize_frozen_weights(self, ...) "
+    "in configure_model before fully_shard"
+)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def find_able(model: nn.Module, names: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Layers that can be quantized, if whoever shares the weight can be, too."""
+    """Layers that can be quantized, if whoever shares the weight can be, too.
+
+    Raises:
+        ValueError: If FSDP2 has sharded one before.
+    """
+    for name, layer in names.items():
+        if why_not(layer) == _LATE:
+            raise ValueError(f"{name!r} cannot be quantized: {_LATE}.")
     able = _by_first_name({name: layer for name, layer in names.items() if why_not(layer) is None})
     others = _other_owners(model, able)
     return {name: layer for name, layer in able.items() if id(own_parameters(layer)["weight"]) not in others}
@@ -93,6 +105,8 @@ def why_not(layer: nn.Module) -> str | None:
 def _why_not_weight(weight: Tensor) -> str | None:
     if weight.requires_grad:
         return "its weight is trained: freeze it with requires_grad_(False), or name other layers"
+    if isinstance(weight, DTensor) and weight.dtype in _DTYPES and weight.numel() >= MIN_NUMBERS:
+        return _LATE
     if type(weight) not in PARAMETER_CLASSES or weight.dtype not in _DTYPES or weight.layout is not torch.strided:
         return f"its weight is a {type(weight).__name__} of {weight.dtype}"
     return f"its weight has fewer than {MIN_NUMBERS} numbers" if weight.numel() < MIN_NUMBERS else None

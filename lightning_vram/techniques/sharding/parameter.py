@@ -10,6 +10,8 @@ from torch import Tensor
 from lightning_vram.core.tensors.counted_parameter import count_writes
 from lightning_vram.private_names.fsdp2.classes import ParameterBase
 from lightning_vram.private_names.fsdp2.sharded_tensors import cut_own_part
+from lightning_vram.private_names.fsdp2.states import look_past_attribute
+from lightning_vram.private_names.torch.modules import own_parameters
 from lightning_vram.private_names.torch.operators import is_mutable
 from lightning_vram.private_names.torch.tensors import gradient_hooks, has_accumulation_hooks, local_part_of
 from lightning_vram.techniques.sharding.gathered import (
@@ -63,6 +65,7 @@ class ShardedParameter(ParameterBase):
 
     def begin(self, lane: ShardLane, touch: Callable[[], None]) -> None:
         """What a constructor would do. ``touch`` is called when somebody uses the shard, who may write to it."""
+        look_past_attribute(self)
         self.lane, self._touch = lane, touch
         self.fetched = self._sent = self._held = self._buffer = self._stand_in = None
         self.on_gradient = self._told = self.reads = self._kept = None
@@ -257,7 +260,7 @@ class ShardedParameter(ParameterBase):
 
     def _check_place(self) -> None:
         """Refuse a parameter that was put in place of the shard, which FSDP2 would drop."""
-        if self.is_shard and getattr(self.module, self.key) is not self.sharded_param:
+        if self.is_shard and own_parameters(self.module).get(self.key) is not self.sharded_param:
             raise RuntimeError(
                 f"Parameter {self.name!r} was replaced by another one while it is sharded, "
                 "which would not be used. Copy values into it under torch.no_grad() instead; not with functional_call "

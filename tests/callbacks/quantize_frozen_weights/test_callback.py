@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, EMAWeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from support.helpers import Forking, ForkingOffload, LitTiny, TinyCNN, assert_equal_weights, describe_module
+from support.helpers import LitTiny, TinyCNN, assert_equal_weights, describe_module
 from support.lora_nets import NUM_QUANTIZED, QUANTIZED, LitLoRA, LoRANet
 from torch import nn
 
@@ -380,14 +380,3 @@ def test_bad_arguments_are_refused(arguments, kind, message):
 def test_what_does_not_go_together_is_refused(options, message, make_trainer):
     with pytest.raises(MisconfigurationException, match=f"^{re.escape(message)}$"):
         make_trainer(**options).fit(LitLoRA())
-
-
-@pytest.mark.parametrize("strategy", [Forking, ForkingOffload])
-def test_sharding_is_refused(strategy, make_trainer):
-    message = (
-        f"QuantizeFrozenWeights does not work with {strategy.__name__}: FSDP2 shards weights by their rows, and casts "
-        "them. Use 'ddp' or a single device."
-    )
-    trainer = make_trainer(callbacks=[QuantizeFrozenWeights()], strategy=strategy())
-    with pytest.raises(MisconfigurationException, match=f"^{re.escape(message)}$"):
-        trainer.callbacks[0].setup(trainer, LitLoRA(), "fit")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.lora_nets import LENGTH, NUM_QUANTIZED, QUANTIZED, VOCAB_SIZE, LoRA, LoRANet
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
@@ -311,6 +312,24 @@ def test_weights_that_others_have_and_blocks_without_frozen_layers_are_refused()
         quantize_frozen_weights(Odd(), layers="tied")
     with pytest.raises(ValueError, match=r"^layers='block' names 'block', which has no frozen layer to quantize\.$"):
         quantize_frozen_weights(Odd(), layers="block")
+
+
+@pytest.mark.distributed
+def test_what_is_sharded_before_is_named_and_what_is_sharded_after_is_read_in_full(mesh):
+    message = (
+        "'embed' cannot be quantized: its weight is sharded already. Make and freeze the layer in __init__, or call "
+        "quantize_frozen_weights(self, ...) in configure_model before fully_shard."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        quantize_frozen_weights(fully_shard(LoRANet(), mesh=mesh))
+    model = LoRANet()
+    quantized = quantize_frozen_weights(model, 4)
+    before = model.head.weight.dequantize()
+    fully_shard(model, mesh=mesh)
+    assert model.head.weight.is_sharded
+    assert torch.equal(model.head.weight.dequantize(), before)
+    quantized.remove()
+    assert model.head.weight.is_sharded  # nobody can put plain weights into the hands of FSDP2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

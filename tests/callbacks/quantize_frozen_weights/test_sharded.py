@@ -1,0 +1,223 @@
+"""``QuantizeFrozenWeights`` where weights are sharded: FSDP2 and ``fsdp_offload``, on two ranks and on one."""
+
+import os
+import re
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from support.checkpoint_nets import run_ranks, whole
+from support.helpers import ForkingOffload, PlantedError, assert_equal_weights, describe_module
+from support.lora_nets import NUM_QUANTIZED, LitLoRA
+from support.offload_nets import leave_group
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from lightning_vram import ActivationCheckpointing, QuantizeFrozenWeights, estimate_memory
+from lightning_vram.callbacks.quantize_frozen_weights.checks import check_memory
+from lightning_vram.memory.tracking.timeline import Category
+from lightning_vram.techniques.quantize_frozen_weights import quantize_frozen_weights
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork"),
+]
+FORMS = ["full", "sharded"]
+
+
+@pytest.fixture(autouse=True)
+def _alone():
+    yield
+    leave_group()
+
+
+class Sharded(LitLoRA):
+    """For FSDP2; notes its whole weights."""
+
+    policy = MixedPrecisionPolicy()
+
+    def configure_model(self) -> None:
+        mesh = getattr(self, "device_mesh", None)
+        if isinstance(self.trainer.strategy, ModelParallelStrategy) and not isinstance(self.net, FSDPModule):
+            for part in (self.net.embed, self.net.up, self.net.down, self.net):
+                fully_shard(part, mesh=mesh["data_parallel"], mp_policy=self.policy)
+
+    def on_train_start(self) -> None:
+        self.local_bytes = sum(
+            p.to_local().untyped_storage().nbytes() for p in self.parameters() if p.dtype is torch.uint8
+        )
+
+    def on_train_end(self) -> None:
+        if self.trainer.world_size > 1:
+            self.seen = {name: whole(value).clone() for name, value in self.state_dict().items()}
+
+
+class Inside(ModelParallelStrategy):
+    """In a process that is one of two ranks."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__(2, 1, save_distributed_checkpoint=form == "sharded")
+
+    def _configure_launcher(self) -> None:
+        self._launcher = None
+
+
+class Offload(ForkingOffload):
+    def __init__(self, form: str) -> None:
+        super().__init__(state_dict_type=form)
+
+    def _configure_launcher(self) -> None:
+        self._launcher = None
+
+
+class Saving(pl.Callback):
+    def __init__(self, path: Any) -> None:
+        self.path = path
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.current_epoch == 0:
+            trainer.save_checkpoint(self.path)
+
+
+class Cast(Sharded):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def rounded(make: Any = LitLoRA) -> LitLoRA:
+    model = make()
+    quantize_frozen_weights(model, 4).remove()
+    return model
+
+
+def fit(make_trainer: Any, *callbacks: Any, make: Any, ckpt_path: Any = None, **options: Any) -> Any:
+    pl.seed_everything(0, verbose=False)
+    model = make()
+    options = {"limit_val_batches": 0, "use_distributed_sampler": False, **options}
+    make_trainer(callbacks=list(callbacks), **options).fit(model, ckpt_path=ckpt_path)
+    return model
+
+
+def on_each_rank(folder: Any, make_trainer: Any, strategy: Any, expected: Any) -> None:
+    os.environ["LOCAL_RANK"] = str(dist.get_rank())
+    run = partial(fit, make_trainer, make=Sharded, devices=2)
+    model = run(QuantizeFrozenWeights(4), ActivationCheckpointing(["net.up", "net.down"]), strategy=strategy("full"))
+    assert model.local_bytes == 0.5625 * NUM_QUANTIZED / 2
+    packed = {name for name, value in model.seen.items() if value.dtype is torch.uint8}
+    assert len(packed) == 5
+    for name, value in expected.items():
+        assert name in packed or (model.seen[name] - value).abs().max() <= 1e-6, name
+    for form in FORMS:
+        for save in ("all", "trainable")[: 2 if form == "full" else 1]:
+            path = folder / f"{form}-{save}.ckpt"
+            quantize = partial(QuantizeFrozenWeights, 4, save=save)
+            run(quantize(), Saving(path), strategy=strategy(form))
+            dist.barrier()
+            resumed = run(quantize(), strategy=strategy(form), ckpt_path=path)
+            assert all(torch.equal(resumed.seen[name], value) for name, value in model.seen.items()), (form, save)
+    if strategy is Inside:
+        check_casts_and_plain_files(folder, run)
+
+
+def check_casts_and_plain_files(folder: Any, run: Any) -> None:
+    """What is particular to users' own FSDP2."""
+    ours, theirs = (
+        run(*callbacks, make=make, strategy=Inside("full"), max_epochs=1)
+        for make, callbacks in ((Cast, [QuantizeFrozenWeights(4)]), (partial(rounded, make=Cast), []))
+    )
+    trained = {name for name, parameter in ours.named_parameters() if parameter.requires_grad}
+    assert all(torch.equal(ours.seen[name], theirs.seen[name]) for name in trained)
+    run(Saving(folder / "plain.ckpt"), make=Sharded, strategy=Inside("full"), max_epochs=1)
+    dist.barrier()
+    message = (
+        "the checkpoint has net.embed.weight in full precision, and Inside would load it into shards of 8 or 4 bits: "
+        "load it in __init__, or use strategy='fsdp_offload'."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        run(QuantizeFrozenWeights(4), strategy=Inside("full"), ckpt_path=folder / "plain.ckpt")
+
+
+@pytest.mark.parametrize("strategy", [Inside, Offload])
+def test_two_ranks_are_one_and_resumed_runs_end_at_the_same_bits(strategy, make_trainer, tmp_path):
+    expected = fit(make_trainer, make=rounded).state_dict()
+    run_ranks(2, on_each_rank, tmp_path, make_trainer, strategy, expected)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_run_on_one_device_is_that_of_decoded_weights(precision, make_trainer):
+    runs = []
+    for make, callbacks in ((LitLoRA, [QuantizeFrozenWeights(4)]), (rounded, [])):
+        callbacks.append(ActivationCheckpointing(["net.up", "net.down"]))
+        options = {"strategy": ForkingOffload(), "max_epochs": 1, "precision": precision}
+        runs.append(fit(make_trainer, *callbacks, make=make, **options))
+        leave_group()
+    assert_equal_weights(*runs)
+
+
+@pytest.mark.parametrize(("device", "num_copies"), [("cpu", 2), ("A100 40GB", 1)], ids=["and at rest", "gathered"])
+def test_bits_are_at_rest_on_the_host_and_gathered_on_the_device(device, num_copies):
+    batch, held = torch.randint(96, (4, 9)), []
+    for callbacks in ([], [QuantizeFrozenWeights(4)]):
+        trainer = {"callbacks": callbacks, "strategy": "fsdp_offload"}
+        estimate = estimate_memory(LitLoRA(), batch, device=device, trainer=trainer, find_limits=False)
+        held.append(estimate.stages["train"].timeline.peak_by_category[Category.PARAMETERS])
+    assert held[0] - held[1] == num_copies * (4 - 0.5625) * NUM_QUANTIZED
+
+
+def test_a_plain_checkpoint_is_loaded_into_bits_on_the_host(make_trainer, tmp_path):
+    fit(make_trainer, Saving(tmp_path / "plain.ckpt"), make=LitLoRA)
+    for strategy in ("auto", ForkingOffload()):
+        model = LitLoRA()
+        trainer = make_trainer(callbacks=[QuantizeFrozenWeights(4, keep=True)], strategy=strategy)
+        trainer.validate(model, ckpt_path=tmp_path / "plain.ckpt", verbose=False)
+        leave_group()
+        if strategy == "auto":
+            expected = model
+    assert_equal_weights(model, expected)
+
+
+class Failing(LitLoRA):
+    def on_train_batch_end(self, *_: Any) -> None:
+        raise PlantedError
+
+
+def test_a_module_is_what_it_was_when_a_run_fails(make_trainer):
+    model = Failing()
+    before = describe_module(model)
+    with pytest.raises(PlantedError):
+        make_trainer(callbacks=[QuantizeFrozenWeights(4)], strategy=ForkingOffload()).fit(model)
+    assert describe_module(model) == before
+    assert model.net.head.weight.dtype is torch.float32
+
+
+# --- what is refused ---
+
+
+@pytest.mark.parametrize(
+    ("strategy", "instead"),
+    [(Inside, "Inside(save_distributed_checkpoint=False)"), (Offload, "Offload(state_dict_type='full')")],
+)
+def test_folders_without_frozen_weights_are_refused(strategy, instead, make_trainer):
+    trainer = make_trainer(callbacks=[QuantizeFrozenWeights(save="trainable")], strategy=strategy("sharded"))
+    message = (
+        "QuantizeFrozenWeights(save='trainable') does not work with folders of shards, which load by the names that "
+        f"the module has: use {instead}, whose files are small without what is frozen, or save='all'."
+    )
+    with pytest.raises(MisconfigurationException, match=f"^{re.escape(message)}$"):
+        trainer.callbacks[0].setup(trainer, LitLoRA(), "fit")
+
+
+def test_layers_without_memory_are_refused_under_fsdp2(make_trainer):
+    trainer = make_trainer(callbacks=[QuantizeFrozenWeights()], strategy=Inside("full"))
+    trainer.strategy.connect(LitLoRA().to("meta"))
+    message = (
+        "QuantizeFrozenWeights does not work with Inside where configure_model leaves layers on the meta device: "
+        "Lightning would empty the quantized ones, too. Make them on the host, or in __init__, or use "
+        "strategy='fsdp_offload'."
+    )
+    with pytest.raises(MisconfigurationException, match=f"^{re.escape(message)}$"):
+        check_memory(trainer)
