@@ -105,10 +105,11 @@ def _strategy(steps: Steps, least: Measured, workload: Workload) -> Measured | N
 def _num_devices(steps: Steps, least: Measured, budget_bytes: int) -> int:
     """Divide weights, gradients and states by the number; layers that run are whole, which a step shows."""
     share_bytes: float = budget_bytes - (least.needed_bytes - least.states_bytes)
-    for _ in range(2):
+    number = steps.num_ranks
+    for _ in range(_TRIES):
         if share_bytes <= 0:
             return 0
-        number = max(ceil(least.states_bytes / share_bytes), steps.num_ranks + 1)
+        number = max(ceil(least.states_bytes / share_bytes), number + 1)
         measured = steps.of(steps.batch, number)(_with(SHARDED, least))
         if measured is None:
             return 0

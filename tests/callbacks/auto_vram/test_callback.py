@@ -94,7 +94,7 @@ def test_a_budget_is_kept_and_nothing_else_changes(share, make_trainer, heard):
 
 def test_the_least_is_told_where_nothing_fits(make_trainer):
     message = (
-        r"^AutoVRAM: nothing fits 2\.00 MiB on cpu\. The least is \S+ MiB, with EarlyRelease \+ InPlaceFusion "
+        r"^AutoVRAM: nothing fits 2\.00 MiB on cpu\. The least is \S+ MiB, with OptimizerInBackward \+ InPlaceFusion "
         r"\+ ActivationCheckpointing, in the \S.* at \S+, the largest part for '\S+' \(\S+ \w+\)\. What helps: "
         r"budget='\d+KiB', or perhaps allow='lossless' or 'any'\.$"
     )
@@ -136,23 +136,40 @@ def test_a_part_of_the_users_is_kept(make_trainer, heard):
     assert "the run fits as it is" in messages(heard)
 
 
+class Wide(pl.LightningModule):
+    """Weights and their gradients are most of it, of 6 MiB each."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(6)))
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self):
+        return DataLoader(torch.ones(8, 512), batch_size=4)
+
+
+def test_where_parameters_step_in_the_backward_nothing_runs_a_step_again(make_trainer, monkeypatch):
+    monkeypatch.setattr(callback_module, "can_run_again", lambda trainer: True)
+    monitor, seen = VRAMMonitor(track=True, path=None), []
+
+    class Look(pl.Callback):
+        takes_no_memory = True
+
+        def on_train_start(self, trainer, pl_module):
+            seen.extend(type(one).__name__ for one in trainer.callbacks)
+
+    packed = fit(make_trainer, AutoVRAM(8 * MIB), monitor, Look(), model=Wide)
+    assert_equal_weights(fit(make_trainer, model=Wide), packed)
+    assert seen == ["AutoVRAM", "VRAMMonitor", "Look", "OptimizerInBackward"]
+    assert peak_of(monitor) <= 8 * MIB
+
+
 def test_the_precision_gives_way_to_a_plugin_for_the_fit(make_trainer):
-    class Wide(pl.LightningModule):
-        """Weights are most of it."""
-
-        def __init__(self):
-            super().__init__()
-            self.net = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(6)))
-
-        def training_step(self, batch, batch_idx):
-            return self.net(batch).square().mean()
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-        def train_dataloader(self):
-            return DataLoader(torch.ones(8, 512), batch_size=4)
-
     precision = {"precision": "bf16-mixed"}
     monitors = [VRAMMonitor(track=True, path=None) for _ in range(2)]
     plain = fit(make_trainer, monitors[0], model=Wide, **precision)
