@@ -144,7 +144,8 @@ class _Search:
             if self._is_as_fast(whole):
                 return
         lean = self._try_checkpoints(whole) if self._remedies.checkpoints else None
-        if self._remedies.cuts and self._workload.batch_size > 1 and not self._is_as_fast(whole):
+        may_cut = self._remedies.cuts and self._workload.batch_size > 1 and IN_BACKWARD not in whole.scheme.parts
+        if may_cut and not self._is_as_fast(whole):
             self._fit_parts(whole)
             if self._best() is None and lean is not None:
                 self._fit_parts(lean)
@@ -176,9 +177,16 @@ class _Search:
         parts += [OFFLOAD] if self._remedies.offloads or OFFLOAD in self._remedies.singles else []
         parts += [_in_parts(1)] if self._remedies.cuts and self._workload.batch_size > 1 else []
         for part in parts:
-            leaner = self._known(least.scheme + part)
+            is_cut = part.name == IN_PARTS.name  # gradients are needed until all of a batch is through
+            scheme = least.scheme + part
+            leaner = self._known(self._with_early_release(scheme) if is_cut else scheme)
             if leaner is not None and leaner.needed_bytes < least.needed_bytes:
                 least = leaner
+
+    def _with_early_release(self, scheme: Scheme) -> Scheme:
+        """Free gradients after the step, not in the backward."""
+        free = [part for part in self._remedies.free if part == EARLY_RELEASE]
+        return Scheme(tuple(other for part in scheme.parts for other in (free if part == IN_BACKWARD else [part])))
 
     def _known(self, scheme: Scheme) -> Measured | None:
         """Run a scheme, if it was not run yet."""

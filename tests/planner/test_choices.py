@@ -73,7 +73,13 @@ CASES = {
             "OptimizerInBackward + LowBitOptimizer(bits=4)",
             "bits: 4  # of a number: 8, or 4, which saves more and rounds more",
         ),
-        ("frozen", 560, "any", "QuantizeFrozenWeights(bits=8)", "# Frozen weights are in 8 bits, and rounded so. Saves "),
+        (
+            "frozen",
+            560,
+            "any",
+            "QuantizeFrozenWeights(bits=8)",
+            "# Frozen weights are in 8 bits, and rounded so. Saves ",
+        ),
     ],
 )
 def test_it_makes_a_run_fit_and_is_left_out_where_it_need_not(case, budget, allow, chosen, effect):

@@ -117,8 +117,8 @@ def test_lossless_runs_batches_in_parts(make_trainer):
     auto.on_train_start = lambda trainer, pl_module: schemes.append(auto.scheme)
     model = fit(make_trainer, auto, monitor)
     assert peak_of(monitor) <= 0.3 * PLAIN_BYTES
-    (part,) = (part for part in schemes[0].parts if part.name == "MicroBatching")
-    assert_equal_weights(fit(make_trainer, MicroBatching(**part.init_args)), model)
+    assert "MicroBatching" in str(schemes[0])
+    assert_equal_weights(fit(make_trainer, *(part.make() for part in schemes[0].parts)), model)
 
 
 @pytest.mark.slow
@@ -126,7 +126,7 @@ def test_a_part_of_the_users_is_kept(make_trainer, heard):
     own = ActivationCheckpointing(every_n_layers=2)
     with pytest.raises(
         MisconfigurationException,
-        match=r"nothing fits 6\.71 MiB on cpu\. The least is .* with EarlyRelease \+ InPlaceFusion, in the",
+        match=r"nothing fits 6\.71 MiB on cpu\. The least is .* with OptimizerInBackward \+ InPlaceFusion, in the",
     ):
         fit(make_trainer, AutoVRAM(int(0.4 * PLAIN_BYTES)), own)
     monitor = VRAMMonitor(track=True, path=None)
