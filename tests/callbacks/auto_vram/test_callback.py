@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from support.helpers import ForkingOffload, LitManual, TinyByteGPT, TinyCNN, assert_equal_weights, describe_module
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_vram import ActivationCheckpointing, AutoVRAM, MicroBatching, VRAMMonitor
+from lightning_vram import ActivationCheckpointing, AutoVRAM, VRAMMonitor
 from lightning_vram.callbacks.auto_vram import callback as callback_module
 from lightning_vram.demos import ByteGPT
 from lightning_vram.memory.units import MIB
