@@ -7,7 +7,7 @@ ARGUMENT_NOTES = {
     "size": "samples at once: fewer take less memory and more time",
     "lossy": "what is kept takes 8 bits per value, with a bounded error in the gradients",
     "offload": "optimizer: states are on the host; params: weights, too, which saves more and copies more",
-    "bits": "of a number: 8 saves 6, 4 saves 7 of 16 bytes per parameter with AdamW, and costs the equality of bits",
+    "bits": "of a number: 8, or 4, which saves more and rounds more",
     "master": "saves 4 of 18 bytes of the host per parameter, and gives the same bits",
     "host_state": "saves 4 (bf16) or 6 (8bit) bytes of the host per parameter, costs the equality of bits",
     "precision": "of the computation",

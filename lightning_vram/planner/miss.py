@@ -13,7 +13,7 @@ from lightning_vram.estimation.batches import (
 )
 from lightning_vram.planner.measured import Found, Measured, Workload
 from lightning_vram.planner.parts import Part
-from lightning_vram.planner.remedies import EARLY_RELEASE, OPTIMIZER_ON_HOST, WEIGHTS_ON_HOST, leaner_on_host
+from lightning_vram.planner.remedies import NOT_ON_HOST, OPTIMIZER_ON_HOST, WEIGHTS_ON_HOST, leaner_on_host
 from lightning_vram.planner.scheme import Scheme
 
 SHARDED = Part("lightning_vram.FSDPOffloadStrategy", {"offload": "none"}, place="strategy")
@@ -105,10 +105,11 @@ def _strategy(steps: Steps, least: Measured, workload: Workload) -> Measured | N
 def _num_devices(steps: Steps, least: Measured, budget_bytes: int) -> int:
     """Divide weights, gradients and states by the number; layers that run are whole, which a step shows."""
     share_bytes: float = budget_bytes - (least.needed_bytes - least.states_bytes)
-    for _ in range(2):
+    number = steps.num_ranks
+    for _ in range(_TRIES):
         if share_bytes <= 0:
             return 0
-        number = max(ceil(least.states_bytes / share_bytes), steps.num_ranks + 1)
+        number = max(ceil(least.states_bytes / share_bytes), number + 1)
         measured = steps.of(steps.batch, number)(_with(SHARDED, least))
         if measured is None:
             return 0
@@ -120,7 +121,8 @@ def _num_devices(steps: Steps, least: Measured, budget_bytes: int) -> int:
 
 def _with(strategy: Part, least: Measured) -> Scheme:
     """Put a strategy, which has gradients elsewhere and a precision of its own, beside what keeps fewer activations."""
-    return Scheme((strategy, *(p for p in least.scheme.parts if p.place == "callbacks" and p != EARLY_RELEASE)))
+    parts = (part for part in least.scheme.parts if part.place == "callbacks" and part.name not in NOT_ON_HOST)
+    return Scheme((strategy, *parts))
 
 
 def _needed(steps: Steps, least: Measured, batch_of: Callable[[int], Any]) -> Callable[[int], int]:

@@ -15,7 +15,7 @@ class Exactness(IntEnum):
 
     EXACT = 0  # equal to the bit
     LOSSLESS = 1  # equal in exact arithmetic: sums are rounded in another order
-    ANY = 2  # gradients differ by a bounded error
+    ANY = 2  # gradients, moments or frozen weights differ by a bounded error
 
 
 LEVELS = {"exact": Exactness.EXACT, "lossless": Exactness.LOSSLESS, "any": Exactness.ANY}

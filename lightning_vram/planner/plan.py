@@ -143,7 +143,7 @@ def plan_memory(  # noqa: PLR0913 - by name
         host_memory: Bytes that the host of each node has for a strategy that has weights or states there, as
             ``"128GiB"``. Where it is too little, ways that take less of it are tried. ``None``: nobody knows.
         allow: ``"exact"``: weights are those of the run as it is, to the bit. ``"lossless"``: in exact arithmetic.
-            ``"any"``: gradients may differ by a bounded error.
+            ``"any"``: gradients, moments and frozen weights may differ by a bounded error.
         trainer: Arguments of the Trainer. Parts of the package among them are kept.
         datamodule: Makes the batch.
         devices: Devices on each node.
@@ -165,7 +165,7 @@ def plan_memory(  # noqa: PLR0913 - by name
     batch = first_batch(module, datamodule) if batch is None else batch
     run = FitRun(own, None if spec.name == HOST else spec, num_ranks=devices * num_nodes, with_times=True)
     steps = TracedSteps(module, batch, run, on_progress, num_local_ranks=devices)
-    remedies = remedies_for(own, level, on_card=run.card is not None, knows_host=host_bytes is not None)
+    remedies = remedies_for(own, level, on_card=run.card is not None, module=module, knows_host=host_bytes is not None)
     return find_plan(steps, Workload(budget_bytes, steps.batch_size, steps.travel_bytes, host_bytes), remedies, level)
 
 

@@ -5,14 +5,22 @@ weights, gradients and states of optimizers; each set is a scheme of its own. *R
 tried on top of each. What the user's own Trainer has is not touched, and nothing of the same kind is added.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
+
+from torch import nn
 
 from lightning_vram.planner.parts import Exactness, Part
 from lightning_vram.planner.scheme import Scheme
 
 EARLY_RELEASE = Part("lightning_vram.EarlyRelease", note="gradients are freed before the next forward, not after it")
+CHUNKED_LOSS = Part(
+    "lightning_vram.ChunkedLoss", exactness=Exactness.LOSSLESS, note="logits are made some tokens at a time"
+)
+IN_BACKWARD = Part(
+    "lightning_vram.OptimizerInBackward", note="each parameter steps in the backward, and its gradient is freed"
+)
 CHECKPOINTING = Part("lightning_vram.ActivationCheckpointing", note="layers run again in the backward")
 FUSION = Part("lightning_vram.InPlaceFusion", note="cheap operators run again in the backward")
 OFFLOAD = Part("lightning_vram.ActivationOffload", note="what is kept for the backward waits on the host")
@@ -37,13 +45,27 @@ WEIGHTS_ON_HOST = Part(
     exactness=Exactness.LOSSLESS,
     note="weights, the optimizer and its states are on the host",
 )
-LOW_BIT = Part(
-    "lightning_vram.LowBitOptimizer",
-    {"bits": 8},
-    exactness=Exactness.ANY,
-    note="moments of the optimizer are in 8 bits",
+LOW_BIT, LOWER_BIT = (
+    Part(
+        "lightning_vram.LowBitOptimizer",
+        {"bits": bits},
+        exactness=Exactness.ANY,
+        note=f"moments of the optimizer are in {bits} bits",
+    )
+    for bits in (8, 4)
+)
+QUANTIZED = tuple(
+    Part(
+        "lightning_vram.QuantizeFrozenWeights",
+        {"bits": bits},
+        exactness=Exactness.ANY,
+        note=f"frozen weights are in {bits} bits, and rounded so",
+    )
+    for bits in (8, 4)
 )
 MOMENTS = Part("lightning_vram.MomentsInBF16", exactness=Exactness.ANY, note="moments of the optimizer are in bfloat16")
+NOT_ON_HOST = frozenset(part.name for part in (EARLY_RELEASE, IN_BACKWARD, QUANTIZED[0]))  # strategies do it, or refuse
+_ONCE = frozenset(part.name for part in (IN_PARTS, IN_BACKWARD))
 _OF_HOST = ("master", "host_state")  # arguments of a strategy that change nothing on the device
 _PLAIN_STRATEGIES = (None, "auto", "ddp")
 _FORMATS = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
@@ -55,7 +77,8 @@ class Remedies:
     """What may be tried.
 
     Args:
-        states: Sets about weights and states; the first one is empty.
+        states: Sets about weights and states; the first one is empty. Of what a run refuses by itself the others do
+            without.
         singles: Each about activations, with nothing to choose.
         checkpoints: Whether layers may be checkpointed.
         offloads: Whether what checkpointed layers keep may go to the host.
@@ -72,7 +95,13 @@ class Remedies:
 
 
 def remedies_for(
-    own: Mapping[str, Any], level: Exactness, *, on_card: bool, has_strategies: bool = True, knows_host: bool = False
+    own: Mapping[str, Any],
+    level: Exactness,
+    *,
+    on_card: bool,
+    module: nn.Module | None = None,
+    has_strategies: bool = True,
+    knows_host: bool = False,
 ) -> Remedies:
     """Return what suits a run.
 
@@ -80,6 +109,7 @@ def remedies_for(
         own: Arguments of the user's Trainer.
         level: What results may be.
         on_card: Whether it runs on a card: the host has nowhere to put what does not fit.
+        module: What is trained; ``None``: all of it.
         has_strategies: Whether the strategy can still be chosen.
         knows_host: Whether it is known what the host has, so that it may have too little.
     """
@@ -93,8 +123,10 @@ def remedies_for(
     lean_states = [Scheme((part,)) for part in lean]
     if not taken & {MOMENTS.name, LOW_BIT.name}:
         lean_states[1:1] = [Scheme((MOMENTS,)), *(Scheme((part, MOMENTS)) for part in lean[:1])]
-        lean_states.append(Scheme((LOW_BIT,)))
-    states[1:1] = lean_states
+        lean_states += [Scheme((LOW_BIT,)), Scheme((IN_BACKWARD, LOW_BIT)), Scheme((IN_BACKWARD, LOWER_BIT))]
+    if module is not None and _is_mostly_frozen(module):
+        lean_states = [*(Scheme((part,)) for part in QUANTIZED), *lean_states]
+    states[1:1] = [Scheme((IN_BACKWARD,)), *lean_states]
     states = [scheme for scheme in states if scheme.exactness <= level]
     singles = [part for part in (FUSION, OFFLOAD, COMPRESSION) if part.name not in taken and part.exactness <= level]
     if not on_card:
@@ -106,8 +138,18 @@ def remedies_for(
         checkpoints=not has_checkpoints,
         offloads=on_card and not has_checkpoints and OFFLOAD.name not in taken,
         cuts=level >= IN_PARTS.exactness and IN_PARTS.name not in taken,
-        free=() if EARLY_RELEASE.name in taken else (EARLY_RELEASE,),
+        free=tuple(
+            part for part in (EARLY_RELEASE, CHUNKED_LOSS) if part.name not in taken and part.exactness <= level
+        ),
     )
+
+
+def may_be_guarded(names: Iterable[str]) -> bool:
+    """Whether a step with such parts can run again, by another part, after memory ran out in it.
+
+    ``MicroBatching`` does so itself; with ``OptimizerInBackward`` some parameters have stepped by then.
+    """
+    return _ONCE.isdisjoint(names)
 
 
 def has_plain_strategy(own: Mapping[str, Any]) -> bool:
@@ -170,6 +212,11 @@ def _precision_parts(own: Mapping[str, Any]) -> list[Part]:
         note="weights and states are in bfloat16, with what the weights lack beside them",
     )
     return [exact, rounded] if format_name == "bf16" else [exact]
+
+
+def _is_mostly_frozen(module: nn.Module) -> bool:
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in module.parameters()]
+    return 2 * sum(size for size, is_trained in sizes if not is_trained) > sum(size for size, _ in sizes)
 
 
 def _names_of(own: Mapping[str, Any]) -> set[str]:

@@ -13,7 +13,15 @@ from dataclasses import replace
 from lightning_vram.memory.units import KIB, MIB
 from lightning_vram.planner.measured import Found, Measure, Measured, Workload
 from lightning_vram.planner.parts import Part
-from lightning_vram.planner.remedies import CHECKPOINTING, IN_PARTS, OFFLOAD, Remedies, mode_of
+from lightning_vram.planner.remedies import (
+    CHECKPOINTING,
+    EARLY_RELEASE,
+    IN_BACKWARD,
+    IN_PARTS,
+    OFFLOAD,
+    Remedies,
+    mode_of,
+)
 from lightning_vram.planner.scheme import Scheme
 
 _ROUNDS = 4  # to find one number
@@ -41,22 +49,29 @@ class _Search:
         self._budget_bytes = workload.budget_bytes
         self._remedies = remedies
         self._tried: list[Measured] = []
+        self._sets: list[Measured] = []  # of those, what is about states
+        self._refused: list[Part] = []
 
     def run(self) -> Found:
         plain = self._run(Scheme())
         assert plain is not None  # nothing refuses the user's own run
         if not self._fits(plain):
             start = self._take_what_is_free(plain)
-            for states in self._remedies.states:
+            for wanted in self._remedies.states:
                 if self._is_as_fast(plain):
                     break
-                if self._is_for_smaller_hosts(states):
+                states = Scheme(tuple(part for part in wanted.parts if part not in self._refused))
+                if self._is_for_smaller_hosts(states) or self._is_more_than_enough(start, states):
                     continue
                 whole = self._run(_on(start, states)) if states.parts else start
-                if whole is not None and not self._fits(whole) and self._may_win(whole, start):
+                if whole is None:
+                    self._refused += states.parts if len(states.parts) == 1 else ()
+                    continue
+                self._sets.append(whole)
+                if not self._fits(whole) and self._may_win(whole, start):
                     self._try_remedies(whole, is_first=whole is start)
             if self._best() is None:
-                self._find_least(start)
+                self._find_least()
         return Found(self._best(), plain, tuple(self._tried))
 
     def _run(self, scheme: Scheme) -> Measured | None:
@@ -72,6 +87,8 @@ class _Search:
             leaner = self._run(start.scheme + part)
             if leaner is not None and leaner.needed_bytes < start.needed_bytes:
                 start = leaner
+            if self._fits(start):
+                break
         return start
 
     def _fits(self, measured: Measured) -> bool:
@@ -82,6 +99,12 @@ class _Search:
         mode = mode_of(states)
         same = (one for one in self._tried if mode is not None and mode_of(one.scheme) == mode)
         return any(map(self._workload.fits_host, same))
+
+    def _is_more_than_enough(self, start: Measured, states: Scheme) -> bool:
+        """Whether it was run, or less of the same is enough: what is added, or narrower, takes time."""
+        names = {part.name for part in (*start.scheme.parts, *states.parts)}
+        less = (one for one in self._tried if names.issuperset(part.name for part in one.scheme.parts))
+        return any(map(self._fits, less)) or any(one.scheme == _on(start, states) for one in self._sets)
 
     def _best(self) -> Measured | None:
         fitting = [one for one in self._tried if self._fits(one)]
@@ -105,6 +128,8 @@ class _Search:
         best = self._best()
         if whole is plain:
             return True
+        if best is None and IN_BACKWARD in whole.scheme.parts:
+            return True  # gradients are the peak once layers are checkpointed
         if plain.needed_bytes - whole.needed_bytes < _LITTLE * plain.needed_bytes:
             return False  # steps are dear: what saves next to nothing makes nothing fit
         if best is None:
@@ -119,7 +144,8 @@ class _Search:
             if self._is_as_fast(whole):
                 return
         lean = self._try_checkpoints(whole) if self._remedies.checkpoints else None
-        if self._remedies.cuts and self._workload.batch_size > 1 and not self._is_as_fast(whole):
+        may_cut = self._remedies.cuts and self._workload.batch_size > 1 and IN_BACKWARD not in whole.scheme.parts
+        if may_cut and not self._is_as_fast(whole):
             self._fit_parts(whole)
             if self._best() is None and lean is not None:
                 self._fit_parts(lean)
@@ -141,20 +167,26 @@ class _Search:
             self._fit_budget(whole, lean, arguments)
         return lean
 
-    def _find_least(self, start: Measured) -> None:
+    def _find_least(self) -> None:
         """Add one part after the other, as long as each saves something: to say what would be needed."""
         if any(one.needed_bytes <= self._budget_bytes for one in self._tried):
             return  # it is the host that has too little
-        known = [one for states in self._remedies.states for one in self._tried if one.scheme == _on(start, states)]
-        least = known[-1] if known else start
+        least = self._sets[-1]
         parts = [part for part in self._remedies.singles if part != OFFLOAD]
         parts += [CHECKPOINTING] if self._remedies.checkpoints else []
         parts += [OFFLOAD] if self._remedies.offloads or OFFLOAD in self._remedies.singles else []
         parts += [_in_parts(1)] if self._remedies.cuts and self._workload.batch_size > 1 else []
         for part in parts:
-            leaner = self._known(least.scheme + part)
+            is_cut = part.name == IN_PARTS.name  # gradients are needed until all of a batch is through
+            scheme = least.scheme + part
+            leaner = self._known(self._with_early_release(scheme) if is_cut else scheme)
             if leaner is not None and leaner.needed_bytes < least.needed_bytes:
                 least = leaner
+
+    def _with_early_release(self, scheme: Scheme) -> Scheme:
+        """Free gradients after the step, not in the backward."""
+        free = [part for part in self._remedies.free if part == EARLY_RELEASE]
+        return Scheme(tuple(other for part in scheme.parts for other in (free if part == IN_BACKWARD else [part])))
 
     def _known(self, scheme: Scheme) -> Measured | None:
         """Run a scheme, if it was not run yet."""
@@ -206,9 +238,9 @@ class _Search:
 
 
 def _on(start: Measured, states: Scheme) -> Scheme:
-    """Put what is free before a set, but where that is a strategy, which has gradients elsewhere."""
-    has_strategy = any(part.place == "strategy" for part in states.parts)
-    return states if has_strategy else Scheme((*start.scheme.parts, *states.parts))
+    """Put what is free before a set; gradients are not freed twice, and a strategy has them elsewhere."""
+    frees = any(part.place == "strategy" or part == IN_BACKWARD for part in states.parts)
+    return Scheme((*(part for part in start.scheme.parts if part != EARLY_RELEASE or not frees), *states.parts))
 
 
 def _in_parts(size: int) -> Part:

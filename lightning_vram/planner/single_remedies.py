@@ -35,7 +35,7 @@ def measure_singles(steps: TracedSteps, exact: Remedies, every: Remedies, budget
 
 
 def _singles(steps: TracedSteps, remedies: Remedies) -> Iterator[Scheme]:
-    yield from (scheme for scheme in remedies.states if scheme.parts)
+    yield from (scheme for scheme in remedies.states if len(scheme.parts) == 1)
     yield from (Scheme((part,)) for part in (*remedies.free, *remedies.singles))
     if remedies.checkpoints:
         yield Scheme((CHECKPOINTING,))

@@ -1,10 +1,11 @@
 """Steps of schemes on tensors without memory: what a plan is made from."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
 
 from lightning_vram.estimation.batches import batch_size_of
 from lightning_vram.estimation.estimate import spec_of
@@ -16,7 +17,7 @@ from lightning_vram.memory.estimate.workspaces import Workspaces, workspaces_of
 from lightning_vram.memory.tracking.timeline import Category
 from lightning_vram.memory.units import KIB
 from lightning_vram.planner.measured import Measured
-from lightning_vram.planner.remedies import has_plain_strategy
+from lightning_vram.planner.remedies import has_plain_strategy, may_be_guarded
 from lightning_vram.planner.scheme import Scheme
 from lightning_vram.planner.words import peak_words
 
@@ -37,6 +38,7 @@ class TracedSteps:
         run: As it is, with times.
         on_progress: Is told what is being done.
         num_local_ranks: How many share a host.
+        guards: Callbacks that run a step again, to be added to those of the Trainer, beside parts that let them.
     """
 
     def __init__(
@@ -47,11 +49,12 @@ class TracedSteps:
         on_progress: Progress | None = None,
         *,
         num_local_ranks: int = 1,
+        guards: Sequence[Callback] = (),
     ) -> None:
         self._module, self._run = module, run
         self._workspaces: Workspaces | None = None if run.card is None else workspaces_of(run.card)
         self._progress = on_progress or (lambda stage, done: None)
-        self._num_runs, self._num_local_ranks = 0, num_local_ranks
+        self._num_runs, self._num_local_ranks, self._guards = 0, num_local_ranks, guards
         self.own, self.batch, self.num_ranks = run.trainer_arguments, batch, run.num_ranks
         self.batch_size = batch_size_of(batch) or 0
 
@@ -71,15 +74,18 @@ class TracedSteps:
 
     def of(self, batch: Any, num_ranks: int) -> "TracedSteps":
         """Return what runs steps with another batch, or on more devices."""
-        run, num_local_ranks = replace(self._run, num_ranks=num_ranks), self._num_local_ranks
-        return TracedSteps(self._module, batch, run, self._progress, num_local_ranks=num_local_ranks)
+        run, more = replace(self._run, num_ranks=num_ranks), {"num_local_ranks": self._num_local_ranks}
+        return TracedSteps(self._module, batch, run, self._progress, guards=self._guards, **more)
 
     def __call__(self, scheme: Scheme) -> Measured | None:
         """Run one; ``None`` if a part of it refuses this run."""
         self._progress(f"a step with {scheme}", 1 - 0.9**self._num_runs)
         self._num_runs += 1
         try:
-            run = replace(self._run, trainer_arguments=scheme.trainer_kwargs(self.own))
+            own = dict(self.own)
+            if self._guards and may_be_guarded(part.name for part in scheme.parts):
+                own["callbacks"] = [*own["callbacks"], *self._guards]
+            run = replace(self._run, trainer_arguments=scheme.trainer_kwargs(own))
             traced = trace_fit(self._module, self.batch, run)
         except Exception:
             if not scheme.parts:  # the user's own run

@@ -14,11 +14,14 @@ from lightning_vram import (
     ActivationCheckpointing,
     ActivationCompression,
     ActivationOffload,
+    ChunkedLoss,
     EarlyRelease,
     EmptyCache,
     InPlaceFusion,
     LeanMixedPrecision,
+    LowBitOptimizer,
     MicroBatching,
+    OptimizerInBackward,
 )
 from lightning_vram.demos import ByteGPT, DigitsResNet
 from lightning_vram.estimation.traced_fit import (
@@ -140,6 +143,10 @@ def lean() -> LeanMixedPrecision:
     return LeanMixedPrecision("bf16")
 
 
+def low_bits() -> LowBitOptimizer:
+    return LowBitOptimizer(bits=4)
+
+
 def schedule() -> AccumulationScheduler:
     return AccumulationScheduler({0: 2})
 
@@ -165,6 +172,11 @@ _RUNS: dict[str, Callable[[], dict[str, Any]]] = {
     "empty cache": _callbacks(EmptyCache),
     "early release": _callbacks(EarlyRelease),
     "early release, accumulation": _callbacks(EarlyRelease, accumulate_grad_batches=2),
+    "chunked loss": _callbacks(ChunkedLoss),
+    "chunked loss, bf16, checkpointing": _callbacks(ChunkedLoss, checkpointing, **_BF16),
+    "optimizer in backward": _callbacks(OptimizerInBackward),
+    "optimizer in backward, low bits": _callbacks(OptimizerInBackward, low_bits),
+    "chunked loss, optimizer in backward, low bits": _callbacks(ChunkedLoss, OptimizerInBackward, low_bits),
     "clipping": lambda: {"gradient_clip_val": 1.0},
     "clipping by value": lambda: {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"},
     "checkpointing, offload": _callbacks(checkpointing, offload),
@@ -191,18 +203,27 @@ _RUNS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 _OF_PLAYERS = ("plain", "bf16", "fusion", "offload", "compression", "lean", "fusion, compression, offload")
 _OF_FROZEN = ("fusion", "folding", "folding, offload")
-_QUICK = ("gpt: fusion, compression, offload", "resnet: fusion, bf16", "players: plain")
+_QUICK = (
+    "gpt: fusion, compression, offload",
+    "gpt: chunked loss, optimizer in backward, low bits",
+    "resnet: fusion, bf16",
+    "players: plain",
+)
+_WITHOUT = {"gpt": "folding", "resnet": ("folding", "chunked")}  # frozen norms, a vocabulary
 _ALL = [
     f"{net}: {run}"
     for net in _NETS
-    for run in {"players": _OF_PLAYERS, "frozen": _OF_FROZEN}.get(net, [run for run in _RUNS if "folding" not in run])
-]  # those of the others know no manual optimization, and have no frozen norms
+    for run in {"players": _OF_PLAYERS, "frozen": _OF_FROZEN}.get(net, _RUNS)
+    if not run.startswith(_WITHOUT.get(net, ()))
+]  # those of the others know no manual optimization
 
 
 def _events(timeline: MemoryTimeline) -> list[tuple[Any, ...]]:
     found = []
     for event in timeline.events:
         made = timeline.allocations[event.allocation]
+        if made.op == "aten.nonzero.default":  # which tokens count, a few bytes: it asks for values
+            continue
         op = "batch" if made.op in _MAKERS_OF_BATCHES else made.op
         found.append((made.device, event.change_bytes, op, made.module, made.category))
     return found

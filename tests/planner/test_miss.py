@@ -96,7 +96,7 @@ def test_a_strategy_that_is_told_fits_the_host(room, code, per_weight, monkeypat
 
 def test_where_the_least_has_its_peak_is_told():
     message = str(miss(Wide(), torch.zeros(4, 2048), device="cpu", budget="100MiB"))
-    assert ", in the optimizer's step at aten." in message
+    assert ", in the backward at aten." in message
     assert "the largest part for 'net." in message
 
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+from torch import nn
 
 from lightning_vram.estimation.step_time import StepTime
 from lightning_vram.memory.units import GIB, MIB, parse_bytes
@@ -13,12 +14,16 @@ from lightning_vram.planner.miss import Ways
 from lightning_vram.planner.parts import Exactness, Part
 from lightning_vram.planner.remedies import (
     CHECKPOINTING,
+    CHUNKED_LOSS,
     EARLY_RELEASE,
     FUSION,
+    IN_BACKWARD,
     IN_PARTS,
     LOW_BIT,
+    LOWER_BIT,
     MOMENTS,
     OPTIMIZER_ON_HOST,
+    QUANTIZED,
     Remedies,
     leaner_on_host,
     remedies_for,
@@ -151,7 +156,7 @@ def every_scheme():
 
 
 class StepsWithFree(Steps):
-    """``EarlyRelease`` takes away what it says, at no price."""
+    """``EarlyRelease`` and ``ChunkedLoss`` each take away what it says, at no price."""
 
     def __init__(self, saved, **arguments):
         super().__init__(**arguments)
@@ -159,8 +164,8 @@ class StepsWithFree(Steps):
 
     def __call__(self, scheme):
         measured = super().__call__(scheme)
-        is_there = EARLY_RELEASE in scheme.parts and measured is not None
-        return replace(measured, needed_bytes=measured.needed_bytes - self.saved) if is_there else measured
+        saved = self.saved * sum(part in (EARLY_RELEASE, CHUNKED_LOSS) for part in scheme.parts)
+        return measured and replace(measured, needed_bytes=measured.needed_bytes - saved)
 
 
 def test_what_is_free_is_enough_or_goes_with_everything_else():
@@ -171,6 +176,12 @@ def test_what_is_free_is_enough_or_goes_with_everything_else():
     assert 0.99 * 8 * GIB <= found.best.needed_bytes <= 8 * GIB
     on_host = found_for(3 * GIB, steps=StepsWithFree(GIB), **free).best.scheme  # a strategy has gradients elsewhere
     assert [part.name for part in on_host.parts] == ["FSDPOffloadStrategy", "ActivationCheckpointing"]
+    both, steps = {"free": (EARLY_RELEASE, CHUNKED_LOSS)}, StepsWithFree(GIB)
+    assert found_for(11 * GIB, steps=steps, **both).best.scheme == Scheme((EARLY_RELEASE,))
+    assert steps.schemes == ["as it is", "EarlyRelease"]
+    assert found_for(10 * GIB, steps=steps, **both).best.scheme == Scheme((EARLY_RELEASE, CHUNKED_LOSS))
+    on_host = found_for(2 * GIB, steps=steps, **both).best.scheme  # chunks stay
+    assert [part.name for part in on_host.parts] == ["ChunkedLoss", "FSDPOffloadStrategy", "ActivationCheckpointing"]
 
 
 @pytest.mark.parametrize("steps", [StepsWithFree(0), StepsWithFree(GIB, refused=("EarlyRelease",))])
@@ -201,8 +212,48 @@ def test_results_are_as_true_as_was_asked_for():
         parts = [*remedies.singles, *(part for scheme in remedies.states for part in scheme.parts)]
         assert max(part.exactness for part in parts) == level
         assert remedies.cuts == (level >= Exactness.LOSSLESS)
-        moments = (Scheme((MOMENTS,)), Scheme((LOW_BIT,))) if level == Exactness.ANY else ()
-        assert remedies_for({}, level, on_card=False).states == (Scheme(), *moments)
+        chunked = [CHUNKED_LOSS] if level >= Exactness.LOSSLESS else []
+        assert list(remedies.free) == [EARLY_RELEASE, *chunked]
+        frozen = nn.Linear(9, 9).requires_grad_(False)
+        for module, quantized in ((nn.Linear(9, 9), ()), (frozen, QUANTIZED)):
+            sets = [(), (IN_BACKWARD,)]
+            if level == Exactness.ANY:
+                sets += [(one,) for one in (*quantized, MOMENTS, LOW_BIT)]
+                sets += [(IN_BACKWARD, LOW_BIT), (IN_BACKWARD, LOWER_BIT)]
+            found = remedies_for({}, level, on_card=False, module=module)
+            assert found.states == tuple(map(Scheme, sets))
+
+
+class StepsOfStates(Steps):
+    """Of 16 bytes for each weight gradients are 4 and moments 8; what narrows them takes time."""
+
+    def __call__(self, scheme):
+        if super().__call__(scheme) is None:
+            return None
+        names = {part.name: part.init_args.get("bits") for part in scheme.parts}
+        moments = {None: 8, 8: 2, 4: 1}[names.get("LowBitOptimizer")] - 4 * ("MomentsInBF16" in names)
+        needed = 4 + 4 * ("OptimizerInBackward" not in names) + moments
+        return Measured(scheme, needed * GIB, 0, StepTime(1 + 0.2 * len(names)))
+
+
+ALONE = ["OptimizerInBackward", "MomentsInBF16", "LowBitOptimizer(bits=8)"]
+
+
+@pytest.mark.parametrize(
+    ("budget", "refused", "asked"),
+    [
+        (12, (), ALONE),
+        (6, (), [*ALONE, "OptimizerInBackward + LowBitOptimizer(bits=8)"]),
+        (5, (), [*ALONE, *(f"OptimizerInBackward + LowBitOptimizer(bits={bits})" for bits in (8, 4))]),
+        (9, (IN_BACKWARD.name,), [*ALONE, "LowBitOptimizer(bits=4)"]),
+        (12, (IN_BACKWARD.name, LOW_BIT.name), [*ALONE, "LowBitOptimizer(bits=4)"]),
+    ],
+)
+def test_a_set_is_not_run_where_less_of_it_is_enough_and_goes_without_what_is_refused(budget, refused, asked):
+    steps, states = StepsOfStates(refused=refused), remedies_for({}, Exactness.ANY, on_card=False).states
+    found = search(steps, Workload(budget * GIB), Remedies(states, checkpoints=False))
+    assert steps.schemes == ["as it is", *asked]
+    assert found.best is not None
 
 
 class StepsOnHost(Steps):

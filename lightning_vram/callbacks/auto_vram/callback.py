@@ -23,7 +23,7 @@ from lightning_vram.estimation.running_trainer import AUTO, check_limit, decide_
 from lightning_vram.memory.device.allocator import has_cache
 from lightning_vram.planner.parts import Exactness, Part
 from lightning_vram.planner.plan import level_of
-from lightning_vram.planner.remedies import CHECKPOINTING
+from lightning_vram.planner.remedies import CHECKPOINTING, may_be_guarded
 from lightning_vram.planner.scheme import Scheme
 
 _BUDGET = f"{NAME}(budget)"
@@ -52,7 +52,7 @@ class AutoVRAM(Callback):
         budget: What may be needed of the device. ``"auto"``: what it has left when ``fit`` begins. Bytes, as an
             ``int`` or as ``"20GiB"``, or a share of the device between 0 and 1.
         allow: ``"exact"``: weights are those of the run as it is, to the bit. ``"lossless"``: in exact arithmetic.
-            ``"any"``: gradients may differ by a bounded error.
+            ``"any"``: gradients, moments and frozen weights may differ by a bounded error.
         replan: Whether to plan once more after the first steps, with what they took.
 
     Raises:
@@ -117,7 +117,7 @@ class AutoVRAM(Callback):
         self.budget_bytes = decision.budget_bytes or None
         if decision.taken is not None:
             scheme = decision.taken.scheme
-            is_guarded = decision.is_tight and "MicroBatching" not in [part.name for part in scheme.parts]
+            is_guarded = decision.is_tight and may_be_guarded(part.name for part in scheme.parts)
             self._parts = PlannedParts(trainer, scheme, guards if is_guarded else [])
         elif guards:
             self._parts = PlannedParts(trainer, Scheme(), guards)

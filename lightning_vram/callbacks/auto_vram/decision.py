@@ -22,7 +22,7 @@ from lightning_vram.memory.units import parse_bytes
 from lightning_vram.planner.measured import Found, Measured, Workload
 from lightning_vram.planner.miss import Ways, find_ways
 from lightning_vram.planner.parts import Exactness, Part
-from lightning_vram.planner.remedies import CHECKPOINTING, remedies_for
+from lightning_vram.planner.remedies import CHECKPOINTING, may_be_guarded, remedies_for
 from lightning_vram.planner.scheme import Scheme
 from lightning_vram.planner.search import as_text, search
 from lightning_vram.planner.traced_steps import TracedSteps
@@ -101,20 +101,20 @@ def _search(
     run: RunningTrainer, budget_bytes: int, level: Exactness, guards: Sequence[Callback]
 ) -> tuple[Found, TracedSteps, Workload]:
     fit = FitRun(
-        {**run.arguments, "callbacks": [*run.arguments["callbacks"], *guards]},
+        run.arguments,
         run.device if run.device.name != "cpu" else None,
         num_ranks=run.num_devices * run.num_nodes,
         with_times=True,
     )
-    remedies = remedies_for(run.arguments, level, on_card=fit.card is not None, has_strategies=False)
-    steps = TracedSteps(run.module, run.batch, fit, num_local_ranks=run.num_devices)
+    remedies = remedies_for(run.arguments, level, on_card=fit.card is not None, module=run.module, has_strategies=False)
+    steps = TracedSteps(run.module, run.batch, fit, num_local_ranks=run.num_devices, guards=guards)
     workload = Workload(budget_bytes, steps.batch_size, steps.travel_bytes)
     plain = steps(Scheme())
     assert plain is not None  # nothing refuses the user's own run
     if plain.needed_bytes <= budget_bytes:  # the bus is not measured for a run that fits
         return Found(plain, plain, (plain,)), steps, workload
     fit = replace(fit, card=_with_bus(fit.card))
-    steps = TracedSteps(run.module, run.batch, fit, num_local_ranks=run.num_devices)
+    steps = TracedSteps(run.module, run.batch, fit, num_local_ranks=run.num_devices, guards=guards)
     workload = replace(workload, travel_bytes=steps.travel_bytes)
     return search(steps, workload, remedies), steps, workload
 
@@ -171,5 +171,4 @@ def can_run_again(trainer: pl.Trainer) -> bool:
     """
     is_alone = trainer.world_size == 1 and has_cache(trainer.strategy.root_device)
     names = [type(callback).__name__ for callback in trainer.callbacks]  # type: ignore[attr-defined]
-    is_free = not {"MicroBatching", "OptimizerInBackward"} & set(names)
-    return is_alone and trainer.lightning_module.automatic_optimization and is_free
+    return is_alone and trainer.lightning_module.automatic_optimization and may_be_guarded(names)

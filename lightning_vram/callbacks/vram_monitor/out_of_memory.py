@@ -182,7 +182,9 @@ def _measure(trainer: pl.Trainer, found: OutOfMemory, last: LastBatches) -> tupl
     budget_bytes = _budget_bytes(found, stage.timeline)
     limit = replace(spec, memory_bytes=budget_bytes or spec.memory_bytes)
     steps = TracedSteps(module, last.batch, run)
-    exact, every = (remedies_for(own, level, on_card=card is not None) for level in (Exactness.EXACT, Exactness.ANY))
+    exact, every = (
+        remedies_for(own, level, on_card=card is not None, module=module) for level in (Exactness.EXACT, Exactness.ANY)
+    )
     estimate = MemoryEstimate(limit, {TRAIN: stage}, batch_size=steps.batch_size)
     return estimate, measure_singles(steps, exact, every, budget_bytes)
 

@@ -7,7 +7,7 @@ SUITES: dict[str, tuple[str, ...]] = {
     "optimizers": ("optimizers",),
     "losses": ("head_loss",),
     "offload": ("strategies", "fsdp_offload", "host_adamw", "offload_overlap", "disk_states"),
-    "estimate": ("estimate", "estimate_cost"),
+    "estimate": ("estimate", "estimate_cost", "tokens"),
     "plan": ("plan", "plan_cost"),
     "precision": ("mixed_precision",),
     "batches": ("micro_batching",),
