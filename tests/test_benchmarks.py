@@ -15,7 +15,7 @@ from tests.benchmarks import __main__ as benchmarks
 from tests.benchmarks.cases import QUICK_WORKLOADS
 from tests.benchmarks.compare import Options, measure_ways
 from tests.benchmarks.measure import Run, compare_seconds, measure_apart, sum_up_events
-from tests.benchmarks.ours import OURS, find_way
+from tests.benchmarks.ours import find_way
 from tests.benchmarks.peers import pytorch, versions_of_peers
 from tests.benchmarks.suites import (
     compression_errors,
