@@ -17,6 +17,7 @@ from lightning_vram.memory.device.allocator_settings import configure_allocator
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
 from lightning_vram.memory.tracking.tracker import track_memory
 from lightning_vram.techniques.activation_checkpointing import SavePolicy
+from lightning_vram.techniques.quantization_aware_training import load_quantized
 from lightning_vram.version import __version__ as __version__
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "MicroBatching",
     "MomentsInBF16",
     "OptimizerInBackward",
+    "QuantizationAwareTraining",
     "QuantizeFrozenWeights",
     "SavePolicy",
     "SlurmRequeue",
@@ -46,7 +48,9 @@ __all__ = [
     "VRAMMonitor",
     "configure_allocator",
     "estimate_memory",
+    "load_quantized",
     "plan_memory",
+    "quantize_after_fit",
     "track_memory",
 ]
 
@@ -67,6 +71,7 @@ if TYPE_CHECKING or importlib.util.find_spec("lightning") is not None:
     from lightning_vram.callbacks.micro_batching import MicroBatching
     from lightning_vram.callbacks.moments_in_bf16 import MomentsInBF16
     from lightning_vram.callbacks.optimizer_in_backward import OptimizerInBackward
+    from lightning_vram.callbacks.quantization_aware_training import QuantizationAwareTraining, quantize_after_fit
     from lightning_vram.callbacks.quantize_frozen_weights import QuantizeFrozenWeights
     from lightning_vram.callbacks.slurm_requeue import SlurmRequeue
     from lightning_vram.callbacks.vram_monitor import VRAMMonitor
@@ -83,7 +88,7 @@ elif early_signals.is_command(sys.orig_argv):
     sys.exit("lightning-vram: error: needs Lightning: pip install lightning 'jsonargparse[signatures]' omegaconf rich")
 else:
     _NEED_LIGHTNING = frozenset(__all__) - set(globals())
-    __all__ = ["DeviceSpec", "SavePolicy", "configure_allocator", "track_memory"]
+    __all__ = ["DeviceSpec", "SavePolicy", "configure_allocator", "load_quantized", "track_memory"]
 
     def __getattr__(name: str) -> NoReturn:
         if name in _NEED_LIGHTNING:

@@ -17,6 +17,7 @@ CHANGES_TRAINING = {
     "ChunkedLoss",
     "LowBitOptimizer",
     "MomentsInBF16",
+    "QuantizationAwareTraining",
     "QuantizeFrozenWeights",
 }  # callbacks whose purpose is to change the result
 KEEPS_RESULT = [name for name in CALLBACKS if name not in CHANGES_TRAINING]

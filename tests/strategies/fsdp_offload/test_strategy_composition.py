@@ -17,7 +17,7 @@ pytestmark = [
 ]
 
 
-REFUSED = {"OptimizerInBackward"}  # tests of its own say so
+REFUSED = {"OptimizerInBackward", "QuantizationAwareTraining"}  # tests of their own say so
 REFUSED |= set() if can_recover() else {"MicroBatching"}  # "auto" needs torch 2.13
 CALLBACKS = [name for name in ALL_CALLBACKS if name not in REFUSED]
 

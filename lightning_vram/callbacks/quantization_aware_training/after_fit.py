@@ -1,0 +1,100 @@
+"""Quantize a trained module, save it, and tell what that does to its metrics."""
+
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_vram.callbacks.hook_points import check_trainer
+from lightning_vram.callbacks.quantization_aware_training.callback import (
+    QuantizationAwareTraining,
+    check_scheme,
+    check_strategy,
+)
+from lightning_vram.techniques.quantization_aware_training import Scheme, apply_fake_quantization, save_quantized
+
+
+class QuantizedMetrics(NamedTuple):
+    """What validation says of a module and of its quantized copy; printed, a table."""
+
+    before: Mapping[str, float]
+    """By name, of the module with plain weights."""
+    after: Mapping[str, float]
+    """Of the copy."""
+
+    def __str__(self) -> str:
+        rows = [f"{'metric':<24}{'before':>12}{'quantized':>12}"]
+        rows += [f"{name:<24}{value:>12.4f}{self.after[name]:>12.4f}" for name, value in self.before.items()]
+        return "\n".join(rows)
+
+
+def quantize_after_fit(
+    trainer: pl.Trainer,
+    path: str | PathLike[str],
+    scheme: Scheme | None = None,
+    calibration: Any = None,
+    dataloaders: Any = None,
+) -> QuantizedMetrics:
+    """Save a quantized copy of the module that ``trainer`` has fitted, and validate before and after.
+
+    After a fit with :class:`QuantizationAwareTraining` layers and ranges are those of training. Else, without
+    ``calibration``, quantization is dynamic: each input is rounded to its own range. With it quantization is static:
+    ranges are those that the layers see in one validation of that data. The module itself stays as it is.
+
+    Args:
+        trainer: After ``fit``.
+        path: Of the file, which ``load_quantized`` loads.
+        scheme: Bits of weights, ``"int8"`` or ``"int4"``. ``None``: those of training, or ``"int8"``.
+        calibration: Loader of batches for ``validation_step``; a few hundred samples do.
+        dataloaders: To validate with. ``None``: the datamodule or the loaders of the module.
+
+    Returns:
+        The metrics that validation logs, which are also written to the log as a table.
+
+    Raises:
+        TypeError: If ``scheme`` is no ``str``.
+        ValueError: If ``scheme`` is another one.
+        RuntimeError: If ``trainer`` has not fitted a module.
+        MisconfigurationException: If it is one of ``pytorch_lightning``, or its strategy shards weights.
+    """
+    check_trainer("quantize_after_fit", trainer)
+    check_strategy("quantize_after_fit", trainer)
+    if scheme is not None:
+        check_scheme("quantize_after_fit", scheme)
+    module: Any = getattr(trainer.strategy, "lightning_module", None)
+    if module is None:
+        raise RuntimeError("quantize_after_fit(trainer) must have fitted a module: call trainer.fit first.")
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    trained = next((one for one in callbacks if isinstance(one, QuantizationAwareTraining) and one.ranges), None)
+    datamodule = getattr(trainer, "datamodule", None)  # a validation with loaders forgets it
+
+    def validate(loaders: Any = dataloaders) -> dict[str, float]:
+        source = datamodule if loaders is None else None
+        found = trainer.validate(module, dataloaders=loaders, datamodule=source, verbose=False)
+        return {name: float(value) for metrics in found for name, value in metrics.items()}
+
+    before = validate()
+    scheme = scheme or (trained.scheme if trained else "int8")
+    quantization = apply_fake_quantization(module, scheme, trained.layers if trained else "auto")
+    try:
+        quantization.is_on = True
+        if calibration is not None:
+            quantization.observes = True
+            validate(calibration)
+            quantization.observes = False
+        elif trained:
+            quantization.load_ranges(trained.ranges)
+        else:
+            quantization.is_dynamic = True
+        after = validate()
+        if trainer.is_global_zero:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            save_quantized(module, quantization, path)
+    finally:
+        quantization.remove()
+    result = QuantizedMetrics(before, after)
+    rank_zero_info(f"quantize_after_fit saved {path}:\n{result}")
+    return result

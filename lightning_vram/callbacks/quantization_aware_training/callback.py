@@ -1,0 +1,167 @@
+"""Train with weights and inputs that are rounded as after quantization, so that quantization costs less accuracy.
+
+For deployment in 8 or 4 bits. It costs memory and time in training: autograd keeps rounded copies and masks of weights
+and inputs. It does not help where a model is not deployed quantized, or where quantization after the fit is good enough.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_vram.callbacks.hook_points import FitTechnique, refuse_moved_parameters
+from lightning_vram.core.layers.patterns import LayerPattern, check_layers
+from lightning_vram.techniques.quantization_aware_training import (
+    FakeQuantization,
+    Scheme,
+    apply_fake_quantization,
+    save_quantized,
+)
+
+
+class QuantizationAwareTraining(FitTechnique):
+    """Round weights and inputs of linear layers and convolutions in training, and save a quantized copy at the end.
+
+    Weights are rounded per output channel to 8 or 4 bits, inputs to 256 levels of a range that follows the batches;
+    the rest stays as it is. Gradients pass straight through (Jacob et al. 2018, https://arxiv.org/abs/1712.05877).
+    Validation during the fit shows what the quantized model will. On one device and under DDP, where rank 0 has the
+    ranges. Checkpoints hold plain weights, and the ranges in the state of this callback: a resumed run has the same
+    bits. After the fit the module is what it was, with weights that bear being rounded; load what was saved with
+    ``load_quantized``.
+
+    Args:
+        scheme: Bits of weights: ``"int8"`` or ``"int4"``.
+        start_epoch: Epoch, from 0, from which on it rounds. Later means less time, and ranges of weights that have
+            settled.
+        layers: ``"auto"``: all linear layers and convolutions. Else class names, module names, globs or classes: these,
+            and what is inside them.
+        save: File for the quantized copy, in ``trainer.default_root_dir`` unless it is absolute. ``None``: none.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If an argument has a value that is not allowed; before training, if ``layers`` names nothing that
+            can be rounded.
+        MisconfigurationException: In ``setup``, if the Trainer is one of ``pytorch_lightning``, has another of these,
+            ``QuantizeFrozenWeights``, or a strategy that shards weights.
+
+    Example:
+        >>> import lightning.pytorch as pl
+        >>> from lightning_vram import QuantizationAwareTraining
+        >>> trainer = pl.Trainer(callbacks=[QuantizationAwareTraining("int8", start_epoch=2)], logger=False)
+    """
+
+    def __init__(
+        self,
+        scheme: Scheme = "int8",
+        start_epoch: int = 0,
+        layers: LayerPattern | Sequence[LayerPattern] = "auto",
+        save: str | None = "quantized.pt",
+    ) -> None:
+        check_scheme("QuantizationAwareTraining", scheme)
+        if not isinstance(start_epoch, int) or isinstance(start_epoch, bool):
+            raise TypeError(
+                "QuantizationAwareTraining(start_epoch) must be an int, "
+                f"got {start_epoch!r} of type {type(start_epoch).__name__}."
+            )
+        if start_epoch < 0:
+            raise ValueError(f"QuantizationAwareTraining(start_epoch) must be at least 0, got {start_epoch}.")
+        check_layers("QuantizationAwareTraining(layers)", layers)
+        if save is not None and not isinstance(save, str):
+            raise TypeError(
+                f"QuantizationAwareTraining(save) must be a path or None, got {save!r} of type {type(save).__name__}."
+            )
+        self.scheme = scheme
+        self.start_epoch = start_epoch
+        self.layers = layers
+        self.save = save
+        self.ranges: dict[str, Tensor] = {}  # of inputs, by the name of the layer; those of the last fit
+        self._quantization: FakeQuantization | None = None
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"ranges": self.ranges if self._quantization is None else self._quantization.ranges()}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.ranges = dict(state_dict["ranges"])
+        if self._quantization is not None:  # a strategy that restores late
+            self._quantization.load_ranges(self.ranges)
+
+    @override
+    def _check(self, trainer: pl.Trainer) -> None:
+        check_strategy("QuantizationAwareTraining", trainer)
+        self.ranges = {}
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, QuantizationAwareTraining) and callback is not self:
+                raise MisconfigurationException("Two QuantizationAwareTraining in one Trainer: leave one out.")
+            if type(callback).__name__ == "QuantizeFrozenWeights":
+                raise MisconfigurationException(
+                    "QuantizationAwareTraining does not work with QuantizeFrozenWeights, whose weights are in few bits "
+                    "already: leave one out."
+                )
+
+    @override
+    def _apply(self, trainer: pl.Trainer) -> None:
+        module = trainer.lightning_module
+        self._quantization = apply_fake_quantization(module, self.scheme, self.layers)
+        self._quantization.load_ranges(self.ranges)
+        if not self._quantization.layers:
+            rank_zero_warn(
+                f"QuantizationAwareTraining does nothing: {type(module).__name__} has no linear layer or convolution."
+            )
+
+    @override
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._quantization is not None:
+            self._quantization.is_on = trainer.current_epoch >= self.start_epoch
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.save is None or self._quantization is None or not trainer.is_global_zero:
+            return
+        path = Path(trainer.default_root_dir) / self.save
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_quantized(pl_module, self._quantization, path)
+        rank_zero_info(f"QuantizationAwareTraining saved {path}: lightning_vram.load_quantized(module, path) loads it.")
+
+    @override
+    def _undo(self) -> None:
+        if self._quantization is not None:
+            self.ranges = self._quantization.ranges()
+            self._quantization.remove()
+        self._quantization = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_quantization": None}  # a copy is not part of any run
+
+
+def check_scheme(name: str, scheme: object) -> None:
+    """Refuse what is no scheme.
+
+    Raises:
+        TypeError: If it is no ``str``.
+        ValueError: If it is another one.
+    """
+    if not isinstance(scheme, str):
+        raise TypeError(f"{name}(scheme) must be 'int8' or 'int4', got {scheme!r} of type {type(scheme).__name__}.")
+    if scheme not in get_args(Scheme):
+        raise ValueError(f"{name}(scheme) must be 'int8' or 'int4', got {scheme!r}.")
+
+
+def check_strategy(name: str, trainer: pl.Trainer) -> None:
+    """Refuse strategies that shard weights.
+
+    Raises:
+        MisconfigurationException: If the trainer has one.
+    """
+    refuse_moved_parameters(name, trainer, "scales are taken from")
+    if hasattr(type(trainer.strategy), "device_mesh"):  # ModelParallelStrategy, fsdp_offload
+        raise MisconfigurationException(
+            f"{name} does not work with {type(trainer.strategy).__name__}: a scale is that of a whole weight, and FSDP2 "
+            "shards it. Use 'ddp' or a single device."
+        )

@@ -1,0 +1,120 @@
+"""Files of modules with rounded weights: tensors and plain values, which ``torch.load`` reads without running code."""
+
+from collections.abc import Callable
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_vram.core.layers.selection import name_layers
+from lightning_vram.core.surgery.class_swap import swap_class
+from lightning_vram.private_names.torch.modules import own_parameters
+from lightning_vram.techniques.quantization_aware_training.apply import (
+    FakeQuantization,
+    avoid_fast_path,
+    call_with,
+    is_able,
+)
+from lightning_vram.techniques.quantization_aware_training.rounding import pack, range_of, round_input, unpack
+
+_FORMAT = "lightning_vram quantized 1"
+_KEY = "_lightning_vram_quantized"
+_LEVELS, _SCALE, _INPUT = "weight_levels", "weight_scale", "input_range"
+
+
+def save_quantized(module: nn.Module, quantization: FakeQuantization, path: str | PathLike[str]) -> None:
+    """Write the state of a module, with its rounded layers as whole numbers and scales, for :func:`load_quantized`.
+
+    Args:
+        module: That ``quantization`` was applied to. Nothing of it is changed.
+        quantization: Inputs of layers that have seen none are not rounded, unless it is dynamic.
+        path: Of the file.
+    """
+    state, ranges = dict(module.state_dict()), {} if quantization.is_dynamic else quantization.ranges()
+    shared = {id(layer): name for name, layer in quantization.layers.items()}
+    layers = {name: shared[id(layer)] for name, layer in name_layers(module).items() if id(layer) in shared}
+    for name, first in layers.items():
+        levels, scale = pack(module.get_submodule(name).get_parameter("weight"), quantization.bits)
+        state.pop(f"{name}.weight")
+        state |= {f"{name}.{_LEVELS}": levels, f"{name}.{_SCALE}": scale}
+        if first in ranges:
+            state[f"{name}.{_INPUT}"] = ranges[first]
+    torch.save(
+        {"format": _FORMAT, "is_dynamic": quantization.is_dynamic, "layers": list(layers), "state_dict": state}, path
+    )
+
+
+def load_quantized(module: nn.Module, path: str | PathLike[str], *, as_float: bool = False) -> nn.Module:
+    """Load what ``QuantizationAwareTraining`` or ``quantize_after_fit`` saved.
+
+    Weights are kept as 8 or 4 bits, and decoded for each call; inputs of the layers are rounded as in training. Copies
+    and pickles of the module are so, too. It is for evaluation: weights are no parameters any more.
+
+    Args:
+        module: Of the class that was trained; changed in place.
+        path: Of the file.
+        as_float: Load plain weights, rounded, and leave layers as they are: for exporters and for ``torchao``, which
+            round inputs themselves.
+
+    Returns:
+        ``module``, in evaluation mode.
+
+    Raises:
+        ValueError: If the file is another one, or has layers that ``module`` has not.
+        RuntimeError: If the rest of the state does not fit, as ``load_state_dict`` says it.
+    """
+    saved = torch.load(path, map_location="cpu", weights_only=True)
+    if not isinstance(saved, dict) or saved.get("format") != _FORMAT:
+        raise ValueError(f"load_quantized(path) must be a file of QuantizationAwareTraining, got {str(path)!r}.")
+    state, names = saved["state_dict"], name_layers(module)
+    for name in saved["layers"]:
+        if name not in names or not is_able(names[name]):
+            raise ValueError(
+                f"load_quantized(module) must be what was saved: {type(module).__name__} has no layer {name!r}."
+            )
+    done = set[int]()
+    for name in saved["layers"]:
+        layer = names[name]
+        levels, scale, known = (state.get(f"{name}.{key}") for key in (_LEVELS, _SCALE, _INPUT))
+        if as_float:
+            weight = layer.get_parameter("weight")
+            state[f"{name}.weight"] = unpack(levels, scale, weight.shape, weight.dtype)
+            for key in (_LEVELS, _SCALE, _INPUT):
+                state.pop(f"{name}.{key}", None)
+        elif id(layer) not in done:
+            done.add(id(layer))
+            _quantize(layer, levels, scale, known, is_dynamic=saved["is_dynamic"])
+    module.load_state_dict(state)
+    if not as_float:
+        for part in module.modules():
+            if isinstance(part, nn.TransformerEncoderLayer):
+                avoid_fast_path(part)
+    return module.eval()
+
+
+class _Stored:
+    """State of a layer with whole numbers for a weight."""
+
+    def __init__(self, shape: torch.Size, dtype: torch.dtype, *, has_range: bool, is_dynamic: bool) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self.has_range = has_range
+        self.is_dynamic = is_dynamic
+
+
+def _quantize(layer: nn.Module, levels: Tensor, scale: Tensor, known: Tensor | None, *, is_dynamic: bool) -> None:
+    weight = own_parameters(layer).pop("weight")
+    assert weight is not None
+    stored = _Stored(weight.shape, weight.dtype, has_range=known is not None, is_dynamic=is_dynamic)
+    for name, value in ((_LEVELS, levels), (_SCALE, scale), (_INPUT, known)):
+        if value is not None:
+            layer.register_buffer(name, torch.empty_like(value, device=weight.device))
+    swap_class(layer, _KEY, stored, _run, in_copies=True)
+
+
+def _run(layer: Any, stored: _Stored, plain: Callable[..., Tensor], /, input: Tensor) -> Tensor:
+    if input.numel() and (stored.has_range or stored.is_dynamic):
+        input = round_input(input, layer.input_range if stored.has_range else range_of(input))
+    weight = unpack(layer.weight_levels, layer.weight_scale.float(), stored.shape, stored.dtype)
+    return call_with(layer, input, weight)

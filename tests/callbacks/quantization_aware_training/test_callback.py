@@ -1,0 +1,247 @@
+"""``QuantizationAwareTraining``: whole runs, what they leave, and what is refused."""
+
+import re
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from support.helpers import Forking, ForkingOffload, LitTiny, TinyCNN, TinyGPT, assert_equal_weights, describe_module
+from torch.utils.data import DataLoader, Subset
+
+from lightning_vram import (
+    ActivationCheckpointing,
+    ActivationOffload,
+    ChunkedLoss,
+    EarlyRelease,
+    InPlaceFusion,
+    LeanMixedPrecision,
+    LowBitOptimizer,
+    MicroBatching,
+    OptimizerInBackward,
+    QuantizationAwareTraining,
+    QuantizeFrozenWeights,
+    load_quantized,
+    quantize_after_fit,
+    track_memory,
+)
+from lightning_vram.demos import DigitsData, DigitsResNet
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+@pytest.fixture
+def fit(make_trainer):
+    def fit(*callbacks: Any, net: Any = TinyCNN, ckpt_path: Any = None, **options: Any) -> Any:
+        pl.seed_everything(0, verbose=False)
+        model = LitTiny(net())
+        trainer = make_trainer(callbacks=list(callbacks), **{"max_epochs": 1, **options})
+        trainer.fit(model, ckpt_path=ckpt_path)
+        model.fitted_by = trainer
+        return model
+
+    return fit
+
+
+class Saving(pl.Callback):
+    """Saves a checkpoint after each epoch, as a run would."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        trainer.save_checkpoint(self.path)
+
+
+def differs(one, other):
+    return any(not torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_it_begins_with_its_epoch_and_a_resumed_run_ends_at_the_same_bits(fit, tmp_path):
+    plain, path = fit(max_epochs=3), tmp_path / "last.ckpt"
+    assert_equal_weights(fit(QuantizationAwareTraining(start_epoch=3), max_epochs=3), plain)
+    callback = QuantizationAwareTraining(start_epoch=1)
+    whole = fit(callback, max_epochs=3, accumulate_grad_batches=2, precision="bf16-mixed")
+    assert differs(whole, plain)
+    fit(QuantizationAwareTraining(start_epoch=1), Saving(path), accumulate_grad_batches=2, precision="bf16-mixed", max_epochs=2)
+    assert torch.load(path, weights_only=True)["state_dict"].keys() == plain.state_dict().keys()
+    again = QuantizationAwareTraining(start_epoch=1)
+    resumed = fit(again, max_epochs=3, accumulate_grad_batches=2, precision="bf16-mixed", ckpt_path=path)
+    assert_equal_weights(resumed, whole)
+    assert again.ranges.keys() == callback.ranges.keys() == {"net.0", "net.3", "net.8"}
+    assert all(torch.equal(again.ranges[name], known) for name, known in callback.ranges.items())
+
+
+@pytest.mark.parametrize("net", [TinyCNN, TinyGPT])
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_the_saved_copy_computes_what_validation_of_the_run_saw(scheme, net, fit, tmp_path):
+    seen = []
+
+    class Look(pl.Callback):
+        def on_validation_batch_end(self, trainer, pl_module, outputs, batch, *_):
+            seen[:] = [batch[0], pl_module.net(batch[0])]
+
+    model = fit(QuantizationAwareTraining(scheme), Look(), net=net)
+    root = model.fitted_by.default_root_dir
+    loaded = load_quantized(LitTiny(net()), f"{root}/quantized.pt")
+    assert torch.equal(loaded.net(seen[0]), seen[1])
+    assert not torch.equal(model.eval().net(seen[0]), seen[1])
+    assert "quantized_input_range" not in dict(model.named_buffers())
+
+
+BESIDE = [
+    ActivationCheckpointing,
+    ActivationOffload,
+    InPlaceFusion,
+    EarlyRelease,
+    OptimizerInBackward,
+]
+
+
+@pytest.mark.parametrize("make", BESIDE, ids=lambda make: make.__name__)
+def test_parts_that_change_no_result_do_not_change_this_one(make, fit):
+    net = TinyGPT if make is ActivationCheckpointing else TinyCNN
+    assert_equal_weights(fit(QuantizationAwareTraining(), make(), net=net), fit(QuantizationAwareTraining(), net=net))
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "options", "net"),
+    [
+        ([lambda: MicroBatching(2)], dict, TinyCNN),
+        ([lambda: LowBitOptimizer()], dict, TinyCNN),
+        ([ChunkedLoss], dict, TinyGPT),
+        ([], lambda: {"plugins": [LeanMixedPrecision("bf16", parameters="bf16+kahan")]}, TinyCNN),
+        ([], lambda: {"plugins": [LeanMixedPrecision("bf16", recast_in_backward=True)]}, TinyCNN),
+        ([], lambda: {"strategy": "ddp_fork", "devices": 2}, TinyCNN),
+    ],
+    ids=["parts", "states", "loss", "kahan", "recast", "ranks"],
+)
+def test_others_work_beside_it(callbacks, options, net, fit):
+    ours = QuantizationAwareTraining("int4")
+    model = fit(ours, *(make() for make in callbacks), net=net, **options())
+    plain = fit(*(make() for make in callbacks), net=net, **options())
+    assert describe_module(model) == describe_module(plain)
+    assert differs(model, plain)
+    load_quantized(LitTiny(net()), f"{model.fitted_by.default_root_dir}/quantized.pt")
+
+
+def test_training_costs_memory(fit):
+    def peak(*callbacks):
+        pl.seed_everything(0, verbose=False)
+        with track_memory() as memory:
+            fit(*callbacks)
+        return memory.peak_bytes
+
+    assert peak(QuantizationAwareTraining()) > peak()
+
+
+@pytest.fixture(scope="module")
+def digits():
+    def fit(*callbacks):
+        pl.seed_everything(0, verbose=False)
+        trainer = pl.Trainer(
+            max_epochs=4, callbacks=list(callbacks), logger=False, enable_checkpointing=False, accelerator="cpu",
+            enable_progress_bar=False, enable_model_summary=False,
+        )
+        trainer.fit(DigitsResNet(), DigitsData())
+        return trainer
+
+    return fit
+
+
+@pytest.mark.slow
+def test_digits_are_read_as_well_after_conversion_and_better_than_without_training_for_it(digits, tmp_path):
+    data, plain = DigitsData(), digits()
+    data.setup("fit")
+    calibration = DataLoader(Subset(data.train_dataloader().dataset, range(320)), 32)
+    loss = {}
+    for scheme in ("int8", "int4"):
+        trainer = digits(QuantizationAwareTraining(scheme, start_epoch=1, save=None))
+        trained = quantize_after_fit(trainer, tmp_path / f"{scheme}.pt")
+        static = quantize_after_fit(plain, tmp_path / "static.pt", scheme, calibration)
+        dynamic = quantize_after_fit(plain, tmp_path / "dynamic.pt", scheme)
+        assert static.before == dynamic.before
+        loaded = load_quantized(DigitsResNet(), tmp_path / f"{scheme}.pt")
+        assert trainer.validate(loaded, DigitsData(), verbose=False)[0] == trained.after
+        loss[scheme] = [result.after["val_loss"] for result in (trained, static, dynamic)]
+        if scheme == "int8":
+            assert trained.after["val_accuracy"] > static.before["val_accuracy"] - 0.005
+    assert loss["int4"][0] < 0.95 * min(loss["int4"][1:])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"scheme": 8}, TypeError, "(scheme) must be 'int8' or 'int4', got 8 of type int."),
+        ({"scheme": "int2"}, ValueError, "(scheme) must be 'int8' or 'int4', got 'int2'."),
+        ({"start_epoch": True}, TypeError, "(start_epoch) must be an int, got True of type bool."),
+        ({"start_epoch": -1}, ValueError, "(start_epoch) must be at least 0, got -1."),
+        ({"save": 1}, TypeError, "(save) must be a path or None, got 1 of type int."),
+    ],
+    ids=["kind of scheme", "scheme", "kind of epoch", "epoch", "path"],
+)
+def test_arguments_are_checked(arguments, error, message):
+    with pytest.raises(error, match=f"^{re.escape('QuantizationAwareTraining' + message)}$"):
+        QuantizationAwareTraining(**arguments)
+
+
+SHARDS = ": a scale is that of a whole weight, and FSDP2 shards it. Use 'ddp' or a single device."
+
+
+@pytest.mark.parametrize(
+    ("others", "options", "message"),
+    [
+        (
+            [QuantizationAwareTraining],
+            dict,
+            "Two QuantizationAwareTraining in one Trainer: leave one out.",
+        ),
+        (
+            [QuantizeFrozenWeights],
+            dict,
+            "QuantizationAwareTraining does not work with QuantizeFrozenWeights, whose weights are in few bits already: "
+            "leave one out.",
+        ),
+        ([], lambda: {"strategy": Forking()}, f"QuantizationAwareTraining does not work with Forking{SHARDS}"),
+        (
+            [],
+            lambda: {"strategy": ForkingOffload()},
+            f"QuantizationAwareTraining does not work with ForkingOffload{SHARDS}",
+        ),
+    ],
+    ids=["two", "frozen", "FSDP2", "offload"],
+)
+def test_what_cannot_work_is_refused(others, options, message, fit):
+    with pytest.raises(MisconfigurationException, match=f"^{re.escape(message)}$"):
+        fit(QuantizationAwareTraining(), *(make() for make in others), **options())
+
+
+def test_a_model_without_layers_and_files_of_others_are_named(fit, tmp_path):
+    with pytest.warns(UserWarning, match="^QuantizationAwareTraining does nothing: LitTiny has no linear layer or"):
+        fit(QuantizationAwareTraining(), net=Layerless)
+    with pytest.raises(ValueError, match=r"^layers='net\.1' names 'net\.1', which is no linear layer or convolution"):
+        fit(QuantizationAwareTraining(layers="net.1"))
+    torch.save({}, tmp_path / "other.pt")
+    with pytest.raises(ValueError, match=r"^load_quantized\(path\) must be a file of QuantizationAwareTraining, got"):
+        load_quantized(TinyCNN(), tmp_path / "other.pt")
+    fit(QuantizationAwareTraining(save=str(tmp_path / "q.pt")))
+    with pytest.raises(
+        ValueError, match=r"^load_quantized\(module\) must be what was saved: TinyCNN has no layer 'net\.0'\.$"
+    ):
+        load_quantized(TinyCNN(), tmp_path / "q.pt")
+    with pytest.raises(RuntimeError, match=r"^quantize_after_fit\(trainer\) must have fitted a module: call trainer"):
+        quantize_after_fit(pl.Trainer(logger=False, accelerator="cpu"), tmp_path / "q.pt")
+
+
+class Layerless(torch.nn.Module):
+    """Logits of images [B, 3, 8, 8], by a bias."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = torch.nn.Parameter(torch.zeros(10))
+
+    def forward(self, images):
+        return images.mean((1, 2, 3))[:, None] + self.bias
+
+    samples = TinyCNN.samples
