@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from os import PathLike
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -60,13 +59,7 @@ def quantize_after_fit(
         RuntimeError: If ``trainer`` has not fitted a module.
         MisconfigurationException: If it is one of ``pytorch_lightning``, or its strategy shards weights.
     """
-    check_trainer("quantize_after_fit", trainer)
-    check_strategy("quantize_after_fit", trainer)
-    if scheme is not None:
-        check_scheme("quantize_after_fit", scheme)
-    module: Any = getattr(trainer.strategy, "lightning_module", None)
-    if module is None:
-        raise RuntimeError("quantize_after_fit(trainer) must have fitted a module: call trainer.fit first.")
+    module = _check(trainer, scheme)
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     trained = next((one for one in callbacks if isinstance(one, QuantizationAwareTraining) and one.ranges), None)
     datamodule = getattr(trainer, "datamodule", None)  # a validation with loaders forgets it
@@ -81,20 +74,29 @@ def quantize_after_fit(
     quantization = apply_fake_quantization(module, scheme, trained.layers if trained else "auto")
     try:
         quantization.is_on = True
+        quantization.is_dynamic = calibration is None and trained is None
         if calibration is not None:
             quantization.observes = True
             validate(calibration)
             quantization.observes = False
         elif trained:
             quantization.load_ranges(trained.ranges)
-        else:
-            quantization.is_dynamic = True
         after = validate()
         if trainer.is_global_zero:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
             save_quantized(module, quantization, path)
     finally:
         quantization.remove()
     result = QuantizedMetrics(before, after)
     rank_zero_info(f"quantize_after_fit saved {path}:\n{result}")
     return result
+
+
+def _check(trainer: pl.Trainer, scheme: object) -> pl.LightningModule:
+    check_trainer("quantize_after_fit", trainer)
+    check_strategy("quantize_after_fit", trainer)
+    if scheme is not None:
+        check_scheme("quantize_after_fit", scheme)
+    module: pl.LightningModule | None = getattr(trainer.strategy, "lightning_module", None)
+    if module is None:
+        raise RuntimeError("quantize_after_fit(trainer) must have fitted a module: call trainer.fit first.")
+    return module

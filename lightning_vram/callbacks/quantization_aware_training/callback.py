@@ -1,7 +1,8 @@
 """Train with weights and inputs that are rounded as after quantization, so that quantization costs less accuracy.
 
 For deployment in 8 or 4 bits. It costs memory and time in training: autograd keeps rounded copies and masks of weights
-and inputs. It does not help where a model is not deployed quantized, or where quantization after the fit is good enough.
+and inputs. It does not help where a model is not deployed quantized, or where quantization after the
+fit is good enough.
 """
 
 from collections.abc import Sequence
@@ -46,7 +47,7 @@ class QuantizationAwareTraining(FitTechnique):
         TypeError: If an argument is of the wrong kind.
         ValueError: If an argument has a value that is not allowed; before training, if ``layers`` names nothing that
             can be rounded.
-        MisconfigurationException: In ``setup``, if the Trainer is one of ``pytorch_lightning``, has another of these,
+        MisconfigurationException: In ``setup``, if the Trainer is one of ``pytorch_lightning``, has
             ``QuantizeFrozenWeights``, or a strategy that shards weights.
 
     Example:
@@ -63,13 +64,7 @@ class QuantizationAwareTraining(FitTechnique):
         save: str | None = "quantized.pt",
     ) -> None:
         check_scheme("QuantizationAwareTraining", scheme)
-        if not isinstance(start_epoch, int) or isinstance(start_epoch, bool):
-            raise TypeError(
-                "QuantizationAwareTraining(start_epoch) must be an int, "
-                f"got {start_epoch!r} of type {type(start_epoch).__name__}."
-            )
-        if start_epoch < 0:
-            raise ValueError(f"QuantizationAwareTraining(start_epoch) must be at least 0, got {start_epoch}.")
+        _check_epoch(start_epoch)
         check_layers("QuantizationAwareTraining(layers)", layers)
         if save is not None and not isinstance(save, str):
             raise TypeError(
@@ -97,8 +92,6 @@ class QuantizationAwareTraining(FitTechnique):
         check_strategy("QuantizationAwareTraining", trainer)
         self.ranges = {}
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, QuantizationAwareTraining) and callback is not self:
-                raise MisconfigurationException("Two QuantizationAwareTraining in one Trainer: leave one out.")
             if type(callback).__name__ == "QuantizeFrozenWeights":
                 raise MisconfigurationException(
                     "QuantizationAwareTraining does not work with QuantizeFrozenWeights, whose weights are in few bits "
@@ -116,7 +109,9 @@ class QuantizationAwareTraining(FitTechnique):
             )
 
     @override
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         if self._quantization is not None:
             self._quantization.is_on = trainer.current_epoch >= self.start_epoch
 
@@ -125,7 +120,6 @@ class QuantizationAwareTraining(FitTechnique):
         if self.save is None or self._quantization is None or not trainer.is_global_zero:
             return
         path = Path(trainer.default_root_dir) / self.save
-        path.parent.mkdir(parents=True, exist_ok=True)
         save_quantized(pl_module, self._quantization, path)
         rank_zero_info(f"QuantizationAwareTraining saved {path}: lightning_vram.load_quantized(module, path) loads it.")
 
@@ -138,6 +132,16 @@ class QuantizationAwareTraining(FitTechnique):
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_quantization": None}  # a copy is not part of any run
+
+
+def _check_epoch(start_epoch: object) -> None:
+    if not isinstance(start_epoch, int) or isinstance(start_epoch, bool):
+        raise TypeError(
+            "QuantizationAwareTraining(start_epoch) must be an int, "
+            f"got {start_epoch!r} of type {type(start_epoch).__name__}."
+        )
+    if start_epoch < 0:
+        raise ValueError(f"QuantizationAwareTraining(start_epoch) must be at least 0, got {start_epoch}.")
 
 
 def check_scheme(name: str, scheme: object) -> None:
@@ -162,6 +166,6 @@ def check_strategy(name: str, trainer: pl.Trainer) -> None:
     refuse_moved_parameters(name, trainer, "scales are taken from")
     if hasattr(type(trainer.strategy), "device_mesh"):  # ModelParallelStrategy, fsdp_offload
         raise MisconfigurationException(
-            f"{name} does not work with {type(trainer.strategy).__name__}: a scale is that of a whole weight, and FSDP2 "
-            "shards it. Use 'ddp' or a single device."
+            f"{name} does not work with {type(trainer.strategy).__name__}: a scale is that of a whole weight, and "
+            "FSDP2 shards it. Use 'ddp' or a single device."
         )

@@ -6,6 +6,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.hooks import RemovableHandle
 
 from lightning_vram.core.layers.patterns import LayerPattern, match_layers
 from lightning_vram.core.layers.selection import name_layers
@@ -29,6 +30,7 @@ class FakeQuantization:
         observes: Whether ranges follow inputs also outside of training.
         is_dynamic: Whether inputs are rounded to the range of their own, not to that of the layer.
         layers: By name.
+        hooks: On modules of PyTorch's that would read weights of their layers.
     """
 
     def __init__(self, bits: int) -> None:
@@ -37,7 +39,7 @@ class FakeQuantization:
         self.observes = False
         self.is_dynamic = False
         self.layers: dict[str, nn.Module] = {}
-        self._undo: list[Callable[[], object]] = []
+        self.hooks: list[RemovableHandle] = []
 
     def ranges(self) -> dict[str, Tensor]:
         """Return, on the host, the ranges [2] of the inputs of all layers that have seen one."""
@@ -58,14 +60,10 @@ class FakeQuantization:
         layer.register_buffer(RANGE, unknown, persistent=False)
         self.layers[name] = layer
 
-    def add_hook(self, module: nn.Module) -> None:
-        """Let a module of PyTorch's call its layers, not read their weights."""
-        self._undo.append(avoid_fast_path(module).remove)
-
     def remove(self) -> None:
         """Let all compute as they did. Twice does nothing."""
-        while self._undo:
-            self._undo.pop()()
+        while self.hooks:
+            self.hooks.pop().remove()
         while self.layers:
             _, layer = self.layers.popitem()
             restore_class(layer, KEY)
@@ -116,9 +114,7 @@ def apply_fake_quantization(
             if id(layer) not in seen:
                 seen.add(id(layer))
                 quantization.add(name, layer)
-        for module in model.modules():
-            if isinstance(module, nn.TransformerEncoderLayer):
-                quantization.add_hook(module)
+        quantization.hooks = avoid_fast_paths(model)
     except BaseException:
         quantization.remove()
         raise
@@ -127,7 +123,9 @@ def apply_fake_quantization(
 
 def is_able(layer: nn.Module) -> bool:
     """Whether a layer is linear or a convolution, whose weight nobody else reads and no code computes."""
-    if not isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d) or isinstance(layer, torch.jit.ScriptModule):
+    if not isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d) or isinstance(
+        layer, torch.jit.ScriptModule
+    ):
         return False
     is_read = isinstance(layer, nn.modules.linear.NonDynamicallyQuantizableLinear)  # by nn.MultiheadAttention
     weight = own_parameters(layer).get("weight")
@@ -140,9 +138,10 @@ def call_with(layer: nn.Module, input: Tensor, weight: Tensor) -> Tensor:
     return F.linear(input, weight, bias) if isinstance(layer, nn.Linear) else convolve_with(layer, input, weight, bias)
 
 
-def avoid_fast_path(module: nn.Module) -> Any:
-    """Let ``nn.TransformerEncoderLayer`` call its layers in evaluation, too, as it does where it has a hook."""
-    return module.register_forward_pre_hook(_look_on)
+def avoid_fast_paths(model: nn.Module) -> list[RemovableHandle]:
+    """Let each ``nn.TransformerEncoderLayer`` call its layers in evaluation, too, as it does where it has a hook."""
+    found = [module for module in model.modules() if isinstance(module, nn.TransformerEncoderLayer)]
+    return [module.register_forward_pre_hook(_look_on) for module in found]
 
 
 def _look_on(module: nn.Module, arguments: Any) -> None:

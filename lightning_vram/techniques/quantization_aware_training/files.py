@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from lightning_vram.core.surgery.class_swap import swap_class
 from lightning_vram.private_names.torch.modules import own_parameters
 from lightning_vram.techniques.quantization_aware_training.apply import (
     FakeQuantization,
-    avoid_fast_path,
+    avoid_fast_paths,
     call_with,
     is_able,
 )
@@ -20,7 +21,7 @@ from lightning_vram.techniques.quantization_aware_training.rounding import pack,
 
 _FORMAT = "lightning_vram quantized 1"
 _KEY = "_lightning_vram_quantized"
-_LEVELS, _SCALE, _INPUT = "weight_levels", "weight_scale", "input_range"
+_NAMES = _LEVELS, _SCALE, _INPUT = "weight_levels", "weight_scale", "input_range"
 
 
 def save_quantized(module: nn.Module, quantization: FakeQuantization, path: str | PathLike[str]) -> None:
@@ -40,6 +41,7 @@ def save_quantized(module: nn.Module, quantization: FakeQuantization, path: str 
         state |= {f"{name}.{_LEVELS}": levels, f"{name}.{_SCALE}": scale}
         if first in ranges:
             state[f"{name}.{_INPUT}"] = ranges[first]
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     torch.save(
         {"format": _FORMAT, "is_dynamic": quantization.is_dynamic, "layers": list(layers), "state_dict": state}, path
     )
@@ -73,24 +75,21 @@ def load_quantized(module: nn.Module, path: str | PathLike[str], *, as_float: bo
             raise ValueError(
                 f"load_quantized(module) must be what was saved: {type(module).__name__} has no layer {name!r}."
             )
-    done = set[int]()
-    for name in saved["layers"]:
-        layer = names[name]
-        levels, scale, known = (state.get(f"{name}.{key}") for key in (_LEVELS, _SCALE, _INPUT))
-        if as_float:
-            weight = layer.get_parameter("weight")
-            state[f"{name}.weight"] = unpack(levels, scale, weight.shape, weight.dtype)
-            for key in (_LEVELS, _SCALE, _INPUT):
-                state.pop(f"{name}.{key}", None)
-        elif id(layer) not in done:
-            done.add(id(layer))
-            _quantize(layer, levels, scale, known, is_dynamic=saved["is_dynamic"])
+    if as_float:
+        for name in saved["layers"]:
+            _decode(state, name, names[name].get_parameter("weight"))
+    else:
+        for layer, name in {names[name]: name for name in saved["layers"]}.items():
+            _quantize(layer, *(state.get(f"{name}.{key}") for key in _NAMES), is_dynamic=saved["is_dynamic"])
+        avoid_fast_paths(module)
     module.load_state_dict(state)
-    if not as_float:
-        for part in module.modules():
-            if isinstance(part, nn.TransformerEncoderLayer):
-                avoid_fast_path(part)
     return module.eval()
+
+
+def _decode(state: dict[str, Tensor], name: str, weight: Tensor) -> None:
+    levels, scale, _ = (state.pop(f"{name}.{key}", None) for key in _NAMES)
+    assert levels is not None and scale is not None  # noqa: PT018 - of one layer
+    state[f"{name}.weight"] = unpack(levels, scale, weight.shape, weight.dtype)
 
 
 class _Stored:
@@ -107,7 +106,7 @@ def _quantize(layer: nn.Module, levels: Tensor, scale: Tensor, known: Tensor | N
     weight = own_parameters(layer).pop("weight")
     assert weight is not None
     stored = _Stored(weight.shape, weight.dtype, has_range=known is not None, is_dynamic=is_dynamic)
-    for name, value in ((_LEVELS, levels), (_SCALE, scale), (_INPUT, known)):
+    for name, value in zip(_NAMES, (levels, scale, known), strict=True):
         if value is not None:
             layer.register_buffer(name, torch.empty_like(value, device=weight.device))
     swap_class(layer, _KEY, stored, _run, in_copies=True)

@@ -7,7 +7,15 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from support.helpers import Forking, ForkingOffload, LitTiny, TinyCNN, TinyGPT, assert_equal_weights, describe_module
+from support.helpers import (
+    ForkingOffload,
+    LitTiny,
+    TinyCNN,
+    TinyGPT,
+    assert_equal_weights,
+    describe_module,
+    saved_bytes,
+)
 from torch.utils.data import DataLoader, Subset
 
 from lightning_vram import (
@@ -24,9 +32,9 @@ from lightning_vram import (
     QuantizeFrozenWeights,
     load_quantized,
     quantize_after_fit,
-    track_memory,
 )
 from lightning_vram.demos import DigitsData, DigitsResNet
+from lightning_vram.techniques.quantization_aware_training import apply_fake_quantization
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -64,7 +72,13 @@ def test_it_begins_with_its_epoch_and_a_resumed_run_ends_at_the_same_bits(fit, t
     callback = QuantizationAwareTraining(start_epoch=1)
     whole = fit(callback, max_epochs=3, accumulate_grad_batches=2, precision="bf16-mixed")
     assert differs(whole, plain)
-    fit(QuantizationAwareTraining(start_epoch=1), Saving(path), accumulate_grad_batches=2, precision="bf16-mixed", max_epochs=2)
+    fit(
+        QuantizationAwareTraining(start_epoch=1),
+        Saving(path),
+        accumulate_grad_batches=2,
+        precision="bf16-mixed",
+        max_epochs=2,
+    )
     assert torch.load(path, weights_only=True)["state_dict"].keys() == plain.state_dict().keys()
     again = QuantizationAwareTraining(start_epoch=1)
     resumed = fit(again, max_epochs=3, accumulate_grad_batches=2, precision="bf16-mixed", ckpt_path=path)
@@ -126,14 +140,28 @@ def test_others_work_beside_it(callbacks, options, net, fit):
     load_quantized(LitTiny(net()), f"{model.fitted_by.default_root_dir}/quantized.pt")
 
 
-def test_training_costs_memory(fit):
-    def peak(*callbacks):
-        pl.seed_everything(0, verbose=False)
-        with track_memory() as memory:
-            fit(*callbacks)
-        return memory.peak_bytes
+def test_training_keeps_rounded_weights_and_inputs_and_their_masks_for_the_backward():
+    model, batch = torch.nn.Linear(64, 32), torch.randn(8, 64)
+    parts = torch.nn.Sequential(model)
+    plain = saved_bytes(parts, lambda: parts(batch).sum())
+    quantization = apply_fake_quantization(parts)
+    quantization.is_on = True
+    weight, inputs = 32 * 64, 8 * 64
+    # the input, rounded in its place; a mask of a byte per number of what needs a gradient; the rounded weight
+    assert plain == 4 * inputs
+    assert saved_bytes(parts, lambda: parts(batch).sum()) == 4 * inputs + weight
+    batch.requires_grad_()
+    assert saved_bytes(parts, lambda: parts(batch).sum()) == 4 * inputs + inputs + 4 * weight + weight
 
-    assert peak(QuantizationAwareTraining()) > peak()
+
+def test_plain_rounded_weights_are_loaded_for_kernels_of_others(fit, tmp_path):
+    fit(QuantizationAwareTraining(save=str(tmp_path / "q.pt")))
+    stored, plain = (load_quantized(LitTiny(TinyCNN()), tmp_path / "q.pt", as_float=flag) for flag in (False, True))
+    levels, scale = stored.net[8].weight_levels, stored.net[8].weight_scale
+    assert torch.equal(plain.net[8].weight, levels.float() * scale[:, None])
+    torchao = pytest.importorskip("torchao.quantization")
+    torchao.quantize_(plain, torchao.Int8DynamicActivationInt8WeightConfig())
+    assert (plain.net[8].weight.qdata.int() - levels).abs().max() <= 1
 
 
 @pytest.fixture(scope="module")
@@ -141,8 +169,13 @@ def digits():
     def fit(*callbacks):
         pl.seed_everything(0, verbose=False)
         trainer = pl.Trainer(
-            max_epochs=4, callbacks=list(callbacks), logger=False, enable_checkpointing=False, accelerator="cpu",
-            enable_progress_bar=False, enable_model_summary=False,
+            max_epochs=4,
+            callbacks=list(callbacks),
+            logger=False,
+            enable_checkpointing=False,
+            accelerator="cpu",
+            enable_progress_bar=False,
+            enable_model_summary=False,
         )
         trainer.fit(DigitsResNet(), DigitsData())
         return trainer
@@ -193,24 +226,18 @@ SHARDS = ": a scale is that of a whole weight, and FSDP2 shards it. Use 'ddp' or
     ("others", "options", "message"),
     [
         (
-            [QuantizationAwareTraining],
-            dict,
-            "Two QuantizationAwareTraining in one Trainer: leave one out.",
-        ),
-        (
             [QuantizeFrozenWeights],
             dict,
-            "QuantizationAwareTraining does not work with QuantizeFrozenWeights, whose weights are in few bits already: "
-            "leave one out.",
+            "QuantizationAwareTraining does not work with QuantizeFrozenWeights, whose weights are in few bits "
+            "already: leave one out.",
         ),
-        ([], lambda: {"strategy": Forking()}, f"QuantizationAwareTraining does not work with Forking{SHARDS}"),
         (
             [],
             lambda: {"strategy": ForkingOffload()},
             f"QuantizationAwareTraining does not work with ForkingOffload{SHARDS}",
         ),
     ],
-    ids=["two", "frozen", "FSDP2", "offload"],
+    ids=["frozen", "offload"],
 )
 def test_what_cannot_work_is_refused(others, options, message, fit):
     with pytest.raises(MisconfigurationException, match=f"^{re.escape(message)}$"):
