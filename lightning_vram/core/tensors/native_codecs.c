@@ -201,8 +201,9 @@ APART int split(const float *restrict weights, uint16_t *restrict upper, int16_t
   uint32_t odd = 0;
   for (int64_t i = 0; i < count; i++) {
     const uint32_t bits = bits_of(weights[i]), nearest = (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16;
-    upper[i] = (uint16_t)((bits & 0x7FFFFFFFu) > INFINITE ? 0xFFFFu : nearest); // what torch makes of NaN
-    const uint32_t lacking = bits - ((uint32_t)upper[i] << 16);
+    const uint32_t kept = (bits & 0x7FFFFFFFu) > INFINITE ? 0xFFFFu : nearest; // what torch makes of NaN
+    const uint32_t lacking = bits - (kept << 16);
+    upper[i] = (uint16_t)kept;
     lower[i] = (int16_t)lacking;
     odd |= (lacking + 0x8000u) >> 16;
   }

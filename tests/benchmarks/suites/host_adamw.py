@@ -110,7 +110,9 @@ class Kept:
         self.optimizer = torch.optim.AdamW(model.parameters())
         self.host.attach([self.optimizer])
         for lane in (lane for group in sharding.groups for lane in group.lanes):
+            lane.is_on_trial = False  # as after the first batch: on trial it would stay joined
             lane.refresh()  # to where it rests
+            assert (lane.shards is None) == lane.is_split
             for parameter in lane.parameters:
                 parameter.land(torch.randn(parameter.sharded_param._local_tensor.shape, dtype=lane.dtype))
 
