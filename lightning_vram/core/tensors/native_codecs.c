@@ -191,24 +191,76 @@ void step_adamw(float *weights, const float *gradient, void *average, void *squa
     step_some(weights + at, gradient + at, average, square, at, least(PORTION, count - at), by, bits, draws);
 }
 
+INLINE float joined(uint16_t upper, int16_t lower) {
+  return number_of(((uint32_t)upper << 16) + (uint32_t)(int32_t)lower);
+}
+
+// Returns other than 0 where sixteen bits do not tell it apart.
+INLINE uint32_t split_one(float weight, uint16_t *upper, int16_t *lower) {
+  const uint32_t bits = bits_of(weight), nearest = (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16;
+  const uint32_t kept = (bits & 0x7FFFFFFFu) > INFINITE ? 0xFFFFu : nearest; // what torch makes of NaN
+  const uint32_t lacking = bits - (kept << 16);
+  *upper = (uint16_t)kept;
+  *lower = (int16_t)lacking;
+  return (lacking + 0x8000u) >> 16;
+}
+
 APART void join(const uint16_t *restrict upper, const int16_t *restrict lower, float *restrict weights, int64_t count) {
-  for (int64_t i = 0; i < count; i++)
-    weights[i] = number_of(((uint32_t)upper[i] << 16) + (uint32_t)(int32_t)lower[i]);
+  for (int64_t i = 0; i < count; i++) weights[i] = joined(upper[i], lower[i]);
 }
 
 // Returns whether sixteen bits do not tell apart one of them.
 APART int split(const float *restrict weights, uint16_t *restrict upper, int16_t *restrict lower, int64_t count) {
   uint32_t odd = 0;
-  for (int64_t i = 0; i < count; i++) {
-    const uint32_t bits = bits_of(weights[i]), nearest = (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16;
-    const uint32_t kept = (bits & 0x7FFFFFFFu) > INFINITE ? 0xFFFFu : nearest; // what torch makes of NaN
-    const uint32_t lacking = bits - (kept << 16);
-    upper[i] = (uint16_t)kept;
-    lower[i] = (int16_t)lacking;
-    odd |= (lacking + 0x8000u) >> 16;
-  }
+  for (int64_t i = 0; i < count; i++) odd |= split_one(weights[i], upper + i, lower + i);
   return odd != 0;
 }
+
+// Join, step and split in one loop, where moments are plain numbers. Returns whether `split` is to look at the weights
+// again: sixteen bits may not tell one apart, or one is no number.
+INLINE int step_joined(uint16_t *restrict upper, int16_t *restrict lower, const void *restrict gradient, int is_narrow,
+                       float factor, void *restrict average, void *restrict square, float *restrict weights,
+                       int64_t count, Settings by, int bits, const uint32_t *draws, uint32_t place) {
+  const uint32_t draw = draws[0] + place * STRIDE, square_draw = draws[1] + place * STRIDE;
+  float *const wide_average = average, *const wide_square = square;
+  uint16_t *const half_average = average, *const half_square = square;
+  uint32_t nearest_odd = UINT32_MAX, largest = 0;
+  for (int64_t i = 0; i < count; i++) {
+    const float own_gradient =
+      is_narrow ? widened(((const uint16_t *)gradient)[i]) * factor : ((const float *)gradient)[i];
+    float own_average = bits == 16 ? widened(half_average[i]) : wide_average[i];
+    float own_square = bits == 16 ? widened(half_square[i]) : wide_square[i];
+    weights[i] = stepped(joined(upper[i], lower[i]), own_gradient, &own_average, &own_square, by);
+    if (bits == 16) {
+      half_average[i] = rounded(own_average, draw + (uint32_t)i * STRIDE);
+      half_square[i] = rounded(own_square, square_draw + (uint32_t)i * STRIDE);
+    } else {
+      wide_average[i] = own_average;
+      wide_square[i] = own_square;
+    }
+    const uint32_t own = bits_of(weights[i]), size = own & 0x7FFFFFFFu, distance = (own & 0x1FFFFu) ^ 0x8000u;
+    upper[i] = (uint16_t)((own + 0x7FFFu + (own >> 16 & 1u)) >> 16);
+    lower[i] = (int16_t)own;
+    nearest_odd = distance < nearest_odd ? distance : nearest_odd; // a half that is rounded down to an even one
+    largest = size > largest ? size : largest;
+  }
+  return nearest_odd == 0 || largest > INFINITE;
+}
+
+typedef int StepJoined(uint16_t *restrict, int16_t *restrict, const void *restrict, float, void *restrict,
+                       void *restrict, float *restrict, int64_t, Settings, const uint32_t *, uint32_t);
+
+#define STEP_JOINED(name, is_narrow, bits) /* each is vectorised by itself */                                          \
+  APART int name(uint16_t *restrict upper, int16_t *restrict lower, const void *restrict gradient, float factor,       \
+                 void *restrict average, void *restrict square, float *restrict weights, int64_t count, Settings by,   \
+                 const uint32_t *draws, uint32_t place) {                                                              \
+    return step_joined(upper, lower, gradient, is_narrow, factor, average, square, weights, count, by, bits, draws,    \
+                       place);                                                                                         \
+  }
+STEP_JOINED(step_narrow_32, 1, 32)
+STEP_JOINED(step_narrow_16, 1, 16)
+STEP_JOINED(step_wide_32, 0, 32)
+STEP_JOINED(step_wide_16, 0, 16)
 
 // The same with weights as SplitWeights has them, and a gradient in bf16, which is multiplied, or in float32. Of weights
 // that sixteen bits do not tell apart there are places and true upper halves; returns how many there are then, whose
@@ -222,14 +274,27 @@ int64_t step_split(uint16_t *upper, int16_t *lower, const void *gradient, int is
   for (int64_t at = 0; at < count; at += PIECE) {
     const int64_t here = least(PIECE, count - at);
     float weights[PIECE], wide[PIECE];
-    join(upper + at, lower + at, weights, here);
-    for (int64_t k = 0; k < num_odd; k++)
-      if (places[k] >= at && places[k] < at + here)
-        weights[places[k] - at] = number_of((uint32_t)halves[k] << 16 | (uint16_t)lower[places[k]]);
-    if (is_narrow)
-      for (int64_t i = 0; i < here; i++) wide[i] = widened(((const uint16_t *)gradient)[at + i]) * factor;
-    step_some(weights, is_narrow ? wide : (const float *)gradient + at, average, square, at, here, by, bits, draws);
-    if (split(weights, upper + at, lower + at, here))
+    int is_odd = 0, was_odd = 0;
+    for (int64_t k = 0; k < num_odd; k++) was_odd |= places[k] >= at && places[k] < at + here;
+    if (!was_odd && bits >= 16) {
+      const int64_t size = bits / 8;
+      const void *own = (const char *)gradient + at * (is_narrow ? 2 : 4);
+      void *own_average = (char *)average + at * size, *own_square = (char *)square + at * size;
+      StepJoined *const step = is_narrow ? bits == 16 ? step_narrow_16 : step_narrow_32
+                                         : bits == 16 ? step_wide_16 : step_wide_32;
+      is_odd = step(upper + at, lower + at, own, factor, own_average, own_square, weights, here, by, draws, (uint32_t)at) &&
+               split(weights, upper + at, lower + at, here);
+    } else {
+      join(upper + at, lower + at, weights, here);
+      for (int64_t k = 0; k < num_odd; k++)
+        if (places[k] >= at && places[k] < at + here)
+          weights[places[k] - at] = number_of((uint32_t)halves[k] << 16 | (uint16_t)lower[places[k]]);
+      if (is_narrow)
+        for (int64_t i = 0; i < here; i++) wide[i] = widened(((const uint16_t *)gradient)[at + i]) * factor;
+      step_some(weights, is_narrow ? wide : (const float *)gradient + at, average, square, at, here, by, bits, draws);
+      is_odd = split(weights, upper + at, lower + at, here);
+    }
+    if (is_odd)
       for (int64_t i = 0; i < here; i++) {
         const uint32_t number = bits_of(weights[i]), lacking = number - ((uint32_t)upper[at + i] << 16);
         if ((lacking + 0x8000u) >> 16 == 0) continue;

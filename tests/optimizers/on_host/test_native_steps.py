@@ -61,26 +61,28 @@ def test_a_step_on_what_is_kept_has_the_bits_of_one_that_widens_it(form, make):
 
 @pytest.mark.parametrize("bits", [0x8000, 0x7FFF])  # half a step above what travels: all are odd, and none is
 def test_split_weights_step_as_joined_ones_do(bits):
+    count = 2**19  # one part, of which some weights become odd in the step
     generator = torch.Generator().manual_seed(0)
-    numbers = torch.randn(4096, generator=generator)
+    numbers = torch.randn(count, generator=generator)
     numbers[5:9] = torch.tensor([0.0, -0.0, torch.inf, torch.nan])
     patterns = numbers.view(torch.int32)
     patterns[64:96] = patterns[64:96].bitwise_right_shift(17).bitwise_left_shift(17).bitwise_or(bits)
-    gradient = torch.randn(4096, generator=generator).bfloat16()
+    gradient = torch.randn(count, generator=generator).bfloat16()
     gradient[64:80] = 0  # these stay what they are
-    state = {"exp_avg": torch.zeros(4096), "exp_avg_sq": torch.ones(4096)}
-    step, split = AdamWStep(3, 1e-2, (0.9, 0.99), 1e-8, 0.0), SplitWeights([4096], pin_memory=False)
+    gradient[-5] = torch.nan
+    state = {"exp_avg": torch.zeros(count), "exp_avg_sq": torch.ones(count)}
+    step, split = AdamWStep(3, 1e-2, (0.9, 0.99), 1e-8, 0.0), SplitWeights([count], pin_memory=False)
     split.write_all(numbers)
     moments = {key: value.clone() for key, value in state.items()}
     with coded_in_c() as stepped:
-        assert step_split(step, split, (0, 4096), (gradient, 0.5), moments, (0, 0))
-    assert stepped == [4096]
+        assert step_split(step, split, (0, count), (gradient, 0.5), moments, (0, 0))
+    assert stepped == [count]
     joined = numbers.clone()
     compiled().step_adamw(step, (joined, gradient.float() * 0.5, *state.values()), 32)
-    expected = SplitWeights([4096], pin_memory=False)
+    expected = SplitWeights([count], pin_memory=False)
     expected.write_all(joined)
     for key in state:
-        assert torch.equal(moments[key], state[key])
+        assert torch.equal(moments[key].view(torch.int32), state[key].view(torch.int32))
     for ours, theirs in zip((split.read_all(), split.upper), (joined, expected.upper), strict=True):
         kind = torch.int32 if ours.dtype == torch.float32 else torch.int16
         assert torch.equal(ours.view(kind), theirs.view(kind))
