@@ -18,6 +18,7 @@ CHANGES_TRAINING = {
     "LowBitOptimizer",
     "MomentsInBF16",
     "QuantizeFrozenWeights",
+    "TokenTiling",
 }  # callbacks whose purpose is to change the result
 KEEPS_RESULT = [name for name in CALLBACKS if name not in CHANGES_TRAINING]
 AUTOMATIC_ONLY = {"MicroBatching", "OptimizerInBackward"}  # refuse manual optimization
