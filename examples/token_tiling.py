@@ -1,4 +1,4 @@
-"""Train a language model whose MLPs run some tokens at a time. Run: python examples/token_tiling.py [--fast_dev_run]."""
+"""Train a language model whose MLPs run in tiles. Run: python examples/token_tiling.py [--fast_dev_run]."""
 
 import sys
 

@@ -1,9 +1,9 @@
 """Run modules that treat tokens alone (MLPs, norms) some tokens at a time, forward and backward.
 
 Of a long sequence what an MLP makes inside is several times its input, and all of it is there in the backward. In tiles
-only its input and its result are whole: each tile runs in the forward without a gradient, and once more in the backward
-(Bekman et al. 2025, "Arctic Long Sequence Training", https://arxiv.org/abs/2506.13996, "TiledMLP"; Unsloth has the same).
-It costs one more forward of these modules. It does not help where sequences are short.
+only its input and its result are whole: each tile runs in the forward without a gradient, and again in the backward
+(Bekman et al. 2025, "Arctic Long Sequence Training", https://arxiv.org/abs/2506.13996, "TiledMLP"; Unsloth, too). It
+costs one more forward of these modules. It does not help where sequences are short.
 """
 
 from collections.abc import Callable, Sequence
@@ -138,4 +138,3 @@ def _structural_reason(module: nn.Module) -> str:
         if name and has_hooks(part, (FORWARD_HOOKS, FORWARD_PRE_HOOKS)):
             return f"has a hook on {name}, as of FSDP2 or yours, which would see tiles"
     return ""
-

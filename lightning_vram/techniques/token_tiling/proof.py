@@ -2,8 +2,8 @@
 
 * In another order, and fewer of them: what comes out must be the same for each token, to the bit or to rounding. This
   finds positions, and what depends on how many tokens there are.
-* With one token that is no number (NaN): only what comes of this token may be none. This finds what mixes tokens however
-  little: behind weights that are zero yet, or a scale of 1e-6.
+* With one token that is no number (NaN): only what comes of this token may be none. This finds what mixes tokens,
+  however little: behind weights that are zero yet, or a scale of 1e-6.
 * Random numbers must be drawn for each token: a mask for all tokens would become one for each tile. They are replaced
   by ones, so that runs can be compared.
 * Buffers and attributes must stay as they are, and so must the inputs.
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lightning_vram.core.random_state.surroundings import Surroundings
 from lightning_vram.core.rollback.attribute_state import AttributeState
+from lightning_vram.core.tensors.versions import version_of
 from lightning_vram.private_names.torch.dispatch import TorchDispatchMode
 from lightning_vram.private_names.torch.operators import TO_COPY
 from lightning_vram.techniques.token_tiling.cut_call import CutCall
@@ -34,11 +35,11 @@ class _NotAlone(Exception):  # noqa: N818 - a reason
     """Says why a module does not treat tokens alone."""
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Replaces random numbers by ones, and counts them; lets no index come of what is no number."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.num_drawn: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -114,10 +115,12 @@ class _Runs:
             for one in self._call.cut(tensors, lambda one: one.select(dim, nan_at)):
                 if one.is_floating_point() and not any(one is whole for whole in tensors):
                     one.fill_(torch.nan)
-        before = [one.clone() for one in tensors]
+        before = [(one.clone(), version_of(one)) for one in tensors]
         with _Watch() as watch:
             results, _ = self._body.run(self._parameters, self._call.arguments(tensors))
-        if not all(map(_is_same, tensors, before)):
+        if not all(
+            version_of(one) == then and _is_same(one, copy) for one, (copy, then) in zip(tensors, before, strict=True)
+        ):
             raise _NotAlone("writes into its input")
         if not results or not all(isinstance(one, Tensor) for one in results):
             raise _NotAlone("returns something else than tensors")

@@ -1,6 +1,6 @@
 """One call of a module tile by tile, and its backward: each tile runs again, and its gradients are added up."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -115,7 +115,7 @@ class TiledCall:
                     continue
                 wanted = [place for place, is_needed in enumerate(needs) if is_needed]
                 leaves = [*parts, *parameters.values()]
-                made = torch.autograd.grad(
+                made: Sequence[Tensor | None] = torch.autograd.grad(
                     [result for result, _ in pairs],
                     [leaves[place] for place in wanted],
                     [gradient for _, gradient in pairs],
@@ -158,6 +158,6 @@ class _Tiled(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         return None, *ctx.call.backward(ctx.saved_tensors, gradients, ctx.needs_input_grad[1:])

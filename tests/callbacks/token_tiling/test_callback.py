@@ -22,10 +22,8 @@ from lightning_vram import (
     LeanMixedPrecision,
     MicroBatching,
     TokenTiling,
-    track_memory,
 )
 from lightning_vram.callbacks.token_tiling import TokenTiling as Same
-from lightning_vram.demos import ByteGPT
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 NUM_TOKENS, WIDTH = 24, 8
