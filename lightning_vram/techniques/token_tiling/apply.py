@@ -114,9 +114,10 @@ def _run(module: nn.Module, state: _State, plain: Callable[..., Any], /, *args: 
         return plain(*args, **kwargs)
     key = (module.training, call.dim, call.is_cut, call.places)
     body = Body(module, plain)
-    if key not in state.verdicts:
-        reason = _structural_reason(module)
-        state.verdicts[key] = (False, reason) if reason else prove(module, body, call, tensors)
+    if reason := _structural_reason(module):
+        state.verdicts[key] = (False, reason)
+    elif key not in state.verdicts:
+        state.verdicts[key] = prove(module, body, call, tensors)
     is_alone, reason = state.verdicts[key]
     if is_alone:
         del args, kwargs, found
@@ -131,7 +132,7 @@ def _leave(state: _State, reason: str, plain: Callable[..., Any], args: Any, kwa
 
 
 def _structural_reason(module: nn.Module) -> str:
-    """What values need not be asked for."""
+    """What values need not be asked for. Asked in each call: hooks come and go."""
     for name, part in module.named_modules():
         if isinstance(part, _MIXING):
             return f"has a {type(part).__name__}"

@@ -66,6 +66,10 @@ class CutCall:
         """Apply ``take`` to tensors that have tokens."""
         return [take(tensor) if is_cut else tensor for tensor, is_cut in zip(tensors, self.is_cut, strict=True)]
 
+    def part(self, tensors: Sequence[Tensor], start: int, length: int) -> list[Tensor]:
+        """Return a tile of each tensor, in one piece: modules make views of their inputs."""
+        return self.cut(tensors, lambda one: one.narrow(self.dim, start, length).contiguous())
+
     def arguments(self, tensors: Sequence[Tensor]) -> Any:
         """Return arguments with these tensors."""
         leaves = list(self.values)

@@ -84,11 +84,11 @@ class TiledCall:
         inputs, parameters = self._split(tensors, lambda one: one.detach())  # autocast keeps no casts of these
         dim, outputs = self._call.dim, list[Tensor]()
         for start, length in self._call.tiles(self._tile):
-            parts = self._call.cut(inputs, lambda one: one.narrow(dim, start, length))  # noqa: B023 - used at once
+            parts = self._call.part(inputs, start, length)
             results, self.rebuild = self._body.run(parameters, self._call.arguments(parts))
             if not outputs:
                 sizes = [(*one.shape[:dim], self._call.num_tokens, *one.shape[dim + 1 :]) for one in results]
-                outputs = [one.new_empty(size) for one, size in zip(results, sizes, strict=True)]
+                outputs = [one.new_zeros(size) for one, size in zip(results, sizes, strict=True)]
             for output, result in zip(outputs, results, strict=True):
                 output.narrow(dim, start, length).copy_(result)
         self._host_random.settle()
@@ -103,7 +103,7 @@ class TiledCall:
         found: list[Tensor | None] = [None] * len(tensors)
         with self._surroundings.as_they_were(), self._host_random, exact_only, torch.enable_grad():
             for start, length in self._call.tiles(self._tile):
-                parts = self._call.cut(inputs, lambda one: one.narrow(dim, start, length))  # noqa: B023 - as above
+                parts = self._call.part(inputs, start, length)
                 parts = [one.detach().requires_grad_(need) for one, need in zip(parts, needs, strict=False)]
                 results, _ = self._body.run(parameters, self._call.arguments(parts))
                 pairs = [
