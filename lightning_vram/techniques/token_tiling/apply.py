@@ -76,7 +76,7 @@ def apply_token_tiling(
         What undoes it.
 
     Raises:
-        ValueError: If a pattern matches nothing, or ``"auto"`` finds no candidate.
+        ValueError: If a pattern matches nothing, or the class of a module cannot be changed.
     """
     if isinstance(layers, str) and layers == "auto":
         first_names: dict[nn.Module, str] = {}
@@ -84,8 +84,6 @@ def apply_token_tiling(
             first_names.setdefault(module, name)
         chosen = {name: module for module, name in first_names.items() if _is_candidate(module)}
         refuse = None
-        if not chosen:
-            raise ValueError("layers='auto' finds no module that computes in several operations. Name the layers.")
     else:
         chosen = {layer.name: layer.module for layer in select_layers(model, layers).layers}
     handle = TilingHandle()
