@@ -45,6 +45,7 @@ __all__ = [
     "SavePolicy",
     "SlurmRequeue",
     "StreamedCheckpointIO",
+    "TokenTiling",
     "VRAMMonitor",
     "configure_allocator",
     "estimate_memory",
@@ -74,6 +75,7 @@ if TYPE_CHECKING or importlib.util.find_spec("lightning") is not None:
     from lightning_vram.callbacks.quantization_aware_training import QuantizationAwareTraining, quantize_after_fit
     from lightning_vram.callbacks.quantize_frozen_weights import QuantizeFrozenWeights
     from lightning_vram.callbacks.slurm_requeue import SlurmRequeue
+    from lightning_vram.callbacks.token_tiling import TokenTiling
     from lightning_vram.callbacks.vram_monitor import VRAMMonitor
     from lightning_vram.checkpoint_io import StreamedCheckpointIO
     from lightning_vram.precision import LeanMixedPrecision

@@ -18,16 +18,18 @@ class Block(nn.Module):
         self.attention_norm = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
         self.attention_out = nn.Linear(width, width)
-        self.mlp_norm = nn.LayerNorm(width)
-        self.mlp_in = nn.Linear(width, MLP_RATIO * width)
-        self.mlp_out = nn.Linear(MLP_RATIO * width, width)
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(width),
+            nn.Linear(width, MLP_RATIO * width),
+            nn.GELU(approximate="tanh"),
+            nn.Linear(MLP_RATIO * width, width),
+        )
         self.residual_dropout = nn.Dropout(dropout)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Attend, then transform each position."""
         hidden = hidden + self.residual_dropout(self._attend(self.attention_norm(hidden)))
-        inner = F.gelu(self.mlp_in(self.mlp_norm(hidden)), approximate="tanh")
-        out: Tensor = hidden + self.residual_dropout(self.mlp_out(inner))
+        out: Tensor = hidden + self.residual_dropout(self.mlp(hidden))
         return out
 
     def _attend(self, hidden: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from lightning_vram.techniques.activation_compression.stage import CompressionSt
 from lightning_vram.techniques.activation_offload.stage import ActivationOffloading
 from lightning_vram.techniques.in_place_fusion.recomputation.stage import Recomputation
 from lightning_vram.techniques.quantize_frozen_weights import quantize_frozen_weights
+from lightning_vram.techniques.token_tiling import apply_token_tiling
 from tests.benchmarks.peers import pytorch
 from tests.benchmarks.ways import PLAIN, Way
 
@@ -82,6 +83,11 @@ def _fuse_and_offload(model: nn.Module) -> _Several:
     return _Several(_offload(model), Recomputation(model))
 
 
+def _checkpoint_and_tile(model: nn.Module) -> None:
+    apply_activation_checkpointing(model)
+    apply_token_tiling(model, tile=128)
+
+
 def freeze_layers(model: nn.Module) -> None:
     """Leave norms and biases to be trained."""
     for parameter in model.parameters():
@@ -123,6 +129,7 @@ _CHANGES: dict[str, Callable[[nn.Module], object]] = {
         _checkpoint_and_offload, save=SavePolicy("matmuls")
     ),
     'InPlaceFusion(), ActivationOffload("64KiB")': _fuse_and_offload,
+    "ActivationCheckpointing(), TokenTiling(tile=128)": _checkpoint_and_tile,
     "ActivationCompression()": CompressionStage,
     'ActivationCompression(lossy="int8")': partial(CompressionStage, lossy="int8"),
     "frozen layers": freeze_layers,

@@ -19,6 +19,7 @@ CHANGES_TRAINING = {
     "MomentsInBF16",
     "QuantizationAwareTraining",
     "QuantizeFrozenWeights",
+    "TokenTiling",
 }  # callbacks whose purpose is to change the result
 KEEPS_RESULT = [name for name in CALLBACKS if name not in CHANGES_TRAINING]
 AUTOMATIC_ONLY = {"MicroBatching", "OptimizerInBackward"}  # refuse manual optimization

@@ -25,13 +25,13 @@ from lightning_vram.core.hooks.hidden_from_dynamo import hide_from_dynamo
 from lightning_vram.core.hooks.recomputed_saves import SecondRun
 from lightning_vram.core.hooks.stage import exact_only
 from lightning_vram.core.random_state.host import DrawnNumbers, HostRandomState
+from lightning_vram.core.random_state.surroundings import Surroundings
 from lightning_vram.core.rollback.module_snapshot import ModuleSnapshot, WrittenBuffers
 from lightning_vram.core.tensors.nests import flatten_arguments
 from lightning_vram.memory.tracking.following import module_scope
 from lightning_vram.private_names.torch.trees import tree_map
 from lightning_vram.techniques.activation_checkpointing.kept_arguments import Arguments, KeptArguments
 from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
-from lightning_vram.techniques.activation_checkpointing.surroundings import Surroundings
 from lightning_vram.techniques.activation_checkpointing.two_runs import LayerRuns, Recomputing
 
 # Past the saved-tensor hooks of others, as always. From torch 2.15 on it has to be said: else a warning tells that a

@@ -1,0 +1,110 @@
+"""Run MLPs, norms and whatever treats tokens alone some tokens at a time, in the forward and in the backward.
+
+See :mod:`lightning_vram.techniques.token_tiling.apply` for the mechanism and where it does not help.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
+from typing_extensions import override
+
+from lightning_vram.argument_checks import check_positive_int
+from lightning_vram.callbacks.hook_points import FitTechnique, refuse_moved_parameters
+from lightning_vram.core.layers.patterns import check_layers, show_names
+from lightning_vram.techniques.token_tiling import TilingHandle, apply_token_tiling
+
+
+class TokenTiling(FitTechnique):
+    """Let modules that treat tokens alone run in tiles along the sequence, and once more in the backward.
+
+    Of such a module only input and result are whole. Each is proven first: in its first call it is run on 64 tokens, in
+    another order, on half of them, and with one that is no number. Modules that mix tokens (attention, convolutions,
+    batch norms, positions), draw one mask for all tokens, write into inputs or buffers are found out and left alone.
+    Results are those of the plain run to the bit where the kernels are the same for fewer rows, else up to rounding;
+    gradients of parameters are added up in float32, in another order. Dropout draws other masks than the plain run.
+
+    Args:
+        layers: ``"auto"``: the outermost modules that are proven and compute in several operations. Otherwise class
+            names, module names, globs or classes, one or several, as for
+            :func:`~lightning_vram.core.layers.selection.select_layers`; one that mixes tokens is then refused.
+        tile: Tokens of each sequence at a time. ``"auto"``: the tokens of the batch in tiles of as many as the hidden
+            states have numbers, at least 1,024.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If ``tile`` is less than 1.
+        MisconfigurationException: If a layer that was named cannot run in tiles.
+
+    Example:
+        >>> import lightning.pytorch as pl
+        >>> from lightning_vram import TokenTiling
+        >>> trainer = pl.Trainer(callbacks=[TokenTiling()], logger=False)
+    """
+
+    def __init__(
+        self,
+        layers: str | type[nn.Module] | Sequence[str | type[nn.Module]] = "auto",
+        tile: int | Literal["auto"] = "auto",
+    ) -> None:
+        check_layers("TokenTiling(layers)", layers)
+        if tile != "auto":
+            check_positive_int("TokenTiling(tile)", tile)
+        self.layers = layers
+        self.tile = tile
+        self._handle: TilingHandle | None = None
+        self._has_told = False
+
+    @override
+    def _check(self, trainer: pl.Trainer) -> None:
+        refuse_moved_parameters("TokenTiling", trainer, "tiles are computed with")
+        others = [one for one in trainer.callbacks if isinstance(one, TokenTiling)]  # type: ignore[attr-defined]
+        if len(others) > 1:
+            raise MisconfigurationException("Two TokenTiling in one Trainer: give one several layers=.")
+
+    @override
+    def _apply(self, trainer: pl.Trainer) -> None:
+        try:
+            self._handle = apply_token_tiling(trainer.lightning_module, self.layers, self.tile, refuse=_refuse)
+        except ValueError as error:
+            raise MisconfigurationException(f"TokenTiling: {error}") from None
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._has_told or self._handle is None:
+            return
+        self._has_told = True
+        verdicts = self._handle.verdicts()
+        tiled = {name: how for name, (is_alone, how) in verdicts.items() if is_alone}
+        if not tiled:
+            rank_zero_info(
+                "TokenTiling: nothing runs in tiles: no module that treats tokens alone got more tokens than a tile "
+                "has. Name layers, or a smaller tile."
+            )
+            return
+        how = "to the bit" if set(tiled.values()) == {"to the bit"} else "to rounding"
+        rank_zero_info(
+            f"TokenTiling: in tiles run {show_names(list(tiled))}; on some tokens alone they agree {how}. "
+            f"{len(verdicts) - len(tiled)} modules that were asked are left alone."
+        )
+
+    @override
+    def _undo(self) -> None:
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.remove()
+        self._has_told = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_handle": None, "_has_told": False}  # a copy is not part of any run
+
+
+def _refuse(layer: str, reason: str) -> None:
+    raise MisconfigurationException(
+        f"TokenTiling(layers): {layer} cannot run in tiles: it {reason}. Leave it out, or use layers='auto'."
+    )

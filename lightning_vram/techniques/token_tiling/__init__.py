@@ -1,0 +1,5 @@
+"""Modules that treat tokens alone, some tokens at a time."""
+
+from lightning_vram.techniques.token_tiling.apply import TilingHandle, apply_token_tiling
+
+__all__ = ["TilingHandle", "apply_token_tiling"]

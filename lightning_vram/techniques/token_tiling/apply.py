@@ -1,0 +1,139 @@
+"""Run modules that treat tokens alone (MLPs, norms) some tokens at a time, forward and backward.
+
+Of a long sequence what an MLP makes inside is several times its input, and all of it is there in the backward. In tiles
+only its input and its result are whole: each tile runs in the forward without a gradient, and again in the backward
+(Bekman et al. 2025, "Arctic Long Sequence Training", https://arxiv.org/abs/2506.13996, "TiledMLP"; Unsloth, too). It
+costs one more forward of these modules. It does not help where sequences are short.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from lightning_vram.core.hooks.moment import is_in_selective_checkpoint, is_transformed
+from lightning_vram.core.layers.patterns import LayerPattern, has_no_forward
+from lightning_vram.core.layers.selection import name_layers, select_layers
+from lightning_vram.core.surgery.class_swap import Swaps
+from lightning_vram.private_names.torch.modules import (
+    FORWARD_HOOKS,
+    FORWARD_PRE_HOOKS,
+    BatchNormBase,
+    InstanceNormBase,
+    has_hooks,
+)
+from lightning_vram.techniques.token_tiling.cut_call import cut_call
+from lightning_vram.techniques.token_tiling.proof import prove
+from lightning_vram.techniques.token_tiling.tiled_call import Body, TiledCall, is_inside
+
+_KEY = "_token_tiling"
+_MIXING = (BatchNormBase, InstanceNormBase, nn.MultiheadAttention, nn.RNNBase)
+
+Refuse = Callable[[str, str], None]
+"""Gets the name of a layer that was named and cannot run in tiles, and why; raises."""
+
+
+@dataclass
+class _State:
+    name: str
+    tile: int | Literal["auto"]
+    refuse: Refuse | None
+    verdicts: dict[Any, tuple[bool, str]] = field(default_factory=dict)  # by the mode and the kind of a call
+
+
+class TilingHandle(Swaps):
+    """Undoes :func:`apply_token_tiling`."""
+
+    def __init__(self) -> None:
+        super().__init__(_KEY)
+
+    def verdicts(self) -> dict[str, tuple[bool, str]]:
+        """Whether each module that was asked runs in tiles, and why not, or how exactly."""
+        states = [vars(module)[_KEY] for module in self.modules]
+        return {state.name: verdict for state in states for verdict in state.verdicts.values()}
+
+
+def apply_token_tiling(
+    model: nn.Module,
+    layers: LayerPattern | Sequence[LayerPattern] = "auto",
+    tile: int | Literal["auto"] = "auto",
+    *,
+    refuse: Refuse | None = None,
+) -> TilingHandle:
+    """Let modules of ``model`` that treat tokens alone run in tiles.
+
+    Args:
+        model: Any module.
+        layers: ``"auto"``: the outermost modules that are proven to treat tokens alone and compute in several
+            operations. Otherwise class names, module names, globs or classes, one or several.
+        tile: Tokens of each sequence at a time; see
+            :meth:`~lightning_vram.techniques.token_tiling.cut_call.CutCall.tile`.
+        refuse: Is called in the first call of a layer that was named and cannot run in tiles.
+
+    Returns:
+        What undoes it.
+
+    Raises:
+        ValueError: If a pattern matches nothing, or the class of a module cannot be changed.
+    """
+    if isinstance(layers, str) and layers == "auto":
+        first_names: dict[nn.Module, str] = {}
+        for name, module in name_layers(model).items():
+            first_names.setdefault(module, name)
+        chosen = {name: module for module, name in first_names.items() if _is_candidate(module)}
+        refuse = None
+    else:
+        chosen = {layer.name: layer.module for layer in select_layers(model, layers).layers}
+    handle = TilingHandle()
+    with handle.all_or_none():
+        for name, module in chosen.items():
+            handle.add(module, _State(name, tile, refuse), _run)
+    return handle
+
+
+def _is_candidate(module: nn.Module) -> bool:
+    is_composite = any(True for _ in module.children()) or not type(module).__module__.startswith("torch.nn.")
+    has_weights = next(module.parameters(), None) is not None  # else a metric, a loss, a part of what is asked itself
+    is_scripted = isinstance(module, torch.jit.ScriptModule)
+    return is_composite and has_weights and not has_no_forward(module) and not is_scripted
+
+
+def _run(module: nn.Module, state: _State, plain: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    if torch.compiler.is_compiling() or is_inside() or is_transformed() or is_in_selective_checkpoint():
+        return plain(*args, **kwargs)
+    found = cut_call((args, kwargs))
+    if isinstance(found, str):
+        return _leave(state, found, plain, args, kwargs)
+    call, tensors = found
+    tile = call.tile(state.tile)
+    if tile >= call.num_tokens:
+        return plain(*args, **kwargs)
+    key = (module.training, call.dim, call.is_cut, call.places)
+    body = Body(module, plain)
+    if reason := _structural_reason(module):
+        state.verdicts[key] = (False, reason)
+    elif key not in state.verdicts:
+        state.verdicts[key] = prove(module, body, call, tensors)
+    is_alone, reason = state.verdicts[key]
+    if is_alone:
+        del args, kwargs, found
+        return TiledCall(body, call, tile, {one.device for one in tensors})(tensors)
+    return _leave(state, reason, plain, args, kwargs)
+
+
+def _leave(state: _State, reason: str, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    if state.refuse is not None:
+        state.refuse(state.name, reason)
+    return plain(*args, **kwargs)
+
+
+def _structural_reason(module: nn.Module) -> str:
+    """What values need not be asked for. Asked in each call: hooks come and go."""
+    for name, part in module.named_modules():
+        if isinstance(part, _MIXING):
+            return f"has a {type(part).__name__}"
+        if name and has_hooks(part, (FORWARD_HOOKS, FORWARD_PRE_HOOKS)):
+            return f"has a hook on {name}, as of FSDP2 or yours, which would see tiles"
+    return ""

@@ -1,0 +1,184 @@
+"""What is found out to mix tokens, and what runs in tiles."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_vram.techniques.token_tiling import apply_token_tiling
+
+WIDTH = 16
+MIXES, READS = "mixes tokens", "mixes tokens, or reads their places"
+
+
+class Function(nn.Module):
+    """A function of hidden states and what it needs."""
+
+    def __init__(self, function: Callable[..., Any], *parts: nn.Module) -> None:
+        super().__init__()
+        self.function, self.parts = function, nn.ModuleList(parts)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self, hidden, *args, **kwargs)
+
+
+class Positions(nn.Module):
+    """A table of positions that is not learned yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.linear = nn.Parameter(torch.zeros(64, WIDTH)), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.linear(hidden + self.table[: hidden.shape[1]])
+
+
+def over_tokens(self: Any, hidden: Tensor) -> Tensor:
+    return self.parts[0](hidden.transpose(1, 2)).transpose(1, 2)
+
+
+def attend(hidden: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(hidden, hidden, hidden, is_causal=True)
+
+
+def keep_aside(self: Any, hidden: Tensor) -> Tensor:
+    self.aside = hidden.mean()
+    return hidden * self.scale
+
+
+def count(self: Any, hidden: Tensor) -> Tensor:
+    self.parts[0].running_mean.add_(1)
+    return hidden * self.scale
+
+
+def zero_linear() -> nn.Linear:
+    linear = nn.Linear(WIDTH, WIDTH, bias=False)
+    nn.init.zeros_(linear.weight)
+    return linear
+
+
+MIXING = {
+    "batch norm": (lambda: Function(over_tokens, nn.BatchNorm1d(WIDTH)), "has a BatchNorm1d"),
+    "batch norm by hand": (lambda: Function(lambda s, h: s.scale * (h - h.mean((0, 1))) / h.std((0, 1))), READS),
+    "group norm": (lambda: Function(over_tokens, nn.GroupNorm(2, WIDTH)), READS),
+    "attention": (
+        lambda: Function(lambda s, h: s.parts[0](h, h, h)[0], nn.MultiheadAttention(WIDTH, 2, batch_first=True)),
+        "has a MultiheadAttention",
+    ),
+    "attention of little weight": (lambda: Function(lambda s, h: h * s.scale + 1e-9 * attend(h)), MIXES),
+    "attention behind zeros": (lambda: Function(lambda s, h: h + s.parts[0](attend(h)), zero_linear()), READS),
+    "lstm": (lambda: Function(lambda s, h: s.parts[0](h)[0], nn.LSTM(WIDTH, WIDTH, batch_first=True)), "has a LSTM"),
+    "convolution": (lambda: Function(over_tokens, nn.Conv1d(WIDTH, WIDTH, 3, padding=1)), READS),
+    "cumsum": (lambda: Function(lambda s, h: s.scale * h.cumsum(1)), READS),
+    "softmax": (lambda: Function(lambda s, h: s.scale * h.softmax(1)), READS),
+    "mean": (lambda: Function(lambda s, h: s.scale * h - h.mean(1, keepdim=True)), READS),
+    "maximum": (lambda: Function(lambda s, h: s.scale * h + h.amax(1, keepdim=True)), READS),
+    "flip": (lambda: Function(lambda s, h: s.scale * h.flip(1)), READS),
+    "sort": (lambda: Function(lambda s, h: s.scale * h.sort(1).values), READS),
+    "positions": (Positions, READS),
+    "number of tokens": (lambda: Function(lambda s, h: s.scale * h / h.shape[1]), READS),
+    "one mask for all": (
+        lambda: Function(lambda s, h: s.scale * h * torch.bernoulli(torch.full((1, 1, WIDTH), 0.5))),
+        "draws random numbers for all tokens at once",
+    ),
+    "in place": (lambda: Function(lambda s, h: h.mul_(s.scale)), "writes into its input"),
+    "something kept": (lambda: Function(keep_aside), "keeps something of its call, 'aside'"),
+    "buffer": (
+        lambda: Function(count, nn.BatchNorm1d(WIDTH).requires_grad_(False).eval()),
+        "has a BatchNorm1d",
+    ),
+    "pooled": (
+        lambda: Function(lambda s, h: (s.scale * h).mean(1)),
+        "returns a tensor that has not as many tokens as its input",
+    ),
+    "other object": (lambda: Function(lambda s, h: (s.scale * h, "text")), "returns something else than tensors"),
+    "hook": (
+        lambda: with_hook(Function(over_tokens, nn.Conv1d(WIDTH, WIDTH, 1))),
+        "has a hook on parts.0, as of FSDP2 or yours, which would see tiles",
+    ),
+}
+
+
+def with_hook(module: nn.Module) -> nn.Module:
+    module.parts[0].register_forward_hook(lambda *unused: None)
+    return module
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_what_mixes_tokens_is_left_alone_and_runs_as_it_did(name):
+    make, reason = MIXING[name]
+    torch.manual_seed(0)
+    net, hidden = nn.ModuleList([make()]), torch.randn(2, 64, WIDTH)
+    state, random = {key: value.clone() for key, value in net.state_dict().items()}, torch.get_rng_state()
+    plain = net[0](hidden.clone())
+    net.load_state_dict(state)
+    vars(net[0]).pop("aside", None)
+    torch.set_rng_state(random)
+    handle = apply_token_tiling(net, tile=16)
+    found = net[0](hidden.clone())
+    assert handle.verdicts()["0"] == (False, reason)
+    if isinstance(found, Tensor):
+        assert torch.equal(found, plain)
+
+
+def gated(self: Any, hidden: Tensor, mask: Tensor, *, bias: Tensor) -> Any:
+    """Several inputs, one of them whole in each tile, and several results."""
+    inner = self.parts[0](hidden) * mask[..., None] + bias
+    return inner.relu(), {"best": inner.argmax(-1), "norm": inner.square().sum(-1)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_several_inputs_and_results(dtype):
+    torch.manual_seed(0)
+    net = nn.ModuleList([Function(gated, nn.Linear(WIDTH, WIDTH))]).to(dtype)
+    hidden, bias = (torch.randn(*size, WIDTH, dtype=dtype, requires_grad=True) for size in ((2, 70), ()))
+    mask = torch.rand(2, 70, dtype=dtype, requires_grad=True)
+    leaves = [hidden, mask, bias, *net[0].parts.parameters()]
+
+    def step() -> list[Tensor]:
+        values, others = net[0](hidden, mask, bias=bias)
+        loss = values.float().square().sum() + others["norm"].float().sum()
+        return [values.detach(), others["best"], *torch.autograd.grad(loss, leaves)]
+
+    plain = step()
+    handle = apply_token_tiling(net, tile=16)
+    found = step()
+    assert handle.verdicts()["0"][0]
+    for one, other in zip(found, plain, strict=True):
+        assert one.dtype == other.dtype
+        assert (one - other).double().norm() <= (1e-5 if dtype is torch.float32 else 1e-2) * other.double().norm()
+    handle.remove()
+    assert type(net[0]) is Function
+
+
+def test_dropout_draws_in_the_backward_what_it_drew():
+    torch.manual_seed(0)
+    net = nn.ModuleList([nn.Sequential(nn.Dropout(0.5), nn.Flatten(2), nn.Linear(WIDTH, WIDTH, bias=False))])
+    nn.init.eye_(net[0][2].weight)
+    handle, hidden = apply_token_tiling(net, tile=16), torch.ones(2, 70, WIDTH, requires_grad=True)
+    result = net[0](hidden)
+    torch.rand(3)
+    now = torch.get_rng_state()
+    result.sum().backward()
+    assert handle.verdicts()["0"] == (True, "to the bit")
+    assert torch.equal(hidden.grad, result)
+    assert torch.equal(torch.get_rng_state(), now)
+    assert 0.4 < (result == 0).float().mean() < 0.6
+
+
+def test_without_gradients_and_frozen_weights():
+    torch.manual_seed(0)
+    net = nn.ModuleList([nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH))])
+    hidden = torch.randn(2, 64, WIDTH)
+    plain = net[0](hidden)
+    apply_token_tiling(net, tile=16)
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            torch.testing.assert_close(net[0](hidden), plain, rtol=1e-6, atol=1e-6)
+    net.requires_grad_(requires_grad=False)
+    assert not net[0](hidden).requires_grad
+    assert net[0](hidden.requires_grad_()).requires_grad
