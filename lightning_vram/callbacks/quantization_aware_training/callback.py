@@ -24,6 +24,11 @@ from lightning_vram.techniques.quantization_aware_training import (
     save_quantized,
 )
 
+_REFUSED = {
+    "QuantizeFrozenWeights": "weights are in few bits already",
+    "TokenTiling": "tiles would each move the range of a layer's inputs",
+}
+
 
 class QuantizationAwareTraining(FitTechnique):
     """Round weights and inputs of linear layers and convolutions in training, and save a quantized copy at the end.
@@ -48,7 +53,7 @@ class QuantizationAwareTraining(FitTechnique):
         ValueError: If an argument has a value that is not allowed; before training, if ``layers`` names nothing that
             can be rounded.
         MisconfigurationException: In ``setup``, if the Trainer is one of ``pytorch_lightning``, has
-            ``QuantizeFrozenWeights``, or a strategy that shards weights.
+            ``QuantizeFrozenWeights``, ``TokenTiling``, or a strategy that shards weights.
 
     Example:
         >>> import lightning.pytorch as pl
@@ -92,10 +97,11 @@ class QuantizationAwareTraining(FitTechnique):
         check_strategy("QuantizationAwareTraining", trainer)
         self.ranges = {}
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if type(callback).__name__ == "QuantizeFrozenWeights":
+            why = _REFUSED.get(type(callback).__name__)
+            if why is not None:
                 raise MisconfigurationException(
-                    "QuantizationAwareTraining does not work with QuantizeFrozenWeights, whose weights are in few bits "
-                    "already: leave one out."
+                    f"QuantizationAwareTraining does not work with {type(callback).__name__}, whose {why}: leave one "
+                    "out."
                 )
 
     @override

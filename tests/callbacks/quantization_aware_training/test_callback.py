@@ -30,6 +30,7 @@ from lightning_vram import (
     OptimizerInBackward,
     QuantizationAwareTraining,
     QuantizeFrozenWeights,
+    TokenTiling,
     load_quantized,
     quantize_after_fit,
 )
@@ -232,12 +233,18 @@ SHARDS = ": a scale is that of a whole weight, and FSDP2 shards it. Use 'ddp' or
             "already: leave one out.",
         ),
         (
+            [TokenTiling],
+            dict,
+            "QuantizationAwareTraining does not work with TokenTiling, whose tiles would each move the range of a "
+            "layer's inputs: leave one out.",
+        ),
+        (
             [],
             lambda: {"strategy": ForkingOffload()},
             f"QuantizationAwareTraining does not work with ForkingOffload{SHARDS}",
         ),
     ],
-    ids=["frozen", "offload"],
+    ids=["frozen", "tiles", "offload"],
 )
 def test_what_cannot_work_is_refused(others, options, message, fit):
     with pytest.raises(MisconfigurationException, match=f"^{re.escape(message)}$"):
