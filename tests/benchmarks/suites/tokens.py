@@ -1,11 +1,11 @@
-"""How many tokens of one sequence fit a card, by the estimator: as it is, and with the parts of ``long_context.yaml``.
+"""How many tokens of one sequence fit a card, by the estimator: as it is, and with the parts for long contexts.
 
-Shapes of Llama, weights and states on the host in both. Kernels are those of an H100, memory is that of each card. No GPU
-is needed; activations that wait on the host take room there.
+Shapes of Llama, weights and states on the host in both. Kernels are those of an H100, memory is that of each card. No
+GPU is needed; activations that wait on the host take room there.
 """
 
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -133,7 +133,7 @@ def measure(options: Options) -> Iterator[Row]:
         for name in CARDS[:1] if options.is_quick else CARDS:
             card = find_device(name)
             found = {
-                way: most_tokens(lambda tokens, way=way: needed_bytes(shape, way, tokens), card.memory_bytes, seen)
+                way: most_tokens(partial(needed_bytes, shape, way), card.memory_bytes, seen)
                 for way, seen in known.items()
             }
             yield {"workload": shape, "variant": card.name, "by": "ours", "memory_bytes": card.memory_bytes, **found}
