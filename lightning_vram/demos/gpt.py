@@ -8,6 +8,22 @@ MLP_RATIO = 4
 INIT_STD = 0.02
 
 
+class MLP(nn.Module):
+    """What is done to each position alone: [B, T, D] -> [B, T, D]."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.expand = nn.Linear(width, MLP_RATIO * width)
+        self.project = nn.Linear(MLP_RATIO * width, width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Transform each position."""
+        inner = F.gelu(self.expand(self.norm(hidden)), approximate="tanh")
+        out: Tensor = self.project(inner)
+        return out
+
+
 class Block(nn.Module):
     """One pre-norm transformer block: [B, T, D] -> [B, T, D]."""
 
@@ -18,12 +34,7 @@ class Block(nn.Module):
         self.attention_norm = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
         self.attention_out = nn.Linear(width, width)
-        self.mlp = nn.Sequential(
-            nn.LayerNorm(width),
-            nn.Linear(width, MLP_RATIO * width),
-            nn.GELU(approximate="tanh"),
-            nn.Linear(MLP_RATIO * width, width),
-        )
+        self.mlp = MLP(width)
         self.residual_dropout = nn.Dropout(dropout)
 
     def forward(self, hidden: Tensor) -> Tensor:
