@@ -46,12 +46,14 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func is TO_COPY and not kwargs.get("dtype", torch.float32).is_floating_point:
             args = (args[0].nan_to_num(0, 0, 0) if args[0].is_floating_point() else args[0], *args[1:])
+        name = func.overloadpacket.__name__
+        if "attention" in name:  # of which some say that they draw
+            raise _NotAlone("has attention inside")
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
         if func is _DROPOUT:
             self.num_drawn.append(args[0].numel())
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
-        name = func.overloadpacket.__name__
         if name not in _FILLED:
             raise _NotAlone(f"draws random numbers by {name}")
         result = func(*args, **kwargs)
