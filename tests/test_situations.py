@@ -1,6 +1,7 @@
 """The pages by situation: commands run and print what is shown, lines are arguments of a Trainer, names are right."""
 
 import inspect
+import json
 import re
 import shlex
 import sys
@@ -18,6 +19,7 @@ import lightning_vram
 from lightning_vram import ActivationCheckpointing
 from lightning_vram.cli import main
 from lightning_vram.demos import ByteGPT, SourceText
+from tests.benchmarks.suites.tokens import STEP, needed_bytes
 
 FOLDER = ROOT / "examples" / "situations"
 INDEX = FOLDER / "README.md"
@@ -67,6 +69,23 @@ def test_jobs_are_those_that_the_tests_of_slurm_run():
     for script in scripts:
         assert (ROOT / script).is_file()
         assert script.rpartition("/")[2] in tested
+
+
+@pytest.mark.slow_except("tokens_as_it_is")
+@pytest.mark.parametrize("way", ["tokens_as_it_is", "tokens"])
+def test_tokens_that_fit_are_those_of_the_estimator(way):
+    rows = json.loads((ROOT / "tests" / "benchmarks" / "results" / "tokens_cpu.json").read_text())["rows"]
+    (_, *shapes), *lines = rows_of(section(FOLDER / "long_context.md", "Tokens that fit, by card"))
+    shown = {(line[0], shape): cell for line in lines for shape, cell in zip(shapes, line[1:], strict=True)}
+    assert shown == {
+        (f"{row['variant']}, {row['memory_bytes'] / 2**30:.1f} GiB", row["workload"]): (
+            f"{row['tokens_as_it_is']:,} / {row['tokens']:,}"
+        )
+        for row in rows
+    }
+    if figures_hold():
+        least, more = (needed_bytes(rows[0]["workload"], way, rows[0][way] + extra) for extra in (0, STEP))
+        assert least <= rows[0]["memory_bytes"] < more
 
 
 @pytest.mark.slow
