@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_vram import DeviceSpec, plan_memory
+from lightning_vram.core.tensors import native_codecs
 from lightning_vram.demos.gpt import GPT
 from lightning_vram.estimation.traced_fit import FitRun, trace_real_fit
 from lightning_vram.memory.units import GIB, KIB, MIB
@@ -82,7 +83,8 @@ CASES = {
         ),
     ],
 )
-def test_it_makes_a_run_fit_and_is_left_out_where_it_need_not(case, budget, allow, chosen, effect):
+def test_it_makes_a_run_fit_and_is_left_out_where_it_need_not(case, budget, allow, chosen, effect, monkeypatch):
+    monkeypatch.setattr(native_codecs._supply, "ask", lambda count: None)  # steps in C take less than was told
     make, batch, device = CASES[case]
     plan = plan_memory(make(), batch, device=device, budget=budget * MIB, allow=allow)
     assert str(plan.best.scheme) == chosen

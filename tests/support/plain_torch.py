@@ -66,7 +66,8 @@ def train_with_techniques() -> list[Tensor]:
 
 def main() -> None:
     assert [name for name in WITHOUT if importlib.util.find_spec(name) is not None] == []
-    assert sorted(lightning_vram.__all__) == ["DeviceSpec", "SavePolicy", "configure_allocator", "track_memory"]
+    names = ["DeviceSpec", "SavePolicy", "configure_allocator", "load_quantized", "track_memory"]
+    assert sorted(lightning_vram.__all__) == names
     try:
         from lightning_vram import MicroBatching  # noqa: F401
     except ImportError as error:

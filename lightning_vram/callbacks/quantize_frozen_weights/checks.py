@@ -1,11 +1,13 @@
 """What quantized weights cannot work with, each with the way out."""
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import BaseFinetuning, Callback, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_vram.callbacks.hook_points import refuse_moved_parameters
+from lightning_vram.private_names.fsdp2.states import shards_integers
 from lightning_vram.private_names.lightning.strategies import saves_folders
 from lightning_vram.techniques.sharding import has_meta
 
@@ -24,6 +26,12 @@ def check_run(callback: Callback, trainer: pl.Trainer, *, has_frozen: bool) -> N
         MisconfigurationException: With the reason and the way out.
     """
     refuse_moved_parameters(NAME, trainer, "quantized weights are decoded from")
+    strategy = type(trainer.strategy)
+    if hasattr(strategy, "device_mesh") and not shards_integers:  # ModelParallelStrategy, fsdp_offload
+        raise MisconfigurationException(
+            f"{NAME} with {strategy.__name__} needs torch >= 2.13, got {torch.__version__}, whose FSDP2 shards no "
+            "integers: use 'ddp' or a single device."
+        )
     whole_files = None if has_frozen else _how_to_save_whole(trainer.strategy)
     if whole_files is not None:
         raise MisconfigurationException(

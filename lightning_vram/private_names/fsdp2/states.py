@@ -143,6 +143,10 @@ class _Parameters(nn.Module):
         vars(self).update(_parameters=own_parameters(owner), owner=owner)
 
 
+shards_integers = torch.torch_version.TorchVersion("2.13") <= torch.__version__
+"""Whether FSDP2 shards parameters of integers. Up to 2.11 it makes parameters that could require gradients of them."""
+
+
 def look_past_attribute(parameter: Any) -> None:
     """Let FSDP2 find a parameter of a group that an attribute of the same name hides, and not cast it.
 

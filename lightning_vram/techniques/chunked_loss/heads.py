@@ -16,7 +16,8 @@ def find_heads(model: nn.Module, heads: LayerPattern | Sequence[LayerPattern] = 
     Args:
         model: Any module.
         heads: ``"auto"``: what models of transformers name by ``get_output_embeddings()``; else linear layers with as
-            many results as an embedding has entries. Otherwise names, globs or classes, as for other parts.
+            many results as the largest embedding that has such has entries. Otherwise names, globs or classes, as for
+            other parts.
 
     Raises:
         ValueError: If there is none, or what is named is no ``nn.Linear``.
@@ -54,6 +55,12 @@ def _declared(model: nn.Module) -> dict[str, nn.Linear]:
 
 
 def _as_large_as_embeddings(model: nn.Module) -> dict[str, nn.Linear]:
+    """Those of the largest vocabulary that has some: of words, not of positions. One in no list of layers is preferred."""
     sizes = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    return {name: module for name, module in linears.items() if module.out_features in sizes}
+    for size in sorted(sizes, reverse=True):
+        found = {name: module for name, module in linears.items() if module.out_features == size}
+        outside = {name: module for name, module in found.items() if not any(map(str.isdigit, name.split(".")))}
+        if found:
+            return outside or found
+    return {}

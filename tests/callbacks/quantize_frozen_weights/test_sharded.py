@@ -18,14 +18,17 @@ from support.offload_nets import leave_group
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lightning_vram import ActivationCheckpointing, QuantizeFrozenWeights, estimate_memory
+from lightning_vram.callbacks.quantize_frozen_weights import checks
 from lightning_vram.callbacks.quantize_frozen_weights.checks import check_memory
 from lightning_vram.memory.tracking.timeline import Category
+from lightning_vram.private_names.fsdp2.states import shards_integers
 from lightning_vram.techniques.quantize_frozen_weights import quantize_frozen_weights
 
 pytestmark = [
     pytest.mark.distributed,
     pytest.mark.filterwarnings("ignore::UserWarning"),
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork"),
+    pytest.mark.skipif(not shards_integers, reason="FSDP2 shards integers as of torch 2.13"),
 ]
 FORMS = ["full", "sharded"]
 
@@ -221,3 +224,13 @@ def test_layers_without_memory_are_refused_under_fsdp2(make_trainer):
     )
     with pytest.raises(MisconfigurationException, match=f"^{re.escape(message)}$"):
         check_memory(trainer)
+
+
+def test_a_torch_that_shards_no_integers_is_refused(make_trainer, monkeypatch):
+    monkeypatch.setattr(checks, "shards_integers", False)
+    message = (
+        f"QuantizeFrozenWeights with ForkingOffload needs torch >= 2.13, got {torch.__version__}, whose FSDP2 shards "
+        "no integers: use 'ddp' or a single device."
+    )
+    with pytest.raises(MisconfigurationException, match=f"^{re.escape(message)}$"):
+        make_trainer(strategy=ForkingOffload(), callbacks=[QuantizeFrozenWeights(4)]).fit(LitLoRA())

@@ -8,10 +8,15 @@ from support.lora_nets import NUM_QUANTIZED, LitLoRA
 
 from lightning_vram import ActivationCheckpointing, QuantizeFrozenWeights
 from lightning_vram.core.processes.clean_exit import leave_group
+from lightning_vram.private_names.fsdp2.states import shards_integers
 from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
 from lightning_vram.techniques.quantize_frozen_weights import quantize_frozen_weights
 
-pytestmark = [pytest.mark.device, pytest.mark.distributed]
+pytestmark = [
+    pytest.mark.device,
+    pytest.mark.distributed,
+    pytest.mark.skipif(not shards_integers, reason="FSDP2 shards integers as of torch 2.13"),
+]
 
 
 class Looking(LitLoRA):

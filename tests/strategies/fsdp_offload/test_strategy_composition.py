@@ -8,6 +8,7 @@ from support.parts import CALLBACKS as ALL_CALLBACKS
 from support.parts import CHANGES_TRAINING, NEEDS_HEAD, from_config
 
 from lightning_vram import LeanMixedPrecision, MicroBatching
+from lightning_vram.private_names.fsdp2.states import shards_integers
 from lightning_vram.techniques.sharding.recovery import can_recover
 
 pytestmark = [
@@ -19,6 +20,7 @@ pytestmark = [
 
 REFUSED = {"OptimizerInBackward", "QuantizationAwareTraining"}  # tests of their own say so
 REFUSED |= set() if can_recover() else {"MicroBatching"}  # "auto" needs torch 2.13
+REFUSED |= set() if shards_integers else {"QuantizeFrozenWeights"}
 CALLBACKS = [name for name in ALL_CALLBACKS if name not in REFUSED]
 
 

@@ -17,6 +17,10 @@ def test_a_head_has_as_many_results_as_the_embedding_has_entries():
     assert list(find_heads(nn.ModuleList([Net(), Net()]))) == ["0.head", "1.head"]
 
 
+def test_layers_as_wide_as_the_vocabulary_or_the_positions_are_none():
+    assert list(find_heads(ByteGPT(num_layers=2, width=64, sequence_length=64))) == ["net.head"]
+
+
 def test_a_head_can_be_named():
     assert list(find_heads(nn.ModuleList([Net(), Net()]), "0.head")) == ["0.head"]
     assert list(find_heads(nn.Sequential(nn.Linear(2, 2)), nn.Linear)) == ["0"]
