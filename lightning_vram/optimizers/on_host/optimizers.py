@@ -36,6 +36,7 @@ from lightning_vram.optimizers.stepping import (
     refuse_optimizer,
     why_not_steppable,
 )
+from lightning_vram.private_names.fsdp2.sharded_tensors import calls_derived_dispatch
 from lightning_vram.private_names.torch.optimizers import has_step_hooks, note_step
 from lightning_vram.techniques.sharding import FullSharding, ShardedGroup, ShardLane
 from lightning_vram.techniques.sharding.gathered import narrow_of, wide_part
@@ -251,7 +252,8 @@ class HostOptimizers(StepTakeOver):
             return None
         ticket = self._worker.submit(job)
         if group is not None:
-            is_reader = is_reader and not any(lane.is_split for lane in group.lanes)
+            # before torch 2.13 nobody hears of some writes
+            is_reader = is_reader and calls_derived_dispatch and not any(lane.is_split for lane in group.lanes)
             self._submitted.append((is_reader, group, ticket))
             group.steps.begin(ticket, watched, is_reader=is_reader)
         return ticket

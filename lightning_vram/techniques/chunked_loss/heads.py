@@ -55,7 +55,7 @@ def _declared(model: nn.Module) -> dict[str, nn.Linear]:
 
 
 def _as_large_as_embeddings(model: nn.Module) -> dict[str, nn.Linear]:
-    """Those of the largest vocabulary that has some: of words, not of positions. One in no list of layers is preferred."""
+    """Those of the largest vocabulary that has some: of words, not of positions. Those in no list come first."""
     sizes = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     for size in sorted(sizes, reverse=True):
