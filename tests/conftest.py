@@ -39,8 +39,8 @@ REQUIREMENTS = {
 }
 
 
-SET_BY_LIGHTNING = ("CUBLAS_WORKSPACE_CONFIG", "MASTER_PORT")
-"""Variables that a Trainer leaves: of ``deterministic=True``, and of a process group."""
+SET_BY_LIGHTNING = ("CUBLAS_WORKSPACE_CONFIG", "LOCAL_RANK", "MASTER_PORT")
+"""Variables that a Trainer leaves: of ``deterministic=True``, and of a process group; or others that make groups."""
 
 MARKS_OF_DEVICES = {"sim": ("device", "sim"), "cuda": ("device", "gpu")}
 

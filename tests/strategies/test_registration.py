@@ -39,7 +39,8 @@ def test_lightnings_own_names_stay_its_own():
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
 
 
-def test_one_process_needs_no_launcher_which_would_set_its_threads():
+def test_one_process_needs_no_launcher_which_would_set_its_threads(monkeypatch):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)  # else the processes are there already
     trainers = {
         devices: pl.Trainer(strategy="fsdp_offload", accelerator="cpu", devices=devices, logger=False)
         for devices in (1, 2)
