@@ -77,7 +77,7 @@ class HostOptimizers(StepTakeOver):
         self._attached: list[Optimizer] = []
         self._handles: list[RemovableHandle] = []
         self._early: StepRound | None = None
-        self._submitted: list[tuple[bool, ShardedGroup, Ticket]] = []  # the step's jobs; whether they only read shards
+        self._submitted: list[tuple[bool, ShardedGroup, Ticket]] = []  # jobs of the step; whether a forward passes them
         self._nvme_path, self._form, self._is_form_everywhere = nvme_path, form, is_form_everywhere
         self._kept: dict[int, KeptStates] = {}  # by id of the optimizer
         self._factors: dict[int, Tensor] = {}  # by which gradients are yet to be scaled; by id of the optimizer
@@ -185,15 +185,14 @@ class HostOptimizers(StepTakeOver):
             replace_parameters(optimizer, replaced)
             if id(optimizer) in self._kept:
                 self._kept[id(optimizer)].let_go(optimizer)
-        self._kept = {}
-        self._attached, self._taken, self._stand_ins, self._handles, self._groups = [], [], [], [], {}
+        self._kept, self._groups = {}, {}
+        self._attached, self._taken, self._stand_ins, self._handles = [], [], [], []
 
     # --- steps ---
 
     def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         note_step(optimizer)
-        step_round, loss = None, None
-        self._submitted = []
+        step_round, loss, self._submitted = None, None, []
         if closure is not None:
             if self.may_step_early(optimizer) and not has_step_hooks(optimizer):
                 step_round = self._early = StepRound(optimizer, is_on_host=self._is_on_host)
@@ -245,14 +244,13 @@ class HostOptimizers(StepTakeOver):
     ) -> Ticket | None:
         """Have ``job`` done by who steps ``group``, after that; nobody uses ``watched`` tensors meanwhile.
 
-        The next forward does not wait for one that ``is_reader`` of shards, unless it may have to join or split them.
+        The next forward passes one that ``is_reader`` of whole shards (as of torch 2.13: before, some writes are unseen).
         """
         if self._worker is None or (group is not None and group.landing is None):
             job()
             return None
         ticket = self._worker.submit(job)
         if group is not None:
-            # before torch 2.13 nobody hears of some writes
             is_reader = is_reader and calls_derived_dispatch and not any(lane.is_split for lane in group.lanes)
             self._submitted.append((is_reader, group, ticket))
             group.steps.begin(ticket, watched, is_reader=is_reader)

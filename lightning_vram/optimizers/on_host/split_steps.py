@@ -146,9 +146,8 @@ class _Stepping:
         self.narrow = narrow if narrow is not None and narrow.has(member.parameter) else None
         numel = member.shard.numel()
         self.part_elements = PART_ELEMENTS if member.shard.device.type == "cpu" else _ON_DEVICE
-        self.parts = list(cut_parts(0, numel, self.part_elements)) if split is None else split.parts[place]
-        if isinstance(member.shard, FakeTensor):
-            self.parts = self.parts[:1]  # nothing is computed, and no part takes more memory than the first
+        parts = list(cut_parts(0, numel, self.part_elements)) if split is None else split.parts[place]
+        self.parts = parts[:1] if isinstance(member.shard, FakeTensor) else parts  # of an estimate: none takes more
         self.seed = ""  # for rounding, where that is random
         self.step: AdamWStep | None = None  # where that can be done at once
         self.fresh: State = {}  # what the step makes, to be published when all parts are stepped
@@ -273,8 +272,7 @@ def _step_parts(step_round: StepRound, all_stepping: Sequence[_Stepping]) -> Non
         stepping.seed = seed
     if not all_stepping:
         return
-    batch: list[_Part] = []
-    scratch = Scratch(all_stepping[0].member.shard)
+    batch, scratch = list[_Part](), Scratch(all_stepping[0].member.shard)
     for stepping in all_stepping:
         stepping.step = read_adamw_step(step_round, stepping.member)
         for part in stepping.step_most():
@@ -285,7 +283,7 @@ def _step_parts(step_round: StepRound, all_stepping: Sequence[_Stepping]) -> Non
             batch.append(one)
             if sum(one.size for one in batch) >= stepping.part_elements:
                 _step_batch(step_round, batch)
-                batch = []
+                batch.clear()
                 scratch.take_back()
     _step_batch(step_round, batch)
     for stepping in all_stepping:
