@@ -244,7 +244,7 @@ class HostOptimizers(StepTakeOver):
     ) -> Ticket | None:
         """Have ``job`` done by who steps ``group``, after that; nobody uses ``watched`` tensors meanwhile.
 
-        The next forward passes one that ``is_reader`` of whole shards (as of torch 2.13: before, some writes are unseen).
+        The next forward passes one that ``is_reader`` of whole shards (before torch 2.13: it waits).
         """
         if self._worker is None or (group is not None and group.landing is None):
             job()
