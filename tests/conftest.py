@@ -39,8 +39,13 @@ REQUIREMENTS = {
 }
 
 
-SET_BY_LIGHTNING = ("CUBLAS_WORKSPACE_CONFIG", "LOCAL_RANK", "MASTER_PORT")
-"""Variables that a Trainer leaves: of ``deterministic=True``, and of a process group; or others that make groups."""
+SET_BY_LIGHTNING = {
+    name: os.environ.get(name) for name in ("CUBLAS_WORKSPACE_CONFIG", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+}
+"""Variables that a Trainer leaves, of ``deterministic=True`` and of a process group, as they are before all tests.
+
+A fixture of a module may set them before its first test begins.
+"""
 
 MARKS_OF_DEVICES = {"sim": ("device", "sim"), "cuda": ("device", "gpu")}
 
@@ -174,14 +179,18 @@ def leave_device_as_it_was(request: pytest.FixtureRequest) -> Iterator[None]:
 def leave_process_as_it_was() -> Iterator[None]:
     """End what a strategy leaves connected, as it may for the next fit, and what else a test has set for all."""
     level, is_deterministic = logging.getLogger("lightning.pytorch").level, torch.are_deterministic_algorithms_enabled()
-    variables = {name: os.environ.get(name) for name in SET_BY_LIGHTNING}
+    _restore_variables()
     yield
     logging.getLogger("lightning.pytorch").setLevel(level)
     torch.use_deterministic_algorithms(is_deterministic)
     torch.set_num_threads(1)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         leave_group()
-    for name, value in variables.items():
+    _restore_variables()
+
+
+def _restore_variables() -> None:
+    for name, value in SET_BY_LIGHTNING.items():
         if value is None:
             os.environ.pop(name, None)
         else:
