@@ -1,4 +1,4 @@
-"""bitsandbytes: optimizer states in eight bits, which the paged one can evict to the host; frozen weights in few bits."""
+"""bitsandbytes: optimizer states in eight bits, which the paged one can evict to the host; frozen weights in few."""
 
 import importlib
 from collections.abc import Iterable
