@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_vram.demos import ByteGPT, DigitsResNet
+from tests.support.lora_nets import LoRA
 from tests.support.networks import ViT, resnet50
 
 
@@ -109,3 +110,20 @@ QUICK_WORKLOADS = (
     replace(WORKLOADS[1], name="DigitsResNet (2, 2) x 16, 16x16, B 8", make_batch=partial(_images, 8, 1, 16)),
 )
 """What takes a moment anywhere."""
+
+
+def _lora_gpt(*shape: int) -> nn.Module:
+    model = ByteGPT(*shape).requires_grad_(False)
+    for block in model.net.blocks:
+        block.qkv, block.mlp.expand = LoRA(block.qkv), LoRA(block.mlp.expand)
+        block.attention_out, block.mlp.project = LoRA(block.attention_out), LoRA(block.mlp.project)
+    return model
+
+
+def _make_lora(name: str, batch_size: int, *shape: int) -> Workload:
+    return replace(make_gpt(name, batch_size, *shape), make_model=partial(_lora_gpt, *shape))
+
+
+FROZEN_WORKLOADS = (_make_lora("ByteGPT 4 x 512 and LoRA, T 128, B 2", 2, 4, 512, 8, 128),)
+QUICK_FROZEN_WORKLOADS = (_make_lora("ByteGPT 2 x 64 and LoRA, T 64, B 8", 8, 2, 64, 2, 64),)
+"""Adapters are trained, all else is frozen: for the ways of the suite ``frozen``."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tests.benchmarks.cases import QUICK_WORKLOADS, WORKLOADS, Workload
+from tests.benchmarks.cases import FROZEN_WORKLOADS, QUICK_FROZEN_WORKLOADS, QUICK_WORKLOADS, WORKLOADS, Workload
 from tests.benchmarks.measure import (
     NUM_WARM_UP,
     Now,
@@ -52,12 +52,20 @@ class Options:
         """Repeats and steps, as :func:`measure_ways` takes them."""
         return {name: self.settings[name] for name in ("repeats", "steps")}
 
-    def workloads(self) -> Iterator[Workload]:
-        """Those for the device, or small ones."""
+    def workloads(self, *, is_frozen: bool = False) -> Iterator[Workload]:
+        """Those for the device, or small ones; those that train adapters alone are asked for."""
         is_cpu = self.device.type == "cpu"
-        for workload in QUICK_WORKLOADS if self.is_quick else WORKLOADS:
+        quick, full = (QUICK_FROZEN_WORKLOADS, FROZEN_WORKLOADS) if is_frozen else (QUICK_WORKLOADS, WORKLOADS)
+        for workload in quick if self.is_quick else full:
             if self.only in workload.name and not (is_cpu and workload.needs_gpu):
                 yield workload
+
+    def pairs(self, suite: Suite, ways: Sequence[Way]) -> Iterator[tuple[Workload, list[Way]]]:
+        """Workloads with these ways, and those that train adapters alone with the ways for that."""
+        from tests.benchmarks.ours import FROZEN  # it imports much
+
+        yield from ((workload, self.choose(suite, ways)) for workload in self.workloads())
+        yield from ((workload, self.choose("frozen", FROZEN)) for workload in self.workloads(is_frozen=True))
 
     def choose(self, suite: Suite, ways: Sequence[Way]) -> list[Way]:
         """Return the ways of a suite, those of peers among them; plain ones come first, and are always there."""

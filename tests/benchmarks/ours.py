@@ -18,6 +18,7 @@ from lightning_vram.techniques.activation_checkpointing.save_policy import SaveP
 from lightning_vram.techniques.activation_compression.stage import CompressionStage
 from lightning_vram.techniques.activation_offload.stage import ActivationOffloading
 from lightning_vram.techniques.in_place_fusion.recomputation.stage import Recomputation
+from lightning_vram.techniques.quantization_aware_training import apply_fake_quantization
 from lightning_vram.techniques.quantize_frozen_weights import quantize_frozen_weights
 from lightning_vram.techniques.token_tiling import apply_token_tiling
 from tests.benchmarks.peers import pytorch
@@ -99,6 +100,15 @@ def _quantize(model: nn.Module, bits: Literal[8, 4]) -> None:
     quantize_frozen_weights(model, bits)
 
 
+def _checkpoint_and_quantize(model: nn.Module) -> None:
+    quantize_frozen_weights(model, 4)
+    apply_activation_checkpointing(model)
+
+
+def _round(model: nn.Module) -> None:
+    apply_fake_quantization(model).is_on = True
+
+
 def _adamw_with(form: HostState, parameters: Iterable[nn.Parameter]) -> Optimizer:
     held = nn.ParameterList(parameters)
     optimizer = AdamW(held, lr=1e-4)
@@ -135,6 +145,7 @@ _CHANGES: dict[str, Callable[[nn.Module], object]] = {
     "frozen layers": freeze_layers,
     "QuantizeFrozenWeights(bits=8), frozen layers": partial(_quantize, bits=8),
     "QuantizeFrozenWeights(bits=4), frozen layers": partial(_quantize, bits=4),
+    "QuantizationAwareTraining()": _round,
 }
 OURS = (
     *(Way(name, "PyTorch" if change is freeze_layers else "ours", change) for name, change in _CHANGES.items()),
@@ -151,6 +162,13 @@ OURS = (
     ),
 )
 """Names are what a Trainer would have among its callbacks."""
+
+FROZEN = (
+    Way("QuantizeFrozenWeights(bits=8)", "ours", partial(quantize_frozen_weights, bits=8)),
+    Way("QuantizeFrozenWeights(bits=4)", "ours", partial(quantize_frozen_weights, bits=4)),
+    Way("QuantizeFrozenWeights(bits=4), ActivationCheckpointing()", "ours", _checkpoint_and_quantize),
+)
+"""Of workloads that train adapters alone."""
 
 
 def find_way(name: str) -> Way:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from tests.benchmarks.cases import Workload
 
-Suite = Literal["memory", "speed", "offload", "estimate", "plan", "optimizers", "precision", "batches"]
+Suite = Literal["memory", "speed", "offload", "estimate", "plan", "optimizers", "precision", "batches", "frozen"]
 
 
 def _leave(model: nn.Module) -> None:

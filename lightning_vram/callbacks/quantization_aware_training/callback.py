@@ -44,14 +44,15 @@ class QuantizationAwareTraining(FitTechnique):
         scheme: Bits of weights: ``"int8"`` or ``"int4"``.
         start_epoch: Epoch, from 0, from which on it rounds. Later means less time, and ranges of weights that have
             settled.
-        layers: ``"auto"``: all linear layers and convolutions. Else class names, module names, globs or classes: these,
-            and what is inside them.
+        layers: ``"auto"``: all linear layers and convolutions but those that share their weight with another module (a
+            head tied to an embedding). Else class names, module names, globs or classes: these, and what is inside
+            them.
         save: File for the quantized copy, in ``trainer.default_root_dir`` unless it is absolute. ``None``: none.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
         ValueError: If an argument has a value that is not allowed; before training, if ``layers`` names nothing that
-            can be rounded.
+            can be rounded, or a layer that shares its weight with one that is not.
         MisconfigurationException: In ``setup``, if the Trainer is one of ``pytorch_lightning``, has
             ``QuantizeFrozenWeights``, ``TokenTiling``, or a strategy that shards weights.
 

@@ -1,7 +1,7 @@
 """Choose layers of a model: by class, by name or glob, or by finding the blocks it repeats."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -10,7 +10,7 @@ from torch.nn.parameter import UninitializedParameter
 from lightning_vram.core.layers.conv_stages import find_conv_stages
 from lightning_vram.core.layers.patterns import LayerPattern, has_no_forward, match_layers, show_names
 from lightning_vram.private_names.torch.compiled import COMPILED_PART, uncompiled
-from lightning_vram.private_names.torch.modules import own_children
+from lightning_vram.private_names.torch.modules import own_children, own_parameters
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _TRANSFORMERS_LAYER = "transformers.modeling_layers.GradientCheckpointingLayer"
@@ -107,6 +107,17 @@ def name_layers(model: nn.Module) -> dict[str, nn.Module]:
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(".".join(part for part in name.split(".") if part != COMPILED_PART), uncompiled(module))
     return {name: module for name, module in names.items() if name}
+
+
+def other_owners(model: nn.Module, layers: Collection[nn.Module]) -> set[int]:
+    """Ids of the parameters that are something else than the ``weight`` of one of ``layers``, too."""
+    ours = set(layers)
+    return {
+        id(parameter)
+        for module in model.modules()
+        for key, parameter in own_parameters(module).items()
+        if parameter is not None and not (module in ours and key == "weight")
+    }
 
 
 def outermost(matched: set[str], names: dict[str, nn.Module]) -> list[Layer]:

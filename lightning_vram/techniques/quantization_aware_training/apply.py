@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
 from lightning_vram.core.layers.patterns import LayerPattern, match_layers
-from lightning_vram.core.layers.selection import name_layers
+from lightning_vram.core.layers.selection import name_layers, other_owners
 from lightning_vram.core.surgery.class_swap import plain_class_forward, restore_class, swap_class
 from lightning_vram.private_names.torch.modules import convolve_with, own_buffers, own_parameters
 from lightning_vram.techniques.quantization_aware_training.rounding import range_of, round_input, round_weight, widen
@@ -89,10 +89,12 @@ def apply_fake_quantization(
     Args:
         model: Any module.
         scheme: Bits of weights.
-        layers: ``"auto"``: all. Else names, globs, class names or classes: these, and layers inside of them.
+        layers: ``"auto"``: all whose weight is that of no other module. Else names, globs, class names or classes:
+            these, and layers inside of them.
 
     Raises:
-        ValueError: If a pattern matches nothing, or nothing that can be rounded.
+        ValueError: If a pattern matches nothing, or nothing that can be rounded, or a layer that shares its weight with
+            a module that is not rounded: what is saved would hold it twice, rounded and not.
 
     Example:
         >>> import torch
@@ -108,6 +110,14 @@ def apply_fake_quantization(
     able = {name: layer for name, layer in names.items() if is_able(layer)}
     if layers != "auto":
         able = _within(able, names, layers, type(model).__name__)
+    others = other_owners(model, able.values())
+    shared = [name for name, layer in able.items() if id(own_parameters(layer)["weight"]) in others]
+    if shared and layers != "auto":
+        raise ValueError(
+            f"layers={layers!r} names {shared[0]!r}, which shares its weight with a module that is not rounded: "
+            "name other layers."
+        )
+    able = {name: layer for name, layer in able.items() if name not in shared}
     quantization, seen = FakeQuantization(int(scheme.removeprefix("int"))), set[int]()
     try:
         for name, layer in able.items():

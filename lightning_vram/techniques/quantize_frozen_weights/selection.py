@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_vram.core.layers.patterns import LayerPattern, match_layers
+from lightning_vram.core.layers.selection import other_owners
 from lightning_vram.core.tensors.parameter_classes import PARAMETER_CLASSES
 from lightning_vram.private_names.torch.modules import own_parameters
 from lightning_vram.techniques.quantize_frozen_weights.quantized_weight import quantized_weight
@@ -33,7 +34,7 @@ def find_able(model: nn.Module, names: dict[str, nn.Module]) -> dict[str, nn.Mod
         if why_not(layer) == _LATE:
             raise ValueError(f"{name!r} cannot be quantized: {_LATE}.")
     able = _by_first_name({name: layer for name, layer in names.items() if why_not(layer) is None})
-    others = _other_owners(model, able)
+    others = other_owners(model, able.values())
     return {name: layer for name, layer in able.items() if id(own_parameters(layer)["weight"]) not in others}
 
 
@@ -53,7 +54,7 @@ def find_named(
         if len(found) == before:
             raise ValueError(f"layers={pattern!r} names {matched[0]!r}, which has no frozen layer to quantize.")
     found = _by_first_name(found)
-    others = _other_owners(model, found)
+    others = other_owners(model, found.values())
     for name, layer in found.items():
         if id(own_parameters(layer)["weight"]) in others:
             raise ValueError(f"{name!r} cannot be quantized: a module that layers= does not name shares its weight.")
@@ -74,17 +75,6 @@ def _able_inside(name: str, names: dict[str, nn.Module], argument: str) -> dict[
 def _by_first_name(layers: dict[str, nn.Module]) -> dict[str, nn.Module]:
     first = {layer: name for name, layer in reversed(layers.items())}
     return {name: layer for name, layer in layers.items() if first[layer] == name}
-
-
-def _other_owners(model: nn.Module, layers: dict[str, nn.Module]) -> set[int]:
-    """Parameters that are something else than the weight of one of ``layers``, too."""
-    ours = set(layers.values())
-    return {
-        id(parameter)
-        for module in model.modules()
-        for key, parameter in own_parameters(module).items()
-        if parameter is not None and not (module in ours and key == "weight")
-    }
 
 
 def why_not(layer: nn.Module) -> str | None:

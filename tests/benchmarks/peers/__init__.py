@@ -22,11 +22,11 @@ from tests.benchmarks.ways import Suite, Way
 __all__ = ["PEERS", "versions_of_peers"]
 
 _ACTIVATIONS = (*pytorch.ACTIVATIONS, *torchtune.ACTIVATIONS, *inplace_abn.ACTIVATIONS, *liger.LOSSES)
-_WEIGHTS = (*bitsandbytes.WEIGHTS, *torchao.WEIGHTS)
 
 PEERS: dict[Suite, tuple[Way, ...]] = {
-    "memory": (*_ACTIVATIONS, *_WEIGHTS),
-    "speed": (*_ACTIVATIONS, *_WEIGHTS, *pytorch.COMPILED),
+    "memory": _ACTIVATIONS,
+    "speed": (*_ACTIVATIONS, *pytorch.COMPILED),
+    "frozen": (*torchao.WEIGHTS, *bitsandbytes.WEIGHTS),
     "offload": (
         *lightning_alone.OFFLOAD,
         *torchao.OFFLOAD,

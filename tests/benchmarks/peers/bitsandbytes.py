@@ -1,13 +1,15 @@
-"""bitsandbytes: optimizer states in eight bits, which the paged one can evict to the host; frozen weights in NF4."""
+"""bitsandbytes: optimizer states in eight bits, which the paged one can evict to the host; frozen weights in few."""
 
 import importlib
 from collections.abc import Iterable
 from functools import partial
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from tests.benchmarks.peers.installed import needs
+from tests.benchmarks.peers.layers import frozen_linears
 from tests.benchmarks.ways import Way
 
 MODULE, PIP = "bitsandbytes.optim", "bitsandbytes"
@@ -17,30 +19,23 @@ def _make(parameters: Iterable[nn.Parameter], name: str) -> Optimizer:
     return getattr(importlib.import_module(MODULE), name)(parameters, lr=1e-4)
 
 
-def _freeze_in_four_bits(model: nn.Module) -> None:
-    layer = importlib.import_module("bitsandbytes.nn").LinearNF4
-    for parameter in model.parameters():
-        parameter.requires_grad_(parameter.dim() == 1)
-    tied = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}
-    for part in list(model.modules()):
-        for name, child in list(part.named_children()):
-            if type(child) is nn.Linear and id(child.weight) not in tied:
-                made = layer(child.in_features, child.out_features, bias=child.bias is not None)
-                made.load_state_dict(child.state_dict())
-                made.requires_grad_(False)
-                if child.bias is not None:
-                    made.bias = child.bias
-                setattr(part, name, made.to(child.weight.device))  # which packs
+def _in_few_bits(model: nn.Module, name: str, **options: Any) -> None:
+    kind = getattr(importlib.import_module("bitsandbytes.nn"), name)
+    for path, linear in frozen_linears(model).items():
+        made = kind(linear.in_features, linear.out_features, bias=linear.bias is not None, **options)
+        made.load_state_dict(linear.state_dict())
+        model.set_submodule(path, made.requires_grad_(False).to(linear.weight.device))  # which packs
 
 
-WEIGHTS = (
+WEIGHTS = tuple(
     Way(
-        "bnb.LinearNF4, frozen layers",
+        f"bnb.{name}",
         "bitsandbytes",
-        change=_freeze_in_four_bits,
+        partial(_in_few_bits, name=name, **options),
         why_not=needs("bitsandbytes.nn", PIP, devices=("cpu", "cuda")),
         pip=PIP,
-    ),
+    )
+    for name, options in (("Linear8bitLt", {"has_fp16_weights": False}), ("LinearNF4", {}))
 )
 OPTIMIZERS = (
     Way(

@@ -21,6 +21,13 @@ def kinds_of_layers(workload: Workload) -> set[type[nn.Module]]:
         return {type(layer) for layer in layers_of(workload.make_model())}
 
 
+def frozen_linears(model: nn.Module) -> dict[str, nn.Linear]:
+    """Frozen linear layers by name, but for a head whose weight is that of an embedding."""
+    tied = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}
+    linears = {name: part for name, part in model.named_modules() if type(part) is nn.Linear}
+    return {name: one for name, one in linears.items() if not one.weight.requires_grad and id(one.weight) not in tied}
+
+
 class AroundForward:
     """A new context for each forward."""
 

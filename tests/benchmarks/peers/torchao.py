@@ -1,4 +1,4 @@
-"""torchao: optimizers with states in few bits, the one that steps on the host, and frozen weights in int8."""
+"""torchao: optimizers with states in few bits, the one that steps on the host, and frozen weights in few bits."""
 
 import importlib
 from collections.abc import Iterable
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from tests.benchmarks.peers.installed import needs
+from tests.benchmarks.peers.layers import frozen_linears
 from tests.benchmarks.ways import Way
 
 MODULE, PIP = "torchao.optim", "torchao"
@@ -36,11 +37,10 @@ def _on_host(parameters: Iterable[nn.Parameter]) -> Optimizer:
     return kind(list(parameters), torch.optim.AdamW, offload_gradients=True, fused=True, lr=1e-4)
 
 
-def _freeze_in_eight_bits(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        parameter.requires_grad_(parameter.dim() == 1)
+def _in_few_bits(model: nn.Module, name: str) -> None:
     quantization = importlib.import_module("torchao.quantization")
-    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    frozen = frozen_linears(model)
+    quantization.quantize_(model, getattr(quantization, name)(), lambda module, path: path in frozen)
 
 
 _anywhere = needs(MODULE, PIP, devices=())
@@ -48,14 +48,15 @@ OPTIMIZERS = tuple(
     Way(name, "torchao", make_optimizer=partial(_low_bit, name=name), why_not=_anywhere, pip=PIP)
     for name in ("AdamW8bit", "AdamW4bit", "AdamWFp8")
 )
-WEIGHTS = (
+WEIGHTS = tuple(
     Way(
-        "torchao Int8WeightOnlyConfig(), frozen layers",
+        f"torchao {name}()",
         "torchao",
-        change=_freeze_in_eight_bits,
-        why_not=needs("torchao.quantization", PIP, devices=()),
+        partial(_in_few_bits, name=name),
+        why_not=needs("torchao.quantization", PIP, devices=devices),
         pip=PIP,
-    ),
+    )
+    for name, devices in (("Int8WeightOnlyConfig", ()), ("Int4WeightOnlyConfig", ("cuda",)))
 )
 OFFLOAD = (
     Way(

@@ -13,7 +13,7 @@ import torch
 
 from tests.benchmarks.compare import Options, measure_ways
 from tests.benchmarks.measure import Row
-from tests.benchmarks.ours import OURS
+from tests.benchmarks.ours import FROZEN, OURS
 from tests.benchmarks.suites import strategies
 from tests.benchmarks.ways import PLAIN
 
@@ -22,7 +22,7 @@ QUICK: dict[str, Any] = {}
 GOLDEN = Path(__file__).parents[1] / "golden_bytes.json"
 RENEWAL = "python -m tests.benchmarks --suite memory --quick --renew-golden"
 WAYS = (*OURS, strategies.MODES[0], *strategies.LESS_ON_HOST)
-_EXACT = {PLAIN.name, *(way.name for way in OURS)}
+_EXACT = {PLAIN.name, *(way.name for way in (*OURS, *FROZEN))}
 _HELD = ("peak_bytes", "saved_for_backward_bytes", "activations_peak_bytes")
 
 Golden = dict[str, dict[str, dict[str, int]]]  # by workload, way and name
@@ -31,8 +31,8 @@ Golden = dict[str, dict[str, dict[str, int]]]  # by workload, way and name
 def measure(options: Options) -> Iterator[Row]:
     """Yield a row for each workload and way."""
     rows = []
-    for workload in options.workloads():
-        found = measure_ways(workload, options.choose("memory", WAYS), options.device, repeats=0, steps=0)
+    for workload, ways in options.pairs("memory", WAYS):
+        found = measure_ways(workload, ways, options.device, repeats=0, steps=0)
         yield from found
         rows += found
     if options["renew_golden"]:

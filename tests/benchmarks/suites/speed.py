@@ -13,5 +13,5 @@ QUICK: dict[str, Any] = {"repeats": 2, "steps": 2}
 
 def measure(options: Options) -> Iterator[Row]:
     """Yield a row for each workload and way."""
-    for workload in options.workloads():
-        yield from measure_ways(workload, options.choose("speed", OURS), options.device, **options.turns)
+    for workload, ways in options.pairs("speed", OURS):
+        yield from measure_ways(workload, ways, options.device, **options.turns)

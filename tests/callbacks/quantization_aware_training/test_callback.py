@@ -34,7 +34,7 @@ from lightning_vram import (
     load_quantized,
     quantize_after_fit,
 )
-from lightning_vram.demos import DigitsData, DigitsResNet
+from lightning_vram.demos import ByteGPT, DigitsData, DigitsResNet
 from lightning_vram.techniques.quantization_aware_training import apply_fake_quantization
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -163,6 +163,19 @@ def test_plain_rounded_weights_are_loaded_for_kernels_of_others(fit, tmp_path):
     torchao = pytest.importorskip("torchao.quantization")
     torchao.quantize_(plain, torchao.Int8DynamicActivationInt8WeightConfig())
     assert (plain.net[8].weight.qdata.int() - levels).abs().max() <= 1
+
+
+def test_a_head_that_shares_the_weight_of_an_embedding_is_left_alone_and_refused_by_name():
+    model = ByteGPT(1, 16, 2, 8)
+    names = [name for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)]
+    assert [*apply_fake_quantization(model).layers] == [name for name in names if name != "net.head"]
+    with pytest.raises(
+        ValueError,
+        match=r"^layers='net\.head' names 'net\.head', which shares its weight with a module that is not rounded: name "
+        r"other layers\.$",
+    ):
+        apply_fake_quantization(model, layers="net.head")
+    assert [*apply_fake_quantization(ByteGPT(1, 16, 2, 8, tie_head=False)).layers] == names
 
 
 @pytest.fixture(scope="module")
