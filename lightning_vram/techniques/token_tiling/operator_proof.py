@@ -23,14 +23,43 @@ from lightning_vram.private_names.torch.operators import TO_COPY, UNSAFE_VIEW, g
 from lightning_vram.techniques.token_tiling.cut_call import CutCall
 from lightning_vram.techniques.token_tiling.tiled_call import Body
 
-DRAWS = frozenset("bernoulli_ bernoulli rand rand_like randn randn_like uniform_ normal_".split())
+DRAWS = frozenset(["bernoulli_", "bernoulli", "rand", "rand_like", "randn", "randn_like", "uniform_", "normal_"])
 _PRIMES = (1009, 1013, 1019, 1021, 1031, 1033)
 _KEEPING_ROWS = frozenset(  # if the dimension is there afterwards
-    "mm addmm bmm baddbmm linear matmul sum mean prod amax amin var var_mean std std_mean linalg_vector_norm logsumexp "
-    "argmax argmin any all max min glu native_dropout empty_like zeros_like ones_like full_like".split()
+    [
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "linear",
+        "matmul",
+        "sum",
+        "mean",
+        "prod",
+        "amax",
+        "amin",
+        "var",
+        "var_mean",
+        "std",
+        "std_mean",
+        "linalg_vector_norm",
+        "logsumexp",
+        "argmax",
+        "argmin",
+        "any",
+        "all",
+        "max",
+        "min",
+        "glu",
+        "native_dropout",
+        "empty_like",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+    ]
 )
-_OTHER_VIEWS = frozenset("as_strided unfold diagonal".split())
-_NAMING_SIZES = frozenset("view expand".split())
+_OTHER_VIEWS = frozenset(["as_strided", "unfold", "diagonal"])
+_NAMING_SIZES = frozenset(["view", "expand"])
 
 
 class NotAlone(Exception):  # noqa: N818 - a reason
@@ -61,7 +90,7 @@ def ask_operators(body: Body, call: CutCall, tensors: list[Tensor]) -> str:
         if any(one.dim() <= call.dim or one.shape[call.dim] != prime for one in results):
             raise NotAlone("returns a tensor that has not as many tokens as its input")
         traces.append(watch.trace)
-    if len(traces) != 2 or traces[0] != traces[1]:  # noqa: PLR2004
+    if len(traces) != 2 or traces[0] != traces[1]:
         raise NotAlone("computes with how many tokens there are")
     return "by its operators"
 
