@@ -22,6 +22,7 @@ from lightning_vram import (
     LowBitOptimizer,
     MicroBatching,
     OptimizerInBackward,
+    TokenTiling,
 )
 from lightning_vram.demos import ByteGPT, DigitsResNet
 from lightning_vram.estimation.traced_fit import (
@@ -155,6 +156,10 @@ def _callbacks(*parts: Callable[[], Any], **others: Any) -> Callable[[], dict[st
     return lambda: {"callbacks": [part() for part in parts], **others}
 
 
+def tiling() -> TokenTiling:
+    return TokenTiling(tile=4)
+
+
 _BF16 = {"precision": "bf16-mixed"}
 _RUNS: dict[str, Callable[[], dict[str, Any]]] = {
     "plain": dict,
@@ -177,6 +182,9 @@ _RUNS: dict[str, Callable[[], dict[str, Any]]] = {
     "optimizer in backward": _callbacks(OptimizerInBackward),
     "optimizer in backward, low bits": _callbacks(OptimizerInBackward, low_bits),
     "chunked loss, optimizer in backward, low bits": _callbacks(ChunkedLoss, OptimizerInBackward, low_bits),
+    "tiling": _callbacks(tiling),
+    "tiling, bf16, checkpointing": _callbacks(tiling, checkpointing, **_BF16),
+    "tiling, chunked loss, checkpointing, offload": _callbacks(tiling, ChunkedLoss, checkpointing, offload),
     "clipping": lambda: {"gradient_clip_val": 1.0},
     "clipping by value": lambda: {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"},
     "checkpointing, offload": _callbacks(checkpointing, offload),
@@ -206,10 +214,11 @@ _OF_FROZEN = ("fusion", "folding", "folding, offload")
 _QUICK = (
     "gpt: fusion, compression, offload",
     "gpt: chunked loss, optimizer in backward, low bits",
+    "gpt: tiling, bf16, checkpointing",
     "resnet: fusion, bf16",
     "players: plain",
 )
-_WITHOUT = {"gpt": "folding", "resnet": ("folding", "chunked")}  # frozen norms, a vocabulary
+_WITHOUT = {"gpt": "folding", "resnet": ("folding", "chunked", "tiling")}  # frozen norms, a vocabulary, tokens
 _ALL = [
     f"{net}: {run}"
     for net in _NETS

@@ -8,6 +8,8 @@
   by ones, so that runs can be compared.
 * Buffers and attributes must stay as they are, and so must the inputs.
 
+Tensors without values, as in estimates, are proven by their operators instead.
+
 Parameters that are zero are replaced by random numbers, lest a table of positions that is not learned yet looks like
 none. Nothing stays of it: random numbers go on from where they were.
 """
@@ -19,20 +21,17 @@ from torch import Tensor, nn
 
 from lightning_vram.core.random_state.surroundings import Surroundings
 from lightning_vram.core.rollback.attribute_state import AttributeState
+from lightning_vram.core.tensors.parameter_classes import REAL_TYPES
 from lightning_vram.core.tensors.versions import version_of
 from lightning_vram.private_names.torch.dispatch import TorchDispatchMode, without_modes
 from lightning_vram.private_names.torch.operators import TO_COPY
 from lightning_vram.techniques.token_tiling.cut_call import CutCall
+from lightning_vram.techniques.token_tiling.operator_proof import DRAWS, NotAlone, ask_operators
 from lightning_vram.techniques.token_tiling.tiled_call import Body
 
 _NUM_TOKENS = 64  # that are looked at
 _FEW_BITS = 1e-4  # machine epsilons above are of 16 bit
-_FILLED = {"bernoulli_", "bernoulli", "rand", "rand_like", "randn", "randn_like", "uniform_", "normal_"}
 _DROPOUT = torch.ops.aten.native_dropout.default
-
-
-class _NotAlone(Exception):  # noqa: N818 - a reason
-    """Says why a module does not treat tokens alone."""
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -48,14 +47,14 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             args = (args[0].nan_to_num(0, 0, 0) if args[0].is_floating_point() else args[0], *args[1:])
         name = func.overloadpacket.__name__
         if "attention" in name:  # of which some say that they draw
-            raise _NotAlone("has attention inside")
+            raise NotAlone("has attention inside")
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
         if func is _DROPOUT:
             self.num_drawn.append(args[0].numel())
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
-        if name not in _FILLED:
-            raise _NotAlone(f"draws random numbers by {name}")
+        if name not in DRAWS:
+            raise NotAlone(f"draws random numbers by {name}")
         result = func(*args, **kwargs)
         self.num_drawn.append(result.numel())
         return result.fill_(1)
@@ -70,17 +69,18 @@ def prove(module: nn.Module, body: Body, call: CutCall, tensors: list[Tensor]) -
         call: How its call is cut.
         tensors: Of its call.
     """
+    has_values = all(type(one) in REAL_TYPES and not one.is_meta for one in tensors)
     states = [(one, dict(vars(one)), AttributeState(one)) for one in module.modules()]
-    buffers = [(name, buffer, buffer.clone()) for name, buffer in module.named_buffers()]
+    buffers = [(name, buffer, buffer.clone()) for name, buffer in module.named_buffers() if has_values]
     surroundings = Surroundings({one.device for one in (*tensors, *module.parameters())})
     try:
         with torch.no_grad(), surroundings.as_they_were(), without_modes():  # who counts operators sees none of these
-            reason = _compare(_Runs(body, call, tensors))
+            reason = _compare(_Runs(body, call, tensors)) if has_values else ask_operators(body, call, tensors)
         changed = [name for one, before, _ in states for name in _changed(before, vars(one))]
         written = [name for name, buffer, before in buffers if not _is_same(buffer, before)]
         if changed or written:
             return False, f"keeps something of its call, {(changed + written)[0]!r}"
-    except _NotAlone as why:
+    except NotAlone as why:
         return False, str(why)
     except Exception as error:  # code of others, on fewer tokens than it may know
         return False, f"does not run on some of its tokens alone ({type(error).__name__})"
@@ -123,11 +123,11 @@ class _Runs:
         if not all(
             version_of(one) == then and _is_same(one, copy) for one, (copy, then) in zip(tensors, before, strict=True)
         ):
-            raise _NotAlone("writes into its input")
+            raise NotAlone("writes into its input")
         if not results or not all(isinstance(one, Tensor) for one in results):
-            raise _NotAlone("returns something else than tensors")
+            raise NotAlone("returns something else than tensors")
         if any(one.dim() <= dim or one.shape[dim] != num for one in results):
-            raise _NotAlone("returns a tensor that has not as many tokens as its input")
+            raise NotAlone("returns a tensor that has not as many tokens as its input")
         return [one.movedim(dim, 0) for one in results], watch.num_drawn
 
 
@@ -138,14 +138,14 @@ def _compare(runs: _Runs) -> str:
     whole, num_drawn = runs.run(every)
     half, num_half_drawn = runs.run(every[num // 2 :])
     if [2 * one for one in num_half_drawn] != num_drawn:
-        raise _NotAlone("draws random numbers for all tokens at once")
+        raise NotAlone("draws random numbers for all tokens at once")
     is_exact = _agree([one[num // 2 :] for one in whole], half)
     is_exact &= _agree([one[mixed] for one in whole], runs.run(mixed)[0])
     place = num // 2 - 1
     others = every != place
     for one, other in zip(runs.run(every, place)[0], whole, strict=True):
         if one.is_floating_point() and not torch.equal(one[others].isnan(), other[others].isnan()):
-            raise _NotAlone("mixes tokens")
+            raise NotAlone("mixes tokens")
     return "to the bit" if is_exact else "to rounding"
 
 
@@ -157,14 +157,14 @@ def _agree(ones: list[Tensor], others: list[Tensor]) -> bool:
             continue
         is_exact = False
         if not one.is_floating_point() or one.shape != other.shape:
-            raise _NotAlone("mixes tokens, or reads their places")
+            raise NotAlone("mixes tokens, or reads their places")
         kind = one.device.type
         is_cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
         epsilon = max(torch.finfo(one.dtype).eps, torch.finfo(torch.get_autocast_dtype(kind)).eps if is_cast else 0)
         tolerance = epsilon * (2 if epsilon > _FEW_BITS else 100)
         difference, size = (one.double() - other.double()).norm(), other.double().norm()
         if not difference <= tolerance * size:
-            raise _NotAlone("mixes tokens, or reads their places")
+            raise NotAlone("mixes tokens, or reads their places")
     return is_exact
 
 

@@ -184,3 +184,16 @@ def test_without_gradients_and_frozen_weights():
     net.requires_grad_(requires_grad=False)
     assert not net[0](hidden).requires_grad
     assert net[0](hidden.requires_grad_()).requires_grad
+
+
+def test_without_values_operators_tell():
+    with torch.device("meta"):
+        nets = nn.ModuleDict({name: make() for name, (make, _) in MIXING.items() if name != "one mask for all"})
+        nets["alone"] = nn.Sequential(
+            nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 32), nn.GELU(), nn.Dropout(), nn.Softmax(-1)
+        )
+        handle = apply_token_tiling(nets, list(nets), tile=16)
+        for net in nets.values():
+            net(torch.empty(2, 64, WIDTH))
+    assert handle.verdicts().pop("alone") == (True, "by its operators")
+    assert [name for name, (is_alone, _) in handle.verdicts().items() if is_alone] == ["alone"]
