@@ -135,6 +135,7 @@ def test_a_scheduler_accumulates_quarters_of_the_batch():
     assert seen == [(8, 0)] * 4 + [(8, 1)] * 4
 
 
+@pytest.mark.slow
 def test_lightnings_finder_stops_where_memory_runs_out(tmp_path):
     def compute_loss(model, batch):
         if len(batch[0]) > 20:

@@ -63,6 +63,7 @@ def check(split: nn.Module, whole: nn.Module) -> None:
         assert ours.grad is None or torch.equal(ours.grad, theirs.grad)
 
 
+@pytest.mark.quick_sample(3)
 @pytest.mark.usefixtures("_small_parts")
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
@@ -84,6 +85,7 @@ def test_steps_in_c_have_the_same_bits(options, form, fit):
     assert bool(stepped) == compiled().has_step
 
 
+@pytest.mark.quick_sample(1)
 @pytest.mark.usefixtures("_small_parts")
 @pytest.mark.parametrize(
     "offload",
@@ -238,6 +240,7 @@ def test_weights_are_sent_whole_where_they_are_not_cast(fit):
     assert split.host_bytes == plain.host_bytes
 
 
+@pytest.mark.quick_sample(2)
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 @pytest.mark.parametrize(("first", "second"), [("split", "split"), ("split", "fp32"), ("fp32", "split")])
 def test_a_run_goes_on_from_a_checkpoint_of_either(first, second, kind, fit, tmp_path):
@@ -257,6 +260,7 @@ class Saving(Layers):
             self.trainer.save_checkpoint(f"{self.trainer.default_root_dir}/{batch_idx}.ckpt", weights_only=False)
 
 
+@pytest.mark.quick_sample(2)
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 @pytest.mark.parametrize("async_save", [False, True])
 def test_checkpoints_in_the_middle_change_nothing(kind, async_save, fit):
@@ -293,6 +297,7 @@ class Written(Handled):
             torch.save(weights, f"{self.trainer.default_root_dir}/{self.trainer.strategy.arguments.master}.pt")
 
 
+@pytest.mark.quick_sample(1)
 @pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.01}, {"accumulate_grad_batches": 2}])
 def test_two_ranks_train_to_the_same_bits(options, fit, tmp_path):
     for master in ("split", "fp32"):
