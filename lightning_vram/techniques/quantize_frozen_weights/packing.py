@@ -16,11 +16,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_vram.private_names.torch.dispatch import FakeTensor
+from lightning_vram.techniques.quantize_frozen_weights.libraries import (
+    Library,
+    decode_by_library,
+    decodes_by_library,
+)
 
 Bits = Literal[8, 4]
 SCALE_BYTES = 4
 _STEPS = 127
-_PART = 1 << 18  # numbers that are worked on at a time, in float32, on the host
+_PART = 1 << 17  # numbers that are worked on at a time, in float32, on the host
 _PART_OF_DEVICES = 1 << 23  # whose kernels take a time to start
 _NF4 = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
@@ -70,14 +75,16 @@ class Packing(NamedTuple):
             part = F.pad(part, (0, -part.numel() % self.block_size)) if part.numel() % self.block_size else part
             into[start : start + rows].copy_(self._encode_blocks(part.view(-1, self.block_size)))
 
-    def decode(self, packed: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+    def decode(self, packed: Tensor, size: int, dtype: torch.dtype, library: Library = "own") -> Tensor:
         """Return the numbers, [size]: no more than a part of them is ever there in another dtype."""
         if torch.compiler.is_compiling():
             return self._decode_blocks(packed).to(dtype).view(-1)[:size]  # in one kernel
         numbers = torch.empty(len(packed) * self.block_size, dtype=dtype, device=packed.device)
         rows, parts = self._rows_at_a_time(packed.device), numbers.view(-1, self.block_size)
+        is_theirs = decodes_by_library(library, *self, packed, dtype)
+        decode = decode_by_library if is_theirs else self._decode_into
         for start in range(0, len(packed), rows):
-            self._decode_into(parts[start : start + rows], packed[start : start + rows])
+            decode(parts[start : start + rows], *self._split(packed[start : start + rows]))
         return numbers[:size]
 
     @classmethod
@@ -115,9 +122,8 @@ class Packing(NamedTuple):
             levels = F.embedding(codes.int(), _pairs_for(codes)).view(len(rows), self.block_size)
         return levels.mul_(scales)
 
-    def _decode_into(self, numbers: Tensor, rows: Tensor) -> None:
+    def _decode_into(self, numbers: Tensor, scales: Tensor, codes: Tensor) -> None:
         """Write the same numbers, rounded, into memory of blocks, [num_blocks, block_size]: in it, if it is float32."""
-        scales, codes = self._split(rows)
         levels = numbers if numbers.dtype is torch.float32 else torch.empty_like(numbers, dtype=torch.float32)
         if self.bits == 8:
             levels.copy_(codes.view(torch.int8)).div_(_STEPS)
