@@ -25,7 +25,7 @@ from lightning_vram.techniques.quantize_frozen_weights.libraries import (
 Bits = Literal[8, 4]
 SCALE_BYTES = 4
 _STEPS = 127
-_PART = 1 << 17  # numbers that are worked on at a time, in float32, on the host
+_PART = 1 << 18  # numbers that are worked on at a time, in float32, on the host
 _PART_OF_DEVICES = 1 << 23  # whose kernels take a time to start
 _NF4 = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
