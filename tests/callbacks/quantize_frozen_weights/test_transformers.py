@@ -65,12 +65,11 @@ def test_adapters_of_peft_train_on_quantized_layers(make, num_layers, bits):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("make", "left_out", "least"),
-    [(llama, None, 0.97), (gpt2, None, 0.97), (t5, None, 0.93), (t5, "shared|embed|lm_head|Attention.[qk]$", 0.95)],
+    ("make", "left_out", "mean"),
+    [(llama, None, 0.978), (gpt2, None, 0.981), (t5, None, 0.936), (t5, "shared|embed|lm_head|Attention.[qk]$", 0.96)],
     ids=["llama", "gpt2", "t5", "t5 without embeddings, queries and keys"],
 )
-def test_gradients_of_adapters_point_where_they_did_with_four_bits(make, left_out, least):
-    """Mean over seeds; ``pytest -s`` prints it."""
+def test_gradients_of_adapters_point_where_they_did_with_four_bits(make, left_out, mean):
     peft, cosines = pytest.importorskip("peft"), []
     for seed in range(6):
         torch.manual_seed(seed)
@@ -83,8 +82,7 @@ def test_gradients_of_adapters_point_where_they_did_with_four_bits(make, left_ou
         kept = [name for name in names if left_out is None or not re.search(left_out, name.removesuffix(".base_layer"))]
         quantize_frozen_weights(model, 4, layers=kept)
         cosines.append(F.cosine_similarity(gradients(model, batch), gradients(plain, batch), 0))
-    print(f"{torch.stack(cosines).mean():.3f}")
-    assert torch.stack(cosines).mean() > least
+    assert torch.stack(cosines).mean().item() == pytest.approx(mean, abs=0.004)  # as the page has it
 
 
 class Text(pl.LightningModule):
