@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_vram import ActivationCheckpointing, ActivationOffload, ChunkedLoss, estimate_memory
+from lightning_vram import ActivationCheckpointing, ActivationOffload, ChunkedLoss, TokenTiling, estimate_memory
 from lightning_vram.memory.estimate.known_devices import find_device
 from tests.benchmarks.compare import Options
 from tests.benchmarks.measure import Row
@@ -32,7 +32,21 @@ LEAST, STEP, CLOSE = 512, 512, 64
 WAYS: dict[str, Callable[[], list[pl.Callback]]] = {
     "tokens_as_it_is": list,
     "tokens": lambda: [ChunkedLoss(), ActivationCheckpointing(), ActivationOffload()],
+    "tokens_in_tiles": lambda: [ChunkedLoss(), ActivationCheckpointing(), ActivationOffload(), TokenTiling()],
 }
+
+
+class MLP(nn.Module):
+    """Gated, as in Llama: [B, T, D] -> [B, T, D]."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(width, inner, bias=False) for _ in range(2))
+        self.down = nn.Linear(inner, width, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out: Tensor = self.down(F.silu(self.gate(hidden)) * self.up(hidden))
+        return out
 
 
 class Block(nn.Module):
@@ -44,8 +58,7 @@ class Block(nn.Module):
         self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(2))
         self.qkv = nn.Linear(width, sum(self.heads) * width // num_heads, bias=False)
         self.out = nn.Linear(width, width, bias=False)
-        self.gate, self.up = (nn.Linear(width, inner, bias=False) for _ in range(2))
-        self.down = nn.Linear(inner, width, bias=False)
+        self.mlp = MLP(width, inner)
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         mixed = self.qkv(self.norms[0](hidden)).unflatten(-1, (sum(self.heads), -1)).transpose(1, 2)
@@ -53,8 +66,7 @@ class Block(nn.Module):
         query, key = (_rotate(one, cos.to(one.dtype), sin.to(one.dtype)) for one in (query, key))
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         hidden = hidden + self.out(attended.transpose(1, 2).flatten(2))
-        inner = self.norms[1](hidden)
-        out: Tensor = hidden + self.down(F.silu(self.gate(inner)) * self.up(inner))
+        out: Tensor = hidden + self.mlp(self.norms[1](hidden))
         return out
 
 
