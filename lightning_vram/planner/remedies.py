@@ -25,7 +25,7 @@ CHECKPOINTING = Part("lightning_vram.ActivationCheckpointing", note="layers run 
 TOKEN_TILING = Part(
     "lightning_vram.TokenTiling",
     exactness=Exactness.LOSSLESS,
-    note="MLPs and what else treats tokens alone run some tokens at a time, once more in the backward",
+    note="MLPs run some tokens at a time, once more in the backward",
 )
 FUSION = Part("lightning_vram.InPlaceFusion", note="cheap operators run again in the backward")
 OFFLOAD = Part("lightning_vram.ActivationOffload", note="what is kept for the backward waits on the host")
