@@ -32,8 +32,15 @@ LEAST, STEP, CLOSE = 512, 512, 64
 WAYS: dict[str, Callable[[], list[pl.Callback]]] = {
     "tokens_as_it_is": list,
     "tokens": lambda: [ChunkedLoss(), ActivationCheckpointing(), ActivationOffload()],
-    "tokens_in_tiles": lambda: [ChunkedLoss(), ActivationCheckpointing(), ActivationOffload(), TokenTiling()],
 }
+IN_TILES = "tiles"
+TILED: tuple[tuple[str, int], ...] = (
+    ("Llama 3.2 1B", 32768),
+    ("Llama 3.2 1B", 131072),
+    ("Llama 3.1 8B", 196608),
+    ("Llama 3.1 8B", 524288),
+)
+"""What is run with tiles, too, with ``--ways tiles``: a step takes minutes, as each tile of each layer is traced."""
 
 
 class MLP(nn.Module):
@@ -106,7 +113,8 @@ def needed_bytes(shape: str, way: str, num_tokens: int) -> int:
     """Return what a step with one sequence needs of the card."""
     with torch.device("meta"):
         module = Llama(*SHAPES[shape])
-    trainer = {"precision": "bf16-mixed", "strategy": "fsdp_offload", "callbacks": WAYS[way]()}
+    callbacks = [*WAYS["tokens"](), TokenTiling()] if way == IN_TILES else WAYS[way]()
+    trainer = {"precision": "bf16-mixed", "strategy": "fsdp_offload", "callbacks": callbacks}
     batch = torch.zeros(1, num_tokens + 1, dtype=torch.int64)
     return estimate_memory(module, batch, device="h100", trainer=trainer, find_limits=False).needed_bytes
 
@@ -138,6 +146,12 @@ def most_tokens(needed: Callable[[int], int], limit_bytes: int, known: dict[int,
 
 def measure(options: Options) -> Iterator[Row]:
     """Yield a row for each shape and card; the first shape and card if it is to be quick."""
+    if options.ways == IN_TILES:
+        for shape, num_tokens in TILED:
+            if options.only in shape:
+                found = {f"{way}_bytes": needed_bytes(shape, way, num_tokens) for way in ("tokens", IN_TILES)}
+                yield {"workload": shape, "variant": f"{num_tokens:,} tokens", "by": "ours", **found}
+        return
     for shape in list(SHAPES)[:1] if options.is_quick else SHAPES:
         if options.only not in shape:
             continue
