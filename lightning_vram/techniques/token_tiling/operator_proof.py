@@ -53,13 +53,14 @@ _KEEPING_ROWS = frozenset(  # if the dimension is there afterwards
         "glu",
         "native_dropout",
         "empty_like",
+        "new_empty",
         "zeros_like",
         "ones_like",
         "full_like",
     ]
 )
 _OTHER_VIEWS = frozenset(["as_strided", "unfold", "diagonal"])
-_NAMING_SIZES = frozenset(["view", "expand"])
+_NAMING_SIZES = frozenset(["view", "expand", "new_empty"])
 
 
 class NotAlone(Exception):  # noqa: N818 - a reason
