@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_vram.core.hooks.moment import is_transformed
+from lightning_vram.core.hooks.moment import is_in_backward, is_transformed
 from lightning_vram.core.layers.patterns import LayerPattern
 from lightning_vram.core.surgery.class_swap import Swaps
 from lightning_vram.private_names.fsdp2.states import is_sharded
@@ -70,6 +70,13 @@ class ChunkedLossHandle:
 class _State:
     handle: ChunkedLossHandle
     settings: Settings
+    was_active: bool = False  # in its last run outside of a backward
+
+    def is_active(self) -> bool:
+        """Whether the head returns logits that are not there; in a checkpoint's second run as it did in its first."""
+        if not is_in_backward():
+            self.was_active = self.handle.is_active
+        return self.was_active
 
 
 def apply_chunked_loss(
@@ -119,7 +126,7 @@ def settle(values: Any, why: str) -> None:
 
 def _run(module: nn.Module, state: _State, plain: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     hidden = args[0] if len(args) == 1 and not kwargs else None
-    if not (state.handle.is_active and isinstance(hidden, Tensor)) or torch.compiler.is_compiling() or is_transformed():
+    if torch.compiler.is_compiling() or is_transformed() or not (state.is_active() and isinstance(hidden, Tensor)):
         return plain(*args, **kwargs)
     linear: Any = module
     weight, bias = linear.weight, linear.bias
