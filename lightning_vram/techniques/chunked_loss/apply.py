@@ -21,12 +21,12 @@ from lightning_vram.core.layers.patterns import LayerPattern
 from lightning_vram.core.surgery.class_swap import Swaps
 from lightning_vram.private_names.fsdp2.states import is_sharded
 from lightning_vram.private_names.torch.trees import tree_map_only
+from lightning_vram.techniques.chunked_loss.chunk_rows import ChunkRows
 from lightning_vram.techniques.chunked_loss.expression import Head
 from lightning_vram.techniques.chunked_loss.heads import find_heads
 from lightning_vram.techniques.chunked_loss.lazy_logits import LazyLogits, Settings, make_logits
 
 _KEY = "_chunked_loss"
-_FEWEST_ROWS = {"cpu": 128}  # fewer leave products of matrices slow; elsewhere 256
 
 
 class ChunkedLossHandle:
@@ -42,9 +42,10 @@ class ChunkedLossHandle:
         self.heads = list(heads)
         self._is_active = False
         self._swaps = Swaps(_KEY)
+        find_rows = ChunkRows(chunk)
         with self._swaps.all_or_none():
             for name, head in heads.items():
-                settings = Settings(name, partial(find_chunk_rows, chunk), partial(tell, name))
+                settings = Settings(name, find_rows, partial(tell, name))
                 self._swaps.add(head, _State(self, settings), _run)
 
     @property
@@ -92,7 +93,7 @@ def apply_chunked_loss(
         model: Any module.
         heads: See :func:`~lightning_vram.techniques.chunked_loss.heads.find_heads`.
         chunk: Tokens whose logits are there at a time; ``"auto"``: as many as make logits of the size of the hidden
-            states.
+            states, or fewer where the device has no room for them.
         tell: Is called where something needs whole logits, with the names of the head and of the function.
 
     Returns:
@@ -102,21 +103,6 @@ def apply_chunked_loss(
         ValueError: If there is no head, or its class cannot be changed.
     """
     return ChunkedLossHandle(find_heads(model, heads), chunk, tell)
-
-
-def find_chunk_rows(chunk: int | Literal["auto"], hidden: Tensor, num_rows: int, num_classes: int) -> int:
-    """Return how many tokens are computed at a time: the same for the same sizes, so that a run can be repeated.
-
-    Args:
-        chunk: As it was asked for.
-        hidden: What the head got, [..., D].
-        num_rows: Tokens.
-        num_classes: V.
-    """
-    if chunk != "auto":
-        return chunk
-    fewest = _FEWEST_ROWS.get(hidden.device.type, 256)
-    return max(fewest, 1 << max(0, (num_rows * hidden.shape[-1] // num_classes - 1).bit_length()))
 
 
 def settle(values: Any, why: str) -> None:

@@ -18,6 +18,7 @@ from lightning_vram.core.tensors.versions import version_of
 from lightning_vram.private_names.fsdp2.states import waits_for_backward
 from lightning_vram.private_names.torch.tensors import make_wrapper, without_torch_function
 from lightning_vram.private_names.torch.trees import tree_map_only
+from lightning_vram.techniques.chunked_loss.chunk_rows import ChunkRows
 from lightning_vram.techniques.chunked_loss.expression import Call, Head, Node, detach, read_autocast, walk
 from lightning_vram.techniques.chunked_loss.questions import IN_PLACE, PROPERTIES, QUESTIONS
 from lightning_vram.techniques.chunked_loss.row_chunks import compute_rows, compute_sum
@@ -29,14 +30,11 @@ class Settings:
 
     Args:
         name: Of the head, for messages.
-        find_chunk_rows: Returns how many tokens are computed at a time, of hidden states and the numbers of tokens and
-            classes.
+        find_chunk_rows: How many tokens are computed at a time.
         tell: Is called with the name of a function that got whole logits.
     """
 
-    def __init__(
-        self, name: str, find_chunk_rows: Callable[[Tensor, int, int], int], tell: Callable[[str], None]
-    ) -> None:
+    def __init__(self, name: str, find_chunk_rows: ChunkRows, tell: Callable[[str], None]) -> None:
         self.name, self.find_chunk_rows, self.tell = name, find_chunk_rows, tell
 
 
@@ -104,7 +102,7 @@ class LazyLogits(Tensor):
     @property
     def chunk_rows(self) -> int:
         """How many tokens are computed at a time."""
-        return _chunk_rows(self.memory.settings, self.node, self.lead)
+        return _chunk_rows(self.memory.settings, self.node, self.lead, asks=True)
 
     def make_whole(self, why: str) -> Tensor:
         """Return the tensor; it is made once.
@@ -117,7 +115,7 @@ class LazyLogits(Tensor):
                 self.whole = _Adopted.apply(self, why) if self.is_adopted else self.compute(why)  # type: ignore[no-untyped-call]
             if self.whole.requires_grad:
                 for hook in self._hooks():
-                    self.whole.register_hook(hook)  # type: ignore[no-untyped-call]
+                    self.whole.register_hook(hook)
         return self.whole
 
     def compute(self, why: str) -> Tensor:
@@ -265,7 +263,7 @@ class _Adopted(torch.autograd.Function):
 def _make(node: Node, sample: Tensor, lead: Sequence[int], class_dim: int, memory: Memory) -> LazyLogits:
     shape = list(lead)
     shape.insert(class_dim, sample.shape[-1])
-    program = RowProgram(_as_call(node), _chunk_rows(memory.settings, node, lead))
+    program = RowProgram(_as_call(node), _chunk_rows(memory.settings, node, lead, asks=False))
     made: LazyLogits = _Unmade.apply(program, shape, sample.dtype, class_dim, *program.inputs())  # type: ignore[no-untyped-call]
     made.node, made.sample, made.class_dim, made.memory, made.whole = node, sample, class_dim, memory, None
     made.has_graph = made.requires_grad
@@ -273,9 +271,9 @@ def _make(node: Node, sample: Tensor, lead: Sequence[int], class_dim: int, memor
     return made
 
 
-def _chunk_rows(settings: Settings, node: Node, lead: Sequence[int]) -> int:
+def _chunk_rows(settings: Settings, node: Node, lead: Sequence[int], *, asks: bool) -> int:
     head = next(one for one in walk(node) if isinstance(one, Head))
-    return settings.find_chunk_rows(head.hidden, math.prod(lead), head.weight.shape[0])
+    return settings.find_chunk_rows(head.hidden, math.prod(lead), head.weight.shape[0], asks=asks)
 
 
 def _as_call(node: Node) -> Call:
