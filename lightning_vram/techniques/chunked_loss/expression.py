@@ -135,9 +135,11 @@ def detach(root: Node) -> Node:
     return _map_tensors(root, lambda tensor: tensor.detach(), keeps_hooks=False)
 
 
-def hollow(root: Node) -> Node:
+def hollow(root: Call) -> Call:
     """Return the graph without its tensors, which autograd keeps, and frees when its backward has been."""
-    return _map_tensors(root, lambda tensor: tensor.new_empty(0), keeps_hooks=True)
+    found = _map_tensors(root, lambda tensor: tensor.new_empty(0), keeps_hooks=True)
+    assert isinstance(found, Call)
+    return found
 
 
 def _map_tensors(root: Node, change: Callable[[Tensor], Tensor], *, keeps_hooks: bool) -> Node:
