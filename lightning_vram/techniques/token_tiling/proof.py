@@ -119,7 +119,7 @@ class _Runs:
                     one.fill_(torch.nan)
         before = [(one.clone(), version_of(one)) for one in tensors]
         with _Watch() as watch:
-            results, _ = self._body.run(self._parameters, self._call.arguments(tensors))
+            results, _ = self._body.having(self._parameters, lambda: self._body.run(self._call.arguments(tensors)))
         if not all(
             version_of(one) == then and _is_same(one, copy) for one, (copy, then) in zip(tensors, before, strict=True)
         ):
