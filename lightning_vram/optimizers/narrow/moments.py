@@ -104,6 +104,7 @@ class NarrowMoments(StepTakeOver):
 
     def _step_members(self, optimizer: Optimizer, step_round: StepRound, members: Sequence[Member]) -> None:
         states = self._kept[id(optimizer)]
+        states.take_in(optimizer)
         step_round.run([member for member in members if not states.has(member.parameter)])
         ours = [member for member in members if states.has(member.parameter)]
         if isinstance(states.form, LibraryForm):

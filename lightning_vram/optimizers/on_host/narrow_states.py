@@ -5,6 +5,7 @@ from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -63,6 +64,15 @@ class NarrowStates:
         """Return the place of the first weight of its local part in the whole of it."""
         return self._places[parameter][1]
 
+    def take_in(self, optimizer: Optimizer) -> None:
+        """Take parameters over that were added to the optimizer, as ``BackboneFinetuning`` adds them."""
+        if sum(len(group["params"]) for group in optimizer.param_groups) == len(self._places):
+            return
+        known, self._places = self._places, first_places(optimizer)
+        fresh = (one for one in self._places if one not in known and one.dtype == torch.float32)
+        self._parameters.update(filter(self.form.takes, fresh))
+        self.convert(optimizer)
+
     @property
     def is_counting(self) -> bool:
         """Whether updates that are lost are counted in this step."""
@@ -89,6 +99,7 @@ class NarrowStates:
 
     def before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Take the moments out of what is loaded: ``torch.optim`` would make float32 of all of them at once."""
+        self.take_in(optimizer)
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         parameters = dict(zip(saved, self._places, strict=False))  # the optimizer complains of other numbers
         states = dict(state_dict["state"])

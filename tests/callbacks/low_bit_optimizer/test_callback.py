@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import BackboneFinetuning
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from support.helpers import Forking, ForkingOffload, LitManual, TinyGPT, assert_equal_weights
 from support.host_layers import ADAMW, Layers
@@ -86,6 +87,21 @@ def test_states_take_few_bytes_and_training_is_close(optimizer, num_moments, bit
     ours, theirs = (torch.cat([p.detach().flatten() for p in one.parameters()]) for one in (low, plain))
     assert not torch.equal(ours, theirs)
     assert (ours - theirs).norm() < {8: 0.02, 4: 0.15}[bits] * theirs.norm()
+
+
+class Thawed(Looking):
+    """Its first layer is thawed in the second epoch, and added to the optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__(num_batches=4)
+        self.backbone = self.net[0]
+
+
+@pytest.mark.parametrize("others", [[], [OptimizerInBackward()]], ids=["alone", "in the backward"])
+def test_what_is_thawed_in_the_midst_is_in_low_bits(others, make_trainer):
+    model = Thawed()
+    make_trainer(callbacks=[LowBitOptimizer(), BackboneFinetuning(1), *others], max_epochs=2).fit(model)
+    assert model.sizes == SIZES
 
 
 @pytest.mark.parametrize("bits", [8, 4])
