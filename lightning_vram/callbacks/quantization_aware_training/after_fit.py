@@ -5,6 +5,8 @@ from os import PathLike
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_vram.callbacks.hook_points import check_trainer
@@ -48,7 +50,7 @@ def quantize_after_fit(
         path: Of the file, which ``load_quantized`` loads.
         scheme: Bits of weights, ``"int8"`` or ``"int4"``. ``None``: those of training, or ``"int8"``.
         calibration: Loader of batches for ``validation_step``; a few hundred samples do.
-        dataloaders: To validate with. ``None``: the datamodule or the loaders of the module.
+        dataloaders: To validate with. ``None``: what validation in the fit had.
 
     Returns:
         The metrics that validation logs, which are also written to the log as a table.
@@ -57,12 +59,15 @@ def quantize_after_fit(
         TypeError: If ``scheme`` is no ``str``.
         ValueError: If ``scheme`` is another one.
         RuntimeError: If ``trainer`` has not fitted a module.
-        MisconfigurationException: If it is one of ``pytorch_lightning``, or its strategy shards weights.
+        MisconfigurationException: If it is one of ``pytorch_lightning``, has ``QuantizeFrozenWeights`` or
+            ``WeightAveraging``, or its strategy shards weights.
     """
     module = _check(trainer, scheme)
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     trained = next((one for one in callbacks if isinstance(one, QuantizationAwareTraining) and one.ranges), None)
     datamodule = getattr(trainer, "datamodule", None)  # a validation with loaders forgets it
+    if dataloaders is None and datamodule is None:
+        dataloaders = trainer.val_dataloaders
 
     def validate(loaders: Any = dataloaders) -> dict[str, float]:
         source = datamodule if loaders is None else None
@@ -94,6 +99,12 @@ def quantize_after_fit(
 def _check(trainer: pl.Trainer, scheme: object) -> pl.LightningModule:
     check_trainer("quantize_after_fit", trainer)
     check_strategy("quantize_after_fit", trainer)
+    for one in trainer.callbacks:  # type: ignore[attr-defined]
+        if type(one).__name__ == "QuantizeFrozenWeights" or isinstance(one, WeightAveraging):
+            raise MisconfigurationException(
+                f"quantize_after_fit does not work with {type(one).__name__}, which changes the module in validation, "
+                "too: validate the module with a Trainer without it, and give quantize_after_fit that one."
+            )
     if scheme is not None:
         check_scheme("quantize_after_fit", scheme)
     module: pl.LightningModule | None = getattr(trainer.strategy, "lightning_module", None)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
@@ -47,14 +48,15 @@ class QuantizationAwareTraining(FitTechnique):
         layers: ``"auto"``: all linear layers and convolutions but those that share their weight with another module (a
             head tied to an embedding). Else class names, module names, globs or classes: these, and what is inside
             them.
-        save: File for the quantized copy, in ``trainer.default_root_dir`` unless it is absolute. ``None``: none.
+        save: File for the quantized copy, in ``trainer.default_root_dir`` unless it is absolute. ``None``: none, and none
+            in a run of ``fast_dev_run``.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
         ValueError: If an argument has a value that is not allowed; before training, if ``layers`` names nothing that
             can be rounded, or a layer that shares its weight with one that is not.
         MisconfigurationException: In ``setup``, if the Trainer is one of ``pytorch_lightning``, has
-            ``QuantizeFrozenWeights``, ``TokenTiling``, or a strategy that shards weights.
+            ``QuantizeFrozenWeights``, ``TokenTiling``, ``WeightAveraging``, or a strategy that shards weights.
 
     Example:
         >>> import lightning.pytorch as pl
@@ -99,6 +101,8 @@ class QuantizationAwareTraining(FitTechnique):
         self.ranges = {}
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             why = _REFUSED.get(type(callback).__name__)
+            if isinstance(callback, WeightAveraging):
+                why = "copy of the module has no ranges of inputs"
             if why is not None:
                 raise MisconfigurationException(
                     f"QuantizationAwareTraining does not work with {type(callback).__name__}, whose {why}: leave one "
@@ -126,6 +130,8 @@ class QuantizationAwareTraining(FitTechnique):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.save is None or self._quantization is None or not trainer.is_global_zero:
             return
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return  # a file may be there, of a run that was meant
         path = Path(trainer.default_root_dir) / self.save
         save_quantized(pl_module, self._quantization, path)
         rank_zero_info(f"QuantizationAwareTraining saved {path}: lightning_vram.load_quantized(module, path) loads it.")

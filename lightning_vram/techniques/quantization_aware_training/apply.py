@@ -17,7 +17,8 @@ from lightning_vram.techniques.quantization_aware_training.rounding import range
 Scheme = Literal["int8", "int4"]
 """Bits of a weight; inputs of layers have 8."""
 KEY = "_lightning_vram_fake_quantization"
-RANGE = "quantized_input_range"  # a buffer, so that it moves with the layer, and DDP hands on that of rank 0
+RANGE = "quantized_input_range"
+"""A buffer, so that it moves with the layer, and DDP hands on that of rank 0; as bits, which ``to(bfloat16)`` keeps."""
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _FORWARDS = {kind.forward for kind in (nn.Linear, *_CONVOLUTIONS)}
 
@@ -43,21 +44,21 @@ class FakeQuantization:
 
     def ranges(self) -> dict[str, Tensor]:
         """Return, on the host, the ranges [2] of the inputs of all layers that have seen one."""
-        known = {name: own_buffers(layer)[RANGE] for name, layer in self.layers.items()}
-        return {name: value.cpu().clone() for name, value in known.items() if value is not None and _is_known(value)}
+        known = {name: _range(layer) for name, layer in self.layers.items()}
+        return {name: value.cpu().clone() for name, value in known.items() if _is_known(value)}
 
     def load_ranges(self, ranges: Mapping[str, Tensor]) -> None:
         """Take ranges over, of layers that are known by name."""
         for name in self.layers.keys() & ranges.keys():
             layer = self.layers[name]
-            layer.get_buffer(RANGE).copy_(ranges[name])
+            _range(layer).copy_(ranges[name])
             vars(layer)[KEY].is_known = True
 
     def add(self, name: str, layer: nn.Module) -> None:
         """Let one more layer round."""
-        unknown = torch.tensor([torch.inf, -torch.inf], device=layer.get_parameter("weight").device)
+        unknown = torch.tensor([torch.inf, -torch.inf], dtype=torch.float32, device=layer.get_parameter("weight").device)
         swap_class(layer, KEY, _State(self), _run, is_lowest=True)
-        layer.register_buffer(RANGE, unknown, persistent=False)
+        layer.register_buffer(RANGE, unknown.view(torch.int32), persistent=False)
         self.layers[name] = layer
 
     def remove(self) -> None:
@@ -165,7 +166,7 @@ def _run(layer: nn.Module, state: _State, plain: Callable[..., Tensor], /, input
     if shared.is_dynamic:
         input = round_input(input, range_of(input)) if input.numel() else input
     else:
-        known = layer.get_buffer(RANGE)
+        known = _range(layer)
         if (layer.training or shared.observes) and input.numel():
             widen(known, input)
             state.is_known = True
@@ -190,6 +191,11 @@ def _within(
             )
         found |= inside
     return found
+
+
+def _range(layer: nn.Module) -> Tensor:
+    """Return the range [2] of the inputs of a layer, float32, which may be written to."""
+    return layer.get_buffer(RANGE).view(torch.float32)
 
 
 def _is_known(value: Tensor) -> bool:

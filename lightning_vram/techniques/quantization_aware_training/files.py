@@ -79,6 +79,9 @@ def load_quantized(module: nn.Module, path: str | PathLike[str], *, as_float: bo
         for name in saved["layers"]:
             _decode(state, name, names[name].get_parameter("weight"))
     else:
+        for key in (f"{name}.{key}" for name in saved["layers"] for key in (_SCALE, _INPUT)):
+            if key in state:
+                state[key] = state[key].view(torch.int32)  # float32 as bits, which ``to(bfloat16)`` keeps
         for layer, name in {names[name]: name for name in saved["layers"]}.items():
             _quantize(layer, *(state.get(f"{name}.{key}") for key in _NAMES), is_dynamic=saved["is_dynamic"])
         avoid_fast_paths(module)
@@ -95,9 +98,8 @@ def _decode(state: dict[str, Tensor], name: str, weight: Tensor) -> None:
 class _Stored:
     """State of a layer with whole numbers for a weight."""
 
-    def __init__(self, shape: torch.Size, dtype: torch.dtype, *, has_range: bool, is_dynamic: bool) -> None:
+    def __init__(self, shape: torch.Size, *, has_range: bool, is_dynamic: bool) -> None:
         self.shape = shape
-        self.dtype = dtype
         self.has_range = has_range
         self.is_dynamic = is_dynamic
 
@@ -105,7 +107,7 @@ class _Stored:
 def _quantize(layer: nn.Module, levels: Tensor, scale: Tensor, known: Tensor | None, *, is_dynamic: bool) -> None:
     weight = own_parameters(layer).pop("weight")
     assert weight is not None
-    stored = _Stored(weight.shape, weight.dtype, has_range=known is not None, is_dynamic=is_dynamic)
+    stored = _Stored(weight.shape, has_range=known is not None, is_dynamic=is_dynamic)
     for name, value in zip(_NAMES, (levels, scale, known), strict=True):
         if value is not None:
             layer.register_buffer(name, torch.empty_like(value, device=weight.device))
@@ -114,6 +116,6 @@ def _quantize(layer: nn.Module, levels: Tensor, scale: Tensor, known: Tensor | N
 
 def _run(layer: Any, stored: _Stored, plain: Callable[..., Tensor], /, input: Tensor) -> Tensor:
     if input.numel() and (stored.has_range or stored.is_dynamic):
-        input = round_input(input, layer.input_range if stored.has_range else range_of(input))
-    weight = unpack(layer.weight_levels, layer.weight_scale.float(), stored.shape, stored.dtype)
+        input = round_input(input, layer.input_range.view(torch.float32) if stored.has_range else range_of(input))
+    weight = unpack(layer.weight_levels, layer.weight_scale.view(torch.float32), stored.shape, input.dtype)
     return call_with(layer, input, weight)

@@ -1,11 +1,13 @@
 """``QuantizationAwareTraining``: whole runs, what they leave, and what is refused."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from support.helpers import (
     ForkingOffload,
@@ -88,21 +90,27 @@ def test_it_begins_with_its_epoch_and_a_resumed_run_ends_at_the_same_bits(fit, t
     assert all(torch.equal(again.ranges[name], known) for name, known in callback.ranges.items())
 
 
-@pytest.mark.parametrize("net", [TinyCNN, TinyGPT])
+@pytest.mark.parametrize(("net", "precision"), [(TinyCNN, "32-true"), (TinyGPT, "bf16-true")])
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
-def test_the_saved_copy_computes_what_validation_of_the_run_saw(scheme, net, fit, tmp_path):
+def test_the_saved_copy_computes_what_validation_of_the_run_saw(scheme, net, precision, fit, tmp_path):
     seen = []
 
     class Look(pl.Callback):
         def on_validation_batch_end(self, trainer, pl_module, outputs, batch, *_):
             seen[:] = [batch[0], pl_module.net(batch[0])]
 
-    model = fit(QuantizationAwareTraining(scheme), Look(), net=net)
-    root = model.fitted_by.default_root_dir
-    loaded = load_quantized(LitTiny(net()), f"{root}/quantized.pt")
-    assert torch.equal(loaded.net(seen[0]), seen[1])
-    assert not torch.equal(model.eval().net(seen[0]), seen[1])
+    model = fit(QuantizationAwareTraining(scheme), Look(), net=net, precision=precision)
+    path = f"{model.fitted_by.default_root_dir}/quantized.pt"
+    loaded = load_quantized(LitTiny(net()), path).to(model.dtype)
+    batch, result = seen
+    assert torch.equal(loaded.net(batch), result)
+    assert not torch.equal(model.eval().net(batch), result)
     assert "quantized_input_range" not in dict(model.named_buffers())
+    quantize_after_fit(model.fitted_by, tmp_path / "again.pt")
+    assert torch.equal(load_quantized(LitTiny(net()), tmp_path / "again.pt").to(model.dtype).net(batch), result)
+    written = Path(path).read_bytes()
+    fit(QuantizationAwareTraining(), net=net, fast_dev_run=True)
+    assert Path(path).read_bytes() == written
 
 
 BESIDE = [
@@ -158,7 +166,7 @@ def test_training_keeps_rounded_weights_and_inputs_and_their_masks_for_the_backw
 def test_plain_rounded_weights_are_loaded_for_kernels_of_others(fit, tmp_path):
     fit(QuantizationAwareTraining(save=str(tmp_path / "q.pt")))
     stored, plain = (load_quantized(LitTiny(TinyCNN()), tmp_path / "q.pt", as_float=flag) for flag in (False, True))
-    levels, scale = stored.net[8].weight_levels, stored.net[8].weight_scale
+    levels, scale = stored.net[8].weight_levels, stored.net[8].weight_scale.view(torch.float32)
     assert torch.equal(plain.net[8].weight, levels.float() * scale[:, None])
     torchao = pytest.importorskip("torchao.quantization")
     torchao.quantize_(plain, torchao.Int8DynamicActivationInt8WeightConfig())
@@ -252,12 +260,18 @@ SHARDS = ": a scale is that of a whole weight, and FSDP2 shards it. Use 'ddp' or
             "layer's inputs: leave one out.",
         ),
         (
+            [EMAWeightAveraging],
+            dict,
+            "QuantizationAwareTraining does not work with EMAWeightAveraging, whose copy of the module has no ranges of "
+            "inputs: leave one out.",
+        ),
+        (
             [],
             lambda: {"strategy": ForkingOffload()},
             f"QuantizationAwareTraining does not work with ForkingOffload{SHARDS}",
         ),
     ],
-    ids=["frozen", "tiles", "offload"],
+    ids=["frozen", "tiles", "averages", "offload"],
 )
 def test_what_cannot_work_is_refused(others, options, message, fit):
     with pytest.raises(MisconfigurationException, match=f"^{re.escape(message)}$"):
@@ -279,6 +293,13 @@ def test_a_model_without_layers_and_files_of_others_are_named(fit, tmp_path):
         load_quantized(TinyCNN(), tmp_path / "q.pt")
     with pytest.raises(RuntimeError, match=r"^quantize_after_fit\(trainer\) must have fitted a module: call trainer"):
         quantize_after_fit(pl.Trainer(logger=False, accelerator="cpu"), tmp_path / "q.pt")
+    for other in (QuantizeFrozenWeights(), EMAWeightAveraging()):
+        message = (
+            f"quantize_after_fit does not work with {type(other).__name__}, which changes the module in validation, "
+            "too: validate the module with a Trainer without it, and give quantize_after_fit that one."
+        )
+        with pytest.raises(MisconfigurationException, match=f"^{re.escape(message)}$"):
+            quantize_after_fit(pl.Trainer(callbacks=[other], logger=False, accelerator="cpu"), tmp_path / "q.pt")
 
 
 class Layerless(torch.nn.Module):
