@@ -65,9 +65,9 @@ class Saving(pl.Callback):
         trainer.save_checkpoint(self.path)
 
 
-def rounded(bits: int = 8) -> LitLoRA:
+def rounded(bits: int = 8, make: Any = LitLoRA) -> LitLoRA:
     """A plain module that has the decoded weights."""
-    model = LitLoRA()
+    model = make()
     quantize_frozen_weights(model, bits).remove()
     return model
 
@@ -194,6 +194,17 @@ def test_evaluation_takes_the_checkpoint_of_a_run(make_trainer, fit, tmp_path):
         trainer = make_trainer(callbacks=[callback])
         assert trainer.validate(fresh, ckpt_path=tmp_path / "last.ckpt", verbose=False)[0]["val_loss"] == loss
         assert isinstance(fresh.net.head.weight, QuantizedWeight) == callback.keep
+        if not callback.keep:  # the way to a plain module with the weights of a checkpoint
+            assert_equal_weights(fresh, model)
+
+
+class Fused(LitLoRA):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)  # frozen bytes among them
+
+
+def test_fused_optimizers_may_have_all_parameters(fit):
+    assert_equal_weights(fit(QuantizeFrozenWeights(), make=Fused), fit(make=partial(rounded, 8, Fused)))
 
 
 def test_kept_weights_stay_quantized_from_run_to_run(make_trainer):
