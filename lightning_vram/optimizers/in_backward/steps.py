@@ -177,7 +177,9 @@ class BackwardSteps(StepTakeOver):
         """Whether gradients are not clipped here; if so, they are there, and are about to be clipped."""
         step = self._current
         if step is not None and step.is_early:
-            return False
+            if not any(parameter.grad is not None for parameter in iterate_parameters(step.optimizer)):
+                return False
+            step.is_early = False  # a module's optimizer_step has called the closure before the step
         if step is not None and self._clipping.by_previous:
             norms = [norm_part(one.grad) for one in iterate_parameters(step.optimizer) if one.grad is not None]
             self.previous_norm = join_norms(norms) if norms else None

@@ -168,6 +168,20 @@ def test_it_is_exact_beside(other, clip, assert_same):
     assert_same(make, other, ours=TWO_PASS, gradient_clip_val=clip)
 
 
+class ClosureFirst(Grouped):
+    """Runs the backward before the step."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer_closure()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+@pytest.mark.parametrize("ours", [TWO_PASS, PREVIOUS], ids=["two-pass", "previous"])
+def test_a_closure_that_the_module_calls_before_the_step_is_clipped_too(ours, algorithm, assert_same):
+    assert_same(ClosureFirst, ours=ours, gradient_clip_val=1e-3, gradient_clip_algorithm=algorithm)
+
+
 class Finetuned(LitTiny):
     """Its blocks are thawed in the second epoch, in a group of their own."""
 
