@@ -59,7 +59,8 @@ class Checkpoints:
                     "QuantizeFrozenWeights(layers), and freeze it."
                 )
         if frozen and frozen.isdisjoint(given):  # it was saved without
-            return {**given, **{name: _whole(own[name]) for name in frozen}}
+            # a module may leave them out of its state_dict, and have strict_loading=False
+            return {**given, **{name: _whole(own[name]) for name in frozen & own.keys()}}
         plain = {name: given[name] for name in _plain_names(given, own)}
         if plain:
             module.load_state_dict(plain, strict=False)  # into what ``own`` shares
