@@ -48,8 +48,8 @@ class QuantizationAwareTraining(FitTechnique):
         layers: ``"auto"``: all linear layers and convolutions but those that share their weight with another module (a
             head tied to an embedding). Else class names, module names, globs or classes: these, and what is inside
             them.
-        save: File for the quantized copy, in ``trainer.default_root_dir`` unless it is absolute. ``None``: none, and none
-            in a run of ``fast_dev_run``.
+        save: File for the quantized copy, in ``trainer.default_root_dir`` unless it is absolute. ``None``: none, nor in
+            a run of ``fast_dev_run``.
 
     Raises:
         TypeError: If an argument is of the wrong kind.

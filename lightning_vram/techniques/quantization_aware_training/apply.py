@@ -56,7 +56,9 @@ class FakeQuantization:
 
     def add(self, name: str, layer: nn.Module) -> None:
         """Let one more layer round."""
-        unknown = torch.tensor([torch.inf, -torch.inf], dtype=torch.float32, device=layer.get_parameter("weight").device)
+        unknown = torch.tensor(
+            [torch.inf, -torch.inf], dtype=torch.float32, device=layer.get_parameter("weight").device
+        )
         swap_class(layer, KEY, _State(self), _run, is_lowest=True)
         layer.register_buffer(RANGE, unknown.view(torch.int32), persistent=False)
         self.layers[name] = layer

@@ -32,7 +32,8 @@ def save_quantized(module: nn.Module, quantization: FakeQuantization, path: str 
         quantization: Inputs of layers that have seen none are not rounded, unless it is dynamic.
         path: Of the file.
     """
-    state, ranges = dict(module.state_dict()), {} if quantization.is_dynamic else quantization.ranges()
+    state = dict(nn.Module.state_dict(module))  # all of it: a module may leave out of its own what is frozen
+    ranges = {} if quantization.is_dynamic else quantization.ranges()
     shared = {id(layer): name for name, layer in quantization.layers.items()}
     layers = {name: shared[id(layer)] for name, layer in name_layers(module).items() if id(layer) in shared}
     for name, first in layers.items():
@@ -79,14 +80,18 @@ def load_quantized(module: nn.Module, path: str | PathLike[str], *, as_float: bo
         for name in saved["layers"]:
             _decode(state, name, names[name].get_parameter("weight"))
     else:
-        for key in (f"{name}.{key}" for name in saved["layers"] for key in (_SCALE, _INPUT)):
-            if key in state:
-                state[key] = state[key].view(torch.int32)  # float32 as bits, which ``to(bfloat16)`` keeps
+        state = _as_bits(state, saved["layers"])
         for layer, name in {names[name]: name for name in saved["layers"]}.items():
             _quantize(layer, *(state.get(f"{name}.{key}") for key in _NAMES), is_dynamic=saved["is_dynamic"])
         avoid_fast_paths(module)
     module.load_state_dict(state)
     return module.eval()
+
+
+def _as_bits(state: dict[str, Tensor], layers: list[str]) -> dict[str, Tensor]:
+    """Return a state with float32 scales and ranges of layers as int32, which ``to(bfloat16)`` keeps."""
+    keys = {f"{name}.{key}" for name in layers for key in (_SCALE, _INPUT)}
+    return {key: value.view(torch.int32) if key in keys else value for key, value in state.items()}
 
 
 def _decode(state: dict[str, Tensor], name: str, weight: Tensor) -> None:

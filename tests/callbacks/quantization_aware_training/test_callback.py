@@ -37,7 +37,7 @@ from lightning_vram import (
     quantize_after_fit,
 )
 from lightning_vram.demos import ByteGPT, DigitsData, DigitsResNet
-from lightning_vram.techniques.quantization_aware_training import apply_fake_quantization
+from lightning_vram.techniques.quantization_aware_training import apply_fake_quantization, save_quantized
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -173,6 +173,17 @@ def test_plain_rounded_weights_are_loaded_for_kernels_of_others(fit, tmp_path):
     assert (plain.net[8].weight.qdata.int() - levels).abs().max() <= 1
 
 
+def test_a_module_that_leaves_weights_out_of_its_state_dict_is_saved_whole(fit, tmp_path):
+    class Lean(TinyCNN):
+        def state_dict(self, **_):
+            return {}
+
+    model = Lean()
+    save_quantized(model, apply_fake_quantization(model), tmp_path / "q.pt")
+    loaded = load_quantized(TinyCNN(), tmp_path / "q.pt", as_float=True)
+    assert (loaded[0].weight - model[0].weight).abs().max() <= model[0].weight.abs().max() / 254
+
+
 def test_a_head_that_shares_the_weight_of_an_embedding_is_left_alone_and_refused_by_name():
     model = ByteGPT(1, 16, 2, 8)
     names = [name for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)]
@@ -262,8 +273,8 @@ SHARDS = ": a scale is that of a whole weight, and FSDP2 shards it. Use 'ddp' or
         (
             [EMAWeightAveraging],
             dict,
-            "QuantizationAwareTraining does not work with EMAWeightAveraging, whose copy of the module has no ranges of "
-            "inputs: leave one out.",
+            "QuantizationAwareTraining does not work with EMAWeightAveraging, whose copy of the module has no ranges "
+            "of inputs: leave one out.",
         ),
         (
             [],
