@@ -88,7 +88,7 @@ def load_quantized(module: nn.Module, path: str | PathLike[str], *, as_float: bo
     return module.eval()
 
 
-def _as_bits(state: dict[str, Tensor], layers: list[str]) -> dict[str, Tensor]:
+def _as_bits(state: dict[str, Any], layers: list[str]) -> dict[str, Any]:
     """Return a state with float32 scales and ranges of layers as int32, which ``to(bfloat16)`` keeps."""
     keys = {f"{name}.{key}" for name in layers for key in (_SCALE, _INPUT)}
     return {key: value.view(torch.int32) if key in keys else value for key, value in state.items()}
