@@ -80,7 +80,7 @@ def load_quantized(module: nn.Module, path: str | PathLike[str], *, as_float: bo
         for name in saved["layers"]:
             _decode(state, name, names[name].get_parameter("weight"))
     else:
-        state = _as_bits(state, saved["layers"])
+        _view_as_bits(state, saved["layers"])
         for layer, name in {names[name]: name for name in saved["layers"]}.items():
             _quantize(layer, *(state.get(f"{name}.{key}") for key in _NAMES), is_dynamic=saved["is_dynamic"])
         avoid_fast_paths(module)
@@ -88,10 +88,11 @@ def load_quantized(module: nn.Module, path: str | PathLike[str], *, as_float: bo
     return module.eval()
 
 
-def _as_bits(state: dict[str, Any], layers: list[str]) -> dict[str, Any]:
-    """Return a state with float32 scales and ranges of layers as int32, which ``to(bfloat16)`` keeps."""
-    keys = {f"{name}.{key}" for name in layers for key in (_SCALE, _INPUT)}
-    return {key: value.view(torch.int32) if key in keys else value for key, value in state.items()}
+def _view_as_bits(state: dict[str, Tensor], layers: list[str]) -> None:
+    """Make int32 of the float32 scales and ranges of layers, which ``to(bfloat16)`` keeps."""
+    for key in (f"{name}.{key}" for name in layers for key in (_SCALE, _INPUT)):
+        if key in state:
+            state[key] = state[key].view(torch.int32)
 
 
 def _decode(state: dict[str, Tensor], name: str, weight: Tensor) -> None:
