@@ -70,7 +70,7 @@ class NarrowMoments(StepTakeOver):
             states.convert(optimizer)
             self._kept[id(optimizer)] = states
             self._handles += [
-                optimizer.register_load_state_dict_pre_hook(states.before_load),
+                optimizer.register_load_state_dict_pre_hook(partial(_before_load, states)),
                 optimizer.register_load_state_dict_post_hook(partial(_after_load, states)),
             ]
             self._take_over(optimizer)
@@ -111,6 +111,11 @@ class NarrowMoments(StepTakeOver):
             states.form.step(step_round, ours)
         else:
             step_in_parts(step_round, states, ours)
+
+
+def _before_load(states: NarrowStates, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    states.take_in(optimizer)
+    return states.before_load(optimizer, state_dict)
 
 
 def _after_load(states: NarrowStates, optimizer: Optimizer) -> None:

@@ -99,7 +99,6 @@ class NarrowStates:
 
     def before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Take the moments out of what is loaded: ``torch.optim`` would make float32 of all of them at once."""
-        self.take_in(optimizer)
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         parameters = dict(zip(saved, self._places, strict=False))  # the optimizer complains of other numbers
         states = dict(state_dict["state"])
