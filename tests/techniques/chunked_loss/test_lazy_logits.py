@@ -133,8 +133,8 @@ def test_logits_of_other_weights_are_refused(lazy, what):
     with pytest.raises(
         RuntimeError,
         match=r"^ChunkedLoss: logits of head are read after what they are made of \(input, weights, masks\) has "
-        r"changed, or is gone\. Compute the loss before the optimizer's step, and keep for later what is needed of them: "
-        r"logits\.argmax\(-1\), logits\.cpu\(\)\.$",
+        r"changed, or is gone\. Compute the loss before the optimizer's step, and keep for later what is needed of "
+        r"them: logits\.argmax\(-1\), logits\.cpu\(\)\.$",
     ):
         logits.logsumexp(-1)
 
