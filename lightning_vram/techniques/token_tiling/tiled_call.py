@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from lightning_vram.core.hooks.stage import exact_only
 from lightning_vram.core.random_state.host import DrawnNumbers, HostRandomState
@@ -158,6 +157,10 @@ class _Tiled(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "TokenTiling: gradients of gradients (create_graph=True) are not computed in tiles. Leave TokenTiling "
+                "out."
+            )
         return None, *ctx.call.backward(ctx.saved_tensors, gradients, ctx.needs_input_grad[1:])
