@@ -20,7 +20,6 @@ from lightning_vram.core.hooks.moment import is_transformed
 from lightning_vram.core.layers.patterns import LayerPattern
 from lightning_vram.core.surgery.class_swap import Swaps
 from lightning_vram.core.tensors.parameter_classes import PLAIN_TYPES
-from lightning_vram.core.tensors.shards import is_shard
 from lightning_vram.core.tensors.versions import is_strided
 from lightning_vram.private_names.fsdp2.states import is_sharded
 from lightning_vram.private_names.torch.trees import tree_map_only
@@ -128,9 +127,9 @@ def _run(module: nn.Module, state: _State, plain: Callable[..., Any], /, *args: 
     weight, bias = linear.weight, linear.bias
     if not isinstance(weight, Tensor):  # kept in few bits: decoded for the step
         weight = weight.dequantize()
-    if not (is_strided(hidden) and type(hidden) in PLAIN_TYPES) or is_shard(weight):
+    if not (is_strided(hidden) and {type(hidden), type(weight)} <= PLAIN_TYPES):
         if not isinstance(hidden, LazyLogits):
-            state.settings.tell("another class of tensors (tensor parallelism, nested tensors)")
+            state.settings.tell("another class of tensors (tensor parallelism, torchao, nested tensors)")
         return plain(*args, **kwargs)
     if is_sharded(module):  # its weights go when its forward ends
         weight, bias = weight.clone(), None if bias is None else bias.clone()

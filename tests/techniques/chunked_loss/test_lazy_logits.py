@@ -167,7 +167,7 @@ def test_a_head_of_another_class_of_tensors_is_plain(lazy):
     with lazy.handle.active():
         logits = lazy.net.head(torch.nested.nested_tensor_from_jagged(torch.ones(5, 8), torch.tensor([0, 2, 5])))
     assert logits.is_nested
-    assert lazy.told == [("head", "another class of tensors (tensor parallelism, nested tensors)")]
+    assert lazy.told == [("head", "another class of tensors (tensor parallelism, torchao, nested tensors)")]
 
 
 def test_a_compiled_loss_runs_as_it_is(lazy):
