@@ -22,6 +22,11 @@ IN_BACKWARD = Part(
     "lightning_vram.OptimizerInBackward", note="each parameter steps in the backward, and its gradient is freed"
 )
 CHECKPOINTING = Part("lightning_vram.ActivationCheckpointing", note="layers run again in the backward")
+TOKEN_TILING = Part(
+    "lightning_vram.TokenTiling",
+    exactness=Exactness.LOSSLESS,
+    note="MLPs run some tokens at a time, once more in the backward",
+)
 FUSION = Part("lightning_vram.InPlaceFusion", note="cheap operators run again in the backward")
 OFFLOAD = Part("lightning_vram.ActivationOffload", note="what is kept for the backward waits on the host")
 COMPRESSION = Part(
@@ -83,6 +88,7 @@ class Remedies:
         checkpoints: Whether layers may be checkpointed.
         offloads: Whether what checkpointed layers keep may go to the host.
         cuts: Whether batches may run in parts.
+        tiles: Whether MLPs of long sequences may run in tiles.
         free: What takes no time.
     """
 
@@ -91,6 +97,7 @@ class Remedies:
     checkpoints: bool = True
     offloads: bool = False
     cuts: bool = False
+    tiles: bool = False
     free: tuple[Part, ...] = ()
 
 
@@ -138,6 +145,7 @@ def remedies_for(
         checkpoints=not has_checkpoints,
         offloads=on_card and not has_checkpoints and OFFLOAD.name not in taken,
         cuts=level >= IN_PARTS.exactness and IN_PARTS.name not in taken,
+        tiles=level >= TOKEN_TILING.exactness and TOKEN_TILING.name not in taken,
         free=tuple(
             part for part in (EARLY_RELEASE, CHUNKED_LOSS) if part.name not in taken and part.exactness <= level
         ),

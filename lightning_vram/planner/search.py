@@ -19,6 +19,7 @@ from lightning_vram.planner.remedies import (
     IN_BACKWARD,
     IN_PARTS,
     OFFLOAD,
+    TOKEN_TILING,
     Remedies,
     mode_of,
 )
@@ -51,6 +52,7 @@ class _Search:
         self._tried: list[Measured] = []
         self._sets: list[Measured] = []  # of those, what is about states
         self._refused: list[Part] = []
+        self._tiles = remedies.tiles
 
     def run(self) -> Found:
         plain = self._run(Scheme())
@@ -149,6 +151,8 @@ class _Search:
             self._fit_parts(whole)
             if self._best() is None and lean is not None:
                 self._fit_parts(lean)
+        if self._tiles:
+            self._try_tiles(whole if lean is None else lean, may_cut=may_cut)
 
     def _try_checkpoints(self, whole: Measured) -> Measured | None:
         """Run with checkpointed layers that keep nothing, and that keep as much as fits; return the first."""
@@ -167,6 +171,19 @@ class _Search:
             self._fit_budget(whole, lean, arguments)
         return lean
 
+    def _try_tiles(self, lean: Measured, *, may_cut: bool) -> None:
+        """Let MLPs run in tiles, where layers keep nothing and still too much: it is one more forward of theirs."""
+        if self._fits(lean) or self._is_as_fast(lean):
+            return
+        tiled = self._run(lean.scheme + TOKEN_TILING)
+        self._tiles = tiled is not None and tiled.activation_bytes < lean.activation_bytes  # else of no set
+        if tiled is None or not self._tiles or self._fits(tiled):
+            return
+        if self._remedies.offloads:
+            self._run(tiled.scheme + OFFLOAD)
+        if may_cut and self._best() is None:
+            self._fit_parts(tiled)
+
     def _find_least(self) -> None:
         """Add one part after the other, as long as each saves something: to say what would be needed."""
         if any(one.needed_bytes <= self._budget_bytes for one in self._tried):
@@ -174,6 +191,7 @@ class _Search:
         least = self._sets[-1]
         parts = [part for part in self._remedies.singles if part != OFFLOAD]
         parts += [CHECKPOINTING] if self._remedies.checkpoints else []
+        parts += [TOKEN_TILING] if self._tiles else []
         parts += [OFFLOAD] if self._remedies.offloads or OFFLOAD in self._remedies.singles else []
         parts += [_in_parts(1)] if self._remedies.cuts and self._workload.batch_size > 1 else []
         for part in parts:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from lightning_vram.planner.measured import Found, Measured, Workload
 from lightning_vram.planner.parts import Exactness, Part
-from lightning_vram.planner.remedies import CHECKPOINTING, IN_PARTS, Remedies
+from lightning_vram.planner.remedies import CHECKPOINTING, IN_PARTS, TOKEN_TILING, Remedies
 from lightning_vram.planner.scheme import Scheme
 from lightning_vram.planner.search import search
 from lightning_vram.planner.traced_steps import TracedSteps
@@ -39,6 +39,8 @@ def _singles(steps: TracedSteps, remedies: Remedies) -> Iterator[Scheme]:
     yield from (Scheme((part,)) for part in (*remedies.free, *remedies.singles))
     if remedies.checkpoints:
         yield Scheme((CHECKPOINTING,))
+    if remedies.tiles:
+        yield Scheme((TOKEN_TILING,))
     if remedies.cuts and steps.batch_size > 1:
         yield Scheme((replace(IN_PARTS, init_args={"size": -(-steps.batch_size // 2)}),))
 

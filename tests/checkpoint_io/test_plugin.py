@@ -193,7 +193,7 @@ def test_host_memory_holds_no_second_copy(tmp_path):
         grown = pool.submit(measure, tmp_path).result()
     saving, resuming = grown["TorchCheckpointIO"]
     assert saving > 0.9 * STATE_BYTES  # else this shows nothing
-    assert resuming > 0.9 * STATE_BYTES
+    assert resuming > 0.6 * STATE_BYTES  # torch 2.11 reads a part from the file
     saving, resuming = grown["StreamedCheckpointIO"]
     assert saving < 0.1 * STATE_BYTES
     assert resuming < 0.1 * STATE_BYTES

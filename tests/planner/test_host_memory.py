@@ -82,6 +82,7 @@ def test_a_host_that_has_too_little_for_all_is_told():
     )
 
 
+@pytest.mark.slow
 def test_moments_in_fewer_bytes_make_a_run_fit():
     def plan(allow):
         return plan_memory(Wide(), torch.zeros(8, 16), device="cpu", budget="145MiB", allow=allow)

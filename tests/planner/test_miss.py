@@ -46,6 +46,7 @@ class Wide(pl.LightningModule):
         return torch.optim.AdamW(self.parameters())
 
 
+@pytest.mark.slow
 def test_the_batch_and_the_sequence_that_are_told_fit():
     tokens = torch.zeros(16, 129, dtype=torch.int64)
     budget = miss(make_gpt(), tokens, device="cpu", budget="2MiB").minimum_bytes * 2 // 3

@@ -75,9 +75,22 @@ class LitBytes(ByteGPT):
         return DataLoader(self.batches, batch_size=None)
 
 
+class LitLong(LitBytes):
+    """One sequence of several tiles."""
+
+    def __init__(self):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            ByteGPT.__init__(self, num_layers=2, width=16, num_heads=2, sequence_length=2048, dropout=0.0)
+            self.batches = [torch.randint(256, (1, 2049)) for _ in range(2)]
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
 def make_module(name):
-    if name == "byte_gpt":
-        return LitBytes()
+    if name in ("byte_gpt", "long"):
+        return LitBytes() if name == "byte_gpt" else LitLong()
     if name in MORE:
         return LitText(name)
     return LitArchitecture(name, batch_size=BATCH_SIZE, num_samples=2 * BATCH_SIZE)
@@ -142,6 +155,19 @@ def test_some_of_the_plain_peak_is_saved(name, make_trainer):
 @pytest.mark.parametrize("name", ["byte_gpt", "bert", "llama"])
 def test_less_of_it_is_kept_or_refused_with_the_least(name, share, make_trainer):
     assert (check(name, share, make_trainer) is not None) == (name == "byte_gpt")  # the others have three layers
+
+
+@pytest.mark.slow
+def test_long_sequences_run_in_tiles_where_checkpointed_layers_are_too_large(make_trainer):
+    module = make_module("long")
+    batch = module.batches[0]
+    plain_bytes = trace_real_fit(module, batch, FitRun({})).timeline.peak_bytes
+    plan = plan_or_least(module, batch, int(0.3 * plain_bytes), allow="lossless")
+    assert str(plan.best.scheme) == "ChunkedLoss + ActivationCheckpointing + TokenTiling"
+    assert trace_real_fit(module, batch, FitRun(plan.trainer_kwargs())).timeline.peak_bytes <= plan.peak_bytes
+    packed, plain = train("long", make_trainer, **plan.trainer_kwargs()), train("long", make_trainer)
+    for one, other in zip(packed.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.slow

@@ -22,8 +22,10 @@ from lightning_vram.planner.remedies import (
     LOW_BIT,
     LOWER_BIT,
     MOMENTS,
+    OFFLOAD,
     OPTIMIZER_ON_HOST,
     QUANTIZED,
+    TOKEN_TILING,
     Remedies,
     leaner_on_host,
     remedies_for,
@@ -190,6 +192,63 @@ def test_what_is_free_and_does_not_help_is_left_out(steps):
     assert [part.name for part in best.scheme.parts] == ["ActivationCheckpointing"]
 
 
+class StepsInTiles(Steps):
+    """Of layers that keep nothing tiles take a part away, and offload a quarter; both take time."""
+
+    def __init__(self, tile_bytes=LEAST // 2, **arguments):
+        super().__init__(**arguments)
+        self.tile_bytes = tile_bytes
+
+    def __call__(self, scheme):
+        measured = super().__call__(scheme)
+        names = [part.name for part in scheme.parts]
+        if measured is None or CHECKPOINTING not in scheme.parts:
+            return measured
+        saved, seconds = self.tile_bytes * (TOKEN_TILING.name in names), 0.1 * (TOKEN_TILING.name in names)
+        saved, seconds = saved + LEAST // 4 * (OFFLOAD.name in names), seconds + 0.5 * (OFFLOAD.name in names)
+        if IN_PARTS.name in names:
+            saved = saved * measured.activation_bytes // LEAST
+        time = StepTime(measured.seconds + seconds)
+        kept, needed = measured.activation_bytes - saved, measured.needed_bytes - saved
+        return replace(measured, needed_bytes=needed, activation_bytes=kept, time=time)
+
+
+PLAIN, CHECKPOINTED, TILED = Scheme(), Scheme((CHECKPOINTING,)), Scheme((CHECKPOINTING, TOKEN_TILING))
+
+
+@pytest.mark.parametrize(
+    ("budget", "remedies", "tried", "best"),
+    [
+        (5 * GIB, {}, [PLAIN, CHECKPOINTED, CHECKPOINTED], CHECKPOINTED),
+        (4.8 * GIB, {"offloads": True}, [PLAIN, CHECKPOINTED, CHECKPOINTED + OFFLOAD, TILED], TILED),  # it is faster
+        (4.6 * GIB, {}, [PLAIN, CHECKPOINTED, TILED], TILED),
+        (
+            4.3 * GIB,
+            {"offloads": True},
+            [PLAIN, CHECKPOINTED, CHECKPOINTED + OFFLOAD, TILED, TILED + OFFLOAD],
+            TILED + OFFLOAD,
+        ),
+        (4.6 * GIB, {"checkpoints": False}, [PLAIN, Scheme((TOKEN_TILING,))], None),  # which the user has himself
+    ],
+)
+def test_mlps_run_in_tiles_where_layers_that_keep_nothing_are_too_large(budget, remedies, tried, best):
+    found = found_for(int(budget), steps=StepsInTiles(), states=(Scheme(),), tiles=True, **remedies)
+    names = [[part.name for part in one.scheme.parts] for one in found.tried]
+    assert names == [[part.name for part in scheme.parts] for scheme in tried]
+    assert (found.best and [part.name for part in found.best.scheme.parts]) == (
+        best and [part.name for part in best.parts]
+    )
+
+
+def test_tiles_go_with_parts_of_a_batch_and_are_asked_for_once_where_they_do_not_help():
+    found = found_for(int(4.01 * GIB), steps=StepsInTiles(), states=(Scheme(),), tiles=True, cuts=True)
+    assert [part.name for part in found.best.scheme.parts] == [CHECKPOINTING.name, TOKEN_TILING.name, IN_PARTS.name]
+    assert found_for(GIB // 4, steps=StepsInTiles(), tiles=True).least.scheme == ON_HOST + CHECKPOINTING + TOKEN_TILING
+    steps = StepsInTiles(tile_bytes=0)
+    found_for(int(4.3 * GIB), steps=steps, states=(Scheme(), Scheme((IN_BACKWARD,))), tiles=True)
+    assert [scheme for scheme in steps.schemes if TOKEN_TILING.name in scheme] == [str(TILED)]
+
+
 def test_what_a_part_refuses_is_passed_over():
     found = found_for(8 * GIB, steps=Steps(refused=(CHECKPOINTING.name,)), singles=(FUSION,))
     assert found.best.scheme == ON_HOST
@@ -211,7 +270,7 @@ def test_results_are_as_true_as_was_asked_for():
         remedies = remedies_for({"precision": "bf16-mixed"}, level, on_card=True)
         parts = [*remedies.singles, *(part for scheme in remedies.states for part in scheme.parts)]
         assert max(part.exactness for part in parts) == level
-        assert remedies.cuts == (level >= Exactness.LOSSLESS)
+        assert remedies.cuts == remedies.tiles == (level >= Exactness.LOSSLESS)
         chunked = [CHUNKED_LOSS] if level >= Exactness.LOSSLESS else []
         assert list(remedies.free) == [EARLY_RELEASE, *chunked]
         frozen = nn.Linear(9, 9).requires_grad_(False)

@@ -36,7 +36,8 @@ class ChunkedLoss(FitTechnique):
             several. ``"auto"`` finds what models of transformers declare, else linear layers with as many results as an
             embedding has entries.
         chunk: Tokens whose logits are there at a time. ``"auto"``: as many as make logits of the size of the hidden
-            states, at least 256, or 128 on a CPU.
+            states, at least 256, or 128 on a CPU; fewer where the device has no room for as many, and sums then round
+            otherwise.
 
     Raises:
         TypeError: If an argument is of the wrong kind.

@@ -6,7 +6,7 @@ weights, which the adapters train with. It does not help where weights are train
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -28,7 +28,14 @@ from lightning_vram.private_names.fsdp2.states import (
     look_past_attribute,
     place_of,
 )
-from lightning_vram.techniques.quantize_frozen_weights import QuantizedLayers, quantize_frozen_weights, quantized_weight
+from lightning_vram.techniques.quantize_frozen_weights import (
+    MIN_BLOCK_SIZE,
+    Library,
+    QuantizedLayers,
+    quantize_frozen_weights,
+    quantized_weight,
+    why_not_installed,
+)
 from lightning_vram.techniques.sharding import has_meta, materialize
 
 _SEED = 0
@@ -59,9 +66,13 @@ class QuantizeFrozenWeights(FitTechnique):
             have from where this one had them.
         keep: Leave the weights quantized after the run. Else they are decoded then, on the host, layer by layer: the
             module has what it had, up to the error of quantization, in as much memory.
+        library: Whose kernels decode: ``"own"``; ``"bitsandbytes"``, in extra ``lowbit``, blocks of 32 or more;
+            ``"auto"``: the latter where it is installed and faster, on CUDA and with 4 bits on the host. Bytes and
+            checkpoints are the same with all, and on the host all numbers are.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
+        ModuleNotFoundError: In ``setup``, if the library is not installed.
         ValueError: If an argument has a value that is not allowed; before training, if ``layers`` names what cannot be
             quantized, or a checkpoint has weights in other blocks.
         MisconfigurationException: In ``setup``, if the Trainer is one of ``pytorch_lightning``, has another of these,
@@ -83,6 +94,7 @@ class QuantizeFrozenWeights(FitTechnique):
         block_size: int = 64,
         save: Literal["all", "trainable"] = "all",
         keep: bool = False,  # noqa: FBT001, FBT002 - set by name in configuration files
+        library: Library = "own",
     ) -> None:
         _check_int("bits", bits, "8 or 4", lambda number: number in (8, 4))
         check_layers("QuantizeFrozenWeights(layers)", layers)
@@ -90,16 +102,21 @@ class QuantizeFrozenWeights(FitTechnique):
         if save not in ("all", "trainable"):
             raise ValueError(f"QuantizeFrozenWeights(save) must be 'all' or 'trainable', got {save!r}.")
         check_bool("QuantizeFrozenWeights(keep)", keep)
+        _check_library(library, block_size)
         self.bits = bits
         self.layers = layers
         self.block_size = block_size
         self.save = save
         self.keep = keep
+        self.library = library
         self._quantized: QuantizedLayers | None = None
         self._checkpoints: Checkpoints | None = None
 
     @override
     def _check(self, trainer: pl.Trainer) -> None:
+        why = why_not_installed(self.library)
+        if why is not None:
+            raise ModuleNotFoundError(why)
         check_run(self, trainer, has_frozen=self.save == "all")
 
     @override
@@ -129,7 +146,7 @@ class QuantizeFrozenWeights(FitTechnique):
             materialize(part, seed=_SEED, model=module, uninitialized_ok=is_loaded)
 
         self._quantized = quantize_frozen_weights(
-            module, self.bits, self.block_size, self.layers, give_memory=give_memory
+            module, self.bits, self.block_size, self.layers, library=self.library, give_memory=give_memory
         )
         if has_meta(module) and not hasattr(trainer.strategy, "moments"):  # fsdp_offload does it shard by shard
             give_memory(module)
@@ -193,6 +210,17 @@ def _check_int(argument: str, value: object, allowed: str, is_allowed: Any) -> N
         )
     if not is_allowed(value):
         raise ValueError(f"QuantizeFrozenWeights({argument}) must be {allowed}, got {value}.")
+
+
+def _check_library(library: object, block_size: int) -> None:
+    if library not in get_args(Library):
+        named = ", ".join(map(repr, get_args(Library)))
+        raise ValueError(f"QuantizeFrozenWeights(library) must be one of {named}, got {library!r}.")
+    if library == "bitsandbytes" and block_size < MIN_BLOCK_SIZE:
+        raise ValueError(
+            f"QuantizeFrozenWeights(library='bitsandbytes') has blocks of {MIN_BLOCK_SIZE} or more, got "
+            f"block_size={block_size}: use block_size={MIN_BLOCK_SIZE}, or library='own'."
+        )
 
 
 def _is_block_size(number: int) -> bool:

@@ -16,19 +16,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_vram.core.hooks.moment import is_transformed
+from lightning_vram.core.hooks.moment import is_in_backward, is_transformed
 from lightning_vram.core.layers.patterns import LayerPattern
 from lightning_vram.core.surgery.class_swap import Swaps
 from lightning_vram.core.tensors.parameter_classes import PLAIN_TYPES
 from lightning_vram.core.tensors.versions import is_strided
 from lightning_vram.private_names.fsdp2.states import is_sharded
 from lightning_vram.private_names.torch.trees import tree_map_only
+from lightning_vram.techniques.chunked_loss.chunk_rows import ChunkRows
 from lightning_vram.techniques.chunked_loss.expression import Head
 from lightning_vram.techniques.chunked_loss.heads import find_heads
 from lightning_vram.techniques.chunked_loss.lazy_logits import LazyLogits, Settings, make_logits
 
 _KEY = "_chunked_loss"
-_FEWEST_ROWS = {"cpu": 128}  # fewer leave products of matrices slow; elsewhere 256
 
 
 class ChunkedLossHandle:
@@ -44,9 +44,10 @@ class ChunkedLossHandle:
         self.heads = list(heads)
         self._is_active = False
         self._swaps = Swaps(_KEY)
+        find_rows = ChunkRows(chunk)
         with self._swaps.all_or_none():
             for name, head in heads.items():
-                settings = Settings(name, partial(find_chunk_rows, chunk), partial(tell, name))
+                settings = Settings(name, find_rows, partial(tell, name))
                 self._swaps.add(head, _State(self, settings), _run)
 
     @property
@@ -72,6 +73,13 @@ class ChunkedLossHandle:
 class _State:
     handle: ChunkedLossHandle
     settings: Settings
+    was_active: bool = False  # in its last run outside of a backward
+
+    def is_active(self) -> bool:
+        """Whether the head returns logits that are not there; in a checkpoint's second run as it did in its first."""
+        if not is_in_backward():
+            self.was_active = self.handle.is_active
+        return self.was_active
 
 
 def apply_chunked_loss(
@@ -87,7 +95,7 @@ def apply_chunked_loss(
         model: Any module.
         heads: See :func:`~lightning_vram.techniques.chunked_loss.heads.find_heads`.
         chunk: Tokens whose logits are there at a time; ``"auto"``: as many as make logits of the size of the hidden
-            states.
+            states, or fewer where the device has no room for them.
         tell: Is called where something needs whole logits, with the names of the head and of the function.
 
     Returns:
@@ -99,21 +107,6 @@ def apply_chunked_loss(
     return ChunkedLossHandle(find_heads(model, heads), chunk, tell)
 
 
-def find_chunk_rows(chunk: int | Literal["auto"], hidden: Tensor, num_rows: int, num_classes: int) -> int:
-    """Return how many tokens are computed at a time: the same for the same sizes, so that a run can be repeated.
-
-    Args:
-        chunk: As it was asked for.
-        hidden: What the head got, [..., D].
-        num_rows: Tokens.
-        num_classes: V.
-    """
-    if chunk != "auto":
-        return chunk
-    fewest = _FEWEST_ROWS.get(hidden.device.type, 256)
-    return max(fewest, 1 << max(0, (num_rows * hidden.shape[-1] // num_classes - 1).bit_length()))
-
-
 def settle(values: Any, why: str) -> None:
     """Compute all logits in a nest of values now, for those who read them when the weights are others."""
     tree_map_only(LazyLogits, lambda one: one.settle(why), values)
@@ -121,7 +114,7 @@ def settle(values: Any, why: str) -> None:
 
 def _run(module: nn.Module, state: _State, plain: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     hidden = args[0] if len(args) == 1 and not kwargs else None
-    if not (state.handle.is_active and isinstance(hidden, Tensor)) or torch.compiler.is_compiling() or is_transformed():
+    if torch.compiler.is_compiling() or is_transformed() or not (state.is_active() and isinstance(hidden, Tensor)):
         return plain(*args, **kwargs)
     linear: Any = module
     weight, bias = linear.weight, linear.bias

@@ -132,16 +132,25 @@ def map_rows(root: Node, change: Callable[[Tensor], Tensor]) -> Node:
 
 def detach(root: Node) -> Node:
     """Return the graph, of which no gradient comes."""
+    return _map_tensors(root, lambda tensor: tensor.detach(), keeps_hooks=False)
 
-    def of(tensor: Tensor | None) -> Any:
-        return None if tensor is None else tensor.detach()
 
+def hollow(root: Call) -> Call:
+    """Return the graph without its tensors, which autograd keeps, and frees when its backward has been."""
+    found = _map_tensors(root, lambda tensor: tensor.new_empty(0), keeps_hooks=True)
+    assert isinstance(found, Call)
+    return found
+
+
+def _map_tensors(root: Node, change: Callable[[Tensor], Tensor], *, keeps_hooks: bool) -> Node:
     made: dict[int, Node] = {}
     for node in walk(root):
         if isinstance(node, Head):
-            made[id(node)] = Head(of(node.hidden), of(node.weight), of(node.bias), node.dtype)
+            hooks = node.hooks if keeps_hooks else OrderedDict()
+            bias = None if node.bias is None else change(node.bias)
+            made[id(node)] = Head(change(node.hidden), change(node.weight), bias, node.dtype, hooks)
         elif isinstance(node, Rows | Whole):
-            made[id(node)] = replace(node, values=of(node.values))
+            made[id(node)] = replace(node, values=change(node.values))
         else:
             args = [made.get(id(value), value) for value in node.args]
             made[id(node)] = replace(node, args=args, kwargs={k: made.get(id(v), v) for k, v in node.kwargs.items()})

@@ -17,24 +17,13 @@ from torch.utils.hooks import RemovableHandle
 from lightning_vram.core.hooks.hidden_from_dynamo import hide_from_dynamo
 from lightning_vram.core.tensors.versions import version_of
 from lightning_vram.private_names.fsdp2.states import waits_for_backward
-from lightning_vram.private_names.torch.tensors import VIEW_PROPERTIES, make_wrapper, without_torch_function
+from lightning_vram.private_names.torch.tensors import make_wrapper, without_torch_function
 from lightning_vram.private_names.torch.trees import tree_map_only
+from lightning_vram.techniques.chunked_loss.chunk_rows import ChunkRows
 from lightning_vram.techniques.chunked_loss.expression import Call, Head, Node, detach, read_autocast, walk
+from lightning_vram.techniques.chunked_loss.questions import IN_PLACE, PROPERTIES, QUESTIONS
 from lightning_vram.techniques.chunked_loss.row_chunks import compute_rows, compute_sum
 from lightning_vram.techniques.chunked_loss.row_program import RowProgram
-
-_PROPERTIES = VIEW_PROPERTIES | {
-    *("shape", "dtype", "device", "ndim", "layout", "names", "is_leaf", "requires_grad", "grad_fn"),
-    *("retains_grad", "output_nr", "itemsize", "nbytes", "is_cuda", "is_cpu", "is_xpu", "is_mps", "is_meta"),
-    *("is_mtia", "is_ipu", "is_maia", "is_vulkan", "is_mkldnn", "is_sparse", "is_sparse_csr", "is_nested"),
-    *("is_quantized"),
-}
-_QUESTIONS = {
-    *("size", "dim", "ndimension", "numel", "nelement", "stride", "is_contiguous", "element_size"),
-    *("is_floating_point", "is_complex", "is_signed", "is_same_size", "storage_offset", "get_device", "is_conj"),
-    *("is_neg", "is_inference", "__len__"),
-}
-_IN_PLACE = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__set__"})
 
 
 class Settings:
@@ -42,14 +31,11 @@ class Settings:
 
     Args:
         name: Of the head, for messages.
-        find_chunk_rows: Returns how many tokens are computed at a time, of hidden states and the numbers of tokens and
-            classes.
+        find_chunk_rows: How many tokens are computed at a time.
         tell: Is called with the name of a function that got whole logits.
     """
 
-    def __init__(
-        self, name: str, find_chunk_rows: Callable[[Tensor, int, int], int], tell: Callable[[str], None]
-    ) -> None:
+    def __init__(self, name: str, find_chunk_rows: ChunkRows, tell: Callable[[str], None]) -> None:
         self.name, self.find_chunk_rows, self.tell = name, find_chunk_rows, tell
 
 
@@ -75,6 +61,7 @@ class LazyLogits(Tensor):
         memory: That they would share with their views.
         whole: The tensor itself, once somebody needed it.
         versions: How often what it is made of had been written to.
+        has_graph: Whether its node leads to what has gradients.
     """
 
     node: Node
@@ -83,6 +70,12 @@ class LazyLogits(Tensor):
     memory: Memory
     whole: Tensor | None
     versions: list[tuple[Tensor, int]]
+    has_graph: bool
+
+    @property
+    def is_adopted(self) -> bool:
+        """Whether a function of autograd made it without gradients, and has returned it: its graph is not ours."""
+        return self.requires_grad and not self.has_graph
 
     @property
     def lead(self) -> torch.Size:
@@ -110,7 +103,7 @@ class LazyLogits(Tensor):
     @property
     def chunk_rows(self) -> int:
         """How many tokens are computed at a time."""
-        return _chunk_rows(self.memory.settings, self.node, self.lead)
+        return _chunk_rows(self.memory.settings, self.node, self.lead, asks=True)
 
     def make_whole(self, why: str) -> Tensor:
         """Return the tensor; it is made once.
@@ -120,10 +113,10 @@ class LazyLogits(Tensor):
         """
         if self.whole is None:
             with torch.set_grad_enabled(self.requires_grad):
-                self.whole = self.compute(why)
+                self.whole = _Adopted.apply(self, why) if self.is_adopted else self.compute(why)  # type: ignore[no-untyped-call]
             if self.whole.requires_grad:
                 for hook in self._hooks():
-                    self.whole.register_hook(hook)  # type: ignore[no-untyped-call]
+                    self.whole.register_hook(hook)
         return self.whole
 
     def compute(self, why: str) -> Tensor:
@@ -150,7 +143,7 @@ class LazyLogits(Tensor):
         if self.whole is None:
             with torch.no_grad():
                 self.node = detach(self.node)
-                self.whole = self.make_whole(why)
+                self.whole = self.make_whole(why).detach()
 
     def check(self) -> None:
         """Refuse logits of values that are not there any more.
@@ -184,14 +177,14 @@ class LazyLogits(Tensor):
         is_getter = name == "__get__"
         if is_getter:
             name = func.__self__.__name__
-        if name in (_PROPERTIES if is_getter else _QUESTIONS) or func is Tensor.__repr__:
+        if name in (PROPERTIES if is_getter else QUESTIONS) or func is Tensor.__repr__:
             with without_torch_function():
                 return func(*args, **options) if func is not Tensor.__repr__ else f"LazyLogits({tuple(args[0].shape)})"
         args, options = tree_map_only(LazyLogits, _if_made, (args, options))
         ours = [one for one in (*args, *options.values()) if isinstance(one, LazyLogits)]
         if name == "register_hook" and ours and waits_for_backward(args[1]):
             return ours[0].add_hook(args[1])
-        is_writing = name in _IN_PLACE or (name.endswith("_") and not name.startswith("__")) or "out" in options
+        is_writing = name in IN_PLACE or (name.endswith("_") and not name.startswith("__")) or "out" in options
         if ours and (not is_getter or name == "mT") and not is_writing and name in FUNCTIONS:
             for one in ours:
                 one.check()
@@ -255,19 +248,34 @@ class _Unmade(torch.autograd.Function):
         return (None, None, None, None, *found)
 
 
+class _Adopted(torch.autograd.Function):
+    """The values of logits, with the graph that autograd gave to them."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: LazyLogits, why: str) -> Tensor:
+        """Return them."""
+        return logits.compute(why)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        """Hand their gradient on."""
+        return gradient, None
+
+
 def _make(node: Node, sample: Tensor, lead: Sequence[int], class_dim: int, memory: Memory) -> LazyLogits:
     shape = list(lead)
     shape.insert(class_dim, sample.shape[-1])
-    program = RowProgram(_as_call(node), _chunk_rows(memory.settings, node, lead))
+    program = RowProgram(_as_call(node), _chunk_rows(memory.settings, node, lead, asks=False))
     made: LazyLogits = _Unmade.apply(program, shape, sample.dtype, class_dim, *program.inputs())  # type: ignore[no-untyped-call]
     made.node, made.sample, made.class_dim, made.memory, made.whole = node, sample, class_dim, memory, None
+    made.has_graph = made.requires_grad
     made.versions = [(one, version_of(one)) for one in program.inputs() if one is not None]
     return made
 
 
-def _chunk_rows(settings: Settings, node: Node, lead: Sequence[int]) -> int:
+def _chunk_rows(settings: Settings, node: Node, lead: Sequence[int], *, asks: bool) -> int:
     head = next(one for one in walk(node) if isinstance(one, Head))
-    return settings.find_chunk_rows(head.hidden, math.prod(lead), head.weight.shape[0])
+    return settings.find_chunk_rows(head.hidden, math.prod(lead), head.weight.shape[0], asks=asks)
 
 
 def _as_call(node: Node) -> Call:
@@ -279,6 +287,8 @@ def _same(value: Tensor) -> Tensor:
 
 
 def _if_made(one: LazyLogits) -> Tensor:
+    if one.is_adopted:
+        return one.make_whole("checkpoint(use_reentrant=True)")
     return one if one.whole is None else one.whole
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd import Function
 
-from lightning_vram.techniques.chunked_loss.expression import Call
+from lightning_vram.techniques.chunked_loss.expression import Call, hollow
 from lightning_vram.techniques.chunked_loss.row_program import RowProgram
 
 
@@ -60,13 +60,13 @@ class _Sum(Function):
 
 def compute_rows(root: Call, chunk_rows: int) -> list[Tensor]:
     """Return the results of the last call of a graph, all rows of each: [N, ...]."""
-    program = RowProgram(root, chunk_rows)
-    found: Any = _Rows.apply(program, *program.inputs())  # type: ignore[no-untyped-call]
+    inputs = RowProgram(root, chunk_rows).inputs()
+    found: Any = _Rows.apply(RowProgram(hollow(root), chunk_rows), *inputs)  # type: ignore[no-untyped-call]
     return list(found)
 
 
 def compute_sum(root: Call, chunk_rows: int) -> Tensor:
     """Return the sum of the rows of the last call of a graph, which has one number in each."""
-    program = RowProgram(root, chunk_rows)
-    total: Tensor = _Sum.apply(program, *program.inputs())  # type: ignore[no-untyped-call]
+    inputs = RowProgram(root, chunk_rows).inputs()
+    total: Tensor = _Sum.apply(RowProgram(hollow(root), chunk_rows), *inputs)  # type: ignore[no-untyped-call]
     return total

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_vram.core.hooks.unseen_saves import unseen_saves
 from lightning_vram.techniques.chunked_loss.expression import Call, Head, Node, Rows, Whole, walk
 from lightning_vram.techniques.chunked_loss.gradient_sums import GradientSum, wide_dtype
 
@@ -93,23 +94,25 @@ class RowProgram:
             wanted: Of which inputs.
         """
         sums = _Sums(self._flatten(inputs), wanted, len(self.heads), self._num_rowed)
-        for chunk in self._chunks(sums.inputs, wanted):
-            with torch.enable_grad():
-                results = self._evaluate(chunk.logits, chunk.others)
-            stop = chunk.start + len(results[0])
-            sums.take(chunk, results, [one if one is None else one[chunk.start : stop] for one in gradients])
+        with unseen_saves():
+            for chunk in self._chunks(sums.inputs, wanted):
+                with torch.enable_grad():
+                    results = self._evaluate(chunk.logits, chunk.others)
+                stop = chunk.start + len(results[0])
+                sums.take(chunk, results, [one if one is None else one[chunk.start : stop] for one in gradients])
         return sums.results(inputs)
 
     def run_sum(self, inputs: Inputs, wanted: Sequence[bool]) -> tuple[Tensor, list[Tensor | None]]:
         """Return the sum of the rows of the only result, and its gradients, of which inputs they are wanted."""
         total, sums = None, _Sums(self._flatten(inputs), wanted, len(self.heads), self._num_rowed)
-        for chunk in self._chunks(sums.inputs, wanted):
-            with torch.enable_grad():
-                (rows,) = self._evaluate(chunk.logits, chunk.others)
-            part = rows.detach().sum()
-            total = part if total is None else total + part
-            sums.take(chunk, [rows], [torch.ones_like(rows)])
-            del rows
+        with unseen_saves():
+            for chunk in self._chunks(sums.inputs, wanted):
+                with torch.enable_grad():
+                    (rows,) = self._evaluate(chunk.logits, chunk.others)
+                part = rows.detach().sum()
+                total = part if total is None else total + part
+                sums.take(chunk, [rows], [torch.ones_like(rows)])
+                del rows
         assert total is not None
         return total, sums.results(inputs)
 

@@ -1,6 +1,7 @@
 """Weights of frozen layers in 8 or 4 bits, decoded where they are used. May import: core, memory."""
 
 from lightning_vram.techniques.quantize_frozen_weights.apply import QuantizedLayers, quantize_frozen_weights
+from lightning_vram.techniques.quantize_frozen_weights.libraries import MIN_BLOCK_SIZE, Library, why_not_installed
 from lightning_vram.techniques.quantize_frozen_weights.quantized_weight import (
     QuantizedWeight,
     WeightReadError,
@@ -9,10 +10,13 @@ from lightning_vram.techniques.quantize_frozen_weights.quantized_weight import (
 )
 
 __all__ = [
+    "MIN_BLOCK_SIZE",
+    "Library",
     "QuantizedLayers",
     "QuantizedWeight",
     "WeightReadError",
     "quantize_frozen_weights",
     "quantized_weight",
     "read_weights_as",
+    "why_not_installed",
 ]

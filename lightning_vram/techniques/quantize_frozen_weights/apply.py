@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from lightning_vram.core.layers.patterns import LayerPattern
 from lightning_vram.core.layers.selection import name_layers
 from lightning_vram.private_names.torch.modules import own_parameters
+from lightning_vram.techniques.quantize_frozen_weights.libraries import Library
 from lightning_vram.techniques.quantize_frozen_weights.loading import load_packed
 from lightning_vram.techniques.quantize_frozen_weights.packing import Bits, Packing
 from lightning_vram.techniques.quantize_frozen_weights.quantized_weight import (
@@ -24,6 +25,7 @@ def quantize_frozen_weights(
     block_size: int = 64,
     layers: LayerPattern | Sequence[LayerPattern] = "auto",
     *,
+    library: Library = "own",
     give_memory: Callable[[nn.Module], object] | None = None,
 ) -> "QuantizedLayers":
     """Keep weights of frozen layers of ``model`` in few bits, until :meth:`QuantizedLayers.remove`.
@@ -38,6 +40,8 @@ def quantize_frozen_weights(
         block_size: Neighbours that share a float32 scale; a power of two.
         layers: ``"auto"``: all that are frozen and have 4096 numbers or more. Else what
             :func:`~lightning_vram.core.layers.selection.select_layers` knows: these, and what is frozen inside them.
+        library: Whose kernels decode: ``"own"``, ``"bitsandbytes"``, or ``"auto"``: that one where it is installed
+            and faster.
         give_memory: Called with a layer whose weight is on the meta device: gives it memory and values, or the layers
             have to be loaded later.
 
@@ -69,6 +73,7 @@ def quantize_frozen_weights(
             quantized.layers[name] = layer
             if quantized_weight(layer) is None:
                 _quantize(layer, name, packing, done, give_memory)
+            vars(layer)["weight"].library = library
     except BaseException:
         quantized.remove()
         raise

@@ -20,6 +20,7 @@ from lightning_vram.core.hooks.moment import is_transformed
 from lightning_vram.core.hooks.remade_saves import RemadeSaves
 from lightning_vram.private_names.torch.autograd import may_set_hooks
 from lightning_vram.private_names.torch.modules import own_buffers, own_parameters
+from lightning_vram.techniques.quantize_frozen_weights.libraries import Library
 from lightning_vram.techniques.quantize_frozen_weights.packing import Packing
 
 DTYPE = "_quantized_weight_dtype"
@@ -51,7 +52,7 @@ class QuantizedWeight:
         loading: The hook that encodes what the layer is given.
     """
 
-    __slots__ = ("_buffers", "_parameters", "loading", "name", "packing", "read_as", "shape")
+    __slots__ = ("_buffers", "_parameters", "library", "loading", "name", "packing", "read_as", "shape")
     requires_grad = False
     grad = None
     is_leaf = True
@@ -62,6 +63,8 @@ class QuantizedWeight:
         # not the layer, which would hold itself; both follow it in copies
         self._parameters, self._buffers = own_parameters(layer), own_buffers(layer)
         self.name, self.packing, self.shape, self.loading = name, packing, shape, loading
+        self.library: Library = "own"
+        """Whose kernels decode."""
         self.read_as: torch.dtype | None = None
         """Set for the time in which somebody keeps plain weights in another dtype."""
 
@@ -116,7 +119,7 @@ class QuantizedWeight:
         packed = self.packed
         if isinstance(packed, DTensor):
             packed = packed.full_tensor()
-        return self.packing.decode(packed, self.numel(), dtype or self.dtype).view(self.shape)
+        return self.packing.decode(packed, self.numel(), dtype or self.dtype, self.library).view(self.shape)
 
     def look_up(self, indices: Tensor) -> Tensor:
         """Return rows, of a weight of two dimensions, [*indices.shape, shape[1]]; only they are decoded."""
@@ -124,7 +127,8 @@ class QuantizedWeight:
         if width % self.packing.block_size:
             return F.embedding(indices, self.dequantize())
         rows = self.packed.view(num_rows, -1).index_select(0, indices.reshape(-1)).view(-1, self.packing.row_bytes)
-        return self.packing.decode(rows, indices.numel() * width, self.dtype).view(*indices.shape, width)
+        numbers = self.packing.decode(rows, indices.numel() * width, self.dtype, self.library)
+        return numbers.view(*indices.shape, width)
 
     def __getitem__(self, key: Any) -> Tensor:
         """Return rows of an embedding, as some classes read them in their own ``forward``."""

@@ -53,13 +53,14 @@ _KEEPING_ROWS = frozenset(  # if the dimension is there afterwards
         "glu",
         "native_dropout",
         "empty_like",
+        "new_empty",
         "zeros_like",
         "ones_like",
         "full_like",
     ]
 )
 _OTHER_VIEWS = frozenset(["as_strided", "unfold", "diagonal"])
-_NAMING_SIZES = frozenset(["view", "expand"])
+_NAMING_SIZES = frozenset(["view", "expand", "new_empty"])
 
 
 class NotAlone(Exception):  # noqa: N818 - a reason
@@ -84,7 +85,7 @@ def ask_operators(body: Body, call: CutCall, tensors: list[Tensor]) -> str:
         parts = call.cut(tensors, lambda one, to=prime: one.new_empty(_replaced(one, call.dim, to)))  # type: ignore[misc]
         parts = [part if is_cut else part.detach() for part, is_cut in zip(parts, call.is_cut, strict=True)]
         with detect_fake_mode(parts) or nullcontext(), _Watch(prime, parts) as watch:
-            results, _ = body.run(parameters, call.arguments(parts))
+            results, _ = body.having(parameters, lambda parts=parts: body.run(call.arguments(parts)))  # type: ignore[misc]
         if not results or not all(isinstance(one, Tensor) for one in results):
             raise NotAlone("returns something else than tensors")
         if any(one.dim() <= call.dim or one.shape[call.dim] != prime for one in results):

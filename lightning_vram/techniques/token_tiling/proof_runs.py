@@ -80,7 +80,7 @@ class Runs:
                     one.fill_(torch.nan)
         before = [(one.clone(), version_of(one)) for one in tensors]
         with _Watch(self.num_tokens) as watch:
-            results, _ = self._body.run(self._parameters, self._call.arguments(tensors))
+            results, _ = self._run(self._call.arguments(tensors))
         if not all(
             version_of(one) == then and is_same(one, copy) for one, (copy, then) in zip(tensors, before, strict=True)
         ):
@@ -90,6 +90,9 @@ class Runs:
         if any(one.dim() <= dim or one.shape[dim] != num for one in results):
             raise NotAlone("returns a tensor that has not as many tokens as its input")
         return [one.movedim(dim, 0) for one in results], watch.num_drawn
+
+    def _run(self, arguments: Any) -> Any:
+        return self._body.having(self._parameters, lambda: self._body.run(arguments))
 
     def gradients(self, order: Tensor) -> list[Tensor | None]:
         """Return the gradients of what has tokens, tokens first, of some that the results have.
@@ -102,7 +105,7 @@ class Runs:
         chosen = [one for one, is_cut in zip(tensors, self._call.is_cut, strict=True) if is_cut and _has_gradient(one)]
         with self._grad():
             inputs = [one.requires_grad_() for one in chosen]
-            results, _ = self._body.run(self._parameters, self._call.arguments(tensors))
+            results, _ = self._run(self._call.arguments(tensors))
             ends = [one for one in results if one.requires_grad]
             gradients = [_numbers(one, self.num_tokens, dim, order) for one in ends]
             found = torch.autograd.grad(ends, inputs, gradients, allow_unused=True) if ends else [None] * len(inputs)
@@ -123,7 +126,7 @@ class Runs:
             raise NotAlone("keeps something of its call outside of itself, such as a loss")
         results: list[Any] = []
         with suppress(RuntimeError), self._grad():
-            results, _ = self._body.run(self._parameters, self._call.arguments([one.clone() for one in self._tensors]))
+            results, _ = self._run(self._call.arguments([one.clone() for one in self._tensors]))
         if any(isinstance(one, Tensor) and one.requires_grad for one in results):
             raise NotAlone("computes with a tensor that needs a gradient and is no parameter or input of it")
 
@@ -134,7 +137,7 @@ class Runs:
             marked = [
                 _mark(token, one.clone().requires_grad_()) if _has_gradient(one) else one for one in self._tensors
             ]
-            self._body.run(self._parameters, self._call.arguments(marked))
+            self._run(self._call.arguments(marked))
         return weakref.ref(token)
 
     @contextmanager

@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from lightning_vram.core.hooks.stage import exact_only
 from lightning_vram.core.random_state.host import DrawnNumbers, HostRandomState
@@ -13,6 +14,7 @@ from lightning_vram.core.random_state.surroundings import Surroundings
 from lightning_vram.core.tensors.nests import Rebuild, flatten_output
 from lightning_vram.techniques.token_tiling.cut_call import CutCall
 
+_T = TypeVar("_T")
 _LOW = (torch.float16, torch.bfloat16)
 _is_inside: ContextVar[bool] = ContextVar("_is_inside", default=False)
 
@@ -36,23 +38,31 @@ class Body(nn.Module):
         self.plain = plain
         self.parameters_by_name = {f"module.{name}": one for name, one in module.named_parameters()}
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it."""
-        return self.plain(*args, **kwargs)
+    def forward(self, work: Callable[[], _T]) -> _T:
+        """Do some work: where parameters are replaced by what is given to PyTorch's ``functional_call``."""
+        return work()
 
-    def run(self, parameters: dict[str, Tensor], arguments: Any) -> tuple[list[Any], Rebuild]:
-        """Return the leaves of what the module returns.
+    def having(self, parameters: dict[str, Tensor], work: Callable[[], _T]) -> _T:
+        """Return what some work returns, in which the module has other parameters: a millisecond for all tiles.
 
         Args:
             parameters: By name, as in ``parameters_by_name``.
+            work: Calls :meth:`run`.
+        """
+        token = _is_inside.set(True)
+        try:
+            return torch.func.functional_call(self, parameters, (work,))  # type: ignore[no-any-return]
+        finally:
+            _is_inside.reset(token)
+
+    def run(self, arguments: Any) -> tuple[list[Any], Rebuild]:
+        """Return the leaves of what the module returns.
+
+        Args:
             arguments: Positional and keyword arguments.
         """
         args, kwargs = arguments
-        token = _is_inside.set(True)
-        try:
-            return flatten_output(torch.func.functional_call(self, parameters, args, kwargs))
-        finally:
-            _is_inside.reset(token)
+        return flatten_output(self.plain(*args, **kwargs))
 
 
 class TiledCall:
@@ -80,60 +90,87 @@ class TiledCall:
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         """Run each tile without its gradient."""
-        inputs, parameters = self._split(tensors, lambda one: one.detach())  # autocast keeps no casts of these
-        dim, outputs = self._call.dim, list[Tensor]()
-        for start, length in self._call.tiles(self._tile):
-            parts = self._call.part(inputs, start, length)
-            results, self.rebuild = self._body.run(parameters, self._call.arguments(parts))
-            if not outputs:
-                sizes = [(*one.shape[:dim], self._call.num_tokens, *one.shape[dim + 1 :]) for one in results]
-                outputs = [one.new_zeros(size) for one, size in zip(results, sizes, strict=True)]
-            for output, result in zip(outputs, results, strict=True):
-                output.narrow(dim, start, length).copy_(result)
+        inputs, parameters = self._split(tensors)
+        outputs = list[Tensor]()
+
+        def run() -> None:
+            for start, length in self._call.tiles(self._tile):
+                self._run_tile(inputs, outputs, start, length)
+
+        self._body.having(parameters, run)
         self._host_random.settle()
         return outputs
 
+    def _run_tile(self, inputs: list[Tensor], outputs: list[Tensor], start: int, length: int) -> None:
+        dim = self._call.dim
+        results, self.rebuild = self._body.run(self._call.arguments(self._call.part(inputs, start, length)))
+        if not outputs:
+            sizes = [(*one.shape[:dim], self._call.num_tokens, *one.shape[dim + 1 :]) for one in results]
+            outputs += [one.new_zeros(size) for one, size in zip(results, sizes, strict=True)]
+        for output, result in zip(outputs, results, strict=True):
+            output.narrow(dim, start, length).copy_(result)
+
     def backward(self, tensors: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...], needs: Any) -> list[Any]:
         """Return the gradient of each tensor, ``None`` for those that need none, or had no part in it."""
-        num_inputs, dim = len(self._call.places), self._call.dim
-        inputs, parameters = self._split(tensors, lambda one: one.detach())
-        for parameter, is_needed in zip(parameters.values(), needs[num_inputs:], strict=True):
+        inputs, parameters = self._split(tensors)
+        for parameter, is_needed in zip(parameters.values(), needs[len(inputs) :], strict=True):
             parameter.requires_grad_(is_needed)
         found: list[Tensor | None] = [None] * len(tensors)
-        with self._surroundings.as_they_were(), self._host_random, exact_only, torch.enable_grad():
+        wanted = [place for place, is_needed in enumerate(needs) if is_needed]
+
+        def run() -> None:
             for start, length in self._call.tiles(self._tile):
                 parts = self._call.part(inputs, start, length)
                 parts = [one.detach().requires_grad_(need) for one, need in zip(parts, needs, strict=False)]
-                results, _ = self._body.run(parameters, self._call.arguments(parts))
-                pairs = [
-                    (result, gradient.narrow(dim, start, length))
-                    for result, gradient in zip(results, gradients, strict=True)
-                    if gradient is not None and result.requires_grad
-                ]
-                if not pairs:
-                    continue
-                wanted = [place for place, is_needed in enumerate(needs) if is_needed]
                 leaves = [*parts, *parameters.values()]
-                made: Sequence[Tensor | None] = torch.autograd.grad(
-                    [result for result, _ in pairs],
-                    [leaves[place] for place in wanted],
-                    [gradient for _, gradient in pairs],
-                    allow_unused=True,
-                )
-                for place, part in zip(wanted, made, strict=True):
-                    if part is not None and place < num_inputs and self._call.is_cut[place]:
-                        if (whole := found[place]) is None:
-                            whole = found[place] = torch.zeros_like(tensors[place])
-                        whole.narrow(dim, start, length).copy_(part)
-                    elif part is not None:
-                        found[place] = _add(found[place], part)
+                made = self._differentiate(parts, [leaves[place] for place in wanted], gradients, start, length)
+                for place, part in zip(wanted, made, strict=bool(made)):
+                    self._take(found, place, part, tensors[place], start, length)
+                del parts, leaves, made  # lest they are there while the next tile runs
+
+        with self._surroundings.as_they_were(), self._host_random, exact_only, torch.enable_grad():
+            self._body.having(parameters, run)
         return [None if sum_ is None else sum_.to(one.dtype) for sum_, one in zip(found, tensors, strict=True)]
 
-    def _split(
-        self, tensors: tuple[Tensor, ...], alias: Callable[[Tensor], Tensor]
-    ) -> tuple[list[Tensor], dict[str, Tensor]]:
+    def _differentiate(
+        self,
+        parts: list[Tensor],
+        leaves: list[Tensor],
+        gradients: tuple[Tensor | None, ...],
+        start: int,
+        length: int,
+    ) -> Sequence[Tensor | None]:
+        """Return the gradients of a tile; none where nothing of it has one."""
+        results, _ = self._body.run(self._call.arguments(parts))
+        pairs = [
+            (get_gradient_edge(result), gradient.narrow(self._call.dim, start, length))
+            for result, gradient in zip(results, gradients, strict=True)
+            if gradient is not None and result.requires_grad
+        ]
+        del results  # nobody reads them
+        if not pairs:
+            return ()
+        ends, with_respect = zip(*pairs, strict=True)
+        return torch.autograd.grad(ends, leaves, with_respect, allow_unused=True)
+
+    def _take(
+        self, found: list[Tensor | None], place: int, part: Tensor | None, whole: Tensor, start: int, length: int
+    ) -> None:
+        if part is None:
+            return
+        total = found[place]
+        if place >= len(self._call.places) or not self._call.is_cut[place]:
+            found[place] = _add(total, part)
+            return
+        if total is None:
+            total = found[place] = torch.zeros_like(whole)
+        total.narrow(self._call.dim, start, length).copy_(part)
+
+    def _split(self, tensors: tuple[Tensor, ...]) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Return inputs, and parameters: others, lest autocast keeps casts of these."""
         num_inputs = len(self._call.places)
-        return list(tensors[:num_inputs]), dict(zip(self._names, map(alias, tensors[num_inputs:]), strict=True))
+        parameters = (one.detach() for one in tensors[num_inputs:])
+        return list(tensors[:num_inputs]), dict(zip(self._names, parameters, strict=True))
 
 
 def _add(total: Tensor | None, part: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ class _Shard(Callback):
 
 
 def _model_parallel(workload: Workload, *, is_checkpointed: bool) -> Options:
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     backend = torch.distributed.get_default_backend_for_device(device)
     strategy = _OnHost(1, 1, process_group_backend=backend)
     return {"strategy": strategy, "callbacks": [_Shard(workload, is_checkpointed=is_checkpointed)]}
@@ -119,7 +119,7 @@ def _plugin(workload: Workload, make: Callable[[], Any]) -> Options:
 
 
 def _mixed(workload: Workload, precision: str) -> Options:
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     return {"plugins": [MixedPrecision(precision, device.type)]}
 
 

@@ -117,7 +117,7 @@ class _ModelParallel(ModelParallelStrategy):
 
 
 def _model_parallel(shape: Shape) -> ModelParallelStrategy:
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     return _ModelParallel(1, 1, process_group_backend=torch.distributed.get_default_backend_for_device(device))
 
 

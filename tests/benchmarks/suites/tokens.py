@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_vram import ActivationCheckpointing, ActivationOffload, ChunkedLoss, estimate_memory
+from lightning_vram import ActivationCheckpointing, ActivationOffload, ChunkedLoss, TokenTiling, estimate_memory
 from lightning_vram.memory.estimate.known_devices import find_device
 from tests.benchmarks.compare import Options
 from tests.benchmarks.measure import Row
@@ -33,6 +33,27 @@ WAYS: dict[str, Callable[[], list[pl.Callback]]] = {
     "tokens_as_it_is": list,
     "tokens": lambda: [ChunkedLoss(), ActivationCheckpointing(), ActivationOffload()],
 }
+IN_TILES = "tiles"
+TILED: tuple[tuple[str, int], ...] = (
+    ("Llama 3.2 1B", 32768),
+    ("Llama 3.2 1B", 131072),
+    ("Llama 3.1 8B", 196608),
+    ("Llama 3.1 8B", 524288),
+)
+"""What is run with tiles, too, with ``--ways tiles``: a step takes minutes, as each tile of each layer is traced."""
+
+
+class MLP(nn.Module):
+    """Gated, as in Llama: [B, T, D] -> [B, T, D]."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(width, inner, bias=False) for _ in range(2))
+        self.down = nn.Linear(inner, width, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out: Tensor = self.down(F.silu(self.gate(hidden)) * self.up(hidden))
+        return out
 
 
 class Block(nn.Module):
@@ -44,8 +65,7 @@ class Block(nn.Module):
         self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(2))
         self.qkv = nn.Linear(width, sum(self.heads) * width // num_heads, bias=False)
         self.out = nn.Linear(width, width, bias=False)
-        self.gate, self.up = (nn.Linear(width, inner, bias=False) for _ in range(2))
-        self.down = nn.Linear(inner, width, bias=False)
+        self.mlp = MLP(width, inner)
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         mixed = self.qkv(self.norms[0](hidden)).unflatten(-1, (sum(self.heads), -1)).transpose(1, 2)
@@ -53,8 +73,7 @@ class Block(nn.Module):
         query, key = (_rotate(one, cos.to(one.dtype), sin.to(one.dtype)) for one in (query, key))
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         hidden = hidden + self.out(attended.transpose(1, 2).flatten(2))
-        inner = self.norms[1](hidden)
-        out: Tensor = hidden + self.down(F.silu(self.gate(inner)) * self.up(inner))
+        out: Tensor = hidden + self.mlp(self.norms[1](hidden))
         return out
 
 
@@ -94,7 +113,8 @@ def needed_bytes(shape: str, way: str, num_tokens: int) -> int:
     """Return what a step with one sequence needs of the card."""
     with torch.device("meta"):
         module = Llama(*SHAPES[shape])
-    trainer = {"precision": "bf16-mixed", "strategy": "fsdp_offload", "callbacks": WAYS[way]()}
+    callbacks = [*WAYS["tokens"](), TokenTiling()] if way == IN_TILES else WAYS[way]()
+    trainer = {"precision": "bf16-mixed", "strategy": "fsdp_offload", "callbacks": callbacks}
     batch = torch.zeros(1, num_tokens + 1, dtype=torch.int64)
     return estimate_memory(module, batch, device="h100", trainer=trainer, find_limits=False).needed_bytes
 
@@ -126,6 +146,12 @@ def most_tokens(needed: Callable[[int], int], limit_bytes: int, known: dict[int,
 
 def measure(options: Options) -> Iterator[Row]:
     """Yield a row for each shape and card; the first shape and card if it is to be quick."""
+    if options.ways == IN_TILES:
+        for shape, num_tokens in TILED:
+            if options.only in shape:
+                found = {f"{way}_bytes": needed_bytes(shape, way, num_tokens) for way in ("tokens", IN_TILES)}
+                yield {"workload": shape, "variant": f"{num_tokens:,} tokens", "by": "ours", **found}
+        return
     for shape in list(SHAPES)[:1] if options.is_quick else SHAPES:
         if options.only not in shape:
             continue

@@ -354,6 +354,7 @@ def test_where_no_plan_is_left_the_error_says_what_would_help(make_trainer, monk
     )
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_all_ranks_make_one_plan(make_trainer):
     fitted = []

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.distributed
 GATHERED = ["auroc", "detections", "average precision", "cat", "other states", "collection", "minmax", "classwise"]
 
 
+@pytest.mark.quick_sample(1)
 @pytest.mark.filterwarnings("ignore:.*recommended to use .self.log.*sync_dist")
 @pytest.mark.parametrize("name", ["auroc", "cat", "detections"])
 def test_logged_values_are_those_of_the_plain_run(make_trainer, name):

@@ -37,7 +37,7 @@ from lightning_vram import (
 )
 from lightning_vram.estimation.traced_fit import FitRun, trace_real_fit
 from lightning_vram.memory.tracking.timeline import Category
-from lightning_vram.techniques.quantize_frozen_weights import QuantizedWeight, quantize_frozen_weights
+from lightning_vram.techniques.quantize_frozen_weights import QuantizedWeight, libraries, quantize_frozen_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -351,11 +351,25 @@ def test_checkpoints_that_do_not_fit_are_named(fit, tmp_path):
         ),
         ({"save": "adapters"}, ValueError, "(save) must be 'all' or 'trainable', got 'adapters'."),
         ({"keep": 1}, TypeError, "(keep) must be True or False, got 1 of type int."),
+        ({"library": "bnb"}, ValueError, "(library) must be one of 'auto', 'own', 'bitsandbytes', got 'bnb'."),
+        (
+            {"library": "bitsandbytes", "block_size": 16},
+            ValueError,
+            "(library='bitsandbytes') has blocks of 32 or more, got block_size=16: use block_size=32, or "
+            "library='own'.",
+        ),
     ],
 )
 def test_bad_arguments_are_refused(arguments, kind, message):
     with pytest.raises(kind, match=f"^{re.escape('QuantizeFrozenWeights' + message)}$"):
         QuantizeFrozenWeights(**arguments)
+
+
+def test_a_library_that_is_missing_is_named(monkeypatch, make_trainer):
+    monkeypatch.setattr(libraries, "find_spec", lambda name: None)
+    message = "QuantizeFrozenWeights(library='bitsandbytes') needs bitsandbytes: pip install 'lightning-vram[lowbit]'."
+    with pytest.raises(ModuleNotFoundError, match=f"^{re.escape(message)}$"):
+        make_trainer(callbacks=[QuantizeFrozenWeights(library="bitsandbytes")]).fit(LitLoRA())
 
 
 @pytest.mark.parametrize(

@@ -136,6 +136,7 @@ def test_one_tensor_that_is_made_anew_is_told_once_it_outlives_the_epoch():
     ]
 
 
+@pytest.mark.quick_sample(1)
 @pytest.mark.parametrize("num_steps", [15, 23, 40])
 def test_it_is_no_leak_if_an_epoch_begins_it_anew(num_steps):
     training = Training()

@@ -59,7 +59,7 @@ def train(make_trainer):
     return train
 
 
-@pytest.mark.slow_except("plain", "accumulate", "bf16", "two ranks")
+@pytest.mark.slow_except("bf16")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_any_share_of_the_device_gives_the_same_bits(variant, train):
     options = VARIANTS[variant]
@@ -77,12 +77,14 @@ def test_any_share_of_the_device_gives_the_same_bits(variant, train):
         assert set(found[5]) == {"device"}
 
 
+@pytest.mark.slow
 def test_scalars_and_frozen_layers_and_what_is_never_used(train):
     expected = train(None, make=Odd)
     for share in SHARES:
         assert_equal_weights(train(share, make=Odd), expected)
 
 
+@pytest.mark.quick_sample(1)
 @pytest.mark.parametrize(("saved_by", "loaded_by"), [(None, 0.5), (0.5, None), (0.5, 1.0), (1.0, 0.1)])
 def test_a_checkpoint_goes_on_with_another_share(saved_by, loaded_by, train, tmp_path):
     expected = train(None)
@@ -98,6 +100,7 @@ class Unnamed(Noting):
         return torch.optim.AdamW(self.parameters(), 1e-3, eps=1e-5)
 
 
+@pytest.mark.slow
 def test_the_kernel_that_nobody_names_is_the_same_everywhere(train):
     expected = train(None, make=Unnamed)
     for share in (0.5, 1.0):
@@ -118,6 +121,7 @@ def test_states_on_a_disk_are_those_of_what_is_on_the_host(make_trainer, tmp_pat
     assert_equal_weights(ours, run())
 
 
+@pytest.mark.quick_sample(1)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_sizes_are_bytes(precision, train):
     num_bytes = 16 * sum(parameter.numel() for parameter in Noting().parameters())

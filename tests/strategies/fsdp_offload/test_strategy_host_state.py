@@ -112,6 +112,7 @@ def test_with_a_disk_a_weight_takes_six_bytes_of_memory_and_states_are_narrow_th
 # --- the same bits ---
 
 
+@pytest.mark.quick_sample(2)
 @pytest.mark.usefixtures("_small_parts")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("form", FORMS)
@@ -125,6 +126,7 @@ def test_weights_are_the_same_whatever_way_they_and_states_are_kept(form, optimi
     assert_equal_weights(fit(form, make, offload={"master": "split", "nvme_path": tmp_path}), expected)
 
 
+@pytest.mark.quick_sample(2)
 @pytest.mark.parametrize("options", [{"gradient_clip_val": 0.01}, {"accumulate_grad_batches": 2}])
 @pytest.mark.parametrize("form", FORMS)
 def test_split_weights_are_the_same_with(form, options, fit):
@@ -162,6 +164,7 @@ def test_two_ranks_train_to_the_same_bits(form, fit, tmp_path):
 # --- checkpoints ---
 
 
+@pytest.mark.quick_sample(2)
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 @pytest.mark.parametrize("on_disk", [False, True], ids=["memory", "disk"])
 @pytest.mark.parametrize("form", FORMS)
@@ -196,6 +199,7 @@ class Loaded(Layers):
         self.kinds = {local_part(s["exp_avg"]).dtype for s in self.trainer.optimizers[0].state.values()}
 
 
+@pytest.mark.quick_sample(3)
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 @pytest.mark.parametrize("async_save", [False, True], ids=["waiting", "beside"])
 @pytest.mark.parametrize(("first", "second"), [("bf16", "fp32"), ("8bit", "fp32"), ("fp32", "bf16"), ("8bit", "bf16")])

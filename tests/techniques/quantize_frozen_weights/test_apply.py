@@ -15,6 +15,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from lightning_vram.memory.tracking.tracker import track_memory
+from lightning_vram.private_names.fsdp2.states import shards_integers
 from lightning_vram.techniques.quantize_frozen_weights import (
     WeightReadError,
     quantize_frozen_weights,
@@ -136,7 +137,9 @@ def test_compiled_without_a_break_it_does_the_same_and_keeps_no_weight(pair):
     for one, other in zip(ours, theirs, strict=True):
         assert torch.allclose(one, other, rtol=1e-4, atol=1e-5)
     bases = {layer.weight.numel() for name, layer in pair[1].named_modules() if name in QUANTIZED and name != "embed"}
-    saved = [tensor for tensor in compiled[0](batch).grad_fn.saved_tensors if tensor is not None]
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        compiled[0](batch)
     assert {tensor.shape for tensor in saved if not tensor.is_floating_point()} >= {pair[0].conv.weight.packed.shape}
     assert [tensor.shape for tensor in saved if tensor.is_floating_point() and tensor.numel() in bases] == []
 
@@ -315,6 +318,7 @@ def test_weights_that_others_have_and_blocks_without_frozen_layers_are_refused()
 
 
 @pytest.mark.distributed
+@pytest.mark.skipif(not shards_integers, reason="FSDP2 shards integers as of torch 2.13")
 def test_what_is_sharded_before_is_named_and_what_is_sharded_after_is_read_in_full(mesh):
     message = (
         "'embed' cannot be quantized: its weight is sharded already. Make and freeze the layer in __init__, or call "

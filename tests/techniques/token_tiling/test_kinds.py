@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_vram.memory.estimate.cuda_semantics.norms import rms_norm
 from lightning_vram.techniques.token_tiling import apply_token_tiling
 
 WIDTH = 16
@@ -245,11 +246,12 @@ def test_without_values_operators_tell():
         nets["alone"] = nn.Sequential(
             nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 32), nn.GELU(), nn.Dropout(), nn.Softmax(-1)
         )
+        nets["norm of a card"] = Function(lambda s, h: rms_norm(h, [WIDTH], s.scale))  # as estimates have it
         handle = apply_token_tiling(nets, list(nets), tile=16)
         for net in nets.values():
             net(torch.empty(2, 64, WIDTH))
     assert handle.verdicts().pop("alone") == (True, "by its operators")
-    assert [name for name, (is_alone, _) in handle.verdicts().items() if is_alone] == ["alone"]
+    assert [name for name, (is_alone, _) in handle.verdicts().items() if is_alone] == ["alone", "norm of a card"]
 
 
 def test_another_mode_is_proven_for_itself():
