@@ -23,7 +23,8 @@ class TokenTiling(FitTechnique):
 
     Of such a module only input and result are whole. Each is proven first: in its first call it is run on 64 tokens, in
     another order, on half of them, and with one that is no number. Modules that mix tokens (attention, convolutions,
-    batch norms, positions), draw one mask for all tokens, write into inputs or buffers are found out and left alone.
+    batch norms, positions), draw one mask for all tokens, write into inputs or buffers, keep something of a call, or
+    compute with weights of others are found out and left alone.
     Results are those of the plain run to the bit where the kernels are the same for fewer rows, else up to rounding;
     gradients of parameters are added up in float32, in another order. Dropout draws other masks than the plain run.
 

@@ -34,6 +34,10 @@ class HostRandomState:
         self._generators = [(read, write, read()) for read, write in sources]
         self._restores: list[tuple[Callable[[Any], object], Any]] = []
 
+    def has_drawn(self) -> bool:
+        """Whether a number was drawn since."""
+        return any(differs(start, read()) for read, _, start in self._generators)
+
     def settle(self) -> None:
         """Call after the forward: forget the states of generators nothing was drawn from."""
         changed = [(read, write, start) for read, write, start in self._generators if differs(start, read())]

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from lightning_vram.core.hooks.moment import is_in_backward, is_transformed
 from lightning_vram.core.layers.patterns import LayerPattern
 from lightning_vram.core.surgery.class_swap import Swaps
+from lightning_vram.core.tensors.parameter_classes import PLAIN_TYPES
+from lightning_vram.core.tensors.versions import is_strided
 from lightning_vram.private_names.fsdp2.states import is_sharded
 from lightning_vram.private_names.torch.trees import tree_map_only
 from lightning_vram.techniques.chunked_loss.chunk_rows import ChunkRows
@@ -118,9 +120,13 @@ def _run(module: nn.Module, state: _State, plain: Callable[..., Any], /, *args: 
     weight, bias = linear.weight, linear.bias
     if not isinstance(weight, Tensor):  # kept in few bits: decoded for the step
         weight = weight.dequantize()
+    if not (is_strided(hidden) and {type(hidden), type(weight)} <= PLAIN_TYPES):
+        if not isinstance(hidden, LazyLogits):
+            state.settings.tell("another class of tensors (tensor parallelism, torchao, nested tensors)")
+        return plain(*args, **kwargs)
     if is_sharded(module):  # its weights go when its forward ends
         weight, bias = weight.clone(), None if bias is None else bias.clone()
-    if hidden.dim() < 2 or not hidden.numel() or not hidden.is_floating_point() or isinstance(hidden, LazyLogits):
+    if hidden.dim() < 2 or not hidden.numel() or not hidden.is_floating_point():
         return plain(hidden)
     kind = hidden.device.type
     is_cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)

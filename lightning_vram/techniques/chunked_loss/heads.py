@@ -6,6 +6,7 @@ from torch import nn
 
 from lightning_vram.core.layers.patterns import LayerPattern
 from lightning_vram.core.layers.selection import select_layers
+from lightning_vram.core.surgery.class_swap import has_own_forward, plain_class_forward
 
 WAY_OUT = "Name it: ChunkedLoss(heads='net.head'), as in named_modules()"
 
@@ -20,7 +21,7 @@ def find_heads(model: nn.Module, heads: LayerPattern | Sequence[LayerPattern] = 
             other parts.
 
     Raises:
-        ValueError: If there is none, or what is named is no ``nn.Linear``.
+        ValueError: If there is none, or what is named is no ``nn.Linear``, or computes something else.
     """
     if heads == "auto":
         found = _declared(model) or _as_large_as_embeddings(model)
@@ -28,13 +29,27 @@ def find_heads(model: nn.Module, heads: LayerPattern | Sequence[LayerPattern] = 
             raise ValueError(
                 f"No head found: no nn.Linear has as many results as an nn.Embedding has entries. {WAY_OUT}."
             )
-        return found
-    chosen = {layer.name: layer.module for layer in select_layers(model, heads).layers}
+        return _only_linear(found)
+    try:
+        chosen = {layer.name: layer.module for layer in select_layers(model, heads).layers}
+    except ValueError as error:
+        raise ValueError(str(error).replace("layers=", "heads=", 1)) from None
     others = {name: module for name, module in chosen.items() if not isinstance(module, nn.Linear)}
     if others:
         name, module = next(iter(others.items()))
         raise ValueError(f"{name} ({type(module).__name__}) cannot be a head: only nn.Linear can. {WAY_OUT}.")
-    return {name: module for name, module in chosen.items() if isinstance(module, nn.Linear)}
+    return _only_linear({name: module for name, module in chosen.items() if isinstance(module, nn.Linear)})
+
+
+def _only_linear(heads: dict[str, nn.Linear]) -> dict[str, nn.Linear]:
+    """Refuse what derives from ``nn.Linear`` and computes something else: normalised, with adapters, in few bits."""
+    for name, module in heads.items():
+        if has_own_forward(module) or plain_class_forward(module) is not nn.Linear.forward:
+            raise ValueError(
+                f"{name} ({type(module).__name__}) cannot be a head: it has a forward of its own, and chunks are "
+                "computed as nn.Linear does. Leave ChunkedLoss out, or name others by heads=."
+            )
+    return heads
 
 
 def _declared(model: nn.Module) -> dict[str, nn.Linear]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from lightning_vram.core.hooks.hidden_from_dynamo import hide_from_dynamo
 from lightning_vram.core.tensors.versions import version_of
 from lightning_vram.private_names.fsdp2.states import waits_for_backward
 from lightning_vram.private_names.torch.tensors import make_wrapper, without_torch_function
@@ -148,7 +149,7 @@ class LazyLogits(Tensor):
         """Refuse logits of values that are not there any more.
 
         Raises:
-            RuntimeError: If hidden states or weights were written to since, or a view of the logits.
+            RuntimeError: If what they are made of was written to since, or a view of the logits.
         """
         name, written = self.memory.settings.name, self.memory.written
         if written is not None and written is not self:
@@ -159,12 +160,13 @@ class LazyLogits(Tensor):
         for tensor, version in self.versions:
             if version_of(tensor) != version or (tensor.numel() and not tensor.untyped_storage().nbytes()):
                 raise RuntimeError(
-                    f"ChunkedLoss: logits of {name} are read after its input or weights have changed, or are gone. "
-                    "Compute the loss before the optimizer's step, and return no logits from a step that steps by "
-                    "itself."
+                    f"ChunkedLoss: logits of {name} are read after what they are made of (input, weights, masks) has "
+                    "changed, or is gone. Compute the loss before the optimizer's step, and keep for later what is "
+                    "needed of them: logits.argmax(-1), logits.cpu()."
                 )
 
     @classmethod
+    @hide_from_dynamo
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -267,7 +269,7 @@ def _make(node: Node, sample: Tensor, lead: Sequence[int], class_dim: int, memor
     made: LazyLogits = _Unmade.apply(program, shape, sample.dtype, class_dim, *program.inputs())  # type: ignore[no-untyped-call]
     made.node, made.sample, made.class_dim, made.memory, made.whole = node, sample, class_dim, memory, None
     made.has_graph = made.requires_grad
-    made.versions = [(one, version_of(one)) for head in program.heads for one in (head.hidden, head.weight)]
+    made.versions = [(one, version_of(one)) for one in program.inputs() if one is not None]
     return made
 
 

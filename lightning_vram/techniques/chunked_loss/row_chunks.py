@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from lightning_vram.techniques.chunked_loss.expression import Call, hollow
 from lightning_vram.techniques.chunked_loss.row_program import RowProgram
@@ -29,7 +28,6 @@ class _Rows(Function):
         return tuple(results)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """Compute them again, and their gradients."""
         ctx.program.announce_backward()
@@ -51,7 +49,6 @@ class _Sum(Function):
         return total
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Return what there is, or compute it again where the graph was retained for a second backward."""
         ctx.program.announce_backward()

@@ -70,6 +70,8 @@ def as_node(value: Tensor, logits: LazyLogits) -> Rows | Whole | None:
     lead = logits.lead
     if not value.dim():
         return Whole(value)
+    if value.numel() == value.shape[-1] and value.dim() <= logits.ndim and logits.class_dim == logits.ndim - 1:
+        value = value.flatten()  # [1, V]: not a copy for each token
     if logits.class_dim != logits.ndim - 1 or value.dim() > logits.ndim:
         return None
     if value.dim() == 1:

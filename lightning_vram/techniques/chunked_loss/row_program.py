@@ -50,7 +50,16 @@ class RowProgram:
         return [*heads, *(node.values for node in self._others)]
 
     def announce_backward(self) -> None:
-        """Call the hooks of the logits."""
+        """Call the hooks of the logits.
+
+        Raises:
+            RuntimeError: If gradients are asked for that have gradients themselves.
+        """
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "ChunkedLoss: gradients of gradients (create_graph=True) are not computed in chunks. Leave "
+                "ChunkedLoss out."
+            )
         for head in self.heads:
             for hook in list(head.hooks.values()):
                 hook(head.hidden.detach())

@@ -18,8 +18,9 @@ def change_shape(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
     logits = _logits_of(args)
     if logits is None or any(isinstance(one, torch.dtype) for one in (*args, *kwargs.values())):
         return NotImplemented
-    others = [one.new_empty(0).expand(one.shape) if isinstance(one, Tensor) else one for one in args[1:]]  # view_as
-    shape = func(torch.empty(logits.shape, device="meta"), *_on_meta(others), **kwargs).shape
+    if func.__name__ == "view_as" and args[-1] is logits and len(args) > 1:
+        return NotImplemented  # asked by autograd, for hooks of modules' gradients, which need a tensor
+    shape = func(torch.empty(logits.shape, device="meta"), *_on_meta(args[1:]), **kwargs).shape
     if logits.class_dim != logits.ndim - 1 or len(shape) < 2 or shape[-1] != logits.shape[-1]:
         return NotImplemented
     lead = shape[:-1]
@@ -29,7 +30,9 @@ def change_shape(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
 
 
 def _on_meta(values: Sequence[Any]) -> list[Any]:
-    return [torch.empty(one.shape, device="meta") if isinstance(one, Tensor) else one for one in values]
+    return [
+        torch.empty(one.shape, dtype=one.dtype, device="meta") if isinstance(one, Tensor) else one for one in values
+    ]
 
 
 def turn(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -18,8 +18,7 @@ from lightning_vram.core.layers.patterns import LayerPattern, has_no_forward
 from lightning_vram.core.layers.selection import name_layers, select_layers
 from lightning_vram.core.surgery.class_swap import Swaps
 from lightning_vram.private_names.torch.modules import (
-    FORWARD_HOOKS,
-    FORWARD_PRE_HOOKS,
+    SEE_INPUT,
     BatchNormBase,
     InstanceNormBase,
     has_hooks,
@@ -110,7 +109,8 @@ def _run(module: nn.Module, state: _State, plain: Callable[..., Any], /, *args: 
     tile = call.tile(state.tile)
     if tile >= call.num_tokens:
         return plain(*args, **kwargs)
-    key = (module.training, call.dim, call.is_cut, call.places)
+    flags = tuple(one for one in call.values if not isinstance(one, int | float | complex) or isinstance(one, bool))
+    key = (module.training, torch.is_grad_enabled(), call.dim, call.is_cut, call.places, flags)
     body = Body(module, plain)
     if reason := _structural_reason(module):
         state.verdicts[key] = (False, reason)
@@ -134,6 +134,6 @@ def _structural_reason(module: nn.Module) -> str:
     for name, part in module.named_modules():
         if isinstance(part, _MIXING):
             return f"has a {type(part).__name__}"
-        if name and has_hooks(part, (FORWARD_HOOKS, FORWARD_PRE_HOOKS)):
+        if name and has_hooks(part, SEE_INPUT):
             return f"has a hook on {name}, as of FSDP2 or yours, which would see tiles"
     return ""

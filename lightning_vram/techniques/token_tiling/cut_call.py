@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_vram.core.tensors.nests import Rebuild, flatten_arguments
 from lightning_vram.core.tensors.parameter_classes import PLAIN_TYPES
+from lightning_vram.core.tensors.versions import is_strided
 
 _VALUES = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 _FEWEST_ROWS = 1024
@@ -90,7 +91,7 @@ def cut_call(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[CutCall
     others = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, *_VALUES))]
     if others:
         return f"is given a {type(others[0]).__name__}"
-    if any(type(tensor) not in PLAIN_TYPES or tensor.is_sparse for tensor in tensors):
+    if any(type(tensor) not in PLAIN_TYPES or not is_strided(tensor) for tensor in tensors):
         return "is given tensors of another class"
     first = next((one for one in tensors if one.is_floating_point() and one.dim() >= MIN_DIMS), None)
     if first is None or not first.numel():

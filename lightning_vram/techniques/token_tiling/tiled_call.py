@@ -6,7 +6,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
 from lightning_vram.core.hooks.stage import exact_only
@@ -195,6 +194,10 @@ class _Tiled(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "TokenTiling: gradients of gradients (create_graph=True) are not computed in tiles. Leave TokenTiling "
+                "out."
+            )
         return None, *ctx.call.backward(ctx.saved_tensors, gradients, ctx.needs_input_grad[1:])

@@ -45,6 +45,30 @@ def test_what_is_no_linear_layer_is_refused():
         find_heads(Net(), "embed")
 
 
+class Cosine(nn.Linear):
+    """Computes something else."""
+
+    def forward(self, hidden):
+        return nn.functional.linear(hidden, nn.functional.normalize(self.weight))
+
+
+@pytest.mark.parametrize("heads", ["auto", "head"])
+@pytest.mark.parametrize("kind", [Cosine, nn.Linear])
+def test_what_does_not_compute_as_linear_layers_do_is_refused(heads, kind):
+    net = Net()
+    net.head = kind(8, 60)
+    if kind is nn.Linear:
+        net.head.forward = lambda hidden: nn.Linear.forward(net.head, hidden) * 2
+    with pytest.raises(
+        ValueError,
+        match=rf"^head \({kind.__name__}\) cannot be a head: it has a forward of its own, and chunks are computed as "
+        r"nn\.Linear does\. Leave ChunkedLoss out, or name others by heads=\.$",
+    ):
+        find_heads(net, heads)
+    with pytest.raises(ValueError, match=r"^heads='none' matches no module or class of Net\."):
+        find_heads(net, "none")
+
+
 def test_a_head_is_taken_once():
     net = Net()
     apply_chunked_loss(net)

@@ -124,16 +124,61 @@ def test_a_view_of_logits_that_were_written_to_is_refused(lazy):
         flat.logsumexp(-1)
 
 
-def test_logits_of_other_weights_are_refused(lazy):
-    logits = lazy()
+@pytest.mark.parametrize("what", ["weight", "bias", "mask"])
+def test_logits_of_other_weights_are_refused(lazy, what):
+    logits, mask = lazy(), torch.arange(VOCAB_SIZE) < 3
+    logits = logits.masked_fill(mask, -9)
     with torch.no_grad():
-        lazy.net.head.weight.add_(1)
+        mask.fill_(value=True) if what == "mask" else getattr(lazy.net.head, what).add_(1)
     with pytest.raises(
         RuntimeError,
-        match=r"^ChunkedLoss: logits of head are read after its input or weights have changed, or are gone\. Compute "
-        r"the loss before the optimizer's step, and return no logits from a step that steps by itself\.$",
+        match=r"^ChunkedLoss: logits of head are read after what they are made of \(input, weights, masks\) has "
+        r"changed, or is gone\. Compute the loss before the optimizer's step, and keep for later what is needed of "
+        r"them: logits\.argmax\(-1\), logits\.cpu\(\)\.$",
     ):
         logits.logsumexp(-1)
+
+
+def test_gradients_of_gradients_are_refused(lazy):
+    logits = lazy()
+    for loss in (F.cross_entropy(logits.flatten(0, 1), TARGET.flatten()), logits.logsumexp(-1).mean()):
+        with pytest.raises(
+            RuntimeError,
+            match=r"^ChunkedLoss: gradients of gradients \(create_graph=True\) are not computed in chunks\. Leave "
+            r"ChunkedLoss out\.$",
+        ):
+            torch.autograd.grad(loss, lazy.net.head.weight, create_graph=True)
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+def test_hooks_of_the_gradients_of_modules_get_them(lazy):
+    found = []
+    lazy.net.head.register_full_backward_hook(lambda _, inputs, outputs: (inputs[0] * 2,))
+    lazy.net.register_full_backward_pre_hook(lambda _, outputs: found[-1].append(outputs[0]))
+    for make in (lazy, lazy.plain):
+        found.append([])
+        F.cross_entropy(make().flatten(0, 1), TARGET.flatten()).backward()
+        found[-1] += [p.grad.clone() for p in lazy.net.parameters()]
+        lazy.net.zero_grad()
+    torch.testing.assert_close(*found)
+
+
+def test_a_head_of_another_class_of_tensors_is_plain(lazy):
+    with lazy.handle.active():
+        logits = lazy.net.head(torch.nested.nested_tensor_from_jagged(torch.ones(5, 8), torch.tensor([0, 2, 5])))
+    assert logits.is_nested
+    assert lazy.told == [("head", "another class of tensors (tensor parallelism, torchao, nested tensors)")]
+
+
+def test_a_compiled_loss_runs_as_it_is(lazy):
+    graphs = []
+    loss = torch.compile(
+        lambda x: F.cross_entropy(x.flatten(0, 1), TARGET.flatten()), backend=lambda g, _: graphs.append(g) or g
+    )
+    for _ in range(3):
+        torch.testing.assert_close(loss(lazy()), F.cross_entropy(lazy.plain().flatten(0, 1), TARGET.flatten()))
+    assert lazy.told == []
+    assert len(graphs) <= 3  # nothing of what computes the chunks
 
 
 def test_settled_logits_stay_what_they_were(lazy):

@@ -1,5 +1,7 @@
 """What is found out to mix tokens, and what runs in tiles."""
 
+import random
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,9 @@ from lightning_vram.memory.estimate.cuda_semantics.norms import rms_norm
 from lightning_vram.techniques.token_tiling import apply_token_tiling
 
 WIDTH = 16
+ONLY_VALUES_TELL = {"one mask for all", "a loss kept elsewhere", "weights of others", "norm of the gradient"}
+KEPT: list[Tensor] = []
+OTHER = nn.Parameter(torch.ones(16))
 MIXES, READS = "mixes tokens", "mixes tokens, or reads their places"
 
 
@@ -48,6 +53,24 @@ def attend(hidden: Tensor) -> Tensor:
 def keep_aside(self: Any, hidden: Tensor) -> Tensor:
     self.aside = hidden.mean()
     return hidden * self.scale
+
+
+def keep_in_list(self: Any, hidden: Tensor) -> Tensor:
+    self.losses = vars(self).get("losses", [])
+    self.losses.append(hidden.mean())
+    return hidden * self.scale
+
+
+class Normalised(torch.autograd.Function):
+    """Divides the gradient by its norm."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient / gradient.norm()
 
 
 def count(self: Any, hidden: Tensor) -> Tensor:
@@ -90,6 +113,31 @@ MIXING = {
     ),
     "in place": (lambda: Function(lambda s, h: h.mul_(s.scale)), "writes into its input"),
     "something kept": (lambda: Function(keep_aside), "keeps something of its call, 'aside'"),
+    "something in a list": (lambda: Function(keep_in_list), "keeps something of its call, 'losses'"),
+    "a loss kept elsewhere": (
+        lambda: Function(lambda s, h: KEPT.append((h * s.scale).mean()) or h * s.scale),
+        "keeps something of its call outside of itself, such as a loss",
+    ),
+    "weights of others": (
+        lambda: Function(lambda s, h: h * s.scale * OTHER),
+        "computes with a tensor that needs a gradient and is no parameter or input of it",
+    ),
+    "far convolution": (
+        lambda: Function(over_tokens, nn.Conv1d(WIDTH, WIDTH, 3, padding=64, dilation=64)),
+        "mixes tokens that are far from one another, by convolution",
+    ),
+    "far roll": (
+        lambda: Function(lambda s, h: s.scale * h.roll(64, 1)),
+        "mixes tokens that are far from one another, by roll",
+    ),
+    "Python's random numbers": (
+        lambda: Function(lambda s, h: s.scale * h + random.randint(1, 1)),
+        "draws random numbers of Python or NumPy",
+    ),
+    "norm of the gradient": (
+        lambda: Function(lambda s, h: Normalised.apply(h) * s.scale),
+        "mixes tokens in its backward",
+    ),
     "buffer": (
         lambda: Function(count, nn.BatchNorm1d(WIDTH).requires_grad_(False).eval()),
         "has a BatchNorm1d",
@@ -99,6 +147,10 @@ MIXING = {
         "returns a tensor that has not as many tokens as its input",
     ),
     "other object": (lambda: Function(lambda s, h: (s.scale * h, "text")), "returns something else than tensors"),
+    "hook of gradients": (
+        lambda: with_hook(Function(lambda s, h: s.parts[0](h), nn.Linear(WIDTH, WIDTH)), "register_full_backward_hook"),
+        "has a hook on parts.0, as of FSDP2 or yours, which would see tiles",
+    ),
     "hook": (
         lambda: with_hook(Function(over_tokens, nn.Conv1d(WIDTH, WIDTH, 1))),
         "has a hook on parts.0, as of FSDP2 or yours, which would see tiles",
@@ -106,8 +158,8 @@ MIXING = {
 }
 
 
-def with_hook(module: nn.Module) -> nn.Module:
-    module.parts[0].register_forward_hook(lambda *unused: None)
+def with_hook(module: nn.Module, register: str = "register_forward_hook") -> nn.Module:
+    getattr(module.parts[0], register)(lambda *unused: None)
     return module
 
 
@@ -116,11 +168,12 @@ def test_what_mixes_tokens_is_left_alone_and_runs_as_it_did(name):
     make, reason = MIXING[name]
     torch.manual_seed(0)
     net, hidden = nn.ModuleList([make()]), torch.randn(2, 64, WIDTH)
-    state, random = {key: value.clone() for key, value in net.state_dict().items()}, torch.get_rng_state()
+    state, drawn = {key: value.clone() for key, value in net.state_dict().items()}, torch.get_rng_state()
     plain = net[0](hidden.clone())
     net.load_state_dict(state)
-    vars(net[0]).pop("aside", None)
-    torch.set_rng_state(random)
+    for attribute in ("aside", "losses"):
+        vars(net[0]).pop(attribute, None)
+    torch.set_rng_state(drawn)
     handle = apply_token_tiling(net, tile=16)
     found = net[0](hidden.clone())
     assert handle.verdicts()["0"] == (False, reason)
@@ -189,7 +242,7 @@ def test_without_gradients_and_frozen_weights():
 
 def test_without_values_operators_tell():
     with torch.device("meta"):
-        nets = nn.ModuleDict({name: make() for name, (make, _) in MIXING.items() if name != "one mask for all"})
+        nets = nn.ModuleDict({name: make() for name, (make, _) in MIXING.items() if name not in ONLY_VALUES_TELL})
         nets["alone"] = nn.Sequential(
             nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 32), nn.GELU(), nn.Dropout(), nn.Softmax(-1)
         )
@@ -199,3 +252,44 @@ def test_without_values_operators_tell():
             net(torch.empty(2, 64, WIDTH))
     assert handle.verdicts().pop("alone") == (True, "by its operators")
     assert [name for name, (is_alone, _) in handle.verdicts().items() if is_alone] == ["alone", "norm of a card"]
+
+
+def test_another_mode_is_proven_for_itself():
+    torch.manual_seed(0)
+    net = nn.ModuleList([Function(lambda s, h, *, mix: s.scale * (h.cumsum(1) if mix else h))])
+    hidden = torch.randn(2, 64, WIDTH)
+    handle = apply_token_tiling(net, tile=16)
+    for mix in (False, True):
+        assert torch.equal(net[0](hidden, mix=mix), hidden.cumsum(1) if mix else hidden)
+    assert handle.verdicts()["0"] == (False, READS)
+
+
+def test_gradients_of_gradients_are_refused():
+    net = nn.ModuleList([nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH))])
+    hidden = torch.randn(2, 64, WIDTH, requires_grad=True)
+    apply_token_tiling(net, tile=16)
+    with pytest.raises(
+        RuntimeError,
+        match=r"^TokenTiling: gradients of gradients \(create_graph=True\) are not computed in tiles\. Leave "
+        r"TokenTiling out\.$",
+    ):
+        torch.autograd.grad(net[0](hidden).sum(), hidden, create_graph=True)
+
+
+def test_nested_tensors_run_plain():
+    net = nn.ModuleList([nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU())])
+    apply_token_tiling(net, tile=16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of PyTorch: they are a prototype
+        hidden = torch.nested.nested_tensor([torch.randn(20, WIDTH), torch.randn(30, WIDTH)])
+    assert net[0](hidden).is_nested
+
+
+def test_random_numbers_go_on_from_where_they_were():
+    net = nn.ModuleList([MIXING["Python's random numbers"][0]()])
+    random.seed(0)
+    first = random.randint(0, 1000)
+    random.seed(0)
+    net[0].function = lambda s, h: s.scale * h + random.randint(0, 1000)
+    apply_token_tiling(net, tile=16)
+    assert torch.equal(net[0](torch.zeros(2, 64, WIDTH)), torch.full((2, 64, WIDTH), float(first)))
