@@ -117,7 +117,7 @@ def test_with_a_disk_a_weight_takes_six_bytes_of_memory_and_states_are_narrow_th
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("form", FORMS)
 def test_weights_are_the_same_whatever_way_they_and_states_are_kept(form, optimizer, fit, tmp_path, monkeypatch):
-    make = partial(Layers, optimizer, num_batches=12)
+    make = partial(Layers, optimizer, num_batches=8)  # RAdam is another from its sixth step on
     expected = fit(form, make)
     assert not all(map(torch.equal, expected.parameters(), fit("fp32", make).parameters()))
     for offload in ({"master": "split"}, {"offload": "optimizer"}, {"nvme_path": tmp_path}):
