@@ -237,7 +237,7 @@ class Ending(Layers):
             self.trainer.save_checkpoint(f"{self.trainer.default_root_dir}/3.ckpt")
 
 
-@pytest.mark.slow_except("8bit-full")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_checkpoint_of_two_ranks_loads_on_one_and_on_two(form, kind, fit, tmp_path):
