@@ -47,6 +47,7 @@ SET_BY_LIGHTNING = {
 A fixture of a module may set them before its first test begins.
 """
 
+_frozen_before: dict[str, Path] = {}  # by the file whose test was set up last
 MARKS_OF_DEVICES = {"sim": ("device", "sim"), "cuda": ("device", "gpu")}
 
 
@@ -147,7 +148,16 @@ def pytest_collection_finish() -> None:
     gc.freeze()  # half a second each time that a test collects garbage, for what stays to the end
 
 
+def _freeze_between_files(item: pytest.Item) -> None:
+    """What the tests of a file before have imported and cached is looked through no more: a second each, in the end."""
+    if item.path != _frozen_before.get("path"):
+        _frozen_before["path"] = item.path
+        gc.collect()
+        gc.freeze()
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    _freeze_between_files(item)
     torch.use_deterministic_algorithms(mode=False)  # a Trainer(deterministic=True) of an earlier test set it
     for mark, (is_met, reason) in REQUIREMENTS.items():
         if item.get_closest_marker(mark) and not is_met():

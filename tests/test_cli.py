@@ -73,6 +73,7 @@ def table_cells(text: str, row: str) -> list[str]:
     return [cell.strip() for cell in line.strip("│").split("│")][1:]
 
 
+@pytest.mark.slow
 def test_the_quickstart_shows_plain_against_packed(capsys):
     main(["fit", QUICKSTART, *SMALL, "--trainer.callbacks.init_args.budget=420KiB"])
     out = capsys.readouterr().out

@@ -146,14 +146,13 @@ def run_alone(folder, *command, size=100_000):
 @pytest.mark.slow
 def test_in_a_process_of_its_own_an_equal_run_passes_and_a_tenth_more_fails(tmp_path):
     command = ["-m", "pytest", "-p", "pytest_lightning_vram", "--rootdir=.", "--vram-baseline=peaks.json"]
-    command += ["-k", "test_step"]
-    (tmp_path / "peaks.json").write_text(json.dumps({"test_sample.py::test_step": 800_008}))
-    same = run_alone(tmp_path, *command)
-    assert same.returncode == 0, same.stdout + same.stderr
-    assert f"peak memory of 1 blocks compared with {tmp_path / 'peaks.json'}" in same.stdout
-    more = run_alone(tmp_path, *command, size=110_000)
-    assert more.returncode == 1
-    assert "test_sample.py::test_step: peak memory has grown by 10.00 %" in more.stdout
+    held = {"test_step": 800_008, "test_other": 8008, "test_other#2": 16_008}
+    (tmp_path / "peaks.json").write_text(json.dumps({f"test_sample.py::{name}": peak for name, peak in held.items()}))
+    done = run_alone(tmp_path, *command, size=110_000)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert f"peak memory of 3 blocks compared with {tmp_path / 'peaks.json'}" in done.stdout
+    assert "1 failed, 2 passed" in done.stdout
+    assert "test_sample.py::test_step: peak memory has grown by 10.00 %" in done.stdout
 
 
 @pytest.mark.slow

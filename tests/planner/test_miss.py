@@ -62,6 +62,7 @@ def test_the_batch_and_the_sequence_that_are_told_fit():
         assert plan_memory(make_gpt(), batch, device="cpu", budget=budget).peak_bytes <= budget
 
 
+@pytest.mark.slow
 def test_the_devices_and_the_strategy_that_are_told_fit():
     batch = torch.zeros(4, 2048)
     error = miss(Wide(), batch, device=CARD, budget="1000MiB")

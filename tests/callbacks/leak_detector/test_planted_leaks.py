@@ -57,7 +57,7 @@ PLANTED = {
 }
 
 
-@pytest.mark.quick_sample(4)
+@pytest.mark.quick_sample(2)
 @pytest.mark.parametrize("name", PLANTED)
 def test_named(name, make_trainer):
     model, expected = PLANTED[name]

@@ -744,6 +744,7 @@ def refuse_on_two() -> None:
         host.attach([optim.Adafactor(net.parameters())])
 
 
+@pytest.mark.slow
 def test_two_ranks_train_as_one(tmp_path):
     on_ranks(tmp_path, train_on_two, leave_out_on_two, refuse_on_two)
 

@@ -94,7 +94,7 @@ def check(ours: Any, plain: Any) -> None:
 
 
 @pytest.mark.usefixtures("_small_parts")
-@pytest.mark.quick_sample(4)
+@pytest.mark.quick_sample(2)
 @pytest.mark.parametrize("average", AVERAGES.values(), ids=AVERAGES)
 @pytest.mark.parametrize("make", [Net, Images, Mixed])
 def test_averages_are_those_of_a_plain_run(make, average, fit):
@@ -104,7 +104,7 @@ def test_averages_are_those_of_a_plain_run(make, average, fit):
 
 
 @pytest.mark.usefixtures("_small_parts")
-@pytest.mark.quick_sample(3)
+@pytest.mark.quick_sample(2)
 @pytest.mark.parametrize("options", MODES.values(), ids=MODES)
 def test_wherever_the_shards_are(options, fit):
     average = AVERAGES["EMA"]
@@ -212,7 +212,7 @@ def make(kind: str) -> Any:
     return KINDS[kind] if isinstance(KINDS[kind], str) else KINDS[kind]()
 
 
-@pytest.mark.quick_sample(4)
+@pytest.mark.quick_sample(2)
 @pytest.mark.parametrize(
     ("first", "second"),
     [
@@ -292,6 +292,7 @@ class SavingCounted(Counted, Saving):
     pass
 
 
+@pytest.mark.quick_sample(1)
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 def test_two_ranks_have_half_of_the_average_each(kind, fit, tmp_path):
     average = AVERAGES["EMA"]

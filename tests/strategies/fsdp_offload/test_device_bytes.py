@@ -18,6 +18,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),  # of Lightning, about folders that exist
 ]
 SHARES = (0.0, 0.1, 0.25, 0.5, 0.8, 1.0)
+FEW = (0.1, 0.5, 1.0)  # on the host and as a copy, as a copy and on the device, on the device
 STEPS = 6  # two epochs of three batches
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -65,7 +66,7 @@ def test_any_share_of_the_device_gives_the_same_bits(variant, train):
     options = VARIANTS[variant]
     expected = train(None, **options)
     found = []
-    for share in SHARES:
+    for share in SHARES if variant == "plain" else FEW:
         ours = train(share, **options)
         assert_equal_weights(ours, expected)
         found.append(getattr(ours, "places", None))
@@ -80,7 +81,7 @@ def test_any_share_of_the_device_gives_the_same_bits(variant, train):
 @pytest.mark.slow
 def test_scalars_and_frozen_layers_and_what_is_never_used(train):
     expected = train(None, make=Odd)
-    for share in SHARES:
+    for share in FEW:
         assert_equal_weights(train(share, make=Odd), expected)
 
 

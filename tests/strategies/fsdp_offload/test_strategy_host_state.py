@@ -117,7 +117,7 @@ def test_with_a_disk_a_weight_takes_six_bytes_of_memory_and_states_are_narrow_th
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("form", FORMS)
 def test_weights_are_the_same_whatever_way_they_and_states_are_kept(form, optimizer, fit, tmp_path, monkeypatch):
-    make = partial(Layers, optimizer, num_batches=12)
+    make = partial(Layers, optimizer, num_batches=8)  # RAdam is another from its sixth step on
     expected = fit(form, make)
     assert not all(map(torch.equal, expected.parameters(), fit("fp32", make).parameters()))
     for offload in ({"master": "split"}, {"offload": "optimizer"}, {"nvme_path": tmp_path}):
@@ -237,7 +237,7 @@ class Ending(Layers):
             self.trainer.save_checkpoint(f"{self.trainer.default_root_dir}/3.ckpt")
 
 
-@pytest.mark.slow_except("8bit-full")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_checkpoint_of_two_ranks_loads_on_one_and_on_two(form, kind, fit, tmp_path):

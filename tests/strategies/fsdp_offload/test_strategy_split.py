@@ -21,7 +21,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork"),
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
-NUM_STEPS = 50
 OPTIMIZERS: dict[str, Any] = {
     "AdamW": partial(torch.optim.AdamW, lr=1e-2),
     "SGD": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
@@ -69,7 +68,7 @@ def check(split: nn.Module, whole: nn.Module) -> None:
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_weights_and_gradients_are_the_same_to_the_bit(optimizer, options, fit):
-    make = partial(Layers, optimizer)
+    make = partial(Layers, optimizer, num_batches=16)
     check(fit("split", make, **options), fit("fp32", make, **options))
 
 
@@ -79,7 +78,7 @@ def test_weights_and_gradients_are_the_same_to_the_bit(optimizer, options, fit):
 @pytest.mark.parametrize("form", ["fp32", "bf16", "8bit"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_steps_in_c_have_the_same_bits(options, form, fit):
-    make, offload = partial(Layers, OPTIMIZERS["AdamW"]), {"host_state": form}
+    make, offload = partial(Layers, OPTIMIZERS["AdamW"], num_batches=16), {"host_state": form}
     with coded_in_c() as stepped:
         split = fit("split", make, offload=offload, **options)
     check(split, fit("fp32", make, offload=offload, **options))
@@ -99,7 +98,8 @@ def test_steps_in_c_have_the_same_bits(options, form, fit):
     ],
 )
 def test_it_goes_with_every_way_to_shard(offload, fit):
-    check(fit("split", offload=offload), fit("fp32", offload=offload))
+    make = partial(Layers, num_batches=16)
+    check(fit("split", make, offload=offload), fit("fp32", make, offload=offload))
 
 
 class Resting(Layers):

@@ -26,6 +26,7 @@ def peak_bytes(num_tokens: int, vocab_size: int, width: int, *, is_chunked: bool
     return tracker.timeline.peak_bytes - 3 * net[0].weight.nbytes
 
 
+@pytest.mark.slow
 def test_head_and_loss_take_a_tenth_at_the_vocabulary_of_gpt_2():
     plain, chunked = (peak_bytes(3072, 50257, 32, is_chunked=is_chunked) for is_chunked in (False, True))
     assert plain > 2.9 * 3072 * 50257 * 4  # logits, their logarithms and a gradient; the embedding is counted twice
