@@ -35,7 +35,7 @@ def decodes_by_library(library: Library, bits: int, block_size: int, packed: Ten
         return False
     if library == "bitsandbytes":
         return True
-    is_faster = packed.is_cuda or (packed.device.type == "cpu" and bits == 4 and block_size <= _MAX_ON_HOST)
+    is_faster = packed.device.type == "cuda" or (packed.device.type == "cpu" and bits == 4 and block_size <= _MAX_ON_HOST)
     return is_faster and block_size >= MIN_BLOCK_SIZE and _is_installed()
 
 
@@ -55,7 +55,7 @@ def decode_by_library(numbers: Tensor, scales: Tensor, codes: Tensor) -> None:
     else:
         decode = operators.dequantize_blockwise
         settings += (_levels(codes.device), block_size, numbers.dtype)
-    if numbers.is_cuda:
+    if numbers.device.type == "cuda":
         decode.out(*settings, out=numbers)
     else:  # where no kernel writes to given memory
         numbers.copy_(decode(*settings))
