@@ -35,7 +35,8 @@ def decodes_by_library(library: Library, bits: int, block_size: int, packed: Ten
         return False
     if library == "bitsandbytes":
         return True
-    is_faster = packed.device.type == "cuda" or (packed.device.type == "cpu" and bits == 4 and block_size <= _MAX_ON_HOST)
+    kind = packed.device.type
+    is_faster = kind == "cuda" or (kind == "cpu" and bits == 4 and block_size <= _MAX_ON_HOST)
     return is_faster and block_size >= MIN_BLOCK_SIZE and _is_installed()
 
 
