@@ -6,7 +6,7 @@ PROPERTIES = VIEW_PROPERTIES | {
     *("shape", "dtype", "device", "ndim", "layout", "names", "is_leaf", "requires_grad", "grad_fn"),
     *("retains_grad", "output_nr", "itemsize", "nbytes", "is_cuda", "is_cpu", "is_xpu", "is_mps", "is_meta"),
     *("is_mtia", "is_ipu", "is_maia", "is_vulkan", "is_mkldnn", "is_sparse", "is_sparse_csr", "is_nested"),
-    *("is_quantized"),
+    "is_quantized",
 }
 QUESTIONS = {
     *("size", "dim", "ndimension", "numel", "nelement", "stride", "is_contiguous", "element_size"),
