@@ -42,7 +42,8 @@ def _resnet_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
-def _tokens(size: int, length: int) -> tuple[Tensor, ...]:
+def make_tokens(size: int, length: int) -> tuple[Tensor, ...]:
+    """Random bytes [B, T + 1]."""
     return (torch.randint(256, (size, length + 1)),)
 
 
@@ -52,7 +53,7 @@ def _images(size: int, channels: int, pixels: int) -> tuple[Tensor, ...]:
 
 def make_gpt(name: str, batch_size: int, *shape: int) -> Workload:
     """A ByteGPT of ``shape``: layers, width, heads, tokens."""
-    return Workload(name, partial(ByteGPT, *shape), partial(_tokens, batch_size, shape[-1]), _gpt_loss)
+    return Workload(name, partial(ByteGPT, *shape), partial(make_tokens, batch_size, shape[-1]), _gpt_loss)
 
 
 def _gpt(name: str, batch_size: int, *shape: int) -> Workload:

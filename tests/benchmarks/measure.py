@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,7 +37,7 @@ def describe_machine(device: torch.device | None = None) -> Row:
     return {
         "device": torch.cuda.get_device_name() if is_cuda else f"{kind}, {torch.get_num_threads()} threads",
         "processor": _read_processor(),
-        "driver": _read_driver() if is_cuda else None,
+        "driver": read_driver() if is_cuda else None,
         "cuda": torch.version.cuda if is_cuda else None,
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -53,7 +54,9 @@ def _read_processor() -> str | None:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
 
 
-def _read_driver() -> str | None:
+@cache
+def read_driver() -> str | None:
+    """Return the version of the GPU's driver, where ``nvidia-smi`` reports it."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]

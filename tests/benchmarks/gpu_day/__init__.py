@@ -1,1 +1,6 @@
-"""Everything that waits for a GPU, in the order of its worth: see ``python -m tests.benchmarks.gpu_day --help``."""
+"""What waits for a GPU, cut into items that fit into minutes."""
+
+import time
+
+STARTED = time.monotonic()
+"""When this process began, before torch and Lightning were imported: the minutes of a call count from here."""

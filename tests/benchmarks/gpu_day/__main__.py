@@ -7,17 +7,16 @@ fit into its minutes; the next call goes on where this one ended. ``--dry-run`` 
 import argparse
 import re
 import tempfile
-from functools import partial
 from pathlib import Path
 
-from tests.benchmarks.gpu_day import results
-from tests.benchmarks.gpu_day.agenda import ITEMS, choose, is_wanted
+from tests.benchmarks.gpu_day import STARTED, results
+from tests.benchmarks.gpu_day.agenda import GROUPS, ITEMS, choose
 from tests.benchmarks.gpu_day.goals import print_summary
 from tests.benchmarks.gpu_day.items import Item, Job
 from tests.benchmarks.gpu_day.schedule import run_items
 from tests.benchmarks.gpu_day.worker import work
 
-FOLDER = Path(__file__).parents[1] / "results" / "gpu"
+FOLDER = Path("build", "gpu_day")  # git ignores it: it survives between two calls on one machine
 
 
 def main() -> None:
@@ -30,12 +29,12 @@ def main() -> None:
         work(next(item for item in ITEMS if item.name == arguments.work), job)
     if arguments.scatter is not None:
         print(f"{len(results.scatter(arguments.scatter, folder))} results are in {folder}")
-    items = choose(arguments.only, job)
+    items = choose(arguments.items, arguments.only, job)
     if arguments.list:
         print_list(items, folder)
-    elif arguments.dry_run or not (arguments.summary or arguments.scatter):
+    elif arguments.items or arguments.only or arguments.dry_run:
         forget(items, folder, arguments.again)
-        late = run_items(items, job, arguments.minutes, partial(is_wanted, job=job))
+        late = run_items(items, job, arguments.minutes, STARTED)
         print(f"left for the next call: {', '.join(late) or 'nothing'}")
     if arguments.summary or arguments.dry_run:
         print_summary(folder)
@@ -46,14 +45,15 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.gpu_day", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=9, help="start nothing that would end later")
+    parser.add_argument("--minutes", type=float, default=9, help="of this call, imports included; 9 by default")
+    parser.add_argument("--items", default="", metavar="GROUPS", help=f"what is run, in order: {', '.join(GROUPS)}")
     parser.add_argument("--only", default="", metavar="PATTERN", help="regular expression, found in names of items")
     parser.add_argument("--again", choices=("failed", "all"), help="forget results, of --only where it is given")
     parser.add_argument("--list", action="store_true", help="print the items, their seconds, and what is done")
     parser.add_argument("--summary", action="store_true", help="print the figures with their goals")
     parser.add_argument("--gather", type=Path, metavar="FILE", help="write all results into one file, after each item")
     parser.add_argument("--scatter", type=Path, metavar="FILE", help="read such a file back")
-    parser.add_argument("--output", type=Path, metavar="FOLDER", help="of the results, tests/benchmarks/results/gpu")
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help=f"of the results, {FOLDER}")
     parser.add_argument("--device", choices=("cuda", "sim", "cpu"), help="cuda by default; with --dry-run cpu")
     parser.add_argument("--dry-run", action="store_true", help="toys; results go to a temporary folder")
     parser.add_argument("--fresh", action="store_true", help="start each process anew instead of forking it")
@@ -63,6 +63,8 @@ def parse() -> argparse.Namespace:
         re.compile(arguments.only)
     except re.error as error:
         parser.error(f"--only: {error}")
+    if unknown := set(filter(None, arguments.items.split(","))) - set(GROUPS):
+        parser.error(f"--items: no group {', '.join(sorted(unknown))}; there are {', '.join(GROUPS)}")
     return arguments
 
 
@@ -73,8 +75,7 @@ def print_list(items: list[Item], folder: Path) -> None:
         total += item.estimate
         result = results.read(folder, item.name)
         state = "" if result is None else f"{result['status']}{', errors' * results.has_errors(result)}"
-        after = f"if {item.after} misses a goal" if item.after is not None else ""
-        print(f"{item.name:<44} {item.estimate:6.0f} s {total / 60:6.1f} min  {state}{after}")
+        print(f"{item.name:<44} {item.estimate:6.0f} s {total / 60:6.1f} min  {'shares  ' * item.shares}{state}")
 
 
 def forget(items: list[Item], folder: Path, again: str | None) -> None:

@@ -1,13 +1,13 @@
-"""All items in the order of their worth."""
+"""All items in the order of their worth, in groups: the first two fill one call each."""
 
 import re
 
 from tests.benchmarks.gpu_day import (
     device_tests,
     fits,
-    goals,
     losses,
     plans,
+    probe,
     profiles,
     running_out,
     smoke,
@@ -16,42 +16,54 @@ from tests.benchmarks.gpu_day import (
 )
 from tests.benchmarks.gpu_day.items import Item, Job
 
-ITEMS = (
-    *smoke.ITEMS,
-    *device_tests.ITEMS,
-    *speed.WITH_GOALS[:5],
-    *fits.XL,
-    *fits.XL_CLIPPED,
-    *fits.WITH_GOALS,
-    *speed.WITH_GOALS[5:],
-    *losses.ITEMS,
-    *plans.ITEMS,
-    *running_out.ITEMS,
-    *fits.XL_LIGHTNING,
-    *traces.ITEMS,
-    *profiles.ITEMS,
-    *speed.OTHERS[:3],
-    *fits.THREE,
-    *fits.LARGE,
-    *fits.OTHERS,
-    *speed.OTHERS[3:],
-)
+GROUPS: dict[str, tuple[Item, ...]] = {
+    "first": (*probe.ITEMS, plans.AUTO_XL, *smoke.ITEMS, *traces.PEAKS, speed.XL, *fits.XL),
+    "second": (
+        fits.XL_LIGHTNING_2,
+        losses.FIRST,
+        fits.OPTIMIZERS,
+        running_out.PAGE,
+        *device_tests.QUICK,
+        speed.IMAGES,
+        speed.SMALL,
+    ),
+    "rest": (
+        *speed.WITH_GOALS[:5],
+        *fits.XL_CLIPPED,
+        *fits.WITH_GOALS,
+        *speed.WITH_GOALS[5:],
+        *losses.ITEMS,
+        *plans.ITEMS,
+        running_out.LENGTHS,
+        fits.XL_LIGHTNING,
+        *traces.ITEMS,
+        *speed.OTHERS[:3],
+        *fits.THREE,
+        *fits.LARGE,
+        *fits.OTHERS,
+        *speed.OTHERS[3:],
+        *device_tests.ITEMS,
+        *profiles.ITEMS,
+    ),
+}
+ITEMS = tuple(item for items in GROUPS.values() for item in items)
 _SAME_WAY = (  # as others, with other figures: toys leave them out
-    r"tests\.(?!memory_core)|plan\.(?!gpt2_small)|sharded\.(?!xl_16k)|speed\.(gpt2_xl|resnet50_fp32)|fits\.precision\.gpt2_xl"
-    r"|profile\.(?!gpt2_small\.matmuls|xl_16k)"
+    r"tests\.|plan\.(?!gpt2_small)|sharded\.(?!xl_16k)|speed\.(gpt2_xl|resnet50_fp32)|fits\.precision\.gpt2_xl"
+    r"|profile\.(?!gpt2_small\.matmuls|xl_16k)|quick_tests\.(?!memory_core)"
 )
 
 
-def choose(pattern: str, job: Job) -> list[Item]:
-    """Return the items whose names hold ``pattern``; of toys that walk the same way twice, one."""
-    chosen = [item for item in ITEMS if re.search(pattern, item.name)]
+def choose(groups: str, pattern: str, job: Job) -> list[Item]:
+    """Return items in their order; of toys that walk the same way twice, one.
+
+    Args:
+        groups: Names of groups with commas between; empty for all.
+        pattern: Regular expression, found in names of items.
+        job: How they are run.
+    """
+    chosen = [item for name in (groups.split(",") if groups else GROUPS) for item in GROUPS[name] if re.search(pattern, item.name)]
     if job.device != "cuda":
         chosen = [item for item in chosen if not item.needs_cuda]
     if job.is_tiny:
         chosen = [item for item in chosen if not re.match(_SAME_WAY, item.name)]
     return chosen
-
-
-def is_wanted(item: Item, job: Job) -> bool:
-    """Whether an item runs now: a profile only of what has missed a goal, or of toys."""
-    return item.after is None or job.is_tiny or goals.is_missed(item.after, job.folder)

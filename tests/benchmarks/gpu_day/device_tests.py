@@ -18,11 +18,11 @@ from tests.benchmarks.gpu_day.results import Report
 
 ROOT = Path(__file__).parents[3]
 CHOICE = {
-    "cuda": ["--device", "cuda", "-m", ""],
-    "sim": ["--device", "sim", "--one-of-each"],
+    "cuda": ["--device", "cuda"],
+    "sim": ["--device", "sim"],
     "cpu": ["--device", "cuda", "-k", "allocator"],  # skipped, each with a reason
 }
-"""Options of pytest that choose the tests of a device; slow ones and all parametrisations on a real one only."""
+"""Options of pytest that choose the tests of a device."""
 
 CHUNKS = {
     "memory_core": ("memory", "core"),
@@ -35,6 +35,7 @@ CHUNKS = {
 }
 NUM_TRACEBACK_LINES = 15
 SECONDS = {"memory_core": 60, "callbacks": 60, "strategies": 90, "precision": 60, "fusion": 90}
+QUICK_SECONDS = 75
 NUM_WORKERS = {"fusion": 4, "precision": 4}  # the others look at what is free on the device
 
 
@@ -47,12 +48,25 @@ def rest() -> tuple[str, ...]:
     return tuple(name for name in names if name not in named and not name.endswith("__pycache__"))
 
 
-def run(setting: Setting, report: Report, *, folders: tuple[str, ...], num_workers: int, seconds: float) -> None:
-    """Run the tests of some folders; add a row for each that fails, and the numbers of all outcomes."""
+def run(
+    setting: Setting, report: Report, *, folders: tuple[str, ...], num_workers: int, seconds: float, is_quick: bool
+) -> None:
+    """Run the tests of some folders; add a row for each that fails, and the numbers of all outcomes.
+
+    Args:
+        setting: Where.
+        report: Gets the rows.
+        folders: Below ``tests``.
+        num_workers: Of pytest.
+        seconds: After which pytest is ended; outcomes until then count.
+        is_quick: One parametrisation of each test that is not slow; otherwise all.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch, "outcomes")
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", __name__]
-        options = [*CHOICE[setting.device.type], "-n", str(num_workers), "--timeout", "120", "--tb", "short"]
+        options = [*CHOICE[setting.device.type], "-n", str(num_workers), "--timeout", "90", "--tb", "short"]
+        options += ["--continue-on-collection-errors"]
+        options += ["--one-of-each", "-m", "not slow"] if is_quick or setting.is_tiny else ["-m", ""]
         paths = [str(Path("tests", folder)) for folder in folders]
         environment = {**os.environ, "GPU_DAY_OUTCOMES": str(log)}
         try:
@@ -82,8 +96,16 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def _item(name: str, folders: tuple[str, ...]) -> Item:
     seconds = SECONDS.get(name, 40)
-    arguments = {"folders": folders, "num_workers": NUM_WORKERS.get(name, 0), "seconds": 3 * seconds}
-    return Item(f"tests.{name}", seconds, partial(run, **arguments))
+    arguments = {"folders": folders, "num_workers": NUM_WORKERS.get(name, 0), "seconds": 2 * seconds}
+    return Item(f"tests.{name}", seconds, partial(run, **arguments, is_quick=False))
 
 
-ITEMS = tuple(_item(name, folders) for name, folders in [*CHUNKS.items(), ("rest", rest())])
+def _quick_item(name: str, folders: tuple[str, ...]) -> Item:
+    """Next to others: a test that looks at what is free on the device may fail."""
+    arguments = {"folders": folders, "num_workers": 2, "seconds": QUICK_SECONDS}
+    return Item(f"quick_tests.{name}", QUICK_SECONDS, partial(run, **arguments, is_quick=True), shares=True)
+
+
+_ALL = [*CHUNKS.items(), ("rest", rest())]
+QUICK = tuple(_quick_item(name, folders) for name, folders in _ALL)
+ITEMS = tuple(_item(name, folders) for name, folders in _ALL)

@@ -12,8 +12,8 @@ from tests.benchmarks.cases import Workload
 from tests.benchmarks.compare import measure_ways
 from tests.benchmarks.gpu_day.items import Item, Setting
 from tests.benchmarks.gpu_day.results import Report
-from tests.benchmarks.gpu_day.speed import workload_of
-from tests.benchmarks.suites import fsdp_offload, micro_batching, mixed_precision, nothing
+from tests.benchmarks.gpu_day.speed import measure_each, workload_of
+from tests.benchmarks.suites import fsdp_offload, micro_batching, mixed_precision, nothing, optimizers
 from tests.benchmarks.suites.fsdp_offload import SHAPES, TINY, VARIANTS
 from tests.benchmarks.ways import Way
 
@@ -33,6 +33,7 @@ PLUGINS = (
     'LeanMixedPrecision("bf16", recast_in_backward=True)',
 )
 IDLE = nothing.WAYS[1].name
+_OTHER_OPTIMIZERS = ("foreach", "two-pass", "stochastic", "master", "FSDPOffload")
 
 
 def run_precision(setting: Setting, report: Report, *, key: str) -> None:
@@ -51,6 +52,12 @@ def run_micro_batching(setting: Setting, report: Report, *, key: str) -> None:
 def run_idle(setting: Setting, report: Report, *, key: str) -> None:
     """Add a row for each list of callbacks that have nothing to do."""
     _add_ways(setting, report, workload_of(key, setting), nothing.WAYS[:3], 5, 40, is_tracked=False)
+
+
+def run_optimizers(setting: Setting, report: Report, *, key: str) -> None:
+    """Add a row for each way to keep moments and to step."""
+    ways = [way for way in optimizers.WAYS if not any(name in way.name for name in _OTHER_OPTIMIZERS)]
+    measure_each(setting, report, workload_of(key, setting), ways, steps=5)
 
 
 def _add_ways(
@@ -104,8 +111,11 @@ OTHERS = (
     Item("fits.micro_batching.gpt2_small", 70, partial(run_micro_batching, key="gpt2_small")),
     Item("fits.precision.gpt2_xl", 100, partial(run_precision, key="gpt2_xl")),
 )
-XL = _sharded_items("xl_16k", "GPT-2 XL, 16 k tokens", 36 * GB, (PLAIN, 25, 8), (OPTIMIZER, 45, 8), (PARAMS, 45, 8))
-XL_LIGHTNING = _sharded_items("xl_16k", "GPT-2 XL, 16 k tokens", 36 * GB, (LIGHTNING, 90, 4), (LIGHTNING_2, 90, 4))
+OPTIMIZERS = Item("optimizers.gpt2_xl", 60, partial(run_optimizers, key="gpt2_xl"))
+XL = _sharded_items("xl_16k", "GPT-2 XL, 16 k tokens", 0, (PLAIN, 25, 6), (OPTIMIZER, 45, 6), (PARAMS, 45, 6))
+XL_LIGHTNING_2, XL_LIGHTNING = _sharded_items(
+    "xl_16k", "GPT-2 XL, 16 k tokens", 0, (LIGHTNING_2, 65, 4), (LIGHTNING, 90, 4)
+)
 XL_CLIPPED = _sharded_items("xl_8k_clip", "GPT-2 XL, 8 k tokens, clipping", 36 * GB, (PLAIN, 20, 8), (OPTIMIZER, 45, 8))
 THREE = _sharded_items(
     "3b_16k",

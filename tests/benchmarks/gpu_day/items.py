@@ -11,7 +11,8 @@ import torch
 from tests.benchmarks.gpu_day.results import Report
 
 TESTS = Path(__file__).parents[2]
-START_SECONDS = 5  # a process sees the device, and ends
+START_SECONDS = 5  # a process opens the device, and ends
+TINY_LIMIT_SECONDS = 300
 
 
 @dataclass(frozen=True)
@@ -32,13 +33,14 @@ class Item:
     """Something to find out, in a process of its own.
 
     Args:
-        name: The group, a dot, and what it is; the name of its file as well.
+        name: The group, a dot, and the subject; also the name of its file.
         seconds: Estimate for an H100, without the start of the process.
         run: Adds rows to a report.
-        row_seconds: Longest time for a row of :meth:`Report.attempt`; then the process ends and another goes on.
+        row_seconds: Time limit of a row of :meth:`Report.attempt`: the process ends, and a new one continues.
         host_bytes: Host memory without which it is not started.
-        after: Name of the item that has to have missed a goal; ``None``: runs always.
-        needs_cuda: Is left out on other devices.
+        shares: Whether it may run next to other items that share the device: nothing it reports depends on time, and
+            it needs only a few GiB of the device.
+        needs_cuda: Skipped on other devices.
     """
 
     name: str
@@ -46,7 +48,7 @@ class Item:
     run: Callable[[Setting, Report], None]
     row_seconds: float = 120
     host_bytes: int = 0
-    after: str | None = None
+    shares: bool = False
     needs_cuda: bool = False
 
     @property
@@ -61,7 +63,7 @@ class Item:
     @property
     def limit(self) -> float:
         """Seconds after which it is ended."""
-        return 3 * self.estimate + 30
+        return 2 * self.estimate + 20
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,10 @@ class Job:
     is_tiny: bool = False
     is_fresh: bool = False
     gathered: Path | None = None
+
+    def limit_of(self, item: Item) -> float:
+        """Seconds after which ``item`` is ended; a dry run walks on machines of any speed."""
+        return max(item.limit, TINY_LIMIT_SECONDS) if self.is_tiny else item.limit
 
 
 def open_device(name: str) -> torch.device:

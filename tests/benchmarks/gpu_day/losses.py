@@ -3,7 +3,15 @@
 from tests.benchmarks.compare import measure_ways
 from tests.benchmarks.gpu_day.items import Item, Setting
 from tests.benchmarks.gpu_day.results import Report
+from tests.benchmarks.gpu_day.speed import measure_each
 from tests.benchmarks.suites import head_loss
+
+
+def run_once(setting: Setting, report: Report) -> None:
+    """Add a row for each way at one shape, one turn of each."""
+    shape = (head_loss.TINY if setting.is_tiny else head_loss.GPU)[0]
+    workload = head_loss.workload_of(shape, setting.device)
+    measure_each(setting, report, workload, (*head_loss.WAYS, *head_loss.PEERS), steps=5)
 
 
 def run(setting: Setting, report: Report) -> None:
@@ -16,4 +24,5 @@ def run(setting: Setting, report: Report) -> None:
         report.add(*({"name": f"{row['workload']}, {row['variant']}", **row} for row in rows))
 
 
+FIRST = Item("losses.128k", 20, run_once, row_seconds=30)
 ITEMS = (Item("losses.head", 90, run),)

@@ -1,16 +1,29 @@
-"""Plans of the planner on the GPU, beside plain, full checkpointing and each remedy alone."""
+"""``AutoVRAM`` where the baseline runs out of memory; plans next to the baseline, full checkpointing and each feature."""
 
+import time
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
+import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import Callback
 
+from lightning_vram import AutoVRAM
 from lightning_vram.demos import ByteGPT
-from tests.benchmarks.cases import GPU_WORKLOADS
+from lightning_vram.memory.device.process_limit import ProcessLimit
+from lightning_vram.memory.units import GIB
+from tests.benchmarks.cases import GPU_WORKLOADS, Workload, make_tokens
 from tests.benchmarks.gpu_day.items import Item, Setting
 from tests.benchmarks.gpu_day.results import Report
+from tests.benchmarks.gpu_day.speed import workload_of
+from tests.benchmarks.measure import NUM_WARM_UP, Row, give_back
 from tests.benchmarks.suites import plan
+from tests.benchmarks.ways import PLAIN_TRAINER, Way, with_callbacks
+from tests.benchmarks.whole_runs import Steps, run_whole
 
+LIMIT_BYTES = 52 * GIB  # others share the device; the optimizer's state and the weights alone are 23 GiB
+BASELINE, AUTO = "baseline", "AutoVRAM()"
 KEYS = ("gpt2_small", "resnet50_bf16", "vit_b")
 
 
@@ -24,8 +37,53 @@ def run(setting: Setting, report: Report, *, key: str) -> None:
     report.add(*({"name": row["variant"], **row} for row in rows))
 
 
+def run_auto(setting: Setting, report: Report) -> None:
+    """Add a row for the baseline, which runs out of memory, and one for ``AutoVRAM`` with the same limit."""
+    workload, steps = workload_of("gpt2_xl", setting), 1
+    limit = None
+    if not setting.is_tiny:
+        workload = replace(workload, name="GPT-2 XL, T 1024, B 32, bf16", make_batch=partial(make_tokens, 32, 1024))
+        steps, limit = 4, ProcessLimit(setting.device, LIMIT_BYTES)
+    seen = _Plan(auto := AutoVRAM())
+    for name, way in {BASELINE: PLAIN_TRAINER, AUTO: with_callbacks(AUTO, lambda: [auto, seen])}.items():
+        report.attempt(name, partial(_fit, workload, way, setting.device, steps, seen))
+    if limit is not None:
+        limit.remove()
+
+
+def _fit(workload: Workload, way: Way, device: torch.device, steps: int, seen: "_Plan") -> Row:
+    start = time.perf_counter()
+    try:
+        row = run_whole(workload, way, device, Steps(steps, is_first_counted=True), NUM_WARM_UP + steps)
+    except torch.OutOfMemoryError as error:
+        return {"is_out_of_memory": True, "message": str(error), "notes": getattr(error, "__notes__", [])}
+    finally:
+        give_back(device)
+    return {**row, **seen.row, "limit_bytes": LIMIT_BYTES, "seconds_of_all": time.perf_counter() - start}
+
+
+class _Plan(Callback):
+    """Reads what was planned before the first step."""
+
+    def __init__(self, auto: AutoVRAM) -> None:
+        self._auto = auto
+        self._start = time.perf_counter()
+        self.row: Row = {}
+
+    def setup(self, *_: Any, **__: Any) -> None:
+        decision = self._auto._decision
+        if decision is not None:
+            self.row = {"plan": decision.message, "seconds_with_plan": time.perf_counter() - self._start}
+            if decision.taken is not None:
+                self.row |= {"scheme": str(decision.taken.scheme), "predicted_bytes": decision.taken.needed_bytes}
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.row["budget_bytes"] = self._auto.budget_bytes
+
+
 def _tokens() -> tuple[torch.Tensor, ...]:
     return (torch.randint(256, (128, 33)),)
 
 
+AUTO_XL = Item("auto.gpt2_xl", 75, run_auto, row_seconds=120, shares=True)
 ITEMS = tuple(Item(f"plan.{key}", 150, partial(run, key=key), row_seconds=500) for key in KEYS)

@@ -68,7 +68,5 @@ def _run_out(setting: Setting) -> Row:
     return {}  # there is no limit on this device
 
 
-ITEMS = (
-    Item("running_out.lengths", 150, run_lengths, row_seconds=400),
-    Item("running_out.page", 60, run_report, row_seconds=300),
-)
+LENGTHS = Item("running_out.lengths", 150, run_lengths, row_seconds=400)
+PAGE = Item("running_out.page", 60, run_report, row_seconds=150, shares=True)

@@ -8,12 +8,14 @@ import torch
 
 from lightning_vram.demos import ByteGPT, DigitsResNet
 from tests.benchmarks.cases import GPU_WORKLOADS, Workload
-from tests.benchmarks.compare import measure_ways
+from tests.benchmarks.compare import measure_ways, sum_up
 from tests.benchmarks.gpu_day.items import Item, Setting
 from tests.benchmarks.gpu_day.results import Report
-from tests.benchmarks.measure import track_step
+from tests.benchmarks.measure import NUM_WARM_UP, Row, take_turn, track_step
 from tests.benchmarks.ours import find_way
 from tests.benchmarks.peers import pytorch
+from tests.benchmarks.ways import Way
+from tests.benchmarks.whole_runs import Steps, run_whole
 from tests.support.networks import ViT
 
 PLAIN, BY_HAND, SELECTIVE = "plain", pytorch.CHECKPOINT.name, pytorch.SELECTIVE.name
@@ -22,6 +24,7 @@ COMPILED = tuple(way.name for way in pytorch.COMPILED)
 CHECKPOINTED, MATMULS = "ActivationCheckpointing()", 'ActivationCheckpointing(save="matmuls")'
 FUSED, OFFLOADED = "InPlaceFusion()", 'ActivationOffload("64KiB")'
 BESIDE = f"{CHECKPOINTED}, {OFFLOADED}"
+COMPRESSED, HALF = "ActivationCompression()", "ActivationCheckpointing(budget=...), 0.5 of plain"
 
 
 def workload_of(key: str, setting: Setting) -> Workload:
@@ -44,9 +47,15 @@ def _tiny_images() -> tuple[torch.Tensor, ...]:
 
 
 def run(
-    setting: Setting, report: Report, *, key: str, variants: Sequence[str], repeats: int = 5, steps: int = 10
+    setting: Setting,
+    report: Report,
+    *,
+    key: str,
+    variants: Sequence[str],
+    repeats: int = 5,
+    steps: int = 10,
 ) -> None:
-    """Add a row for each variant: the first is what others are compared with; then what is tracked of each."""
+    """Add a row for each variant, compared with the first, and one for the tracked bytes of each."""
     workload = workload_of(key, setting)
     if setting.is_tiny:
         repeats, steps = 1, 1
@@ -58,12 +67,45 @@ def run(
             report.attempt(f"{way.name}, tracked", partial(track_step, workload, way, setting.device))
 
 
+def run_once(setting: Setting, report: Report, *, key: str, variants: Sequence[str], steps: int) -> None:
+    """Add a row for each variant, one turn of each."""
+    measure_each(setting, report, workload_of(key, setting), [find_way(variant) for variant in variants], steps)
+
+
+def measure_each(setting: Setting, report: Report, workload: Workload, ways: Sequence[Way], steps: int) -> None:
+    """Add a row for each way as soon as it is measured: whatever happens to one, the others have theirs.
+
+    The first way runs once more at the end, as a control: how far it is from itself.
+    """
+    names = [*(way.name for way in ways), f"{ways[0].name}, again"]
+    for name, way in zip(names, (*ways, ways[0]), strict=True):
+        report.attempt(name, partial(_measure, workload, way, setting, 1 if setting.is_tiny else steps))
+
+
+def _measure(workload: Workload, way: Way, setting: Setting, steps: int) -> Row:
+    if (why := way.why_not(setting.device)) is not None:
+        return {"skipped": why}
+    if way.is_whole:
+        turn = run_whole(workload, way, setting.device, Steps(steps), NUM_WARM_UP + steps)
+    else:
+        turn = take_turn(workload, way, setting.device, steps, 0)
+    return {"workload": workload.name, "by": way.by, **sum_up([turn], [])}
+
+
 def _item(key: str, name: str, seconds: float, *variants: str, steps: int = 10, repeats: int = 5) -> Item:
     measure = partial(run, key=key, variants=variants, steps=steps, repeats=repeats)
     needs_cuda = not set(variants).isdisjoint(COMPILED)
     return Item(f"speed.{key}.{name}", seconds, measure, needs_cuda=needs_cuda)
 
 
+def _once(key: str, seconds: float, *variants: str, steps: int) -> Item:
+    return Item(f"speed.{key}", seconds, partial(run_once, key=key, variants=variants, steps=steps), row_seconds=45)
+
+
+_COMMON = (PLAIN, BY_HAND, CHECKPOINTED, SELECTIVE, MATMULS, FUSED, BESIDE)
+XL = _once("gpt2_xl", 55, *_COMMON, steps=4)
+SMALL = _once("gpt2_small", 25, *_COMMON, OFFLOADED, SAVED_ON_CPU, HALF, steps=10)
+IMAGES = _once("resnet50_bf16", 25, PLAIN, FUSED, BY_HAND, CHECKPOINTED, OFFLOADED, COMPRESSED, steps=6)
 WITH_GOALS = (
     _item("resnet50_bf16", "fusion", 30, PLAIN, FUSED),
     _item("gpt2_xl", "checkpointing", 60, BY_HAND, CHECKPOINTED, steps=5),
@@ -85,10 +127,10 @@ OTHERS = (
         PLAIN,
         CHECKPOINTED,
         "ActivationCheckpointing(every_n_layers=2)",
-        "ActivationCheckpointing(budget=...), 0.5 of plain",
+        HALF,
         FUSED,
         'InPlaceFusion(), ActivationOffload("64KiB")',
-        "ActivationCompression()",
+        COMPRESSED,
         'ActivationCompression(lossy="int8")',
         repeats=3,
     ),
@@ -101,7 +143,7 @@ OTHERS = (
         CHECKPOINTED,
         OFFLOADED,
         'InPlaceFusion(), ActivationOffload("64KiB")',
-        "ActivationCompression()",
+        COMPRESSED,
         repeats=3,
     ),
     _item("gpt2_xl", "save_on_cpu", 60, PLAIN, SAVED_ON_CPU, steps=3, repeats=2),

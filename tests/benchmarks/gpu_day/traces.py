@@ -1,14 +1,17 @@
 """What estimates are held against: what the allocator was asked for in small cases, and what it took in many."""
 
 import os
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import torch
 
 from lightning_vram.memory.device.allocator_settings import VARIABLES
+from lightning_vram.memory.estimate.known_devices import describe_this_device
 from tests.benchmarks.cases import WORKLOADS, Workload
 from tests.benchmarks.estimates.cases import CASES
+from tests.benchmarks.estimates import measure as estimates
 from tests.benchmarks.estimates.measure import measure_all
 from tests.benchmarks.gpu_day.items import Item, Setting
 from tests.benchmarks.gpu_day.results import Report
@@ -67,10 +70,25 @@ def _num_entries(setting: Setting) -> int:
     return len(torch.cuda.memory._snapshot()["device_traces"][setting.device.index])
 
 
+def run_peaks(setting: Setting, report: Report, *, case: str) -> None:
+    """Add the allocator's peaks of one case: ``--estimate`` compares them elsewhere, since estimates need no GPU."""
+    report.set(device_spec=asdict(describe_this_device()))
+    report.attempt(case, lambda: {"all_steps": estimates.train(case)})
+
+
 def run_estimates(setting: Setting, report: Report) -> None:
     """Add a row for each case of ``estimate_memory`` beside the allocator; each has a process of its own."""
     for row in measure_all(CASES):
         report.add(row)
 
 
+PEAKS = tuple(
+    Item(f"peaks.{case.replace(', ', '.').replace(' ', '_')}", 8, partial(run_peaks, case=case), 60, 0, True, True)
+    for case in (
+        *("gpt, fp32", "gpt, bf16-mixed", "gpt, checkpointed", "gpt, offloaded", "gpt, fused", "gpt, fsdp_offload"),
+        *("wide gpt, bf16-mixed", "wide gpt, fused AdamW", "wide gpt, fsdp_offload_optimizer", "long gpt, bf16-mixed"),
+        *("resnet, bf16-mixed", "resnet, fused", "vit, bf16-mixed", "vit, 16-mixed", "llama, bf16-mixed"),
+        "llama, checkpointed",
+    )
+)
 ITEMS = (Item("estimate.allocator", 500, run_estimates, needs_cuda=True), Item("traces.small", 40, run))

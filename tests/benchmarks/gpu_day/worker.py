@@ -19,7 +19,7 @@ DEVICE_LOST = 3
 
 
 def start(item: Item, job: Job, log: Path) -> int:
-    """Begin the item in another process; return its id, which is that of a process group as well."""
+    """Begin the item in another process; return its id, which is that of its session as well."""
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
@@ -30,7 +30,7 @@ def start(item: Item, job: Job, log: Path) -> int:
 
 def _become(item: Item, job: Job, log: Path) -> NoReturn:
     try:
-        os.setpgid(0, 0)
+        os.setsid()  # what it starts can be found by its session
         with log.open("ab") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
@@ -51,6 +51,8 @@ def work(item: Item, job: Job) -> NoReturn:
     warnings.simplefilter("ignore")
     # for results to the bit; read when the device is seen for the first time
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    for backend in ("GLOO", "NCCL"):  # one process, perhaps on a machine without network
+        os.environ.setdefault(f"{backend}_SOCKET_IFNAME", "lo")
     setting = Setting(open_device(job.device), job.is_tiny)
     gc.freeze()  # what is imported stays: each collection would walk through it for a quarter of a second
     report = Report(job.folder, item.name, setting.device, item.row_seconds)

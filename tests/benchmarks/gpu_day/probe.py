@@ -1,0 +1,82 @@
+"""What the other figures depend on: the bus, pinning, the host's memory, and the price of a fork next to pinned memory."""
+
+import os
+import time
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lightning_vram.core.host.arena import make_host_tensor
+from lightning_vram.memory.estimate.calibrate import measure_bus
+from lightning_vram.memory.estimate.known_devices import describe_this_device
+from tests.benchmarks.gpu_day.items import Item, Setting
+from tests.benchmarks.gpu_day.results import Report
+from tests.benchmarks.measure import Row
+
+_BYTES, _TINY_BYTES = 1 << 32, 1 << 24
+
+
+def run(setting: Setting, report: Report) -> None:
+    """Add a row for each."""
+    num_bytes = _TINY_BYTES if setting.is_tiny else _BYTES
+    is_cuda = setting.device.type == "cuda"
+    report.set(host=Path("/proc/meminfo").read_text().splitlines()[:3], num_cores=os.cpu_count())
+    if is_cuda:
+        report.attempt("bus", lambda: {"bytes_per_s": measure_bus(setting.device), **asdict(describe_this_device())})
+    report.attempt("pin in place, and fork", partial(_pin_and_fork, num_bytes, setting))
+    report.attempt("pin by torch", partial(_pin, num_bytes, pin_memory=is_cuda))
+    report.attempt("copy on the host", partial(_copy, num_bytes))
+
+
+def _pin(num_bytes: int, *, pin_memory: bool) -> Row:
+    start = time.perf_counter()
+    torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pin_memory)
+    return {"bytes_per_s": num_bytes / (time.perf_counter() - start)}
+
+
+def _copy(num_bytes: int) -> Row:
+    source = torch.ones(num_bytes // 8)
+    target = torch.ones_like(source)
+    start = time.perf_counter()
+    target.copy_(source)
+    return {"bytes_per_s": 2 * source.nbytes / (time.perf_counter() - start), "threads": torch.get_num_threads()}
+
+
+def _pin_and_fork(num_bytes: int, setting: Setting) -> Row:
+    is_cuda = setting.device.type == "cuda"
+    start = time.perf_counter()
+    tensor = make_host_tensor(num_bytes, torch.uint8, pin_memory=is_cuda)
+    seconds = time.perf_counter() - start
+    tensor.fill_(1)
+    return {
+        "bytes_per_s": num_bytes / seconds,
+        "is_pinned": tensor.is_pinned() if is_cuda else None,
+        **_fork(tensor),
+    }
+
+
+def _fork(tensor: Tensor) -> Row:
+    """Return what a child process costs that only waits, as the worker of a DataLoader does at first."""
+    before, start = _read_available(), time.perf_counter()
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.read(reading, 1)
+        os._exit(0)
+    seconds, during = time.perf_counter() - start, _read_available()
+    os.write(writing, b"x")
+    os.waitpid(pid, 0)
+    for end in (reading, writing):
+        os.close(end)
+    return {"fork_seconds": seconds, "fork_bytes": before - during, "num_bytes": tensor.nbytes}
+
+
+def _read_available() -> int:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+
+
+ITEMS = (Item("probe", 20, run, row_seconds=60),)
