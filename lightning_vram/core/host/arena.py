@@ -6,7 +6,11 @@ what chunks have. A host that is too small is refused with an error: pinned memo
 kill the process.
 """
 
+import mmap
+import os
+import sys
 import warnings
+import weakref
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -16,12 +20,13 @@ from lightning_vram.core.host.chunked_space import Block, ChunkedSpace
 from lightning_vram.memory.device.accelerators import can_pin_in_place, pin_in_place
 from lightning_vram.memory.host.available import available_host_bytes
 from lightning_vram.memory.units import GIB, format_bytes
-from lightning_vram.private_names.torch.dispatch import FakeTensor, without_dispatch, without_modes
+from lightning_vram.private_names.torch.dispatch import FakeTensor, detect_fake_mode, without_dispatch, without_modes
 from lightning_vram.private_names.torch.tensors import free_pinned_memory
 
 MARGIN_BYTES = GIB  # left to everything else on the host
 
 _warned: list[int] = []  # bytes of the warning of this process
+_never_unmapped: list[mmap.mmap] = []
 
 
 class OffloadError(RuntimeError):
@@ -119,24 +124,42 @@ def make_host_bytes(num_bytes: int, *, pin_memory: bool) -> Tensor:
 def make_host_tensor(numel: int, dtype: torch.dtype, *, pin_memory: bool) -> Tensor:
     """Return a flat tensor without values on the host, for as long as training takes.
 
-    PyTorch rounds what it pins to powers of two, up to twice as much (1.78 times measured on a model's parameters), and
-    keeps it. So ordinary memory is taken, and CUDA told of it. What CUDA does not take stays unpinned, with a warning,
-    one for a process.
+    PyTorch rounds up what it pins to powers of two, up to twice as much (1.78 times measured on a model's parameters),
+    and keeps it. So memory on pages of its own is taken and registered with CUDA. If CUDA refuses, it stays unpinned,
+    with one warning per process. As with PyTorch's pinned memory, a forked process cannot read it.
 
     Args:
         numel: Of the tensor.
         dtype: Of the tensor.
         pin_memory: Whether to pin it.
     """
-    tensor = torch.empty(numel, dtype=dtype, device="cpu")
     if not pin_memory or not numel:
-        return tensor
+        return torch.empty(numel, dtype=dtype, device="cpu")
+    tensor = _empty_on_own_pages(numel, dtype)
     if pin_in_place(tensor):
         return tensor
     if not can_pin_in_place(tensor):
         return tensor.pin_memory()
     _warn_unpinned(tensor.nbytes)
     return tensor
+
+
+def _empty_on_own_pages(numel: int, dtype: torch.dtype) -> Tensor:
+    """Return a flat tensor that shares no page with other memory, and that a fork does not copy."""
+    if sys.platform != "linux" or detect_fake_mode() is not None:
+        return torch.empty(numel, dtype=dtype, device="cpu")
+    mapping = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE)
+    mapping.madvise(mmap.MADV_DONTFORK)  # Linux copies pinned pages in the fork itself, for each DataLoader worker
+    tensor = torch.frombuffer(mapping, dtype=dtype)
+    # The newest finalizer runs first: the mapping, which this one holds, outlives the one that unregisters it.
+    weakref.finalize(tensor.untyped_storage(), _let_go, mapping, os.getpid())
+    return tensor
+
+
+def _let_go(mapping: mmap.mmap, owner: int) -> None:
+    """Drop a mapping. A forked process does not have it: unmapping would hit what lies at its addresses there."""
+    if os.getpid() != owner:
+        _never_unmapped.append(mapping)
 
 
 def _warn_unpinned(num_bytes: int) -> None:

@@ -6,6 +6,9 @@ from torch import Tensor
 from lightning_vram.core.host.arena import unseen
 from lightning_vram.private_names.torch.operators import neg_view
 
+ALIGNED_BYTES = 256
+"""Kernels choose by the alignment of addresses. Those of copies are the originals', modulo this."""
+
 
 class Geometry:
     """How a tensor lies in its memory."""
@@ -18,10 +21,17 @@ class Geometry:
 
 
 def find_span(tensor: Tensor) -> tuple[int, int]:
-    """Return the first element and the number of elements to send: of all its memory if it covers half of that."""
+    """Return the first element and the number of elements to send: of all its memory if it covers half of that.
+
+    Else they begin at an aligned address, up to 255 bytes below the tensor.
+    """
     length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     total, remainder = divmod(tensor.untyped_storage().nbytes(), tensor.dtype.itemsize)
-    return (0, total) if not remainder and 2 * length >= total else (int(tensor.storage_offset()), length)
+    if not remainder and 2 * length >= total:
+        return 0, total
+    offset = int(tensor.storage_offset())
+    below = offset % (ALIGNED_BYTES // tensor.dtype.itemsize)
+    return offset - below, length + below
 
 
 def to_flat(tensor: Tensor, start: int, length: int) -> Tensor:

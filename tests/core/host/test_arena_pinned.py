@@ -1,6 +1,11 @@
 """Memory that CUDA is told of, and given back to it; without a GPU: in whose name, and when."""
 
+import copy
 import gc
+import mmap
+import os
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +14,9 @@ from torch import Tensor
 
 from lightning_vram.core.host import arena
 from lightning_vram.core.host.arena import make_host_tensor
+from lightning_vram.private_names.torch.dispatch import FakeTensor, FakeTensorMode
+
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux alone can leave pages out of a fork")
 
 
 @pytest.fixture
@@ -103,3 +111,82 @@ def test_no_kernel_is_blamed_for_what_cuda_does_not_take(runtime, pinned, monkey
     with pytest.warns(UserWarning, match=r"^CUDA could not pin 32 B of host memory"):
         make_host_tensor(8, torch.float32, pin_memory=True)
     assert kernels == ["cuda"]
+
+
+def flags_of(address: int) -> list[str] | None:
+    """Return the kernel's flags of the mapping that an address lies in, ``None`` if nothing is mapped there."""
+    is_inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *values = line.split()
+        if "-" in name:
+            start, stop = (int(part, 16) for part in name.split("-"))
+            is_inside = start <= address < stop
+        elif is_inside and name == "VmFlags:":
+            return values
+    return None
+
+
+@on_linux
+def test_small_tensors_have_pages_of_their_own_that_no_fork_copies(runtime):
+    tensors = [make_host_tensor(8, torch.float32, pin_memory=True) for _ in range(5)]
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    assert [address % mmap.PAGESIZE for address in addresses] == [0] * 5
+    assert len({address // mmap.PAGESIZE for address in addresses}) == 5
+    assert all("dc" in flags_of(address) for address in addresses)  # "do not copy area on fork"
+    assert runtime.registered == dict.fromkeys(addresses, (32, 0))
+
+
+@on_linux
+def test_memory_is_unregistered_before_it_is_unmapped(runtime, monkeypatch):
+    was_mapped = []
+    unregister = lambda address: was_mapped.append(flags_of(address) is not None)  # noqa: E731
+    monkeypatch.setattr(torch.cuda.cudart(), "cudaHostUnregister", unregister)
+    tensor = make_host_tensor(10 * mmap.PAGESIZE, torch.uint8, pin_memory=True)
+    address = tensor.data_ptr()
+    watched = tensor.untyped_storage()._weak_ref()  # with which torch frees memory earlier than its object
+    part = tensor.untyped_storage()[: mmap.PAGESIZE]
+    del tensor
+    assert not was_mapped  # a part of the storage needs it still
+    del part
+    assert was_mapped == [True]
+    assert flags_of(address) is None
+    del watched
+
+
+@on_linux
+def test_memory_that_moves_to_other_processes_stays_mapped_until_it_is_unregistered(runtime):
+    tensor = make_host_tensor(8, torch.float32, pin_memory=True).fill_(3)
+    address = tensor.data_ptr()
+    tensor.share_memory_()  # takes other memory, and frees its own
+    assert tensor.data_ptr() != address
+    assert flags_of(address) is not None
+    assert not runtime.freed
+    del tensor
+    assert runtime.freed == [address]
+    assert flags_of(address) is None
+
+
+@on_linux
+def test_a_forked_process_unmaps_nothing(runtime, monkeypatch):
+    """It has not got this memory: other memory may lie at its addresses there."""
+    tensor = make_host_tensor(8, torch.float32, pin_memory=True)
+    address = tensor.data_ptr()
+    monkeypatch.setattr(arena, "_never_unmapped", [])
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: -1)
+        del tensor
+    assert flags_of(address) is not None
+
+
+def test_copies_are_ordinary_memory(runtime):
+    tensor = make_host_tensor(1000, torch.bfloat16, pin_memory=True).fill_(3)
+    assert torch.equal(copy.deepcopy(tensor), tensor)
+    assert tensor.untyped_storage().nbytes() == 2000
+    assert len(runtime.registered) == 1
+
+
+def test_fake_tensors_stay_fake(runtime, monkeypatch):
+    monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
+    with FakeTensorMode():
+        assert isinstance(make_host_tensor(2**50, torch.uint8, pin_memory=True), FakeTensor)
+    assert not runtime.registered

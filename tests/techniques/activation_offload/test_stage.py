@@ -25,6 +25,7 @@ from lightning_vram.demos import ByteGPT
 from lightning_vram.memory.tracking.tracker import track_memory
 from lightning_vram.memory.units import KIB, MIB
 from lightning_vram.techniques.activation_checkpointing.apply import apply_activation_checkpointing
+from lightning_vram.techniques.activation_offload.geometry import find_span
 from lightning_vram.techniques.activation_offload.items import OffloadedItem
 from lightning_vram.techniques.activation_offload.stage import ActivationOffloading
 from lightning_vram.techniques.in_place_fusion.recomputation.stage import Recomputation
@@ -220,6 +221,20 @@ def test_a_small_view_sends_what_it_covers_and_a_large_one_all() -> None:
     views = (memory[3], memory[3].view(8, 8), memory[: SIDE // 2], memory[7])
     for one, view in zip(packed, views, strict=True):
         assert torch.equal(offloading._unpack(one), view)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.complex128])
+@pytest.mark.parametrize("compress", ["none", "bf16"])
+def test_a_small_view_comes_back_at_an_address_as_aligned_as_its_own(dtype: torch.dtype, compress: Any) -> None:
+    offloading = ActivationOffloading(min_offload_bytes=1, window_bytes=0, compress=compress)
+    size, memory = dtype.itemsize, torch.arange(4000).to(dtype)
+    with offloading:
+        for start, below in ((0, 0), (1, 1), (256 // size, 0), (512 // size + 3, 3), (1000, 1000 % (256 // size))):
+            assert find_span(memory[start : start + 100]) == (start - below, 100 + below)
+            back = offloading._unpack(offloading._pack(memory[start : start + 100]))
+            assert back.storage_offset() == below
+            assert back.untyped_storage().nbytes() < 100 * size + 256
+            assert compress == "bf16" or torch.equal(back, memory[start : start + 100])
 
 
 def test_memory_that_was_written_to_meanwhile_travels_again() -> None:

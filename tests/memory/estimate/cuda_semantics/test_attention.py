@@ -80,6 +80,15 @@ def test_kernels_can_be_ruled_out(allowed, options, backend):
         assert choose_backend(make_call(**options), CudaSpec(ADA, torch.device("lazy", 0))) == backend
 
 
+@pytest.mark.parametrize(("warn_only", "backend"), [(False, FLASH), (True, CUDNN)])
+def test_deterministic_algorithms_rule_out_cudnn_unless_they_only_warn(warn_only, backend):
+    torch.use_deterministic_algorithms(mode=True, warn_only=warn_only)
+    try:
+        assert choose_backend(make_call(), CudaSpec(HOPPER, torch.device("lazy", 0))) == backend
+    finally:
+        torch.use_deterministic_algorithms(mode=False)
+
+
 def test_the_order_of_priority_can_be_set():
     with sdpa_kernel([EFFICIENT, FLASH], set_priority=True):
         assert choose_backend(make_call(), CudaSpec(HOPPER, torch.device("lazy", 0))) == EFFICIENT

@@ -91,7 +91,9 @@ def _can_cudnn(call: Attention, spec: CudaSpec) -> bool:
         and (call.dropout_p * 16).is_integer()
         and not (call.dropout_p and q.shape[-2] == 1)
         and not (call.attn_mask is not None and call.attn_mask.requires_grad)
-        and not torch.are_deterministic_algorithms_enabled()
+        and not (
+            torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+        )
     )
 
 
