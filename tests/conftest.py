@@ -70,6 +70,11 @@ def pytest_configure(config: pytest.Config) -> None:
     # Many tests fork, which autograd does not survive in a process that has an accelerator: the others run without.
     if config.option.device != "cuda":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    else:
+        # What cuBLAS needs to be deterministic. It must be there before the first product: Lightning's Trainer sets it
+        # as well, but a test without a Trainer may come first.
+        workspaces = os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        SET_BY_LIGHTNING["CUBLAS_WORKSPACE_CONFIG"] = workspaces
     if config.option.device == "sim" and build.why_not() is None:
         importlib.import_module("support.simdevice.trainer")  # before anything asks PyTorch for its accelerator
     if config.option.device == "cpu":
@@ -205,6 +210,17 @@ def _restore_variables() -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+
+
+@pytest.fixture
+def deterministic_kernels() -> None:
+    """For tests without a Trainer that compare bits: an operator without a deterministic kernel raises.
+
+    With ``warn_only=True`` the backward of fused attention on CUDA would stay nondeterministic, and so it would with
+    ``torch.backends.cudnn.deterministic``, which is about convolutions. :func:`leave_process_as_it_was`
+    switches it off.
+    """
+    torch.use_deterministic_algorithms(mode=True)
 
 
 @pytest.fixture

@@ -4,10 +4,11 @@ import shutil
 import subprocess
 import sys
 
-import nbformat
 import pytest
 import torch
 from support.parts import ROOT
+
+nbformat = pytest.importorskip("nbformat")
 
 NOTEBOOK = ROOT / "examples" / "quickstart.ipynb"
 PNG = "image/png"

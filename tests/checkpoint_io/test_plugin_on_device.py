@@ -4,7 +4,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
-from support.devices import ACCELERATOR, device_module
+from support.devices import ACCELERATOR, allocate_workspaces, device_module
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -33,6 +33,7 @@ class Layers(pl.LightningModule):
         return torch.optim.AdamW(self.parameters())
 
     def setup(self, stage):
+        allocate_workspaces()
         device_module().reset_peak_memory_stats()
         self.before = device_module().memory_allocated()
 

@@ -4,7 +4,7 @@ import re
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from support.devices import ACCELERATOR, DEVICE, at_size, device_module
+from support.devices import ACCELERATOR, DEVICE, allocate_workspaces, at_size, device_module
 from support.helpers import LitTiny, TinyCNN, TinyGPT, assert_equal_weights
 
 from lightning_vram import MemoryBudget
@@ -26,6 +26,7 @@ def test_the_run_is_the_plain_one(make_trainer):
 
 
 def test_expected_is_held_against_measured_once(make_trainer, caplog):
+    allocate_workspaces()
     others = torch.zeros(MIB, dtype=torch.uint8, device=DEVICE)
     with caplog.at_level(logging.INFO, "lightning.pytorch"):
         fit(make_trainer, [MemoryBudget()])

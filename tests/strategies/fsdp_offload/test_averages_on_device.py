@@ -14,11 +14,7 @@ from lightning_vram.optimizers.on_host import averages
 from lightning_vram.private_names.lightning.callbacks import average_of
 from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
 
-pytestmark = [
-    pytest.mark.device,
-    pytest.mark.distributed,
-    pytest.mark.filterwarnings("ignore:.*deterministic.*:UserWarning"),  # of the control run
-]
+pytestmark = [pytest.mark.device, pytest.mark.distributed]
 AVERAGES: dict[str, Any] = {
     "EMA": partial(EMAWeightAveraging, decay=0.9),
     # On a device a plain run takes the mean by another formula.
@@ -67,7 +63,7 @@ def fit(make_trainer, monkeypatch):
         strategy = "auto" if options is None else FSDPOffloadStrategy(**{"min_params": 100, **options})
         given = {"accelerator": ACCELERATOR, "devices": 1, "max_epochs": 2, "limit_val_batches": 1, **arguments}
         torch.manual_seed(1)
-        make_trainer(strategy=strategy, callbacks=callbacks, deterministic="warn", **given).fit(model)
+        make_trainer(strategy=strategy, callbacks=callbacks, **given).fit(model)
         vars(model)["average"] = average_of(callbacks[0]) if callbacks else None
         leave_group()
         return model

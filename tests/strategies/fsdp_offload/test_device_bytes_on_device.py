@@ -19,7 +19,6 @@ from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
 pytestmark = [
     pytest.mark.device,
     pytest.mark.distributed,
-    pytest.mark.filterwarnings("ignore:.*deterministic.*:UserWarning"),
     pytest.mark.filterwarnings("ignore::UserWarning"),  # of Lightning, about folders that exist
 ]
 SHARES = (0.0, 0.1, 0.2, 0.25, 0.4, 0.6, 0.8, 0.99, 1.0)
@@ -65,7 +64,7 @@ def fit(make_trainer: Any) -> Any:
         pl.seed_everything(0, verbose=False)
         model = Weighed()
         strategy = FSDPOffloadStrategy(offload=offload, device_bytes=device_bytes, master=master, min_params=100)
-        defaults = {"accelerator": ACCELERATOR, "devices": 1, "max_epochs": 2, "deterministic": "warn"}
+        defaults = {"accelerator": ACCELERATOR, "devices": 1, "max_epochs": 2}
         options = {"limit_val_batches": 0, "gradient_clip_val": 0.1, **defaults, **options}
         make_trainer(strategy=strategy, callbacks=list(callbacks), **options).fit(model, ckpt_path=ckpt_path)
         leave_group()

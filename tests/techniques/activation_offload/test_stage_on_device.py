@@ -14,14 +14,7 @@ from torch import Tensor, nn
 from lightning_vram.demos import ByteGPT
 from lightning_vram.techniques.activation_offload.stage import ActivationOffloading
 
-pytestmark = pytest.mark.device
-
-
-@pytest.fixture(autouse=True)
-def _deterministic():
-    torch.backends.cudnn.deterministic, before = True, torch.backends.cudnn.deterministic
-    yield
-    torch.backends.cudnn.deterministic = before
+pytestmark = [pytest.mark.device, pytest.mark.usefixtures("deterministic_kernels")]
 
 
 def step(network: nn.Module, x: Tensor, context: Any, dtype: torch.dtype | None = None) -> int:

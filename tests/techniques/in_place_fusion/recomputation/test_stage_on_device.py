@@ -11,17 +11,10 @@ from torch import Tensor, nn
 
 from lightning_vram.techniques.in_place_fusion.recomputation.stage import Recomputation
 
-pytestmark = pytest.mark.device
+pytestmark = [pytest.mark.device, pytest.mark.usefixtures("deterministic_kernels")]
 
 KEPT = {"resnet50": 0.60, "densenet121": 0.35, "convnext_tiny": 0.60, "llama": 0.65}
 """Largest share of what plain allocates for the backward. Bounds of the host, with room for what kernels keep."""
-
-
-@pytest.fixture(autouse=True)
-def _deterministic():
-    torch.backends.cudnn.deterministic, before = True, torch.backends.cudnn.deterministic
-    yield
-    torch.backends.cudnn.deterministic = before
 
 
 def step(network: nn.Module, x: Tensor, dtype: torch.dtype | None, recomputation: Recomputation | None) -> int:
