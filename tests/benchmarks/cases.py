@@ -101,6 +101,7 @@ GPU_WORKLOADS = {
     ),
     "gpt2_small": _gpt("ByteGPT GPT-2 small, T 1024, B 16, bf16", 16, 12, 768, 12, 1024),
     "gpt2_xl": _gpt("ByteGPT GPT-2 XL, T 1024, B 8, bf16", 8, 48, 1600, 25, 1024),
+    "gpt_wide": _gpt("ByteGPT 24 x 2048, T 1024, B 16, bf16", 16, 24, 2048, 16, 1024),
 }
 """What a GPU is asked for, by short names."""
 

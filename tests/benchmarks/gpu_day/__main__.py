@@ -79,11 +79,14 @@ def print_list(items: list[Item], folder: Path) -> None:
 
 
 def forget(items: list[Item], folder: Path, again: str | None) -> None:
-    """Remove results that shall be made anew."""
+    """Remove results that are wanted anew: all of them, or rows with an error and those that differ."""
     for item in items:
         result = results.read(folder, item.name)
-        if result is not None and (again == "all" or (again == "failed" and results.has_errors(result))):
+        if again == "all" and result is not None:
             results.path_of(folder, item.name).unlink()
+        elif again == "failed" and result is not None and results.has_errors(result):
+            good = [row for row in result["rows"] if "error" not in row and row.get("is_met", True)]
+            results.write(folder, item.name, {"status": "cut", "rows": good, "at": None})
 
 
 if __name__ == "__main__":

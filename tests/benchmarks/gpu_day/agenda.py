@@ -17,13 +17,17 @@ from tests.benchmarks.gpu_day import (
 from tests.benchmarks.gpu_day.items import Item, Job
 
 GROUPS: dict[str, tuple[Item, ...]] = {
-    "first": (*probe.ITEMS, plans.AUTO_XL, *smoke.ITEMS, *traces.PEAKS, speed.XL, *fits.XL),
+    "first": (
+        *probe.ITEMS,
+        *(plans.AUTO_PLAN, device_tests.QUICK, *smoke.ITEMS, running_out.PAGE, *traces.PEAKS),  # they share
+        speed.XL,
+        *fits.XL,
+    ),
     "second": (
         fits.XL_LIGHTNING_2,
         losses.FIRST,
         fits.OPTIMIZERS,
-        running_out.PAGE,
-        *device_tests.QUICK,
+        speed.WIDE,
         speed.IMAGES,
         speed.SMALL,
     ),
@@ -48,8 +52,8 @@ GROUPS: dict[str, tuple[Item, ...]] = {
 }
 ITEMS = tuple(item for items in GROUPS.values() for item in items)
 _SAME_WAY = (  # as others, with other figures: toys leave them out
-    r"tests\.|plan\.(?!gpt2_small)|sharded\.(?!xl_16k)|speed\.(gpt2_xl|resnet50_fp32)|fits\.precision\.gpt2_xl"
-    r"|profile\.(?!gpt2_small\.matmuls|xl_16k)|quick_tests\.(?!memory_core)"
+    r"tests\.(?!memory_core)|quick_tests|plan\.(?!gpt2_small)|sharded\.(?!xl_16k)|speed\.(gpt2_xl|resnet50_fp32)|fits\.precision\.gpt2_xl"
+    r"|profile\.(?!gpt2_small\.matmuls|xl_16k)"
 )
 
 

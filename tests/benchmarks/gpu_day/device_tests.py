@@ -35,7 +35,7 @@ CHUNKS = {
 }
 NUM_TRACEBACK_LINES = 15
 SECONDS = {"memory_core": 60, "callbacks": 60, "strategies": 90, "precision": 60, "fusion": 90}
-QUICK_SECONDS = 75
+QUICK_SECONDS, NUM_QUICK_WORKERS = 110, 8
 NUM_WORKERS = {"fusion": 4, "precision": 4}  # the others look at what is free on the device
 
 
@@ -63,12 +63,14 @@ def run(
     """
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch, "outcomes")
+        if setting.is_tiny:
+            num_workers = min(num_workers, 2)
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", __name__]
         options = [*CHOICE[setting.device.type], "-n", str(num_workers), "--timeout", "90", "--tb", "short"]
         options += ["--continue-on-collection-errors"]
         options += ["--one-of-each", "-m", "not slow"] if is_quick or setting.is_tiny else ["-m", ""]
         paths = [str(Path("tests", folder)) for folder in folders]
-        environment = {**os.environ, "GPU_DAY_OUTCOMES": str(log)}
+        environment = {**os.environ, "GPU_DAY_OUTCOMES": str(log), "OMP_NUM_THREADS": "1"}
         try:
             process = subprocess.run([*command, *options, *paths], cwd=ROOT, env=environment, timeout=seconds)
             report.set(exit_code=process.returncode)
@@ -100,12 +102,11 @@ def _item(name: str, folders: tuple[str, ...]) -> Item:
     return Item(f"tests.{name}", seconds, partial(run, **arguments, is_quick=False))
 
 
-def _quick_item(name: str, folders: tuple[str, ...]) -> Item:
-    """Next to others: a test that looks at what is free on the device may fail."""
-    arguments = {"folders": folders, "num_workers": 2, "seconds": QUICK_SECONDS}
-    return Item(f"quick_tests.{name}", QUICK_SECONDS, partial(run, **arguments, is_quick=True), shares=True)
-
-
 _ALL = [*CHUNKS.items(), ("rest", rest())]
-QUICK = tuple(_quick_item(name, folders) for name, folders in _ALL)
+QUICK = Item(  # next to others: a test that looks at what is free on the device may fail
+    "quick_tests.all",
+    QUICK_SECONDS,
+    partial(run, folders=("",), num_workers=NUM_QUICK_WORKERS, seconds=QUICK_SECONDS, is_quick=True),
+    shares=True,
+)
 ITEMS = tuple(_item(name, folders) for name, folders in _ALL)

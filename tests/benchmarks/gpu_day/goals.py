@@ -81,7 +81,7 @@ _OPTIMIZER, _TOKENS = "fsdp_offload, optimizer", "tokens_per_second"
 GOALS = (
     *(
         Goal(f"smoke.{name}", "parts that differ from plain, or fail", _unmet(f"smoke.{name}"), 0)
-        for name in ("callbacks", "strategies", "precisions", "combinations", "images")
+        for name in ("callbacks", "strategies", "precisions", "parameters", "combinations", "images")
     ),
     *(Goal(f"tests.{name}", "tests that fail", _failed_tests(f"tests.{name}"), 0) for name in (*CHUNKS, "rest")),
     *(

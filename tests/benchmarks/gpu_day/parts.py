@@ -161,10 +161,6 @@ PRECISIONS = (
     _lean("bf16, norms", "bf16-mixed", SIXTEEN_BIT, precision="bf16", low_precision_norms=True),
     _lean("fp16", "16-mixed", precision="fp16"),
     _lean("fp16, recast", "16-mixed", precision="fp16", recast_in_backward=True),
-    *(
-        _lean(f"bf16, {name}", "bf16-mixed", LOSSY, precision="bf16", parameters=name)
-        for name in ("bf16+master", "bf16+split", "bf16+kahan", "bf16+stochastic")
-    ),
     Part(
         "LeanMixedPrecision, Checkpointing, Offload",
         lambda device, folder: {
@@ -174,6 +170,14 @@ PRECISIONS = (
         "bf16-mixed",
     ),
 )
+PARAMETERS = tuple(
+    _lean(f"bf16, {name}", "bf16-mixed", tolerance, precision="bf16", parameters=name)
+    for name, tolerance in (
+        *(("bf16+master", SIXTEEN_BIT), ("bf16+split", SIXTEEN_BIT), ("bf16+kahan", SIXTEEN_BIT)),
+        ("bf16+stochastic", LOSSY),
+    )
+)
+"""Without dropout: CUDA's kernel draws another mask for 16-bit activations than for float32."""
 STRATEGIES = (
     _sharded("none", offload="none"),
     _sharded("params", offload="params"),

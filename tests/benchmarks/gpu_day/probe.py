@@ -1,5 +1,6 @@
 """What the other figures depend on: the bus, pinning, the host's memory, and the price of a fork next to pinned memory."""
 
+import mmap
 import os
 import time
 from dataclasses import asdict
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_vram.core.host.arena import make_host_tensor
+from lightning_vram.memory.device.accelerators import pin_in_place
 from lightning_vram.memory.estimate.calibrate import measure_bus
 from lightning_vram.memory.estimate.known_devices import describe_this_device
 from tests.benchmarks.gpu_day.items import Item, Setting
@@ -25,8 +27,12 @@ def run(setting: Setting, report: Report) -> None:
     is_cuda = setting.device.type == "cuda"
     report.set(host=Path("/proc/meminfo").read_text().splitlines()[:3], num_cores=os.cpu_count())
     if is_cuda:
-        report.attempt("bus", lambda: {"bytes_per_s": measure_bus(setting.device), **asdict(describe_this_device())})
+        report.attempt("bus", lambda: {"bytes_per_s": measure_bus(setting.device), "spec": asdict(describe_this_device())})
     report.attempt("pin in place, and fork", partial(_pin_and_fork, num_bytes, setting))
+    for is_huge in (False, True):
+        for is_touched in (False, True):
+            name = f"pin{', huge pages' * is_huge}{', touched first' * is_touched}"
+            report.attempt(name, partial(_pin_mapped, num_bytes, setting, is_huge, is_touched))
     report.attempt("pin by torch", partial(_pin, num_bytes, pin_memory=is_cuda))
     report.attempt("copy on the host", partial(_copy, num_bytes))
 
@@ -35,6 +41,21 @@ def _pin(num_bytes: int, *, pin_memory: bool) -> Row:
     start = time.perf_counter()
     torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pin_memory)
     return {"bytes_per_s": num_bytes / (time.perf_counter() - start)}
+
+
+def _pin_mapped(num_bytes: int, setting: Setting, is_huge: bool, is_touched: bool) -> Row:  # noqa: FBT001
+    """What pinning waits for: whether for pages to be found, zeroed, or locked one by one."""
+    start = time.perf_counter()
+    mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE)
+    if is_huge:
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    tensor = torch.frombuffer(mapping, dtype=torch.uint8)
+    if is_touched:
+        tensor.zero_()
+    touched = time.perf_counter()
+    is_pinned = pin_in_place(tensor) if setting.device.type == "cuda" else None
+    seconds = time.perf_counter() - start
+    return {"bytes_per_s": num_bytes / seconds, "seconds_of_touch": touched - start, "is_pinned": is_pinned}
 
 
 def _copy(num_bytes: int) -> Row:

@@ -45,8 +45,8 @@ def read_all(folder: Path) -> dict[str, Result]:
 
 
 def has_errors(result: Result) -> bool:
-    """Whether the item or one of its rows went wrong."""
-    return result["status"] != "done" or any("error" in row for row in result["rows"])
+    """Whether the item or one of its rows went wrong, or differs from what it should be equal to."""
+    return result["status"] != "done" or any("error" in row or not row.get("is_met", True) for row in result["rows"])
 
 
 def gather(folder: Path, file: Path) -> None:

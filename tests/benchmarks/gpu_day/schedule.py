@@ -159,6 +159,8 @@ class _Call:
 def _note_death(result: results.Result, reason: str, log: Path) -> None:
     """Record how the process ended: in the row it was at, or for the whole item."""
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    if any(line.startswith("Timeout (") for line in lines):  # to print where threads are can itself end in a crash
+        reason = f"time limit of a row ({reason})"
     what: Row = {"error": reason, "traceback": [line[:300] for line in _last_words(lines)]}
     if reason == "end of the call":
         result |= {"status": "cut", "at": None}

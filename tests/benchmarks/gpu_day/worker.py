@@ -11,6 +11,8 @@ import warnings
 from pathlib import Path
 from typing import NoReturn
 
+import torch
+
 from tests.benchmarks.gpu_day.items import Item, Job, Setting, open_device
 from tests.benchmarks.gpu_day.results import DeviceLostError, Report
 from tests.benchmarks.measure import describe_error, describe_machine
@@ -53,6 +55,8 @@ def work(item: Item, job: Job) -> NoReturn:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     for backend in ("GLOO", "NCCL"):  # one process, perhaps on a machine without network
         os.environ.setdefault(f"{backend}_SOCKET_IFNAME", "lo")
+    if item.shares:  # its neighbours need the cores
+        torch.set_num_threads(1)
     setting = Setting(open_device(job.device), job.is_tiny)
     gc.freeze()  # what is imported stays: each collection would walk through it for a quarter of a second
     report = Report(job.folder, item.name, setting.device, item.row_seconds)
