@@ -25,6 +25,8 @@ GROUPS: dict[str, tuple[Item, ...]] = {
     ),
     "second": (
         fits.XL_LIGHTNING_2,
+        profiles.XL,
+        probe.HOST_ADAMW,
         losses.FIRST,
         fits.OPTIMIZERS,
         speed.WIDE,
@@ -65,7 +67,12 @@ def choose(groups: str, pattern: str, job: Job) -> list[Item]:
         pattern: Regular expression, found in names of items.
         job: How they are run.
     """
-    chosen = [item for name in (groups.split(",") if groups else GROUPS) for item in GROUPS[name] if re.search(pattern, item.name)]
+    chosen = [
+        item
+        for name in (groups.split(",") if groups else GROUPS)
+        for item in GROUPS[name]
+        if re.search(pattern, item.name)
+    ]
     if job.device != "cuda":
         chosen = [item for item in chosen if not item.needs_cuda]
     if job.is_tiny:

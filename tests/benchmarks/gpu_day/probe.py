@@ -17,6 +17,7 @@ from lightning_vram.memory.estimate.known_devices import describe_this_device
 from tests.benchmarks.gpu_day.items import Item, Setting
 from tests.benchmarks.gpu_day.results import Report
 from tests.benchmarks.measure import Row
+from tests.benchmarks.suites import host_adamw
 
 _BYTES, _TINY_BYTES = 1 << 32, 1 << 24
 
@@ -27,7 +28,9 @@ def run(setting: Setting, report: Report) -> None:
     is_cuda = setting.device.type == "cuda"
     report.set(host=Path("/proc/meminfo").read_text().splitlines()[:3], num_cores=os.cpu_count())
     if is_cuda:
-        report.attempt("bus", lambda: {"bytes_per_s": measure_bus(setting.device), "spec": asdict(describe_this_device())})
+        report.attempt(
+            "bus", lambda: {"bytes_per_s": measure_bus(setting.device), "spec": asdict(describe_this_device())}
+        )
     report.attempt("pin in place, and fork", partial(_pin_and_fork, num_bytes, setting))
     for is_huge in (False, True):
         for is_touched in (False, True):
@@ -100,4 +103,14 @@ def _read_available() -> int:
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
 
 
+def run_host_adamw(setting: Setting, report: Report) -> None:
+    """Add a row for each way to step AdamW on the host with all its cores."""
+    make = partial(host_adamw.make_blocks, *((1, 64) if setting.is_tiny else (4, 1600)))
+    num_threads = 1 if setting.is_tiny else os.cpu_count() or 1
+    with host_adamw.process_group():
+        for row in host_adamw.measure_shards("4 blocks of width 1600", make, num_threads, 3):
+            report.add({"name": row["variant"], **row})
+
+
+HOST_ADAMW = Item("host_adamw", 20, run_host_adamw)
 ITEMS = (Item("probe", 20, run, row_seconds=60),)
