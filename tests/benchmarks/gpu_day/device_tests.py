@@ -36,7 +36,7 @@ CHUNKS = {
 }
 NUM_TRACEBACK_LINES = 15
 SECONDS = {"memory_core": 60, "callbacks": 60, "strategies": 90, "precision": 60, "fusion": 90}
-QUICK_SECONDS, NUM_QUICK_WORKERS = 85, 8
+QUICK_SECONDS, NUM_QUICK_WORKERS = 150, 8
 INTERNAL_ERROR = 3  # exit code of pytest
 NUM_OUTPUT_LINES = 60
 NUM_WORKERS = {"fusion": 4, "precision": 4}  # the others look at what is free on the device

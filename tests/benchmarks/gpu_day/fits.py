@@ -111,10 +111,10 @@ OTHERS = (
     Item("fits.micro_batching.gpt2_small", 70, partial(run_micro_batching, key="gpt2_small")),
     Item("fits.precision.gpt2_xl", 100, partial(run_precision, key="gpt2_xl")),
 )
-OPTIMIZERS = Item("optimizers.gpt2_xl", 60, partial(run_optimizers, key="gpt2_xl"))
-XL = _sharded_items("xl_16k", "GPT-2 XL, 16 k tokens", 0, (PLAIN, 25, 6), (OPTIMIZER, 45, 6), (PARAMS, 45, 6))
+OPTIMIZERS = Item("optimizers.gpt2_xl", 115, partial(run_optimizers, key="gpt2_xl"))
+XL = _sharded_items("xl_16k", "GPT-2 XL, 16 k tokens", 0, (PLAIN, 25, 6), (OPTIMIZER, 25, 6), (PARAMS, 25, 6))
 XL_LIGHTNING_2, XL_LIGHTNING = _sharded_items(
-    "xl_16k", "GPT-2 XL, 16 k tokens", 0, (LIGHTNING_2, 65, 4), (LIGHTNING, 90, 4)
+    "xl_16k", "GPT-2 XL, 16 k tokens", 0, (LIGHTNING_2, 32, 4), (LIGHTNING, 90, 4)
 )
 XL_CLIPPED = _sharded_items("xl_8k_clip", "GPT-2 XL, 8 k tokens, clipping", 36 * GB, (PLAIN, 20, 8), (OPTIMIZER, 45, 8))
 THREE = _sharded_items(

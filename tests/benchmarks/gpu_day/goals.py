@@ -10,11 +10,11 @@ from rich.table import Table
 
 from tests.benchmarks.gpu_day import results
 from tests.benchmarks.gpu_day.device_tests import CHUNKS
-from tests.benchmarks.gpu_day.fits import IDLE, PLUGINS
+from tests.benchmarks.gpu_day.fits import IDLE, LIGHTNING_2, PLUGINS
 from tests.benchmarks.gpu_day.plan_goals import PLAN_FIGURES
 from tests.benchmarks.gpu_day.results import Result
 from tests.benchmarks.gpu_day.running_out import EXPANDING
-from tests.benchmarks.gpu_day.speed import BESIDE, CHECKPOINTED, FUSED, MATMULS, OFFLOADED
+from tests.benchmarks.gpu_day.speed import BESIDE, BY_HAND, CHECKPOINTED, FUSED, MATMULS, OFFLOADED, SELECTIVE
 
 NOTHING_CHOSEN = 5  # exit code of pytest: no test of these folders needs the device
 Figure = Callable[[dict[str, Result]], float]
@@ -73,9 +73,13 @@ def _failed_tests(item: str) -> Figure:
 
 def _error(key: str, reduce: Callable[[list[float]], float]) -> Figure:
     """Of all cases that were estimated: how far from what the allocator had, as a part of that."""
-    return lambda found: reduce([abs(row[key]) for row in found["estimate.allocator"]["rows"] if key in row])
+    groups = ("estimate.", "peaks.")
+    return lambda found: reduce(
+        [abs(row[key]) for item in found if item.startswith(groups) for row in found[item]["rows"] if key in row]
+    )
 
 
+STEP = "seconds_per_step"
 SECONDS, KEPT, PEAK = "seconds_of_first", "kept_bytes", "max_memory_allocated_bytes"
 _OPTIMIZER, _TOKENS = "fsdp_offload, optimizer", "tokens_per_second"
 GOALS = (
@@ -111,11 +115,25 @@ GOALS = (
     *(
         goal
         for item in ("speed.gpt2_xl.offload", "speed.gpt2_small.offload")
-        for goal in (
-            Goal(item, "step time, of plain", _value(item, OFFLOADED, SECONDS), 1.06),
-            Goal(item, "peak, of plain", _ratio(item, OFFLOADED, "plain", PEAK), 0.42),
+        for goal in (Goal(item, "peak, of plain", _ratio(item, OFFLOADED, "plain", PEAK), 0.42),)
+    ),
+    *(
+        Goal(f"speed.{key}", f"step time of {name}, of {other}", _ratio(f"speed.{key}", name, other, STEP), bound)
+        for key in ("gpt2_xl", "gpt_wide", "gpt2_small", "resnet50_bf16")
+        for name, other, bound in (
+            (CHECKPOINTED, BY_HAND, 1.0),
+            (MATMULS, SELECTIVE, 1.0),
+            (FUSED, "plain", 1.05),
+            (BESIDE, CHECKPOINTED, 1.01),
         )
     ),
+    Goal(
+        "sharded.xl_16k.lightning_fsdp2",
+        "seconds per step of fsdp_offload, of Lightning's with CPUOffloadPolicy",
+        _ratio("sharded.xl_16k.optimizer", _OPTIMIZER, LIGHTNING_2, STEP, "sharded.xl_16k.lightning_fsdp2"),
+        1.0,
+    ),
+    Goal("quick_tests.all", "device tests that fail", _failed_tests("quick_tests.all"), 0),
     Goal(
         "running_out.lengths",
         "reserved, of allocated, where lengths vary",
@@ -162,13 +180,6 @@ def figure_of(goal: Goal, found: dict[str, Result]) -> float | None:
         return goal.figure(found)
     except (LookupError, TypeError, ValueError, ZeroDivisionError):  # no row has it
         return None
-
-
-def is_missed(item: str, folder: Path) -> bool:
-    """Whether a figure of this item is there and not as it should be."""
-    found = results.read_all(folder)
-    figures = [(goal, figure_of(goal, found)) for goal in GOALS if goal.item == item]
-    return any(figure is not None and not goal.is_met(figure) for goal, figure in figures)
 
 
 def print_summary(folder: Path) -> None:

@@ -24,5 +24,5 @@ def run(setting: Setting, report: Report) -> None:
         report.add(*({"name": f"{row['workload']}, {row['variant']}", **row} for row in rows))
 
 
-FIRST = Item("losses.128k", 20, run_once, row_seconds=30)
+FIRST = Item("losses.128k", 12, run_once, row_seconds=30)
 ITEMS = (Item("losses.head", 90, run),)

@@ -1,4 +1,4 @@
-"""``AutoVRAM`` where the baseline runs out of memory; plans next to the baseline, full checkpointing and each feature."""
+"""``AutoVRAM`` where the baseline runs out of memory, and plans next to full checkpointing and each feature."""
 
 import time
 from dataclasses import replace
@@ -87,5 +87,5 @@ def _tokens() -> tuple[torch.Tensor, ...]:
     return (torch.randint(256, (128, 33)),)
 
 
-AUTO_PLAN = Item("auto.gpt_600m", 110, run_auto, row_seconds=120, shares=True)
+AUTO_PLAN = Item("auto.gpt_600m", 85, run_auto, row_seconds=120, shares=True)
 ITEMS = tuple(Item(f"plan.{key}", 150, partial(run, key=key), row_seconds=500) for key in KEYS)

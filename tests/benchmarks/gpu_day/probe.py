@@ -1,4 +1,4 @@
-"""What the other figures depend on: the bus, pinning, the host's memory, and the price of a fork next to pinned memory."""
+"""What the other figures depend on: PCIe, pinning, forks next to pinned memory, and AdamW on the host."""
 
 import mmap
 import os
@@ -46,7 +46,7 @@ def _pin(num_bytes: int, *, pin_memory: bool) -> Row:
     return {"bytes_per_s": num_bytes / (time.perf_counter() - start)}
 
 
-def _pin_mapped(num_bytes: int, setting: Setting, is_huge: bool, is_touched: bool) -> Row:  # noqa: FBT001
+def _pin_mapped(num_bytes: int, setting: Setting, is_huge: bool, is_touched: bool) -> Row:
     """What pinning waits for: whether for pages to be found, zeroed, or locked one by one."""
     start = time.perf_counter()
     mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE)
@@ -112,5 +112,5 @@ def run_host_adamw(setting: Setting, report: Report) -> None:
             report.add({"name": row["variant"], **row})
 
 
-HOST_ADAMW = Item("host_adamw", 20, run_host_adamw)
-ITEMS = (Item("probe", 20, run, row_seconds=60),)
+HOST_ADAMW = Item("host_adamw", 32, run_host_adamw)
+ITEMS = (Item("probe", 15, run, row_seconds=60),)

@@ -67,7 +67,7 @@ def _item(key: str, name: str, *variants: str) -> Item:
 
 def _sharded_item(key: str, shape: str) -> Item:
     measure = partial(fits.run_sharded, shape=shape, variant=fits.OPTIMIZER, steps=3, is_profiled=True)
-    return Item(f"profile.{key}", 60, measure, row_seconds=180)
+    return Item(f"profile.{key}", 38, measure, row_seconds=180)
 
 
 XL = _sharded_item("xl_16k", "GPT-2 XL, 16 k tokens")

@@ -5,8 +5,10 @@ It is written as things are found: a process that dies leaves what it had.
 
 import faulthandler
 import json
+import re
 import time
 from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +55,11 @@ def gather(folder: Path, file: Path) -> None:
     """Write all results into one file, with the machine's description."""
     found = read_all(folder)
     machines = [result["machine"] for result in found.values() if result.get("machine")]
+    date = datetime.now(tz=UTC).date().isoformat()
+    joined = {"machine": machines[-1] if machines else None, "date": date, "items": found}
+    text = re.sub(r"/[^\"\s]*/site-packages/", "", json.dumps(joined, indent=1))  # paths of one machine
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps({"machine": machines[-1] if machines else None, "items": found}) + "\n")
+    file.write_text(text + "\n")
 
 
 def scatter(file: Path, folder: Path) -> Iterable[str]:

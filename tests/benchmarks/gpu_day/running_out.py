@@ -69,4 +69,4 @@ def _run_out(setting: Setting) -> Row:
 
 
 LENGTHS = Item("running_out.lengths", 150, run_lengths, row_seconds=400)
-PAGE = Item("running_out.page", 60, run_report, row_seconds=150, shares=True)
+PAGE = Item("running_out.page", 85, run_report, row_seconds=150, shares=True)

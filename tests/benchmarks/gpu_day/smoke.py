@@ -139,11 +139,11 @@ def run(setting: Setting, report: Report, *, model_name: str, chosen: Sequence[P
 ITEMS = tuple(
     Item(f"smoke.{name}", seconds, partial(run, model_name=model, chosen=chosen), row_seconds=60, shares=True)
     for name, seconds, model, chosen in (
-        ("callbacks", 90, "gpt", parts.CALLBACKS),
-        ("strategies", 50, "gpt", parts.STRATEGIES),
-        ("precisions", 50, "gpt", parts.PRECISIONS),
-        ("parameters", 30, "gpt without dropout", parts.PARAMETERS),
-        ("combinations", 60, "gpt", parts.COMBINATIONS),
-        ("images", 35, "images", parts.IMAGES),
+        ("callbacks", 30, "gpt", parts.CALLBACKS),
+        ("strategies", 15, "gpt", parts.STRATEGIES),
+        ("precisions", 15, "gpt", parts.PRECISIONS),
+        ("parameters", 15, "gpt without dropout", parts.PARAMETERS),
+        ("combinations", 15, "gpt", parts.COMBINATIONS),
+        ("images", 15, "images", parts.IMAGES),
     )
 )

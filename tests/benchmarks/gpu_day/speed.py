@@ -103,9 +103,9 @@ def _once(key: str, seconds: float, *variants: str, steps: int) -> Item:
 
 
 _COMMON = (PLAIN, BY_HAND, CHECKPOINTED, SELECTIVE, MATMULS, FUSED, BESIDE)
-XL = _once("gpt2_xl", 55, *_COMMON, steps=4)
+XL = _once("gpt2_xl", 33, *_COMMON, steps=4)
 SMALL = _once("gpt2_small", 25, *_COMMON, OFFLOADED, SAVED_ON_CPU, HALF, steps=10)
-WIDE = _once("gpt_wide", 45, *_COMMON, OFFLOADED, steps=4)  # kernels outlast the host's work
+WIDE = _once("gpt_wide", 40, *_COMMON, OFFLOADED, steps=4)  # kernels outlast the host's work
 IMAGES = _once("resnet50_bf16", 25, PLAIN, FUSED, BY_HAND, CHECKPOINTED, OFFLOADED, COMPRESSED, steps=6)
 WITH_GOALS = (
     _item("resnet50_bf16", "fusion", 30, PLAIN, FUSED),
