@@ -42,14 +42,11 @@ def _is_training(found: OutOfMemory) -> bool:
 
 
 def _is_others_fault(found: OutOfMemory) -> bool:
-    """Whether others have a large part, without which the request would have been granted.
-
-    Where as much is free as was asked for, it was this process's own limit that refused it.
-    """
+    """Whether others have a large part, without which the request would have been granted."""
     request = found.request
     other_bytes = request.other_bytes
-    if (request.asked_bytes or 0) <= (request.free_bytes or 0):
-        return False
+    if request.limit_bytes is not None and (request.asked_bytes or 0) <= (request.free_bytes or 0):
+        return False  # enough was free: it was this process's own limit
     is_large = other_bytes > 0 and other_bytes >= _LARGE_SHARE * (request.total_bytes or 0)
     return is_large and (request.asked_bytes or 0) <= (request.free_bytes or 0) + other_bytes
 

@@ -85,6 +85,15 @@ def test_a_desktop_on_the_device_hides_no_cause(changes, title):
     assert find_cause(replace(FOUND, **{"request": DESKTOP, **changes})).title.startswith(title)
 
 
+def test_who_has_a_limit_of_its_own_does_not_blame_others():
+    """As an H100 had it: 6 GiB allowed, 64 GiB free, 8 GiB taken by others."""
+    request = FailedRequest(144 * MIB, 79 * GIB, 64 * GIB, 7 * GIB, 6 * GIB, 5 * GIB + 900 * MIB, 57 * MIB)
+    assert request.other_bytes == 8 * GIB
+    assert find_cause(replace(FOUND, request=request)).title.startswith("the batch is too large")
+    without_limit = replace(request, free_bytes=100 * MIB, limit_bytes=None)
+    assert find_cause(replace(FOUND, request=without_limit)).title == "another process is on the device"
+
+
 def test_a_leak_goes_before_pieces_that_are_too_small():
     in_pieces = replace(FOUND, request=replace(REQUEST, asked_bytes=20 * MIB, cached_bytes=300 * MIB))
     assert find_cause(in_pieces).title.startswith("fragmentation")
