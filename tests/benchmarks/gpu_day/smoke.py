@@ -100,8 +100,18 @@ def _reference(model_name: str, setting: Setting, name: str) -> Weights:
         return _train(model_name, setting, REFERENCES[name](setting.device, Path(folder)))
 
 
+@cache
+def _control(model_name: str, setting: Setting, name: str) -> float:
+    """How far a reference is from itself when it is run twice: 0 where kernels are deterministic."""
+    expected = _reference(model_name, setting, name)
+    with tempfile.TemporaryDirectory() as folder:
+        again = _train(model_name, setting, REFERENCES[name](setting.device, Path(folder)))
+    return _relative_difference(again, expected, _initial(model_name, setting))
+
+
 def compare(part: Part, model_name: str, setting: Setting) -> Row:
-    """Train with ``part`` and as it has to be compared."""
+    """Train with ``part`` and as it has to be compared; where the reference differs from itself, rounding is allowed."""
+    control = _control(model_name, setting, part.reference)
     expected = _reference(model_name, setting, part.reference)
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -114,7 +124,8 @@ def compare(part: Part, model_name: str, setting: Setting) -> Row:
         "is_equal": is_equal,
         "relative_difference": difference,
         "tolerance": part.tolerance,
-        "is_met": is_equal if part.tolerance == 0 else difference <= part.tolerance,
+        "control_difference": control,
+        "is_met": is_equal if part.tolerance == control == 0 else difference <= max(part.tolerance, 10 * control),
         "seconds": round(seconds, 3),
         **read_peaks(setting.device),
     }
