@@ -110,7 +110,7 @@ def _control(model_name: str, setting: Setting, name: str) -> float:
 
 
 def compare(part: Part, model_name: str, setting: Setting) -> Row:
-    """Train with ``part`` and as it has to be compared; where the reference differs from itself, rounding is allowed."""
+    """Train with ``part`` and its reference; where the reference differs from itself, rounding is allowed."""
     control = _control(model_name, setting, part.reference)
     expected = _reference(model_name, setting, part.reference)
     start = time.perf_counter()
