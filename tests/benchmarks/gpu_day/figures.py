@@ -152,10 +152,11 @@ def _peaks(items: Items) -> Iterator[str]:
             f"Allocated: {accurate} of {len(errors)} cases within 0.1 %, mean error {fmean(errors):.2%}, worst "
             f"{max(errors):.2%}; reserved: mean {fmean(reserved):.2%}, worst {max(reserved):.2%}."
         )
-    if len(counted) < len(rows):
+    if left := _find(rows, UNINITIALIZED):
+        state_bytes = left.get("estimated_allocated_bytes", 0) - left.get("allocated_bytes", 0)
         yield (
             f"`{UNINITIALIZED}` is not counted: its weights are not initialized, so the gradient scaler skipped every "
-            "step and AdamW created no state, which is the whole difference."
+            f"step and AdamW created no state: {format_bytes(state_bytes)}, the whole difference."
         )
 
 
