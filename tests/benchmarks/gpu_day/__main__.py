@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tests.benchmarks.gpu_day import STARTED, results, traces
 from tests.benchmarks.gpu_day.agenda import GROUPS, ITEMS, choose
+from tests.benchmarks.gpu_day.figures import print_figures
 from tests.benchmarks.gpu_day.goals import print_summary
 from tests.benchmarks.gpu_day.items import Item, Job
 from tests.benchmarks.gpu_day.schedule import run_items
@@ -22,6 +23,9 @@ FOLDER = Path("build", "gpu_day")  # git ignores it: it survives between two cal
 def main() -> None:
     """Do what the command line says."""
     arguments = parse()
+    if arguments.figures is not None:
+        print_figures(arguments.figures)
+        return
     folder = arguments.output or (Path(tempfile.mkdtemp()) if arguments.dry_run else FOLDER)
     device = arguments.device or ("cpu" if arguments.dry_run else "cuda")
     job = Job(device, folder, arguments.dry_run, arguments.fresh, arguments.gather)
@@ -54,6 +58,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="print the items, their seconds, and what is done")
     parser.add_argument("--estimate", action="store_true", help="compare peaks with estimates: needs no GPU")
     parser.add_argument("--summary", action="store_true", help="print the figures with their goals")
+    parser.add_argument("--figures", type=Path, metavar="FOLDER", help="print gathered files as Markdown, run nothing")
     parser.add_argument("--gather", type=Path, metavar="FILE", help="write all results into one file, after each item")
     parser.add_argument("--scatter", type=Path, metavar="FILE", help="read such a file back")
     parser.add_argument("--output", type=Path, metavar="FOLDER", help=f"of the results, {FOLDER}")
