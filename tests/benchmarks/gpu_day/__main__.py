@@ -26,9 +26,8 @@ def main() -> None:
     if arguments.figures is not None:
         print_figures(arguments.figures)
         return
-    folder = arguments.output or (Path(tempfile.mkdtemp()) if arguments.dry_run else FOLDER)
-    device = arguments.device or ("cpu" if arguments.dry_run else "cuda")
-    job = Job(device, folder, arguments.dry_run, arguments.fresh, arguments.gather)
+    job = make_job(arguments)
+    folder = job.folder
     if arguments.work:
         work(next(item for item in ITEMS if item.name == arguments.work), job)
     if arguments.scatter is not None:
@@ -46,6 +45,13 @@ def main() -> None:
         print_summary(folder)
     if arguments.gather is not None:
         results.gather(folder, arguments.gather)
+
+
+def make_job(arguments: argparse.Namespace) -> Job:
+    """Return how items are run: a dry run has toys, on the CPU, and leaves nothing behind."""
+    folder = arguments.output or (Path(tempfile.mkdtemp()) if arguments.dry_run else FOLDER)
+    device = arguments.device or ("cpu" if arguments.dry_run else "cuda")
+    return Job(device, folder, arguments.dry_run, arguments.fresh, arguments.gather)
 
 
 def parse() -> argparse.Namespace:
