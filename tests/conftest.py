@@ -183,8 +183,11 @@ def leave_device_as_it_was(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if request.config.option.device == "cpu":
         return
+    module = torch.get_device_module()
+    if module.get_sync_debug_mode():  # setting it warns, the first time
+        module.set_sync_debug_mode("default")
     gc.collect()
-    torch.get_device_module().set_per_process_memory_fraction(1.0)
+    module.set_per_process_memory_fraction(1.0)
     torch.accelerator.synchronize()
     torch.accelerator.empty_cache()
     torch.accelerator.reset_peak_memory_stats()
