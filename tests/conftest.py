@@ -105,6 +105,7 @@ def _select_by_device(config: pytest.Config, items: list[pytest.Item]) -> None:
             is_selected = not any(map(item.get_closest_marker, ("device", "sim")))
         else:
             is_selected = any(map(item.get_closest_marker, MARKS_OF_DEVICES[device]))
+            is_selected &= device == "sim" or item.get_closest_marker("sim") is None  # in a file for any device
         groups[is_selected].append(item)
     config.hook.pytest_deselected(items=groups[False])
     items[:] = groups[True]
