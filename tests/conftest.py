@@ -105,6 +105,7 @@ def _select_by_device(config: pytest.Config, items: list[pytest.Item]) -> None:
             is_selected = not any(map(item.get_closest_marker, ("device", "sim")))
         else:
             is_selected = any(map(item.get_closest_marker, MARKS_OF_DEVICES[device]))
+            is_selected &= device == "sim" or item.get_closest_marker("sim") is None  # in a file for any device
         groups[is_selected].append(item)
     config.hook.pytest_deselected(items=groups[False])
     items[:] = groups[True]
@@ -183,8 +184,11 @@ def leave_device_as_it_was(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if request.config.option.device == "cpu":
         return
+    module = torch.get_device_module()
+    if module.get_sync_debug_mode():  # setting it warns, the first time
+        module.set_sync_debug_mode("default")
     gc.collect()
-    torch.get_device_module().set_per_process_memory_fraction(1.0)
+    module.set_per_process_memory_fraction(1.0)
     torch.accelerator.synchronize()
     torch.accelerator.empty_cache()
     torch.accelerator.reset_peak_memory_stats()

@@ -4,7 +4,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
-from support.devices import ACCELERATOR, DEVICE, allocate_workspaces, device_module
+from support.devices import ACCELERATOR, DEVICE, allocate_workspaces, device_module, requested_bytes
 from support.helpers import LitLinear, LitTiny, TinyCNN, TinyGPT, assert_equal_weights
 
 from lightning_vram import LeanMixedPrecision
@@ -65,29 +65,29 @@ def test_auto_is_bf16_where_the_hardware_has_it(make_trainer):
     assert (plugin.precision == "bf16-mixed") is device_module().is_bf16_supported(including_emulation=False)
 
 
-def allocated_after_forward(change):
+def requested_after_forward(change):
     torch.manual_seed(0)
     model = ByteGPT(4, 256, 4, 256, dropout=0.0).to(DEVICE)
     tokens = torch.randint(256, (4, 256), device=DEVICE)
     change(model)
     allocate_workspaces()
-    before = device_module().memory_allocated()
+    before = requested_bytes()
     with torch.autocast(DEVICE, torch.bfloat16, cache_enabled=False):
         output = model(tokens)
-    allocated = device_module().memory_allocated() - before
+    requested = requested_bytes() - before
     num_weights = sum(layer.weight.numel() for layer in model.modules() if isinstance(layer, torch.nn.Linear))
     assert output.requires_grad
-    return allocated, num_weights
+    return requested, num_weights
 
 
 def test_recasting_keeps_no_copies_of_weights():
-    plain, num_weights = allocated_after_forward(lambda model: None)
-    saving, _ = allocated_after_forward(lambda model: WeightCasts(model, DEVICE, recast_in_backward=True))
-    assert plain - saving == pytest.approx(2 * num_weights, rel=0.02)  # the allocator rounds
+    plain, num_weights = requested_after_forward(lambda model: None)
+    saving, _ = requested_after_forward(lambda model: WeightCasts(model, DEVICE, recast_in_backward=True))
+    assert plain - saving == pytest.approx(2 * num_weights, rel=0.02)  # biases are cast as well
 
 
 def test_low_precision_norms_save_four_bytes_per_block_and_element():
-    plain, _ = allocated_after_forward(lambda model: None)
-    saving, _ = allocated_after_forward(lambda model: keep_norms_low(model, DEVICE))
+    plain, _ = requested_after_forward(lambda model: None)
+    saving, _ = requested_after_forward(lambda model: keep_norms_low(model, DEVICE))
     num_elements = 4 * 256 * 256
     assert plain - saving >= 4 * 4 * num_elements  # four blocks, and the last norm

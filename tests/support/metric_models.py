@@ -215,8 +215,8 @@ def flat(values: Any) -> list[Tensor]:
     return [leaf.cpu() for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-def assert_equal_values(one: Any, other: Any) -> None:
-    """They are as many tensors, equal to the bit."""
+def assert_equal_values(one: Any, other: Any, rounding: float = 0.0) -> None:
+    """They are as many tensors, equal to the bit, or but for ``rounding``, relative and absolute."""
     ours, theirs = flat(one), flat(other)
     assert theirs
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(ours, theirs, rtol=rounding, atol=rounding, equal_nan=True)

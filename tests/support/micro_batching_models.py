@@ -1,6 +1,6 @@
 """A network that runs out of memory where it is told to, and says what each step made of its batch."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,11 +11,41 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
+from lightning_vram import MicroBatching
 from lightning_vram.memory.units import MIB
+from lightning_vram.techniques.micro_batching import FixedSize
 
 BATCH = 8
 NUM_SAMPLES = 28  # three batches of eight and one of four
 WIDTH = 16
+
+
+class NotesSizes(pl.Callback):
+    """Notes how many samples ran at once in each training batch."""
+
+    def __init__(self, micro_batching: MicroBatching) -> None:
+        self.sizes: list[int] = []
+        self._micro_batching = micro_batching
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        size = self._micro_batching.micro_batch_size
+        assert size is not None
+        self.sizes.append(size)
+
+
+class _Sizes(FixedSize):
+    def __init__(self, sizes: Iterable[int]) -> None:
+        self._sizes = iter(sizes)
+
+    def propose(self, *args: Any) -> int:
+        return next(self._sizes)
+
+
+def with_sizes(sizes: Sequence[int]) -> MicroBatching:
+    """As ``MicroBatching(size)``, which never runs a batch again, with a size for each training batch."""
+    callback = MicroBatching(sizes[0])
+    callback._choosers["training"] = _Sizes(sizes)
+    return callback
 
 
 class Heavy(torch.autograd.Function):

@@ -24,8 +24,9 @@ class MetricOffload(FitTechnique):
     """Hold the list states of every torchmetrics metric of the module on the host, in all stages.
 
     Metrics are found wherever they are submodules: in collections and wrappers, made in ``configure_model``, and made
-    anew before an epoch. Values are those of the plain run on the same device; what is computed at the end of an epoch
-    is computed on the host, and comes back to the device. States are gathered over a group of the host (gloo) where the
+    anew before an epoch. What is computed at the end of an epoch is computed on the host, and comes back to the device:
+    values are bitwise identical to those of a run on the host. A GPU that sorts and sums in another order may differ
+    in the last bits. States are gathered over a group of the host (gloo) where the
     ranks' own backend takes no tensors of the host. Other states stay on the device. After the run, metrics are what
     they were. Nothing is stored in checkpoints.
 

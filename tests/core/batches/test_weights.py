@@ -5,7 +5,7 @@ from collections import UserDict
 import numpy as np
 import pytest
 import torch
-from support.devices import DEVICE, device_module
+from support.devices import DEVICE, refuse_waits
 
 from lightning_vram.core.batches.weights import make_batch_weight
 
@@ -93,10 +93,6 @@ def test_a_function_that_returns_no_weight_is_told(value, error, message):
 @pytest.mark.device
 def test_a_weight_on_the_device_is_not_waited_for():
     labels = LABELS.to(DEVICE)
-    with device_module().device(0):
-        device_module().set_sync_debug_mode("error")
-        try:
-            weights = [make_batch_weight(kind, "w")(labels) for kind in ("tokens", lambda labels: (labels > 0).sum())]
-        finally:
-            device_module().set_sync_debug_mode("default")
+    with refuse_waits():
+        weights = [make_batch_weight(kind, "w")(labels) for kind in ("tokens", lambda labels: (labels > 0).sum())]
     assert [int(weight) for weight in weights] == [4, 4]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.devices import DEVICE, device_module
+from support.devices import DEVICE, refuse_waits
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -133,11 +133,8 @@ def test_on_a_gpu_nobody_waits_for_the_device():
     inputs = torch.ones(4, 3, device=DEVICE)
     model(inputs).sum().backward()
     value = model.weight.grad.clone()
-    device_module().set_sync_debug_mode("error")
-    try:
+    with refuse_waits():
         state = GradientState(model.parameters())
         model(inputs).sum().backward()
         state.restore()
-    finally:
-        device_module().set_sync_debug_mode("default")
     assert torch.equal(model.weight.grad, value)

@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from support.devices import DEVICE, device_module
+from support.devices import DEVICE, device_module, refuse_waits
 from support.helpers import CASES, LitTiny, TinyCNN
 from torch import nn
 
@@ -309,15 +309,12 @@ def test_on_a_gpu_its_generator_comes_back_and_nobody_waits_for_the_device():
     for _ in range(3):  # copies made, compared, copied for the first time
         StepState(module, device, copies)
         module.queue += 1
-    device_module().set_sync_debug_mode("error")
-    try:
+    with refuse_waits():
         state = StepState(module, device, copies)
         one = module(inputs)
         module.queue += 1
         state.restore()
         other = module(inputs)
-    finally:
-        device_module().set_sync_debug_mode("default")
     assert torch.equal(one, other)
     assert torch.equal(module.queue, torch.full_like(module.queue, 3))
 

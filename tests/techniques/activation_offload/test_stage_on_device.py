@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.devices import DEVICE, at_size, device_module
+from support.devices import DEVICE, at_size, device_module, requested_bytes
 from support.networks import NETWORKS, make_network
 from torch import Tensor, nn
 
@@ -18,16 +18,16 @@ pytestmark = [pytest.mark.device, pytest.mark.usefixtures("deterministic_kernels
 
 
 def step(network: nn.Module, x: Tensor, context: Any, dtype: torch.dtype | None = None) -> int:
-    """Take a step of gradients; return the bytes that were allocated for the backward."""
+    """Take a step of gradients; return the bytes that were requested for the backward."""
     network.zero_grad()
     device_module().synchronize()
-    before = device_module().memory_allocated()
+    before = requested_bytes()
     with torch.autocast(DEVICE, dtype, enabled=dtype is not None), context:
         loss = network(x).float().square().mean()
     device_module().synchronize()
     if isinstance(context, ActivationOffloading):
         context.settle()
-    kept = device_module().memory_allocated() - before
+    kept = requested_bytes() - before
     loss.backward()
     return kept
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from support.devices import DEVICE, device_module
+from support.devices import DEVICE, device_module, requested_bytes
 from support.networks import NETWORKS, make_network
 from torch import Tensor, nn
 
@@ -14,19 +14,19 @@ from lightning_vram.techniques.in_place_fusion.recomputation.stage import Recomp
 pytestmark = [pytest.mark.device, pytest.mark.usefixtures("deterministic_kernels")]
 
 KEPT = {"resnet50": 0.60, "densenet121": 0.35, "convnext_tiny": 0.60, "llama": 0.65}
-"""Largest share of what plain allocates for the backward. Bounds of the host, with room for what kernels keep."""
+"""Largest share of what plain requests for the backward. Bounds of the host, with room for what kernels keep."""
 
 
 def step(network: nn.Module, x: Tensor, dtype: torch.dtype | None, recomputation: Recomputation | None) -> int:
-    """Take a step of gradients; return the bytes that were allocated for the backward."""
-    before = device_module().memory_allocated()
+    """Take a step of gradients; return the bytes that were requested for the backward."""
+    before = requested_bytes()
     with torch.autocast(DEVICE, dtype, enabled=dtype is not None):
         if recomputation is None:
             loss = network(x).float().square().mean()
         else:
             with recomputation:
                 loss = network(x).float().square().mean()
-    kept = device_module().memory_allocated() - before
+    kept = requested_bytes() - before
     loss.backward()
     return kept
 
