@@ -32,19 +32,24 @@ def main() -> None:
         work(next(item for item in ITEMS if item.name == arguments.work), job)
     if arguments.scatter is not None:
         print(f"{len(results.scatter(arguments.scatter, folder))} results are in {folder}")
-    items = choose(arguments.items, arguments.only, job)
-    if arguments.list:
-        print_list(items, folder)
-    elif arguments.items or arguments.only or arguments.dry_run:
-        forget(items, folder, arguments.again)
-        late = run_items(items, job, arguments.minutes, STARTED)
-        print(f"left for the next call: {', '.join(late) or 'nothing'}")
+    if arguments.list or arguments.items or arguments.only or arguments.dry_run:
+        list_or_run(choose(arguments.items, arguments.only, job), job, arguments)
     if arguments.estimate:
         traces.estimate_peaks(folder)
     if arguments.summary or arguments.dry_run:
         print_summary(folder)
     if arguments.gather is not None:
         results.gather(folder, arguments.gather)
+
+
+def list_or_run(items: list[Item], job: Job, arguments: argparse.Namespace) -> None:
+    """Print the items, or run them as long as the minutes last."""
+    if arguments.list:
+        print_list(items, job.folder)
+        return
+    forget(items, job.folder, arguments.again)
+    late = run_items(items, job, arguments.minutes, STARTED)
+    print(f"left for the next call: {', '.join(late) or 'nothing'}")
 
 
 def make_job(arguments: argparse.Namespace) -> Job:
