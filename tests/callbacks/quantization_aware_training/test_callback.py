@@ -199,10 +199,10 @@ def test_a_head_that_shares_the_weight_of_an_embedding_is_left_alone_and_refused
 
 @pytest.fixture(scope="module")
 def digits():
-    def fit(*callbacks):
-        pl.seed_everything(0, verbose=False)
+    def fit(*callbacks, seed=0, epochs=4):
+        pl.seed_everything(seed, verbose=False)
         trainer = pl.Trainer(
-            max_epochs=4,
+            max_epochs=epochs,
             callbacks=list(callbacks),
             logger=False,
             enable_checkpointing=False,
@@ -217,23 +217,34 @@ def digits():
 
 
 @pytest.mark.slow
-def test_digits_are_read_as_well_after_conversion_and_better_than_without_training_for_it(digits, tmp_path):
+def test_digits_are_read_as_well_after_conversion(digits, tmp_path):
     data, plain = DigitsData(), digits()
     data.setup("fit")
     calibration = DataLoader(Subset(data.train_dataloader().dataset, range(320)), 32)
-    loss = {}
-    for scheme in ("int8", "int4"):
-        trainer = digits(QuantizationAwareTraining(scheme, start_epoch=1, save=None))
-        trained = quantize_after_fit(trainer, tmp_path / f"{scheme}.pt")
-        static = quantize_after_fit(plain, tmp_path / "static.pt", scheme, calibration)
-        dynamic = quantize_after_fit(plain, tmp_path / "dynamic.pt", scheme)
-        assert static.before == dynamic.before
-        loaded = load_quantized(DigitsResNet(), tmp_path / f"{scheme}.pt")
-        assert trainer.validate(loaded, DigitsData(), verbose=False)[0] == trained.after
-        loss[scheme] = [result.after["val_loss"] for result in (trained, static, dynamic)]
-        if scheme == "int8":
-            assert trained.after["val_accuracy"] > static.before["val_accuracy"] - 0.005
-    assert loss["int4"][0] < 0.95 * min(loss["int4"][1:])
+    trainer = digits(QuantizationAwareTraining("int8", start_epoch=1, save=None))
+    trained = quantize_after_fit(trainer, tmp_path / "int8.pt")
+    static = quantize_after_fit(plain, tmp_path / "static.pt", "int8", calibration)
+    dynamic = quantize_after_fit(plain, tmp_path / "dynamic.pt", "int8")
+    assert static.before == dynamic.before
+    loaded = load_quantized(DigitsResNet(), tmp_path / "int8.pt")
+    assert trainer.validate(loaded, DigitsData(), verbose=False)[0] == trained.after
+    assert trained.after["val_accuracy"] > static.before["val_accuracy"] - 0.005
+
+
+@pytest.mark.slow
+def test_conversion_to_four_bits_adds_less_loss_after_training_for_it(digits, tmp_path):
+    """What conversion adds, mean of three seeds: losses themselves depend on the processor's rounding."""
+    added = {"trained": 0.0, "untrained": 0.0}
+    for seed in range(3):
+        runs = {
+            "trained": digits(QuantizationAwareTraining("int4", start_epoch=1, save=None), seed=seed, epochs=3),
+            "untrained": digits(seed=seed, epochs=3),
+        }
+        for name, trainer in runs.items():
+            scheme = () if name == "trained" else ("int4",)
+            result = quantize_after_fit(trainer, tmp_path / f"{name}{seed}.pt", *scheme)
+            added[name] += (result.after["val_loss"] - result.before["val_loss"]) / 3
+    assert added["trained"] < 0.5 * added["untrained"], added  # -0.005 and 0.046 where this was written
 
 
 @pytest.mark.parametrize(
