@@ -16,6 +16,7 @@ from lightning_vram.memory.estimate.calibrate import measure_bus
 from lightning_vram.memory.estimate.known_devices import describe_this_device
 from tests.benchmarks.gpu_day.items import Item, Setting
 from tests.benchmarks.gpu_day.results import Report
+from tests.benchmarks.gpu_day.schedule import read_host_bytes
 from tests.benchmarks.measure import Row
 from tests.benchmarks.suites import host_adamw
 
@@ -84,23 +85,18 @@ def _pin_and_fork(num_bytes: int, setting: Setting) -> Row:
 
 def _fork(tensor: Tensor) -> Row:
     """Return what a child process costs that only waits, as the worker of a DataLoader does at first."""
-    before, start = _read_available(), time.perf_counter()
+    before, start = read_host_bytes("MemAvailable"), time.perf_counter()
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.read(reading, 1)
         os._exit(0)
-    seconds, during = time.perf_counter() - start, _read_available()
+    seconds, during = time.perf_counter() - start, read_host_bytes("MemAvailable")
     os.write(writing, b"x")
     os.waitpid(pid, 0)
     for end in (reading, writing):
         os.close(end)
     return {"fork_seconds": seconds, "fork_bytes": before - during, "num_bytes": tensor.nbytes}
-
-
-def _read_available() -> int:
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
 
 
 def run_host_adamw(setting: Setting, report: Report) -> None:

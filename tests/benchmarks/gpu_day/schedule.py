@@ -53,7 +53,7 @@ def run_items(items: Iterable[Item], job: Job, minutes: float, begin: float | No
             if result is not None and result["status"] in results.FINAL:
                 continue
             call.wait_for_room(item)
-            if not job.is_tiny and (missing := item.host_bytes - _read_host_bytes("MemAvailable")) > 0:
+            if not job.is_tiny and (missing := item.host_bytes - read_host_bytes("MemAvailable")) > 0:
                 print(f"{item.name}: not run, {missing >> 30} GiB of host memory are missing", flush=True)
             elif time.monotonic() + item.estimate > call.end:
                 late.append(item.name)
@@ -153,7 +153,7 @@ class _Call:
         if time.monotonic() > one.limit:
             _kill(one.pid)
             return True, "end of the call" if one.limit >= self.end else "time limit"
-        if _read_host_bytes("MemAvailable") < HOST_RESERVE * _read_host_bytes("MemTotal"):
+        if read_host_bytes("MemAvailable") < HOST_RESERVE * read_host_bytes("MemTotal"):
             _kill(one.pid)
             return True, "out of host memory"
         return False, None
@@ -232,7 +232,7 @@ def _end(pids: Iterable[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def _read_host_bytes(name: str) -> int:
+def read_host_bytes(name: str) -> int:
     """A line of ``/proc/meminfo``: ``MemTotal``, or ``MemAvailable``, which can be taken without paging."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith(f"{name}:"):
