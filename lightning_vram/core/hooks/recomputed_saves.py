@@ -23,6 +23,7 @@ from torch.utils.checkpoint import CheckpointError
 from typing_extensions import override
 
 from lightning_vram.core.hooks.hidden_from_dynamo import hide_from_dynamo
+from lightning_vram.core.hooks.saved_samples import SavedSamples
 from lightning_vram.core.hooks.stepping_aside import OwnHooks
 from lightning_vram.core.tensors.parameter_classes import PARAMETER_CLASSES
 from lightning_vram.private_names.torch.autograd import (
@@ -52,6 +53,7 @@ class RecomputedSaves(OwnHooks):
         difference: Makes an error of what is different in the second run.
         compares_kinds: Whether tensors must have the shapes, types and devices that they had.
         stops_early: Whether the second run ends with the last tensor that the first has saved.
+        samples: Of the first run, if values are compared.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class RecomputedSaves(OwnHooks):
         *,
         compares_kinds: bool,
         stops_early: bool,
+        samples: SavedSamples | None = None,
     ) -> None:
         hide_warning_of_hooks()
         self.places = places
@@ -70,6 +73,8 @@ class RecomputedSaves(OwnHooks):
         """Whether the first run is over: to be set."""
         self.compares_kinds = compares_kinds
         self.stops_early = stops_early
+        self.samples = samples
+        self._take = samples.take if samples is not None else None
         self._run_again = run_again
         self._difference = difference
         self._filled: set[Any] = set()
@@ -80,6 +85,8 @@ class RecomputedSaves(OwnHooks):
         place = Place()
         self.places.append(ref(place))
         self.kinds.append((tensor.shape, tensor.dtype, tensor.device))
+        if self._take is not None:
+            self._take(tensor)
         return place
 
     @override
@@ -131,6 +138,7 @@ class SecondRun(OwnHooks):
         ) = -1  # operators: one that saves such noise, and the one that has to come to its end
         self._difference: str | None = None
         self._ignores_number = False
+        self._samples = saves.samples.again() if saves.samples is not None else None
 
     @override
     @hide_from_dynamo
@@ -141,6 +149,8 @@ class SecondRun(OwnHooks):
         if number >= len(saves.places):
             return self._pack_more(tensor)
         self._number = number + 1
+        if self._samples is not None:
+            self._samples.take(tensor)
         if tensor.requires_grad:
             tensor = tensor.detach()
         elif type(tensor) not in PARAMETER_CLASSES and not is_view(tensor):
@@ -165,7 +175,8 @@ class SecondRun(OwnHooks):
         """Return what is different from the first run, as far as it can be seen here."""
         expected = len(self._saves.places)
         if self._number == expected or self._ignores_number:
-            return self._difference
+            is_sampled = self._difference is None and self._samples is not None
+            return self._samples.difference() if is_sampled else self._difference  # type: ignore[union-attr]
         return (
             f"A different number of tensors was saved: {expected} in the first run, "
             f"{'more' if self._number > expected else self._number} in the second."

@@ -28,7 +28,7 @@ _saving = _Saving()
 @contextmanager
 def saving(tensor: Tensor) -> Iterator[None]:
     """Let stages know inside the block that autograd is saving ``tensor``: see :func:`is_unfinished`."""
-    _saving.tensor = tensor if _may_be_unfinished(tensor) else None
+    _saving.tensor = tensor if may_be_unfinished(tensor) else None
     try:
         yield
     finally:
@@ -40,5 +40,6 @@ def is_unfinished(tensor: Tensor) -> bool:
     return _saving.tensor is tensor
 
 
-def _may_be_unfinished(tensor: Tensor) -> bool:
+def may_be_unfinished(tensor: Tensor) -> bool:
+    """Whether an operator that saves ``tensor`` may write it only afterwards."""
     return not tensor.requires_grad and type(tensor) not in PARAMETER_CLASSES and not is_view(tensor)

@@ -10,8 +10,9 @@ thousand, and larger ones stay as they are. What cannot be seen: objects of othe
 """
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain, repeat
 from operator import is_
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_vram.core.random_state.sources import own_sources
 from lightning_vram.core.tensors.shards import is_shard
-from lightning_vram.private_names.torch.modules import PARAMETERS
+from lightning_vram.private_names.torch.modules import CHILDREN, PARAMETERS
 
 _MAX_ITEMS = 1000
 _MAX_COPIED_ITEMS = 10_000
@@ -63,6 +64,18 @@ class AttributeLayout:
         sources = own_sources()
         self.generators = [(place, sources[kind]) for place, kind in places if kind in sources]
         """Where generators are, and what makes their source."""
+
+
+def take_states(
+    members: Sequence[nn.Module], layouts: list[AttributeLayout], *, shortens: bool = True
+) -> list["AttributeState"]:
+    """Return the state of each member, and put the layouts that were found into ``layouts``."""
+    known = chain(layouts, repeat(None))
+    states = [
+        AttributeState(one, layout=layout, shortens=shortens) for one, layout in zip(members, known, strict=False)
+    ]
+    layouts[:] = [state.layout for state in states]
+    return states
 
 
 class AttributeState:
@@ -113,11 +126,8 @@ class AttributeState:
 
     def restore(self) -> None:
         """Put everything back. May be called again."""
-        if type(self.module) is self._kind:  # a lazy layer that got its weights became another
-            self.put_back()
-
-    def put_back(self) -> None:
-        """As :meth:`restore`, whatever the class of the module is by now."""
+        if type(self.module) is not self._kind:  # a lazy layer that got its weights became another
+            return
         now, layout, values = vars(self.module), self.layout, self._values
         if [*now] != layout.names or not all(map(is_, now.values(), values)):
             attributes = dict(zip(layout.names, values, strict=True))
@@ -132,7 +142,7 @@ class AttributeState:
             self._put_content_back(filled)
         registered, before = now[PARAMETERS], self._parameters
         if before is not None and (before or registered) and not _has(registered, before):
-            put_parameters_back(registered, before)
+            _put_parameters_back(registered, before)
 
     def _put_content_back(self, filled: list[Any]) -> None:
         had_content = {id(container) for container, _ in self._notes}
@@ -159,7 +169,7 @@ class AttributeState:
                 self._notes.append((item, _keep_position(sources[type(item)](item))))
 
 
-def put_parameters_back(registered: dict[str, Tensor | None], before: dict[str, Tensor | None]) -> None:
+def _put_parameters_back(registered: dict[str, Tensor | None], before: dict[str, Tensor | None]) -> None:
     """Fill the dict in which a module has its parameters with those from before."""
     # FSDP2 moves sharded and unsharded parameters in and out itself.
     if not any(map(is_shard, (*registered.values(), *before.values()))):
@@ -199,3 +209,20 @@ def _keep_what_is_cheap(container: Any) -> Undo | None:
             del container[name]
 
     return shorten
+
+
+def iterate_members(*modules: nn.Module) -> list[nn.Module]:
+    """Return ``modules`` and all modules in them, each once; quicker than ``modules()``, which hashes by state."""
+    waiting = list({id(module): module for module in modules}.values())
+    seen = set(map(id, waiting))
+    members: list[nn.Module] = []
+    while waiting:
+        member = waiting.pop()
+        members.append(member)
+        children = vars(member)[CHILDREN]
+        if children:
+            for child in children.values():
+                if child is not None and id(child) not in seen:
+                    seen.add(id(child))
+                    waiting.append(child)
+    return members

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_vram.core.rollback.module_roster import ModuleRoster
+from lightning_vram.core.rollback.attribute_state import AttributeLayout
 from lightning_vram.core.tensors.parameter_classes import REAL_TYPES
 from lightning_vram.core.tensors.versions import NO_VERSION, is_strided, storage_address, version_of
 from lightning_vram.memory.device.accelerators import has_streams
@@ -91,11 +91,11 @@ class BufferCopy:
 
 
 class BufferCopies:
-    """Copies of a model's tensors, held over a run; with them who its modules are, which only saves time."""
+    """Copies of a model's tensors, held over a run; with them the layouts of its modules, which only save time."""
 
     def __init__(self) -> None:
-        self.roster: ModuleRoster | None = None
-        """The modules of the last state that was taken with these copies."""
+        self.layouts: list[AttributeLayout] = []
+        """Of the modules of the last state that was taken with these copies."""
         self._copies: dict[int, BufferCopy] = {}
         self._small: list[BufferCopy] = []
         self._groups: list[tuple[list[Tensor], list[Tensor]]] = []

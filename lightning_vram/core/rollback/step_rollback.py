@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_vram.core.random_state.sources import global_sources
-from lightning_vram.core.rollback.attribute_state import AttributeState
+from lightning_vram.core.rollback.attribute_state import AttributeState, iterate_members, take_states
 from lightning_vram.core.rollback.buffer_copies import ALWAYS_COPIED_BYTES, BufferCopies
-from lightning_vram.core.rollback.module_roster import ModuleRoster, iterate_members
 from lightning_vram.private_names.torch.modules import own_buffers, own_parameters
 
 __all__ = ["BufferCopies", "StepState", "iterate_members"]
@@ -33,7 +32,6 @@ class StepState:
         copies: Kept by the caller over the run, so that constant buffers are copied once. The state is good until the
             next one is taken with the same copies. ``None``: everything is copied.
         skip: Modules whose attributes somebody else looks after. Their children and buffers are looked after here.
-            With ``copies`` it is asked once about torch's own simple layers.
     """
 
     def __init__(
@@ -46,9 +44,8 @@ class StepState:
     ) -> None:
         members = list(iterate_members(module))
         copies = copies if copies is not None else BufferCopies()
-        if copies.roster is None or not copies.roster.fits(members):
-            copies.roster = ModuleRoster(members, skip)
-        self._leaves, self._attributes = copies.roster.take(skip)
+        seen = members if skip is None else [member for member in members if not skip(member)]
+        self._attributes = take_states(seen, copies.layouts)
         self._requires_grad = [
             (parameter, parameter.requires_grad)
             for member in members
@@ -60,7 +57,6 @@ class StepState:
 
     def restore(self) -> None:
         """Go back. May be called again, after each further try."""
-        self._leaves.restore()
         for attributes in self._attributes:
             attributes.restore()
         for buffer in self._buffers:

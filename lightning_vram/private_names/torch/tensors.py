@@ -22,6 +22,7 @@
 """
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -34,15 +35,12 @@ count_storage_users: Callable[[int], int] = torch._C._storage_Use_Count
 """Return how many users the memory of this identity has."""
 
 
+num_writes: Callable[[Tensor], int] = attrgetter("_version")
+"""Return how often a tensor was written. Views share the number."""
 VIEW_PROPERTIES = frozenset({"_base", "_version"})
 """Names of what tells of views and writes."""
 without_torch_function: Any = torch._C.DisableTorchFunctionSubclass
 """Make a context in which functions do not ask tensors' classes how they are done."""
-
-
-def num_writes(tensor: Tensor) -> int:
-    """Return how often ``tensor`` was written. Views share the number."""
-    return tensor._version
 
 
 def base_of(tensor: Tensor) -> Tensor | None:

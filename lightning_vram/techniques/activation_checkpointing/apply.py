@@ -22,7 +22,7 @@ from lightning_vram.core.hooks.moment import is_transformed
 from lightning_vram.core.layers.patterns import LayerPattern
 from lightning_vram.core.layers.segments import Segments, select_segments
 from lightning_vram.core.layers.selection import Layer, LayerSelection, select_layers, thin_out
-from lightning_vram.core.rollback.module_snapshot import iterate_floating_buffers
+from lightning_vram.core.rollback.forward_state import iterate_floating_buffers
 from lightning_vram.core.surgery.class_swap import Swaps
 from lightning_vram.private_names.torch.compiled import is_left_to_python
 from lightning_vram.techniques.activation_checkpointing.kept_arguments import Arguments

@@ -1,56 +1,23 @@
-"""Find out whether the second run of a layer does what its first did.
-
-PyTorch compares shapes and dtypes of what autograd saves, so that a layer that draws from a source nobody rewinds (an
-own generator in a global variable, ``os.urandom``) passes, with gradients of a network that never ran. Here outputs are
-compared by value, or every operator is. What is compared are samples, up to rounding: kernels that add atomically do
-not give the same bits twice.
-"""
+"""Name the operator in which a recomputation differs from the forward: ``determinism_check="operators"``."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_vram.core.hooks.mode import QuietMode
-from lightning_vram.core.tensors.parameter_classes import PARAMETER_CLASSES, PLAIN_TYPES, REAL_TYPES
-from lightning_vram.core.tensors.versions import is_strided, storage_address
+from lightning_vram.core.hooks.saved_samples import RecomputationError, is_close, take_sample
+from lightning_vram.core.tensors.parameter_classes import PARAMETER_CLASSES, PLAIN_TYPES
+from lightning_vram.core.tensors.versions import storage_address
 from lightning_vram.private_names.torch.autograd import current_graph_task_id
 from lightning_vram.private_names.torch.dispatch import without_dispatch
 from lightning_vram.private_names.torch.operator_calls import call_operator
 from lightning_vram.private_names.torch.operators import TO_COPY, OpOverload, schema_of
 from lightning_vram.private_names.torch.trees import tree_leaves
 
-_NUM_SAMPLES = 1024
-_TOLERANCES = {torch.float16: 2e-2, torch.bfloat16: 5e-2}  # of the largest sample
-_TOLERANCE = 1e-3
-_SAMPLED = frozenset(
-    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
-    | {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
-)  # what can be picked and compared on every device
 _UNSET = ("empty", "new_empty", "resize", "set_")  # operators that leave whatever was in the memory
-
-
-class RecomputationError(RuntimeError):
-    """The second run of a layer is not what the first was."""
-
-
-class OutputSamples:
-    """Some elements of each tensor in what a layer returned, or an operator got."""
-
-    def __init__(self, output: Any, num_samples: int = _NUM_SAMPLES) -> None:
-        self._num_samples = num_samples
-        self._samples = [_sample(leaf, num_samples) for leaf in tree_leaves(output)]
-
-    def differ_from(self, output: Any) -> bool:
-        """Whether ``output`` holds other values, up to rounding."""
-        leaves = tree_leaves(output)
-        return len(leaves) != len(self._samples) or any(
-            sample is not None and not _is_close(sample, _sample(leaf, self._num_samples))
-            for sample, leaf in zip(self._samples, leaves, strict=True)
-        )
 
 
 @dataclass(frozen=True)
@@ -94,7 +61,7 @@ class OperatorTrace(QuietMode):
         first = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
         is_compared = not (self._is_unset_or_moving(func, args) or _is_counter(func, first))
         with without_dispatch():  # other modes are not to see our own operators
-            record = _Record(func, _describe(output), _sample(first) if is_compared else None)
+            record = _Record(func, _describe(output), take_sample(first) if is_compared else None)
             self._records.append(record)
             if self._expected is not None:
                 self._compare(record, len(self._records) - 1)
@@ -117,7 +84,7 @@ class OperatorTrace(QuietMode):
         if record.shapes != expected.shapes:
             was, now = ", ".join(expected.shapes), ", ".join(record.shapes)
             raise RecomputationError(f"{place}, {record.function}, returned {was} and returns {now}")
-        if expected.sample is not None and not _is_close(expected.sample, record.sample):
+        if expected.sample is not None and not is_close(expected.sample, record.sample):
             raise RecomputationError(f"{place}, {record.function}, returned other values than it returns now")
 
 
@@ -141,25 +108,3 @@ def _describe(output: Any) -> tuple[str, ...]:
         for leaf in tree_leaves(output)
         if isinstance(leaf, Tensor)
     )
-
-
-def _sample(leaf: Any, num_samples: int = _NUM_SAMPLES) -> Tensor | None:
-    is_plain = type(leaf) in REAL_TYPES and is_strided(leaf)
-    if not is_plain or leaf.is_meta or leaf.numel() == 0 or leaf.dtype not in _SAMPLED:
-        return None
-    with torch.no_grad():
-        step = -(-leaf.numel() // num_samples)
-        places = torch.arange(0, leaf.numel(), step, device=leaf.device)
-        sample: Tensor = leaf.detach().take(places)  # whatever the strides: without a copy of the whole
-    return sample
-
-
-def _is_close(one: Tensor, other: Tensor | None) -> bool:
-    if other is None or one.dtype != other.dtype or one.shape != other.shape:
-        return False
-    if not (one.is_floating_point() or one.is_complex()):
-        return torch.equal(one, other)
-    magnitudes = one.abs()[torch.isfinite(one)]
-    scale = float(magnitudes.max()) if magnitudes.numel() else 0.0
-    tolerance = _TOLERANCES.get(one.dtype, _TOLERANCE)
-    return torch.allclose(one, other, rtol=tolerance, atol=tolerance * scale, equal_nan=True)

@@ -1,13 +1,18 @@
 """What stays of a layer's arguments until it runs again.
 
-Tensors count as inputs wherever they are passed, by keyword or deep inside: they are kept as autograd keeps them, under
-the hooks that are set, and one that is overwritten before the backward is an error. The objects and containers of the
-caller are written by the first run only.
+Tensors count as inputs wherever they are passed, by keyword or deep inside of containers: they are saved as autograd
+saves them, under the hooks that are set. Objects of the caller (graphs, dot dicts, configurations) are copied with the
+containers and objects inside of them, so that only the first run writes to them; tensors in them are shared. Any of
+these tensors that is overwritten before the backward is an error.
 """
 
 import copy
+from collections import deque
+from collections.abc import Callable
 from enum import Enum
+from functools import partial
 from operator import ne
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -34,7 +39,12 @@ class KeptArguments:
 
     def __init__(self, arguments: Arguments, overwrites_inputs: bool | None) -> None:  # noqa: FBT001 - three states
         self._leaves, self._rebuild = flatten_arguments(arguments)
-        self._values = [_keep(leaf, overwrites_inputs) for leaf in self._leaves]
+        objects = _Copies()
+        self._values = [
+            _keep(leaf, overwrites_inputs) if isinstance(leaf, Tensor) else objects.copy(leaf) for leaf in self._leaves
+        ]
+        self._inner = [*objects.tensors.values()]  # tensors in objects
+        self._inner_versions = self._read_inner()
         self._versions = [version_of(leaf) if isinstance(leaf, Tensor) else 0 for leaf in self._leaves]
         # What the caller has put on each tensor, as ``tensor.name = ...`` does.
         self._attributes = [dict(vars(leaf)) if type(leaf) in PLAIN_TYPES else {} for leaf in self._leaves]
@@ -56,6 +66,10 @@ class KeptArguments:
         storages = [id(storage) for tensor in tensors for storage, _ in iterate_storages(tensor)]
         return len(set(storages)) < len(storages)
 
+    def overwrites_inside(self) -> bool:
+        """Whether a tensor in an object was written to since."""
+        return self._read_inner() != self._inner_versions
+
     def settle(self) -> None:
         """Call after the layer's forward: keeps what the second run needs, under the hooks that are set."""
         for value in self._values:
@@ -68,26 +82,35 @@ class KeptArguments:
 
         Args:
             is_overwritten: Whether it must not get what is kept: a retained graph needs it again.
+
+        Raises:
+            RuntimeError: If a tensor was overwritten since the layer's forward.
         """
-        leaves = [_give(value, is_overwritten=is_overwritten) for value in self._values]
+        for one, now, then in zip(self._inner, self._read_inner(), self._inner_versions, strict=True):
+            if now != then:
+                raise _overwritten(one.shape)
+        objects = _Copies()
+        leaves = [
+            _give(value, is_overwritten) if isinstance(value, _Input | _FirstInput) else objects.copy(value)
+            for value in self._values
+        ]
         arguments: Arguments = self._rebuild(list(map(_give_attributes, leaves, self._attributes)))
         return arguments
 
+    def _read_inner(self) -> list[int]:
+        return [version_of(one) for one in self._inner]
 
-def _keep(leaf: Any, overwrites_inputs: bool | None) -> Any:  # noqa: FBT001
-    if not isinstance(leaf, Tensor):
-        return _copy_object(leaf)
+
+def _keep(leaf: Tensor, overwrites_inputs: bool | None) -> Any:  # noqa: FBT001
     if leaf.is_inference():
-        return _InferenceInput(leaf)  # cannot be saved for a backward, and cannot change
+        return _Input(lambda: leaf)  # cannot be saved for a backward, and cannot change
     if overwrites_inputs is None:
         return _FirstInput(leaf)
-    return _Input(_copy_tensor(leaf) if overwrites_inputs else leaf)
+    return _Input(save(_copy_tensor(leaf) if overwrites_inputs else leaf))
 
 
-def _give(value: Any, *, is_overwritten: bool | None) -> Any:
-    if not isinstance(value, _Input | _FirstInput | _InferenceInput):
-        return _copy_object(value)
-    tensor = value.read()
+def _give(value: Any, is_overwritten: bool | None) -> Tensor:  # noqa: FBT001
+    tensor: Tensor = value.read()
     return tensor.clone() if is_overwritten else tensor
 
 
@@ -99,22 +122,12 @@ def _give_attributes(leaf: Any, attributes: dict[str, Any]) -> Any:
 
 
 class _Input:
-    """A tensor that is kept as it is."""
+    """A tensor, and what gives it back."""
 
     __slots__ = ("read",)
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.read = save(tensor)
-
-
-class _InferenceInput:
-    """A tensor that autograd does not save."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-
-    def read(self) -> Tensor:
-        return self._tensor
+    def __init__(self, read: Callable[[], Tensor]) -> None:
+        self.read = read
 
 
 class _FirstInput:
@@ -145,10 +158,7 @@ class _FirstInput:
         """Return what the layer found. Raises ``RuntimeError``, as autograd does, if it was overwritten since."""
         tensor = self._saved.give() if self._saved is not None else self._now
         if tensor is None:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"an input of shape {list(self._shape)} of a layer that is recomputed."
-            )
+            raise _overwritten(self._shape)
         return tensor.detach().requires_grad_(self._requires_grad)
 
     @property
@@ -157,18 +167,60 @@ class _FirstInput:
         return self._tensor
 
 
+def _overwritten(shape: torch.Size) -> RuntimeError:
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"an input of shape {list(shape)} of a layer that is recomputed."
+    )
+
+
 def _copy_tensor(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
-def _copy_object(leaf: Any) -> Any:
-    """A shallow copy of an object that carries data, such as a graph or a dataclass; anything else as it is."""
-    is_data = (
-        hasattr(leaf, "__dict__") and not isinstance(leaf, Tensor | nn.Module | type | Enum) and not callable(leaf)
-    )
-    if not is_data:
-        return leaf
-    try:
-        return copy.copy(leaf)
-    except Exception:  # an object that cannot be copied is used as it is
-        return leaf
+_PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_NOT_DATA = (nn.Module, type, Enum, FunctionType, MethodType, ModuleType, partial)
+_CONTAINERS = (dict, list, deque, set)
+_MAX_ITEMS = 1000
+_MAX_DEPTH = 16
+
+
+class _Copies:
+    """Copies of objects, each made once, with the containers and objects in them. What cannot be copied is shared.
+
+    Attributes:
+        tensors: Those that were found, by ``id``. They are shared.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[int, Tensor] = {}
+        self._made: dict[int, Any] = {}
+
+    def copy(self, value: Any, depth: int = 0) -> Any:
+        """Return a copy of ``value``, or itself."""
+        if type(value) in _PLAIN or id(value) in self._made or len(self._made) >= _MAX_ITEMS or depth > _MAX_DEPTH:
+            return self._made.get(id(value), value)
+        if isinstance(value, Tensor):
+            self.tensors[id(value)] = value
+            return value
+        if type(value) is tuple:
+            return tuple(self.copy(item, depth + 1) for item in value)
+        has_attributes = bool(type(value).__dictoffset__) and not isinstance(value, _NOT_DATA)
+        if not (has_attributes or isinstance(value, _CONTAINERS)):
+            return value
+        try:
+            twin = self._made[id(value)] = copy.copy(value)
+        except Exception:  # code of others
+            return value
+        if has_attributes and not hasattr(type(value), "__copy__"):  # such a class knows what belongs to a copy
+            self._copy_items(vars(twin), depth + 1)
+        self._copy_items(twin, depth + 1)
+        return twin
+
+    def _copy_items(self, twin: Any, depth: int) -> None:
+        if isinstance(twin, dict):  # past methods of its own: dot dicts have some
+            for key, item in dict.items(twin):
+                dict.__setitem__(twin, key, self.copy(item, depth))
+        elif isinstance(twin, list | deque):
+            for place, item in enumerate(twin):
+                twin[place] = self.copy(item, depth)

@@ -1,7 +1,7 @@
 """What one operator returned, kept until its layer runs again."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -9,24 +9,13 @@ from lightning_vram.core.hooks.saved_output import SavedOutput
 from lightning_vram.core.tensors.nests import Rebuild, flatten_output
 from lightning_vram.core.tensors.versions import alias, storage_address, version_of
 
-if TYPE_CHECKING:
-    from lightning_vram.techniques.activation_checkpointing.determinism import OutputSamples
-
 
 class KeptResult:
     """The result of one call of an operator; one that is not kept has to be computed again."""
 
     __slots__ = (
-        "_kept",
-        "_leaves",
-        "_num_saves",
-        "_random_states",
-        "_rebuild",
-        "_watched",
-        "addresses",
-        "function",
-        "inputs",
-        "signature",
+        *("_kept", "_leaves", "_num_saves", "_random_states", "_rebuild", "_watched"),
+        *("addresses", "function", "signature"),
     )
 
     def __init__(self, function: Any, signature: Any, num_saves: int) -> None:
@@ -39,7 +28,6 @@ class KeptResult:
         """
         self.function = function
         self.signature = signature
-        self.inputs: OutputSamples | None = None
         self.addresses: set[int] = set()
         self._num_saves = num_saves
         self._leaves: list[Any] | None = None

@@ -24,9 +24,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from lightning_vram.core.hooks.hidden_from_dynamo import hide_from_dynamo
 from lightning_vram.core.hooks.recomputed_saves import SecondRun
 from lightning_vram.core.hooks.stage import exact_only
-from lightning_vram.core.random_state.host import DrawnNumbers, HostRandomState
-from lightning_vram.core.random_state.surroundings import Surroundings
-from lightning_vram.core.rollback.module_snapshot import ModuleSnapshot, WrittenBuffers
+from lightning_vram.core.rollback.forward_state import ForwardState, Learned
 from lightning_vram.core.tensors.nests import flatten_arguments
 from lightning_vram.memory.tracking.following import module_scope
 from lightning_vram.private_names.torch.trees import tree_map
@@ -45,18 +43,16 @@ class Observation:
     """What the first call of a layer taught about it.
 
     Args:
-        written: Buffers it writes.
-        drawn: Random numbers it draws.
+        learned: What it writes and draws.
         overwrites_inputs: Whether it writes its input tensors in place; ``None`` before the first call.
         num_kept: Results of operators it kept in its last call, besides its inputs.
-        checked: The policies with which a call of it was compared to its second run.
+        counts: Its calls, by the policy.
     """
 
-    written: WrittenBuffers = field(default_factory=WrittenBuffers)
-    drawn: DrawnNumbers = field(default_factory=DrawnNumbers)
+    learned: Learned = field(default_factory=Learned)
     overwrites_inputs: bool | None = None
     num_kept: int | None = None
-    checked: set[SavePolicy | None] = field(default_factory=set)
+    counts: dict[SavePolicy | None, int] = field(default_factory=dict)
 
 
 @hide_from_dynamo  # as PyTorch's checkpoint is, in what surrounds compiled code
@@ -101,26 +97,24 @@ def _call(
 ) -> Any:
     with exact_only:
         kept = KeptArguments(arguments, observation.overwrites_inputs)
-        snapshot, host_random = ModuleSnapshot(modules, observation.written), HostRandomState(observation.drawn)
-        surroundings = Surroundings(kept.devices() | snapshot.devices())
-        runs = LayerRuns(modules, recomputing, observation.checked)
+        state = ForwardState(modules, observation.learned, kept.devices())
+        runs = LayerRuns(modules, recomputing, observation.counts)
 
         def run_again(run: SecondRun) -> None:
-            with surroundings.as_they_were(), snapshot, host_random:
+            def work() -> None:
                 args, kwargs = kept.give(is_overwritten=observation.overwrites_inputs)
                 with module_scope(modules[0]), runs.second(run):
-                    output = forward(*args, **kwargs)
-                runs.check(output)
+                    forward(*args, **kwargs)
+
+            state.run(work)
 
         saves = runs.saves(run_again)
         args, kwargs = arguments
         del arguments
-        with snapshot.watching(), runs.first(saves):
+        with runs.first(saves):
             output = forward(*args, **kwargs)
         saves.is_complete = True
-        runs.note(output)
-        snapshot.settle()
-        host_random.settle()
+        state.settle()
         _settle(kept, observation, recomputing.name)
         observation.num_kept = runs.settle()
     return output
@@ -128,6 +122,11 @@ def _call(
 
 def _settle(kept: KeptArguments, observation: Observation, name: str) -> None:
     """Learn whether the layer overwrote its inputs, and keep what the second run needs of them."""
+    if kept.overwrites_inside():
+        raise RuntimeError(
+            f"layer {name} overwrites a tensor inside of an object that it is given, and cannot be recomputed. Let it "
+            "assign a new tensor, or choose other layers to checkpoint."
+        )
     is_overwritten = kept.are_overwritten()
     if is_overwritten and kept.share_memory():
         raise RuntimeError(
@@ -192,4 +191,4 @@ def drop_empty_caches(layer: nn.Module, arguments: Arguments) -> Arguments:
 
 
 def _is_cache(value: Any) -> bool:
-    return hasattr(value, "get_seq_length") and hasattr(value, "update")
+    return hasattr(type(value), "get_seq_length") and hasattr(type(value), "update")

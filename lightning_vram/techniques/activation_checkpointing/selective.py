@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from lightning_vram.core.hooks.mode import QuietMode
 from lightning_vram.core.hooks.moment import SelectiveCheckpointMode
+from lightning_vram.core.hooks.saved_samples import RecomputationError
 from lightning_vram.core.operators.families import iterate_written, written_arguments
 from lightning_vram.core.random_state.sources import differs, find_sources
 from lightning_vram.core.tensors.nests import flatten_arguments
@@ -26,14 +27,10 @@ from lightning_vram.private_names.torch.dispatch import TorchDispatchMode
 from lightning_vram.private_names.torch.operator_calls import call_operator
 from lightning_vram.private_names.torch.operators import UNSAFE_VIEW
 from lightning_vram.private_names.torch.tensors import base_of, is_view
-from lightning_vram.techniques.activation_checkpointing.determinism import OutputSamples, RecomputationError
 from lightning_vram.techniques.activation_checkpointing.kept_result import KeptResult
 from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
 
 aten = torch.ops.aten
-
-NUM_INPUT_SAMPLES = 64
-"""Of each argument of a kept operator, once."""
 
 # Their results share memory with their argument and count versions on their own: nobody is to write to both.
 _UNSAFE_VIEWS = frozenset(
@@ -52,13 +49,11 @@ class KeptOutputs:
     Args:
         choice: What to keep.
         saves: One for each tensor that autograd has saved so far: results made after the last of them are not wanted.
-        compares_inputs: Whether the second run is to find the kept operators with the inputs they had.
     """
 
-    def __init__(self, choice: SavePolicy, saves: Sequence[object], *, compares_inputs: bool = False) -> None:
+    def __init__(self, choice: SavePolicy, saves: Sequence[object]) -> None:
         self.choice = choice
         self.saves = saves
-        self.compares_inputs = compares_inputs
         self.results: list[KeptResult] = []
         self.by_address: dict[int, list[KeptResult]] = {}
         self.is_complete = False  # a backward inside of the layer recomputes it before its forward has ended
@@ -115,8 +110,6 @@ class _Recording(_Mode):
         kept.results.append(result)
         if not kept.choice.keeps(number):
             return call_operator(func, args, kwargs)
-        if kept.compares_inputs:
-            result.inputs = OutputSamples(_compared(func, leaves), NUM_INPUT_SAMPLES)
         sources = find_sources(func, args, kwargs)
         before = [read() for read, _ in sources]
         output = call_operator(func, args, kwargs)
@@ -172,14 +165,7 @@ class _Replaying(_Mode):
         if result.function is not func or result.signature != sign(leaves):
             first = f"{result.function}{describe(result.signature)}"
             raise RecomputationError(f"ran {func}{describe(sign(leaves))} where its first run had {first}")
-        if result.inputs is not None and result.inputs.differ_from(_compared(func, leaves)):
-            raise RecomputationError(f"{func}, whose result was kept, got other values than in its first run")
         return result
-
-
-def _compared(func: Any, leaves: list[Any]) -> list[Any]:
-    """Return the arguments that have to be the same: statistics do not move on where a norm does not run again."""
-    return leaves[:1] if "batch_norm" in str(func) else leaves
 
 
 Signature = tuple[tuple[Any, Any, int], ...]

@@ -9,13 +9,10 @@ from weakref import ref
 from torch import nn
 
 from lightning_vram.core.hooks.recomputed_saves import Place, RecomputedSaves, SecondRun
+from lightning_vram.core.hooks.saved_samples import RecomputationError, SavedSamples, differed, is_due
 from lightning_vram.core.hooks.stepping_aside import stepping_aside
 from lightning_vram.private_names.torch.autograd import may_stop_early
-from lightning_vram.techniques.activation_checkpointing.determinism import (
-    OperatorTrace,
-    OutputSamples,
-    RecomputationError,
-)
+from lightning_vram.techniques.activation_checkpointing.determinism import OperatorTrace
 from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
 from lightning_vram.techniques.activation_checkpointing.selective import KeptOutputs
 
@@ -44,8 +41,8 @@ class Recomputing:
     Args:
         name: Of the layer, for messages.
         save: Results of operators that the second run takes from the first; ``None``: it gets the inputs only.
-        determinism_check: ``"outputs"`` compares what the layer returns, and what kept operators get, in the second run
-            of its first call; ``"operators"`` compares all operators of each call; ``"none"`` nothing, not even shapes.
+        determinism_check: ``"outputs"`` compares samples of what autograd saves, in calls 1, 2, 4, 8, ... of the layer;
+            ``"operators"`` compares all operators of each call; ``"none"`` nothing, not even shapes.
         watch: Is told what the layer does.
     """
 
@@ -58,40 +55,41 @@ class Recomputing:
 class LayerRuns:
     """The runs of one call: sees to it that the second is what the first was, or that the user gets to know."""
 
-    def __init__(self, modules: Sequence[nn.Module], recomputing: Recomputing, checked: set[SavePolicy | None]) -> None:
+    def __init__(
+        self, modules: Sequence[nn.Module], recomputing: Recomputing, counts: dict[SavePolicy | None, int]
+    ) -> None:
         """Prepare them.
 
         Args:
             modules: That run.
             recomputing: How.
-            checked: With what kept the layer was called before; gets what is kept now.
+            counts: Calls of the layer so far, by what is kept; is counted on.
         """
         check = recomputing.determinism_check
-        is_first, has_new_policy = not checked, recomputing.save not in checked
-        checked.add(recomputing.save)
+        counts[recomputing.save] = counts.get(recomputing.save, 0) + 1
         self._name = recomputing.name
         self._watch = recomputing.watch
-        self._compares_outputs = is_first and check == "outputs"
-        self._samples: OutputSamples | None = None
+        self._samples: SavedSamples | None = None
+        if check == "outputs" and is_due(counts[recomputing.save]):
+            self._samples = SavedSamples(buffer for module in modules for buffer in module.buffers())
         self._trace: OperatorTrace | None = None
         if check == "operators":
             self._trace = OperatorTrace(buffer for module in modules for buffer in module.buffers())
         self._places: list[ref[Place]] = []
         self._outputs: KeptOutputs | None = None
         if recomputing.save is not None:
-            compares_inputs = has_new_policy and check == "outputs"
-            self._outputs = KeptOutputs(recomputing.save, self._places, compares_inputs=compares_inputs)
+            self._outputs = KeptOutputs(recomputing.save, self._places)
         self._compares_kinds = check != "none"
 
     def saves(self, run_again: Callable[[SecondRun], None]) -> RecomputedSaves:
         """Return what is saved in the call, which ``run_again`` runs a second time."""
-        is_compared = self._compares_outputs or self._trace is not None  # then it has to get to the end
         return RecomputedSaves(
             run_again,
             self._places,
             self._error,
             compares_kinds=self._compares_kinds,
-            stops_early=not is_compared and may_stop_early(),
+            stops_early=self._trace is None and may_stop_early(),
+            samples=self._samples,
         )
 
     @contextmanager
@@ -110,14 +108,9 @@ class LayerRuns:
                     stack.enter_context(self._trace)
                 yield
 
-    def note(self, output: Any) -> None:
-        """Note what the first run returned, if that is compared."""
-        if self._compares_outputs:
-            self._samples = OutputSamples(output)
-
     @contextmanager
     def second(self, run: SecondRun) -> Iterator[None]:
-        """Call it again inside; then :meth:`check` what it returned.
+        """Call it again inside.
 
         Raises:
             RecomputationError: If it does something else.
@@ -138,20 +131,13 @@ class LayerRuns:
         except RecomputationError as error:
             raise self._error(f"{error}.", is_named=True) from None
 
-    def check(self, output: Any) -> None:
-        """Raise ``RecomputationError`` if the second run returned other values than the first."""
-        if self._samples is not None and self._samples.differ_from(output):
-            raise self._error("it returned other values than in its first run.")
-
     def settle(self) -> int:
         """Call after the first run, outside of the checkpoint; returns how many results are kept."""
+        if self._samples is not None:
+            self._samples.settle()
         return self._outputs.settle() if self._outputs is not None else 0
 
     def _error(self, reason: str, *, is_named: bool = False) -> RecomputationError:
-        tip = "" if is_named else " determinism_check='operators' names the operator that differs."
-        return RecomputationError(
-            f"layer {self._name} did not do the same when it was recomputed: {reason} Gradients would be wrong. "
-            "Does it draw random numbers from elsewhere than torch, Python or NumPy's global generator, or depend on "
-            f"something that changes between forward and backward?{tip} Leave the layer out of checkpointing, or pass "
-            "determinism_check='none' if the difference is meant."
-        )
+        tip = "" if is_named else "determinism_check='operators' names the operator that differs. "
+        way_out = "Leave the layer out of checkpointing, or pass determinism_check='none' if the difference is meant."
+        return differed(self._name, reason, tip + way_out)

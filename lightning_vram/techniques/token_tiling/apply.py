@@ -11,24 +11,32 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_vram.core.hooks.moment import is_in_selective_checkpoint, is_transformed
+from lightning_vram.core.hooks.saved_samples import SavedSamples, is_due
 from lightning_vram.core.layers.patterns import LayerPattern, has_no_forward
 from lightning_vram.core.layers.selection import name_layers, select_layers
+from lightning_vram.core.rollback.forward_state import ForwardState, Learned
 from lightning_vram.core.surgery.class_swap import Swaps
+from lightning_vram.private_names.torch.flags import read_parametrizations
 from lightning_vram.private_names.torch.modules import (
     SEE_INPUT,
     BatchNormBase,
     InstanceNormBase,
     has_hooks,
 )
-from lightning_vram.techniques.token_tiling.cut_call import cut_call
+from lightning_vram.techniques.token_tiling.cut_call import CutCall, cut_call
 from lightning_vram.techniques.token_tiling.proof import prove
-from lightning_vram.techniques.token_tiling.tiled_call import Body, TiledCall, is_inside
+from lightning_vram.techniques.token_tiling.tiled_call import Body, Recomputation, TiledCall, is_inside
 
 _KEY = "_token_tiling"
 _MIXING = (BatchNormBase, InstanceNormBase, nn.MultiheadAttention, nn.RNNBase)
+
+_SETTINGS = (bool, int, str, type(None))
+_MAX_VERDICTS = 32
+"""A proof takes several runs: a module whose settings change in each step runs plain from then on."""
 
 Refuse = Callable[[str, str], None]
 """Gets the name of a layer that was named and cannot run in tiles, and why; raises."""
@@ -39,7 +47,9 @@ class _State:
     name: str
     tile: int | Literal["auto"]
     refuse: Refuse | None
-    verdicts: dict[Any, tuple[bool, str]] = field(default_factory=dict)  # by the mode and the kind of a call
+    verdicts: dict[Any, tuple[bool, str]] = field(default_factory=dict)  # by the kind of a call, and settings
+    learned: Learned = field(default_factory=Learned)
+    num_calls: int = 0  # with gradients
 
 
 class TilingHandle(Swaps):
@@ -109,18 +119,37 @@ def _run(module: nn.Module, state: _State, plain: Callable[..., Any], /, *args: 
     tile = call.tile(state.tile)
     if tile >= call.num_tokens:
         return plain(*args, **kwargs)
-    flags = tuple(one for one in call.values if not isinstance(one, int | float | complex) or isinstance(one, bool))
-    key = (module.training, torch.is_grad_enabled(), call.dim, call.is_cut, call.places, flags)
     body = Body(module, plain)
+    is_alone, reason = _ask(module, state, body, call, tensors)
+    if not is_alone:
+        return _leave(state, reason, plain, args, kwargs)
+    recomputation = None  # without a gradient there is none
+    if torch.is_grad_enabled():
+        state.num_calls += 1
+        forward = ForwardState((module,), state.learned, (one.device for one in tensors))
+        samples = SavedSamples(module.buffers()) if is_due(state.num_calls) else None
+        recomputation = Recomputation(state.name, forward, samples)
+    del args, kwargs, found
+    return TiledCall(body, call, tile, recomputation)(tensors)
+
+
+def _ask(module: nn.Module, state: _State, body: Body, call: CutCall, tensors: list[Tensor]) -> tuple[bool, str]:
+    flags = tuple(one for one in call.values if not isinstance(one, int | float | complex) or isinstance(one, bool))
+    key = (torch.is_grad_enabled(), call.dim, call.is_cut, call.places, flags, _settings(module))
+    is_new = key not in state.verdicts
+    if is_new and len(state.verdicts) >= _MAX_VERDICTS:
+        return False, "has other settings in each call, such as a counter"
     if reason := _structural_reason(module):
-        state.verdicts[key] = (False, reason)
-    elif key not in state.verdicts:
+        state.verdicts[key] = False, reason
+    elif is_new:
         state.verdicts[key] = prove(module, body, call, tensors)
-    is_alone, reason = state.verdicts[key]
-    if is_alone:
-        del args, kwargs, found
-        return TiledCall(body, call, tile, {one.device for one in tensors})(tensors)
-    return _leave(state, reason, plain, args, kwargs)
+    return state.verdicts[key]
+
+
+def _settings(module: nn.Module) -> tuple[Any, ...]:
+    """What may decide whether a module mixes tokens: its modes, flags and names, such as that of the adapter in use."""
+    values = (value for part in module.modules() for value in vars(part).values())
+    return tuple(value if type(value) in _SETTINGS else type(value) for value in values)
 
 
 def _leave(state: _State, reason: str, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -131,6 +160,8 @@ def _leave(state: _State, reason: str, plain: Callable[..., Any], args: Any, kwa
 
 def _structural_reason(module: nn.Module) -> str:
     """What values need not be asked for. Asked in each call: hooks come and go."""
+    if read_parametrizations() is not None and any(map(is_parametrized, module.modules())):
+        return "has a parametrization and runs in parametrize.cached(), which would share weights between tiles"
     for name, part in module.named_modules():
         if isinstance(part, _MIXING):
             return f"has a {type(part).__name__}"

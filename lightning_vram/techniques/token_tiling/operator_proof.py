@@ -25,40 +25,12 @@ from lightning_vram.techniques.token_tiling.tiled_call import Body
 
 DRAWS = frozenset(["bernoulli_", "bernoulli", "rand", "rand_like", "randn", "randn_like", "uniform_", "normal_"])
 _PRIMES = (1009, 1013, 1019, 1021, 1031, 1033)
-_KEEPING_ROWS = frozenset(  # if the dimension is there afterwards
-    [
-        "mm",
-        "addmm",
-        "bmm",
-        "baddbmm",
-        "linear",
-        "matmul",
-        "sum",
-        "mean",
-        "prod",
-        "amax",
-        "amin",
-        "var",
-        "var_mean",
-        "std",
-        "std_mean",
-        "linalg_vector_norm",
-        "logsumexp",
-        "argmax",
-        "argmin",
-        "any",
-        "all",
-        "max",
-        "min",
-        "glu",
-        "native_dropout",
-        "empty_like",
-        "new_empty",
-        "zeros_like",
-        "ones_like",
-        "full_like",
-    ]
-)
+_KEEPING_ROWS = {  # if the dimension is there afterwards
+    *("mm", "addmm", "bmm", "baddbmm", "linear", "matmul"),
+    *("sum", "mean", "prod", "amax", "amin", "var", "var_mean", "std", "std_mean", "linalg_vector_norm", "logsumexp"),
+    *("argmax", "argmin", "any", "all", "max", "min", "glu", "native_dropout"),
+    *("empty_like", "new_empty", "zeros_like", "ones_like", "full_like"),
+}
 _OTHER_VIEWS = frozenset(["as_strided", "unfold", "diagonal"])
 _NAMING_SIZES = frozenset(["view", "expand", "new_empty"])
 

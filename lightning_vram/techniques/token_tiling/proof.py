@@ -17,14 +17,13 @@ none. Nothing stays of it: random numbers go on from where they were.
 """
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_vram.core.random_state.host import DrawnNumbers, HostRandomState
-from lightning_vram.core.random_state.surroundings import Surroundings
-from lightning_vram.core.rollback.attribute_state import AttributeState
+from lightning_vram.core.rollback.forward_state import ForwardState, Learned
 from lightning_vram.core.tensors.parameter_classes import REAL_TYPES
 from lightning_vram.core.tensors.versions import version_of
 from lightning_vram.private_names.torch.dispatch import without_modes
@@ -48,58 +47,49 @@ def prove(module: nn.Module, body: Body, call: CutCall, tensors: list[Tensor]) -
         tensors: Of its call.
     """
     has_values = all(type(one) in REAL_TYPES and not one.is_meta for one in tensors)
-    states = [(one, _contents(one), AttributeState(one)) for one in module.modules()]
-    buffers = _copy_buffers(module, [state for *_, state in states]) if has_values else []
-    surroundings = Surroundings({one.device for one in (*tensors, *module.parameters())})
-    host_random, has_gradients = HostRandomState(DrawnNumbers()), torch.is_grad_enabled()
+    state = ForwardState((module,), Learned(), (one.device for one in (*tensors, *module.parameters())))
+    has_gradients = torch.is_grad_enabled()
     try:
-        # Who counts operators sees none of these.
-        with torch.no_grad(), surroundings.as_they_were(), host_random, without_modes():
-            if has_values:
-                reason = _ask_values(Runs(body, call, tensors), [state for *_, state in states], has_gradients)
-            else:
-                reason = ask_operators(body, call, tensors)
-            _refuse_draws(host_random)
-        changed = [name for one, before, _ in states for name in _changed(before, _contents(one))]
-        _refuse_kept(changed + [name for name, buffer, before in buffers if not is_same(buffer, before)])
+        with torch.no_grad(), without_modes():  # who counts operators sees none of these
+            if not has_values:
+                return True, state.run(lambda: _watch(module, state, lambda: ask_operators(body, call, tensors)))
+            runs = state.run(lambda: Runs(body, call, tensors))  # draws random numbers
+            if has_gradients:
+                runs.look_for_graphs(state)  # first: what keeps a loss somewhere gets but one of these runs
+            return True, state.run(lambda: _watch(module, state, lambda: _ask_values(runs, has_gradients)))
     except NotAlone as why:
         return False, str(why)
     except Exception as error:  # code of others, on fewer tokens than it may know
         return False, f"does not run on some of its tokens alone ({type(error).__name__})"
-    else:
-        return True, reason
+
+
+def _watch(module: nn.Module, state: ForwardState, ask: Callable[[], str]) -> str:
+    """Return what ``ask`` returns, if the module keeps nothing of the runs and draws no numbers of the host."""
+    parts = [(one, _contents(one)) for one in module.modules()]
+    held = [*module.named_buffers(), *(pair for one, _ in parts for pair in vars(one).items())]
+    tensors = [(name, one.detach()) for name, one in held if type(one) in (Tensor, nn.Buffer) and not one.is_meta]
+    before = [one.clone() for _, one in tensors]
+    changed: list[str] = []
+    try:
+        reason = ask()
     finally:
-        for _, buffer, before in buffers:
-            if not is_same(buffer, before):
-                with torch.no_grad():
-                    buffer.copy_(before)
-        for *_, state in states:
-            state.restore()
+        for (name, one), copy in zip(tensors, before, strict=True):
+            if not is_same(one, copy):
+                changed.append(name)
+                one.copy_(copy)
+    changed += [name for one, then in parts for name in _changed(then, _contents(one))]
+    if changed:
+        raise NotAlone(f"keeps something of its call, {changed[0]!r}")
+    if state.settle():
+        raise NotAlone("draws random numbers of Python or NumPy")
+    return reason
 
 
-def _copy_buffers(module: nn.Module, states: list[AttributeState]) -> list[tuple[str, Tensor, Tensor]]:
-    """Return what holds values beside parameters: names, tensors, copies."""
-    held = [*module.named_buffers(), *(pair for state in states for pair in state.tensors().items())]
-    return [(name, one.detach(), one.detach().clone()) for name, one in held]
-
-
-def _ask_values(runs: Runs, states: list[AttributeState], has_gradients: bool) -> str:  # noqa: FBT001
-    if has_gradients:
-        runs.look_for_graphs(states)  # first: what keeps a loss somewhere gets but one of these runs
+def _ask_values(runs: Runs, has_gradients: bool) -> str:  # noqa: FBT001
     reason = _compare(runs)
     if has_gradients:
         _compare_gradients(runs)
     return reason
-
-
-def _refuse_kept(names: list[str]) -> None:
-    if names:
-        raise NotAlone(f"keeps something of its call, {names[0]!r}")
-
-
-def _refuse_draws(host_random: HostRandomState) -> None:
-    if host_random.has_drawn():
-        raise NotAlone("draws random numbers of Python or NumPy")
 
 
 def _compare(runs: Runs) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_vram.core.rollback.attribute_state import AttributeState
+from lightning_vram.core.rollback.forward_state import ForwardState
 from lightning_vram.core.tensors.versions import version_of
 from lightning_vram.private_names.torch.dispatch import TorchDispatchMode
 from lightning_vram.private_names.torch.operators import TO_COPY
@@ -111,24 +111,25 @@ class Runs:
             found = torch.autograd.grad(ends, inputs, gradients, allow_unused=True) if ends else [None] * len(inputs)
         return [None if one is None else one.movedim(dim, 0) for one in found]
 
-    def look_for_graphs(self, states: list[AttributeState]) -> None:
+    def look_for_graphs(self, state: ForwardState) -> None:
         """Refuse what keeps a graph of its call somewhere, and what computes with one of others.
 
         Args:
-            states: Of the module's parts: what they keep themselves is looked for later.
+            state: Of the module: what it keeps itself is looked for later.
         """
-        is_kept = self._mark_and_run()
-        for state in states:
-            state.restore()
+        is_kept = state.run(self._mark_and_run)
         if is_kept() is not None:
             gc.collect()  # it may be no more than a cycle
         if is_kept() is not None:
             raise NotAlone("keeps something of its call outside of itself, such as a loss")
+        if state.run(self._needs_gradient):
+            raise NotAlone("computes with a tensor that needs a gradient and is no parameter or input of it")
+
+    def _needs_gradient(self) -> bool:
         results: list[Any] = []
         with suppress(RuntimeError), self._grad():
             results, _ = self._run(self._call.arguments([one.clone() for one in self._tensors]))
-        if any(isinstance(one, Tensor) and one.requires_grad for one in results):
-            raise NotAlone("computes with a tensor that needs a gradient and is no parameter or input of it")
+        return any(isinstance(one, Tensor) and one.requires_grad for one in results)
 
     def _mark_and_run(self) -> weakref.ref[Any]:
         """Return what lives as long as the graph of a run."""

@@ -1,16 +1,18 @@
 """One call of a module tile by tile, and its backward: each tile runs again, and its gradients are added up."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
+from lightning_vram.core.hooks.saved_samples import SavedSamples, differed
 from lightning_vram.core.hooks.stage import exact_only
-from lightning_vram.core.random_state.host import DrawnNumbers, HostRandomState
-from lightning_vram.core.random_state.surroundings import Surroundings
+from lightning_vram.core.rollback.forward_state import ForwardState
 from lightning_vram.core.tensors.nests import Rebuild, flatten_output
 from lightning_vram.techniques.token_tiling.cut_call import CutCall
 
@@ -65,6 +67,21 @@ class Body(nn.Module):
         return flatten_output(self.plain(*args, **kwargs))
 
 
+@dataclass(frozen=True)
+class Recomputation:
+    """What the backward needs besides the tensors.
+
+    Args:
+        name: Of the module, for messages.
+        state: From which each run goes tile by tile.
+        samples: Of what autograd would save in the forward; ``None`` in calls that are not compared.
+    """
+
+    name: str
+    state: ForwardState
+    samples: SavedSamples | None
+
+
 class TiledCall:
     """What a call needs to run tile by tile, twice. Holds no tensor of it.
 
@@ -72,13 +89,12 @@ class TiledCall:
         body: Of the module.
         call: How it is cut.
         tile: Tokens.
-        devices: Where it computes.
+        recomputation: ``None`` without gradients.
     """
 
-    def __init__(self, body: Body, call: CutCall, tile: int, devices: set[torch.device]) -> None:
+    def __init__(self, body: Body, call: CutCall, tile: int, recomputation: Recomputation | None) -> None:
         self._body, self._call, self._tile = body, call, tile
-        self._surroundings = Surroundings(devices)  # from where each run draws tile by tile
-        self._host_random = HostRandomState(DrawnNumbers())
+        self._recomputation = recomputation
         self._names = list(body.parameters_by_name)
         self.rebuild: Rebuild = tuple
 
@@ -88,66 +104,92 @@ class TiledCall:
         outputs = _Tiled.apply(self, *tensors, *parameters)  # type: ignore[no-untyped-call]
         return self.rebuild(outputs)  # which is known now
 
-    def forward(self, *tensors: Tensor) -> list[Tensor]:
-        """Run each tile without its gradient."""
-        inputs, parameters = self._split(tensors)
+    def forward(self, tensors: tuple[Tensor, ...], needs: Sequence[bool]) -> list[Tensor]:
+        """Run each tile without a gradient; or with one, of which samples are taken and nothing is kept."""
+        inputs, parameters = self._split(tensors, needs)
+        samples = self._recomputation.samples if self._recomputation is not None else None
         outputs = list[Tensor]()
 
         def run() -> None:
             for start, length in self._call.tiles(self._tile):
-                self._run_tile(inputs, outputs, start, length)
+                self._write(outputs, self._run_tile(inputs, needs, start, length, samples)[1], start, length)
 
-        self._body.having(parameters, run)
-        self._host_random.settle()
+        has_cache = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)  # casts of these parameters would serve nobody else
+        try:
+            with torch.set_grad_enabled(samples is not None):
+                self._body.having(parameters, run)
+        finally:
+            torch.set_autocast_cache_enabled(has_cache)
+        if self._recomputation is not None:
+            self._recomputation.state.settle()
+        if samples is not None:
+            samples.settle()
         return outputs
 
-    def _run_tile(self, inputs: list[Tensor], outputs: list[Tensor], start: int, length: int) -> None:
+    def _run_tile(
+        self, inputs: list[Tensor], needs: Sequence[bool], start: int, length: int, samples: SavedSamples | None
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the tiles of the inputs, and the results."""
+        parts = self._call.part(inputs, start, length)
+        parts = [one.detach().requires_grad_(need) for one, need in zip(parts, needs, strict=False)]
+        with nullcontext() if samples is None else _taking(samples):
+            results, self.rebuild = self._body.run(self._call.arguments(parts))
+        return parts, results
+
+    def _write(self, outputs: list[Tensor], results: list[Tensor], start: int, length: int) -> None:
         dim = self._call.dim
-        results, self.rebuild = self._body.run(self._call.arguments(self._call.part(inputs, start, length)))
         if not outputs:
             sizes = [(*one.shape[:dim], self._call.num_tokens, *one.shape[dim + 1 :]) for one in results]
             outputs += [one.new_zeros(size) for one, size in zip(results, sizes, strict=True)]
         for output, result in zip(outputs, results, strict=True):
-            output.narrow(dim, start, length).copy_(result)
+            output.narrow(dim, start, length).copy_(result.detach())
 
-    def backward(self, tensors: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...], needs: Any) -> list[Any]:
-        """Return the gradient of each tensor, ``None`` for those that need none, or had no part in it."""
-        inputs, parameters = self._split(tensors)
-        for parameter, is_needed in zip(parameters.values(), needs[len(inputs) :], strict=True):
-            parameter.requires_grad_(is_needed)
+    def backward(
+        self, tensors: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...], needs: Sequence[bool]
+    ) -> list[Any]:
+        """Return the gradient of each tensor, ``None`` for those that need none, or had no part in it.
+
+        Raises:
+            RecomputationError: If a tile does not do in the backward what it did in the forward.
+        """
+        assert self._recomputation is not None
+        inputs, parameters = self._split(tensors, needs)
+        samples = self._recomputation.samples.again() if self._recomputation.samples is not None else None
         found: list[Tensor | None] = [None] * len(tensors)
         wanted = [place for place, is_needed in enumerate(needs) if is_needed]
 
         def run() -> None:
             for start, length in self._call.tiles(self._tile):
-                parts = self._call.part(inputs, start, length)
-                parts = [one.detach().requires_grad_(need) for one, need in zip(parts, needs, strict=False)]
+                parts, results = self._run_tile(inputs, needs, start, length, samples)
                 leaves = [*parts, *parameters.values()]
-                made = self._differentiate(parts, [leaves[place] for place in wanted], gradients, start, length)
+                made = self._differentiate(results, [leaves[place] for place in wanted], gradients, start, length)
                 for place, part in zip(wanted, made, strict=bool(made)):
                     self._take(found, place, part, tensors[place], start, length)
-                del parts, leaves, made  # lest they are there while the next tile runs
+                del parts, leaves, results, made  # lest they are there while the next tile runs
 
-        with self._surroundings.as_they_were(), self._host_random, exact_only, torch.enable_grad():
-            self._body.having(parameters, run)
+        with exact_only, torch.enable_grad():
+            self._recomputation.state.run(lambda: self._body.having(parameters, run))
+        difference = samples.difference() if samples is not None else None
+        if difference is not None:
+            raise differed(self._recomputation.name, difference, "Leave it out with TokenTiling(layers=...).")
         return [None if sum_ is None else sum_.to(one.dtype) for sum_, one in zip(found, tensors, strict=True)]
 
     def _differentiate(
         self,
-        parts: list[Tensor],
+        results: list[Tensor],
         leaves: list[Tensor],
         gradients: tuple[Tensor | None, ...],
         start: int,
         length: int,
     ) -> Sequence[Tensor | None]:
         """Return the gradients of a tile; none where nothing of it has one."""
-        results, _ = self._body.run(self._call.arguments(parts))
         pairs = [
             (get_gradient_edge(result), gradient.narrow(self._call.dim, start, length))
             for result, gradient in zip(results, gradients, strict=True)
             if gradient is not None and result.requires_grad
         ]
-        del results  # nobody reads them
+        results.clear()  # nobody reads them
         if not pairs:
             return ()
         ends, with_respect = zip(*pairs, strict=True)
@@ -166,11 +208,22 @@ class TiledCall:
             total = found[place] = torch.zeros_like(whole)
         total.narrow(self._call.dim, start, length).copy_(part)
 
-    def _split(self, tensors: tuple[Tensor, ...]) -> tuple[list[Tensor], dict[str, Tensor]]:
+    def _split(self, tensors: tuple[Tensor, ...], needs: Sequence[bool]) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Return inputs, and parameters: others, lest autocast keeps casts of these."""
         num_inputs = len(self._call.places)
-        parameters = (one.detach() for one in tensors[num_inputs:])
+        pairs = zip(tensors[num_inputs:], needs[num_inputs:], strict=True)
+        parameters = (one.detach().requires_grad_(need) for one, need in pairs)
         return list(tensors[:num_inputs]), dict(zip(self._names, parameters, strict=True))
+
+
+def _taking(samples: SavedSamples) -> saved_tensors_hooks:
+    """Return a context in which samples are taken of what autograd saves."""
+
+    def pack(tensor: Tensor) -> Tensor:
+        samples.take(tensor)
+        return tensor.detach()  # else a result would hold its own node
+
+    return saved_tensors_hooks(pack, Tensor.detach)
 
 
 def _add(total: Tensor | None, part: Tensor) -> Tensor:
@@ -189,7 +242,7 @@ class _Tiled(torch.autograd.Function):
         ctx.call = call
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
-        outputs = call.forward(*tensors)
+        outputs = call.forward(tensors, ctx.needs_input_grad[1:])
         ctx.mark_non_differentiable(*(one for one in outputs if not one.is_floating_point()))
         return tuple(outputs)
 

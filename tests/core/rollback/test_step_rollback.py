@@ -12,7 +12,7 @@ from support.devices import DEVICE, device_module, refuse_waits
 from support.helpers import CASES, LitTiny, TinyCNN
 from torch import nn
 
-from lightning_vram.core.rollback import attribute_state, module_roster
+from lightning_vram.core.rollback import attribute_state
 from lightning_vram.core.rollback.attribute_state import AttributeLayout
 from lightning_vram.core.rollback.step_rollback import BufferCopies, StepState
 
@@ -483,11 +483,6 @@ def test_a_model_that_grows_between_steps_is_looked_at_again():
 def test_what_modules_are_made_of_is_found_out_once(monkeypatch):
     found = []
     monkeypatch.setattr(
-        module_roster,
-        "_is_simple_leaf",
-        lambda module, inner=module_roster._is_simple_leaf: found.append(module) or inner(module),
-    )
-    monkeypatch.setattr(
         attribute_state,
         "AttributeLayout",
         lambda *arguments, inner=AttributeLayout: found.append(0) or inner(*arguments),
@@ -495,7 +490,7 @@ def test_what_modules_are_made_of_is_found_out_once(monkeypatch):
     module, copies = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), Counting()), BufferCopies()
     for step in range(3):
         StepState(module, CPU, copies)
-        assert len(found) == 4 + 3  # four modules, one of them simple
+        assert len(found) == 4  # modules
         module(torch.randn(4, 2))
         assert module[2].count == step + 1
 

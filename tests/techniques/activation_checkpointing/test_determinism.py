@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -9,8 +10,8 @@ import torch
 from support.helpers import TinyCNN, TinyGPT
 from torch import Tensor, nn
 
+from lightning_vram.core.hooks.saved_samples import RecomputationError
 from lightning_vram.techniques.activation_checkpointing.apply import apply_activation_checkpointing
-from lightning_vram.techniques.activation_checkpointing.determinism import RecomputationError
 from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
 
 GENERATOR = np.random.default_rng(0)  # nobody's state: neither a module's nor NumPy's own
@@ -149,12 +150,94 @@ def test_looks_at_nothing_if_told_so():
     loss_of(ForeignMask, check="none").backward()
 
 
-def test_outputs_are_compared_in_the_first_call_only():
-    model = nn.Sequential(ForeignMask())
-    apply_activation_checkpointing(model, layers="ForeignMask")
+@pytest.mark.parametrize("first", range(1, 10))
+def test_calls_1_2_4_8_of_each_layer_are_compared(first):
+    """A difference that lasts is found; one in calls between them only is not: documented."""
+    model = nn.Sequential(Late())
+    apply_activation_checkpointing(model, layers="Late")
+    for call in range(1, 17):
+        model[0].is_noisy = call == first
+        output = model(torch.randn(4, 8))
+        with pytest.raises(RecomputationError) if call == first and call in (1, 2, 4, 8, 16) else nullcontext():
+            output.sum().backward()
+
+
+class Late(ForeignMask):
+    is_noisy = False
+
+    def noise(self, hidden: Tensor) -> Tensor:
+        return super().noise(hidden) if self.is_noisy else hidden
+
+
+class ZeroBranch(Block):
+    """A branch whose last weight starts at zero: the output tells nothing of what is in it."""
+
+    def __init__(self, noise=lambda hidden: hidden * (1 + next(COUNTER))) -> None:
+        super().__init__()
+        self.last, self.make_noise = nn.Linear(8, 8), noise
+        nn.init.zeros_(self.last.weight)
+        nn.init.zeros_(self.last.bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.last(super().forward(hidden))
+
+    def noise(self, hidden: Tensor) -> Tensor:
+        return self.make_noise(hidden)
+
+
+@pytest.mark.parametrize("save", [None, SavePolicy("matmuls")], ids=["inputs", "matmuls"])
+def test_a_difference_behind_a_weight_of_zero_is_found_at_once(save):
+    with pytest.raises(RecomputationError, match="of those that autograd saves has other values"):
+        loss_of(ZeroBranch, check="outputs", save=save).backward()
+
+
+class Permuting(Block):
+    """Nothing but an index is saved, and of a foreign generator."""
+
+    def noise(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.linear(hidden)[torch.from_numpy(GENERATOR.permutation(len(hidden)))]
+
+
+def test_an_index_that_differs_is_found():
     with pytest.raises(RecomputationError):
-        model(torch.randn(4, 8)).sum().backward()
-    model(torch.randn(4, 8)).sum().backward()  # documented: later differences in values are not seen
+        loss_of(Permuting, check="outputs").backward()
+
+
+class DriftBlock(Block):
+    """Reads the running statistics of its own norm in training, which move once more in the recomputation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def noise(self, hidden: Tensor) -> Tensor:
+        drift = self.norm.running_mean + 0
+        return torch.sin(self.norm(hidden + 1) * (1 + drift))
+
+
+def test_a_layer_that_reads_its_statistics_while_training_is_an_error():
+    with pytest.raises(RecomputationError):
+        loss_of(DriftBlock, check="outputs").backward()
+
+
+@pytest.mark.parametrize("make", [lambda: nn.EmbeddingBag(8, 8), lambda: nn.LSTM(8, 8), lambda: nn.RReLU()])
+def test_no_false_alarm_where_kernels_save_what_they_did_not_set(make):
+    class Other(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.linear = make(), nn.Linear(8, 8)
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            if isinstance(self.inner, nn.EmbeddingBag):
+                return self.linear(hidden) + self.inner((hidden * 4).long().abs() % 8)
+            output = self.inner(self.linear(hidden))
+            return output[0] if isinstance(output, tuple) else output
+
+    for _ in range(5):
+        loss_of(Other, check="outputs").backward()
 
 
 def test_a_tuple_with_something_else_in_it_is_compared_too():

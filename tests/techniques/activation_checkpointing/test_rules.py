@@ -231,8 +231,14 @@ def shared_backward(module: nn.Module, layer: Layer) -> None:
         grad(output.sum(), layer.up.weight)
 
 
+def test_an_overwritten_weight_is_an_error_as_in_the_plain_layer():
+    """PyTorch's checkpoint computes with the new one, and gives the gradient of neither."""
+    for how in ("plain", "us"):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            parameter(*make(how))
+
+
 ERRORS = [
-    (parameter, None),  # nobody looks, under a checkpoint: the second run takes what is there
     (input_by_its_base, RuntimeError),
     (input_after_a_backward, RuntimeError),
     (shared_backward, CheckpointError),

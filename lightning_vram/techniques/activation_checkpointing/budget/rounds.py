@@ -4,6 +4,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_vram.core.tensors.versions import version_of
@@ -13,10 +14,8 @@ from lightning_vram.techniques.activation_checkpointing.budget.plan import (
     OperatorProfile,
     StepProfile,
 )
-from lightning_vram.techniques.activation_checkpointing.selective import NUM_INPUT_SAMPLES
 
 _OTHER_BYTES = 8192  # the loss, its gradient, what is logged, samples for comparison: alive, and saved by nobody
-_SAMPLES_BYTES = 4 * 4 * NUM_INPUT_SAMPLES  # for each kept result, of its operator's arguments
 
 
 @dataclass
@@ -39,10 +38,10 @@ class Operator:
         new = [number for number in self.storages if number not in held]
         return OperatorProfile(
             self.name,
-            num_bytes=sum(self.storages[number] for number in new) + _SAMPLES_BYTES,
+            num_bytes=sum(self.storages[number] for number in new),
             is_saved=all(number in call.saved for number in new),
             cost=self.cost,
-            staying_bytes=sum(self.storages[number] for number in new if number in staying) + _SAMPLES_BYTES,
+            staying_bytes=sum(self.storages[number] for number in new if number in staying),
         )
 
 
@@ -127,7 +126,11 @@ Shapes = tuple[tuple[int, ...], ...]
 
 def shapes_of(leaves: Sequence[Any]) -> Shapes:
     """Return how large the tensors among arguments are."""
-    return tuple((leaf.dtype.itemsize, *leaf.shape) for leaf in leaves if isinstance(leaf, Tensor))
+    return tuple((leaf.dtype.itemsize, *_sizes_of(leaf)) for leaf in leaves if isinstance(leaf, Tensor))
+
+
+def _sizes_of(leaf: Tensor) -> torch.Size:
+    return leaf.values().shape if leaf.layout is torch.jagged else leaf.shape  # lengths of many rows do not compare
 
 
 def covers(one: Shapes, other: Shapes) -> bool:

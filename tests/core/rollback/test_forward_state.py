@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_vram.core.rollback.module_snapshot import ModuleSnapshot, WrittenBuffers
+from lightning_vram.core.rollback.forward_state import ForwardState, Learned
 
 
 class Noise(nn.Module):
@@ -41,13 +41,10 @@ class Listing(nn.Module):
 
 def run_twice(module: nn.Module) -> tuple[Tensor, Tensor]:
     """Return the results of a first run and of one in its place."""
-    snapshot, input = ModuleSnapshot((module,), WrittenBuffers()), torch.zeros(())
-    with snapshot.watching():
-        first = module(input)
-    snapshot.settle()
-    with snapshot:
-        again = module(input)
-    return first, again
+    state, input = ForwardState((module,), Learned()), torch.zeros(())
+    first = module(input)
+    state.settle()
+    return first, state.run(lambda: module(input))
 
 
 @pytest.mark.parametrize("make", [torch.Generator, lambda: random.Random(1), lambda: np.random.default_rng(1)])
@@ -75,11 +72,10 @@ def test_what_is_added_to_a_long_list_stands_in_it_once():
 
 def test_a_loop_over_modules_goes_on_where_they_run_again():
     module = nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1))
-    snapshot = ModuleSnapshot((module,), WrittenBuffers())
-    snapshot.settle()
+    state = ForwardState((module,), Learned())
+    state.settle()
     visited = 0
     for _ in module:
         visited += 1
-        with snapshot:
-            module(torch.zeros(1, 1))
+        state.run(lambda: module(torch.zeros(1, 1)))
     assert visited == 3

@@ -1,0 +1,242 @@
+"""Run a forward again as it ran the first time: the one place for everything that recomputes.
+
+Recomputation runs a forward a second time, in the backward. By then the module and its surroundings may be others: an
+adapter is switched, ``eval()`` was called, ``sdpa_kernel(...)`` is left, a buffer has moved. And what the forward
+writes would be written twice: BatchNorm would move its running statistics two times per step (pytorch#96136), a list of
+auxiliary losses would grow. Recomputation may also be stopped early, so what a forward sets and resets may stay set.
+
+:class:`ForwardState` puts all of that back for the second run, and undoes it afterwards: attributes (lists, dicts and
+the like with what is in them, up to a thousand items), hooks, training flags, which parameters stand where, buffers
+and tensor attributes by value, random generators, and what surrounds the forward
+(:mod:`~lightning_vram.core.random_state.ambient_state`). Tensors that are not copied are watched: one that was
+overwritten meanwhile is an error, as in autograd. What cannot be seen: other objects that change inside, globals, and
+parameters that the forward itself overwrites. One thread at a time: a second one would see the state of the first.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from operator import itemgetter, methodcaller
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lightning_vram.core.random_state.ambient_state import AmbientState
+from lightning_vram.core.rollback.attribute_state import AttributeLayout, AttributeState, iterate_members, take_states
+from lightning_vram.core.rollback.buffer_copies import differs
+from lightning_vram.core.tensors.shards import is_shard
+from lightning_vram.core.tensors.versions import version_of
+from lightning_vram.private_names.torch.compiled import OptimizedModule
+from lightning_vram.private_names.torch.modules import BUFFERS, PARAMETERS, NormBase, own_buffers
+from lightning_vram.private_names.torch.tensors import base_of, is_view, num_writes, storage_identity
+
+_T = TypeVar("_T")
+_KEPT_BYTES = 64 * 1024
+"""Tensors up to this size are kept for the second run whether they are written or not; most layers have none."""
+_read_values = methodcaller("values")
+
+
+@dataclass
+class Learned:
+    """What the forwards of a module have shown so far.
+
+    Args:
+        written: Buffers and tensor attributes that it writes, by number of the submodule and name; ``None`` before the
+            first forward.
+        layouts: Of the attributes of its submodules. They hold no values.
+        draws_from_numpy: Whether it draws from NumPy's global generator; ``None`` before the first forward. One that
+            does so in later forwards only is not noticed.
+    """
+
+    written: set[tuple[int, str]] | None = None
+    layouts: list[AttributeLayout] = field(default_factory=list)
+    draws_from_numpy: bool | None = None
+
+
+@dataclass(slots=True)
+class _Held:
+    """A buffer or tensor attribute. ``start`` is its value before the forward, if that is kept."""
+
+    registry: dict[str, Any]
+    tensor: Tensor
+    start: Tensor | None
+    version: int
+
+
+class ForwardState:
+    """What a forward is about to see. Call :meth:`settle` right after the forward, and :meth:`run` to repeat it.
+
+    Args:
+        modules: Modules whose forward runs, with their children.
+        learned: What is known about them; filled in after the first forward.
+        devices: On which they may compute, besides those of their parameters.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], learned: Learned, devices: Iterable[torch.device] = ()) -> None:
+        self._name = type(modules[0]).__name__
+        self._learned = learned
+        self._members = [member for member in iterate_members(*modules) if not isinstance(member, OptimizedModule)]
+        # What a forward adds to a large container is taken away when the second run is over, not before it.
+        self._states = take_states(self._members, learned.layouts, shortens=False)
+        self._parameters = [(one, one.requires_grad) for one in self._iterate_parameters()]
+        self._held: dict[tuple[int, str], _Held] = {}
+        self._statistics: list[tuple[dict[str, Any], str]] = []  # that move on, and that nobody reads
+        self._others: list[tuple[str, Tensor]] = []  # attributes that are no copies
+        self._watched: list[tuple[str, Tensor]] = []
+        self._versions: list[int] = []
+        for number, buffers in enumerate(self._own(BUFFERS)):
+            if buffers:
+                self._take_buffers(number, buffers)
+            if self._states[number].layout.tensors:
+                self._take_tensors(number)
+        has_numpy = learned.draws_from_numpy is not False
+        self._ambient = AmbientState({*devices, *self._devices()}, has_numpy=has_numpy)
+
+    def settle(self) -> set[str]:
+        """Call after the forward: keep the starts of what it wrote, and watch what it did not write.
+
+        Returns:
+            From which generators of the host it drew numbers: ``"python"``, ``"numpy"``.
+
+        Raises:
+            RuntimeError: If it wrote a large tensor that it had not written in its first forward.
+        """
+        is_first = self._learned.written is None
+        known = self._learned.written = self._learned.written or set()
+        watched = [*(("a parameter", one) for one, _ in self._parameters), *self._others]
+        for place, held in self._held.items():
+            is_written = version_of(held.tensor) != held.version or (is_first and differs(held.tensor, held.start))
+            if is_written or place in known:
+                known.add(place)
+                if held.start is None:
+                    raise RuntimeError(
+                        f"layer {self._name} writes {place[1]!r} in some forwards and not in others, and cannot be "
+                        "recomputed. Choose other layers to checkpoint."
+                    )
+            elif held.tensor.nbytes > _KEPT_BYTES:
+                held.start = None
+                watched.append((place[1], held.tensor))
+        self._watched = [pair for pair in watched if not pair[1].is_inference()]
+        self._versions = [num_writes(one) for _, one in self._watched]
+        drawn = self._ambient.settle()
+        if self._learned.draws_from_numpy is None:
+            self._learned.draws_from_numpy = "numpy" in drawn
+        return drawn
+
+    def run(self, work: Callable[[], _T]) -> _T:
+        """Return what ``work`` returns where everything is as it was before the forward. May be called again.
+
+        Raises:
+            RuntimeError: If a tensor that the forward read has been overwritten since.
+        """
+        now = [num_writes(one) for _, one in self._watched]
+        if now != self._versions:
+            name, one = next(pair for pair, a, b in zip(self._watched, now, self._versions, strict=True) if a != b)
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{name} of shape {list(one.shape)} in {self._name}, a layer that is recomputed. Write it after the "
+                "backward, or assign a new tensor."
+            )
+        return self._ambient.run(lambda: self._run(work))
+
+    def _run(self, work: Callable[[], _T]) -> _T:
+        now = take_states(self._members, self._learned.layouts)
+        parameters = [(one, one.data, one.requires_grad) for one in self._iterate_parameters()]
+        try:
+            self._put_back(now)
+            return work()
+        finally:
+            for state in now:
+                state.restore()
+            for parameter, data, requires_grad in parameters:
+                if _is_moved(parameter, data):
+                    parameter.data = data
+                if parameter.requires_grad != requires_grad:
+                    parameter.requires_grad_(requires_grad)
+
+    def _put_back(self, now: list[AttributeState]) -> None:
+        for state, present in zip(self._states, now, strict=True):
+            state.restore()
+            if present.layout.tensors:  # FSDP1 sets parameters as views of its flat one, anew for the backward
+                vars(state.module).update({name: t for name, t in present.tensors().items() if _is_of_fsdp1(t)})
+        for parameter, requires_grad in self._parameters:
+            if parameter.requires_grad != requires_grad:
+                parameter.requires_grad_(requires_grad)
+        copies: dict[int, Tensor] = {}  # one tensor under two names stays one
+        for (_, name), held in self._held.items():
+            if held.start is not None:  # copied once more: a retained graph may be recomputed again
+                held.registry[name] = copies.setdefault(id(held.tensor), _copy(held.start))
+        for registry, name in self._statistics:
+            registry[name] = _copy(registry[name])
+
+    def _take_buffers(self, number: int, buffers: dict[str, Any]) -> None:
+        member = self._members[number]
+        are_statistics = member.training and _has_statistics(member)
+        for name, buffer in buffers.items():
+            if buffer is not None and are_statistics:
+                self._statistics.append((buffers, name))
+            elif buffer is not None:
+                self._hold(number, name, buffers, buffer)
+
+    def _take_tensors(self, number: int) -> None:
+        for name, tensor in self._states[number].tensors().items():
+            if _is_of_fsdp1(tensor):
+                continue
+            if type(tensor) is Tensor and not tensor.requires_grad:
+                self._hold(number, name, vars(self._members[number]), tensor)
+            else:
+                self._others.append((name, tensor))
+
+    def _hold(self, number: int, name: str, registry: dict[str, Any], tensor: Tensor) -> None:
+        written = self._learned.written
+        is_copied = written is None or (number, name) in written or tensor.nbytes <= _KEPT_BYTES
+        start = _copy(tensor) if is_copied else None
+        self._held[number, name] = _Held(registry, tensor, start, version_of(tensor))
+
+    def _devices(self) -> set[torch.device]:
+        """Return the device of the first parameter: a layer may get its tensors inside an object of the user's."""
+        parameters = chain.from_iterable(map(_read_values, self._own(PARAMETERS)))
+        first = next((parameter for parameter in parameters if parameter is not None), None)
+        return {first.device} if first is not None else set()
+
+    def _own(self, registry: str) -> Iterator[dict[str, Any]]:
+        """Return the very dictionaries of all members: this and what follows calls no function of Python for each."""
+        return map(itemgetter(registry), map(vars, self._members))
+
+    def _iterate_parameters(self) -> Iterator[Tensor]:
+        for parameter in chain.from_iterable(map(_read_values, self._own(PARAMETERS))):
+            if type(parameter) is nn.Parameter or (parameter is not None and not is_shard(parameter)):
+                yield parameter
+
+
+def _has_statistics(module: nn.Module) -> bool:
+    """Whether buffers are statistics of torch's own norms: written in training, past their version, and not read."""
+    return isinstance(module, NormBase) and type(module).forward.__module__.startswith("torch.nn.modules.")
+
+
+def _is_of_fsdp1(tensor: Tensor) -> bool:
+    return is_view(tensor) and getattr(base_of(tensor), "_is_flat_param", False)
+
+
+def _is_moved(parameter: Tensor, data: Tensor) -> bool:
+    """Whether a parameter lies elsewhere than ``data``, which was its own; fake tensors have no ``data_ptr()``."""
+    if parameter.storage_offset() != data.storage_offset():
+        return True
+    try:
+        return storage_identity(parameter) != storage_identity(data)
+    except (NotImplementedError, RuntimeError):  # not one piece of memory
+        return False
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    with torch.no_grad():
+        return tensor.detach().clone()
+
+
+def iterate_floating_buffers(module: nn.Module) -> Iterator[Tensor]:
+    """Yield the buffers of ``module`` that are neither masks nor statistics of torch's own norms."""
+    for member in module.modules():
+        if not _has_statistics(member):
+            buffers = (buffer for buffer in own_buffers(member).values() if buffer is not None)
+            yield from (buffer for buffer in buffers if buffer.dtype not in (torch.bool, torch.uint8))

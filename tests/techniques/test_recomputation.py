@@ -1,0 +1,403 @@
+"""What changes between forward and backward: whatever recomputes gives the gradients of the baseline, or an error.
+
+Blocks end in a weight that starts at zero, so that outputs tell nothing of what a block computes in the first step.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import parametrizations, parametrize
+
+from lightning_vram.core.hooks.saved_samples import RecomputationError
+from lightning_vram.techniques.activation_checkpointing.apply import apply_activation_checkpointing
+from lightning_vram.techniques.activation_checkpointing.budget.apply import BudgetedCheckpointing, decisions_of
+from lightning_vram.techniques.activation_checkpointing.budget.plan import CheckpointPlan
+from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
+from lightning_vram.techniques.token_tiling import apply_token_tiling
+
+WIDTH, INNER, TOKENS, NUM_BLOCKS = 8, 16, 48, 4
+LARGE = 64 * 1024 // 4 + INNER  # elements of a tensor that is too large to be copied in each call
+SCALE: ContextVar[float] = ContextVar("SCALE", default=1.0)
+GLOBAL = {"scale": 1.0}
+
+
+class Block(nn.Module):
+    """A residual MLP whose branch starts at zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+        nn.init.zeros_(self.down.weight)
+        nn.init.zeros_(self.down.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.inner(self.up(x))))
+
+    def inner(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+
+class Modes(Block):
+    def inner(self, hidden: Tensor) -> Tensor:
+        return hidden if self.training else 0.3 * hidden
+
+
+class Adapters(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.adapters = nn.ModuleDict({name: nn.Linear(INNER, INNER) for name in "pq"})
+        self.active, self.enabled = "p", {"p"}
+
+    def inner(self, hidden: Tensor) -> Tensor:
+        return self.adapters[self.active](hidden) * len(self.enabled)
+
+
+class Attribute(Block):
+    """Reads a tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = torch.ones(INNER)
+
+    def inner(self, hidden: Tensor) -> Tensor:
+        return hidden + self.gain[:INNER]  # saves neither
+
+
+class Buffer(Block):
+    def __init__(self, size: int = INNER) -> None:
+        super().__init__()
+        self.register_buffer("gain", torch.ones(size))
+
+    def inner(self, hidden: Tensor) -> Tensor:
+        return hidden + self.gain[:INNER]  # saves neither
+
+
+class LargeBuffer(Buffer):
+    def __init__(self) -> None:
+        super().__init__(LARGE)
+
+
+class Memory(Buffer):
+    """Writes its buffer in each forward, and others write it afterwards."""
+
+    def inner(self, hidden: Tensor) -> Tensor:
+        self.gain.mul_(0.9)
+        return super().inner(hidden)
+
+
+class Norm(Block):
+    """Normalizes with statistics that others move."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(INNER).eval()
+
+    def inner(self, hidden: Tensor) -> Tensor:
+        return self.norm(hidden.movedim(-1, 1)).movedim(1, -1)
+
+
+class Object(Block):
+    """Reads an object of a class of the user's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.options = type("Options", (), {"scale": 1.0})()
+
+    def inner(self, hidden: Tensor) -> Tensor:
+        return hidden * self.options.scale
+
+
+class Global(Block):
+    def inner(self, hidden: Tensor) -> Tensor:
+        return hidden * GLOBAL["scale"]
+
+
+class Context(Block):
+    def inner(self, hidden: Tensor) -> Tensor:
+        return hidden * SCALE.get()
+
+
+class Constants(Block):
+    """Makes a tensor of the default dtype, on the default device."""
+
+    def inner(self, hidden: Tensor) -> Tensor:
+        ramp = torch.arange(1.0, INNER + 1)
+        return hidden * ramp.to(hidden.dtype) / ramp.dtype.itemsize
+
+
+class Flags(Block):
+    def inner(self, hidden: Tensor) -> Tensor:
+        return hidden * (0.5 if torch.are_deterministic_algorithms_enabled() else 1.0)
+
+
+class Random(Block):
+    def inner(self, hidden: Tensor) -> Tensor:
+        return F.dropout(hidden, 0.5)
+
+
+class HostRandom(Block):
+    def inner(self, hidden: Tensor) -> Tensor:
+        return hidden * (random.random() + np.random.random())
+
+
+class Attention(Block):
+    def inner(self, hidden: Tensor) -> Tensor:
+        heads = hidden.unflatten(-1, (2, -1)).transpose(1, 2)
+        return F.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).flatten(2)
+
+
+class Normed(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = parametrizations.weight_norm(self.up)
+
+
+class Hooked(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.Identity()
+
+    def inner(self, hidden: Tensor) -> Tensor:
+        return self.act(hidden)
+
+
+@contextmanager
+def scaled(value: float) -> Iterator[None]:
+    token = SCALE.set(value)
+    try:
+        yield
+    finally:
+        SCALE.reset(token)
+
+
+@contextmanager
+def default_dtype() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@contextmanager
+def hooked(net: nn.Module) -> Iterator[None]:
+    handles = [block.act.register_forward_hook(lambda module, args, output: 3 * output) for block in net]
+    yield
+    for handle in handles:
+        handle.remove()
+
+
+def each(change: Callable[[Any], object]) -> Callable[[nn.Sequential], None]:
+    """Apply ``change`` to each block."""
+
+    def apply(net: nn.Sequential) -> None:
+        with torch.no_grad():
+            for block in net:
+                change(block)
+
+    return apply
+
+
+def set_to(**values: Any) -> Callable[[nn.Sequential], None]:
+    """Set attributes of each block; what can be called makes a value."""
+
+    def change(block: nn.Module) -> None:
+        for name, value in values.items():
+            setattr(block, name, value() if callable(value) else value)
+
+    return each(change)
+
+
+def conditions(net: nn.Sequential) -> None:
+    """Give each block a view of one tensor that needs a gradient."""
+    for block, part in zip(
+        net, (net[0].up.weight.sum() * torch.ones(NUM_BLOCKS * INNER)).chunk(NUM_BLOCKS), strict=True
+    ):
+        block.gain = part
+
+
+@dataclass(frozen=True)
+class Row:
+    """What happens in a step.
+
+    Args:
+        make_block: A block.
+        before: Runs before the forward.
+        between: Runs between forward and backward.
+        scope: Is entered around the forward.
+        num_calls: How often the blocks run in a step.
+        error: What the error says; ``None``: gradients are equal.
+        of_baseline: Whether the baseline raises it as well.
+    """
+
+    make_block: Callable[[], Block]
+    before: Callable[[nn.Sequential], object] = lambda net: None
+    between: Callable[[nn.Sequential], object] = lambda net: None
+    scope: Callable[[nn.Sequential], AbstractContextManager[Any]] = lambda net: nullcontext()
+    num_calls: int = 1
+    error: str | None = None
+    of_baseline: bool = False
+
+
+WRITTEN = "modified by an inplace operation"
+DIFFERS = "did not do the same when it was recomputed: .* Gradients would be wrong"
+ROWS = {
+    "nothing": Row(Block),
+    "training mode": Row(Modes, nn.Module.train, nn.Module.eval),
+    "a name": Row(Adapters, set_to(active="p"), set_to(active="q")),
+    "a set": Row(Adapters, each(lambda block: block.enabled.discard("q")), each(lambda block: block.enabled.add("q"))),
+    "a tensor is replaced": Row(
+        Attribute, set_to(gain=lambda: torch.ones(INNER)), set_to(gain=lambda: torch.zeros(INNER))
+    ),
+    "a tensor is written": Row(
+        Attribute, set_to(gain=lambda: torch.ones(INNER)), each(lambda block: block.gain.zero_())
+    ),
+    "a large tensor is written": Row(
+        Attribute, set_to(gain=lambda: torch.ones(LARGE)), each(lambda block: block.gain.zero_()), error=WRITTEN
+    ),
+    "a view is replaced": Row(
+        Attribute,
+        set_to(gain=lambda: torch.ones(2 * INNER)[:INNER]),
+        set_to(gain=lambda: torch.zeros(2 * INNER)[:INNER]),
+    ),
+    "a slice of another length": Row(
+        Attribute, set_to(gain=lambda: torch.ones(2 * INNER)[: INNER + 4]), set_to(gain=lambda: torch.ones(INNER)[:1])
+    ),
+    "a condition with a gradient": Row(Attribute, conditions, set_to(gain=lambda: torch.zeros(INNER))),
+    "a buffer is replaced": Row(
+        Buffer, set_to(gain=lambda: torch.ones(INNER)), set_to(gain=lambda: torch.zeros(INNER))
+    ),
+    "a buffer is written": Row(Buffer, each(lambda block: block.gain.fill_(1)), each(lambda block: block.gain.zero_())),
+    "a large buffer is written": Row(
+        LargeBuffer, each(lambda block: block.gain.fill_(1)), each(lambda block: block.gain.zero_()), error=WRITTEN
+    ),
+    "a buffer that the block writes": Row(Memory, between=each(lambda block: block.gain.mul_(0.5))),
+    "statistics of a frozen norm": Row(
+        Norm,
+        each(lambda block: block.norm.running_mean.zero_()),
+        set_to(norm=lambda: nn.BatchNorm1d(INNER).eval().requires_grad_(False)),
+    ),
+    "weights": Row(Block, between=each(lambda block: block.down.weight.add_(1)), error=WRITTEN, of_baseline=True),
+    "weights are frozen": Row(Block, nn.Module.requires_grad_, lambda net: net.requires_grad_(False)),
+    "a layer is replaced": Row(Block, between=set_to(up=lambda: nn.Linear(WIDTH, INNER))),
+    "hooks": Row(Hooked, scope=hooked),
+    "an object": Row(
+        Object,
+        each(lambda block: setattr(block.options, "scale", 1.0)),
+        each(lambda block: setattr(block.options, "scale", 0.3)),
+        error=DIFFERS,
+    ),
+    "a global": Row(Global, lambda net: GLOBAL.update(scale=1.0), lambda net: GLOBAL.update(scale=0.3), error=DIFFERS),
+    "a context variable": Row(Context, scope=lambda net: scaled(0.3)),
+    "random numbers": Row(Random, between=lambda net: torch.rand(3)),
+    "random numbers of the host": Row(HostRandom, between=lambda net: (random.random(), np.random.random())),
+    "autocast": Row(Block, scope=lambda net: torch.autocast("cpu", torch.bfloat16)),
+    "default dtype": Row(Constants, scope=lambda net: default_dtype()),
+    "default device": Row(
+        Constants, lambda net: torch.set_default_device(None), lambda net: torch.set_default_device("meta")
+    ),
+    "deterministic algorithms": Row(Flags, scope=lambda net: deterministic()),
+    "backends of attention": Row(Attention, scope=lambda net: sdpa_kernel(SDPBackend.MATH)),
+    "cached parametrizations": Row(Normed, scope=lambda net: parametrize.cached(), num_calls=2),
+}
+
+
+def checkpoint(net: nn.Module, **arguments: Any) -> None:
+    apply_activation_checkpointing(net, layers=type(net[0]).__name__, **arguments)
+
+
+def checkpoint_in_budget(net: nn.Module) -> None:
+    """Apply the plan that needs the least memory, made from a step on the side."""
+    handle = apply_activation_checkpointing(net, layers=type(net[0]).__name__)
+    state = {name: one.clone() for name, one in net.state_dict().items()}
+
+    def plan_for(budget_bytes: int) -> tuple[BudgetedCheckpointing, CheckpointPlan]:
+        budgeted = BudgetedCheckpointing(net, handle, budget_bytes)
+        with budgeted.observing():
+            net(torch.randn(2, TOKENS, WIDTH)).sum()
+        return budgeted, budgeted.plan()
+
+    budgeted, plan = plan_for(plan_for(1 << 30)[1].minimum_bytes + 1024)
+    decisions = decisions_of(plan)
+    assert any(numbers is not None for numbers in decisions.values())
+    budgeted.apply(decisions)
+    net.load_state_dict(state)
+
+
+HOW = {
+    "checkpointing": checkpoint,
+    "a budget": checkpoint_in_budget,
+    "matmuls": lambda net: checkpoint(net, save=SavePolicy("matmuls")),
+    "segments": lambda net: apply_activation_checkpointing(net, segments=2),
+    "tiling": lambda net: apply_token_tiling(net, type(net[0]).__name__, 16),
+}
+
+
+def train(row: Row, recompute: Callable[[nn.Module], object] | None, num_steps: int = 3) -> list[Tensor]:
+    """Return the gradients of all steps."""
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(0)
+    net = nn.Sequential(*(row.make_block() for _ in range(NUM_BLOCKS)))
+    if recompute is not None:
+        row.before(net)
+        recompute(net)
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(1)
+    found: list[Tensor] = []
+    for _ in range(num_steps):
+        row.before(net)
+        x = torch.randn(2, TOKENS, WIDTH, requires_grad=True)
+        target = torch.randn(2, TOKENS, WIDTH)
+        with row.scope(net):
+            output = x
+            for _ in range(row.num_calls):
+                output = net(output)
+        row.between(net)
+        F.mse_loss(output.float(), target).backward()
+        row.before(net)
+        found += [x.grad, *(p.grad.clone() for p in net.parameters() if p.grad is not None)]
+        with torch.no_grad():
+            for parameter in net.parameters():
+                if parameter.grad is not None:
+                    parameter -= 0.5 * parameter.grad
+                    parameter.grad = None
+    return found
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("name", ROWS)
+def test_gradients_are_the_baselines_or_there_is_an_error(name, how):
+    row = ROWS[name]
+    if row.error is not None:
+        with pytest.raises((RuntimeError, RecomputationError), match=row.error):
+            train(row, HOW[how])
+        return
+    expected, found = train(row, None), train(row, HOW[how])
+    if (name, how) == ("random numbers", "tiling"):  # draws for each tile by itself
+        expected, found = train(replace(row, between=lambda net: None), HOW[how], 1), train(row, HOW[how], 1)
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        if how == "tiling":
+            size = float(other.abs().max()) if name == "autocast" else 1e-3
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-2 * size)
+        else:
+            assert torch.equal(one, other)
