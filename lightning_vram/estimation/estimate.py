@@ -133,10 +133,13 @@ class _Estimator:
         if self._real is not None or not any(_cuts_when_full(callback) for callback in callbacks):
             return
         while size > 1 and needed_bytes(self._traced, self._workspaces) > self._spec.memory_bytes:
-            self._micro_batch_size = size = -(-size // 2)
+            size = -(-size // 2)
             cut = [one.starting_with(size) if _cuts_when_full(one) else one for one in callbacks]
-            self._run = replace(self._run, trainer_arguments={**arguments, "callbacks": cut})
-            self._traced = trace_fit(self._module, self._batch, self._run)
+            run = replace(self._run, trainer_arguments={**arguments, "callbacks": cut})
+            traced = trace_fit(self._module, self._batch, run)
+            if needed_bytes(traced, self._workspaces) >= needed_bytes(self._traced, self._workspaces):
+                return  # it runs whole, or needs the most elsewhere
+            self._micro_batch_size, self._run, self._traced = size, run, traced
 
     def max_batch_size(self) -> int | None:
         """Return the largest batch that fits; ``None`` if it is not known."""

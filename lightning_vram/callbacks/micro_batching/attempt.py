@@ -33,6 +33,7 @@ class MicroBatch:
         is_first: Of its batch.
         is_last: Of its batch.
         is_idle: Runs because other ranks have one more, and counts for nothing.
+        batch_dim: The dimension of samples, in tensors that have it.
     """
 
     batch: Any
@@ -42,6 +43,7 @@ class MicroBatch:
     is_first: bool
     is_last: bool
     is_idle: bool = False
+    batch_dim: int = 0
 
 
 Step = Callable[[MicroBatch], Output]

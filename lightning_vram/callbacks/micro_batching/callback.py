@@ -24,7 +24,7 @@ from lightning_vram.callbacks.micro_batching.checks import (
 from lightning_vram.callbacks.micro_batching.closure import MicroBatchClosure
 from lightning_vram.callbacks.micro_batching.evaluation import MicroBatchEvaluation
 from lightning_vram.callbacks.micro_batching.runner import MicroBatchRunner
-from lightning_vram.core.batches.cutting import BatchCutter
+from lightning_vram.core.batches.cutting import BatchCutter, find_time_first
 from lightning_vram.core.batches.path import check_shared_keys
 from lightning_vram.core.batches.weights import BatchWeight, WeightName, make_batch_weight
 from lightning_vram.core.processes.agreement import RankAgreement
@@ -102,6 +102,9 @@ class MicroBatching(FitTechnique):
             logged count by it, too, but where ``self.log(batch_size=...)`` gives others than the numbers of samples.
         shared_keys: Names of entries of the batch that are the same for all samples, at any depth.
         split: As ``split_batch``, for a module that has none.
+        batch_dim: The dimension of samples, such as 1 for ``[T, B, D]``: tensors with fewer dimensions are cut along
+            their first. ``None``: 0, and an error for batches that may be ``[T, B, D]``, because the module has a
+            recurrent layer or attention with ``batch_first=False``.
         regrow_after_n_batches: With ``"auto"``, after how many batches of a shape the double size is tried again;
             each time in vain doubles the wait. ``None`` never does.
         eval: The same as ``size`` for validation, test and prediction steps; ``None`` leaves them alone.
@@ -126,13 +129,14 @@ class MicroBatching(FitTechnique):
 
     uses_gradients = True  # a backward may run again: see FSDPOffloadStrategy
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - by name
         self,
         size: Size = "auto",
         *,
         weight: WeightName | Literal["sum"] | Callable[[Any], Any] = "samples",
         shared_keys: Sequence[str] = (),
         split: Callable[[Any, int], Sequence[Any]] | None = None,
+        batch_dim: int | None = None,
         regrow_after_n_batches: int | None = 1000,
         eval: Size | None = None,
     ) -> None:
@@ -144,12 +148,14 @@ class MicroBatching(FitTechnique):
         check_shared_keys("MicroBatching(shared_keys)", shared_keys)
         if split is not None and not callable(split):
             raise TypeError(f"MicroBatching(split) must be a function split(batch, size), got {split!r}.")
+        _check_batch_dim(batch_dim, split)
         _read_weight(weight)  # refuses what is none
         self.weight = weight
         self.size = size
         self.eval = eval
         self._shared_keys = tuple(shared_keys)
         self._split = split
+        self.batch_dim = batch_dim
         self._choosers = {
             name: MicroBatchSizes(regrow_after_n_batches) if chosen == "auto" else FixedSize(chosen)
             for name, chosen in (("training", size), ("evaluation", eval))
@@ -265,14 +271,22 @@ class MicroBatching(FitTechnique):
             check_recovery(trainer)
         self._run.agreement = RankAgreement(rank_timeout(trainer))
         weight = _read_weight(self.weight)
-        split = self._split or getattr(trainer.lightning_module, "split_batch", None)
+        module = trainer.lightning_module
+        split = self._split or getattr(module, "split_batch", None)
+        time_first = find_time_first(module) if self.batch_dim is None else None
         for name, chooser in self._choosers.items():
             is_training = name == "training"
             collective = why_counts_must_be_equal(trainer, is_training=is_training)
             # Nothing else is shared in evaluation, where ranks may have different numbers of batches.
             agreement = self._run.agreement if is_training or collective is not None else None
             sizes = AgreedSizes(chooser, agreement, has_equal_counts=collective is not None)
-            cutter = BatchCutter(self._shared_keys, split, has_all_keys=is_training)
+            cutter = BatchCutter(
+                self._shared_keys,
+                split,
+                batch_dim=self.batch_dim or 0,
+                time_first=time_first,
+                has_all_keys=is_training,
+            )
             room = device_room(trainer.strategy.root_device) if collective is not None and sizes.retries else None
             planning = SizePlanning(room) if room is not None else None
             self._run.runners[name] = MicroBatchRunner(
@@ -288,6 +302,17 @@ def _check_size(name: str, size: object) -> None:
     if not isinstance(size, int) or isinstance(size, bool):
         raise TypeError(f"{name} must be a number of samples or 'auto', got {size!r} of type {type(size).__name__}.")
     check_positive_int(name, size)
+
+
+def _check_batch_dim(batch_dim: object, split: object) -> None:
+    if batch_dim is None:
+        return
+    if not isinstance(batch_dim, int) or isinstance(batch_dim, bool):
+        raise TypeError(f"MicroBatching(batch_dim) must be a dimension such as 1, or None, got {batch_dim!r}.")
+    if batch_dim < 0:
+        raise ValueError(f"MicroBatching(batch_dim) must be at least 0, got {batch_dim}.")
+    if split is not None:
+        raise ValueError("MicroBatching takes batch_dim= or split=, which cuts a batch by itself, not both.")
 
 
 def _read_weight(weight: Any) -> BatchWeight | Literal["sum"] | None:

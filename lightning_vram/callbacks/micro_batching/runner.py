@@ -219,8 +219,9 @@ class MicroBatchRunner:
         num_idle = max(0, agreed.count - len(parts)) if agreed.count is not None else 0
         last = len(parts) - 1 + num_idle
         factors = [1.0] * len(parts) if self._losses_are_sums else shares
+        dim = self._cutter.batch_dim
         micro_batches = [
-            MicroBatch(part, size, share, factors[number], is_first=number == 0, is_last=number == last)
+            MicroBatch(part, size, share, factors[number], is_first=number == 0, is_last=number == last, batch_dim=dim)
             for number, ((part, size), share) in enumerate(zip(parts, shares, strict=True))
         ]
         part, size = parts[-1]

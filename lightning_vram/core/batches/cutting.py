@@ -1,18 +1,29 @@
 """Cut a batch into micro-batches: by the user's function where there is one, else by what the batch is made of."""
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_vram.core.batches.path import BatchSplitError, SplitArgumentError
-from lightning_vram.core.batches.splitting import BatchSplitter
-from lightning_vram.core.batches.structure import refresh
+from lightning_vram.core.batches.leaves import count_rows, is_array
+from lightning_vram.core.batches.path import (
+    BatchPath,
+    BatchSplitError,
+    SharedKeys,
+    SplitArgumentError,
+    is_plain,
+    iterate,
+)
+from lightning_vram.core.batches.splitting import BatchSplitter, describe_all
+from lightning_vram.core.batches.structure import refresh, take_apart
 from lightning_vram.core.batches.weights import BatchWeight
+from lightning_vram.core.tensors.versions import is_strided
 
+_SEQUENCE_DIMS = (2, 3)  # [T, B] of tokens, [T, B, D]
 SplitFunction = Callable[[Any, int], Sequence[Any]]
 
 
@@ -44,14 +55,26 @@ class BatchCutter:
         shared_keys: See :class:`~lightning_vram.core.batches.splitting.BatchSplitter`.
         split: ``split(batch, size)`` returns micro-batches of ``size`` samples, the last one of what is left. It alone
             knows how many samples a batch has: that many it returns for size 1.
+        batch_dim: The dimension of samples in tensors and arrays that have it; those with fewer dimensions are cut
+            along their first.
+        time_first: The name of a layer that takes time before samples, for which ``batch_dim`` would have to be
+            known: batches that do not show where their samples are cannot be cut then.
         has_all_keys: Whether a shared key that is not in a batch is an error.
     """
 
     def __init__(
-        self, shared_keys: Sequence[str] = (), split: SplitFunction | None = None, *, has_all_keys: bool = True
+        self,
+        shared_keys: Sequence[str] = (),
+        split: SplitFunction | None = None,
+        *,
+        batch_dim: int = 0,
+        time_first: str | None = None,
+        has_all_keys: bool = True,
     ) -> None:
         self._splitter = BatchSplitter(shared_keys, has_all_keys=has_all_keys)
         self._split = split
+        self.batch_dim = batch_dim
+        self._time_first = time_first if split is None else None
 
     def measure(self, batch: Any) -> BatchFacts:
         """Find out how large a batch is.
@@ -59,10 +82,17 @@ class BatchCutter:
         Raises:
             BatchSplitError: If it cannot be split.
         """
-        num_samples = self._splitter.batch_size(batch) if self._split is None else len(self._split(batch, 1))
+        moved = move_dim(batch, self.batch_dim, 0)
+        num_samples = self._splitter.batch_size(moved) if self._split is None else len(self._split(batch, 1))
         if num_samples < 1:
             raise SplitArgumentError(f"split_batch(batch, 1) returned no micro-batch for a {type(batch).__name__}.")
-        num_elements = max(num_samples, self._splitter.elements(batch))
+        if self._time_first is not None and not _shows_samples(batch, num_samples):
+            raise BatchSplitError(
+                f"The module's layer {self._time_first!r} has batch_first=False, so dimension 0 of the batch may be "
+                f"time ({describe_all(batch)}). Pass batch_dim=1 to MicroBatching if it is, batch_dim=0 if it is not, "
+                "or split=."
+            )
+        num_elements = max(num_samples, self._splitter.elements(moved))
         return BatchFacts(num_samples, num_elements, f"{num_samples} of {self._splitter.shape_key(batch)}")
 
     def measure_or_keep_whole(self, batch: Any) -> BatchFacts:
@@ -100,7 +130,8 @@ class BatchCutter:
         if self._split is None:
             # A last one of a single sample would be one that batch norms refuse.
             sizes = [num_samples // count + (number < num_samples % count) for number in range(count)]
-            return list(zip(self._splitter.split(batch, sizes), sizes, strict=True))
+            parts = self._splitter.split(move_dim(batch, self.batch_dim, 0), sizes)
+            return list(zip([move_dim(part, 0, self.batch_dim) for part in parts], sizes, strict=True))
         size = min(size, num_samples)
         sizes = [size] * (num_samples // size) + [num_samples % size] * (num_samples % size > 0)
         parts = list(self._split(batch, size))
@@ -110,6 +141,38 @@ class BatchCutter:
                 f"expected {len(sizes)}: of {size} samples each, the last one of what is left."
             )
         return list(zip(parts, sizes, strict=True))
+
+
+def find_time_first(module: nn.Module) -> str | None:
+    """Return the name of the first recurrent layer or attention in ``module`` that has ``batch_first=False``."""
+    layers = (
+        name
+        for name, layer in module.named_modules()
+        if isinstance(layer, nn.RNNBase | nn.MultiheadAttention) and not layer.batch_first
+    )
+    return next(layers, None)
+
+
+def move_dim(value: Any, source: int, destination: int) -> Any:
+    """Return a nest of containers whose tensors and arrays have a dimension elsewhere, as views, if they have it."""
+    if source == destination:
+        return value
+    if isinstance(value, Tensor) and is_strided(value):
+        return value.movedim(source, destination) if value.ndim > max(source, destination) else value
+    if is_array(value):
+        return sys.modules["numpy"].moveaxis(value, source, destination) if value.ndim > 1 else value
+    parts = take_apart(value)
+    return value if parts is None else parts.build([move_dim(part, source, destination) for part in parts.values])
+
+
+def _shows_samples(batch: Any, num_samples: int) -> bool:
+    """Whether something has an entry for each sample that has no time: labels, images, a list of texts."""
+    for _, value in iterate(batch, BatchPath(), SharedKeys(())):
+        parts = take_apart(value)
+        is_list = parts is not None and parts.is_list and len(parts.values) == num_samples and is_plain(parts.values)
+        if is_list or (count_rows(value) == num_samples and getattr(value, "ndim", 0) not in _SEQUENCE_DIMS):
+            return True
+    return False
 
 
 def shares_of(parts: Sequence[Any], sizes: Sequence[int], weight: BatchWeight | None) -> list[float]:

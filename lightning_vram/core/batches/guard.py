@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from lightning_vram.core.batches.structure import take_apart
+from lightning_vram.memory.device.out_of_memory import is_out_of_memory
 from lightning_vram.private_names.torch.tensors import num_writes
 
 _NUM_WATCHED = 2  # batches in which a step shows whether it writes into them
@@ -85,7 +86,12 @@ def _copy(value: Any) -> Any:
     if isinstance(value, PackedSequence):
         return value._replace(data=value.data.clone())
     parts = take_apart(value)
-    return value if parts is None else parts.build([_copy(part) for part in parts.values])
+    try:
+        return value if parts is None else parts.build([_copy(part) for part in parts.values])
+    except Exception as error:  # a container of the user's that cannot be built anew is lent itself
+        if is_out_of_memory(error):
+            raise
+        return value
 
 
 def hand_back(batch: Any, lent: Any) -> None:

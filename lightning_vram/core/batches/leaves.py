@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from lightning_vram.core.batches.structure import iterates_over_rows, take_apart
 from lightning_vram.private_names.torch.tensors import ragged_dimension, sparse_values
 
 _CONSTANTS = (numbers.Number, str, bytes, enum.Enum, os.PathLike, type, torch.dtype, torch.device, torch.Size, slice)
@@ -48,6 +49,8 @@ def count_rows(value: object) -> int | None:
         if not value.ndim or value.layout not in _LAYOUTS or (value.is_sparse and not value.sparse_dim()):
             return None
         return int(value.size(0))
+    if iterates_over_rows(value):
+        return len(value)  # type: ignore[arg-type]
     return int(value.shape[0]) if is_array(value) and value.ndim else None  # type: ignore[attr-defined]
 
 
@@ -59,6 +62,9 @@ def count_elements(value: object) -> int:
         if value.is_nested and value.layout is torch.jagged:
             return value.values().numel()
         return sparse_values(value).numel() if value.is_sparse else value.numel()
+    if iterates_over_rows(value):
+        parts = take_apart(value)
+        return sum(count_elements(part) for part in (parts.values if parts is not None else ()))
     return int(value.size) if is_array(value) else 0  # type: ignore[attr-defined]
 
 
@@ -71,6 +77,11 @@ def describe(value: object) -> str:
         return f"{_dtype(value)}{[value.size(0), '*', *inside[1:]]} of {count_elements(value)}".replace("'", "")
     if isinstance(value, Tensor) or is_array(value):
         return f"{_dtype(value)}{list(value.shape)}"  # type: ignore[attr-defined]
+    if iterates_over_rows(value):
+        parts = take_apart(value)
+        assert parts is not None
+        columns = [f"{key}: {describe(part)}" for key, part in zip(parts.labels, parts.values, strict=True)]
+        return f"{type(value).__name__}({', '.join(columns)})"
     return type(value).__name__
 
 

@@ -21,6 +21,7 @@ from lightning_vram.core.batches.reading import (
 from lightning_vram.core.batches.structure import take_apart
 
 HOOK = "define split_batch(batch, size) on the LightningModule"
+WAY_OUT = f"pass split= to MicroBatching, or {HOOK}"
 _ROOT = BatchPath()
 
 
@@ -45,7 +46,7 @@ def find_reading(batch: object, shared: SharedKeys, known: Mapping[BatchPath, Ro
     fits, misfits = _try_sizes(batch, shared, known)
     if len(fits) > 1:
         evidence = ", but ".join(_find_evidence(batch, shared, reading.size) for reading in fits)
-        raise BatchSplitError(f"The size of the batch is in doubt: {evidence}. To say how to cut it, {HOOK}.")
+        raise BatchSplitError(f"The size of the batch is in doubt: {evidence}. To say how to cut it, {WAY_OUT}.")
     if not fits and samples is None:
         raise _explain(batch, shared, misfits)
     if not fits:
@@ -55,7 +56,7 @@ def find_reading(batch: object, shared: SharedKeys, known: Mapping[BatchPath, Ro
     if samples is not None and role is None and _look_like_samples(batch):
         raise BatchSplitError(
             f"The batch can be read as {samples.size} samples, or as {samples.size} columns of {fits[0].size}. "
-            f"To say how to cut it, {HOOK}."
+            f"To say how to cut it, {WAY_OUT}."
         )
     return fits[0]
 
@@ -121,7 +122,7 @@ def _refuse_two_batches(batch: Any, shared: SharedKeys) -> None:
     if len(sizes) == len(batch):
         raise BatchSplitError(
             f"batch[0] has {sizes[0]} rows, batch[1] has {sizes[1]}: two samples, or two batches of different size. "
-            f"To say how to cut them, {HOOK}."
+            f"To say how to cut them, {WAY_OUT}."
         )
 
 
@@ -141,6 +142,8 @@ def _explain(batch: object, shared: SharedKeys, misfits: Mapping[int, Misfit]) -
         return BatchSplitError(
             f"{misfit.path.code} {misfit.found}, but the batch has {size} samples "
             f"({_find_evidence(batch, shared, size)}). If it is the same for all samples, name it: "
-            f'shared_keys=["{misfit.path.shared_key}"]; if not, {HOOK}.'
+            f'shared_keys=["{misfit.path.shared_key}"]; if not, {WAY_OUT}.'
         )
-    return BatchSplitError(f"Nothing in the batch tells how many samples it has: {describe(batch)}. To cut it, {HOOK}.")
+    return BatchSplitError(
+        f"Nothing in the batch tells how many samples it has: {describe(batch)}. To cut it, {WAY_OUT}."
+    )

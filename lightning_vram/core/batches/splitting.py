@@ -15,7 +15,7 @@ from typing import Any
 from lightning_vram.core.batches.leaves import count_elements, count_rows, cut_rows, describe, is_constant
 from lightning_vram.core.batches.path import BatchPath, BatchSplitError, SharedKeys, iterate
 from lightning_vram.core.batches.reading import Reading, Role
-from lightning_vram.core.batches.sizing import HOOK, find_reading
+from lightning_vram.core.batches.sizing import WAY_OUT, find_reading
 from lightning_vram.core.batches.structure import refresh, take_apart
 from lightning_vram.memory.device.out_of_memory import is_out_of_memory
 
@@ -86,13 +86,13 @@ class BatchSplitter:
             raise ValueError(f"split(sizes) must be numbers above 0 that add up to {reading.size}, got {list(sizes)}.")
         if len(sizes) > 1:
             for path, ways in reading.doubts.items():
-                raise BatchSplitError(f"{path.code} can be read as {ways}. To say which, {HOOK}.")
+                raise BatchSplitError(f"{path.code} can be read as {ways}. To say which, {WAY_OUT}.")
         try:
             return self._cut(batch, _ROOT, reading, sizes)
         except (AttributeError, KeyError, RuntimeError, TypeError) as error:
             if is_out_of_memory(error):
                 raise
-            raise BatchSplitError(f"A part of the batch cannot be built anew: {error} Please {HOOK}.") from error
+            raise BatchSplitError(f"A part of the batch cannot be built anew: {error} Please {WAY_OUT}.") from error
 
     def shape_key(self, batch: Any) -> str:
         """Return a short text that is equal for batches of the same structure, dtypes and shapes, on all ranks.
@@ -103,7 +103,7 @@ class BatchSplitter:
         Returns:
             Up to 160 characters; of a longer description the beginning, and a hash of all of it.
         """
-        text = _describe_all(batch)
+        text = describe_all(batch)
         if len(text) <= _MAX_LENGTH:
             return text
         digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
@@ -141,7 +141,7 @@ class BatchSplitter:
         rows = count_rows(value)
         if rows is not None:
             is_cut = rows == reading.size and len(sizes) > 1
-            return [cut_rows(value, *part) if is_cut else value for part in zip(starts, sizes, strict=True)]
+            return [cut_rows(value, *part) if is_cut else refresh(value) for part in zip(starts, sizes, strict=True)]
         parts = take_apart(value)
         if parts is None:
             return [value for _ in sizes]
@@ -164,13 +164,14 @@ class BatchSplitter:
         return sum(self._count(inner, child, reading) for inner, child in children)
 
 
-def _describe_all(value: Any) -> str:
+def describe_all(value: Any) -> str:
+    """Return dtypes and shapes of what is in a nest of containers."""
     parts = take_apart(value)
     if parts is None:
         return describe(value)
     if parts.is_list:
-        inner = [_describe_all(part) for part in parts.values]
+        inner = [describe_all(part) for part in parts.values]
         inside = f"{len(inner)} x {inner[0]}" if len(inner) > 1 and len(set(inner)) == 1 else ", ".join(inner)
     else:
-        inside = ", ".join(f"{k}: {_describe_all(part)}" for k, part in zip(parts.labels, parts.values, strict=True))
+        inside = ", ".join(f"{k}: {describe_all(part)}" for k, part in zip(parts.labels, parts.values, strict=True))
     return f"{type(value).__name__}({inside})"

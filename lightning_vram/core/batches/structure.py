@@ -66,7 +66,8 @@ def refresh(value: Any, is_kept: Callable[[Any], bool] = lambda value: False) ->
 
 
 def _take_mapping(mapping: Mapping[Any, Any]) -> Parts:
-    labels, values = tuple(mapping), tuple(mapping[key] for key in mapping)
+    labels = tuple(mapping.keys())  # not iter(mapping), which gives the rows of a TensorDict
+    values = tuple(mapping[key] for key in labels)
     extra = getattr(mapping, "__dict__", {}).get(_PER_SAMPLE_ATTRIBUTE)
     if isinstance(extra, list):
         return Parts((*labels, _PER_SAMPLE_ATTRIBUTE), (*values, extra), partial(_build_encoding, mapping, labels))
@@ -83,6 +84,16 @@ def _build_mapping(mapping: Mapping[Any, Any], labels: Sequence[Hashable], value
     for key, value in items.items():
         clone[key] = value
     return clone
+
+
+def iterates_over_rows(value: object) -> bool:
+    """Whether it is a mapping by its keys and a stack of rows to ``iter()`` and slices, as a ``TensorDict`` is."""
+    if type(value) is dict or not isinstance(value, Mapping):
+        return False
+    try:
+        return len(value) > 0 and type(next(iter(value))) not in {type(key) for key in value.keys()}  # noqa: SIM118
+    except (KeyError, RuntimeError, StopIteration, TypeError):
+        return False
 
 
 def _build_encoding(mapping: Mapping[Any, Any], labels: Sequence[Hashable], values: Sequence[Any]) -> Mapping[Any, Any]:

@@ -82,9 +82,9 @@ def _count_labels(labels: Tensor) -> Tensor:
 def _find_labels(batch: Any, name: str, weight: str) -> Tensor:
     labels = batch
     if isinstance(batch, Mapping):
-        key = next((key for key in _LABEL_KEYS if key in batch), None)
+        key = next((key for key in _LABEL_KEYS if key in batch.keys()), None)  # noqa: SIM118 - past iter() of rows
         labels = None if key is None else batch[key]
-        found = f"a mapping with {', '.join(map(str, batch))}"
+        found = f"a mapping with {', '.join(map(str, batch.keys()))}"
         if key is not None:
             found += f", whose {key!r} is {'None' if labels is None else _describe(labels)}"
     elif isinstance(batch, list | tuple) and batch:

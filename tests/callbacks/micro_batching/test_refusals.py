@@ -141,8 +141,8 @@ class Counting(pl.LightningModule):
 
 
 UNCUT = (
-    "Nothing in the batch tells how many samples it has: int. To cut it, define split_batch(batch, size) on the "
-    "LightningModule."
+    "Nothing in the batch tells how many samples it has: int. To cut it, pass split= to MicroBatching, or define "
+    "split_batch(batch, size) on the LightningModule."
 )
 
 

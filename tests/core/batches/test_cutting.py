@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from torch import nn
 
-from lightning_vram.core.batches.cutting import BatchCutter, BatchFacts, shares_of
+from lightning_vram.core.batches.cutting import BatchCutter, BatchFacts, find_time_first, shares_of
 from lightning_vram.core.batches.path import BatchSplitError, SplitArgumentError
 
 
@@ -89,3 +90,73 @@ def test_shares_are_of_samples_or_of_what_the_weight_counts():
 def test_where_all_weights_are_zero_samples_count(zero):
     shares = shares_of([torch.zeros(3), torch.zeros(1)], [3, 1], lambda part: zero)
     assert [float(share) for share in shares] == [0.75, 0.25]
+
+
+# --- time before samples ---
+
+
+def time_first_batch() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.arange(48.0).reshape(6, 4, 2), torch.arange(4)
+
+
+@pytest.mark.parametrize("kind", [tuple, lambda pair: {"x": pair[0], "y": pair[1]}])
+def test_samples_are_cut_along_their_dimension_where_a_tensor_has_it(kind):
+    cutter, (x, y) = BatchCutter(batch_dim=1), time_first_batch()
+    facts = cutter.measure(kind((x, y)))
+    assert facts.num_samples == 4
+    parts = [part.values() if isinstance(part, dict) else part for part, _ in cutter.cut(kind((x, y)), facts, 3)]
+    assert all(map(torch.equal, torch.cat([x for x, _ in parts], 1), x))
+    assert torch.equal(torch.cat([y for _, y in parts]), y)
+    assert [tuple(x.shape) for x, _ in parts] == [(6, 2, 2), (6, 2, 2)]
+
+
+def test_arrays_and_shared_entries_are_cut_along_it_too():
+    numpy = pytest.importorskip("numpy")
+    x, mask = numpy.arange(24).reshape(6, 4), torch.ones(6, 6)
+    cutter = BatchCutter(["mask"], batch_dim=1)
+    batch = {"x": x, "mask": mask}
+    ((first, _), (second, _)) = cutter.cut(batch, cutter.measure(batch), 2)
+    assert (numpy.concatenate([first["x"], second["x"]], 1) == x).all()
+    assert torch.equal(first["mask"], mask)
+
+
+UNCLEAR = {
+    "tokens": torch.zeros(6, 4, dtype=torch.long),
+    "sequences": (torch.zeros(6, 4, 8), torch.zeros(6, 4, 8)),
+    "one sequence": torch.zeros(6, 4, 8),
+}
+CLEAR = {
+    "labels": (torch.zeros(6, 4, 8), torch.zeros(6)),
+    "images": {"image": torch.zeros(6, 3, 4, 4), "tokens": torch.zeros(6, 5)},
+    "texts": {"x": torch.zeros(6, 4, 8), "text": list("abcdef")},
+}
+
+
+@pytest.mark.parametrize("batch", UNCLEAR.values(), ids=UNCLEAR)
+def test_a_batch_that_may_be_time_first_is_refused_where_the_module_takes_such(batch):
+    cutter = BatchCutter(time_first="encoder.rnn")
+    with pytest.raises(
+        BatchSplitError, match=r"layer 'encoder\.rnn' has batch_first=False.*batch_dim=1.*batch_dim=0.*split="
+    ):
+        cutter.measure(batch)
+    facts = cutter.measure_or_keep_whole(batch)
+    assert facts.why_whole is not None
+    assert BatchCutter().measure(batch).num_samples == 6
+
+
+@pytest.mark.parametrize("batch", CLEAR.values(), ids=CLEAR)
+def test_what_has_an_entry_for_each_sample_shows_where_they_are(batch):
+    assert BatchCutter(time_first="encoder.rnn").measure(batch).num_samples == 6
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        (nn.Sequential(nn.Linear(2, 2), nn.LSTM(2, 2)), "1"),
+        (nn.Sequential(nn.GRU(2, 2, batch_first=True)), None),
+        (nn.TransformerEncoderLayer(4, 2), "self_attn"),
+        (nn.TransformerEncoderLayer(4, 2, batch_first=True), None),
+    ],
+)
+def test_layers_that_take_time_first_are_found(module, name):
+    assert find_time_first(module) == name

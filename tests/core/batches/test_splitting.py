@@ -1,6 +1,7 @@
 """BatchSplitter: what is cut, what goes into every part, and what is refused."""
 
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -19,7 +20,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from lightning_vram.core.batches.combining import combine_outputs
 from lightning_vram.core.batches.splitting import BatchSplitError, BatchSplitter
 
-HOOK = "define split_batch(batch, size) on the LightningModule."
+HOOK = "pass split= to MicroBatching, or define split_batch(batch, size) on the LightningModule."
 
 
 def split(batch, *sizes, shared_keys=()):
@@ -58,6 +59,39 @@ class Listed(list):
     pass
 
 
+class Rows(MutableMapping):
+    """As a ``TensorDict``: a mapping by its keys, a stack of rows to ``iter()``, ``len()`` and slices."""
+
+    def __init__(self, tensors):
+        self.tensors = dict(tensors)
+
+    def __getitem__(self, key):
+        return self.tensors[key] if isinstance(key, str) else Rows({k: v[key] for k, v in self.tensors.items()})
+
+    def __setitem__(self, key, value):
+        if len(value) != len(self):
+            raise RuntimeError(f"the batch dimension is {len(self)}")
+        self.tensors[key] = value
+
+    def __delitem__(self, key):
+        del self.tensors[key]
+
+    def __len__(self):
+        return len(next(iter(self.tensors.values())))
+
+    def __iter__(self):
+        return (self[place] for place in range(len(self)))
+
+    def __contains__(self, key):
+        raise NotImplementedError("use keys()")
+
+    def keys(self):
+        return self.tensors.keys()
+
+    def items(self):
+        return self.tensors.items()
+
+
 X = rows(5, 2)
 CONTAINERS = {
     "tensor": (X, lambda part: part),
@@ -68,6 +102,8 @@ CONTAINERS = {
     "ordered": (OrderedDict(x=X), lambda part: part["x"]),
     "default": (defaultdict(list, x=X), lambda part: part["x"]),
     "user dict": (UserDict(x=X), lambda part: part["x"]),
+    "rows": (Rows({"x": X, "y": torch.arange(5)}), lambda part: part["x"]),
+    "rows and labels": ((Rows({"x": X}), torch.arange(5)), lambda part: part[0]["x"]),
     "namedtuple": (Pair(X, list("abcde")), lambda part: part.x),
     "frozen dataclass": (Frozen(X), lambda part: part.x),
     "attrs": (Attrs(X), lambda part: part.x),

@@ -1,0 +1,205 @@
+"""Objects as arguments: a second run finds them as the first did, whatever was done to them since, and counts once."""
+
+import copy
+from collections import UserDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_vram.core.hooks.saved_samples import RecomputationError
+from lightning_vram.techniques.activation_checkpointing.apply import apply_activation_checkpointing
+from lightning_vram.techniques.activation_checkpointing.kept_arguments import KeptArguments
+from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
+
+
+class Graph:
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class CallableGraph(Graph):
+    """As ``torch_geometric.data.Data``, which iterates over its attributes when it is called."""
+
+    def __call__(self) -> list[str]:
+        return list(vars(self))
+
+
+class Stored(Graph):
+    """Keeps its tensors in a dict."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.store = {"x": x}
+
+    x = property(lambda self: self.store["x"], lambda self, value: self.store.update(x=value))
+
+
+class CopiesItself(Stored):
+    """Knows how it is copied, and that it is held by its own store."""
+
+    def __init__(self, x: Tensor) -> None:
+        super().__init__(x)
+        self.store["owner"] = self
+
+    def __copy__(self) -> "CopiesItself":
+        return CopiesItself(self.x)
+
+
+class Deep(Graph):
+    """Keeps them in lists of objects."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.levels = deque([[Stored(x)]])
+
+    x = property(lambda self: self.levels[0][0].x, lambda self, value: setattr(self.levels[0][0], "x", value))
+
+
+class DotDict(dict):
+    """Raises ``KeyError`` where ``hasattr`` expects ``AttributeError``."""
+
+    __getattr__ = dict.__getitem__
+    __setattr__ = dict.__setitem__
+
+    def __init__(self, x: Tensor) -> None:
+        super().__init__(x=x)
+
+
+class Mapped(UserDict):
+    def __init__(self, x: Tensor) -> None:
+        super().__init__({"x": x})
+
+    x = property(lambda self: self.data["x"], lambda self, value: self.data.update(x=value))
+
+    def __copy__(self) -> "Mapped":
+        return Mapped(self.data["x"])
+
+
+@dataclass
+class Record:
+    x: Tensor
+    seen: list[int] = field(default_factory=list)
+
+
+class Uncopyable(Graph):
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("not of this kind")
+
+
+class Layer(nn.Module):
+    """Ends in a weight that starts at zero: what it returns tells nothing of what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+        nn.init.zeros_(self.down.weight)
+
+    def forward(self, graph: Any) -> Tensor:
+        return graph.x + self.down(torch.tanh(self.up(graph.x)))
+
+
+class Net(nn.Module):
+    """Lets each layer replace the tensor in one object."""
+
+    def __init__(self, make_graph: Callable[[Tensor], Any], make_layer: Callable[[], nn.Module] = Layer) -> None:
+        super().__init__()
+        self.make_graph = make_graph
+        self.enter, self.layers = nn.Linear(8, 8), nn.ModuleList(make_layer() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        graph = self.make_graph(self.enter(x))
+        for layer in self.layers:
+            graph.x = layer(graph)
+        return graph.x
+
+
+def train(net: nn.Module, num_steps: int = 3) -> list[Tensor]:
+    torch.manual_seed(1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        net(torch.randn(4, 8)).square().sum().backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in net.parameters()]
+
+
+KINDS = [Graph, CallableGraph, Stored, CopiesItself, Deep, DotDict, Mapped, Record]
+
+
+@pytest.mark.parametrize("save", [None, SavePolicy("matmuls")], ids=["inputs", "matmuls"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_object_is_as_it_was_in_the_forward(kind, save):
+    torch.manual_seed(0)
+    plain = Net(kind)
+    checkpointed = copy.deepcopy(plain)
+    apply_activation_checkpointing(checkpointed, layers="Layer", save=save)
+    assert all(map(torch.equal, train(checkpointed), train(plain)))
+
+
+def test_one_that_cannot_be_copied_is_an_error_once_it_has_changed():
+    net = Net(Uncopyable)
+    apply_activation_checkpointing(net, layers="Layer")
+    with pytest.raises(RecomputationError, match="did not do the same when it was recomputed"):
+        train(net)
+
+
+class Counting(Layer):
+    """Writes into what it is given, and reads that."""
+
+    def forward(self, graph: Record) -> Tensor:
+        graph.seen.append(len(graph.seen))
+        return super().forward(graph) * len(graph.seen)
+
+
+def test_what_a_layer_writes_into_an_object_is_written_once():
+    records: list[Record] = []
+    net = Net(lambda x: records.append(Record(x)) or records[-1], Counting)
+    apply_activation_checkpointing(net, layers="Counting")
+    train(net, num_steps=1)
+    assert records[0].seen == [0, 1, 2]
+
+
+def test_a_tensor_in_an_object_that_is_overwritten_before_the_backward_is_an_error():
+    layer, graph = nn.ModuleList([Layer()]), Graph(torch.randn(4, 8))
+    apply_activation_checkpointing(layer, layers="Layer")
+    loss = layer[0](graph).sum()
+    graph.x.mul_(2)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation: an input of shape \[4, 8\]"):
+        loss.backward()
+
+
+class Overwriting(Layer):
+    def forward(self, graph: Graph) -> Tensor:
+        graph.x.relu_()
+        return super().forward(graph)
+
+
+def test_a_layer_that_overwrites_a_tensor_in_an_object_is_refused():
+    layer = nn.ModuleList([Overwriting()])
+    apply_activation_checkpointing(layer, layers="Overwriting")
+    with pytest.raises(
+        RuntimeError, match=r"layer 0 \(Overwriting\) overwrites a tensor inside of an object .* choose"
+    ):
+        layer[0](Graph(torch.randn(4, 8)))
+
+
+def test_modules_functions_and_large_containers_are_shared():
+    net, table = nn.Linear(1, 1), {number: [number] for number in range(5000)}
+    kept = KeptArguments(((Graph(net), Graph(len), Graph(table), Graph(int)), {}), overwrites_inputs=False)
+    kept.settle()
+    first, *_ = given = kept.give(is_overwritten=False)[0]
+    assert first.x is net
+    assert given[1].x is len
+    assert given[2].x == table
+    assert given[3].x is int
+
+
+def test_an_object_given_twice_stays_one():
+    graph = Graph(torch.ones(2))
+    kept = KeptArguments(((graph,), {"again": graph}), overwrites_inputs=False)
+    kept.settle()
+    args, kwargs = kept.give(is_overwritten=False)
+    assert args[0] is kwargs["again"] is not graph
+    assert args[0].x is graph.x
