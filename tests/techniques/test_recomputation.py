@@ -8,14 +8,18 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support.checkpoint_nets import run_ranks, whole
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations, parametrize
 
 from lightning_vram.core.hooks.saved_samples import RecomputationError
@@ -352,7 +356,12 @@ HOW = {
 }
 
 
-def train(row: Row, recompute: Callable[[nn.Module], object] | None, num_steps: int = 3) -> list[Tensor]:
+def train(
+    row: Row,
+    recompute: Callable[[nn.Module], object] | None,
+    num_steps: int = 3,
+    wrap: Callable[[nn.Module], nn.Module] = lambda net: net,
+) -> list[Tensor]:
     """Return the gradients of all steps."""
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(0)
@@ -360,6 +369,7 @@ def train(row: Row, recompute: Callable[[nn.Module], object] | None, num_steps: 
     if recompute is not None:
         row.before(net)
         recompute(net)
+    model = wrap(net)
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(1)
     found: list[Tensor] = []
@@ -370,12 +380,12 @@ def train(row: Row, recompute: Callable[[nn.Module], object] | None, num_steps: 
         with row.scope(net):
             output = x
             for _ in range(row.num_calls):
-                output = net(output)
+                output = model(output)
         row.between(net)
         F.mse_loss(output.float(), target).backward()
         row.before(net)
-        found += [x.grad, *(p.grad.clone() for p in net.parameters() if p.grad is not None)]
         with torch.no_grad():
+            found += [x.grad, *(whole(p.grad).clone() for p in net.parameters() if p.grad is not None)]
             for parameter in net.parameters():
                 if parameter.grad is not None:
                     parameter -= 0.5 * parameter.grad
@@ -401,3 +411,28 @@ def test_gradients_are_the_baselines_or_there_is_an_error(name, how):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-2 * size)
         else:
             assert torch.equal(one, other)
+
+
+def shard(net: nn.Sequential) -> nn.Module:
+    for block in net:
+        fully_shard(block)
+    return fully_shard(net)
+
+
+WRAPS = {"DDP": DistributedDataParallel, "FSDP2": shard}
+
+
+def compare_on_rank(folder: Path, name: str, how: str, wrap: str) -> None:
+    expected, found = (train(ROWS[name], one, wrap=WRAPS[wrap]) for one in (None, HOW[how]))
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other) if how != "tiling" else torch.allclose(one, other, 1e-4, 1e-5)
+
+
+@pytest.mark.distributed
+@pytest.mark.quick_sample(3)
+@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("how", ["checkpointing", "matmuls", "tiling"])
+@pytest.mark.parametrize("name", ["training mode", "a view is replaced", "a context variable"])
+def test_on_two_ranks_gradients_are_the_baselines(name, how, wrap, tmp_path):
+    run_ranks(2, compare_on_rank, tmp_path, name, how, wrap)

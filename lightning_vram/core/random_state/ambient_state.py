@@ -10,13 +10,13 @@ from typing import TypeVar
 import torch
 
 from lightning_vram.core.random_state.sources import default_source, differs, host_sources
-from lightning_vram.private_names.torch.dispatch import default_device_of_block
-from lightning_vram.private_names.torch.flags import (
+from lightning_vram.private_names.torch.autocast import (
     read_flags,
     read_parametrizations,
     write_flags,
     write_parametrizations,
 )
+from lightning_vram.private_names.torch.dispatch import default_device_of_block
 
 _T = TypeVar("_T")
 _HOST = torch.device("cpu")

@@ -28,8 +28,9 @@ from lightning_vram.core.rollback.buffer_copies import differs
 from lightning_vram.core.tensors.shards import is_shard
 from lightning_vram.core.tensors.versions import version_of
 from lightning_vram.private_names.torch.compiled import OptimizedModule
+from lightning_vram.private_names.torch.distributed import is_part_of_flat_parameter
 from lightning_vram.private_names.torch.modules import BUFFERS, PARAMETERS, NormBase, own_buffers
-from lightning_vram.private_names.torch.tensors import base_of, is_view, num_writes, storage_identity
+from lightning_vram.private_names.torch.tensors import num_writes, storage_identity
 
 _T = TypeVar("_T")
 _KEPT_BYTES = 64 * 1024
@@ -159,7 +160,9 @@ class ForwardState:
         for state, present in zip(self._states, now, strict=True):
             state.restore()
             if present.layout.tensors:  # FSDP1 sets parameters as views of its flat one, anew for the backward
-                vars(state.module).update({name: t for name, t in present.tensors().items() if _is_of_fsdp1(t)})
+                vars(state.module).update(
+                    {name: t for name, t in present.tensors().items() if is_part_of_flat_parameter(t)}
+                )
         for parameter, requires_grad in self._parameters:
             if parameter.requires_grad != requires_grad:
                 parameter.requires_grad_(requires_grad)
@@ -181,7 +184,7 @@ class ForwardState:
 
     def _take_tensors(self, number: int) -> None:
         for name, tensor in self._states[number].tensors().items():
-            if _is_of_fsdp1(tensor):
+            if is_part_of_flat_parameter(tensor):
                 continue
             if type(tensor) is Tensor and not tensor.requires_grad:
                 self._hold(number, name, vars(self._members[number]), tensor)
@@ -213,10 +216,6 @@ class ForwardState:
 def _has_statistics(module: nn.Module) -> bool:
     """Whether buffers are statistics of torch's own norms: written in training, past their version, and not read."""
     return isinstance(module, NormBase) and type(module).forward.__module__.startswith("torch.nn.modules.")
-
-
-def _is_of_fsdp1(tensor: Tensor) -> bool:
-    return is_view(tensor) and getattr(base_of(tensor), "_is_flat_param", False)
 
 
 def _is_moved(parameter: Tensor, data: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Autocast, and what ``GradScaler`` keeps for itself.
+"""Autocast, other settings that decide what operators compute, and what ``GradScaler`` keeps for itself.
 
 * ``torch._C._DisableAutocast``: run without autocast, as a backward does | 2.11 - | recomputation and compression fail
 * ``torch.autocast._enabled``: whether a device can autocast to a format | 2.11 - | precision cannot be chosen
@@ -11,6 +11,19 @@
   estimated
 * ``torch._C._is_autocast_available``: whether a kind of device can autocast | 2.11 - | nothing is estimated
 * ``torch.amp.autocast_mode._cast``: casts what ``custom_fwd`` gets | 2.11 - | its casts are missing in estimates
+* ``torch._C._get_flash_sdp_enabled``, ``torch._C._set_sdp_use_flash``, ``torch._C._get_math_sdp_enabled``,
+  ``torch._C._set_sdp_use_math``, ``torch._C._get_mem_efficient_sdp_enabled``,
+  ``torch._C._set_sdp_use_mem_efficient``, ``torch._C._get_cudnn_sdp_enabled``, ``torch._C._set_sdp_use_cudnn``,
+  ``torch._C._get_overrideable_sdp_enabled``, ``torch._C._set_sdp_use_overrideable``,
+  ``torch._C._get_sdp_priority_order``, ``torch._C._set_sdp_priority_order``: what ``sdpa_kernel`` sets | 2.11 - |
+  recomputation fails
+* ``torch._C._get_cudnn_enabled``, ``torch._C._set_cudnn_enabled``, ``torch._C._get_cudnn_deterministic``,
+  ``torch._C._set_cudnn_deterministic``, ``torch._C._get_cudnn_benchmark``, ``torch._C._set_cudnn_benchmark``,
+  ``torch._C._get_mkldnn_enabled``, ``torch._C._set_mkldnn_enabled``: what the ``flags`` of ``torch.backends`` set |
+  2.11 - | recomputation fails
+* ``torch.nn.utils.parametrize._cache_enabled``: how many ``parametrize.cached()`` are entered | 2.11 - | recomputation
+  fails
+* ``torch.nn.utils.parametrize._cache``: the tensors that they share | 2.11 - | as without ``_cache_enabled``
 """
 
 from collections import defaultdict
@@ -19,6 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, _refresh_per_optimizer_state
+from torch.nn.utils import parametrize
 
 OptimizerStates = dict[int, dict[str, Any]]
 """What a scaler knows of each optimizer, by id."""
@@ -76,3 +90,43 @@ def set_optimizer_states(scaler: GradScaler, states: OptimizerStates) -> None:
 def no_optimizer_states() -> OptimizerStates:
     """Return what a new scaler knows."""
     return defaultdict(_refresh_per_optimizer_state)
+
+
+_FLAGS: list[tuple[Any, Any]] = [  # how to read each, and how to write it
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
+    (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
+    (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
+    (torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
+    (torch._C._get_overrideable_sdp_enabled, torch._C._set_sdp_use_overrideable),
+    (torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order),
+    (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
+    (torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
+    (torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
+    (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+]
+
+
+def read_flags() -> list[Any]:
+    """Return all settings: the default dtype, backends of attention, cuDNN and oneDNN, deterministic algorithms."""
+    return [read() for read, _ in _FLAGS]
+
+
+def write_flags(values: list[Any]) -> None:
+    """Set what :func:`read_flags` returned, where it differs from now."""
+    for (read, write), value in zip(_FLAGS, values, strict=True):
+        if read() != value:
+            write(value)
+
+
+def read_parametrizations() -> tuple[int, dict[Any, Any]] | None:
+    """Return how many ``parametrize.cached()`` are entered and what they have computed; ``None`` if there are none."""
+    return (parametrize._cache_enabled, dict(parametrize._cache)) if parametrize._cache_enabled else None
+
+
+def write_parametrizations(state: tuple[int, dict[Any, Any]] | None) -> None:
+    """Set what :func:`read_parametrizations` returned."""
+    parametrize._cache_enabled, cached = state or (0, {})
+    parametrize._cache.clear()
+    parametrize._cache.update(cached)

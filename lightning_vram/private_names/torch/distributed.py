@@ -14,6 +14,9 @@
 * ``torch.distributed.Reducer._reset_state``: forget which parameters were used | 2.11 - | with unused parameters, those
   of micro-batches count as used in the next step
 * ``parameter._in_backward_optimizers``: the mark of an optimizer that runs in the backward | 2.11 - | it is not noticed
+* ``torch.Tensor._base``: whose view a tensor is | 2.11 - | nothing works
+* ``tensor._is_flat_param``: the mark of the flat parameter of FSDP1 | 2.11 - | under it, recomputation reads freed
+  weights
 * ``torch.distributed.distributed_c10d._world``: where process groups are kept; meant to be overridden | 2.11 -
   | nothing is estimated in a process that is connected to others
 * ``torch.distributed.DeviceMesh._thread_id``: meshes of different ones are not equal | 2.11 - | after an estimate,
@@ -142,3 +145,8 @@ def _register(name: str, group: Any) -> None:
         registry._resolve_process_group(name)
     except (LookupError, RuntimeError, ValueError):  # closing a group forgets those of everybody
         registry._register_process_group(name, group)
+
+
+def is_part_of_flat_parameter(tensor: Tensor) -> bool:
+    """Whether a tensor is a view of the flat parameter of an FSDP1 module, which makes new views for the backward."""
+    return bool(getattr(tensor._base, "_is_flat_param", False))

@@ -20,7 +20,7 @@ from lightning_vram.core.layers.patterns import LayerPattern, has_no_forward
 from lightning_vram.core.layers.selection import name_layers, select_layers
 from lightning_vram.core.rollback.forward_state import ForwardState, Learned
 from lightning_vram.core.surgery.class_swap import Swaps
-from lightning_vram.private_names.torch.flags import read_parametrizations
+from lightning_vram.private_names.torch.autocast import read_parametrizations
 from lightning_vram.private_names.torch.modules import (
     SEE_INPUT,
     BatchNormBase,

@@ -34,6 +34,7 @@ from lightning_vram.techniques.token_tiling.proof_runs import Runs, is_same
 from lightning_vram.techniques.token_tiling.tiled_call import Body
 
 _FEW_BITS = 1e-4  # machine epsilons above are of 16 bit
+_KINDS = (Tensor, nn.Buffer)
 _MAX_ITEMS = 1000  # of a container that is looked into
 
 
@@ -52,22 +53,24 @@ def prove(module: nn.Module, body: Body, call: CutCall, tensors: list[Tensor]) -
     try:
         with torch.no_grad(), without_modes():  # who counts operators sees none of these
             if not has_values:
-                return True, state.run(lambda: _watch(module, state, lambda: ask_operators(body, call, tensors)))
+                return True, state.run(
+                    lambda: _watch(module, state, has_values, lambda: ask_operators(body, call, tensors))
+                )
             runs = state.run(lambda: Runs(body, call, tensors))  # draws random numbers
             if has_gradients:
                 runs.look_for_graphs(state)  # first: what keeps a loss somewhere gets but one of these runs
-            return True, state.run(lambda: _watch(module, state, lambda: _ask_values(runs, has_gradients)))
+            return True, state.run(lambda: _watch(module, state, has_values, lambda: _ask_values(runs, has_gradients)))
     except NotAlone as why:
         return False, str(why)
     except Exception as error:  # code of others, on fewer tokens than it may know
         return False, f"does not run on some of its tokens alone ({type(error).__name__})"
 
 
-def _watch(module: nn.Module, state: ForwardState, ask: Callable[[], str]) -> str:
+def _watch(module: nn.Module, state: ForwardState, has_values: bool, ask: Callable[[], str]) -> str:  # noqa: FBT001
     """Return what ``ask`` returns, if the module keeps nothing of the runs and draws no numbers of the host."""
     parts = [(one, _contents(one)) for one in module.modules()]
     held = [*module.named_buffers(), *(pair for one, _ in parts for pair in vars(one).items())]
-    tensors = [(name, one.detach()) for name, one in held if type(one) in (Tensor, nn.Buffer) and not one.is_meta]
+    tensors = [(name, one.detach()) for name, one in held if has_values and type(one) in _KINDS and not one.is_meta]
     before = [one.clone() for _, one in tensors]
     changed: list[str] = []
     try:
