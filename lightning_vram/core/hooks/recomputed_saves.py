@@ -133,9 +133,8 @@ class SecondRun(OwnHooks):
         self._saves = saves
         self._backward = backward
         self._number = 0  # of saved tensors
-        self._unfinished = (
-            self._last
-        ) = -1  # operators: one that saves such noise, and the one that has to come to its end
+        # Operators: one that saves such noise, and the one that has to come to its end.
+        self._unfinished = self._last = -1
         self._difference: str | None = None
         self._ignores_number = False
         self._samples = saves.samples.again() if saves.samples is not None else None

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from lightning_vram.core.random_state.ambient_state import AmbientState
 from lightning_vram.core.rollback.attribute_state import AttributeLayout, AttributeState, iterate_members, take_states
-from lightning_vram.core.rollback.buffer_copies import differs
+from lightning_vram.core.rollback.buffer_copies import ALWAYS_COPIED_BYTES, differs
 from lightning_vram.core.tensors.shards import is_shard
 from lightning_vram.core.tensors.versions import version_of
 from lightning_vram.private_names.torch.compiled import OptimizedModule
@@ -34,7 +34,7 @@ from lightning_vram.private_names.torch.tensors import num_writes, storage_ident
 
 _T = TypeVar("_T")
 _KEPT_BYTES = 64 * 1024
-"""Tensors up to this size are kept for the second run whether they are written or not; most layers have none."""
+"""Copies up to this size are kept for the second run whether the tensor is written or not; most layers have none."""
 _read_values = methodcaller("values")
 
 
@@ -193,7 +193,7 @@ class ForwardState:
 
     def _hold(self, number: int, name: str, registry: dict[str, Any], tensor: Tensor) -> None:
         written = self._learned.written
-        is_copied = written is None or (number, name) in written or tensor.nbytes <= _KEPT_BYTES
+        is_copied = written is None or (number, name) in written or tensor.nbytes <= ALWAYS_COPIED_BYTES
         start = _copy(tensor) if is_copied else None
         self._held[number, name] = _Held(registry, tensor, start, version_of(tensor))
 

@@ -34,12 +34,7 @@ aten = torch.ops.aten
 
 # Their results share memory with their argument and count versions on their own: nobody is to write to both.
 _UNSAFE_VIEWS = frozenset(
-    {
-        UNSAFE_VIEW,
-        aten.unsafe_split.Tensor,
-        aten.unsafe_split_with_sizes.default,
-        aten.unsafe_chunk.default,
-    }
+    [UNSAFE_VIEW, aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default, aten.unsafe_chunk.default]
 )
 
 

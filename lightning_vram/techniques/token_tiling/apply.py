@@ -21,12 +21,7 @@ from lightning_vram.core.layers.selection import name_layers, select_layers
 from lightning_vram.core.rollback.forward_state import ForwardState, Learned
 from lightning_vram.core.surgery.class_swap import Swaps
 from lightning_vram.private_names.torch.autocast import read_parametrizations
-from lightning_vram.private_names.torch.modules import (
-    SEE_INPUT,
-    BatchNormBase,
-    InstanceNormBase,
-    has_hooks,
-)
+from lightning_vram.private_names.torch.modules import SEE_INPUT, BatchNormBase, InstanceNormBase, has_hooks
 from lightning_vram.techniques.token_tiling.cut_call import CutCall, cut_call
 from lightning_vram.techniques.token_tiling.proof import prove
 from lightning_vram.techniques.token_tiling.tiled_call import Body, Recomputation, TiledCall, is_inside
