@@ -21,7 +21,6 @@ from lightning_vram.core.batches.path import (
 from lightning_vram.core.batches.splitting import BatchSplitter, describe_all
 from lightning_vram.core.batches.structure import refresh, take_apart
 from lightning_vram.core.batches.weights import BatchWeight
-from lightning_vram.core.tensors.versions import is_strided
 
 _SEQUENCE_DIMS = (2, 3)  # [T, B] of tokens, [T, B, D]
 SplitFunction = Callable[[Any, int], Sequence[Any]]
@@ -157,7 +156,7 @@ def move_dim(value: Any, source: int, destination: int) -> Any:
     """Return a nest of containers whose tensors and arrays have a dimension elsewhere, as views, if they have it."""
     if source == destination:
         return value
-    if isinstance(value, Tensor) and is_strided(value):
+    if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested:
         return value.movedim(source, destination) if value.ndim > max(source, destination) else value
     if is_array(value):
         return sys.modules["numpy"].moveaxis(value, source, destination) if value.ndim > 1 else value

@@ -129,14 +129,14 @@ def _run(module: nn.Module, state: _State, plain: Callable[..., Any], /, *args: 
 
 
 def _ask(module: nn.Module, state: _State, body: Body, call: CutCall, tensors: list[Tensor]) -> tuple[bool, str]:
+    if reason := _structural_reason(module):
+        state.verdicts[reason] = False, reason
+        return state.verdicts[reason]
     flags = tuple(one for one in call.values if not isinstance(one, int | float | complex) or isinstance(one, bool))
     key = (torch.is_grad_enabled(), call.dim, call.is_cut, call.places, flags, _settings(module))
-    is_new = key not in state.verdicts
-    if is_new and len(state.verdicts) >= _MAX_VERDICTS:
-        return False, "has other settings in each call, such as a counter"
-    if reason := _structural_reason(module):
-        state.verdicts[key] = False, reason
-    elif is_new:
+    if key not in state.verdicts:
+        if len(state.verdicts) >= _MAX_VERDICTS:
+            return False, "has other settings in each call, such as a counter"
         state.verdicts[key] = prove(module, body, call, tensors)
     return state.verdicts[key]
 

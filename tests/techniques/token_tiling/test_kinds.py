@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
 
 from lightning_vram.memory.estimate.cuda_semantics.norms import rms_norm
 from lightning_vram.techniques.token_tiling import apply_token_tiling
@@ -293,3 +294,44 @@ def test_random_numbers_go_on_from_where_they_were():
     net[0].function = lambda s, h: s.scale * h + random.randint(0, 1000)
     apply_token_tiling(net, tile=16)
     assert torch.equal(net[0](torch.zeros(2, 64, WIDTH)), torch.full((2, 64, WIDTH), float(first)))
+
+
+def switched() -> tuple[nn.ModuleList, Tensor]:
+    """A module with a switch, which lets it mix tokens."""
+    torch.manual_seed(0)
+    net = nn.ModuleList([Function(lambda s, h: s.scale * (h.cumsum(1) if s.mode == "mix" else h))])
+    net[0].mode = "alone"
+    return net, torch.randn(2, 64, WIDTH)
+
+
+def test_a_switch_in_an_attribute_is_proven_for_itself():
+    net, hidden = switched()
+    handle = apply_token_tiling(net, tile=16)
+    for mode, expected in (("alone", hidden), ("mix", hidden.cumsum(1)), ("alone", hidden)):
+        net[0].mode = mode
+        assert torch.equal(net[0](hidden), expected)
+    assert len(vars(net[0])["_token_tiling"].verdicts) == 2
+    handle.remove()
+
+
+def test_a_module_whose_settings_change_in_each_call_runs_plain_at_last():
+    net, hidden = switched()
+    apply_token_tiling(net, tile=16)
+    for step in range(40):
+        net[0].step = step
+        net[0].mode = "mix" if step == 39 else "alone"
+        assert torch.equal(net[0](hidden), hidden.cumsum(1) if step == 39 else hidden)
+    assert len(vars(net[0])["_token_tiling"].verdicts) == 32
+
+
+def test_a_parametrized_weight_that_calls_share_runs_plain():
+    net = nn.ModuleList([nn.Sequential(parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)), nn.GELU())])
+    handle = apply_token_tiling(net, tile=16)
+    with parametrize.cached():
+        net[0](torch.randn(2, 64, WIDTH)).sum().backward()
+    assert handle.verdicts()["0"] == (
+        False,
+        "has a parametrization and runs in parametrize.cached(), which would share weights between tiles",
+    )
+    net[0](torch.randn(2, 64, WIDTH))
+    assert handle.verdicts()["0"][0]
