@@ -148,7 +148,7 @@ class MicroBatching(FitTechnique):
         check_shared_keys("MicroBatching(shared_keys)", shared_keys)
         if split is not None and not callable(split):
             raise TypeError(f"MicroBatching(split) must be a function split(batch, size), got {split!r}.")
-        _check_batch_dim(batch_dim, split)
+        _check_batch_dim(batch_dim, split, weight)
         _read_weight(weight)  # refuses what is none
         self.weight = weight
         self.size = size
@@ -304,7 +304,7 @@ def _check_size(name: str, size: object) -> None:
     check_positive_int(name, size)
 
 
-def _check_batch_dim(batch_dim: object, split: object) -> None:
+def _check_batch_dim(batch_dim: object, split: object, weight: object) -> None:
     if batch_dim is None:
         return
     if not isinstance(batch_dim, int) or isinstance(batch_dim, bool):
@@ -313,6 +313,11 @@ def _check_batch_dim(batch_dim: object, split: object) -> None:
         raise ValueError(f"MicroBatching(batch_dim) must be at least 0, got {batch_dim}.")
     if split is not None:
         raise ValueError("MicroBatching takes batch_dim= or split=, which cuts a batch by itself, not both.")
+    if batch_dim and weight == "shifted_tokens":
+        raise ValueError(
+            "MicroBatching(weight='shifted_tokens') expects labels as [samples, time]. With batch_dim= give a function "
+            "of the batch, such as weight=lambda batch: (batch[1][1:] != -100).sum()."
+        )
 
 
 def _read_weight(weight: Any) -> BatchWeight | Literal["sum"] | None:

@@ -26,7 +26,6 @@ from lightning_vram.callbacks.micro_batching.attempt import MicroBatch
 from lightning_vram.callbacks.micro_batching.quiet_hooks import quiet_hooks
 from lightning_vram.callbacks.micro_batching.runner import MicroBatchRunner
 from lightning_vram.core.batches.combining import OutputCombineError, combine_outputs
-from lightning_vram.core.batches.cutting import move_dim
 from lightning_vram.core.gradients.reduction import expect_buffer_sync, reduce_gradients, sync_buffers
 from lightning_vram.core.rollback.step_rollback import iterate_members
 from lightning_vram.private_names.lightning.loops import (
@@ -173,9 +172,7 @@ def combine_step_outputs(module: pl.LightningModule, outputs: Sequence[Any], par
     own = getattr(module, "combine_outputs", None)
     if callable(own):
         return own(list(outputs), sizes)
-    dim = parts[0].batch_dim
-    moved = [move_dim(output, dim, 0) for output in outputs]
-    return move_dim(combine_outputs(moved, sizes, [part.share for part in parts]), 0, dim)
+    return combine_outputs(outputs, sizes, [part.share for part in parts], parts[0].batch_dim)
 
 
 def _combine_extras(

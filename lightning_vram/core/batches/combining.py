@@ -21,7 +21,7 @@ class OutputCombineError(ValueError):
     """Outputs cannot be combined; the message names the entry, what was found, and the way out."""
 
 
-def combine_outputs(outputs: Sequence[Any], sizes: Sequence[int], shares: Sequence[float]) -> Any:
+def combine_outputs(outputs: Sequence[Any], sizes: Sequence[int], shares: Sequence[float], batch_dim: int = 0) -> Any:
     """Combine the outputs of micro-batches. What is joined or averaged has no graph.
 
     The rule, entry by entry, through mappings, lists, tuples, dataclasses and the like:
@@ -40,6 +40,7 @@ def combine_outputs(outputs: Sequence[Any], sizes: Sequence[int], shares: Sequen
         outputs: One for each micro-batch. A single one is returned as it is.
         sizes: The number of samples of each.
         shares: The part of the whole that each stands for; together 1.
+        batch_dim: Where samples may be in tensors and arrays, besides dimension 0.
 
     Raises:
         OutputCombineError: If the outputs differ in structure, or an entry fits none of the rules.
@@ -52,15 +53,16 @@ def combine_outputs(outputs: Sequence[Any], sizes: Sequence[int], shares: Sequen
     """
     if len(outputs) == 1:
         return outputs[0]
-    return _Combination(sizes, shares).combine(list(outputs), BatchPath("output"))
+    return _Combination(sizes, shares, batch_dim).combine(list(outputs), BatchPath("output"))
 
 
 class _Combination:
     """Combines entries of outputs; counts what it joined, row by row."""
 
-    def __init__(self, sizes: Sequence[int], shares: Sequence[float]) -> None:
+    def __init__(self, sizes: Sequence[int], shares: Sequence[float], batch_dim: int) -> None:
         self.sizes = list(sizes)
         self.shares = shares
+        self.batch_dim = batch_dim
         self.num_joined = 0
 
     def combine(self, values: list[Any], path: BatchPath) -> Any:
@@ -84,18 +86,21 @@ class _Combination:
 
     def _join(self, values: list[Any], path: BatchPath) -> Any:
         first = values[0]
-        if [len(value) if is_array(value) else value.size(0) for value in values] != self.sizes:
+        dims = [dim for dim in dict.fromkeys((0, self.batch_dim)) if [_size(one, dim) for one in values] == self.sizes]
+        if not dims:
             raise _refuse(path, values, f"do not have a row for each of {self.sizes} samples")
+        if len(dims) > 1:
+            raise _refuse(path, values, f"have a row for each of {self.sizes} samples in dimensions {dims}")
         self.num_joined += 1
         is_nested = isinstance(first, Tensor) and first.is_nested
-        if len({_row(value) for value in values}) > 1:
+        if len({_row(value, dims[0]) for value in values}) > 1:
             raise _refuse(path, values, "differ in more than the number of rows")
         if is_nested:
             rows = [row.detach() for value in values for row in value.unbind()]
             return torch.nested.as_nested_tensor(rows, layout=first.layout)
         if isinstance(first, Tensor):
-            return torch.cat([value.detach() for value in values])
-        return sys.modules["numpy"].concatenate(values)
+            return torch.cat([value.detach() for value in values], dims[0])
+        return sys.modules["numpy"].concatenate(values, dims[0])
 
     def _average_tensors(self, values: list[Any], path: BatchPath) -> Any:
         first = values[0]
@@ -119,7 +124,7 @@ class _Combination:
         """Combine lists as columns if rows are joined inside, else as one entry for each sample."""
         if [len(value) for value in values] != self.sizes:
             return self._combine_columns(values, path)
-        columns = _Combination(self.sizes, self.shares)
+        columns = _Combination(self.sizes, self.shares, self.batch_dim)
         try:
             combined = columns._combine_columns(values, path)
         except OutputCombineError:
@@ -155,11 +160,17 @@ def _is_fractional(value: object) -> bool:
     return isinstance(value, float) or getattr(getattr(value, "dtype", None), "kind", "") == "f"  # or a NumPy number
 
 
-def _row(value: Any) -> tuple[object, ...]:
-    """What values that are joined have in common: all sizes but the first."""
+def _size(value: Any, dim: int) -> int | None:
+    if isinstance(value, Tensor) and value.is_nested:
+        return value.size(0) if dim == 0 else None
+    return value.shape[dim] if dim < value.ndim else None
+
+
+def _row(value: Any, dim: int) -> tuple[object, ...]:
+    """What values that are joined have in common: all sizes but one."""
     if isinstance(value, Tensor) and value.is_nested:
         return value.dtype, value.ndim
-    return value.dtype, *value.shape[1:], getattr(value, "layout", None)
+    return value.dtype, *value.shape[:dim], *value.shape[dim + 1 :], getattr(value, "layout", None)
 
 
 def _refuse(path: BatchPath, values: Sequence[Any], reason: str) -> OutputCombineError:

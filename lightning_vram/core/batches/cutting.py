@@ -159,7 +159,11 @@ def move_dim(value: Any, source: int, destination: int) -> Any:
     if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested:
         return value.movedim(source, destination) if value.ndim > max(source, destination) else value
     if is_array(value):
-        return sys.modules["numpy"].moveaxis(value, source, destination) if value.ndim > 1 else value
+        return (
+            sys.modules["numpy"].moveaxis(value, source, destination)
+            if value.ndim > max(source, destination)
+            else value
+        )
     parts = take_apart(value)
     return value if parts is None else parts.build([move_dim(part, source, destination) for part in parts.values])
 

@@ -33,9 +33,13 @@ from lightning_vram.private_names.torch.autograd import (
     hide_warning_of_hooks,
     num_nodes,
 )
-from lightning_vram.private_names.torch.tensors import is_view
+from lightning_vram.private_names.torch.tensors import base_of, is_view, num_writes
 
 _NOBODY = -1  # runs a backward
+
+
+_Kind = tuple[torch.Size, torch.dtype, torch.device, int]
+"""Of a saved tensor: what it is, and how often it was written if it is a parameter, or a view of one."""
 
 
 class Place(dict[Any, Tensor]):
@@ -68,7 +72,7 @@ class RecomputedSaves(OwnHooks):
     ) -> None:
         hide_warning_of_hooks()
         self.places = places
-        self.kinds: list[tuple[torch.Size, torch.dtype, torch.device]] = []
+        self.kinds: list[_Kind] = []
         self.is_complete = False
         """Whether the first run is over: to be set."""
         self.compares_kinds = compares_kinds
@@ -84,7 +88,9 @@ class RecomputedSaves(OwnHooks):
     def pack_hook(self, tensor: Tensor) -> Place:
         place = Place()
         self.places.append(ref(place))
-        self.kinds.append((tensor.shape, tensor.dtype, tensor.device))
+        base = base_of(tensor) if is_view(tensor) else tensor
+        num_written = num_writes(tensor) if type(base) in PARAMETER_CLASSES else 0
+        self.kinds.append((tensor.shape, tensor.dtype, tensor.device, num_written))
         if self._take is not None:
             self._take(tensor)
         return place
@@ -148,6 +154,8 @@ class SecondRun(OwnHooks):
         if number >= len(saves.places):
             return self._pack_more(tensor)
         self._number = number + 1
+        base = base_of(tensor) if is_view(tensor) else tensor
+        num_written = num_writes(tensor) if type(base) in PARAMETER_CLASSES else 0
         if self._samples is not None:
             self._samples.take(tensor)
         if tensor.requires_grad:
@@ -157,8 +165,8 @@ class SecondRun(OwnHooks):
         place = saves.places[number]()
         if place is not None:  # else autograd has let go of it, after a backward inside of the call
             place[self._backward] = tensor
-            if saves.compares_kinds and saves.kinds[number] != (tensor.shape, tensor.dtype, tensor.device):
-                self._note_difference(number, tensor)
+            if saves.compares_kinds and saves.kinds[number] != (tensor.shape, tensor.dtype, tensor.device, num_written):
+                self._note_difference(number, (tensor.shape, tensor.dtype, tensor.device, num_written))
         if saves.stops_early and number + 1 == len(saves.places):
             self._last = num_nodes()
             if self._last != self._unfinished:
@@ -190,14 +198,13 @@ class SecondRun(OwnHooks):
             self._number += 1
         raise StopRecomputation
 
-    def _note_difference(self, number: int, tensor: Tensor) -> None:
-        if self._difference is None:
-            now = (tensor.shape, tensor.dtype, tensor.device)
-            self._difference = (
-                f"Tensor {number + 1} of those that autograd saves was {_describe(*self._saves.kinds[number])} and is "
-                f"{_describe(*now)}."
-            )
+    def _note_difference(self, number: int, now: _Kind) -> None:
+        was = self._saves.kinds[number]
+        text = f"was {_describe(*was)} and is {_describe(*now)}"
+        if was[:-1] == now[:-1]:
+            text = "is a parameter that has been modified by an inplace operation"
+        self._difference = self._difference or f"Tensor {number + 1} of those that autograd saves {text}."
 
 
-def _describe(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
+def _describe(shape: torch.Size, dtype: torch.dtype, device: torch.device, num_written: int) -> str:
     return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}"

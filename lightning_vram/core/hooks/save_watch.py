@@ -16,38 +16,19 @@ class SaveWatch:
 
     Args:
         on_save: Called with each tensor that autograd saves; must not keep it.
-        on_error: Is asked for another error where the hooks outside fail to give a tensor back.
     """
 
-    def __init__(
-        self,
-        on_save: Callable[[Tensor], None],
-        on_error: Callable[[RuntimeError], RuntimeError] | None = None,
-    ) -> None:
+    def __init__(self, on_save: Callable[[Tensor], None]) -> None:
         hide_warning_of_hooks()
         self._pack, self._unpack = innermost_hooks() or (pack_in_place, unpack)
         self._on_save = on_save
-        self._on_error = on_error
 
     def hooks(self) -> saved_tensors_hooks:
         """Return the context in which it watches."""
-        return saved_tensors_hooks(self.pack, self.unpack)
+        return saved_tensors_hooks(self.pack, self._unpack)
 
     @hide_from_dynamo
     def pack(self, tensor: Tensor) -> Any:
         """Tell, and hand on."""
         self._on_save(tensor)
         return self._pack(tensor)
-
-    @hide_from_dynamo
-    def unpack(self, packed: Any) -> Tensor:
-        """Return what the hooks outside give back."""
-        if self._on_error is None:
-            return self._unpack(packed)
-        try:
-            return self._unpack(packed)
-        except RuntimeError as error:
-            other = self._on_error(error)
-            if other is error:
-                raise
-            raise other from error

@@ -32,8 +32,6 @@ class AmbientState:
         has_numpy: Whether NumPy's global generator counts, whose state takes long to read.
     """
 
-    __slots__ = ("_autocasts", "_context", "_default_device", "_flags", "_generators", "_hosts", "_parametrizations")
-
     def __init__(self, devices: set[torch.device], *, has_numpy: bool = True) -> None:
         devices.add(_HOST)
         kinds = {device.type for device in devices}

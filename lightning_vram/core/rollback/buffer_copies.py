@@ -28,8 +28,10 @@ _PLAIN_KINDS = (Tensor, nn.Parameter, nn.Buffer)
 def differs(tensor: Tensor, start: Tensor | None) -> bool:
     """Whether a tensor was written past its version counter, through ``.data`` or by a kernel that does not tell."""
     is_plain = (type(tensor) is nn.Buffer or type(tensor) in REAL_TYPES) and tensor.layout is torch.strided
-    if type(start) is not Tensor or not is_plain or tensor.is_meta or tensor.is_nested or torch.equal(tensor, start):
+    if type(start) is not Tensor or not is_plain or tensor.is_meta or tensor.is_nested:
         return False
+    if tensor.shape != start.shape or torch.equal(tensor, start):
+        return tensor.shape != start.shape
     return not bool(((tensor == start) | ((tensor != tensor) & (start != start))).all())  # NaN is not a change
 
 

@@ -29,11 +29,11 @@ from lightning_vram.core.tensors.shards import is_shard
 from lightning_vram.core.tensors.versions import version_of
 from lightning_vram.private_names.torch.compiled import OptimizedModule
 from lightning_vram.private_names.torch.distributed import is_part_of_flat_parameter
-from lightning_vram.private_names.torch.modules import BUFFERS, PARAMETERS, NormBase, own_buffers
+from lightning_vram.private_names.torch.modules import BUFFERS, PARAMETERS, InstanceNormBase, NormBase, own_buffers
 from lightning_vram.private_names.torch.tensors import num_writes, storage_identity
 
 _T = TypeVar("_T")
-_KEPT_BYTES = 64 * 1024
+KEPT_BYTES = 64 * 1024
 """Copies up to this size are kept for the second run whether the tensor is written or not; most layers have none."""
 _read_values = methodcaller("values")
 
@@ -48,11 +48,13 @@ class Learned:
         layouts: Of the attributes of its submodules. They hold no values.
         draws_from_numpy: Whether it draws from NumPy's global generator; ``None`` before the first forward. One that
             does so in later forwards only is not noticed.
+        reads_statistics: Whether its code names the running statistics of its norms; ``None`` before it is looked at.
     """
 
     written: set[tuple[int, str]] | None = None
     layouts: list[AttributeLayout] = field(default_factory=list)
     draws_from_numpy: bool | None = None
+    reads_statistics: bool | None = None
 
 
 @dataclass(slots=True)
@@ -83,7 +85,6 @@ class ForwardState:
         self._parameters = [(one, one.requires_grad) for one in self._iterate_parameters()]
         self._held: dict[tuple[int, str], _Held] = {}
         self._statistics: list[tuple[dict[str, Any], str]] = []  # that move on, and that nobody reads
-        self._others: list[tuple[str, Tensor]] = []  # attributes that are no copies
         self._watched: list[tuple[str, Tensor]] = []
         self._versions: list[int] = []
         for number, buffers in enumerate(self._own(BUFFERS)):
@@ -105,17 +106,17 @@ class ForwardState:
         """
         is_first = self._learned.written is None
         known = self._learned.written = self._learned.written or set()
-        watched = [*(("a parameter", one) for one, _ in self._parameters), *self._others]
+        watched: list[tuple[str, Tensor]] = []
         for place, held in self._held.items():
             is_written = version_of(held.tensor) != held.version or (is_first and differs(held.tensor, held.start))
             if is_written or place in known:
                 known.add(place)
                 if held.start is None:
                     raise RuntimeError(
-                        f"layer {self._name} writes {place[1]!r} in some forwards and not in others, and cannot be "
-                        "recomputed. Choose other layers to checkpoint."
+                        f"layer {self._name} overwrites the large tensor {place[1]!r}, but not in its first forward, "
+                        "and cannot be recomputed. Choose other layers to checkpoint."
                     )
-            elif held.tensor.nbytes > _KEPT_BYTES:
+            elif held.tensor.nbytes > KEPT_BYTES:
                 held.start = None
                 watched.append((place[1], held.tensor))
         self._watched = [pair for pair in watched if not pair[1].is_inference()]
@@ -169,13 +170,14 @@ class ForwardState:
         copies: dict[int, Tensor] = {}  # one tensor under two names stays one
         for (_, name), held in self._held.items():
             if held.start is not None:  # copied once more: a retained graph may be recomputed again
-                held.registry[name] = copies.setdefault(id(held.tensor), _copy(held.start))
+                held.registry[name] = copies.setdefault(id(held.tensor), writable_copy(held.start))
         for registry, name in self._statistics:
-            registry[name] = _copy(registry[name])
+            registry[name] = writable_copy(registry[name])
 
     def _take_buffers(self, number: int, buffers: dict[str, Any]) -> None:
         member = self._members[number]
-        are_statistics = member.training and _has_statistics(member)
+        are_statistics = member.training and _has_statistics(member) and not self._reads_statistics()
+        are_statistics &= not isinstance(member, InstanceNormBase)  # saves copies of them
         for name, buffer in buffers.items():
             if buffer is not None and are_statistics:
                 self._statistics.append((buffers, name))
@@ -184,18 +186,21 @@ class ForwardState:
 
     def _take_tensors(self, number: int) -> None:
         for name, tensor in self._states[number].tensors().items():
-            if is_part_of_flat_parameter(tensor):
-                continue
-            if type(tensor) is Tensor and not tensor.requires_grad:
+            if type(tensor) is Tensor and not is_part_of_flat_parameter(tensor):
                 self._hold(number, name, vars(self._members[number]), tensor)
-            else:
-                self._others.append((name, tensor))
 
     def _hold(self, number: int, name: str, registry: dict[str, Any], tensor: Tensor) -> None:
-        written = self._learned.written
-        is_copied = written is None or (number, name) in written or tensor.nbytes <= ALWAYS_COPIED_BYTES
-        start = _copy(tensor) if is_copied else None
-        self._held[number, name] = _Held(registry, tensor, start, version_of(tensor))
+        written, place = self._learned.written, (number, name)
+        if tensor.requires_grad:  # a weight that was computed, or a condition: not written as a rule
+            is_copied = tensor.nbytes <= KEPT_BYTES or place in (written or ())
+        else:
+            is_copied = written is None or place in written or tensor.nbytes <= ALWAYS_COPIED_BYTES
+        self._held[place] = _Held(registry, tensor, writable_copy(tensor) if is_copied else None, version_of(tensor))
+
+    def _reads_statistics(self) -> bool:
+        if self._learned.reads_statistics is None:
+            self._learned.reads_statistics = any(_names_statistics(type(member)) for member in self._members)
+        return self._learned.reads_statistics
 
     def _devices(self) -> set[torch.device]:
         """Return the device of the first parameter: a layer may get its tensors inside an object of the user's."""
@@ -218,6 +223,13 @@ def _has_statistics(module: nn.Module) -> bool:
     return isinstance(module, NormBase) and type(module).forward.__module__.startswith("torch.nn.modules.")
 
 
+def _names_statistics(kind: type) -> bool:
+    """Whether code of a class, other than torch's own layers, names running statistics."""
+    own = (base for base in kind.__mro__ if not base.__module__.startswith("torch.nn.modules."))
+    codes = (getattr(value, "__code__", None) for base in own for value in vars(base).values())
+    return any(code is not None and {"running_mean", "running_var"}.intersection(code.co_names) for code in codes)
+
+
 def _is_moved(parameter: Tensor, data: Tensor) -> bool:
     """Whether a parameter lies elsewhere than ``data``, which was its own; fake tensors have no ``data_ptr()``."""
     if parameter.storage_offset() != data.storage_offset():
@@ -228,9 +240,13 @@ def _is_moved(parameter: Tensor, data: Tensor) -> bool:
         return False
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    with torch.no_grad():
-        return tensor.detach().clone()
+def writable_copy(tensor: Tensor) -> Tensor:
+    """Return a copy that needs a gradient if ``tensor`` does, and can be written in place if it can."""
+    twin = tensor.detach().clone()
+    if not tensor.requires_grad:
+        return twin
+    with torch.enable_grad():
+        return twin.requires_grad_() if tensor.is_leaf else twin.requires_grad_().clone()
 
 
 def iterate_floating_buffers(module: nn.Module) -> Iterator[Tensor]:

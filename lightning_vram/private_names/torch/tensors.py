@@ -37,20 +37,17 @@ count_storage_users: Callable[[int], int] = torch._C._storage_Use_Count
 
 num_writes: Callable[[Tensor], int] = attrgetter("_version")
 """Return how often a tensor was written. Views share the number."""
+
+is_view: Callable[[Tensor], bool] = torch.Tensor._is_view
+"""Whether a tensor is a view, to autograd."""
+
+base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
+"""Return the tensor that another is a view of, to autograd."""
+
 VIEW_PROPERTIES = frozenset({"_base", "_version"})
 """Names of what tells of views and writes."""
 without_torch_function: Any = torch._C.DisableTorchFunctionSubclass
 """Make a context in which functions do not ask tensors' classes how they are done."""
-
-
-def base_of(tensor: Tensor) -> Tensor | None:
-    """Return the tensor that ``tensor`` is a view of, to autograd."""
-    return tensor._base
-
-
-def is_view(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is a view, to autograd."""
-    return tensor._is_view()
 
 
 def make_wrapper(kind: type[Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:

@@ -2,8 +2,8 @@
 
 Tensors count as inputs wherever they are passed, by keyword or deep inside of containers: they are saved as autograd
 saves them, under the hooks that are set. Objects of the caller (graphs, dot dicts, configurations) are copied with the
-containers and objects inside of them, so that only the first run writes to them; tensors in them are shared. Any of
-these tensors that is overwritten before the backward is an error.
+containers and objects inside of them, so that only the first run writes to them; tensors above 64 KiB in them are
+shared. A tensor that is not copied and is overwritten before the backward is an error.
 """
 
 import copy
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lightning_vram.core.hooks.saved_output import SavedOutput, save
 from lightning_vram.core.rollback.buffer_copies import differs
+from lightning_vram.core.rollback.forward_state import KEPT_BYTES, writable_copy
 from lightning_vram.core.tensors.nests import flatten_arguments
 from lightning_vram.core.tensors.parameter_classes import PLAIN_TYPES
 from lightning_vram.core.tensors.versions import version_of
@@ -189,7 +190,7 @@ class _Copies:
     """Copies of objects, each made once, with the containers and objects in them. What cannot be copied is shared.
 
     Attributes:
-        tensors: Those that were found, by ``id``. They are shared.
+        tensors: Large ones that were found, by ``id``. They are shared.
     """
 
     def __init__(self) -> None:
@@ -201,11 +202,10 @@ class _Copies:
         if type(value) in _PLAIN or id(value) in self._made or len(self._made) >= _MAX_ITEMS or depth > _MAX_DEPTH:
             return self._made.get(id(value), value)
         if isinstance(value, Tensor):
-            self.tensors[id(value)] = value
-            return value
+            return self._copy_tensor(value)
         if type(value) is tuple:
             return tuple(self.copy(item, depth + 1) for item in value)
-        has_attributes = bool(type(value).__dictoffset__) and not isinstance(value, _NOT_DATA)
+        has_attributes = bool(type(value).__dictoffset__ and not isinstance(value, _NOT_DATA) and vars(value))
         if not (has_attributes or isinstance(value, _CONTAINERS)):
             return value
         try:
@@ -216,6 +216,12 @@ class _Copies:
             self._copy_items(vars(twin), depth + 1)
         self._copy_items(twin, depth + 1)
         return twin
+
+    def _copy_tensor(self, tensor: Tensor) -> Tensor:
+        if type(tensor) is Tensor and tensor.nbytes <= KEPT_BYTES and not tensor.is_inference():
+            return self._made.setdefault(id(tensor), writable_copy(tensor))  # type: ignore[no-any-return]
+        self.tensors[id(tensor)] = tensor
+        return tensor
 
     def _copy_items(self, twin: Any, depth: int) -> None:
         if isinstance(twin, dict):  # past methods of its own: dot dicts have some

@@ -144,7 +144,9 @@ def _ask(module: nn.Module, state: _State, body: Body, call: CutCall, tensors: l
 def _settings(module: nn.Module) -> tuple[Any, ...]:
     """What may decide whether a module mixes tokens: its modes, flags and names, such as that of the adapter in use."""
     values = (value for part in module.modules() for value in vars(part).values())
-    return tuple(value if type(value) in _SETTINGS else type(value) for value in values)
+    return tuple(
+        value if type(value) in _SETTINGS else bool(value) if type(value) is float else type(value) for value in values
+    )
 
 
 def _leave(state: _State, reason: str, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -72,14 +72,8 @@ def _watch(module: nn.Module, state: ForwardState, has_values: bool, ask: Callab
     held = [*module.named_buffers(), *(pair for one, _ in parts for pair in vars(one).items())]
     tensors = [(name, one.detach()) for name, one in held if has_values and type(one) in _KINDS and not one.is_meta]
     before = [one.clone() for _, one in tensors]
-    changed: list[str] = []
-    try:
-        reason = ask()
-    finally:
-        for (name, one), copy in zip(tensors, before, strict=True):
-            if not is_same(one, copy):
-                changed.append(name)
-                one.copy_(copy)
+    reason = ask()
+    changed = [name for (name, one), copy in zip(tensors, before, strict=True) if not is_same(one, copy)]
     changed += [name for one, then in parts for name in _changed(then, _contents(one))]
     if changed:
         raise NotAlone(f"keeps something of its call, {changed[0]!r}")

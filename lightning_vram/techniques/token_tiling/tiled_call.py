@@ -14,6 +14,7 @@ from lightning_vram.core.hooks.saved_samples import SavedSamples, differed
 from lightning_vram.core.hooks.stage import exact_only
 from lightning_vram.core.rollback.forward_state import ForwardState
 from lightning_vram.core.tensors.nests import Rebuild, flatten_output
+from lightning_vram.private_names.torch.autocast import without_autocast
 from lightning_vram.techniques.token_tiling.cut_call import CutCall
 
 _T = TypeVar("_T")
@@ -193,7 +194,8 @@ class TiledCall:
         if not pairs:
             return ()
         ends, with_respect = zip(*pairs, strict=True)
-        return torch.autograd.grad(ends, leaves, with_respect, allow_unused=True)
+        with without_autocast():  # as backwards run, also of an fp32 region
+            return torch.autograd.grad(ends, leaves, with_respect, allow_unused=True)
 
     def _take(
         self, found: list[Tensor | None], place: int, part: Tensor | None, whole: Tensor, start: int, length: int

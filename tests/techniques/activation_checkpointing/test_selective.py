@@ -228,6 +228,7 @@ MODELS = {
     "writes through .data": lambda: Net(DataBlock),
     "a generator of its own": lambda: Net(GeneratorBlock),
     "torch.func inside": lambda: Net(FunctionalBlock),
+    "layers that read their statistics": lambda: Net(DriftBlock),
     "inference tensors": lambda: ConstantNet(),
     "attention": lambda: Net(lambda: nn.TransformerEncoderLayer(8, 2, 16, norm_first=True, batch_first=True)),
 }
@@ -299,6 +300,18 @@ class FunctionalBlock(Block):
     def forward(self, hidden: Tensor) -> Tensor:
         slope = torch.func.grad(lambda x: self.up(x).sin().sum())(hidden.detach())
         return self.down(F.gelu(self.up(hidden))) * slope
+
+
+class DriftBlock(nn.Module):
+    """Reads the running statistics of its own norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(4)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        drift = self.norm.running_mean[:, None] + 0
+        return torch.sin(self.norm(self.linear(hidden)) * (1 + drift))
 
 
 class ConstantNet(Net):
