@@ -42,6 +42,19 @@ pytestmark = pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`
             for keys in ("mask", [3], 5, None, iter(["mask"]))
         ),
         ({"split": "halves"}, TypeError, "(split) must be a function split(batch, size), got 'halves'."),
+        ({"batch_dim": "1"}, TypeError, "(batch_dim) must be a dimension such as 1, or None, got '1'."),
+        ({"batch_dim": -1}, ValueError, "(batch_dim) must be at least 0, got -1."),
+        (
+            {"batch_dim": 1, "split": lambda batch, size: [batch]},
+            ValueError,
+            " takes batch_dim= or split=, which cuts a batch by itself, not both.",
+        ),
+        (
+            {"batch_dim": 1, "weight": "shifted_tokens"},
+            ValueError,
+            "(weight='shifted_tokens') expects labels as [samples, time]. With batch_dim= give a function of the "
+            "batch, such as weight=lambda batch: (batch[1][1:] != -100).sum().",
+        ),
         (
             {"weight": "words"},
             ValueError,
@@ -301,3 +314,73 @@ def test_stages_without_a_fit_work(make_trainer, eval_size: int | None) -> None:
     assert len(trainer.predict(model)) == len(expected)
     trainer.validate(model, verbose=False)
     trainer.test(model, verbose=False)
+
+
+# --- time before samples ---
+
+
+def time_first(samples: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    return tuple(torch.stack(one, 1) for one in zip(*samples, strict=True))
+
+
+class TimeFirst(pl.LightningModule):
+    """An LSTM as PyTorch makes it by default, on batches of [T, B, D]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        pl.seed_everything(0, verbose=False)
+        self.rnn = nn.LSTM(2, 3)
+        self.predicted: list[Tensor] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.rnn(batch[0])[0].sub(batch[1]).square().mean()
+
+    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.rnn(batch[0])[0]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self) -> DataLoader:
+        generator = torch.Generator().manual_seed(1)
+        x, y = torch.randn(12, 5, 2, generator=generator), torch.randn(12, 5, 3, generator=generator)
+        return DataLoader([*zip(x, y, strict=True)], batch_size=6, collate_fn=time_first)
+
+    predict_dataloader = train_dataloader
+
+
+def test_samples_in_the_second_dimension_are_cut_there(make_trainer) -> None:
+    plain, model = TimeFirst(), TimeFirst()
+    make_trainer(max_steps=3).fit(plain)
+    trainer = make_trainer(max_steps=3, callbacks=[MicroBatching(3, batch_dim=1, eval=2)])
+    trainer.fit(model)
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+    predicted = trainer.predict(model, return_predictions=True)
+    assert all(map(torch.allclose, predicted, make_trainer().predict(model, return_predictions=True)))
+
+
+def test_a_batch_whose_samples_are_unclear_is_refused_or_runs_whole(make_trainer) -> None:
+    with pytest.raises(
+        BatchSplitError, match=r"layer 'rnn' has batch_first=False.*Pass batch_dim=1"
+    ):
+        make_trainer(max_steps=1, callbacks=[MicroBatching(2)]).fit(TimeFirst())
+    plain, model, callback = TimeFirst(), TimeFirst(), MicroBatching()
+    make_trainer(max_steps=3).fit(plain)
+    with pytest.warns(UserWarning, match=r"runs a batch whole .* Pass batch_dim=1 to MicroBatching"):
+        make_trainer(max_steps=3, callbacks=[callback]).fit(model)
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    assert callback.micro_batch_size is None
+
+
+def test_an_output_whose_samples_are_unclear_is_refused(make_trainer) -> None:
+    class Pooled(TimeFirst):
+        def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            return super().predict_step(batch, batch_idx).mean(0)[:, :2]
+
+    trainer = make_trainer(callbacks=[MicroBatching(batch_dim=1, eval=2)])
+    with pytest.raises(ValueError, match=r"output cannot be combined: .* in dimensions \[0, 1\]"):
+        trainer.predict(Pooled())
+    trainer = make_trainer(callbacks=[MicroBatching(batch_dim=1, eval=3)])
+    pooled = [one.shape for one in trainer.predict(Pooled(), return_predictions=True)]
+    assert pooled == [(6, 2)] * 2
