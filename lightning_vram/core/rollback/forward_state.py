@@ -102,7 +102,7 @@ class ForwardState:
             From which generators of the host it drew numbers: ``"python"``, ``"numpy"``.
 
         Raises:
-            RuntimeError: If it wrote a large tensor that it had not written in its first forward.
+            RuntimeError: If it wrote a large tensor that is not copied: it did not write it in its first forward.
         """
         is_first = self._learned.written is None
         known = self._learned.written = self._learned.written or set()
@@ -113,8 +113,8 @@ class ForwardState:
                 known.add(place)
                 if held.start is None:
                     raise RuntimeError(
-                        f"layer {self._name} overwrites the large tensor {place[1]!r}, but not in its first forward, "
-                        "and cannot be recomputed. Choose other layers to checkpoint."
+                        f"layer {self._name} overwrites {place[1]!r} in place in this forward. It is too large to be "
+                        "copied in every forward, so the layer cannot be recomputed. Choose other layers to checkpoint."
                     )
             elif held.tensor.nbytes > KEPT_BYTES:
                 held.start = None

@@ -1,8 +1,8 @@
 """One call of a layer that is run again in the backward, with everything in place for the second run.
 
 It follows the rules of :func:`torch.utils.checkpoint.checkpoint`, not reentrant: see
-:mod:`~lightning_vram.core.hooks.recomputed_saves`. What is more: modules and host random numbers are as in the first
-run (:mod:`~lightning_vram.core.rollback.module_snapshot`); inputs may be passed anywhere (``kept_arguments.py``); the
+:mod:`~lightning_vram.core.hooks.recomputed_saves`. What is more: modules and what surrounds them are as in the first
+run (:mod:`~lightning_vram.core.rollback.forward_state`); inputs may be passed anywhere (``kept_arguments.py``); the
 results of chosen operators are taken from the first run (``selective.py``); and a second run that does something else
 is noticed (``two_runs.py``). In compiled code the compiler's partitioner does all that, under PyTorch's checkpoint.
 

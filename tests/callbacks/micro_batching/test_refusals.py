@@ -361,9 +361,7 @@ def test_samples_in_the_second_dimension_are_cut_there(make_trainer) -> None:
 
 
 def test_a_batch_whose_samples_are_unclear_is_refused_or_runs_whole(make_trainer) -> None:
-    with pytest.raises(
-        BatchSplitError, match=r"layer 'rnn' has batch_first=False.*Pass batch_dim=1"
-    ):
+    with pytest.raises(BatchSplitError, match=r"layer 'rnn' has batch_first=False.*Pass batch_dim=1"):
         make_trainer(max_steps=1, callbacks=[MicroBatching(2)]).fit(TimeFirst())
     plain, model, callback = TimeFirst(), TimeFirst(), MicroBatching()
     make_trainer(max_steps=3).fit(plain)

@@ -79,3 +79,49 @@ def test_a_loop_over_modules_goes_on_where_they_run_again():
         visited += 1
         state.run(lambda: module(torch.zeros(1, 1)))
     assert visited == 3
+
+
+class LateWriter(nn.Module):
+    """Writes a large buffer in its second forward only."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__()
+        self.register_buffer("queue", torch.zeros(num_bytes // 4))
+        self.num_calls = 0
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.num_calls += 1
+        if self.num_calls == 2:
+            self.queue.add_(1)
+        return input + self.queue.sum()
+
+
+@pytest.mark.parametrize("num_bytes", [64, 1 << 20, (1 << 20) + 4])
+def test_a_large_tensor_that_is_written_in_a_later_forward_only_is_refused(num_bytes):
+    module, learned, input = LateWriter(num_bytes), Learned(), torch.zeros(())
+    for call in (1, 2):
+        state = ForwardState((module,), learned)
+        first = module(input)
+        if call == 2 and num_bytes > 1 << 20:
+            with pytest.raises(RuntimeError, match="^layer LateWriter overwrites 'queue' in place in this forward"):
+                state.settle()
+            return
+        state.settle()
+        assert state.run(lambda: module(input)) == first
+    assert module.num_calls == 2
+    assert module.queue[0] == 1
+
+
+def test_an_error_inside_leaves_the_module_as_it_was():
+    module = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1))
+    state = ForwardState((module,), Learned())
+    state.settle()
+    module.eval().requires_grad_(False)
+    module.extra = [1]
+    before, mean = dict(vars(module)), module[1].running_mean
+    with pytest.raises(ZeroDivisionError):
+        state.run(lambda: (module.train(), module.extra.append(2)) if hasattr(module, "extra") else 1 / 0)
+    assert vars(module) == before
+    assert module.extra == [1]
+    assert module[1].running_mean is mean
+    assert not any(parameter.requires_grad for parameter in module.parameters())
