@@ -52,3 +52,18 @@ def test_a_step_that_begins_to_write_later_cannot_be_run_again():
 def test_without_a_second_try_nothing_is_copied():
     guard, batch = BatchGuard(), make_batch()
     assert guard.lend(batch) is batch
+
+
+class Sealed(dict):
+    """A mapping that cannot be built anew."""
+
+    def __copy__(self):
+        raise TypeError("sealed")
+
+
+def test_what_cannot_be_built_anew_is_lent_itself():
+    guard, batch = BatchGuard(), {"x": torch.ones(4), "sealed": Sealed(y=torch.ones(2))}
+    guard.watch(batch)
+    lent = guard.lend(batch)
+    assert lent["x"] is not batch["x"]
+    assert lent["sealed"] is batch["sealed"]

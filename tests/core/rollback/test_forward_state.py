@@ -103,7 +103,7 @@ def test_a_large_tensor_that_is_written_in_a_later_forward_only_is_refused(num_b
         state = ForwardState((module,), learned)
         first = module(input)
         if call == 2 and num_bytes > 1 << 20:
-            with pytest.raises(RuntimeError, match="^layer LateWriter overwrites 'queue' in place in this forward"):
+            with pytest.raises(RuntimeError, match=r"^layer LateWriter overwrites 'queue' in place in this"):
                 state.settle()
             return
         state.settle()

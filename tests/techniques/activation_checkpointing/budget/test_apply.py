@@ -263,3 +263,31 @@ def test_other_shapes_of_as_many_bytes_are_planned_for_too():
         else:
             assert tracked_step(model, lambda model, batch=batch: model(batch).square().mean(), batch) <= peaks[0]
     assert not budgeted.is_outgrown
+
+
+def test_jagged_batches_are_compared_by_what_they_hold():
+    """Lengths of many rows cannot be ordered."""
+
+    def batch(*lengths: int) -> Tensor:
+        return torch.nested.nested_tensor([torch.randn(length, 8) for length in lengths], layout=torch.jagged)
+
+    def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
+        for block in model:
+            rows = rows + block(rows)
+        return rows.values().square().mean()
+
+    torch.manual_seed(0)
+    model = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(3))
+    plain, budgeted = copy.deepcopy(model), BudgetedCheckpointing(model, apply_activation_checkpointing(model), 1 << 20)
+    with budgeted.observing():
+        loss_of(model, batch(3, 4, 5)).backward()
+    budgeted.apply(decisions_of(budgeted.plan()))
+    model.zero_grad()
+    for lengths, is_outgrown in (((5, 4, 3), False), ((2, 3), False), ((9, 9, 9), True)):
+        rows = batch(*lengths)
+        for net in (plain, model):
+            loss_of(net, rows).backward()
+        assert budgeted.is_outgrown == is_outgrown
+    assert all(
+        torch.equal(one.grad, other.grad) for one, other in zip(model.parameters(), plain.parameters(), strict=True)
+    )
