@@ -132,14 +132,18 @@ class _Estimator:
         callbacks = list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
         if self._real is not None or not any(_cuts_when_full(callback) for callback in callbacks):
             return
-        while size > 1 and needed_bytes(self._traced, self._workspaces) > self._spec.memory_bytes:
+        best_bytes = last_bytes = needed_bytes(self._traced, self._workspaces)
+        while size > 1 and best_bytes > self._spec.memory_bytes:
             size = -(-size // 2)
             cut = [one.starting_with(size) if _cuts_when_full(one) else one for one in callbacks]
             run = replace(self._run, trainer_arguments={**arguments, "callbacks": cut})
             traced = trace_fit(self._module, self._batch, run)
-            if needed_bytes(traced, self._workspaces) >= needed_bytes(self._traced, self._workspaces):
+            num_bytes = needed_bytes(traced, self._workspaces)
+            if num_bytes == last_bytes:
                 return  # it runs whole, or needs the most elsewhere
-            self._micro_batch_size, self._run, self._traced = size, run, traced
+            last_bytes = num_bytes
+            if num_bytes < best_bytes:
+                best_bytes, self._micro_batch_size, self._run, self._traced = num_bytes, size, run, traced
 
     def max_batch_size(self) -> int | None:
         """Return the largest batch that fits; ``None`` if it is not known."""

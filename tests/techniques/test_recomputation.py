@@ -187,6 +187,17 @@ class Statistics(Block):
         return normed * torch.sigmoid(self.norm.running_var + self.norm.running_mean)
 
 
+class HiddenStatistics(Statistics):
+    """Reads them in code inside of a property."""
+
+    @property
+    def drift(self) -> Tensor:
+        return (lambda: self.norm.running_var + self.norm.running_mean)()
+
+    def inner(self, hidden: Tensor) -> Tensor:
+        return self.norm(hidden.movedim(-1, 1)).movedim(1, -1) * torch.sigmoid(self.drift)
+
+
 class Instances(Block):
     def __init__(self) -> None:
         super().__init__()
@@ -356,6 +367,7 @@ ROWS = {
         Adapters, set_to(active="p"), each(lambda block: block.adapters["q"].weight.mul_(0.5))
     ),
     "statistics that the block reads": Row(Statistics),
+    "statistics that a property reads": Row(HiddenStatistics),
     "statistics of instances": Row(Instances),
     "weights": Row(Block, between=each(lambda block: block.down.weight.add_(1)), error=WRITTEN),
     "weights are frozen": Row(Block, nn.Module.requires_grad_, lambda net: net.requires_grad_(False)),

@@ -103,8 +103,8 @@ class MicroBatching(FitTechnique):
         shared_keys: Names of entries of the batch that are the same for all samples, at any depth.
         split: As ``split_batch``, for a module that has none.
         batch_dim: The dimension of samples, such as 1 for ``[T, B, D]``: tensors with fewer dimensions are cut along
-            their first. ``None``: 0, and an error for batches that may be ``[T, B, D]``, because the module has a
-            recurrent layer or attention with ``batch_first=False``.
+            their first. ``None``: 0, and an error (with ``"auto"`` a warning) for batches that may be ``[T, B, D]``
+            because the module has a recurrent layer or attention with ``batch_first=False``.
         regrow_after_n_batches: With ``"auto"``, after how many batches of a shape the double size is tried again;
             each time in vain doubles the wait. ``None`` never does.
         eval: The same as ``size`` for validation, test and prediction steps; ``None`` leaves them alone.

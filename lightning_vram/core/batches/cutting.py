@@ -18,9 +18,11 @@ from lightning_vram.core.batches.path import (
     is_plain,
     iterate,
 )
+from lightning_vram.core.batches.sizing import WAY_OUT
 from lightning_vram.core.batches.splitting import BatchSplitter, describe_all
 from lightning_vram.core.batches.structure import refresh, take_apart
 from lightning_vram.core.batches.weights import BatchWeight
+from lightning_vram.memory.device.out_of_memory import is_out_of_memory
 
 _SEQUENCE_DIMS = (2, 3)  # [T, B] of tokens, [T, B, D]
 SplitFunction = Callable[[Any, int], Sequence[Any]]
@@ -71,6 +73,7 @@ class BatchCutter:
         has_all_keys: bool = True,
     ) -> None:
         self._splitter = BatchSplitter(shared_keys, has_all_keys=has_all_keys)
+        self._shared = SharedKeys(shared_keys)
         self._split = split
         self.batch_dim = batch_dim
         self._time_first = time_first if split is None else None
@@ -81,8 +84,8 @@ class BatchCutter:
         Raises:
             BatchSplitError: If it cannot be split.
         """
-        moved = move_dim(batch, self.batch_dim, 0)
-        num_samples = self._splitter.batch_size(moved) if self._split is None else len(self._split(batch, 1))
+        moved = self._move(batch, self.batch_dim, 0)
+        num_samples = self._count(moved) if self._split is None else len(self._split(batch, 1))
         if num_samples < 1:
             raise SplitArgumentError(f"split_batch(batch, 1) returned no micro-batch for a {type(batch).__name__}.")
         if self._time_first is not None and not _shows_samples(batch, num_samples):
@@ -91,8 +94,41 @@ class BatchCutter:
                 f"time ({describe_all(batch)}). Pass batch_dim=1 to MicroBatching if it is, batch_dim=0 if it is not, "
                 "or split=."
             )
+        if self.batch_dim and self._split is None:
+            self._refuse_samples_first(batch, num_samples)
         num_elements = max(num_samples, self._splitter.elements(moved))
         return BatchFacts(num_samples, num_elements, f"{num_samples} of {self._splitter.shape_key(batch)}")
+
+    def _count(self, moved: Any) -> int:
+        try:
+            return self._splitter.batch_size(moved)
+        except BatchSplitError as error:
+            if not self.batch_dim:
+                raise
+            raise type(error)(f"{error} Shapes are shown with dimension {self.batch_dim} (batch_dim=) first.") from None
+
+    def _move(self, value: Any, source: int, destination: int) -> Any:
+        if source == destination:
+            return value
+        try:
+            return _move_dim(value, source, destination)
+        except (AttributeError, KeyError, RuntimeError, TypeError) as error:
+            if is_out_of_memory(error):
+                raise
+            raise BatchSplitError(
+                f"batch_dim= cannot build a part of the batch anew: {error} Please {WAY_OUT}."
+            ) from error
+
+    def _refuse_samples_first(self, batch: Any, num_samples: int) -> None:
+        """Refuse what has its samples in dimension 0, and something else in ``batch_dim``: targets ``[B, 1]``."""
+        for path, value in iterate(batch, BatchPath(), self._shared):
+            sizes: Sequence[int] = getattr(value, "shape", ())
+            is_known = count_rows(value) is not None and len(sizes) > self.batch_dim
+            if is_known and sizes[self.batch_dim] != num_samples == sizes[0]:
+                raise BatchSplitError(
+                    f"{path.code} has {num_samples} samples in dimension 0 and not in batch_dim={self.batch_dim} "
+                    f"({describe_all(value)}). To cut it, {WAY_OUT}."
+                )
 
     def measure_or_keep_whole(self, batch: Any) -> BatchFacts:
         """As :meth:`measure`, for those who can run a batch that cannot be cut.
@@ -129,8 +165,8 @@ class BatchCutter:
         if self._split is None:
             # A last one of a single sample would be one that batch norms refuse.
             sizes = [num_samples // count + (number < num_samples % count) for number in range(count)]
-            parts = self._splitter.split(move_dim(batch, self.batch_dim, 0), sizes)
-            return list(zip([move_dim(part, 0, self.batch_dim) for part in parts], sizes, strict=True))
+            parts = self._splitter.split(self._move(batch, self.batch_dim, 0), sizes)
+            return list(zip([self._move(part, 0, self.batch_dim) for part in parts], sizes, strict=True))
         size = min(size, num_samples)
         sizes = [size] * (num_samples // size) + [num_samples % size] * (num_samples % size > 0)
         parts = list(self._split(batch, size))
@@ -152,20 +188,21 @@ def find_time_first(module: nn.Module) -> str | None:
     return next(layers, None)
 
 
-def move_dim(value: Any, source: int, destination: int) -> Any:
-    """Return a nest of containers whose tensors and arrays have a dimension elsewhere, as views, if they have it."""
-    if source == destination:
-        return value
+def _move_dim(value: Any, source: int, destination: int) -> Any:
+    """Return a nest of containers whose tensors and arrays have a dimension elsewhere, if they have it.
+
+    Views where it is moved to the front; moved back they are in one piece, as loaders make them.
+    """
+    has_dim = getattr(value, "ndim", 0) > max(source, destination)
     if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested:
-        return value.movedim(source, destination) if value.ndim > max(source, destination) else value
+        moved = value.movedim(source, destination) if has_dim else value
+        return moved if destination == 0 else moved.contiguous()
     if is_array(value):
-        return (
-            sys.modules["numpy"].moveaxis(value, source, destination)
-            if value.ndim > max(source, destination)
-            else value
-        )
+        numpy = sys.modules["numpy"]
+        moved = numpy.moveaxis(value, source, destination) if has_dim else value
+        return moved if destination == 0 else numpy.ascontiguousarray(moved)
     parts = take_apart(value)
-    return value if parts is None else parts.build([move_dim(part, source, destination) for part in parts.values])
+    return value if parts is None else parts.build([_move_dim(part, source, destination) for part in parts.values])
 
 
 def _shows_samples(batch: Any, num_samples: int) -> bool:

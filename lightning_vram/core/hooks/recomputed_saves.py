@@ -78,7 +78,6 @@ class RecomputedSaves(OwnHooks):
         self.compares_kinds = compares_kinds
         self.stops_early = stops_early
         self.samples = samples
-        self._take = samples.take if samples is not None else None
         self._run_again = run_again
         self._difference = difference
         self._filled: set[Any] = set()
@@ -91,8 +90,8 @@ class RecomputedSaves(OwnHooks):
         base = base_of(tensor) if is_view(tensor) else tensor
         num_written = num_writes(tensor) if type(base) in PARAMETER_CLASSES else 0
         self.kinds.append((tensor.shape, tensor.dtype, tensor.device, num_written))
-        if self._take is not None:
-            self._take(tensor)
+        if self.samples is not None:
+            self.samples.take(tensor)
         return place
 
     @override
@@ -202,7 +201,7 @@ class SecondRun(OwnHooks):
         was = self._saves.kinds[number]
         text = f"was {_describe(*was)} and is {_describe(*now)}"
         if was[:-1] == now[:-1]:
-            text = "is a parameter that has been modified by an inplace operation"
+            text = "is a parameter that was modified by an inplace operation: write it after the backward"
         self._difference = self._difference or f"Tensor {number + 1} of those that autograd saves {text}."
 
 

@@ -20,7 +20,6 @@ from lightning_vram.private_names.torch.dispatch import default_device_of_block
 
 _T = TypeVar("_T")
 _HOST = torch.device("cpu")
-_META = torch.device("meta")
 _Autocast = tuple[bool, torch.dtype, bool]
 
 
@@ -40,7 +39,7 @@ class AmbientState:
         self._flags = read_flags()
         self._parametrizations = read_parametrizations()
         self._context = copy_context()
-        sources = filter(None, map(default_source, devices - {_META}))
+        sources = filter(None, map(default_source, devices - {torch.device("meta")}))
         self._generators = [(read, write, read()) for read, write in sources]
         self._hosts = [(read, write, read()) for read, write in host_sources()[: None if has_numpy else 1]]
 

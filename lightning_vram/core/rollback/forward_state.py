@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import itemgetter, methodcaller
+from types import CodeType
 from typing import Any, TypeVar
 
 import torch
@@ -26,7 +27,7 @@ from lightning_vram.core.random_state.ambient_state import AmbientState
 from lightning_vram.core.rollback.attribute_state import AttributeLayout, AttributeState, iterate_members, take_states
 from lightning_vram.core.rollback.buffer_copies import ALWAYS_COPIED_BYTES, differs
 from lightning_vram.core.tensors.shards import is_shard
-from lightning_vram.core.tensors.versions import version_of
+from lightning_vram.core.tensors.versions import num_bytes_of, version_of
 from lightning_vram.private_names.torch.compiled import OptimizedModule
 from lightning_vram.private_names.torch.distributed import is_part_of_flat_parameter
 from lightning_vram.private_names.torch.modules import BUFFERS, PARAMETERS, InstanceNormBase, NormBase, own_buffers
@@ -92,8 +93,7 @@ class ForwardState:
                 self._take_buffers(number, buffers)
             if self._states[number].layout.tensors:
                 self._take_tensors(number)
-        has_numpy = learned.draws_from_numpy is not False
-        self._ambient = AmbientState({*devices, *self._devices()}, has_numpy=has_numpy)
+        self._ambient = AmbientState({*devices, *self._devices()}, has_numpy=learned.draws_from_numpy is not False)
 
     def settle(self) -> set[str]:
         """Call after the forward: keep the starts of what it wrote, and watch what it did not write.
@@ -114,9 +114,9 @@ class ForwardState:
                 if held.start is None:
                     raise RuntimeError(
                         f"layer {self._name} overwrites {place[1]!r} in place in this forward. It is too large to be "
-                        "copied in every forward, so the layer cannot be recomputed. Choose other layers to checkpoint."
+                        "copied in every forward, so the layer cannot be recomputed: leave it out (layers=)."
                     )
-            elif held.tensor.nbytes > KEPT_BYTES:
+            elif num_bytes_of(held.tensor) > KEPT_BYTES:
                 held.start = None
                 watched.append((place[1], held.tensor))
         self._watched = [pair for pair in watched if not pair[1].is_inference()]
@@ -192,21 +192,22 @@ class ForwardState:
     def _hold(self, number: int, name: str, registry: dict[str, Any], tensor: Tensor) -> None:
         written, place = self._learned.written, (number, name)
         if tensor.requires_grad:  # a weight that was computed, or a condition: not written as a rule
-            is_copied = tensor.nbytes <= KEPT_BYTES or place in (written or ())
+            is_copied = num_bytes_of(tensor) <= KEPT_BYTES or place in (written or ())
         else:
-            is_copied = written is None or place in written or tensor.nbytes <= ALWAYS_COPIED_BYTES
+            is_copied = written is None or place in written or num_bytes_of(tensor) <= ALWAYS_COPIED_BYTES
         self._held[place] = _Held(registry, tensor, writable_copy(tensor) if is_copied else None, version_of(tensor))
 
     def _reads_statistics(self) -> bool:
         if self._learned.reads_statistics is None:
-            self._learned.reads_statistics = any(_names_statistics(type(member)) for member in self._members)
+            classes = {kind for member in self._members for kind in type(member).__mro__}
+            own = [kind for kind in classes if not kind.__module__.startswith("torch.nn.modules.")]
+            self._learned.reads_statistics = any(_names_statistics(one) for kind in own for one in vars(kind).values())
         return self._learned.reads_statistics
 
     def _devices(self) -> set[torch.device]:
-        """Return the device of the first parameter: a layer may get its tensors inside an object of the user's."""
+        """Return those of the parameters: a layer may get its tensors inside an object of the user's."""
         parameters = chain.from_iterable(map(_read_values, self._own(PARAMETERS)))
-        first = next((parameter for parameter in parameters if parameter is not None), None)
-        return {first.device} if first is not None else set()
+        return {parameter.device for parameter in parameters if parameter is not None}
 
     def _own(self, registry: str) -> Iterator[dict[str, Any]]:
         """Return the very dictionaries of all members: this and what follows calls no function of Python for each."""
@@ -223,11 +224,15 @@ def _has_statistics(module: nn.Module) -> bool:
     return isinstance(module, NormBase) and type(module).forward.__module__.startswith("torch.nn.modules.")
 
 
-def _names_statistics(kind: type) -> bool:
-    """Whether code of a class, other than torch's own layers, names running statistics."""
-    own = (base for base in kind.__mro__ if not base.__module__.startswith("torch.nn.modules."))
-    codes = (getattr(value, "__code__", None) for base in own for value in vars(base).values())
-    return any(code is not None and {"running_mean", "running_var"}.intersection(code.co_names) for code in codes)
+def _names_statistics(value: Any) -> bool:
+    """Whether a function or property, or code inside of it, names running statistics."""
+    value = getattr(value, "fget", None) or getattr(value, "__func__", None) or value
+    code = getattr(getattr(value, "__wrapped__", value), "__code__", value)
+    if not isinstance(code, CodeType):
+        return False
+    return (
+        "running_mean" in code.co_names or "running_var" in code.co_names or any(map(_names_statistics, code.co_consts))
+    )
 
 
 def _is_moved(parameter: Tensor, data: Tensor) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lightning_vram.core.random_state.sources import global_sources
 from lightning_vram.core.rollback.attribute_state import AttributeState, iterate_members, take_states
 from lightning_vram.core.rollback.buffer_copies import ALWAYS_COPIED_BYTES, BufferCopies
+from lightning_vram.core.tensors.versions import num_bytes_of
 from lightning_vram.private_names.torch.modules import own_buffers, own_parameters
 
 __all__ = ["BufferCopies", "StepState", "iterate_members"]
@@ -77,5 +78,5 @@ def _iterate_plain_tensors(states: list[AttributeState]) -> Iterator[Tensor]:
         if state.layout.tensors:
             for tensor in state.tensors().values():
                 # Results of the last step have a past: they are replaced, not written.
-                if type(tensor) is Tensor and not tensor.requires_grad and tensor.nbytes <= ALWAYS_COPIED_BYTES:
+                if type(tensor) is Tensor and not tensor.requires_grad and num_bytes_of(tensor) <= ALWAYS_COPIED_BYTES:
                     yield tensor

@@ -45,6 +45,11 @@ def is_strided(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
+def num_bytes_of(tensor: Tensor) -> int:
+    """Return the bytes of a tensor; of a sparse one, as if it were dense, since ``nbytes`` is not defined for all."""
+    return tensor.nbytes if tensor.layout is torch.strided else tensor.itemsize * tensor.numel()
+
+
 def version_counter(tensor: Tensor) -> Tensor:
     """Return an empty tensor with the version counter of ``tensor``: it tells of writes and holds no memory."""
     counter = alias(tensor)

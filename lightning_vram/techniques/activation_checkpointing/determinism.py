@@ -1,7 +1,6 @@
 """Name the operator in which a recomputation differs from the forward: ``determinism_check="operators"``."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -20,11 +19,8 @@ from lightning_vram.private_names.torch.trees import tree_leaves
 _UNSET = ("empty", "new_empty", "resize", "set_")  # operators that leave whatever was in the memory
 
 
-@dataclass(frozen=True)
-class _Record:
-    function: Any
-    shapes: tuple[str, ...]
-    sample: Tensor | None
+_Record = tuple[Any, tuple[str, ...], Tensor | None]
+"""Of an operator: itself, the shapes that it returned, and a sample of its values."""
 
 
 class OperatorTrace(QuietMode):
@@ -61,7 +57,7 @@ class OperatorTrace(QuietMode):
         first = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
         is_compared = not (self._is_unset_or_moving(func, args) or _is_counter(func, first))
         with without_dispatch():  # other modes are not to see our own operators
-            record = _Record(func, _describe(output), take_sample(first) if is_compared else None)
+            record = (func, _describe(output), take_sample(first) if is_compared else None)
             self._records.append(record)
             if self._expected is not None:
                 self._compare(record, len(self._records) - 1)
@@ -75,17 +71,17 @@ class OperatorTrace(QuietMode):
 
     def _compare(self, record: _Record, number: int) -> None:
         assert self._expected is not None
+        function, shapes, sample = record
         if number >= len(self._expected):
-            raise RecomputationError(f"ran {record.function} after the last operator of its first run")
-        expected = self._expected[number]
-        place = f"operator {number + 1}"
-        if record.function is not expected.function:
-            raise RecomputationError(f"{place} was {expected.function} and is {record.function}")
-        if record.shapes != expected.shapes:
-            was, now = ", ".join(expected.shapes), ", ".join(record.shapes)
-            raise RecomputationError(f"{place}, {record.function}, returned {was} and returns {now}")
-        if expected.sample is not None and not is_close(expected.sample, record.sample):
-            raise RecomputationError(f"{place}, {record.function}, returned other values than it returns now")
+            raise RecomputationError(f"ran {function} after the last operator of its first run")
+        (expected, expected_shapes, expected_sample), place = self._expected[number], f"operator {number + 1}"
+        if function is not expected:
+            raise RecomputationError(f"{place} was {expected} and is {function}")
+        if shapes != expected_shapes:
+            was, now = ", ".join(expected_shapes), ", ".join(shapes)
+            raise RecomputationError(f"{place}, {function}, returned {was} and returns {now}")
+        if expected_sample is not None and not is_close(expected_sample, sample):
+            raise RecomputationError(f"{place}, {function}, returned other values than it returns now")
 
 
 def _is_passed_over(func: Any, types: Any, args: tuple[Any, ...]) -> bool:

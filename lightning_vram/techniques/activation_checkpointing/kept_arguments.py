@@ -3,12 +3,14 @@
 Tensors count as inputs wherever they are passed, by keyword or deep inside of containers: they are saved as autograd
 saves them, under the hooks that are set. Objects of the caller (graphs, dot dicts, configurations) are copied with the
 containers and objects inside of them, so that only the first run writes to them; tensors above 64 KiB in them are
-shared. A tensor that is not copied and is overwritten before the backward is an error.
+shared. One of these, or an input, that is overwritten before the backward is an error. Objects without a ``__dict__``
+and what lies beyond a thousand objects are shared; a class with its own ``__copy__`` decides by itself.
 """
 
 import copy
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from enum import Enum
 from functools import partial
 from operator import ne
@@ -23,7 +25,7 @@ from lightning_vram.core.rollback.buffer_copies import differs
 from lightning_vram.core.rollback.forward_state import KEPT_BYTES, writable_copy
 from lightning_vram.core.tensors.nests import flatten_arguments
 from lightning_vram.core.tensors.parameter_classes import PLAIN_TYPES
-from lightning_vram.core.tensors.versions import version_of
+from lightning_vram.core.tensors.versions import num_bytes_of, version_of
 from lightning_vram.memory.tracking.storages import iterate_storages
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -206,11 +208,12 @@ class _Copies:
         if type(value) is tuple:
             return tuple(self.copy(item, depth + 1) for item in value)
         has_attributes = bool(type(value).__dictoffset__ and not isinstance(value, _NOT_DATA) and vars(value))
-        if not (has_attributes or isinstance(value, _CONTAINERS)):
+        if not (has_attributes or isinstance(value, _CONTAINERS)) or hasattr(type(value), "__del__"):
             return value
-        try:
-            twin = self._made[id(value)] = copy.copy(value)
-        except Exception:  # code of others
+        with suppress(Exception):  # of code of others
+            self._made[id(value)] = copy.copy(value)
+        twin = self._made.get(id(value), value)
+        if twin is value:  # cannot be copied, or returns itself, as a logger does
             return value
         if has_attributes and not hasattr(type(value), "__copy__"):  # such a class knows what belongs to a copy
             self._copy_items(vars(twin), depth + 1)
@@ -218,7 +221,7 @@ class _Copies:
         return twin
 
     def _copy_tensor(self, tensor: Tensor) -> Tensor:
-        if type(tensor) is Tensor and tensor.nbytes <= KEPT_BYTES and not tensor.is_inference():
+        if type(tensor) is Tensor and num_bytes_of(tensor) <= KEPT_BYTES and not tensor.is_inference():
             return self._made.setdefault(id(tensor), writable_copy(tensor))  # type: ignore[no-any-return]
         self.tensors[id(tensor)] = tensor
         return tensor
@@ -228,5 +231,6 @@ class _Copies:
             for key, item in dict.items(twin):
                 dict.__setitem__(twin, key, self.copy(item, depth))
         elif isinstance(twin, list | deque):
+            kind: Any = list if isinstance(twin, list) else deque
             for place, item in enumerate(twin):
-                twin[place] = self.copy(item, depth)
+                kind.__setitem__(twin, place, self.copy(item, depth))

@@ -30,7 +30,7 @@ from lightning_vram.memory.tracking.following import module_scope
 from lightning_vram.private_names.torch.trees import tree_map
 from lightning_vram.techniques.activation_checkpointing.kept_arguments import Arguments, KeptArguments
 from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
-from lightning_vram.techniques.activation_checkpointing.two_runs import LayerRuns, Recomputing
+from lightning_vram.techniques.activation_checkpointing.two_runs import Counts, LayerRuns, Recomputing
 
 # Past the saved-tensor hooks of others, as always. From torch 2.15 on it has to be said: else a warning tells that a
 # later version will hand them what is kept. Where nothing is kept it means nothing.
@@ -46,13 +46,13 @@ class Observation:
         learned: What it writes and draws.
         overwrites_inputs: Whether it writes its input tensors in place; ``None`` before the first call.
         num_kept: Results of operators it kept in its last call, besides its inputs.
-        counts: Its calls, by the policy.
+        counts: Its calls.
     """
 
     learned: Learned = field(default_factory=Learned)
     overwrites_inputs: bool | None = None
     num_kept: int | None = None
-    counts: dict[SavePolicy | None, int] = field(default_factory=dict)
+    counts: Counts = field(default_factory=Counts)
 
 
 @hide_from_dynamo  # as PyTorch's checkpoint is, in what surrounds compiled code
@@ -76,7 +76,8 @@ def call_recomputed(
         What ``forward`` returns.
 
     Raises:
-        RuntimeError: If the layer overwrites an input or a large buffer in this call, but did not in its first. In the
+        RuntimeError: If the layer overwrites an input or a large buffer in this call, but did not in its first, or a
+            tensor above 64 KiB inside of an object. In the
             backward, a ``RecomputationError`` if the second run is not what the first was.
     """
     if observation.overwrites_inputs is None and _has_lazy(modules):

@@ -1,5 +1,6 @@
 """The two runs of one call of a layer, and what has to be the same in both."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -8,14 +9,17 @@ from weakref import ref
 
 from torch import nn
 
+from lightning_vram.core.hooks.moment import is_in_backward
 from lightning_vram.core.hooks.recomputed_saves import Place, RecomputedSaves, SecondRun
 from lightning_vram.core.hooks.saved_samples import RecomputationError, SavedSamples, differed, is_due
-from lightning_vram.core.hooks.stepping_aside import stepping_aside
+from lightning_vram.core.hooks.stepping_aside import OwnHooks, stepping_aside
 from lightning_vram.private_names.torch.autograd import may_stop_early
 from lightning_vram.techniques.activation_checkpointing.determinism import OperatorTrace
 from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
 from lightning_vram.techniques.activation_checkpointing.selective import KeptOutputs
 
+Counts = Counter[tuple[SavePolicy | None, bool]]
+"""How often a layer was called, by what is kept, and whether it was in a backward."""
 DeterminismCheck = Literal["outputs", "operators", "none"]
 
 
@@ -55,22 +59,21 @@ class Recomputing:
 class LayerRuns:
     """The runs of one call: sees to it that the second is what the first was, or that the user gets to know."""
 
-    def __init__(
-        self, modules: Sequence[nn.Module], recomputing: Recomputing, counts: dict[SavePolicy | None, int]
-    ) -> None:
+    def __init__(self, modules: Sequence[nn.Module], recomputing: Recomputing, counts: Counts) -> None:
         """Prepare them.
 
         Args:
             modules: That run.
             recomputing: How.
-            counts: Calls of the layer so far, by what is kept; is counted on.
+            counts: Calls of the layer so far; is counted on.
         """
         check = recomputing.determinism_check
-        counts[recomputing.save] = counts.get(recomputing.save, 0) + 1
+        kind = recomputing.save, is_in_backward()  # of a checkpoint around it: only forwards are compared
+        counts[kind] += 1
         self._name = recomputing.name
         self._watch = recomputing.watch
         self._samples: SavedSamples | None = None
-        if check == "outputs" and is_due(counts[recomputing.save]):
+        if check == "outputs" and is_due(counts[kind]):
             self._samples = SavedSamples(buffer for module in modules for buffer in module.buffers())
         self._trace: OperatorTrace | None = None
         if check == "operators":
@@ -92,21 +95,11 @@ class LayerRuns:
             samples=self._samples,
         )
 
-    @contextmanager
-    def first(self, saves: RecomputedSaves) -> Iterator[None]:
-        """Call the forward for the first time inside; then :meth:`note` what it returned."""
-        with saves, stepping_aside(saves):
-            if self._watch is None and self._outputs is None and self._trace is None:
-                yield
-                return
-            with ExitStack() as stack:
-                if self._watch is not None:
-                    stack.enter_context(self._watch.inside())
-                if self._outputs is not None:
-                    stack.enter_context(self._outputs.recording())
-                if self._trace is not None:
-                    stack.enter_context(self._trace)
-                yield
+    def first(self, saves: RecomputedSaves) -> AbstractContextManager[None]:
+        """Return the context for the first call of the forward."""
+        watching = self._watch.inside() if self._watch is not None else None
+        recording = self._outputs.recording() if self._outputs is not None else None
+        return _inside(saves, watching, recording, self._trace)
 
     @contextmanager
     def second(self, run: SecondRun) -> Iterator[None]:
@@ -117,17 +110,11 @@ class LayerRuns:
         """
         if self._watch is not None:
             self._watch.on_recomputation()
+        replaying = self._outputs.replaying() if self._outputs is not None else None
+        comparing = self._trace.comparing() if self._trace is not None else None
         try:
-            with run, stepping_aside(run):
-                if self._outputs is None and self._trace is None:
-                    yield
-                    return
-                with ExitStack() as stack:
-                    if self._outputs is not None:
-                        stack.enter_context(self._outputs.replaying())
-                    if self._trace is not None:
-                        stack.enter_context(self._trace.comparing())
-                    yield
+            with _inside(run, replaying, comparing):
+                yield
         except RecomputationError as error:
             raise self._error(f"{error}.", is_named=True) from None
 
@@ -141,3 +128,12 @@ class LayerRuns:
         tip = "" if is_named else "determinism_check='operators' names the operator that differs. "
         way_out = "Leave the layer out of checkpointing, or pass determinism_check='none' if the difference is meant."
         return differed(self._name, reason, tip + way_out)
+
+
+@contextmanager
+def _inside(hooks: OwnHooks, *others: AbstractContextManager[Any] | None) -> Iterator[None]:
+    """Enter hooks, then what else there is."""
+    with hooks, stepping_aside(hooks), ExitStack() as stack:
+        for other in filter(None, others):
+            stack.enter_context(other)
+        yield

@@ -6,6 +6,7 @@ only its input and its result are whole: each tile runs in the forward without a
 costs one more forward of these modules. It does not help where sequences are short.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from lightning_vram.core.hooks.moment import is_in_selective_checkpoint, is_transformed
+from lightning_vram.core.hooks.moment import is_in_backward, is_in_selective_checkpoint, is_transformed
 from lightning_vram.core.hooks.saved_samples import SavedSamples, is_due
 from lightning_vram.core.layers.patterns import LayerPattern, has_no_forward
 from lightning_vram.core.layers.selection import name_layers, select_layers
@@ -31,7 +32,7 @@ _MIXING = (BatchNormBase, InstanceNormBase, nn.MultiheadAttention, nn.RNNBase)
 
 _SETTINGS = (bool, int, str, type(None))
 _MAX_VERDICTS = 32
-"""A proof takes several runs: a module whose settings change in each step runs plain from then on."""
+"""A proof takes several runs: for further settings, such as a counter, a module runs plain."""
 
 Refuse = Callable[[str, str], None]
 """Gets the name of a layer that was named and cannot run in tiles, and why; raises."""
@@ -44,7 +45,7 @@ class _State:
     refuse: Refuse | None
     verdicts: dict[Any, tuple[bool, str]] = field(default_factory=dict)  # by the kind of a call, and settings
     learned: Learned = field(default_factory=Learned)
-    num_calls: int = 0  # with gradients
+    num_calls: Counter[bool] = field(default_factory=Counter)  # with gradients; in a backward, of a checkpoint, or not
 
 
 class TilingHandle(Swaps):
@@ -120,9 +121,9 @@ def _run(module: nn.Module, state: _State, plain: Callable[..., Any], /, *args: 
         return _leave(state, reason, plain, args, kwargs)
     recomputation = None  # without a gradient there is none
     if torch.is_grad_enabled():
-        state.num_calls += 1
+        state.num_calls[is_in_backward()] += 1
         forward = ForwardState((module,), state.learned, (one.device for one in tensors))
-        samples = SavedSamples(module.buffers()) if is_due(state.num_calls) else None
+        samples = SavedSamples(module.buffers()) if is_due(state.num_calls[is_in_backward()]) else None
         recomputation = Recomputation(state.name, forward, samples)
     del args, kwargs, found
     return TiledCall(body, call, tile, recomputation)(tensors)
@@ -136,7 +137,7 @@ def _ask(module: nn.Module, state: _State, body: Body, call: CutCall, tensors: l
     key = (torch.is_grad_enabled(), call.dim, call.is_cut, call.places, flags, _settings(module))
     if key not in state.verdicts:
         if len(state.verdicts) >= _MAX_VERDICTS:
-            return False, "has other settings in each call, such as a counter"
+            return False, f"has more than {_MAX_VERDICTS} settings, such as a counter"
         state.verdicts[key] = prove(module, body, call, tensors)
     return state.verdicts[key]
 

@@ -15,6 +15,7 @@ from lightning_vram.core.hooks.stage import exact_only
 from lightning_vram.core.rollback.forward_state import ForwardState
 from lightning_vram.core.tensors.nests import Rebuild, flatten_output
 from lightning_vram.private_names.torch.autocast import without_autocast
+from lightning_vram.private_names.torch.autograd import retains_graph
 from lightning_vram.techniques.token_tiling.cut_call import CutCall
 
 _T = TypeVar("_T")
@@ -84,7 +85,7 @@ class Recomputation:
 
 
 class TiledCall:
-    """What a call needs to run tile by tile, twice. Holds no tensor of it.
+    """What a call needs to run tile by tile, twice. Holds no tensor of it, but the module's state until the backward.
 
     Args:
         body: Of the module.
@@ -255,4 +256,7 @@ class _Tiled(torch.autograd.Function):
                 "TokenTiling: gradients of gradients (create_graph=True) are not computed in tiles. Leave TokenTiling "
                 "out."
             )
-        return None, *ctx.call.backward(ctx.saved_tensors, gradients, ctx.needs_input_grad[1:])
+        tensors, call = ctx.saved_tensors, ctx.call
+        if not retains_graph():
+            ctx.call = None  # its state holds what the module held
+        return None, *call.backward(tensors, gradients, ctx.needs_input_grad[1:])

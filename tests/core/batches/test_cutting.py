@@ -160,3 +160,27 @@ def test_what_has_an_entry_for_each_sample_shows_where_they_are(batch):
 )
 def test_layers_that_take_time_first_are_found(module, name):
     assert find_time_first(module) == name
+
+
+def test_parts_are_in_one_piece_as_batches_of_loaders_are():
+    tokens = torch.arange(24).reshape(6, 4)
+    cutter = BatchCutter(batch_dim=1)
+    parts = [part for part, _ in cutter.cut(tokens, cutter.measure(tokens), 2)]
+    assert [part.view(-1).tolist() for part in parts] == [part.flatten().tolist() for part in tokens.split(2, 1)]
+
+
+@pytest.mark.parametrize("targets", [torch.zeros(4, 1), torch.zeros(4, 3)])
+def test_targets_with_samples_first_are_refused_beside_inputs_with_time_first(targets):
+    with pytest.raises(BatchSplitError, match=r"batch_dim"):
+        BatchCutter(batch_dim=1).measure((torch.zeros(6, 4, 2), targets))
+
+
+def test_a_container_that_knows_its_own_batch_dimension_is_refused_with_the_way_out():
+    class Fixed(dict):
+        def __setitem__(self, key, value):
+            raise RuntimeError("batch dimension mismatch")
+
+    cutter, batch = BatchCutter(batch_dim=1), Fixed(x=torch.zeros(6, 4))
+    with pytest.raises(BatchSplitError, match=r"^batch_dim= cannot build .* batch dimension mismatch .*split="):
+        cutter.measure(batch)
+    assert cutter.measure_or_keep_whole(batch).why_whole

@@ -1,6 +1,7 @@
 """Objects as arguments: a second run finds them as the first did, whatever was done to them since, and counts once."""
 
 import copy
+import logging
 from collections import UserDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -255,3 +256,57 @@ def test_an_object_given_twice_stays_one():
     assert args[0] is kwargs["again"] is not graph
     assert args[0].x is not graph.x
     assert torch.equal(args[0].x, graph.x)
+
+
+class Sealed(list):
+    """Refuses to be written."""
+
+    def __setitem__(self, place: Any, value: Any) -> None:
+        raise TypeError("read-only")
+
+
+class Resource:
+    """Would close something when a copy of it goes."""
+
+    def __init__(self) -> None:
+        self.is_open = True
+
+    def __del__(self) -> None:
+        self.is_open = False
+
+
+def test_loggers_and_resources_are_shared_and_sealed_lists_are_copied():
+    logger, resource, sealed = logging.getLogger("kept"), Resource(), Sealed([[1]])
+    handlers, manager = logger.handlers, logger.manager
+    graph = Graph(torch.ones(2))
+    graph.logger, graph.resource, graph.sealed = logger, resource, sealed
+    kept = KeptArguments(((graph,), {}), overwrites_inputs=False)
+    kept.settle()
+    (given,), _ = kept.give(is_overwritten=False)
+    assert given.logger is logger
+    assert (logger.handlers is handlers, logger.manager is manager) == (True, True)
+    assert given.resource is resource
+    assert given.sealed == sealed
+    assert given.sealed[0] is not sealed[0]
+
+
+def test_sparse_tensors_in_objects_and_attributes():
+    class Convolution(Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.adjacency = torch.eye(4).to_sparse()
+
+        def forward(self, graph: Graph) -> Tensor:
+            return super().forward(graph) + self.adjacency @ graph.x + graph.edges @ graph.x
+
+    layers, gradients = nn.ModuleList([Convolution()]), []
+    graph = Graph(torch.randn(4, 8))
+    graph.edges = torch.eye(4).to_sparse()
+    for is_checkpointed in (False, True):
+        if is_checkpointed:
+            apply_activation_checkpointing(layers, layers="Convolution")
+        for _ in range(2):
+            layers.zero_grad()
+            layers[0](graph).sum().backward()
+        gradients.append([parameter.grad.clone() for parameter in layers.parameters()])
+    assert all(map(torch.equal, *gradients))
