@@ -247,11 +247,10 @@ def _is_moved(parameter: Tensor, data: Tensor) -> bool:
 
 def writable_copy(tensor: Tensor) -> Tensor:
     """Return a copy that needs a gradient if ``tensor`` does, and can be written in place if it can."""
-    twin = tensor.detach().clone()
-    if not tensor.requires_grad:
-        return twin
+    with torch.no_grad():
+        twin = tensor.detach().clone().requires_grad_(tensor.requires_grad)
     with torch.enable_grad():
-        return twin.requires_grad_() if tensor.is_leaf else twin.requires_grad_().clone()
+        return twin if tensor.is_leaf else twin.clone()
 
 
 def iterate_floating_buffers(module: nn.Module) -> Iterator[Tensor]:
