@@ -88,7 +88,7 @@ class BatchCutter:
         num_samples = self._count(moved) if self._split is None else len(self._split(batch, 1))
         if num_samples < 1:
             raise SplitArgumentError(f"split_batch(batch, 1) returned no micro-batch for a {type(batch).__name__}.")
-        if self._time_first is not None and not _shows_samples(batch, num_samples):
+        if self._time_first is not None and not self._shows_samples(batch, num_samples):
             raise BatchSplitError(
                 f"The module's layer {self._time_first!r} has batch_first=False, so dimension 0 of the batch may be "
                 f"time ({describe_all(batch)}). Pass batch_dim=1 to MicroBatching if it is, batch_dim=0 if it is not, "
@@ -118,6 +118,17 @@ class BatchCutter:
             raise BatchSplitError(
                 f"batch_dim= cannot build a part of the batch anew: {error} Please {WAY_OUT}."
             ) from error
+
+    def _shows_samples(self, batch: Any, num_samples: int) -> bool:
+        """Whether something has an entry for each sample that has no time: labels, images, a list of texts."""
+        for _, value in iterate(batch, BatchPath(), self._shared):
+            parts = take_apart(value)
+            is_list = (
+                parts is not None and parts.is_list and len(parts.values) == num_samples and is_plain(parts.values)
+            )
+            if is_list or (count_rows(value) == num_samples and getattr(value, "ndim", 0) not in _SEQUENCE_DIMS):
+                return True
+        return False
 
     def _refuse_samples_first(self, batch: Any, num_samples: int) -> None:
         """Refuse what has its samples in dimension 0, and something else in ``batch_dim``: targets ``[B, 1]``."""
@@ -203,16 +214,6 @@ def _move_dim(value: Any, source: int, destination: int) -> Any:
         return moved if destination == 0 else numpy.ascontiguousarray(moved)
     parts = take_apart(value)
     return value if parts is None else parts.build([_move_dim(part, source, destination) for part in parts.values])
-
-
-def _shows_samples(batch: Any, num_samples: int) -> bool:
-    """Whether something has an entry for each sample that has no time: labels, images, a list of texts."""
-    for _, value in iterate(batch, BatchPath(), SharedKeys(())):
-        parts = take_apart(value)
-        is_list = parts is not None and parts.is_list and len(parts.values) == num_samples and is_plain(parts.values)
-        if is_list or (count_rows(value) == num_samples and getattr(value, "ndim", 0) not in _SEQUENCE_DIMS):
-            return True
-    return False
 
 
 def shares_of(parts: Sequence[Any], sizes: Sequence[int], weight: BatchWeight | None) -> list[float]:

@@ -142,7 +142,7 @@ class SecondRun(OwnHooks):
         self._unfinished = self._last = -1
         self._difference: str | None = None
         self._ignores_number = False
-        self._samples = saves.samples.again() if saves.samples is not None else None
+        self._samples = SavedSamples(first=saves.samples) if saves.samples is not None else None
 
     @override
     @hide_from_dynamo

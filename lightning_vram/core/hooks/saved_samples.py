@@ -53,7 +53,7 @@ def is_due(number: int) -> bool:
 
 
 class SavedSamples:
-    """Samples of what autograd saves in one run of a layer; :meth:`again` makes those of its recomputation.
+    """Samples of what autograd saves in one run of a layer.
 
     Parameters, buffers and views of either are left out: statistics go on moving. So are integers that are no indices:
     fused attention saves a seed without having set it, cuDNN its workspace.
@@ -69,10 +69,6 @@ class SavedSamples:
         self._samples: list[Tensor | None] = []
         self._pending: list[tuple[int, Tensor]] = []  # of the operator that is about to write them
         self._operator = -1
-
-    def again(self) -> "SavedSamples":
-        """Return what takes the samples of a recomputation."""
-        return SavedSamples(first=self)
 
     def take(self, tensor: Tensor) -> None:
         """Take a sample of a tensor that is being saved."""
@@ -136,7 +132,7 @@ def is_close(one: Tensor, other: Tensor | None) -> bool:
 
 
 def _are_equal(pairs: list[tuple[Tensor, Tensor]]) -> bool:
-    """Whether all are equal to the bit: one question to the device for each dtype."""
+    """Whether all are bitwise identical. Waits for the device once per dtype."""
     kinds: dict[Any, list[tuple[Tensor, Tensor]]] = {}
     for one, other in pairs:
         if one.shape != other.shape or one.dtype != other.dtype:

@@ -109,7 +109,7 @@ def _keep(leaf: Tensor, overwrites_inputs: bool | None) -> Any:  # noqa: FBT001
         return _Input(lambda: leaf)  # cannot be saved for a backward, and cannot change
     if overwrites_inputs is None:
         return _FirstInput(leaf)
-    return _Input(save(_copy_tensor(leaf) if overwrites_inputs else leaf))
+    return _Input(save(writable_copy(leaf) if overwrites_inputs else leaf))
 
 
 def _give(value: Any, is_overwritten: bool | None) -> Tensor:  # noqa: FBT001
@@ -143,7 +143,7 @@ class _FirstInput:
     def __init__(self, tensor: Tensor) -> None:
         self._tensor: Tensor | None = tensor
         self._version = version_of(tensor)
-        self._copy: Tensor | None = _copy_tensor(tensor)  # what the layer found
+        self._copy: Tensor | None = writable_copy(tensor)  # what the layer found
         self._shape, self._requires_grad = tensor.shape, tensor.requires_grad
         self._saved: SavedOutput | None = None
 
@@ -175,10 +175,6 @@ def _overwritten(shape: torch.Size) -> RuntimeError:
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"an input of shape {list(shape)} of a layer that is recomputed."
     )
-
-
-def _copy_tensor(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 _PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)

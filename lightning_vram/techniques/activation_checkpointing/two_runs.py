@@ -68,7 +68,7 @@ class LayerRuns:
             counts: Calls of the layer so far; is counted on.
         """
         check = recomputing.determinism_check
-        kind = recomputing.save, is_in_backward()  # of a checkpoint around it: only forwards are compared
+        kind = recomputing.save, is_in_backward()  # where a checkpoint around it recomputes: counted apart
         counts[kind] += 1
         self._name = recomputing.name
         self._watch = recomputing.watch

@@ -25,7 +25,7 @@ from lightning_vram.private_names.torch.autocast import read_parametrizations
 from lightning_vram.private_names.torch.modules import SEE_INPUT, BatchNormBase, InstanceNormBase, has_hooks
 from lightning_vram.techniques.token_tiling.cut_call import CutCall, cut_call
 from lightning_vram.techniques.token_tiling.proof import prove
-from lightning_vram.techniques.token_tiling.tiled_call import Body, Recomputation, TiledCall, is_inside
+from lightning_vram.techniques.token_tiling.tiled_call import Body, TiledCall, TileRecomputation, is_inside
 
 _KEY = "_token_tiling"
 _MIXING = (BatchNormBase, InstanceNormBase, nn.MultiheadAttention, nn.RNNBase)
@@ -124,7 +124,7 @@ def _run(module: nn.Module, state: _State, plain: Callable[..., Any], /, *args: 
         state.num_calls[is_in_backward()] += 1
         forward = ForwardState((module,), state.learned, (one.device for one in tensors))
         samples = SavedSamples(module.buffers()) if is_due(state.num_calls[is_in_backward()]) else None
-        recomputation = Recomputation(state.name, forward, samples)
+        recomputation = TileRecomputation(state.name, forward, samples)
     del args, kwargs, found
     return TiledCall(body, call, tile, recomputation)(tensors)
 

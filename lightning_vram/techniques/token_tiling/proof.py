@@ -18,6 +18,7 @@ none. Nothing stays of it: random numbers go on from where they were.
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,14 +53,14 @@ def prove(module: nn.Module, body: Body, call: CutCall, tensors: list[Tensor]) -
     has_gradients = torch.is_grad_enabled()
     try:
         with torch.no_grad(), without_modes():  # who counts operators sees none of these
-            if not has_values:
-                return True, state.run(
-                    lambda: _watch(module, state, has_values, lambda: ask_operators(body, call, tensors))
-                )
-            runs = state.run(lambda: Runs(body, call, tensors))  # draws random numbers
-            if has_gradients:
-                runs.look_for_graphs(state)  # first: what keeps a loss somewhere gets but one of these runs
-            return True, state.run(lambda: _watch(module, state, has_values, lambda: _ask_values(runs, has_gradients)))
+            if has_values:
+                runs = state.run(lambda: Runs(body, call, tensors))  # draws random numbers
+                if has_gradients:
+                    runs.look_for_graphs(state)  # first: what keeps a loss somewhere gets but one of these runs
+                ask = partial(_ask_values, runs, has_gradients)
+            else:
+                ask = partial(ask_operators, body, call, tensors)
+            return True, state.run(partial(_watch, module, state, has_values, ask))
     except NotAlone as why:
         return False, str(why)
     except Exception as error:  # code of others, on fewer tokens than it may know

@@ -70,7 +70,7 @@ class Body(nn.Module):
 
 
 @dataclass(frozen=True)
-class Recomputation:
+class TileRecomputation:
     """What the backward needs besides the tensors.
 
     Args:
@@ -94,7 +94,7 @@ class TiledCall:
         recomputation: ``None`` without gradients.
     """
 
-    def __init__(self, body: Body, call: CutCall, tile: int, recomputation: Recomputation | None) -> None:
+    def __init__(self, body: Body, call: CutCall, tile: int, recomputation: TileRecomputation | None) -> None:
         self._body, self._call, self._tile = body, call, tile
         self._recomputation = recomputation
         self._names = list(body.parameters_by_name)
@@ -157,7 +157,8 @@ class TiledCall:
         """
         assert self._recomputation is not None
         inputs, parameters = self._split(tensors, needs)
-        samples = self._recomputation.samples.again() if self._recomputation.samples is not None else None
+        first = self._recomputation.samples
+        samples = SavedSamples(first=first) if first is not None else None
         found: list[Tensor | None] = [None] * len(tensors)
         wanted = [place for place, is_needed in enumerate(needs) if is_needed]
 

@@ -144,6 +144,12 @@ def test_a_batch_that_may_be_time_first_is_refused_where_the_module_takes_such(b
     assert BatchCutter().measure(batch).num_samples == 6
 
 
+def test_shared_entries_do_not_show_where_samples_are():
+    batch = {"x": torch.zeros(6, 4, 8), "decay": torch.zeros(6)}
+    with pytest.raises(BatchSplitError, match="has batch_first=False"):
+        BatchCutter(["decay"], time_first="rnn").measure(batch)
+
+
 @pytest.mark.parametrize("batch", CLEAR.values(), ids=CLEAR)
 def test_what_has_an_entry_for_each_sample_shows_where_they_are(batch):
     assert BatchCutter(time_first="encoder.rnn").measure(batch).num_samples == 6
