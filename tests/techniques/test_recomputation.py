@@ -505,3 +505,29 @@ def compare_on_rank(folder: Path, name: str, how: str, wrap: str) -> None:
 @pytest.mark.parametrize("name", ["training mode", "a view is replaced", "a context variable"])
 def test_on_two_ranks_gradients_are_the_baselines(name, how, wrap, tmp_path):
     run_ranks(2, compare_on_rank, tmp_path, name, how, wrap)
+
+
+class Outer(nn.Module):
+    """Holds a block that is recomputed by itself, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Global()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.block(x))
+
+
+@pytest.mark.parametrize("recompute", [apply_activation_checkpointing, apply_token_tiling])
+@pytest.mark.parametrize("step", range(1, 5))
+def test_inside_of_a_checkpoint_forwards_1_2_and_4_are_compared(recompute, step):
+    """The recomputations of the outer layer call the inner one as well."""
+    net = nn.ModuleList([Outer()])
+    recompute(net, layers="Global", **({"tile": 16} if recompute is apply_token_tiling else {}))
+    apply_activation_checkpointing(net, layers="Outer", determinism_check="none")
+    for number in range(1, step + 1):
+        GLOBAL["scale"] = 1.0
+        loss = net[0](torch.randn(2, TOKENS, WIDTH, requires_grad=True)).square().sum()
+        GLOBAL["scale"] = 0.3 if number == step else 1.0
+        with pytest.raises(RecomputationError, match=DIFFERS) if number == step != 3 else nullcontext():
+            loss.backward()
