@@ -36,7 +36,7 @@ from lightning_vram.private_names.torch.autograd import (
 from lightning_vram.private_names.torch.tensors import base_of, is_view, num_writes
 
 _NOBODY = -1  # runs a backward
-
+_NOT_COUNTED = -1
 
 _Kind = tuple[torch.Size, torch.dtype, torch.device, int]
 """Of a saved tensor: what it is, and how often it was written if it is a parameter, or a view of one."""
@@ -87,8 +87,8 @@ class RecomputedSaves(OwnHooks):
     def pack_hook(self, tensor: Tensor) -> Place:
         place = Place()
         self.places.append(ref(place))
-        base = base_of(tensor) if is_view(tensor) else tensor
-        num_written = num_writes(tensor) if type(base) in PARAMETER_CLASSES else 0
+        is_parameter = type(tensor) in PARAMETER_CLASSES or type(base_of(tensor)) in PARAMETER_CLASSES
+        num_written = num_writes(tensor) if is_parameter else _NOT_COUNTED
         self.kinds.append((tensor.shape, tensor.dtype, tensor.device, num_written))
         if self.samples is not None:
             self.samples.take(tensor)
@@ -153,8 +153,6 @@ class SecondRun(OwnHooks):
         if number >= len(saves.places):
             return self._pack_more(tensor)
         self._number = number + 1
-        base = base_of(tensor) if is_view(tensor) else tensor
-        num_written = num_writes(tensor) if type(base) in PARAMETER_CLASSES else 0
         if self._samples is not None:
             self._samples.take(tensor)
         if tensor.requires_grad:
@@ -164,8 +162,11 @@ class SecondRun(OwnHooks):
         place = saves.places[number]()
         if place is not None:  # else autograd has let go of it, after a backward inside of the call
             place[self._backward] = tensor
-            if saves.compares_kinds and saves.kinds[number] != (tensor.shape, tensor.dtype, tensor.device, num_written):
-                self._note_difference(number, (tensor.shape, tensor.dtype, tensor.device, num_written))
+            was = saves.kinds[number]
+            num_written = num_writes(tensor) if was[-1] != _NOT_COUNTED else _NOT_COUNTED
+            now = (tensor.shape, tensor.dtype, tensor.device, num_written)
+            if saves.compares_kinds and was != now:
+                self._note_difference(was, now, number)
         if saves.stops_early and number + 1 == len(saves.places):
             self._last = num_nodes()
             if self._last != self._unfinished:
@@ -197,8 +198,7 @@ class SecondRun(OwnHooks):
             self._number += 1
         raise StopRecomputation
 
-    def _note_difference(self, number: int, now: _Kind) -> None:
-        was = self._saves.kinds[number]
+    def _note_difference(self, was: _Kind, now: _Kind, number: int) -> None:
         text = f"was {_describe(*was)} and is {_describe(*now)}"
         if was[:-1] == now[:-1]:
             text = "is a parameter that was modified by an inplace operation: write it after the backward"

@@ -74,8 +74,10 @@ def differs(one: Any, other: Any) -> bool:
 
 
 def _flat(state: tuple[Any, ...]) -> list[Any]:
-    """NumPy's state holds an array, which compares as bytes."""
-    return [part.tobytes() if hasattr(part, "tobytes") else part for part in state]
+    """What there is to compare: NumPy's state holds an array, which compares as bytes."""
+    # Python's holds words, then the position of the next: a draw moves the position, or makes all words anew.
+    parts = (part[-9:] if type(part) is tuple else part for part in state)
+    return [part.tobytes() if hasattr(part, "tobytes") else part for part in parts]
 
 
 def _is_host(device: torch.device) -> bool:
