@@ -17,6 +17,7 @@ from support.simdevice import build
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_vram.core.processes.clean_exit import leave_group
+from lightning_vram.memory.device import allocator_settings
 
 torch.set_num_threads(1)  # the models are tiny; more threads only fight with pytest-xdist
 
@@ -39,10 +40,10 @@ REQUIREMENTS = {
 }
 
 
-SET_BY_LIGHTNING = {
-    name: os.environ.get(name) for name in ("CUBLAS_WORKSPACE_CONFIG", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-}
-"""Variables that a Trainer leaves, of ``deterministic=True`` and of a process group, as they are before all tests.
+_OF_LIGHTNING = "CUBLAS_WORKSPACE_CONFIG", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"
+SET_BY_RUNS = {name: os.environ.get(name) for name in (*_OF_LIGHTNING, *allocator_settings.VARIABLES)}
+"""Variables that a Trainer leaves, of ``deterministic=True`` and of a process group, and our command line, of the
+allocator, as they are before all tests.
 
 A fixture of a module may set them before its first test begins.
 """
@@ -74,7 +75,7 @@ def pytest_configure(config: pytest.Config) -> None:
         # What cuBLAS needs to be deterministic. It must be there before the first product: Lightning's Trainer sets it
         # as well, but a test without a Trainer may come first.
         workspaces = os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        SET_BY_LIGHTNING["CUBLAS_WORKSPACE_CONFIG"] = workspaces
+        SET_BY_RUNS["CUBLAS_WORKSPACE_CONFIG"] = workspaces
     if config.option.device == "sim" and build.why_not() is None:
         importlib.import_module("support.simdevice.trainer")  # before anything asks PyTorch for its accelerator
     if config.option.device == "cpu":
@@ -209,7 +210,7 @@ def leave_process_as_it_was() -> Iterator[None]:
 
 
 def _restore_variables() -> None:
-    for name, value in SET_BY_LIGHTNING.items():
+    for name, value in SET_BY_RUNS.items():
         if value is None:
             os.environ.pop(name, None)
         else:

@@ -21,7 +21,7 @@ QUICK = [f"small gpt, {way}" for way in ("fp32", "bf16-mixed", "clipped", "in pa
 @pytest.mark.slow_except(*QUICK)
 @pytest.mark.parametrize("name", ROWS)
 def test_allocated_and_reserved_bytes_are_those_of_the_allocator(name, monkeypatch):
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)  # a deterministic Trainer of another test set it
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)  # set for all tests on a device
     case, rows = CASES[name], ROWS[name]
     run = FitRun(case.make_options(), device_of(rows[0]), with_validation=False)
     with warnings.catch_warnings(), torch.backends.cudnn.flags(enabled=False):
