@@ -6,6 +6,7 @@ Of ``torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState``:
 
 * ``_fsdp_param_group``: the one group of a module | - 2.11 | from 2.12 on: ``_fsdp_param_groups``
 * ``_fsdp_param_groups``: its groups | 2.12 - | up to 2.11: ``_fsdp_param_group``
+* ``_state_ctx.all_states``: whose backward ends | - 2.11 | from 2.12 on: nothing is amiss there
 * ``_is_root``: who can be reset | 2.11 - | MicroBatching cannot go on after out of memory
 * ``_register_root_post_backward_final_callback``: backwards within a step | 2.11 -
   | manual optimization loses gradients of what no layer holds
@@ -107,6 +108,18 @@ def is_root(module: Any) -> bool | None:
 def announce_backward(module: Any) -> None:
     """Have the end of this backward, whose layers are not sharded, be that of the root ``module``."""
     state_of(module)._register_root_post_backward_final_callback()
+
+
+def end_backward_once(module: Any) -> None:
+    """Let each group end its backward once. Call it after the first forward of the root ``module`` has begun.
+
+    Up to 2.11 FSDP2 lists the state of several modules once for each of them, and ends its backward as often: gradients
+    would be reduced again while a step reads them.
+    """
+    state = state_of(module)
+    if not hasattr(state, "_fsdp_param_groups"):
+        states = state._state_ctx.all_states
+        states[:] = dict.fromkeys(states)
 
 
 def can_reset() -> bool:

@@ -16,6 +16,7 @@ from lightning_vram.core.surgery.class_swap import mixin_for
 from lightning_vram.private_names.fsdp2.states import (
     RANKS_MARK,
     announce_backward,
+    end_backward_once,
     groups_of,
     place_of,
     prepare_class,
@@ -128,6 +129,7 @@ class FullSharding:
 
     def called(self, group: ShardedGroup) -> None:
         """``group`` was gathered for a forward."""
+        end_backward_once(self.module)
         self._used.note(group)
 
     def lost(self) -> None:

@@ -67,6 +67,17 @@ def test_loss_and_gradients_are_those_of_the_plain_module(mesh, mode, reshard):
             assert_same(gradients(net), gradients(plain))
 
 
+def test_a_group_of_several_modules_ends_its_backward_once(mesh, monkeypatch):
+    ended = []
+    net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+    monkeypatch.setattr(FullSharding, "finalized", lambda _, group: ended.append(group))
+    sharding = FullSharding(net, mesh, ShardingPlan((("0", "1"), ("2", "3")), ()), ShardingOptions())
+    for _ in range(2):
+        net(torch.ones(2, WIDTH)).sum().backward()
+    sharding.remove()
+    assert sorted(map(ended.count, sharding.groups)) == [2, 2]
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_under_autocast_narrow_weights_have_the_bits_of_the_plain_module(mesh, mode):
     net, plain = make(), make()
