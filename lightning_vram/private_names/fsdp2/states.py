@@ -6,7 +6,7 @@ Of ``torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState``:
 
 * ``_fsdp_param_group``: the one group of a module | - 2.11 | from 2.12 on: ``_fsdp_param_groups``
 * ``_fsdp_param_groups``: its groups | 2.12 - | up to 2.11: ``_fsdp_param_group``
-* ``_state_ctx.all_states``: whose backward ends | - 2.11 | from 2.12 on: nothing is amiss there
+* ``_state_ctx.all_states``: whose backward ends | 2.11 - | up to 2.11 a step reads gradients that are freed
 * ``_is_root``: who can be reset | 2.11 - | MicroBatching cannot go on after out of memory
 * ``_register_root_post_backward_final_callback``: backwards within a step | 2.11 -
   | manual optimization loses gradients of what no layer holds
@@ -116,10 +116,8 @@ def end_backward_once(module: Any) -> None:
     Up to 2.11 FSDP2 lists the state of several modules once for each of them, and ends its backward as often: gradients
     would be reduced again while a step reads them.
     """
-    state = state_of(module)
-    if not hasattr(state, "_fsdp_param_groups"):
-        states = state._state_ctx.all_states
-        states[:] = dict.fromkeys(states)
+    states = state_of(module)._state_ctx.all_states
+    states[:] = dict.fromkeys(states)
 
 
 def can_reset() -> bool:
