@@ -28,15 +28,21 @@ from lightning_vram.techniques.sharding.lanes import ShardLane
 
 
 class _Telling:
-    """A hook on what is gathered, which changes nothing: micro-batches go on with it."""
+    """A hook on what is gathered, which changes nothing: micro-batches go on with it.
+
+    It calls a method of an object that it does not keep alive: the garbage collector does not see such hooks, and
+    would never free what refers to the tensor and is referred to by its hook.
+    """
 
     only_tells = True
 
     def __init__(self, tell: Callable[[], None]) -> None:
-        self._tell = tell
+        self._tell = weakref.WeakMethod(tell)
 
     def __call__(self, _: Tensor) -> None:
-        self._tell()
+        tell = self._tell()
+        if tell is not None:
+            tell()
 
 
 class ShardedParameter(ParameterBase):
