@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,6 +44,14 @@ class _Telling:
         tell = self._tell()
         if tell is not None:
             tell()
+
+
+def _read(owner: "weakref.ref[ShardedParameter]", gradient: "weakref.ref[Tensor]") -> None:
+    parameter, kept = owner(), gradient()
+    if parameter is not None:
+        parameter.read_gradient()
+    elif kept is not None:
+        widen(kept)
 
 
 class ShardedParameter(ParameterBase):
@@ -185,7 +194,7 @@ class ShardedParameter(ParameterBase):
             shard.grad = kept = super().to_sharded_dtensor(nothing.expand(gradient.shape))
             keep_narrow(kept, gradient)
             self._kept = weakref.ref(kept)
-            watch([kept], self.read_gradient)
+            self.watch_gradient()
         elif shard.grad is None:
             shard.grad = super().to_sharded_dtensor(gradient.to(shard.dtype))
         else:
@@ -196,6 +205,12 @@ class ShardedParameter(ParameterBase):
         """The gradient that is kept in 16 bit, as long as it is and somebody has it."""
         kept = self._kept() if self._kept is not None else None
         return kept if narrow_of(kept) is not None else None
+
+    def watch_gradient(self) -> None:
+        """Have what is kept read by :attr:`read_gradient`. It does not keep this alive, as :class:`_Telling` does not."""
+        kept = self.kept_gradient
+        if kept is not None:
+            watch([kept], partial(_read, weakref.ref(self), weakref.ref(kept)))
 
     def widen_gradient(self) -> None:
         """Let it have its values in the dtype of the shard."""

@@ -70,9 +70,7 @@ class ShardSteps:
             if lane.has_copies or lane.own_device != lane.device:
                 watch((parameter.sharded_param for parameter in lane.parameters), partial(self.touch, lane))
             for parameter in lane.parameters if lane.is_split else ():
-                kept = parameter.kept_gradient
-                if kept is not None:
-                    watch([kept], parameter.read_gradient)
+                parameter.watch_gradient()
 
     def rest(self) -> None:
         """Free the memory that split shards were joined in for somebody who has read them; no step is under way."""
