@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -240,6 +241,23 @@ def one_rank() -> Iterator[None]:
 def mesh(one_rank: None) -> DeviceMesh:
     """For FSDP2 on one rank."""
     return init_device_mesh("cpu", (1,))
+
+
+@pytest.fixture
+def leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Check that of all fits of a test nothing is alive when it has ended: Trainer, strategy, module, parameters."""
+    fitted: list[weakref.ref[object]] = []
+    fit = pl.Trainer.fit
+
+    def noting(trainer: pl.Trainer, model: torch.nn.Module, *args: object, **kwargs: object) -> None:
+        fitted.extend(weakref.ref(one) for one in (trainer, trainer.strategy, model, *model.parameters()))
+        fit(trainer, model, *args, **kwargs)
+
+    monkeypatch.setattr(pl.Trainer, "fit", noting)
+    yield
+    gc.collect()
+    alive = [type(one).__name__ for ref in fitted if (one := ref()) is not None]
+    assert not alive
 
 
 @pytest.fixture(params=[TinyCNN, TinyGPT], ids=["cnn", "gpt"])

@@ -19,6 +19,7 @@ from support.pages import assert_documented
 from support.parts import AUTOMATIC_ONLY, CALLBACKS, KEEPS_RESULT, NEEDS_HEAD, ROOT, from_config, net_for, snake_case
 
 pytestmark = [
+    pytest.mark.usefixtures("leaves_nothing"),
     pytest.mark.filterwarnings("ignore::UserWarning"),  # what a callback warns about is tested in its own file
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # LightningCLI 2.6 on jsonargparse 4.53; dynamo
 ]

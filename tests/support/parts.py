@@ -1,6 +1,8 @@
 """The public parts of the package, and each callback as its configuration file makes it."""
 
 import re
+from contextvars import copy_context
+from functools import partial
 from pathlib import Path
 
 from lightning.pytorch.callbacks import Callback
@@ -39,6 +41,8 @@ def net_for(name: str) -> TinyCNN | TinyGPT:
 
 def from_config(name: str) -> Callback:
     args = [f"--config={ROOT / 'configs' / snake_case(name)}.yaml", "--model.net=support.helpers.TinyCNN"]
-    trainer = LightningCLI(LitTiny, args=args, run=False, save_config_callback=None).trainer
+    # jsonargparse keeps its last parser in a context variable, that the callback, and this what it was fitted with.
+    make = partial(LightningCLI, LitTiny, args=args, run=False, save_config_callback=None)
+    trainer = copy_context().run(make).trainer
     (callback,) = (c for c in trainer.callbacks if type(c).__name__ == name)
     return callback

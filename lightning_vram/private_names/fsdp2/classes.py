@@ -16,6 +16,8 @@ Of ``torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup``:
   | no fsdp_offload
 * ``unshard``, ``wait_for_unshard``, ``pre_forward``, ``post_backward``, ``finalize_backward``: what a group does in it
   | 2.11 - | no fsdp_offload
+* ``_register_post_backward_hook``: what notes that the gradients of a layer are there | 2.11 -
+  | a loss that a module keeps keeps all of its fit
 * ``unshard_in_backward``, ``reduce_grads``: what users have chosen | 2.11 - | no fsdp_offload
 * ``_post_reduce_event``: what gradients on their way are waited for by | 2.11 - | no fsdp_offload on a GPU
 * ``_is_hsdp``: whether there are replicas of shards | 2.11 - | no shard="hybrid"
@@ -50,6 +52,7 @@ Of ``torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState``:
 
 * ``_training_state``: to leave the backward of a layer | 2.11 -
   | a layer that is called twice, under a reentrant checkpoint, loses gradients
+* ``_pre_backward``: the hook on what a layer returns | 2.11 - | a loss that a module keeps keeps all of its fit
 * ``_register_pre_backward_hook``: outputs that are views | 2.11 - | a layer's output cannot be changed in place
 
 Others:
@@ -58,6 +61,7 @@ Others:
 * ``torch._C._are_functorch_transforms_active``: such hooks do not go with torch.func | 2.12 - | taken for not active
 """
 
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -74,8 +78,35 @@ from lightning_vram.private_names.fsdp2.states import place_of
 __all__ = ["FSDPParamGroup", "GroupBase", "ParameterBase", "StateBase"]
 
 
+class _InGraph:
+    """Stands in for a state or a group in graphs, so that a loss that the module keeps does not keep all of its fit.
+
+    The garbage collector does not look into graphs.
+    """
+
+    def __init__(self, owner: Any) -> None:
+        self._owner = weakref.ref(owner)
+
+    @property
+    def __self__(self) -> Any:
+        owner = self._owner()
+        if owner is None:
+            raise RuntimeError("backward() came after the fit whose sharded weights it needs. Call it within the fit.")
+        return owner
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        return FSDPState._pre_backward(self.__self__, gradient)
+
+    def post_backward(self) -> None:
+        self.__self__.post_backward()
+
+
 class StateBase(FSDPState):
     """The state of a module."""
+
+    @property
+    def _pre_backward(self) -> _InGraph:  # type: ignore[override]
+        return _InGraph(self)
 
     def find_hooked(self, output: Any) -> Any:
         """Return the tensors to set hooks on, of those that a layer returns."""
@@ -96,6 +127,9 @@ class GroupBase(FSDPParamGroup):
 
     def given_up(self) -> None:
         """Called before all is reset after an error."""
+
+    def _register_post_backward_hook(self, args: Any, kwargs: Any) -> Any:
+        return FSDPParamGroup._register_post_backward_hook(_InGraph(self), args, kwargs)  # type: ignore[arg-type]
 
     # --- where it is ---
 

@@ -207,7 +207,7 @@ class ShardedParameter(ParameterBase):
         return kept if narrow_of(kept) is not None else None
 
     def watch_gradient(self) -> None:
-        """Have what is kept read by :attr:`read_gradient`. It does not keep this alive, as :class:`_Telling` does not."""
+        """Have what is kept read by :attr:`read_gradient`. It does not keep this, as :class:`_Telling` does not."""
         kept = self.kept_gradient
         if kept is not None:
             watch([kept], partial(_read, weakref.ref(self), weakref.ref(kept)))

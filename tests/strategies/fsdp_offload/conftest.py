@@ -9,3 +9,8 @@ def _small_parts(monkeypatch):
     """Weights in several parts, and parts of several weights."""
     for module in (averages, split_weights, split_steps):
         monkeypatch.setattr(module, "PART_ELEMENTS", 512)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(leaves_nothing):
+    """Module, Trainer, strategy and shards of every fit, also of one that fails."""

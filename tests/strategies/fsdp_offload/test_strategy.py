@@ -1,5 +1,9 @@
 """``fsdp_offload`` in the Trainer: whatever a LightningModule does, weights are those of a plain run, to the bit."""
 
+import gc
+from contextlib import nullcontext
+from weakref import ref
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -9,6 +13,8 @@ from support.offload_nets import GAN, MODES, Fused, FusedCNN, Odd, Split, adamw,
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
+
+from lightning_vram.techniques.sharding import FullSharding
 
 pytestmark = [
     pytest.mark.distributed,
@@ -325,6 +331,34 @@ def test_planted_errors_are_not_swallowed(make_trainer):
     model.backward = lambda loss: (_ for _ in ()).throw(PlantedError)
     with pytest.raises(PlantedError):
         make_trainer(strategy=ForkingOffload()).fit(model)
+
+
+class Keeping(Fused):
+    """Keeps its losses, each with the graph that it comes from."""
+
+    fails_after = None
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append(super().training_step(batch, batch_idx))
+        if len(self.seen) == self.fails_after:
+            raise PlantedError
+        return self.seen[-1]
+
+
+@pytest.mark.parametrize("fails_after", [2, None], ids=["failed", "ended"])
+def test_a_module_that_keeps_its_losses_keeps_nothing_else_of_its_fit(fails_after, make_trainer):
+    model, trainer = Keeping(), make_trainer(strategy=ForkingOffload(), max_steps=2, limit_val_batches=0)
+    model.fails_after = fails_after
+    with pytest.raises(PlantedError) if fails_after else nullcontext():
+        trainer.fit(model)
+    parts = [ref(trainer), ref(trainer.strategy)]
+    model.trainer = trainer = None
+    gc.collect()
+    assert [part() for part in parts] == [None, None]
+    assert not any(type(one) is FullSharding for one in gc.get_objects())
+    if fails_after:  # after a backward torch says that the graph is gone
+        with pytest.raises(RuntimeError, match=r"^backward\(\) came after the fit whose sharded weights it needs"):
+            model.seen[-1].backward()
 
 
 class Reentrant(Fused):

@@ -1,5 +1,7 @@
 """Weights come in 16 bit once it is proven that nobody can tell."""
 
+import gc
+import weakref
 from functools import partial
 
 import pytest
@@ -10,6 +12,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_vram.techniques.mixed_precision.autocast_weights import find_narrow_weights
+from lightning_vram.techniques.sharding import FullSharding, ShardingOptions
+from lightning_vram.techniques.sharding.grouping import plan_sharding_groups
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
 autocast = partial(torch.autocast, "cpu", torch.bfloat16, cache_enabled=False)
@@ -66,6 +70,22 @@ def test_stock_layers_are_narrow_from_the_second_batch(mesh):
         train(net, 1)
         assert set(seen) == {torch.bfloat16}
     assert narrow_names(compare(Net)) == stock_weights(Net)
+
+
+def test_gradients_that_are_kept_in_16_bit_do_not_keep_the_module(mesh):
+    net = make()
+    options = ShardingOptions(is_split=True, **narrow(net))
+    sharding = FullSharding(net, mesh, plan_sharding_groups(net, min_params=100), options)
+    for seed in range(2):
+        net.zero_grad()
+        with autocast():
+            loss_of(net, batch(seed)).backward()
+    assert any(parameter.kept_gradient is not None for group in sharding.groups for parameter in group.fsdp_params)
+    sharding.remove(make_whole=False)
+    module = weakref.ref(net)
+    del net, sharding
+    gc.collect()
+    assert module() is None
 
 
 class Siamese(Net):
