@@ -26,11 +26,11 @@ from lightning_vram.private_names.lightning.loops import (
 )
 from lightning_vram.techniques.exact_resume import (
     can_be_stateful,
-    forget_position,
     load_loader_state,
     loader_state,
     make_stateful,
     remove_state,
+    share_generators,
 )
 
 _METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
@@ -79,7 +79,10 @@ class ExactResume:
         return {
             "num_batches": 0 if epoch_has_ended else progress.current.processed,  # type: ignore[attr-defined]
             "epoch_has_ended": epoch_has_ended,
-            "loaders": [self._place_of(loader, epoch_has_ended=epoch_has_ended) for loader in self._loaders],
+            "loaders": [
+                None if loader is None else loader_state(loader, epoch_has_ended=epoch_has_ended)
+                for loader in self._loaders
+            ],
             "random": self._agreement.gather(mine),
             "found": self.trials.state_dict(),
             "end": self._agreement.gather(_read_end(self._trainer)) if self.fit_has_ended else None,
@@ -146,13 +149,6 @@ class ExactResume:
 
     # --- data ---
 
-    def _place_of(self, loader: Any, *, epoch_has_ended: bool) -> dict[str, Any] | None:
-        if loader is None:
-            return None
-        if epoch_has_ended:
-            forget_position(loader)
-        return loader_state(loader)
-
     def _is_resumable(self) -> bool:
         return all(loader is not None for loader in self._loaders)
 
@@ -181,6 +177,11 @@ class ExactResume:
         if state["epoch_has_ended"]:  # with workers the order of the next epoch is drawn now; Lightning sets it later
             for loader in loaders:
                 set_sampler_epoch(loader, self._trainer.fit_loop.epoch_progress.current.ready)
+        elif share_generators(loader for loader in self._loaders if loader is not None):
+            rank_zero_warn(
+                "SlurmRequeue cannot go on with a generator that several training loaders share: they will draw other "
+                "orders than without a break. Give each loader a torch.Generator of its own."
+            )
         for loader, why in zip(loaders, self._load_all(state), strict=True):
             has_own_state = hasattr(loader, "load_state_dict")  # which Lightning gives it
             if why and state["num_batches"] and not has_own_state:

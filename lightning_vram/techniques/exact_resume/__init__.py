@@ -5,11 +5,11 @@ May import: core, memory.
 
 from lightning_vram.techniques.exact_resume.loaders import (
     can_be_stateful,
-    forget_position,
     load_loader_state,
     loader_state,
     make_stateful,
     remove_state,
+    share_generators,
 )
 
-__all__ = ["can_be_stateful", "forget_position", "load_loader_state", "loader_state", "make_stateful", "remove_state"]
+__all__ = ["can_be_stateful", "load_loader_state", "loader_state", "make_stateful", "remove_state", "share_generators"]

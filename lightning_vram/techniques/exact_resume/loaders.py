@@ -13,13 +13,14 @@ same generators, or by seed and epoch as ``DistributedSampler`` does.
 """
 
 import copyreg
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
-from lightning_vram.core.random_state.generators import State
+from lightning_vram.core.random_state.generators import State, read_global_states, with_global_states
 from lightning_vram.private_names.torch.data import (
     OpenLoader,
     can_be_opened,
@@ -88,7 +89,7 @@ def remove_state(loader: DataLoader[Any]) -> None:
         loader.__class__ = type(loader).__bases__[-1]
 
 
-def loader_state(loader: DataLoader[Any]) -> State:
+def loader_state(loader: DataLoader[Any], *, epoch_has_ended: bool | None = None) -> State:
     """Return the place of the newest iteration; tensors, numbers, strings, lists and dictionaries only.
 
     A function, for Lightning would put the state of a loader that has a ``state_dict`` into every checkpoint by itself,
@@ -96,8 +97,11 @@ def loader_state(loader: DataLoader[Any]) -> State:
 
     Args:
         loader: One that was made stateful.
+        epoch_has_ended: Whether the state begins a new order. ``False``: not even where the loader has ended, which a
+            longer one next to it, or after it, has not. ``True``: in any case, as an epoch may end before the loader
+            does (``limit_train_batches``). ``None``: where the loader has ended.
     """
-    return _position(loader).state(_sources(loader))
+    return _position(loader).state(_sources(loader), epoch_has_ended=epoch_has_ended)
 
 
 def load_loader_state(loader: DataLoader[Any], state: State) -> None:
@@ -110,7 +114,8 @@ def load_loader_state(loader: DataLoader[Any], state: State) -> None:
     Raises:
         ValueError: If the loader is shorter, or has other generators.
     """
-    if state["num_batches"] >= max(len(loader), 1):
+    most = len(loader) if state.get("has_ended") else max(len(loader), 1) - 1
+    if state["num_batches"] > most:
         raise ValueError(
             f"load_loader_state(loader, state) begins after {state['num_batches']} batches, the loader has "
             f"{len(loader)}. Make the loader as it was when the state was saved."
@@ -118,13 +123,10 @@ def load_loader_state(loader: DataLoader[Any], state: State) -> None:
     _position(loader).load(state, _sources(loader))
 
 
-def forget_position(loader: DataLoader[Any]) -> None:
-    """Take the current iteration for ended, and a state that was loaded for used.
-
-    For an epoch that ends before the loader does (``limit_train_batches``): what is saved now begins a new order.
-    """
-    if isinstance(loader, _StatefulLoader):
-        _position(loader).forget()
+def share_generators(loaders: Iterable[DataLoader[Any]]) -> bool:
+    """Return whether two of ``loaders`` draw from one generator, which no state of either has as it is now."""
+    generators = [id(generator) for loader in loaders for generator in _sources(loader).own_generators()]
+    return len(set(generators)) < len(generators)
 
 
 class _StatefulLoader(OpenLoader):
@@ -144,7 +146,9 @@ class _StatefulLoader(OpenLoader):
         position = _position(self)
         position.makes_iterator = True
         try:
-            iterator = make()
+            # What goes on has drawn its numbers before.
+            with nullcontext() if position.loaded is None else with_global_states(read_global_states()):
+                iterator = make()
         finally:
             position.makes_iterator = False
         return count_batches(iterator)

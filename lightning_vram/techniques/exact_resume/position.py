@@ -15,11 +15,13 @@ class Position:
         self.loaded: State | None = None
         self.newest: Iteration | None = None
 
-    def state(self, sources: OrderSources) -> State:
+    def state(self, sources: OrderSources, *, epoch_has_ended: bool | None) -> State:
         """Return what is to be saved now, of a loader with these sources."""
+        if epoch_has_ended:
+            self.forget()
         if self.loaded is not None:
             return self.loaded
-        if self.newest is None or self.newest.has_ended():
+        if self.newest is None or (epoch_has_ended is None and self.newest.has_ended()):
             # The next order is not drawn yet: of what it depends on, nobody else would save these.
             return {"num_batches": 0, "own": sources.own_states()}
         return self.newest.state()

@@ -49,17 +49,17 @@ class OrderSources:
 
     def own_states(self) -> list[State]:
         """Return the states of the generators that the loader and its samplers have for themselves."""
-        return [read_state(generator) for generator in self._own_generators()]
+        return [read_state(generator) for generator in self.own_generators()]
 
     def set_own_states(self, states: list[State]) -> None:
         """Set these generators, after :meth:`check_own_states`."""
         self.check_own_states(states)
-        for generator, state in zip(self._own_generators(), states, strict=True):
+        for generator, state in zip(self.own_generators(), states, strict=True):
             write_state(generator, state)
 
     def check_own_states(self, states: list[State]) -> None:
         """Raise ``ValueError`` if there are more or fewer of these generators."""
-        num_generators = len(self._own_generators())
+        num_generators = len(self.own_generators())
         if num_generators != len(states):
             raise ValueError(
                 f"load_loader_state(loader, state) has the states of {len(states)} generators, the loader and its "
@@ -71,7 +71,8 @@ class OrderSources:
         epochs = [getattr(sampler, "epoch", None) if hasattr(sampler, "set_epoch") else None for sampler in samplers]
         return [epoch if isinstance(epoch, int) else None for epoch in epochs]
 
-    def _own_generators(self) -> list[Any]:
+    def own_generators(self) -> list[Any]:
+        """Return the generators that the loader and its samplers have for themselves."""
         values = [value for sampler in _samplers_in(self.sampler) for _, value in _attributes(sampler)]
         return list({id(value): value for value in [self._generator, *values] if is_generator(value)}.values())
 
@@ -136,7 +137,12 @@ class Iteration:
 
     def state(self) -> State:
         """Return where it is: how many batches were handed out, and what the order was drawn from."""
-        return {"num_batches": self._num_skipped + self._num_yielded, "made": self._made, "started": self._started}
+        return {
+            "num_batches": self._num_skipped + self._num_yielded,
+            "has_ended": self.has_ended(),
+            "made": self._made,
+            "started": self._started,
+        }
 
 
 def _samplers_in(sampler: object) -> list[object]:

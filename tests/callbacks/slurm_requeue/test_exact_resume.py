@@ -6,6 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from support.requeue_runs import FakeSlurm, Noting, Run, assert_went_on, fit
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -167,6 +168,52 @@ def test_several_loaders_go_on_together(tmp_path):
 
     expected = save(Two, tmp_path, 2, SlurmRequeue())
     assert resume(Two, tmp_path, SlurmRequeue()).module.seen == expected.module.seen[2:]
+
+
+class Unequal(Long):
+    """Two loaders, of which the shorter one ends first; notes random numbers, too."""
+
+    mode = "max_size_cycle"
+    arguments: dict[str, Any] = {}
+
+    def train_dataloader(self) -> Any:
+        loaders = [self.make_loader(num, shuffle=True, **self.arguments) for num in (2, NUM_BATCHES)]
+        return CombinedLoader({"short": loaders[0], "longs": [loaders[1]]}, self.mode)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        parts = [part[0] for part in (batch["short"], batch["longs"][0]) if part is not None]
+        self.seen.append((batch_idx, [part.tolist() for part in parts], torch.rand(()).item()))
+        return sum(self.net(part).square().mean() for part in parts)
+
+
+def resume_and_compare(make: type[Unequal], folder: Path, after: int) -> bool:
+    lasts = {"max_epochs": 2, "limit_val_batches": 0}
+    expected = fit(make, folder, Save(folder / "some.ckpt", after), SlurmRequeue(), **lasts).module.seen
+    resumed = fit(make, folder, SlurmRequeue(), ckpt_path=folder / "some.ckpt", **lasts).module.seen
+    assert len(expected) == 2 * NUM_BATCHES
+    return resumed == expected[after:]
+
+
+@pytest.mark.parametrize("after", range(1, NUM_BATCHES + 2))
+@pytest.mark.parametrize("mode", ["max_size_cycle", "max_size"])
+def test_a_loader_that_ends_before_a_longer_one_goes_on_where_it_was(mode, after, tmp_path):
+    make = type("Made", (Unequal,), {"mode": mode})
+    assert resume_and_compare(make, tmp_path, after)
+
+
+def test_a_loader_with_workers_that_ends_before_a_longer_one_goes_on_where_it_was(tmp_path):
+    make = type("Made", (Unequal,), {"arguments": {"num_workers": 1}})
+    assert resume_and_compare(make, tmp_path, 2)
+
+
+def test_loaders_that_share_a_generator_are_warned_of(tmp_path):
+    class Sharing(Unequal):
+        def train_dataloader(self) -> Any:
+            self.arguments = {"generator": torch.Generator().manual_seed(3)}
+            return super().train_dataloader()
+
+    with pytest.warns(UserWarning, match=r"^SlurmRequeue cannot go on with a generator that several .* of its own\.$"):
+        resume_and_compare(Sharing, tmp_path, 2)
 
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used to create")

@@ -21,7 +21,6 @@ from torch.utils.data import (
 from lightning_vram.core.random_state.generators import read_state, write_state
 from lightning_vram.techniques.exact_resume.loaders import (
     can_be_stateful,
-    forget_position,
     load_loader_state,
     loader_state,
     make_stateful,
@@ -285,9 +284,21 @@ def test_an_epoch_that_ends_early_is_forgotten_if_told_and_else_is_gone_on_with(
     next(iterator)
     del iterator
     assert loader_state(loader)["num_batches"] == 1  # also when its iterator is gone
-    forget_position(loader)
-    assert loader_state(loader)["num_batches"] == 0
+    assert loader_state(loader, epoch_has_ended=True)["num_batches"] == 0
     assert len(list(loader)) == len(loader)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_loader_that_has_ended_before_its_epoch_goes_on_with_its_end_and_the_order_after_that(num_workers):
+    make = LOADERS["shuffled, generator"]
+    whole = train(make(num_workers=num_workers), 2)
+    loader = stateful(make, num_workers=num_workers)
+    list(loader)
+    state = through_file(loader_state(loader, epoch_has_ended=False))
+    resumed = stateful(make, num_workers=num_workers)
+    load_loader_state(resumed, state)
+    assert list(resumed) == []
+    assert [batch for batch, _ in train(resumed, 1)[0]] == [batch for batch, _ in whole[1]]
 
 
 def test_an_epoch_that_is_set_too_late_does_not_matter():
