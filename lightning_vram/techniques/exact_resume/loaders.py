@@ -14,13 +14,12 @@ same generators, or by seed and epoch as ``DistributedSampler`` does.
 
 import copyreg
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
-from lightning_vram.core.random_state.generators import State, read_global_states, with_global_states
+from lightning_vram.core.random_state.generators import State
 from lightning_vram.private_names.torch.data import (
     OpenLoader,
     can_be_opened,
@@ -146,9 +145,7 @@ class _StatefulLoader(OpenLoader):
         position = _position(self)
         position.makes_iterator = True
         try:
-            # What goes on has drawn its numbers before.
-            with nullcontext() if position.loaded is None else with_global_states(read_global_states()):
-                iterator = make()
+            iterator = make()
         finally:
             position.makes_iterator = False
         return count_batches(iterator)

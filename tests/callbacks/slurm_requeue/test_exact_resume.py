@@ -174,11 +174,13 @@ class Unequal(Long):
     """Two loaders, of which the shorter one ends first; notes random numbers, too."""
 
     mode = "max_size_cycle"
-    arguments: dict[str, Any] = {}
 
     def train_dataloader(self) -> Any:
-        loaders = [self.make_loader(num, shuffle=True, **self.arguments) for num in (2, NUM_BATCHES)]
+        loaders = [self.make_loader(num, **self.arguments()) for num in (2, NUM_BATCHES)]
         return CombinedLoader({"short": loaders[0], "longs": [loaders[1]]}, self.mode)
+
+    def arguments(self) -> dict[str, Any]:
+        return {"shuffle": True}
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         parts = [part[0] for part in (batch["short"], batch["longs"][0]) if part is not None]
@@ -202,15 +204,21 @@ def test_a_loader_that_ends_before_a_longer_one_goes_on_where_it_was(mode, after
 
 
 def test_a_loader_with_workers_that_ends_before_a_longer_one_goes_on_where_it_was(tmp_path):
-    make = type("Made", (Unequal,), {"arguments": {"num_workers": 1}})
-    assert resume_and_compare(make, tmp_path, 2)
+    class Working(Unequal):
+        def arguments(self) -> dict[str, Any]:
+            return {"shuffle": True, "num_workers": 1}
+
+    assert resume_and_compare(Working, tmp_path, 2)
 
 
 def test_loaders_that_share_a_generator_are_warned_of(tmp_path):
     class Sharing(Unequal):
         def train_dataloader(self) -> Any:
-            self.arguments = {"generator": torch.Generator().manual_seed(3)}
+            self.shared = torch.Generator().manual_seed(3)
             return super().train_dataloader()
+
+        def arguments(self) -> dict[str, Any]:
+            return {"shuffle": True, "generator": self.shared}
 
     with pytest.warns(UserWarning, match=r"^SlurmRequeue cannot go on with a generator that several .* of its own\.$"):
         resume_and_compare(Sharing, tmp_path, 2)
