@@ -137,12 +137,8 @@ class Iteration:
 
     def state(self) -> State:
         """Return where it is: how many batches were handed out, and what the order was drawn from."""
-        return {
-            "num_batches": self._num_skipped + self._num_yielded,
-            "has_ended": self.has_ended(),
-            "made": self._made,
-            "started": self._started,
-        }
+        place = {"num_batches": self._num_skipped + self._num_yielded, "has_ended": self.has_ended()}
+        return {**place, "made": self._made, "started": self._started}
 
 
 def _samplers_in(sampler: object) -> list[object]:
