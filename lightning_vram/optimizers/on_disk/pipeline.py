@@ -22,12 +22,17 @@ from lightning_vram.private_names.torch.dispatch import without_dispatch
 class DiskPipeline:
     """A ring of at least two buffers, and the threads that fill and empty it."""
 
-    def __init__(self, file: DiskFile, buffer_bytes: int, num_buffers: int, num_threads: int) -> None:
+    def __init__(self, file: DiskFile, num_buffers: int, num_threads: int) -> None:
         self._file = file
-        self._buffer_bytes = buffer_bytes
+        self._buffer_bytes = 0
         self._num_buffers = num_buffers
         self._buffers: list[Tensor] = []
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="lightning_vram nvme_path")
+
+    def make_room(self, buffer_bytes: int) -> None:
+        """Have buffers of that size."""
+        if buffer_bytes > self._buffer_bytes:
+            self._buffer_bytes, self._buffers = buffer_bytes, []
 
     @property
     def ring_bytes(self) -> int:

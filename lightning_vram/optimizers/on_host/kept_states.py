@@ -1,7 +1,7 @@
 """Where the states of one optimizer are between its steps on the host, and in which form."""
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -48,7 +48,7 @@ class KeptStates:
             refuse_form(*names, form, optimizer, narrow)
             if folder is None and on_device is not None:
                 narrow = set(filter(form.takes, narrow))
-            self._narrow = NarrowStates(optimizer, narrow, form)
+            self._narrow = NarrowStates(optimizer, narrow.__contains__, form)
         form = None if self._narrow is None else form
         self._streamed = None if folder is None else StreamedStates(optimizer, parameters, folder, form)
 
@@ -64,8 +64,20 @@ class KeptStates:
         if self._narrow is not None or self._streamed is not None:
             handles.append(optimizer.register_load_state_dict_post_hook(self._after_load))
         if self._narrow is not None:
-            self._narrow.convert(optimizer)
+            self._narrow.convert()
         return handles
+
+    def adopt(self, members: Sequence[Member], wait: Callable[[], None]) -> None:
+        """Take over what user code has written to states of members that are about to be stepped.
+
+        Args:
+            members: Of one group.
+            wait: Returns when no other step is under way.
+        """
+        if self._streamed is not None:
+            self._streamed.adopt(members, wait)
+        if self._narrow is not None:
+            self._narrow.adopt(members)
 
     def step(self, step_round: StepRound, lanes: Sequence[ShardLane], members: Sequence[Member]) -> None:
         """Step members of one group, whose lanes are ``lanes``."""
@@ -85,11 +97,11 @@ class KeptStates:
 
     def _after_load(self, optimizer: Optimizer) -> None:
         if self._narrow is not None:
-            self._narrow.after_load(optimizer)
+            self._narrow.after_load()
         if self._streamed is not None:
             self._streamed.load()
         if self._narrow is not None:
-            self._narrow.convert(optimizer)  # those that are on the disk are in the form
+            self._narrow.convert()  # those that are on the disk are in the form
 
 
 def replace_parameters(optimizer: Optimizer, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:

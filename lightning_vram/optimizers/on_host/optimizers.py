@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import compress
 from typing import Any, TypeVar
 
 import torch
@@ -80,6 +81,8 @@ class HostOptimizers(StepTakeOver):
         self._submitted: list[tuple[bool, ShardedGroup, Ticket]] = []  # jobs of the step; whether a forward passes them
         self._nvme_path, self._form, self._is_form_everywhere = nvme_path, form, is_form_everywhere
         self._kept: dict[int, KeptStates] = {}  # by id of the optimizer
+        self._fresh: list[Member] = []  # of the step, that had no state
+        self._stateless: set[nn.Parameter] = set()  # for which none was made, as of SGD without momentum
         self._factors: dict[int, Tensor] = {}  # by which gradients are yet to be scaled; by id of the optimizer
         sharding.on_landed = self._landed
         super().__init__()
@@ -185,7 +188,7 @@ class HostOptimizers(StepTakeOver):
             replace_parameters(optimizer, replaced)
             if id(optimizer) in self._kept:
                 self._kept[id(optimizer)].let_go(optimizer)
-        self._kept, self._groups = {}, {}
+        self._kept, self._groups, self._stateless = {}, {}, set()
         self._attached, self._taken, self._stand_ins, self._handles = [], [], [], []
 
     # --- steps ---
@@ -208,6 +211,10 @@ class HostOptimizers(StepTakeOver):
         step_round.run(step_round.take_rest())
         self.arrange_by_forward()
         self._sharding.gather_root()
+        fresh, self._fresh = self._fresh, []
+        if fresh:  # from here on a step writes only to what there is: user code may put other states in its place
+            self.finish()
+            self._stateless.update(member.parameter for member in fresh if not member.state)
         return loss
 
     def arrange_by_forward(self) -> None:
@@ -232,10 +239,13 @@ class HostOptimizers(StepTakeOver):
             return
         group.forget_whole()
         states = self._kept[id(step_round.optimizer)]
+        states.adopt(members, lambda: self._worker and self._worker.drain())
         if self._worker is None or group.landing is None:
             is_on_host = group.home.type == "cpu"
             _run(partial(states.step_on_device, step_round, is_on_host=is_on_host), group, members)
             return
+        is_fresh = (not member.state and member.parameter not in self._stateless for member in members)
+        self._fresh += compress(members, is_fresh)
         job = partial(_run, partial(states.step, step_round, group.lanes), group, members)
         self.work_beside(job, group, list_tensors(members))
 

@@ -267,8 +267,8 @@ def _copy(value: Any) -> Any:
 def _step_parts(step_round: StepRound, all_stepping: Sequence[_Stepping]) -> None:
     _scale(step_round, [stepping.member for stepping in all_stepping])
     narrow = [stepping for stepping in all_stepping if stepping.narrow is not None]
-    numbers = [one.narrow.number_of(one.member.parameter) for one in narrow if one.narrow is not None]
-    for stepping, seed in zip(narrow, make_seeds([one.member.local_state for one in narrow], numbers), strict=True):
+    members = [stepping.member for stepping in narrow]
+    for stepping, seed in zip(narrow, make_seeds(members, [one.local_state for one in members]), strict=True):
         stepping.seed = seed
     if not all_stepping:
         return

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_vram.core.gradients.clipping import apply_clip_factor
-from lightning_vram.optimizers.stepping.steppable import make_twin, plain_step
-from lightning_vram.private_names.fsdp2.sharded_tensors import DTensorSpec, TensorMeta, local_part
+from lightning_vram.optimizers.stepping.steppable import iterate_parameters, make_twin, plain_step
+from lightning_vram.private_names.fsdp2.sharded_tensors import DTensorSpec, TensorMeta, cut_own_part, local_part
 
 State = dict[str, Any]
 
@@ -22,11 +22,12 @@ class Member:
     """A parameter that is stepped."""
 
     group: int  # index of its group in the optimizer
+    number: int  # of the parameter in the optimizer
     parameter: nn.Parameter  # as the optimizer has it
     shard: Tensor  # its local part, plain
     gradient: Tensor  # of that, plain
     state: State  # as the optimizer has it; empty before the first step
-    local_state: State  # the same with plain tensors
+    local_state: State  # the same with plain tensors, over the same memory
     own_gradient: Tensor | None = None  # as the parameter had it: it may have none by the time it is stepped
 
 
@@ -49,8 +50,8 @@ class StepRound:
         self._attributes = dict(vars(optimizer))
         self._is_on_host = is_on_host
         self._groups = [_freeze(group) for group in optimizer.param_groups]
-        places = enumerate(optimizer.param_groups)
-        self._left = {parameter: index for index, group in places for parameter in group["params"]}
+        pairs = ((index, one) for index, group in enumerate(optimizer.param_groups) for one in group["params"])
+        self._left = {parameter: (index, number) for number, (index, parameter) in enumerate(pairs)}
 
     def take(self, parameters: Iterable[nn.Parameter]) -> list[Member]:
         """Return those of ``parameters`` that have a gradient, and were not yet taken."""
@@ -58,11 +59,17 @@ class StepRound:
         for parameter in parameters:
             if parameter.grad is None or parameter not in self._left:
                 continue
-            index = self._left.pop(parameter)
+            index, number = self._left.pop(parameter)
             state = self.optimizer.state[parameter]
-            local_state = {key: local_part(value) for key, value in state.items()}
+            if isinstance(state.get("step"), int | float):
+                settings = self._groups[index]
+                is_there = settings.get("fused") or settings.get("capturable")
+                state["step"] = torch.tensor(float(state["step"]), device=parameter.device if is_there else "cpu")
+            shard_state(parameter, state)
+            is_beside = isinstance(parameter, DTensor)
+            local_state = {key: _unwatched(value) if is_beside else value for key, value in state.items()}
             shard, gradient = local_part(parameter), local_part(parameter.grad)
-            members.append(Member(index, parameter, shard, gradient, state, local_state, parameter.grad))
+            members.append(Member(index, number, parameter, shard, gradient, state, local_state, parameter.grad))
         return members
 
     def take_rest(self) -> list[Member]:
@@ -79,11 +86,10 @@ class StepRound:
         """
         self.scale(members)
         stand_ins = [make_stand_in(member.shard, member.gradient) for member in members]
-        before = [dict(member.local_state) for member in members]
-        groups, states = [member.group for member in members], [member.local_state for member in members]
+        groups, states = [member.group for member in members], [dict(member.local_state) for member in members]
         self.step_stand_ins(groups, stand_ins, states, is_on_host=is_on_host)
-        for member, old in zip(members, before, strict=True):
-            publish_state(member, {key: now for key, now in member.local_state.items() if now is not old.get(key)})
+        for member, state in zip(members, states, strict=True):
+            publish_state(member, state)
 
     def scale(self, members: Sequence[Member]) -> None:
         """Multiply gradients by the factor, if there is one."""
@@ -121,9 +127,45 @@ class StepRound:
 
 
 def publish_state(member: Member, local: State) -> None:
-    """Let the optimizer's state of ``member`` name what is in ``local``, sharded as the parameter is."""
+    """Let the optimizer's state of ``member`` have what is in ``local``, sharded as the parameter is.
+
+    What was there is written in place: user code may hold it, or may have put something else there since.
+    """
     for key, value in local.items():
-        member.state[key] = as_sharded(value, member.parameter, member.shard.shape)
+        old = member.local_state.get(key)
+        if value is old:
+            continue
+        if isinstance(old, Tensor) and isinstance(value, Tensor) and old.shape == value.shape:
+            old.copy_(value)
+        else:
+            member.state[key] = as_sharded(value, member.parameter, member.shard.shape)
+
+
+def shard_state(parameter: nn.Parameter, state: State) -> None:
+    """Shard plain tensors that user code has written to a state of a sharded parameter, whole or this rank's part."""
+    for key, value in state.items() if isinstance(parameter, DTensor) else ():
+        if isinstance(value, Tensor) and value.dim() and not isinstance(value, DTensor):
+            shape = local_part(parameter).shape
+            if value.shape == parameter.shape != shape:
+                value = cut_own_part(value, parameter).clone()
+            state[key] = as_sharded(value, parameter, shape)
+
+
+def check_state(optimizer: Optimizer, parameter: nn.Parameter, key: str, value: object) -> None:
+    """Refuse what user code has put in the place of a state that has a number for each weight.
+
+    Raises:
+        ValueError: If it is nothing of that shape.
+    """
+    if isinstance(value, Tensor) and local_part(value).shape == local_part(parameter).shape:
+        return
+    number = next(number for number, one in enumerate(iterate_parameters(optimizer)) if one is parameter)
+    found = f"shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+    raise ValueError(
+        f"{type(optimizer).__name__}.state[parameter {number}][{key!r}] must be a tensor of shape "
+        f"{list(parameter.shape)}, got {found}: write torch.zeros_like(parameter), or let it begin anew with "
+        "optimizer.state.pop(parameter)."
+    )
 
 
 def as_sharded(value: Any, parameter: nn.Parameter, shape: torch.Size) -> Any:
@@ -134,6 +176,11 @@ def as_sharded(value: Any, parameter: nn.Parameter, shape: torch.Size) -> Any:
     like = TensorMeta(parameter.shape, parameter.stride(), value.dtype)
     spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=like)
     return DTensor(value, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def _unwatched(value: Any) -> Any:
+    """Return what a step uses of a state of a sharded parameter, while whoever reads ``value`` itself waits."""
+    return value.detach() if isinstance(value, Tensor) and not isinstance(value, DTensor) else local_part(value)
 
 
 def list_tensors(members: Iterable[Member]) -> list[Tensor]:
