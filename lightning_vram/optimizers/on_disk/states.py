@@ -72,6 +72,7 @@ class DiskStates:
         Raises:
             OffloadError: If the disk is too small; nothing is changed then.
         """
+        self._check()
         layouts = [*self._layouts, *layouts]
         places = StatePlaces([*self._places.sizes, *sizes], layouts)
         num_bytes = max(places.total_bytes, 1) - self._file.num_bytes  # an empty file cannot be mapped
@@ -139,9 +140,8 @@ class DiskStates:
         def step_chunk(chunk: Chunk, buffer: Tensor) -> None:
             slots = [cut_slots(span, self._layouts[span.index], buffer) for span in chunk.spans]
             pieces = [
-                Piece(span.index, span.start, span.stop, copy_scalars(known[span.index]) | slot if is_known else {})
+                Piece(i := span.index, span.start, span.stop, copy_scalars(known[i]) | slot if i in known else {})
                 for span, slot in zip(chunk.spans, slots, strict=True)
-                for is_known in (span.index in known,)
             ]
             step(pieces)
             for piece, slot in zip(pieces, slots, strict=True):

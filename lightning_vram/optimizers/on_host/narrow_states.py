@@ -84,10 +84,10 @@ class NarrowStates:
 
     def convert(self) -> None:
         """Bring the moments that the optimizer has now into the form, one after the other."""
-        for parameter, state in self._optimizer.state.items():
-            if isinstance(parameter, Tensor) and self.has(parameter):
-                shard_state(parameter, state)
-                self._convert(parameter, state)
+        for parameter in filter(self.has, iterate_parameters(self._optimizer)):
+            state = self._optimizer.state.get(parameter, {})
+            shard_state(parameter, state)
+            self._convert(parameter, state)
 
     def adopt(self, members: Sequence[Member]) -> None:
         """Bring moments into the form that user code has written to the states of members."""
@@ -99,7 +99,7 @@ class NarrowStates:
         shard, changed = local_part(parameter), State()
         for key in MOMENTS:
             value = local_part(state.get(key))
-            if isinstance(value, Tensor):
+            if value is not None:
                 check_state(self._optimizer, parameter, key, value)
                 now = self.form.convert(key, value, shard.device)
                 if now is not value:
@@ -110,7 +110,7 @@ class NarrowStates:
     def before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Take the moments out of what is loaded: ``torch.optim`` would make float32 of all of them at once."""
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        parameters = dict(zip(saved, iterate_parameters(optimizer), strict=False))  # the optimizer complains of other numbers
+        parameters = dict(zip(saved, iterate_parameters(optimizer), strict=False))  # it complains of other numbers
         states = dict(state_dict["state"])
         for key, state in states.items():
             parameter = parameters.get(key)

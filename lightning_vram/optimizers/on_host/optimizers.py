@@ -239,7 +239,7 @@ class HostOptimizers(StepTakeOver):
             return
         group.forget_whole()
         states = self._kept[id(step_round.optimizer)]
-        states.adopt(members, lambda: self._worker and self._worker.drain())
+        states.adopt(members, self._worker.drain if self._worker is not None else self.finish)
         if self._worker is None or group.landing is None:
             is_on_host = group.home.type == "cpu"
             _run(partial(states.step_on_device, step_round, is_on_host=is_on_host), group, members)

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Sequence
 from hashlib import blake2b
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn

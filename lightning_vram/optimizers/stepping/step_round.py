@@ -143,12 +143,13 @@ def publish_state(member: Member, local: State) -> None:
 
 def shard_state(parameter: nn.Parameter, state: State) -> None:
     """Shard plain tensors that user code has written to a state of a sharded parameter, whole or this rank's part."""
-    for key, value in state.items() if isinstance(parameter, DTensor) else ():
+    if not isinstance(parameter, DTensor):
+        return
+    for key, value in state.items():
         if isinstance(value, Tensor) and value.dim() and not isinstance(value, DTensor):
             shape = local_part(parameter).shape
-            if value.shape == parameter.shape != shape:
-                value = cut_own_part(value, parameter).clone()
-            state[key] = as_sharded(value, parameter, shape)
+            own = cut_own_part(value, parameter).clone() if value.shape == parameter.shape != shape else value
+            state[key] = as_sharded(own, parameter, shape)
 
 
 def check_state(optimizer: Optimizer, parameter: nn.Parameter, key: str, value: object) -> None:

@@ -41,14 +41,15 @@ class Case:
         self.weights = [torch.randn(size) for size in sizes]
         self.gradient = torch.randn(PARAMETER_ELEMENTS)
         self.states = [{} for _ in sizes]
-        self.disk = None
+        self.disk, self.scalars = None, {}
         if folder is not None:
             layouts = [ADAM] * num_parameters
-            self.disk = DiskStates(folder, sizes, layouts, num_buffers=num_buffers, num_threads=NUM_THREADS)
+            self.disk = DiskStates(folder, num_buffers=num_buffers, num_threads=NUM_THREADS)
+            self.disk.add(sizes, layouts)
 
     def step(self) -> None:
         if self.disk is not None:
-            self.disk.stream(range(len(self.weights)), self._step)
+            self.scalars = self.disk.stream(range(len(self.weights)), self._step, self.scalars)
         else:
             self._step([Piece(index, 0, len(weight), self.states[index]) for index, weight in enumerate(self.weights)])
 
