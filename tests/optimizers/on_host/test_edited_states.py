@@ -88,6 +88,7 @@ def load(optimizer: Optimizer, held: dict[str, Any]) -> None:
     for state in held["state_dict"]["state"].values():
         state["step"].fill_(30.0)
         state["exp_avg"].fill_(0.5)
+        state["exp_avg_sq"].fill_(0.25)
     optimizer.load_state_dict(held["state_dict"])
 
 
