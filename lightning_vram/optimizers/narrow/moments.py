@@ -7,7 +7,6 @@ fused AdamW on the host is done in one pass, to the same bits, where there is a 
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -67,11 +66,11 @@ class NarrowMoments(StepTakeOver):
         forms = [form_of(self._library, form, optimizer) for optimizer in fresh]
         for optimizer, form in zip(fresh, forms, strict=True):
             states = NarrowStates(optimizer, form.takes, form, self._check)
-            states.convert()
+            states.take_in(optimizer)
             self._kept[id(optimizer)] = states
             self._handles += [
                 optimizer.register_load_state_dict_pre_hook(states.before_load),
-                optimizer.register_load_state_dict_post_hook(partial(_after_load, states)),
+                optimizer.register_load_state_dict_post_hook(states.take_in),
             ]
             self._take_over(optimizer)
 
@@ -111,8 +110,3 @@ class NarrowMoments(StepTakeOver):
             states.form.step(step_round, ours)
         else:
             step_in_parts(step_round, states, ours)
-
-
-def _after_load(states: NarrowStates, optimizer: Optimizer) -> None:
-    states.after_load()
-    states.convert()

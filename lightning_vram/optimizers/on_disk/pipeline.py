@@ -69,13 +69,9 @@ class DiskPipeline:
                 self._await(turn)  # a disk that fails is worse than whatever stopped us
             raise
 
-    def close(self, *, wait: bool = True) -> None:
-        """End the threads and give the buffers back.
-
-        Args:
-            wait: Whether to return when the threads have ended. Not in a finalizer: see ``HostWorker.stop``.
-        """
-        self._threads.shutdown(wait=wait)
+    def close(self) -> None:
+        """End the threads, without waiting as in a finalizer (see ``HostWorker.stop``), and give the buffers back."""
+        self._threads.shutdown(wait=False)
         self._buffers.clear()
 
     def _submit(self, buffer: Tensor, written: Sequence[Extent], read: Sequence[Extent]) -> "Future[None]":

@@ -7,24 +7,47 @@ file that vanishes with the process: they are no checkpoint.
 
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_vram.core.host.arena import OffloadError
 from lightning_vram.core.host.disk_file import DiskFile
-from lightning_vram.optimizers.on_disk.chunks import PART_ELEMENTS, Chunk, StatePlaces
+from lightning_vram.optimizers.on_disk.chunks import Chunk, Span, StatePlaces
 from lightning_vram.optimizers.on_disk.layouts import StateLayout
-from lightning_vram.optimizers.on_disk.pieces import Piece, Step, copy_scalars, cut_slots, keep_states
 from lightning_vram.optimizers.on_disk.pipeline import DiskPipeline
 from lightning_vram.optimizers.stepping import State
 
 CHUNK_ELEMENTS = 2**22  # 16 MiB of each fp32 state
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a parameter that is stepped at once.
+
+    Attributes:
+        index: Which parameter.
+        start: Its first weight, counted in the flat parameter.
+        stop: One past its last.
+        states: The state of a parameter that has just these weights: flat tensors on a buffer, ``[stop - start]``,
+            and copies of what is kept once for a parameter. Empty if the parameter has no state yet. What is in it
+            after the step is kept.
+    """
+
+    index: int
+    start: int
+    stop: int
+    states: State
+
+
+Step = Callable[[Sequence[Piece]], None]
+
+
 class DiskStates:
-    """States of parameters in a file in ``folder``, as long as this object is not closed.
+    """States of parameters in a file in ``folder``, as long as this object lives.
 
     Not for several threads at a time.
 
@@ -35,7 +58,7 @@ class DiskStates:
         num_threads: Reads and writes at a time.
 
     Raises:
-        ValueError: If ``folder`` is no folder, or a number is not allowed.
+        ValueError: If ``folder`` is no folder.
         OffloadError: If no file can be made there.
     """
 
@@ -47,12 +70,6 @@ class DiskStates:
         num_buffers: int = 4,
         num_threads: int = 4,
     ) -> None:
-        if chunk_elements < 1 or chunk_elements % PART_ELEMENTS:
-            raise ValueError(f"chunk_elements must be a positive multiple of {PART_ELEMENTS}, got {chunk_elements}.")
-        if num_buffers < 2:
-            raise ValueError(f"num_buffers must be at least 2, got {num_buffers}.")
-        if num_threads < 1:
-            raise ValueError(f"num_threads must be at least 1, got {num_threads}.")
         self._layouts: list[StateLayout] = []
         self._places = StatePlaces([], [])
         self._chunk_elements = chunk_elements
@@ -60,7 +77,7 @@ class DiskStates:
         self._why_over: str | None = None
         self._file = DiskFile(folder, "nvme_path", is_direct=True)
         self._pipeline = DiskPipeline(self._file, num_buffers, num_threads)
-        self._finalizer = weakref.finalize(self, _close, self._pipeline, self._file)
+        weakref.finalize(self, _close, self._pipeline, self._file)
 
     def add(self, sizes: Sequence[int], layouts: Sequence[StateLayout]) -> None:
         """Have room for the states of more parameters, at the end of the file.
@@ -138,14 +155,14 @@ class DiskStates:
         chunks, left = self._plan(tuple(work)), dict[int, State]()
 
         def step_chunk(chunk: Chunk, buffer: Tensor) -> None:
-            slots = [cut_slots(span, self._layouts[span.index], buffer) for span in chunk.spans]
+            slots = [_cut_slots(span, self._layouts[span.index], buffer) for span in chunk.spans]
             pieces = [
-                Piece(i := span.index, span.start, span.stop, copy_scalars(known[i]) | slot if i in known else {})
+                Piece(i := span.index, span.start, span.stop, _copy_scalars(known[i]) | slot if i in known else {})
                 for span, slot in zip(chunk.spans, slots, strict=True)
             ]
             step(pieces)
             for piece, slot in zip(pieces, slots, strict=True):
-                scalars = keep_states(piece, slot)
+                scalars = _keep_states(piece, slot)
                 if piece.stop == self._places.sizes[piece.index]:
                     left[piece.index] = scalars
 
@@ -155,12 +172,6 @@ class DiskStates:
             self._why_over = str(error)
             raise
         return left
-
-    def close(self) -> None:
-        """Delete the file and give the memory back."""
-        self._why_over = f"{self._file.name}: closed already, the states there are gone."
-        self._pipeline.close()
-        self._finalizer()
 
     def _plan(self, work: tuple[int, ...]) -> list[Chunk]:
         if len(set(work)) < len(work):
@@ -175,5 +186,54 @@ class DiskStates:
 
 
 def _close(pipeline: DiskPipeline, file: DiskFile) -> None:
-    pipeline.close(wait=False)  # nothing is under way: who has the pipeline at work has us, too
+    pipeline.close()  # nothing is under way: who has the pipeline at work has us, too
     file.close()
+
+
+def _cut_slots(span: Span, layout: StateLayout, buffer: Tensor) -> dict[str, Tensor]:
+    """Return the states of a span, flat tensors on ``buffer``."""
+    size = span.stop - span.start
+    places = zip(layout.elementwise, span.offsets, _lengths(span, layout), strict=True)
+    return {
+        key: layout.slot(key, dtype, buffer[offset : offset + length], size) for (key, dtype), offset, length in places
+    }
+
+
+def _keep_states(piece: Piece, slots: Mapping[str, Tensor]) -> State:
+    """Let the slots hold what a step has left in a piece; return what is kept once for a parameter.
+
+    Raises:
+        ValueError: If the step left other states than there are slots for.
+    """
+    states = piece.states
+    for key, slot in slots.items():
+        left = states.get(key)
+        if left is slot:
+            continue
+        if not isinstance(left, Tensor) or left.numel() != slot.numel() or left.dtype != slot.dtype:
+            raise _mismatch(piece, key, left)
+        slot.copy_(left.reshape(-1))
+    scalars = {key: value for key, value in states.items() if key not in slots}
+    for key, value in scalars.items():
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise _mismatch(piece, key, value)
+    return scalars
+
+
+def _copy_scalars(scalars: Mapping[str, Any]) -> State:
+    """Copy what is kept once for a parameter, so that a step on the copy does not show."""
+    return {key: value.detach().clone() if isinstance(value, Tensor) else value for key, value in scalars.items()}
+
+
+def _lengths(span: Span, layout: StateLayout) -> list[int]:
+    """Bytes of each state of a span."""
+    ends = zip(layout.kept_bytes(span.start), layout.kept_bytes(span.stop), strict=True)
+    return [stop - start for start, stop in ends]
+
+
+def _mismatch(piece: Piece, key: str, value: object) -> ValueError:
+    left = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+    return ValueError(
+        f"nvme_path: the optimizer left {key} = {left} as a state of parameter {piece.index}, which there was no room "
+        "made for; set its options (amsgrad, momentum, ...) before training and leave them."
+    )

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_vram.optimizers.on_disk.layouts import find_layout
-from lightning_vram.optimizers.on_disk.pieces import Piece
-from lightning_vram.optimizers.on_disk.states import DiskStates
+from lightning_vram.optimizers.on_disk.states import DiskStates, Piece
 from lightning_vram.optimizers.stepping import (
     Member,
     State,
@@ -18,11 +17,11 @@ from lightning_vram.optimizers.stepping import (
     as_sharded,
     check_state,
     first_place,
+    local_parts,
     make_seeds,
     make_stand_in,
     narrow_state,
     publish_state,
-    shard_state,
     widen_state,
 )
 from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
@@ -54,7 +53,6 @@ class StreamedStates:
         self._optimizer, self._wanted, self._form = optimizer, set(parameters), form
         self._index: dict[nn.Parameter, int] = {}
         self._shown: list[State] = []  # what lies in the file, as the optimizer's state names it
-        self._first_places: list[int] = []
         self._disk = DiskStates(folder)
         self.load()
 
@@ -72,14 +70,13 @@ class StreamedStates:
             shape = local_part(parameter).shape
             views = self._disk.views(index).items()
             self._shown.append({key: as_sharded(view.view(shape), parameter, shape) for key, view in views})
-            self._first_places.append(first_place(parameter))
         for parameter, index in self._index.items():
             state = self._optimizer.state.get(parameter, {})
-            shard_state(parameter, state)
+            local_state = local_parts(parameter, state)
             for key, shown in self._shown[index].items() if _has_begun(state) else ():
                 if state.get(key) is not shown:
-                    check_state(self._optimizer, parameter, key, state.get(key))
-                    local_part(shown).copy_(local_part(state[key]).detach())
+                    check_state(self._optimizer, parameter, key, local_state.get(key))
+                    local_part(shown).copy_(local_state[key])
                     state[key] = shown
         self._disk.release()
 
@@ -125,7 +122,7 @@ class StreamedStates:
             states = [widen_state(piece.states) for piece in pieces]
             step_round.step_stand_ins(groups, stand_ins, states)
             for piece, state, seed in zip(pieces, states, seeds, strict=True):
-                first = self._first_places[piece.index] + piece.start
+                first = first_place(by_index[piece.index].parameter) + piece.start
                 piece.states.update(narrow_state(self._form, state, first, seed, piece.states))
 
         self._disk.release()  # pages that a checkpoint has looked at

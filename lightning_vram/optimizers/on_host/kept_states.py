@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_vram.optimizers.on_disk import StreamedStates
 from lightning_vram.optimizers.on_host.narrow_states import NarrowStates, widen_when_stepped
-from lightning_vram.optimizers.on_host.split_steps import step_in_parts, step_on_host
+from lightning_vram.optimizers.on_host.split_steps import cut_gradient, scale, step_in_parts, step_lanes
 from lightning_vram.optimizers.stepping import Member, StateForm, StepRound, refuse_form
 from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
 from lightning_vram.techniques.sharding import ShardLane
@@ -58,13 +58,10 @@ class KeptStates:
         Returns:
             Handles whose ``remove`` ends it.
         """
-        handles = []
+        self._take_in(optimizer)
+        handles = [optimizer.register_load_state_dict_post_hook(self._take_in)]
         if self._narrow is not None:
             handles.append(optimizer.register_load_state_dict_pre_hook(self._narrow.before_load))
-        if self._narrow is not None or self._streamed is not None:
-            handles.append(optimizer.register_load_state_dict_post_hook(self._after_load))
-        if self._narrow is not None:
-            self._narrow.convert()
         return handles
 
     def adopt(self, members: Sequence[Member], wait: Callable[[], None]) -> None:
@@ -80,8 +77,15 @@ class KeptStates:
             self._narrow.adopt(members)
 
     def step(self, step_round: StepRound, lanes: Sequence[ShardLane], members: Sequence[Member]) -> None:
-        """Step members of one group, whose lanes are ``lanes``."""
-        step_on_host(step_round, self._streamed, self._narrow, lanes, members)
+        """Step members of one group, whose lanes are ``lanes``: with states from a disk, in parts, or as they are."""
+        members = step_lanes(step_round, self._narrow, lanes, members, is_whole=self._streamed is not None)
+        if self._streamed is not None:
+            scale(step_round, members)
+            self._streamed.run(step_round, members, cut_gradient)
+        elif self._narrow is not None:
+            step_in_parts(step_round, self._narrow, members)
+        elif members:
+            step_round.run(members)
 
     def step_on_device(self, step_round: StepRound, members: Sequence[Member], *, is_on_host: bool) -> None:
         """Step members of a group whose shards are where they are computed."""
@@ -95,13 +99,11 @@ class KeptStates:
         if self._narrow is not None:
             widen_when_stepped(optimizer)
 
-    def _after_load(self, optimizer: Optimizer) -> None:
+    def _take_in(self, optimizer: Optimizer) -> None:
         if self._narrow is not None:
-            self._narrow.after_load()
+            self._narrow.take_in(optimizer)
         if self._streamed is not None:
             self._streamed.load()
-        if self._narrow is not None:
-            self._narrow.convert()  # those that are on the disk are in the form
 
 
 def replace_parameters(optimizer: Optimizer, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:

@@ -18,11 +18,10 @@ from lightning_vram.optimizers.stepping import (
     UpdateCheck,
     as_sharded,
     check_state,
-    first_place,
     is_narrow,
     iterate_parameters,
+    local_parts,
     narrow_state,
-    shard_state,
     widen_state,
     widened,
 )
@@ -50,7 +49,6 @@ class NarrowStates:
     ) -> None:
         self.form, self._check = form, check
         self._optimizer, self._takes = optimizer, takes
-        self._first_places: dict[nn.Parameter, int] = {}
         self._loading: dict[nn.Parameter, State] = {}
         handle = _to_widen.pop(optimizer, None)
         if handle is not None:  # of a run before
@@ -59,12 +57,6 @@ class NarrowStates:
     def has(self, parameter: nn.Parameter) -> bool:
         """Whether the moments of a parameter are in the form."""
         return parameter.dtype == torch.float32 and self._takes(parameter)
-
-    def first_place_of(self, parameter: nn.Parameter) -> int:
-        """Return the place of the first weight of its local part in the whole of it."""
-        if parameter not in self._first_places:
-            self._first_places[parameter] = first_place(parameter)
-        return self._first_places[parameter]
 
     @property
     def is_counting(self) -> bool:
@@ -82,30 +74,30 @@ class NarrowStates:
             self._check.count(old, new, narrow[key])
         return narrow
 
-    def convert(self) -> None:
-        """Bring the moments that the optimizer has now into the form, one after the other."""
-        for parameter in filter(self.has, iterate_parameters(self._optimizer)):
-            state = self._optimizer.state.get(parameter, {})
-            shard_state(parameter, state)
-            self._convert(parameter, state)
+    def take_in(self, optimizer: Optimizer) -> None:
+        """Bring the moments that the optimizer has, or has loaded, into the form, one after the other."""
+        loading, self._loading = self._loading, {}
+        for parameter, moments in loading.items():
+            optimizer.state[parameter].update(moments)
+        for parameter in filter(self.has, iterate_parameters(optimizer)):
+            state = optimizer.state.get(parameter, {})
+            self._convert(parameter, state, local_parts(parameter, state))
 
     def adopt(self, members: Sequence[Member]) -> None:
         """Bring moments into the form that user code has written to the states of members."""
         for member in members:
             if self.has(member.parameter):
-                member.local_state.update(self._convert(member.parameter, member.state))
+                self._convert(member.parameter, member.state, member.local_state)
 
-    def _convert(self, parameter: nn.Parameter, state: State) -> State:
-        shard, changed = local_part(parameter), State()
+    def _convert(self, parameter: nn.Parameter, state: State, local_state: State) -> None:
+        shard = local_part(parameter)
         for key in MOMENTS:
-            value = local_part(state.get(key))
+            value = local_state.get(key)
             if value is not None:
                 check_state(self._optimizer, parameter, key, value)
-                now = self.form.convert(key, value, shard.device)
-                if now is not value:
-                    changed[key] = now
-                    state[key] = as_sharded(now, parameter, shard.shape)
-        return changed
+                local_state[key] = self.form.convert(key, value, shard.device)
+                if local_state[key] is not value:
+                    state[key] = as_sharded(local_state[key], parameter, shard.shape)
 
     def before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Take the moments out of what is loaded: ``torch.optim`` would make float32 of all of them at once."""
@@ -118,12 +110,6 @@ class NarrowStates:
                 self._loading[parameter] = {name: state[name] for name in MOMENTS if name in state}
                 states[key] = {name: value for name, value in state.items() if name not in MOMENTS}
         return {**state_dict, "state": states}
-
-    def after_load(self) -> None:
-        """Give the moments to the optimizer."""
-        loading, self._loading = self._loading, {}
-        for parameter, moments in loading.items():
-            self._optimizer.state[parameter].update(moments)
 
 
 def widen_when_stepped(optimizer: Optimizer) -> None:

@@ -39,7 +39,7 @@ from lightning_vram.optimizers.stepping import (
 )
 from lightning_vram.private_names.fsdp2.sharded_tensors import calls_derived_dispatch
 from lightning_vram.private_names.torch.optimizers import has_step_hooks, note_step
-from lightning_vram.techniques.sharding import FullSharding, ShardedGroup, ShardLane
+from lightning_vram.techniques.sharding import FullSharding, ShardedGroup
 from lightning_vram.techniques.sharding.gathered import narrow_of, wide_part
 
 Result = TypeVar("Result")
@@ -110,7 +110,7 @@ class HostOptimizers(StepTakeOver):
         lanes = [lane for group in self._sharding.groups for lane in group.lanes]
         for optimizer, states in zip(fresh, kept, strict=True):
             self._attached.append(optimizer)
-            register_optimizer_tensors(optimizer, partial(_list_copies, lanes))
+            register_optimizer_tensors(optimizer, lambda: [one.resident for one in lanes if one.resident is not None])
             self._handles += [
                 optimizer.register_state_dict_pre_hook(lambda *_: self.finish()),
                 optimizer.register_load_state_dict_pre_hook(lambda *_: self.finish()),
@@ -303,8 +303,3 @@ def _run(run: Callable[[Sequence[Member]], None], group: ShardedGroup, members: 
     run(members)
     for lane in group.lanes:
         lane.refresh()
-
-
-def _list_copies(lanes: Iterable[ShardLane]) -> list[Tensor]:
-    """What stays on the device though the weights are on the host."""
-    return [lane.resident for lane in lanes if lane.resident is not None]

@@ -1,5 +1,6 @@
 """How moments of Adam's kind are kept between the steps that compute with them in float32."""
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Sequence
 from hashlib import blake2b
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_vram.core.tensors.bit_patterns import draw_of, rounded_by_place
 from lightning_vram.core.tensors.low_bit import Bits, LowBitTensor, empty_low_bit, low_bit_over, record_bytes
@@ -24,6 +26,7 @@ DIVISORS = ("exp_avg_sq", "max_exp_avg_sq", "exp_inf")
 """Those that are divided by."""
 MOMENTS = ("exp_avg", *DIVISORS, "momentum_buffer")
 """Names of what is kept in a form, of each weight."""
+_first_places = WeakTensorKeyDictionary()
 KINDS: tuple[type[Optimizer], ...] = (Adam, AdamW, Adamax, NAdam, RAdam)
 """Those of Adam's kind: their states count steps, by which rounding can be random."""
 
@@ -177,11 +180,7 @@ class LowBitForm(StateForm):
 
 
 FORMS: dict[HostState, StateForm] = {"bf16": BF16Form(), "8bit": LowBitForm("8bit", 8), "4bit": LowBitForm("4bit", 4)}
-
-
-def find_form(name: HostState) -> StateForm | None:
-    """Return the form of this name; ``None`` for float32."""
-    return FORMS.get(name)
+"""By name; none for float32."""
 
 
 def is_narrow(value: object) -> bool:
@@ -238,10 +237,10 @@ def first_place(parameter: nn.Parameter) -> int:
 
     By it rounding at random is the same however parameters are sharded.
     """
-    if not isinstance(parameter, DTensor):
-        return 0
-    _, offset = place_of_own_part(parameter)
-    return sum(start * stride for start, stride in zip(offset, parameter.stride(), strict=True))
+    if parameter not in _first_places:
+        offset = place_of_own_part(parameter)[1] if isinstance(parameter, DTensor) else ()
+        _first_places[parameter] = sum(map(operator.mul, offset, parameter.stride()))
+    return int(_first_places[parameter])
 
 
 def make_seeds(members: Sequence[Member], states: Sequence[State]) -> list[str]:

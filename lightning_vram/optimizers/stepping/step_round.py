@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -65,9 +65,7 @@ class StepRound:
                 settings = self._groups[index]
                 is_there = settings.get("fused") or settings.get("capturable")
                 state["step"] = torch.tensor(float(state["step"]), device=parameter.device if is_there else "cpu")
-            shard_state(parameter, state)
-            is_beside = isinstance(parameter, DTensor)
-            local_state = {key: _unwatched(value) if is_beside else value for key, value in state.items()}
+            local_state = local_parts(parameter, state)
             shard, gradient = local_part(parameter), local_part(parameter.grad)
             members.append(Member(index, number, parameter, shard, gradient, state, local_state, parameter.grad))
         return members
@@ -141,15 +139,20 @@ def publish_state(member: Member, local: State) -> None:
             member.state[key] = as_sharded(value, member.parameter, member.shard.shape)
 
 
-def shard_state(parameter: nn.Parameter, state: State) -> None:
-    """Shard plain tensors that user code has written to a state of a sharded parameter, whole or this rank's part."""
-    if not isinstance(parameter, DTensor):
-        return
-    for key, value in state.items():
+def local_parts(parameter: nn.Parameter, state: State) -> State:
+    """Return a state for a step beside whoever reads the tensors in it, who waits.
+
+    Plain tensors that user code has written to that of a sharded parameter, whole or this rank's part, are sharded.
+    """
+    local, shards = dict(state), cast(DTensor, parameter)
+    for key, value in state.items() if isinstance(parameter, DTensor) else ():
         if isinstance(value, Tensor) and value.dim() and not isinstance(value, DTensor):
             shape = local_part(parameter).shape
-            own = cut_own_part(value, parameter).clone() if value.shape == parameter.shape != shape else value
+            own = cut_own_part(value, shards).clone() if value.shape == parameter.shape != shape else value
             state[key] = as_sharded(own, parameter, shape)
+        now = local_part(state[key])
+        local[key] = now.detach() if now is state[key] and isinstance(now, Tensor) else now
+    return local
 
 
 def check_state(optimizer: Optimizer, parameter: nn.Parameter, key: str, value: object) -> None:
@@ -177,11 +180,6 @@ def as_sharded(value: Any, parameter: nn.Parameter, shape: torch.Size) -> Any:
     like = TensorMeta(parameter.shape, parameter.stride(), value.dtype)
     spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=like)
     return DTensor(value, spec, requires_grad=False)  # type: ignore[no-untyped-call]
-
-
-def _unwatched(value: Any) -> Any:
-    """Return what a step uses of a state of a sharded parameter, while whoever reads ``value`` itself waits."""
-    return value.detach() if isinstance(value, Tensor) and not isinstance(value, DTensor) else local_part(value)
 
 
 def list_tensors(members: Iterable[Member]) -> list[Tensor]:

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_vram.optimizers.on_disk.layouts import StateLayout
-from lightning_vram.optimizers.on_disk.pieces import Piece
-from lightning_vram.optimizers.on_disk.states import DiskStates
+from lightning_vram.optimizers.on_disk.states import DiskStates, Piece
 from tests.benchmarks.compare import Options
 from tests.benchmarks.measure import Row, compare_seconds, in_turns, time_call
 
@@ -113,7 +112,6 @@ def measure(options: Options) -> Iterator[Row]:
             **rate,
             "all_seconds": seconds[name],
         }
-    disk.close()
 
 
 def _time_cold(disk: DiskStates, run: Callable[[], None]) -> float:

@@ -18,8 +18,7 @@ from lightning_vram.memory.units import MIB, format_bytes
 from lightning_vram.optimizers.on_disk import pipeline as disk_pipeline
 from lightning_vram.optimizers.on_disk.chunks import StatePlaces
 from lightning_vram.optimizers.on_disk.layouts import StateLayout, find_layout
-from lightning_vram.optimizers.on_disk.pieces import Piece
-from lightning_vram.optimizers.on_disk.states import DiskStates
+from lightning_vram.optimizers.on_disk.states import DiskStates, Piece
 from lightning_vram.optimizers.stepping.steppable import plain_step
 
 pytestmark = pytest.mark.timeout(60)
@@ -135,7 +134,6 @@ def test_parameters_and_states_are_to_the_bit_those_in_memory(tmp_path, case, ch
     streamed, reference = make_pair(tmp_path, case, chunk_elements=chunk_elements)
     step_both(streamed, reference, range(10))
     assert_same(streamed, reference)
-    streamed.disk.close()
 
 
 def test_chunks_are_parts_of_large_parameters_and_several_small_ones(tmp_path) -> None:
@@ -286,24 +284,15 @@ def test_memory_is_the_ring_and_nothing_else(tmp_path) -> None:
     assert anonymous_bytes() - before <= 6 * MIB
 
 
-def test_the_file_has_no_name_and_closing_ends_everything(tmp_path) -> None:
-    before = threading.enumerate()  # those that other tests forgot may still be ending
+def test_the_file_has_no_name_and_what_lies_in_it_stays_as_long_as_a_view(tmp_path) -> None:
     streamed, reference = make_pair(tmp_path, "AdamW")
     step_both(streamed, reference, [0])
-    threads = [thread for thread in threading.enumerate() if thread not in before and "nvme_path" in thread.name]
     assert list(tmp_path.iterdir()) == []
-    disk = streamed.disk
-    view = disk.views(0)["exp_avg"]
+    view = streamed.disk.views(0)["exp_avg"]
     expected = view.clone()
-    disk.close()
-    disk.close()
+    del streamed
+    gc.collect()
     assert torch.equal(view, expected)
-    for call in (streamed.step, lambda: disk.views(0), lambda: disk.add([1], [ADAM])):
-        with pytest.raises(RuntimeError) as error:
-            call()
-        assert str(error.value) == f"nvme_path='{tmp_path}': closed already, the states there are gone."
-    assert threads
-    assert not any(thread.is_alive() for thread in threads)
 
 
 def test_forgotten_it_closes_itself_and_waits_for_no_thread(tmp_path, monkeypatch) -> None:
@@ -463,17 +452,6 @@ def test_a_disk_that_moves_nothing_is_broken(tmp_path, monkeypatch, call: str) -
     monkeypatch.setattr(disk_file.os, call, lambda *_: 0)
     with pytest.raises(RuntimeError, match=r"\(nothing can be read or written at byte 0\)"):
         streamed.step()
-
-
-def test_numbers_that_make_no_sense_are_refused(tmp_path) -> None:
-    for name, number, rule in (
-        ("chunk_elements", 5000, "a positive multiple of 4096"),
-        ("chunk_elements", 0, "a positive multiple of 4096"),
-        ("num_buffers", 1, "at least 2"),
-        ("num_threads", 0, "at least 1"),
-    ):
-        with pytest.raises(ValueError, match=f"^{name} must be {rule}, got {number}\\.$"):
-            DiskStates(tmp_path, **{name: number})
 
 
 def test_buffers_begin_with_a_page() -> None:

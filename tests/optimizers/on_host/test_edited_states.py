@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_vram.core.host.worker import HostWorker
 from lightning_vram.core.tensors.low_bit import LowBitTensor
 from lightning_vram.optimizers.on_host.optimizers import HostOptimizers
-from lightning_vram.optimizers.stepping import find_form
+from lightning_vram.optimizers.stepping import FORMS
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
 PLACES = ["memory", "disk", "bf16", "8bit", "4bit", "disk bf16", "disk 8bit"]
@@ -117,7 +117,7 @@ def adamw(parameters: Any) -> Optimizer:
 
 
 def host_of(sharding: Any, place: str, folder: Any) -> HostOptimizers:
-    on_disk, form = place.startswith("disk"), find_form(place.rpartition(" ")[2])
+    on_disk, form = place.startswith("disk"), FORMS.get(place.rpartition(" ")[2])
     return HostOptimizers(sharding, num_threads=1, nvme_path=folder if on_disk else None, form=form)
 
 

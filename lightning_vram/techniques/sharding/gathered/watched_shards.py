@@ -87,7 +87,7 @@ class WatchedTensor(Tensor):
         return func(*args, **(kwargs or {}))
 
 
-_WATCHED = (WatchedShard, WatchedTensor)
+_WATCHED = WatchedShard, WatchedTensor
 
 
 def watch(tensors: Iterable[Tensor], wait: Callable[[], None], *, after: Callable[[Any], None] | None = None) -> None:
