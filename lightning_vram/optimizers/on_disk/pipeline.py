@@ -36,7 +36,7 @@ class DiskPipeline:
 
     @property
     def ring_bytes(self) -> int:
-        """Host memory taken."""
+        """Host memory taken. States that a first step makes are on top, one chunk of them at a time."""
         return len(self._buffers) * self._buffer_bytes
 
     def run(self, chunks: Sequence[Chunk], known: Container[int], step: Callable[[Chunk, Tensor], None]) -> None:

@@ -98,16 +98,6 @@ class DiskStates:
         self._layouts, self._places, self._planned = layouts, places, ((), [])
         self._pipeline.make_room(places.buffer_bytes(self._chunk_elements))
 
-    @property
-    def total_bytes(self) -> int:
-        """Size of the file."""
-        return self._places.total_bytes
-
-    @property
-    def ring_bytes(self) -> int:
-        """Host memory taken. States that a first step makes are on top, one chunk of them at a time."""
-        return self._pipeline.ring_bytes
-
     def views(self, index: int) -> dict[str, Tensor]:
         """Return the states of a parameter that lie in the file.
 

@@ -117,9 +117,7 @@ def widen_when_stepped(optimizer: Optimizer) -> None:
 
     def widen(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         _to_widen.pop(optimizer).remove()
-        for parameter in list(optimizer.state):
-            state = optimizer.state[parameter]
-            if any(is_narrow(local_part(state.get(key))) for key in MOMENTS):
-                optimizer.state[parameter] = widen_state(state)
+        for state in optimizer.state.values():
+            state.update(widen_state(state))
 
     _to_widen[optimizer] = optimizer.register_step_pre_hook(widen)

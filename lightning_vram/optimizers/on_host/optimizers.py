@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import compress
 from typing import Any, TypeVar
 
 import torch
@@ -244,8 +243,7 @@ class HostOptimizers(StepTakeOver):
             is_on_host = group.home.type == "cpu"
             _run(partial(states.step_on_device, step_round, is_on_host=is_on_host), group, members)
             return
-        is_fresh = (not member.state and member.parameter not in self._stateless for member in members)
-        self._fresh += compress(members, is_fresh)
+        self._fresh += [one for one in members if not one.state and one.parameter not in self._stateless]
         job = partial(_run, partial(states.step, step_round, group.lanes), group, members)
         self.work_beside(job, group, list_tensors(members))
 

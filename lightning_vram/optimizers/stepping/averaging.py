@@ -39,11 +39,7 @@ class _Part:
 
     def __init__(self, average: AveragedModel, number: Tensor, tensors: Any) -> None:
         self._average = average
-        self.module, self.n_averaged = tensors, number.clone()
-
-    def parameters(self) -> Any:
-        """Those of the part."""
-        return self.module.parameters()
+        self.module, self.n_averaged, self.parameters = tensors, number.clone(), tensors.parameters
 
     def __getattr__(self, name: str) -> Any:
         """All else is what it is of the whole."""

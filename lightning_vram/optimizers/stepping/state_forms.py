@@ -154,8 +154,7 @@ class LowBitForm(StateForm):
 
     def has(self, key: str, value: Tensor) -> bool:
         """By the kind of its blocks."""
-        kind = self.bits, key in DIVISORS
-        return type(value) is LowBitTensor and (value.bits, value.is_positive) == kind
+        return type(value) is LowBitTensor and (value.bits, value.is_positive) == (self.bits, key in DIVISORS)
 
     def empty(self, key: str, shape: torch.Size, device: torch.device | str = "cpu") -> Tensor:
         """Return a tensor of blocks."""

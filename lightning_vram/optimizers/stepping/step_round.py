@@ -62,8 +62,7 @@ class StepRound:
             index, number = self._left.pop(parameter)
             state = self.optimizer.state[parameter]
             if isinstance(state.get("step"), int | float):
-                settings = self._groups[index]
-                is_there = settings.get("fused") or settings.get("capturable")
+                is_there = any(self._groups[index].get(name) for name in ("fused", "capturable"))
                 state["step"] = torch.tensor(float(state["step"]), device=parameter.device if is_there else "cpu")
             local_state = local_parts(parameter, state)
             shard, gradient = local_part(parameter), local_part(parameter.grad)
@@ -119,9 +118,8 @@ class StepRound:
         settings = self._groups[index]
         is_unnamed = settings.get("fused", False) is None and settings.get("foreach") is None
         is_on_host = self._is_on_host if is_on_host is None else is_on_host
-        return (
-            settings | {"fused": True} if is_on_host and is_unnamed and not settings.get("differentiable") else settings
-        )
+        is_fused = is_on_host and is_unnamed and not settings.get("differentiable")
+        return settings | {"fused": True} if is_fused else settings
 
 
 def publish_state(member: Member, local: State) -> None:
@@ -186,10 +184,9 @@ def list_tensors(members: Iterable[Member]) -> list[Tensor]:
     """What a step reads and writes, as others see it."""
     tensors: list[Tensor] = []
     for member in members:
-        states = tuple(member.state.values())  # at once: the step that was submitted may be making them
-        tensors += [member.parameter, *(value for value in states if isinstance(value, Tensor))]
-        if member.parameter.grad is not None:
-            tensors.append(member.parameter.grad)
+        # At once: the step that was submitted may be making states.
+        found = (member.parameter, member.parameter.grad, *member.state.values())
+        tensors += [value for value in found if isinstance(value, Tensor)]
     return tensors
 
 

@@ -263,7 +263,7 @@ def anonymous_bytes() -> int:
 
 def test_memory_is_the_ring_and_nothing_else(tmp_path) -> None:
     disk = make_disk(tmp_path, [2**22, 2**22], [ADAM] * 2, chunk_elements=2**16, num_buffers=3)
-    assert disk.total_bytes == 64 * MIB
+    assert disk._places.total_bytes == 64 * MIB
     before, seen = anonymous_bytes(), []
 
     def step(pieces: Sequence[Piece]) -> None:
@@ -277,7 +277,7 @@ def test_memory_is_the_ring_and_nothing_else(tmp_path) -> None:
     known = {}
     for _ in range(3):
         known = disk.stream([0, 1], step, known)
-    assert 1.5 * MIB <= disk.ring_bytes <= 1.6 * MIB
+    assert 1.5 * MIB <= disk._pipeline.ring_bytes <= 1.6 * MIB
     assert max(seen) - before <= 6 * MIB  # threads and Python take some
     views = [view for index in (0, 1) for view in disk.views(index).values()]
     assert [float(view.sum()) for view in views] == [3.0 * 2**22, 0.0] * 2  # looked at as a checkpoint would
@@ -508,7 +508,7 @@ def test_whole_pages_go_past_the_page_cache_and_the_rest_through_it(tmp_path, mo
     assert streamed.disk._file._is_direct  # nobody objected
     assert moved[True] > 0.9 * sum(moved.values())
     assert sum(moved.values()) == pytest.approx(
-        7 * streamed.disk.total_bytes, rel=0.001
+        7 * streamed.disk._places.total_bytes, rel=0.001
     )  # the first step reads nothing
     assert_same(streamed, reference)
 
