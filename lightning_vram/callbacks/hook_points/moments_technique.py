@@ -9,7 +9,7 @@ from typing_extensions import override
 from lightning_vram.callbacks.hook_points.checks import refuse_moved_parameters
 from lightning_vram.callbacks.hook_points.fit_technique import FitTechnique
 from lightning_vram.optimizers.narrow import Library, NarrowMoments, why_not_installed
-from lightning_vram.optimizers.stepping import HostState, StateForm, UpdateCheck, find_form
+from lightning_vram.optimizers.stepping import FORMS, HostState, StateForm, UpdateCheck
 
 _WORDS: dict[HostState, str] = {"bf16": "bfloat16", "8bit": "8 bit", "4bit": "4 bit"}
 
@@ -31,7 +31,7 @@ class MomentsTechnique(FitTechnique):
 
     @property
     def _form(self) -> StateForm:
-        form = find_form(self._form_name)
+        form = FORMS.get(self._form_name)
         assert form is not None
         return form
 

@@ -31,9 +31,9 @@ class LowBitOptimizer(MomentsTechnique):
     for small parameters, and holds for what is on the device, too.
 
     Blocks of 128 numbers share a scale: the largest of them, which is exact. A number is a square of evenly spaced
-    roots, of which what is divided by has no zero. Checkpoints hold plain float32 tensors on the host under the usual
-    names: a run without this callback loads them, and this one loads those of any run. A resumed run has the bits of
-    one that was not interrupted. After the fit moments become float32 when the optimizer steps by itself.
+    roots, of which what is divided by has no zero. What code writes to ``optimizer.state`` is quantized before the next
+    step. Checkpoints hold plain float32 tensors on the host under the usual names, which any run loads; this one loads
+    those of any run. A resumed run has the bits of an uninterrupted one. After the fit moments are float32 again.
 
     Source of blocks, and of no zero for what is divided by: Li, Chen and Zhu, "Memory Efficient Optimizers with 4-bit
     States" (2023); of roots: "FlashOptim" (arXiv 2602.23349).

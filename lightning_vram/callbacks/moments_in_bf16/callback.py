@@ -16,8 +16,8 @@ class MomentsInBF16(MomentsTechnique):
     random, as it follows from the number of steps and the place of each number: all ranks that have the same moments
     round alike, a resumed run has the bits of one that was not interrupted, and no source of randomness is used.
 
-    Checkpoints hold plain bfloat16 tensors under the usual names; a run without this callback loads them as float32,
-    and this one loads those of any run. After the fit moments become float32 when the optimizer steps by itself.
+    Checkpoints hold plain bfloat16 tensors under the usual names, which any run loads; this one loads those of any run.
+    What code writes to ``optimizer.state`` is rounded before the next step. After the fit moments are float32 again.
 
     Raises:
         MisconfigurationException: In ``setup``, if the Trainer is one of ``pytorch_lightning``, has another of these,

@@ -55,7 +55,7 @@ class DiskFile:
             raise OffloadError(
                 f"{self.name}: no file can be made there ({error}). Name a folder that can be written to."
             ) from error
-        self._mapping: mmap.mmap | None = None
+        self._mappings: list[mmap.mmap] = []  # one for each size that was mapped: tensors are over all of them
         self._direct = _open_direct(self._file.fileno()) if is_direct else None
         self._is_direct = self._direct is not None
 
@@ -89,20 +89,20 @@ class DiskFile:
 
     def mapped(self) -> mmap.mmap:
         """Return the whole file as memory: pages of the file, which the system takes back when it needs them."""
-        if self._mapping is None:
-            self._mapping = mmap.mmap(self._file.fileno(), self.num_bytes)
+        if not self._mappings or len(self._mappings[-1]) < self.num_bytes:
+            self._mappings.append(mmap.mmap(self._file.fileno(), self.num_bytes))
             if hasattr(mmap, "MADV_SEQUENTIAL"):  # checkpoints go through it from end to end: twice as fast
-                self._mapping.madvise(mmap.MADV_SEQUENTIAL)
-        return self._mapping
+                self._mappings[-1].madvise(mmap.MADV_SEQUENTIAL)
+        return self._mappings[-1]
 
     def release(self) -> None:
         """Give back the pages that were looked at through the mapping. What was written to them stays."""
-        if self._mapping is not None and hasattr(mmap, "MADV_DONTNEED"):
-            self._mapping.madvise(mmap.MADV_DONTNEED)
+        for mapping in self._mappings if hasattr(mmap, "MADV_DONTNEED") else ():
+            mapping.madvise(mmap.MADV_DONTNEED)
 
     def close(self) -> None:
         """Let go of the file; tensors over it keep it alive."""
-        self._mapping = None
+        self._mappings = []
         direct, self._direct = self._direct, None
         if direct is not None:
             os.close(direct)

@@ -36,10 +36,6 @@ class Ticket:
             self._worker.check_alive()
         self._worker.check()
 
-    def end(self) -> None:
-        """Tell those who wait."""
-        self._is_done.set()
-
 
 class HostWorker:
     """After an error the jobs that follow are dropped, and whoever asks next gets the error, every time.
@@ -74,7 +70,7 @@ class HostWorker:
         ticket = Ticket(self)
         if detect_fake_mode() is not None:
             job()
-            ticket.end()
+            ticket._is_done.set()
             return ticket
         if self._thread.ident is None:
             self._thread.start()
@@ -110,7 +106,7 @@ class HostWorker:
     def drain(self) -> None:
         """Return when all jobs have ended, or were dropped. Raises nothing."""
         ticket = Ticket(self)
-        self._jobs.put((_nothing, ticket))
+        self._jobs.put((lambda: None, ticket))
         while self._thread.is_alive() and not ticket.is_done:
             ticket._is_done.wait(PATIENCE_SECONDS)
 
@@ -127,10 +123,6 @@ class HostWorker:
                 self._on_end()
         if wait and self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join()
-
-
-def _nothing() -> None:
-    """What is there to be done when one only wants to know that it is one's turn."""
 
 
 def _work(
@@ -152,7 +144,7 @@ def _work(
         except BaseException as error:  # handed on, whatever it is
             errors.append(error)
         finally:
-            ticket.end()
+            ticket._is_done.set()
         del item, job, ticket  # else they would live until the next comes
     if on_end is not None:
         on_end()

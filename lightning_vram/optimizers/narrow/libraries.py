@@ -78,6 +78,11 @@ class LibraryForm(LowBitForm):
         return super().takes(parameter) and parameter.is_contiguous()
 
     @override
+    def has(self, key: str, value: Tensor) -> bool:
+        """By its map."""
+        return isinstance(value, MappedTensor) and value.code_map is self.code_map(is_positive=key in DIVISORS)
+
+    @override
     def empty(self, key: str, shape: torch.Size, device: torch.device | str = "cpu") -> MappedTensor:
         """Return one of zeros."""
         return empty_mapped(shape, device, self.code_map(is_positive=key in DIVISORS))

@@ -7,7 +7,6 @@ fused AdamW on the host is done in one pass, to the same bits, where there is a 
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -66,12 +65,12 @@ class NarrowMoments(StepTakeOver):
             refuse_form(form.part, f"leave {form.part} out", form, optimizer, set(iterate_parameters(optimizer)))
         forms = [form_of(self._library, form, optimizer) for optimizer in fresh]
         for optimizer, form in zip(fresh, forms, strict=True):
-            states = NarrowStates(optimizer, filter(form.takes, iterate_parameters(optimizer)), form, self._check)
-            states.convert(optimizer)
+            states = NarrowStates(optimizer, form.takes, form, self._check)
+            states.take_in(optimizer)
             self._kept[id(optimizer)] = states
             self._handles += [
-                optimizer.register_load_state_dict_pre_hook(partial(_before_load, states)),
-                optimizer.register_load_state_dict_post_hook(partial(_after_load, states)),
+                optimizer.register_load_state_dict_pre_hook(states.before_load),
+                optimizer.register_load_state_dict_post_hook(states.take_in),
             ]
             self._take_over(optimizer)
 
@@ -104,20 +103,10 @@ class NarrowMoments(StepTakeOver):
 
     def _step_members(self, optimizer: Optimizer, step_round: StepRound, members: Sequence[Member]) -> None:
         states = self._kept[id(optimizer)]
-        states.take_in(optimizer)
+        states.adopt(members)
         step_round.run([member for member in members if not states.has(member.parameter)])
         ours = [member for member in members if states.has(member.parameter)]
         if isinstance(states.form, LibraryForm):
             states.form.step(step_round, ours)
         else:
             step_in_parts(step_round, states, ours)
-
-
-def _before_load(states: NarrowStates, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    states.take_in(optimizer)
-    return states.before_load(optimizer, state_dict)
-
-
-def _after_load(states: NarrowStates, optimizer: Optimizer) -> None:
-    states.after_load(optimizer)
-    states.convert(optimizer)

@@ -45,11 +45,6 @@ class StateLayout:
     others: tuple[str, ...]
     form: StateForm | None = None
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes for each weight in a step."""
-        return sum(dtype.itemsize for _, dtype in self.elementwise)
-
     def kept_bytes(self, count: int) -> list[int]:
         """Return the bytes that each of the tensors of so many weights takes where it is kept."""
         return [

@@ -22,16 +22,21 @@ from lightning_vram.private_names.torch.dispatch import without_dispatch
 class DiskPipeline:
     """A ring of at least two buffers, and the threads that fill and empty it."""
 
-    def __init__(self, file: DiskFile, buffer_bytes: int, num_buffers: int, num_threads: int) -> None:
+    def __init__(self, file: DiskFile, num_buffers: int, num_threads: int) -> None:
         self._file = file
-        self._buffer_bytes = buffer_bytes
+        self._buffer_bytes = 0
         self._num_buffers = num_buffers
         self._buffers: list[Tensor] = []
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="lightning_vram nvme_path")
 
+    def make_room(self, buffer_bytes: int) -> None:
+        """Have buffers of that size."""
+        if buffer_bytes > self._buffer_bytes:
+            self._buffer_bytes, self._buffers = buffer_bytes, []
+
     @property
     def ring_bytes(self) -> int:
-        """Host memory taken."""
+        """Host memory taken. States that a first step makes are on top, one chunk of them at a time."""
         return len(self._buffers) * self._buffer_bytes
 
     def run(self, chunks: Sequence[Chunk], known: Container[int], step: Callable[[Chunk, Tensor], None]) -> None:
@@ -64,13 +69,9 @@ class DiskPipeline:
                 self._await(turn)  # a disk that fails is worse than whatever stopped us
             raise
 
-    def close(self, *, wait: bool = True) -> None:
-        """End the threads and give the buffers back.
-
-        Args:
-            wait: Whether to return when the threads have ended. Not in a finalizer: see ``HostWorker.stop``.
-        """
-        self._threads.shutdown(wait=wait)
+    def close(self) -> None:
+        """End the threads, without waiting as in a finalizer (see ``HostWorker.stop``), and give the buffers back."""
+        self._threads.shutdown(wait=False)
         self._buffers.clear()
 
     def _submit(self, buffer: Tensor, written: Sequence[Extent], read: Sequence[Extent]) -> "Future[None]":

@@ -7,7 +7,8 @@ file that vanishes with the process: they are no checkpoint.
 
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,77 +16,87 @@ from torch import Tensor
 
 from lightning_vram.core.host.arena import OffloadError
 from lightning_vram.core.host.disk_file import DiskFile
-from lightning_vram.optimizers.on_disk.chunks import PART_ELEMENTS, Chunk, StatePlaces
+from lightning_vram.optimizers.on_disk.chunks import Chunk, Span, StatePlaces
 from lightning_vram.optimizers.on_disk.layouts import StateLayout
-from lightning_vram.optimizers.on_disk.pieces import Piece, Step, copy_scalars, cut_slots, keep_states
 from lightning_vram.optimizers.on_disk.pipeline import DiskPipeline
 from lightning_vram.optimizers.stepping import State
 
 CHUNK_ELEMENTS = 2**22  # 16 MiB of each fp32 state
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a parameter that is stepped at once.
+
+    Attributes:
+        index: Which parameter.
+        start: Its first weight, counted in the flat parameter.
+        stop: One past its last.
+        states: The state of a parameter that has just these weights: flat tensors on a buffer, ``[stop - start]``,
+            and copies of what is kept once for a parameter. Empty if the parameter has no state yet. What is in it
+            after the step is kept.
+    """
+
+    index: int
+    start: int
+    stop: int
+    states: State
+
+
+Step = Callable[[Sequence[Piece]], None]
+
+
 class DiskStates:
-    """States of parameters in a file in ``folder``, as long as this object is not closed.
+    """States of parameters in a file in ``folder``, as long as this object lives.
 
     Not for several threads at a time.
 
     Args:
         folder: On a local disk that is fast: an NVMe drive, not a network file system.
-        sizes: Number of weights of each parameter.
-        layouts: What is kept for each of them, see :func:`~lightning_vram.optimizers.on_disk.layouts.find_layout`.
         chunk_elements: Most weights that are stepped at once; a multiple of 4096.
         num_buffers: Chunks in memory, at least 2.
         num_threads: Reads and writes at a time.
 
     Raises:
-        ValueError: If ``folder`` is no folder, or a number is not allowed.
-        OffloadError: If no file can be made there, or the disk is too small.
+        ValueError: If ``folder`` is no folder.
+        OffloadError: If no file can be made there.
     """
 
     def __init__(
         self,
         folder: str | os.PathLike[str],
-        sizes: Sequence[int],
-        layouts: Sequence[StateLayout],
         *,
         chunk_elements: int = CHUNK_ELEMENTS,
         num_buffers: int = 4,
         num_threads: int = 4,
     ) -> None:
-        if chunk_elements < 1 or chunk_elements % PART_ELEMENTS:
-            raise ValueError(f"chunk_elements must be a positive multiple of {PART_ELEMENTS}, got {chunk_elements}.")
-        if num_buffers < 2:
-            raise ValueError(f"num_buffers must be at least 2, got {num_buffers}.")
-        if num_threads < 1:
-            raise ValueError(f"num_threads must be at least 1, got {num_threads}.")
-        self._layouts = tuple(layouts)
-        self._places = StatePlaces(sizes, layouts)
+        self._layouts: list[StateLayout] = []
+        self._places = StatePlaces([], [])
         self._chunk_elements = chunk_elements
-        self._scalars: dict[int, State] = {}  # of those that have a state
         self._planned: tuple[tuple[int, ...], list[Chunk]] = ((), [])
         self._why_over: str | None = None
         self._file = DiskFile(folder, "nvme_path", is_direct=True)
-        try:  # an empty file cannot be mapped
-            self._file.grow(max(self.total_bytes, 1), "for the states of the optimizer", "or leave nvme_path out")
-        except BaseException:
-            self._file.close()
-            raise
-        self._pipeline = DiskPipeline(self._file, self._places.buffer_bytes(chunk_elements), num_buffers, num_threads)
-        self._finalizer = weakref.finalize(self, _close, self._pipeline, self._file)
+        self._pipeline = DiskPipeline(self._file, num_buffers, num_threads)
+        weakref.finalize(self, _close, self._pipeline, self._file)
 
-    @property
-    def total_bytes(self) -> int:
-        """Size of the file."""
-        return self._places.total_bytes
+    def add(self, sizes: Sequence[int], layouts: Sequence[StateLayout]) -> None:
+        """Have room for the states of more parameters, at the end of the file.
 
-    @property
-    def ring_bytes(self) -> int:
-        """Host memory taken. States that a first step makes are on top, one chunk of them at a time."""
-        return self._pipeline.ring_bytes
+        Args:
+            sizes: Number of weights of each.
+            layouts: What is kept for each of them, see :func:`~lightning_vram.optimizers.on_disk.layouts.find_layout`.
 
-    def scalars(self, index: int) -> State:
-        """Return a copy of what is kept once for a parameter, its count of steps and the like; empty at first."""
-        return copy_scalars(self._scalars.get(index, {}))
+        Raises:
+            OffloadError: If the disk is too small; nothing is changed then.
+        """
+        self._check()
+        layouts = [*self._layouts, *layouts]
+        places = StatePlaces([*self._places.sizes, *sizes], layouts)
+        num_bytes = max(places.total_bytes, 1) - self._file.num_bytes  # an empty file cannot be mapped
+        if num_bytes > 0:
+            self._file.grow(num_bytes, "for the states of the optimizer", "or leave nvme_path out")
+        self._layouts, self._places, self._planned = layouts, places, ((), [])
+        self._pipeline.make_room(places.buffer_bytes(self._chunk_elements))
 
     def views(self, index: int) -> dict[str, Tensor]:
         """Return the states of a parameter that lie in the file.
@@ -109,73 +120,48 @@ class DiskStates:
             views[key] = layout.slot(key, dtype, memory, size)
         return views
 
-    def load(self, index: int, state: Mapping[str, Any]) -> None:
-        """Copy the state of a parameter from elsewhere.
-
-        Args:
-            index: Which parameter.
-            state: As its optimizer would have it, in any shape. Empty: the parameter begins anew.
-
-        Raises:
-            ValueError: If it is not the state of such a parameter; nothing is changed then.
-            OffloadError: If this is closed.
-        """
-        views = self.views(index)
-        for key, view in views.items() if state else ():
-            value = state.get(key)
-            if not isinstance(value, Tensor) or value.numel() != view.numel():
-                found = f"a tensor of {value.numel()}" if isinstance(value, Tensor) else repr(value)
-                wanted = f"must have {key!r}, a tensor of {view.numel()} numbers"
-                raise ValueError(f"The state of parameter {index} {wanted}; got {found}.")
-        self._scalars.pop(index, None)
-        if state:
-            for key, view in views.items():
-                view.copy_(state[key].detach().reshape(-1))
-            self._scalars[index] = copy_scalars({key: value for key, value in state.items() if key not in views})
-
     def release(self) -> None:
         """Give back the pages that were touched through ``views``; for after they were saved or loaded."""
         self._file.release()
 
     @torch.no_grad()
-    def stream(self, work: Sequence[int], step: Step) -> None:
+    def stream(self, work: Sequence[int], step: Step, known: Mapping[int, State]) -> dict[int, State]:
         """Step parameters.
 
         Args:
             work: Which, and in which order; that in which they were given is read in the longest runs.
             step: Steps all pieces it gets, in the calling thread. Each of them may have states of its own: what is
                 kept once for a parameter counts when its last piece was stepped.
+            known: What is kept once for each of the parameters that have a state, their count of steps and the like.
+
+        Returns:
+            The same of all parameters, as the step has left it.
 
         Raises:
             ValueError: If a parameter is in ``work`` twice, or ``step`` leaves states that there is no room for.
             OffloadError: If the disk fails; the states are lost then.
         """
         self._check()
-        chunks, known = self._plan(tuple(work)), self._scalars.keys() & set(work)
+        chunks, left = self._plan(tuple(work)), dict[int, State]()
 
         def step_chunk(chunk: Chunk, buffer: Tensor) -> None:
-            slots = [cut_slots(span, self._layouts[span.index], buffer) for span in chunk.spans]
+            slots = [_cut_slots(span, self._layouts[span.index], buffer) for span in chunk.spans]
             pieces = [
-                Piece(span.index, span.start, span.stop, self.scalars(span.index) | slot if span.index in known else {})
+                Piece(i := span.index, span.start, span.stop, _copy_scalars(known[i]) | slot if i in known else {})
                 for span, slot in zip(chunk.spans, slots, strict=True)
             ]
             step(pieces)
             for piece, slot in zip(pieces, slots, strict=True):
-                scalars = keep_states(piece, slot)
+                scalars = _keep_states(piece, slot)
                 if piece.stop == self._places.sizes[piece.index]:
-                    self._scalars[piece.index] = scalars
+                    left[piece.index] = scalars
 
         try:
             self._pipeline.run(chunks, known, step_chunk)
         except OffloadError as error:
             self._why_over = str(error)
             raise
-
-    def close(self) -> None:
-        """Delete the file and give the memory back."""
-        self._why_over = f"{self._file.name}: closed already, the states there are gone."
-        self._pipeline.close()
-        self._finalizer()
+        return left
 
     def _plan(self, work: tuple[int, ...]) -> list[Chunk]:
         if len(set(work)) < len(work):
@@ -190,5 +176,54 @@ class DiskStates:
 
 
 def _close(pipeline: DiskPipeline, file: DiskFile) -> None:
-    pipeline.close(wait=False)  # nothing is under way: who has the pipeline at work has us, too
+    pipeline.close()  # nothing is under way: who has the pipeline at work has us, too
     file.close()
+
+
+def _cut_slots(span: Span, layout: StateLayout, buffer: Tensor) -> dict[str, Tensor]:
+    """Return the states of a span, flat tensors on ``buffer``."""
+    size = span.stop - span.start
+    places = zip(layout.elementwise, span.offsets, _lengths(span, layout), strict=True)
+    return {
+        key: layout.slot(key, dtype, buffer[offset : offset + length], size) for (key, dtype), offset, length in places
+    }
+
+
+def _keep_states(piece: Piece, slots: Mapping[str, Tensor]) -> State:
+    """Let the slots hold what a step has left in a piece; return what is kept once for a parameter.
+
+    Raises:
+        ValueError: If the step left other states than there are slots for.
+    """
+    states = piece.states
+    for key, slot in slots.items():
+        left = states.get(key)
+        if left is slot:
+            continue
+        if not isinstance(left, Tensor) or left.numel() != slot.numel() or left.dtype != slot.dtype:
+            raise _mismatch(piece, key, left)
+        slot.copy_(left.reshape(-1))
+    scalars = {key: value for key, value in states.items() if key not in slots}
+    for key, value in scalars.items():
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise _mismatch(piece, key, value)
+    return scalars
+
+
+def _copy_scalars(scalars: Mapping[str, Any]) -> State:
+    """Copy what is kept once for a parameter, so that a step on the copy does not show."""
+    return {key: value.detach().clone() if isinstance(value, Tensor) else value for key, value in scalars.items()}
+
+
+def _lengths(span: Span, layout: StateLayout) -> list[int]:
+    """Bytes of each state of a span."""
+    ends = zip(layout.kept_bytes(span.start), layout.kept_bytes(span.stop), strict=True)
+    return [stop - start for start, stop in ends]
+
+
+def _mismatch(piece: Piece, key: str, value: object) -> ValueError:
+    left = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+    return ValueError(
+        f"nvme_path: the optimizer left {key} = {left} as a state of parameter {piece.index}, which there was no room "
+        "made for; set its options (amsgrad, momentum, ...) before training and leave them."
+    )

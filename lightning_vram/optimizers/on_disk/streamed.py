@@ -8,14 +8,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_vram.optimizers.on_disk.layouts import find_layout
-from lightning_vram.optimizers.on_disk.pieces import Piece
-from lightning_vram.optimizers.on_disk.states import DiskStates
+from lightning_vram.optimizers.on_disk.states import DiskStates, Piece
 from lightning_vram.optimizers.stepping import (
     Member,
     State,
     StateForm,
     StepRound,
-    first_places,
+    as_sharded,
+    check_state,
+    first_place,
+    local_parts,
     make_seeds,
     make_stand_in,
     narrow_state,
@@ -28,9 +30,11 @@ from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
 class StreamedStates:
     """Keeps the states of some parameters on disk. The optimizer's ``state`` names tensors over the file.
 
+    What user code puts there in their place is moved to the disk by :meth:`adopt`.
+
     Args:
         optimizer: One that steps each element by itself.
-        parameters: Of it, those whose states are kept here.
+        parameters: Those whose states are kept here, of it or added to it later.
         folder: On a local disk that is fast.
         form: Of moments there; ``None``: float32.
 
@@ -46,29 +50,52 @@ class StreamedStates:
         folder: str | os.PathLike[str],
         form: StateForm | None = None,
     ) -> None:
-        self._optimizer = optimizer
-        self._form = form
-        self._places = first_places(optimizer)
-        wanted = set(parameters)
-        layouts = []
+        self._optimizer, self._wanted, self._form = optimizer, set(parameters), form
         self._index: dict[nn.Parameter, int] = {}
-        for group in optimizer.param_groups:
-            for parameter in (one for one in group["params"] if one in wanted):
-                self._index[parameter] = len(self._index)
-                layouts.append(replace(find_layout(optimizer, group, parameter.dtype), form=form))
-        self._disk = DiskStates(folder, [local_part(parameter).numel() for parameter in self._index], layouts)
+        self._shown: list[State] = []  # what lies in the file, as the optimizer's state names it
+        self._disk = DiskStates(folder)
         self.load()
 
     def load(self) -> None:
-        """Move to the disk what the optimizer has as the states of the parameters now."""
+        """Move to the disk what the optimizer has as the states of its parameters now."""
+        fresh = {
+            parameter: replace(find_layout(self._optimizer, group, parameter.dtype), form=self._form)
+            for group in self._optimizer.param_groups
+            for parameter in group["params"]
+            if parameter in self._wanted and parameter not in self._index
+        }
+        self._disk.add([local_part(parameter).numel() for parameter in fresh], list(fresh.values()))
+        for parameter in fresh:
+            index = self._index[parameter] = len(self._index)
+            shape = local_part(parameter).shape
+            views = self._disk.views(index).items()
+            self._shown.append({key: as_sharded(view.view(shape), parameter, shape) for key, view in views})
         for parameter, index in self._index.items():
-            state = self._optimizer.state.pop(parameter, {})
-            self._disk.load(index, {key: local_part(value) for key, value in state.items()})
-            if state:
-                self._optimizer.state[parameter] = {}
-                shard = local_part(parameter)
-                self._publish(Member(0, parameter, shard, shard, self._optimizer.state[parameter], {}))
+            state = self._optimizer.state.get(parameter, {})
+            local_state = local_parts(parameter, state)
+            for key, shown in self._shown[index].items() if _has_begun(state) else ():
+                if state.get(key) is not shown:
+                    check_state(self._optimizer, parameter, key, local_state.get(key))
+                    local_part(shown).copy_(local_state[key])
+                    state[key] = shown
         self._disk.release()
+
+    def adopt(self, members: Sequence[Member], wait: Callable[[], None]) -> None:
+        """Move to the disk what user code has put in the place of states of ``members``, and make room for new ones.
+
+        Args:
+            members: Are about to be stepped.
+            wait: Returns when no other step is under way.
+        """
+        if not all(map(self._is_there, members)):
+            wait()
+            self.load()
+
+    def _is_there(self, member: Member) -> bool:
+        if member.parameter not in self._index:
+            return member.parameter not in self._wanted
+        shown = self._shown[self._index[member.parameter]].items()
+        return not _has_begun(member.state) or all(member.state.get(key) is value for key, value in shown)
 
     def run(
         self, step_round: StepRound, members: Sequence[Member], cut_gradient: Callable[[Member, slice], Tensor]
@@ -91,21 +118,29 @@ class StreamedStates:
             if self._form is None:
                 step_round.step_stand_ins(groups, stand_ins, [piece.states for piece in pieces])
                 return
-            places = [self._places[by_index[piece.index].parameter] for piece in pieces]
-            seeds = make_seeds([piece.states for piece in pieces], [number for number, _ in places])
+            seeds = make_seeds([by_index[piece.index] for piece in pieces], [piece.states for piece in pieces])
             states = [widen_state(piece.states) for piece in pieces]
             step_round.step_stand_ins(groups, stand_ins, states)
-            for piece, state, seed, (_, first) in zip(pieces, states, seeds, places, strict=True):
-                piece.states.update(narrow_state(self._form, state, first + piece.start, seed, piece.states))
+            for piece, state, seed in zip(pieces, states, seeds, strict=True):
+                first = first_place(by_index[piece.index].parameter) + piece.start
+                piece.states.update(narrow_state(self._form, state, first, seed, piece.states))
 
         self._disk.release()  # pages that a checkpoint has looked at
-        self._disk.stream(list(by_index), step)
-        for member in members:
-            self._publish(member)
+        known = {
+            index: {
+                key: value
+                for key, value in member.local_state.items()
+                if key not in self._shown[index] and not (isinstance(value, Tensor) and value.dim())
+            }
+            for index, member in by_index.items()
+            if _has_begun(member.local_state)
+        }
+        for index, scalars in self._disk.stream(list(by_index), step, known).items():
+            publish_state(by_index[index], scalars)
+            if index not in known:
+                by_index[index].state.update(self._shown[index])
 
-    def _publish(self, member: Member) -> None:
-        index = self._index[member.parameter]
-        local: State = dict(self._disk.scalars(index))
-        if any(key not in member.state for key in self._disk.views(index)):
-            local |= {key: view.view(member.shard.shape) for key, view in self._disk.views(index).items()}
-        publish_state(member, local)
+
+def _has_begun(state: State) -> bool:
+    """Whether there is a state: SGD may have a momentum buffer that is ``None``."""
+    return any(value is not None for value in state.values())

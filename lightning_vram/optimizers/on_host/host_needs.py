@@ -1,6 +1,7 @@
 """What a run will have at rest on the host, counted before any of it is there."""
 
 import math
+import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -47,15 +48,12 @@ class HostNeeds:
 
     def __add__(self, other: "HostNeeds") -> "HostNeeds":
         """Add what another rank needs."""
+        kinds = ("weights", "narrow_copies", "gradients", "states", "averages")
         return HostNeeds(
-            self.weights + other.weights,
-            self.narrow_copies + other.narrow_copies,
-            self.gradients + other.gradients,
-            self.states + other.states,
-            self.averages + other.averages,
-            self.can_be_narrow and other.can_be_narrow,
-            self.can_be_split or other.can_be_split,
-            tuple(one + another for one, another in zip(self.narrow_states, other.narrow_states, strict=True)),
+            **{kind: getattr(self, kind) + getattr(other, kind) for kind in kinds},
+            can_be_narrow=self.can_be_narrow and other.can_be_narrow,
+            can_be_split=self.can_be_split or other.can_be_split,
+            narrow_states=tuple(map(operator.add, self.narrow_states, other.narrow_states)),
         )
 
 

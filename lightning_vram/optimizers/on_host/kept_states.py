@@ -1,7 +1,7 @@
 """Where the states of one optimizer are between its steps on the host, and in which form."""
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_vram.optimizers.on_disk import StreamedStates
 from lightning_vram.optimizers.on_host.narrow_states import NarrowStates, widen_when_stepped
-from lightning_vram.optimizers.on_host.split_steps import step_in_parts, step_on_host
+from lightning_vram.optimizers.on_host.split_steps import cut_gradient, scale, step_in_parts, step_lanes
 from lightning_vram.optimizers.stepping import Member, StateForm, StepRound, refuse_form
 from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
 from lightning_vram.techniques.sharding import ShardLane
@@ -48,7 +48,7 @@ class KeptStates:
             refuse_form(*names, form, optimizer, narrow)
             if folder is None and on_device is not None:
                 narrow = set(filter(form.takes, narrow))
-            self._narrow = NarrowStates(optimizer, narrow, form)
+            self._narrow = NarrowStates(optimizer, narrow.__contains__, form)
         form = None if self._narrow is None else form
         self._streamed = None if folder is None else StreamedStates(optimizer, parameters, folder, form)
 
@@ -58,18 +58,34 @@ class KeptStates:
         Returns:
             Handles whose ``remove`` ends it.
         """
-        handles = []
+        self._take_in(optimizer)
+        handles = [optimizer.register_load_state_dict_post_hook(self._take_in)]
         if self._narrow is not None:
             handles.append(optimizer.register_load_state_dict_pre_hook(self._narrow.before_load))
-        if self._narrow is not None or self._streamed is not None:
-            handles.append(optimizer.register_load_state_dict_post_hook(self._after_load))
-        if self._narrow is not None:
-            self._narrow.convert(optimizer)
         return handles
 
+    def adopt(self, members: Sequence[Member], wait: Callable[[], None]) -> None:
+        """Take over what user code has written to states of members that are about to be stepped.
+
+        Args:
+            members: Of one group.
+            wait: Returns when no other step is under way.
+        """
+        if self._streamed is not None:
+            self._streamed.adopt(members, wait)
+        if self._narrow is not None:
+            self._narrow.adopt(members)
+
     def step(self, step_round: StepRound, lanes: Sequence[ShardLane], members: Sequence[Member]) -> None:
-        """Step members of one group, whose lanes are ``lanes``."""
-        step_on_host(step_round, self._streamed, self._narrow, lanes, members)
+        """Step members of one group, whose lanes are ``lanes``: with states from a disk, in parts, or as they are."""
+        members = step_lanes(step_round, self._narrow, lanes, members, is_whole=self._streamed is not None)
+        if self._streamed is not None:
+            scale(step_round, members)
+            self._streamed.run(step_round, members, cut_gradient)
+        elif self._narrow is not None:
+            step_in_parts(step_round, self._narrow, members)
+        elif members:
+            step_round.run(members)
 
     def step_on_device(self, step_round: StepRound, members: Sequence[Member], *, is_on_host: bool) -> None:
         """Step members of a group whose shards are where they are computed."""
@@ -83,13 +99,11 @@ class KeptStates:
         if self._narrow is not None:
             widen_when_stepped(optimizer)
 
-    def _after_load(self, optimizer: Optimizer) -> None:
+    def _take_in(self, optimizer: Optimizer) -> None:
         if self._narrow is not None:
-            self._narrow.after_load(optimizer)
+            self._narrow.take_in(optimizer)
         if self._streamed is not None:
             self._streamed.load()
-        if self._narrow is not None:
-            self._narrow.convert(optimizer)  # those that are on the disk are in the form
 
 
 def replace_parameters(optimizer: Optimizer, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:

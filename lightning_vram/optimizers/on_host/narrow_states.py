@@ -1,23 +1,26 @@
 """Moments that are kept in fewer bytes between steps: in memory, where the optimizer's ``state`` has them."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_vram.optimizers.stepping import (
     MOMENTS,
+    Member,
     State,
     StateForm,
     UpdateCheck,
     as_sharded,
-    first_places,
+    check_state,
     is_narrow,
+    iterate_parameters,
+    local_parts,
     narrow_state,
     widen_state,
     widened,
@@ -32,7 +35,7 @@ class NarrowStates:
 
     Args:
         optimizer: Whose moments can be in the form.
-        parameters: Those of it that are in the form, and maybe others.
+        takes: Whether a parameter is one of those that are in the form, now or when it is added; float32 ones are.
         form: Of their moments.
         check: Counts updates of moments that are lost; ``None``: nobody does.
     """
@@ -40,13 +43,12 @@ class NarrowStates:
     def __init__(
         self,
         optimizer: Optimizer,
-        parameters: Iterable[nn.Parameter],
+        takes: Callable[[nn.Parameter], bool],
         form: StateForm,
         check: UpdateCheck | None = None,
     ) -> None:
         self.form, self._check = form, check
-        self._parameters = set(parameters)
-        self._places = first_places(optimizer)
+        self._optimizer, self._takes = optimizer, takes
         self._loading: dict[nn.Parameter, State] = {}
         handle = _to_widen.pop(optimizer, None)
         if handle is not None:  # of a run before
@@ -54,24 +56,7 @@ class NarrowStates:
 
     def has(self, parameter: nn.Parameter) -> bool:
         """Whether the moments of a parameter are in the form."""
-        return parameter in self._parameters
-
-    def number_of(self, parameter: nn.Parameter) -> int:
-        """Return the number of a parameter in the optimizer."""
-        return self._places[parameter][0]
-
-    def first_place_of(self, parameter: nn.Parameter) -> int:
-        """Return the place of the first weight of its local part in the whole of it."""
-        return self._places[parameter][1]
-
-    def take_in(self, optimizer: Optimizer) -> None:
-        """Take parameters over that were added to the optimizer, as ``BackboneFinetuning`` adds them."""
-        if sum(len(group["params"]) for group in optimizer.param_groups) == len(self._places):
-            return
-        known, self._places = self._places, first_places(optimizer)
-        fresh = (one for one in self._places if one not in known and one.dtype == torch.float32)
-        self._parameters.update(filter(self.form.takes, fresh))
-        self.convert(optimizer)
+        return parameter.dtype == torch.float32 and self._takes(parameter)
 
     @property
     def is_counting(self) -> bool:
@@ -89,36 +74,42 @@ class NarrowStates:
             self._check.count(old, new, narrow[key])
         return narrow
 
-    def convert(self, optimizer: Optimizer) -> None:
-        """Bring the moments that the optimizer has now into the form, one after the other."""
-        for parameter in self._places:
-            state = optimizer.state.get(parameter) if parameter in self._parameters else None
-            for key in MOMENTS if state else ():
-                if state is not None and isinstance(state.get(key), Tensor):
-                    state[key] = self._converted(key, state.pop(key), parameter)
+    def take_in(self, optimizer: Optimizer) -> None:
+        """Bring the moments that the optimizer has, or has loaded, into the form, one after the other."""
+        loading, self._loading = self._loading, {}
+        for parameter, moments in loading.items():
+            optimizer.state[parameter].update(moments)
+        for parameter in filter(self.has, iterate_parameters(optimizer)):
+            state = optimizer.state.get(parameter, {})
+            self._convert(parameter, state, local_parts(parameter, state))
+
+    def adopt(self, members: Sequence[Member]) -> None:
+        """Bring moments into the form that user code has written to the states of members."""
+        for member in members:
+            if self.has(member.parameter):
+                self._convert(member.parameter, member.state, member.local_state)
+
+    def _convert(self, parameter: nn.Parameter, state: State, local_state: State) -> None:
+        shard = local_part(parameter)
+        for key in MOMENTS:
+            value = local_state.get(key)
+            if value is not None:
+                check_state(self._optimizer, parameter, key, value)
+                local_state[key] = self.form.convert(key, value, shard.device)
+                if local_state[key] is not value:
+                    state[key] = as_sharded(local_state[key], parameter, shard.shape)
 
     def before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Take the moments out of what is loaded: ``torch.optim`` would make float32 of all of them at once."""
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        parameters = dict(zip(saved, self._places, strict=False))  # the optimizer complains of other numbers
+        parameters = dict(zip(saved, iterate_parameters(optimizer), strict=False))  # it complains of other numbers
         states = dict(state_dict["state"])
         for key, state in states.items():
             parameter = parameters.get(key)
-            if parameter in self._parameters and isinstance(state, Mapping):
-                assert parameter is not None
+            if parameter is not None and self.has(parameter) and isinstance(state, Mapping):
                 self._loading[parameter] = {name: state[name] for name in MOMENTS if name in state}
                 states[key] = {name: value for name, value in state.items() if name not in MOMENTS}
         return {**state_dict, "state": states}
-
-    def after_load(self, optimizer: Optimizer) -> None:
-        """Give the moments to the optimizer."""
-        loading, self._loading = self._loading, {}
-        for parameter, moments in loading.items():
-            optimizer.state[parameter].update(moments)
-
-    def _converted(self, key: str, value: Tensor, parameter: nn.Parameter) -> Any:
-        shard = local_part(parameter)
-        return as_sharded(self.form.convert(key, local_part(value), shard.device), parameter, shard.shape)
 
 
 def widen_when_stepped(optimizer: Optimizer) -> None:
@@ -126,9 +117,7 @@ def widen_when_stepped(optimizer: Optimizer) -> None:
 
     def widen(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         _to_widen.pop(optimizer).remove()
-        for parameter in list(optimizer.state):
-            state = optimizer.state[parameter]
-            if any(is_narrow(local_part(state.get(key))) for key in MOMENTS):
-                optimizer.state[parameter] = widen_state(state)
+        for state in optimizer.state.values():
+            state.update(widen_state(state))
 
     _to_widen[optimizer] = optimizer.register_step_pre_hook(widen)

@@ -70,7 +70,10 @@ def step_split(
     """The same for a part of split weights; the gradient may be in bf16, with a factor."""
     upper, lower, (places, halves) = split.pieces(part)
     moments, (numbers, factor) = (state["exp_avg"], state["exp_avg_sq"]), gradient
-    is_known = all(map(_has_form, moments)) and numbers.dtype in {torch.float32, torch.bfloat16}
+    is_known = all(is_narrow(one) or one.dtype == torch.float32 for one in moments) and numbers.dtype in {
+        torch.float32,
+        torch.bfloat16,
+    }
     if places is None or not is_known or upper.numel() % LANES or numbers.numel() != upper.numel():
         return False
     tensors = upper, lower, numbers, *map(_as_it_lies, moments)
@@ -85,10 +88,6 @@ def step_split(
 def _as_it_lies(moment: Any) -> Tensor:
     records: Tensor = moment.records if isinstance(moment, LowBitTensor) else moment
     return records
-
-
-def _has_form(moment: Any) -> bool:
-    return is_narrow(moment) or moment.dtype == torch.float32
 
 
 def _bits_of(moment: Any) -> int:

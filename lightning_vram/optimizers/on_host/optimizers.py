@@ -38,7 +38,7 @@ from lightning_vram.optimizers.stepping import (
 )
 from lightning_vram.private_names.fsdp2.sharded_tensors import calls_derived_dispatch
 from lightning_vram.private_names.torch.optimizers import has_step_hooks, note_step
-from lightning_vram.techniques.sharding import FullSharding, ShardedGroup, ShardLane
+from lightning_vram.techniques.sharding import FullSharding, ShardedGroup
 from lightning_vram.techniques.sharding.gathered import narrow_of, wide_part
 
 Result = TypeVar("Result")
@@ -80,6 +80,8 @@ class HostOptimizers(StepTakeOver):
         self._submitted: list[tuple[bool, ShardedGroup, Ticket]] = []  # jobs of the step; whether a forward passes them
         self._nvme_path, self._form, self._is_form_everywhere = nvme_path, form, is_form_everywhere
         self._kept: dict[int, KeptStates] = {}  # by id of the optimizer
+        self._fresh: list[Member] = []  # of the step, that had no state
+        self._stateless: set[nn.Parameter] = set()  # for which none was made, as of SGD without momentum
         self._factors: dict[int, Tensor] = {}  # by which gradients are yet to be scaled; by id of the optimizer
         sharding.on_landed = self._landed
         super().__init__()
@@ -107,7 +109,7 @@ class HostOptimizers(StepTakeOver):
         lanes = [lane for group in self._sharding.groups for lane in group.lanes]
         for optimizer, states in zip(fresh, kept, strict=True):
             self._attached.append(optimizer)
-            register_optimizer_tensors(optimizer, partial(_list_copies, lanes))
+            register_optimizer_tensors(optimizer, lambda: [one.resident for one in lanes if one.resident is not None])
             self._handles += [
                 optimizer.register_state_dict_pre_hook(lambda *_: self.finish()),
                 optimizer.register_load_state_dict_pre_hook(lambda *_: self.finish()),
@@ -185,7 +187,7 @@ class HostOptimizers(StepTakeOver):
             replace_parameters(optimizer, replaced)
             if id(optimizer) in self._kept:
                 self._kept[id(optimizer)].let_go(optimizer)
-        self._kept, self._groups = {}, {}
+        self._kept, self._groups, self._stateless = {}, {}, set()
         self._attached, self._taken, self._stand_ins, self._handles = [], [], [], []
 
     # --- steps ---
@@ -208,6 +210,10 @@ class HostOptimizers(StepTakeOver):
         step_round.run(step_round.take_rest())
         self.arrange_by_forward()
         self._sharding.gather_root()
+        fresh, self._fresh = self._fresh, []
+        if fresh:  # from here on a step writes only to what there is: user code may put other states in its place
+            self.finish()
+            self._stateless.update(member.parameter for member in fresh if not member.state)
         return loss
 
     def arrange_by_forward(self) -> None:
@@ -232,10 +238,12 @@ class HostOptimizers(StepTakeOver):
             return
         group.forget_whole()
         states = self._kept[id(step_round.optimizer)]
+        states.adopt(members, self._worker.drain if self._worker is not None else self.finish)
         if self._worker is None or group.landing is None:
             is_on_host = group.home.type == "cpu"
             _run(partial(states.step_on_device, step_round, is_on_host=is_on_host), group, members)
             return
+        self._fresh += [one for one in members if not one.state and one.parameter not in self._stateless]
         job = partial(_run, partial(states.step, step_round, group.lanes), group, members)
         self.work_beside(job, group, list_tensors(members))
 
@@ -293,8 +301,3 @@ def _run(run: Callable[[Sequence[Member]], None], group: ShardedGroup, members: 
     run(members)
     for lane in group.lanes:
         lane.refresh()
-
-
-def _list_copies(lanes: Iterable[ShardLane]) -> list[Tensor]:
-    """What stays on the device though the weights are on the host."""
-    return [lane.resident for lane in lanes if lane.resident is not None]

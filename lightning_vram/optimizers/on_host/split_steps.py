@@ -14,16 +14,16 @@ from lightning_vram.core.gradients.clipping import apply_clip_factor
 from lightning_vram.core.host.split_weights import PART_ELEMENTS, Part, SplitWeights, cut_parts
 from lightning_vram.core.tensors.low_bit import BLOCK_SIZE
 from lightning_vram.core.tensors.native_codecs import LANES, AdamWStep
-from lightning_vram.optimizers.on_disk import StreamedStates, is_elementwise
+from lightning_vram.optimizers.on_disk import is_elementwise
 from lightning_vram.optimizers.on_host.narrow_states import NarrowStates
 from lightning_vram.optimizers.on_host.native_steps import read_adamw_step, step_as_kept, step_split
-from lightning_vram.optimizers.on_host.scratch import Scratch
 from lightning_vram.optimizers.stepping import (
     MOMENTS,
     Member,
     State,
     StepRound,
     draw_of_moment,
+    first_place,
     make_seeds,
     make_stand_in,
     publish_state,
@@ -37,30 +37,12 @@ from lightning_vram.techniques.sharding.gathered import narrow_of, narrow_part, 
 _ON_DEVICE = 2**22  # weights in a part there: few kernels, 64 MiB
 
 
-def step_on_host(
-    step_round: StepRound,
-    streamed: StreamedStates | None,
-    narrow: NarrowStates | None,
-    lanes: Sequence[ShardLane],
-    members: Sequence[Member],
-) -> None:
-    """Step members of one group, whose lanes are ``lanes``: with states from a disk, in parts, or as they are."""
-    members = _step_split(step_round, narrow, lanes, members, is_whole=streamed is not None)
-    if streamed is not None:
-        _scale(step_round, members)
-        streamed.run(step_round, members, _cut_gradient)
-    elif narrow is not None:
-        step_in_parts(step_round, narrow, members)
-    elif members:
-        step_round.run(members)
-
-
 def step_in_parts(step_round: StepRound, narrow: NarrowStates, members: Sequence[Member]) -> None:
     """Step members whose moments are in a narrow form, but for small ones, some parts at a time."""
     _step_parts(step_round, [_Stepping(member, narrow) for member in members])
 
 
-def _step_split(
+def step_lanes(
     step_round: StepRound,
     narrow: NarrowStates | None,
     lanes: Sequence[ShardLane],
@@ -120,13 +102,14 @@ def _is_flat(member: Member) -> bool:
     return all(value.is_contiguous() for value in member.local_state.values() if isinstance(value, Tensor))
 
 
-def _cut_gradient(member: Member, part: slice) -> Tensor:
+def cut_gradient(member: Member, part: slice) -> Tensor:
+    """Return some of a gradient, flat."""
     if member.own_gradient is not None and narrow_of(member.own_gradient) is not None:
         return wide_part(member.own_gradient, part)
     return member.gradient.reshape(-1)[part]
 
 
-def _scale(step_round: StepRound, members: Sequence[Member]) -> None:
+def scale(step_round: StepRound, members: Sequence[Member]) -> None:
     """Multiply gradients by the factor, if there is one; those that are kept in 16 bit when they are read."""
     if step_round.factor is None:
         return
@@ -134,6 +117,32 @@ def _scale(step_round: StepRound, members: Sequence[Member]) -> None:
         if member.own_gradient is not None and narrow_of(member.own_gradient) is not None:
             scale_narrow(member.own_gradient, step_round.factor)
     step_round.scale([member for member in members if narrow_of(member.own_gradient) is None])
+
+
+class _Scratch:
+    """Memory of one batch after the other: the host takes about as long to give out fresh pages as a step.
+
+    Args:
+        like: A tensor on the device.
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        self._like = like
+        self._blocks: list[Tensor] = []
+        self._next = 0
+
+    def take(self, count: int) -> Tensor:
+        """Return flat float32 memory for so many numbers."""
+        place, self._next = self._next, self._next + 1
+        if place == len(self._blocks):
+            self._blocks.append(self._like.new_empty(count, dtype=torch.float32))
+        elif self._blocks[place].numel() < count:
+            self._blocks[place] = self._like.new_empty(count, dtype=torch.float32)
+        return self._blocks[place][:count]
+
+    def take_back(self) -> None:
+        """Get all of it for the next batch."""
+        self._next = 0
 
 
 class _Stepping:
@@ -184,8 +193,7 @@ class _Stepping:
 
     def place_of(self, part: slice) -> int:
         """Return the place of the first of some weights in the whole parameter."""
-        before = 0 if self.narrow is None else self.narrow.first_place_of(self.member.parameter)
-        return before + int(part.start)
+        return first_place(self.member.parameter) + int(part.start)
 
     def keep(self, key: str, value: Any, part: slice, size: int) -> None:
         """Take over a state of some weights that the step has left."""
@@ -235,10 +243,10 @@ class _Part:
         place = whole.place_of(part)
         draws = draw_of_moment("exp_avg", place, whole.seed), draw_of_moment("exp_avg_sq", place, whole.seed)
         if split is None:
-            gradient = _cut_gradient(whole.member, part)
+            gradient = cut_gradient(whole.member, part)
             is_done = step_as_kept(whole.step, whole.read(self._part), gradient, self._before, draws)
         else:
-            scaled = narrow_part(whole.member.own_gradient, part) or (_cut_gradient(whole.member, part), 1.0)
+            scaled = narrow_part(whole.member.own_gradient, part) or (cut_gradient(whole.member, part), 1.0)
             is_done = step_split(whole.step, split, self._part, scaled, self._before, draws)
         if is_done:
             whole.fresh["step"] = whole.member.local_state["step"] + 1
@@ -247,7 +255,7 @@ class _Part:
     def widen(self, take: Callable[[int], Tensor]) -> None:
         """Make of it what an optimizer steps, with memory for moments in float32 that ``take`` returns."""
         self._numbers = self._whole.read(self._part)
-        self.stand_in = make_stand_in(self._numbers[: self.size], _cut_gradient(self._whole.member, self._range))
+        self.stand_in = make_stand_in(self._numbers[: self.size], cut_gradient(self._whole.member, self._range))
         self.state = dict(self._before) if self._whole.narrow is None else widen_state(self._before, take)
 
     def keep(self) -> None:
@@ -265,14 +273,14 @@ def _copy(value: Any) -> Any:
 
 @torch.no_grad()
 def _step_parts(step_round: StepRound, all_stepping: Sequence[_Stepping]) -> None:
-    _scale(step_round, [stepping.member for stepping in all_stepping])
+    scale(step_round, [stepping.member for stepping in all_stepping])
     narrow = [stepping for stepping in all_stepping if stepping.narrow is not None]
-    numbers = [one.narrow.number_of(one.member.parameter) for one in narrow if one.narrow is not None]
-    for stepping, seed in zip(narrow, make_seeds([one.member.local_state for one in narrow], numbers), strict=True):
+    members = [stepping.member for stepping in narrow]
+    for stepping, seed in zip(narrow, make_seeds(members, [one.local_state for one in members]), strict=True):
         stepping.seed = seed
     if not all_stepping:
         return
-    batch, scratch = list[_Part](), Scratch(all_stepping[0].member.shard)
+    batch, scratch = list[_Part](), _Scratch(all_stepping[0].member.shard)
     for stepping in all_stepping:
         stepping.step = read_adamw_step(step_round, stepping.member)
         for part in stepping.step_most():

@@ -1,6 +1,7 @@
 """Move an average of weights (EMA, SWA) with the arithmetic of its own class, but in parts, and towards any tensors."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
@@ -25,34 +26,20 @@ def move_average(average: AveragedModel, number: Tensor, ours: Tensors, theirs: 
             own.detach().copy_(their)
     elif parameters or buffers:
         update: Any = type(average).update_parameters
-        update(_Part(average, number, _Tensors(parameters, buffers)), _Tensors(*theirs))
+        update(_Part(average, number, _tensors(parameters, buffers)), _tensors(*theirs))
 
 
-class _Tensors:
-    """Some tensors, as ``AveragedModel`` sees a module."""
-
-    def __init__(self, parameters: Iterable[Tensor], buffers: Iterable[Tensor]) -> None:
-        self._parameters, self._buffers = list(parameters), list(buffers)
-
-    def parameters(self) -> Iterator[Tensor]:
-        """What a module calls so."""
-        return iter(self._parameters)
-
-    def buffers(self) -> Iterator[Tensor]:
-        """What a module calls so."""
-        return iter(self._buffers)
+def _tensors(parameters: Iterable[Tensor], buffers: Iterable[Tensor]) -> Any:
+    """Return some tensors as ``AveragedModel`` sees a module."""
+    return SimpleNamespace(parameters=[*parameters].__iter__, buffers=[*buffers].__iter__)
 
 
 class _Part:
     """A part of an average, as a method of ``AveragedModel`` sees itself."""
 
-    def __init__(self, average: AveragedModel, number: Tensor, tensors: _Tensors) -> None:
+    def __init__(self, average: AveragedModel, number: Tensor, tensors: Any) -> None:
         self._average = average
-        self.module, self.n_averaged = tensors, number.clone()
-
-    def parameters(self) -> Iterator[Tensor]:
-        """Those of the part."""
-        return self.module.parameters()
+        self.module, self.n_averaged, self.parameters = tensors, number.clone(), tensors.parameters
 
     def __getattr__(self, name: str) -> Any:
         """All else is what it is of the whole."""

@@ -1,15 +1,13 @@
 """The precision of what an optimizer keeps for each parameter."""
 
 from collections.abc import Container
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Adagrad, Optimizer
 
+from lightning_vram.optimizers.stepping.step_round import State
 from lightning_vram.optimizers.stepping.steppable import iterate_parameters
-
-State = dict[str, Any]
 
 
 def floating(state: State) -> list[str]:

@@ -1,18 +1,20 @@
 """How moments of Adam's kind are kept between the steps that compute with them in float32."""
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Sequence
 from hashlib import blake2b
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_vram.core.tensors.bit_patterns import draw_of, rounded_by_place
 from lightning_vram.core.tensors.low_bit import Bits, LowBitTensor, empty_low_bit, low_bit_over, record_bytes
-from lightning_vram.optimizers.stepping.step_round import State
+from lightning_vram.optimizers.stepping.step_round import Member, State
 from lightning_vram.optimizers.stepping.steppable import is_lion, iterate_parameters, steps_like, why_not_steppable
 from lightning_vram.private_names.fsdp2.sharded_tensors import place_of_own_part
 from lightning_vram.private_names.torch.dispatch import FakeTensor
@@ -24,6 +26,7 @@ DIVISORS = ("exp_avg_sq", "max_exp_avg_sq", "exp_inf")
 """Those that are divided by."""
 MOMENTS = ("exp_avg", *DIVISORS, "momentum_buffer")
 """Names of what is kept in a form, of each weight."""
+_first_places = WeakTensorKeyDictionary()
 KINDS: tuple[type[Optimizer], ...] = (Adam, AdamW, Adamax, NAdam, RAdam)
 """Those of Adam's kind: their states count steps, by which rounding can be random."""
 
@@ -57,6 +60,10 @@ class StateForm(ABC):
         return parameter.dim() > 0
 
     @abstractmethod
+    def has(self, key: str, value: Tensor) -> bool:
+        """Whether a moment is in it."""
+
+    @abstractmethod
     def empty(self, key: str, shape: torch.Size, device: torch.device | str = "cpu") -> Tensor:
         """Return a moment without values."""
 
@@ -86,11 +93,9 @@ class StateForm(ABC):
 
     def convert(self, key: str, value: Tensor, device: torch.device) -> Tensor:
         """Return a moment in this form on a device, rounded to the nearest; itself where it is so."""
-        kept = self.empty(key, value.shape, device)
-        if _kind(value) == _kind(kept):
+        if self.has(key, value) and value.device == device:
             return value
-        kept.copy_(value)
-        return kept
+        return self.empty(key, value.shape, device).copy_(value)
 
 
 class BF16Form(StateForm):
@@ -100,6 +105,10 @@ class BF16Form(StateForm):
     """
 
     name, part = "bf16", "MomentsInBF16"
+
+    def has(self, key: str, value: Tensor) -> bool:
+        """By its dtype."""
+        return value.dtype == torch.bfloat16
 
     def empty(self, key: str, shape: torch.Size, device: torch.device | str = "cpu") -> Tensor:
         """Return a plain tensor."""
@@ -143,6 +152,10 @@ class LowBitForm(StateForm):
         """Not of biases and the like, whose errors would be seen and whose bytes would not."""
         return parameter.numel() >= LEAST_NUMBERS
 
+    def has(self, key: str, value: Tensor) -> bool:
+        """By the kind of its blocks."""
+        return type(value) is LowBitTensor and (value.bits, value.is_positive) == (self.bits, key in DIVISORS)
+
     def empty(self, key: str, shape: torch.Size, device: torch.device | str = "cpu") -> Tensor:
         """Return a tensor of blocks."""
         return empty_low_bit(shape, device, bits=self.bits, is_positive=key in DIVISORS)
@@ -166,21 +179,12 @@ class LowBitForm(StateForm):
 
 
 FORMS: dict[HostState, StateForm] = {"bf16": BF16Form(), "8bit": LowBitForm("8bit", 8), "4bit": LowBitForm("4bit", 4)}
-
-
-def find_form(name: HostState) -> StateForm | None:
-    """Return the form of this name; ``None`` for float32."""
-    return FORMS.get(name)
+"""By name; none for float32."""
 
 
 def is_narrow(value: object) -> bool:
     """Whether a moment is in one of the forms."""
     return isinstance(value, LowBitTensor) or (isinstance(value, Tensor) and value.dtype == torch.bfloat16)
-
-
-def _kind(value: Tensor) -> tuple[Any, ...]:
-    of_blocks = value.kind if isinstance(value, LowBitTensor) else ()
-    return type(value), value.dtype, value.device, *of_blocks
 
 
 def widen_state(state: State, take: Callable[[int], Tensor] | None = None) -> State:
@@ -227,23 +231,19 @@ def widened(value: Tensor, take: Callable[[int], Tensor] | None = None) -> Tenso
     return value.float() if wide is None else wide.view(value.shape).copy_(value)
 
 
-def first_places(optimizer: Optimizer) -> dict[nn.Parameter, tuple[int, int]]:
-    """Return the number of each parameter in its optimizer, and the place of the first weight of its local part in it.
+def first_place(parameter: nn.Parameter) -> int:
+    """Return the place of the first weight of the local part of a parameter in it.
 
-    By these rounding at random is the same however parameters are sharded.
+    By it rounding at random is the same however parameters are sharded.
     """
-    return {p: (number, _first_place(p)) for number, p in enumerate(iterate_parameters(optimizer))}
+    if parameter not in _first_places:
+        offset = place_of_own_part(parameter)[1] if isinstance(parameter, DTensor) else ()
+        _first_places[parameter] = sum(map(operator.mul, offset, parameter.stride()))
+    return int(_first_places[parameter])
 
 
-def _first_place(parameter: nn.Parameter) -> int:
-    if not isinstance(parameter, DTensor):
-        return 0
-    _, offset = place_of_own_part(parameter)
-    return sum(start * stride for start, stride in zip(offset, parameter.stride(), strict=True))
-
-
-def make_seeds(states: Sequence[State], numbers: Sequence[int]) -> list[str]:
-    """Return seeds for a step of parameters, by their states before it and their numbers in the optimizer."""
+def make_seeds(members: Sequence[Member], states: Sequence[State]) -> list[str]:
+    """Return seeds for a step of parameters or parts of them, by their numbers and their states before it."""
     steps = [state.get("step", 0) for state in states]
     there = [place for place, step in enumerate(steps) if isinstance(step, Tensor) and step.device.type != "cpu"]
     if there and not any(isinstance(steps[place], FakeTensor) for place in there):  # the device is asked once
@@ -251,7 +251,7 @@ def make_seeds(states: Sequence[State], numbers: Sequence[int]) -> list[str]:
         for place, step in zip(there, read, strict=True):
             steps[place] = step
     counts = (0 if isinstance(step, FakeTensor) else int(step) for step in steps)
-    return [f"{count} {number}" for count, number in zip(counts, numbers, strict=True)]
+    return [f"{count} {number}" for count, number in zip(counts, (member.number for member in members), strict=True)]
 
 
 def refuse_form(name: str, way_out: str, form: StateForm, optimizer: Optimizer, parameters: Container[object]) -> None:

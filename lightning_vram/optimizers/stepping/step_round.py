@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_vram.core.gradients.clipping import apply_clip_factor
-from lightning_vram.optimizers.stepping.steppable import make_twin, plain_step
-from lightning_vram.private_names.fsdp2.sharded_tensors import DTensorSpec, TensorMeta, local_part
+from lightning_vram.optimizers.stepping.steppable import iterate_parameters, make_twin, plain_step
+from lightning_vram.private_names.fsdp2.sharded_tensors import DTensorSpec, TensorMeta, cut_own_part, local_part
 
 State = dict[str, Any]
 
@@ -22,11 +22,12 @@ class Member:
     """A parameter that is stepped."""
 
     group: int  # index of its group in the optimizer
+    number: int  # of the parameter in the optimizer
     parameter: nn.Parameter  # as the optimizer has it
     shard: Tensor  # its local part, plain
     gradient: Tensor  # of that, plain
     state: State  # as the optimizer has it; empty before the first step
-    local_state: State  # the same with plain tensors
+    local_state: State  # the same with plain tensors, over the same memory
     own_gradient: Tensor | None = None  # as the parameter had it: it may have none by the time it is stepped
 
 
@@ -49,8 +50,8 @@ class StepRound:
         self._attributes = dict(vars(optimizer))
         self._is_on_host = is_on_host
         self._groups = [_freeze(group) for group in optimizer.param_groups]
-        places = enumerate(optimizer.param_groups)
-        self._left = {parameter: index for index, group in places for parameter in group["params"]}
+        pairs = ((index, one) for index, group in enumerate(optimizer.param_groups) for one in group["params"])
+        self._left = {parameter: (index, number) for number, (index, parameter) in enumerate(pairs)}
 
     def take(self, parameters: Iterable[nn.Parameter]) -> list[Member]:
         """Return those of ``parameters`` that have a gradient, and were not yet taken."""
@@ -58,11 +59,14 @@ class StepRound:
         for parameter in parameters:
             if parameter.grad is None or parameter not in self._left:
                 continue
-            index = self._left.pop(parameter)
+            index, number = self._left.pop(parameter)
             state = self.optimizer.state[parameter]
-            local_state = {key: local_part(value) for key, value in state.items()}
+            if isinstance(state.get("step"), int | float):
+                is_there = any(self._groups[index].get(name) for name in ("fused", "capturable"))
+                state["step"] = torch.tensor(float(state["step"]), device=parameter.device if is_there else "cpu")
+            local_state = local_parts(parameter, state)
             shard, gradient = local_part(parameter), local_part(parameter.grad)
-            members.append(Member(index, parameter, shard, gradient, state, local_state, parameter.grad))
+            members.append(Member(index, number, parameter, shard, gradient, state, local_state, parameter.grad))
         return members
 
     def take_rest(self) -> list[Member]:
@@ -79,11 +83,10 @@ class StepRound:
         """
         self.scale(members)
         stand_ins = [make_stand_in(member.shard, member.gradient) for member in members]
-        before = [dict(member.local_state) for member in members]
-        groups, states = [member.group for member in members], [member.local_state for member in members]
+        groups, states = [member.group for member in members], [dict(member.local_state) for member in members]
         self.step_stand_ins(groups, stand_ins, states, is_on_host=is_on_host)
-        for member, old in zip(members, before, strict=True):
-            publish_state(member, {key: now for key, now in member.local_state.items() if now is not old.get(key)})
+        for member, state in zip(members, states, strict=True):
+            publish_state(member, state)
 
     def scale(self, members: Sequence[Member]) -> None:
         """Multiply gradients by the factor, if there is one."""
@@ -115,15 +118,56 @@ class StepRound:
         settings = self._groups[index]
         is_unnamed = settings.get("fused", False) is None and settings.get("foreach") is None
         is_on_host = self._is_on_host if is_on_host is None else is_on_host
-        return (
-            settings | {"fused": True} if is_on_host and is_unnamed and not settings.get("differentiable") else settings
-        )
+        is_fused = is_on_host and is_unnamed and not settings.get("differentiable")
+        return settings | {"fused": True} if is_fused else settings
 
 
 def publish_state(member: Member, local: State) -> None:
-    """Let the optimizer's state of ``member`` name what is in ``local``, sharded as the parameter is."""
+    """Let the optimizer's state of ``member`` have what is in ``local``, sharded as the parameter is.
+
+    What was there is written in place: user code may hold it, or may have put something else there since.
+    """
     for key, value in local.items():
-        member.state[key] = as_sharded(value, member.parameter, member.shard.shape)
+        old = member.local_state.get(key)
+        if value is old:
+            continue
+        if isinstance(old, Tensor) and isinstance(value, Tensor) and old.shape == value.shape:
+            old.copy_(value)
+        else:
+            member.state[key] = as_sharded(value, member.parameter, member.shard.shape)
+
+
+def local_parts(parameter: nn.Parameter, state: State) -> State:
+    """Return a state for a step beside whoever reads the tensors in it, who waits.
+
+    Plain tensors that user code has written to that of a sharded parameter, whole or this rank's part, are sharded.
+    """
+    local, shards = dict(state), cast(DTensor, parameter)
+    for key, value in state.items() if isinstance(parameter, DTensor) else ():
+        if isinstance(value, Tensor) and value.dim() and not isinstance(value, DTensor):
+            shape = local_part(parameter).shape
+            own = cut_own_part(value, shards).clone() if value.shape == parameter.shape != shape else value
+            state[key] = as_sharded(own, parameter, shape)
+        now = local_part(state[key])
+        local[key] = now.detach() if now is state[key] and isinstance(now, Tensor) else now
+    return local
+
+
+def check_state(optimizer: Optimizer, parameter: nn.Parameter, key: str, value: object) -> None:
+    """Refuse what user code has put in the place of a state that has a number for each weight.
+
+    Raises:
+        ValueError: If it is nothing of that shape.
+    """
+    if isinstance(value, Tensor) and local_part(value).shape == local_part(parameter).shape:
+        return
+    number = next(number for number, one in enumerate(iterate_parameters(optimizer)) if one is parameter)
+    found = f"shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+    raise ValueError(
+        f"{type(optimizer).__name__}.state[parameter {number}][{key!r}] must be a tensor of shape "
+        f"{list(parameter.shape)}, got {found}: write torch.zeros_like(parameter), or let it begin anew with "
+        "optimizer.state.pop(parameter)."
+    )
 
 
 def as_sharded(value: Any, parameter: nn.Parameter, shape: torch.Size) -> Any:
@@ -140,10 +184,9 @@ def list_tensors(members: Iterable[Member]) -> list[Tensor]:
     """What a step reads and writes, as others see it."""
     tensors: list[Tensor] = []
     for member in members:
-        states = tuple(member.state.values())  # at once: the step that was submitted may be making them
-        tensors += [member.parameter, *(value for value in states if isinstance(value, Tensor))]
-        if member.parameter.grad is not None:
-            tensors.append(member.parameter.grad)
+        # At once: the step that was submitted may be making states.
+        found = (member.parameter, member.parameter.grad, *member.state.values())
+        tensors += [value for value in found if isinstance(value, Tensor)]
     return tensors
 
 

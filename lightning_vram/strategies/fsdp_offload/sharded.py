@@ -23,7 +23,7 @@ from lightning_vram.optimizers.on_host import (
     add_states,
     count_host_needs,
 )
-from lightning_vram.optimizers.stepping import HostState, find_form
+from lightning_vram.optimizers.stepping import FORMS, HostState
 from lightning_vram.private_names.torch.dispatch import detect_fake_mode
 from lightning_vram.strategies.fsdp_offload.checkpointed import CheckpointedStrategy
 from lightning_vram.strategies.fsdp_offload.checks import check_master
@@ -116,7 +116,7 @@ class ShardedStrategy(CheckpointedStrategy):
             return
         assert self._sharding is not None
         if self.arguments.nvme_path is None:
-            form = find_form(self._host_state)
+            form = FORMS.get(self._host_state)
             self._host_needs = add_states(self._host_needs, self.optimizers, self._sharding.shards, form)
         if room is not None:
             room.check(self._host_needs, **self._room_options)
@@ -140,7 +140,7 @@ class ShardedStrategy(CheckpointedStrategy):
             self._sharding,
             num_threads=self._num_threads,
             nvme_path=self.arguments.nvme_path,
-            form=find_form(self._host_state),
+            form=FORMS.get(self._host_state),
             is_form_everywhere=self.moments is not None,
         )
         self._host_optimizers.attach(self.optimizers)

@@ -42,16 +42,20 @@ class DeviceShare:
         """
         claimed = {id(parameter) for parameter in replicated}
         claimed |= {
-            id(p) for modules in parts for m in modules for part in _sharded_parts(m) for p in part.parameters()
+            id(parameter)
+            for modules in parts
+            for module in modules
+            for part in module.modules()
+            if isinstance(part, FSDPModule)  # sharded already, it stays as it is
+            for parameter in part.parameters()
         }
         needs = []
         for modules in parts:
             ours = {id(p): p for module in modules for p in module.parameters() if id(p) not in claimed}
             claimed |= ours.keys()
-            shards = [
-                (_shard_numel(p, num_shards), p.dtype, dtypes.get(p) or p.dtype, p.requires_grad) for p in ours.values()
-            ]
-            needs.append(count_shard_bytes(shards))
+            sizes = (-(-p.shape[0] // num_shards) * (p.numel() // p.shape[0]) for p in ours.values())  # padded
+            kinds = ((p.dtype, dtypes.get(p) or p.dtype, p.requires_grad) for p in ours.values())
+            needs.append(count_shard_bytes([(size, *kind) for size, kind in zip(sizes, kinds, strict=True)]))
         is_share = isinstance(device_bytes, float)
         budget_bytes = int(device_bytes * sum(need.device_bytes for need in needs) if is_share else device_bytes)
         *others, root = needs
@@ -89,13 +93,3 @@ class DeviceShare:
             # Another stream is to write to memory that the computation has just left.
             torch.accelerator.synchronize()
         return taken_bytes
-
-
-def _sharded_parts(module: nn.Module) -> Iterable[nn.Module]:
-    """What FSDP2 has sharded already, which stays as it is."""
-    return (part for part in module.modules() if isinstance(part, FSDPModule))
-
-
-def _shard_numel(parameter: nn.Parameter, num_shards: int) -> int:
-    """Numbers in the shard on each rank, with what FSDP2 pads it by."""
-    return -(-parameter.shape[0] // num_shards) * (parameter.numel() // parameter.shape[0])

@@ -10,10 +10,8 @@ from torch import nn
 from lightning_vram.core.tensors.shards import sharded_modules
 from lightning_vram.private_names.fsdp2.states import can_reset, discard_step, groups_of, is_root
 
-
-def can_recover() -> bool:
-    """Whether this PyTorch can reset FSDP2 after an exception: 2.13 or newer."""
-    return can_reset()
+can_recover = can_reset
+"""Return whether this PyTorch can reset FSDP2 after an exception: 2.13 or newer."""
 
 
 def discard_failed_iteration(module: nn.Module) -> None:

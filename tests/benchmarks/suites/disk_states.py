@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_vram.optimizers.on_disk.layouts import StateLayout
-from lightning_vram.optimizers.on_disk.pieces import Piece
-from lightning_vram.optimizers.on_disk.states import DiskStates
+from lightning_vram.optimizers.on_disk.states import DiskStates, Piece
 from tests.benchmarks.compare import Options
 from tests.benchmarks.measure import Row, compare_seconds, in_turns, time_call
 
@@ -41,14 +40,15 @@ class Case:
         self.weights = [torch.randn(size) for size in sizes]
         self.gradient = torch.randn(PARAMETER_ELEMENTS)
         self.states = [{} for _ in sizes]
-        self.disk = None
+        self.disk, self.scalars = None, {}
         if folder is not None:
             layouts = [ADAM] * num_parameters
-            self.disk = DiskStates(folder, sizes, layouts, num_buffers=num_buffers, num_threads=NUM_THREADS)
+            self.disk = DiskStates(folder, num_buffers=num_buffers, num_threads=NUM_THREADS)
+            self.disk.add(sizes, layouts)
 
     def step(self) -> None:
         if self.disk is not None:
-            self.disk.stream(range(len(self.weights)), self._step)
+            self.scalars = self.disk.stream(range(len(self.weights)), self._step, self.scalars)
         else:
             self._step([Piece(index, 0, len(weight), self.states[index]) for index, weight in enumerate(self.weights)])
 
@@ -73,8 +73,8 @@ def take_turns(disk: DiskStates, *, is_write: bool) -> None:
     buffers = [memoryview(mmap.mmap(-1, RUN_BYTES)) for _ in range(NUM_THREADS)]
 
     def move(thread: int) -> None:
-        for position in range(thread * RUN_BYTES, disk.total_bytes, NUM_THREADS * RUN_BYTES):
-            run = buffers[thread][: disk.total_bytes - position]
+        for position in range(thread * RUN_BYTES, disk._places.total_bytes, NUM_THREADS * RUN_BYTES):
+            run = buffers[thread][: disk._places.total_bytes - position]
             file.write(run, position) if is_write else file.read(run, position)
 
     with ThreadPoolExecutor(NUM_THREADS) as threads:
@@ -99,20 +99,19 @@ def measure(options: Options) -> Iterator[Row]:
         seconds[name] = [time_call(run) for _ in range(repeats + 1)][1:]
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     for name, median in medians.items():
-        moved = 0 if name == "in memory" else disk.total_bytes * (1 if name in ("read", "write") else 2)
+        moved = 0 if name == "in memory" else disk._places.total_bytes * (1 if name in ("read", "write") else 2)
         rate = {"rate_of_disk": (medians["read"] + medians["write"]) / median} if name.startswith("st") else {}
         yield {
             "workload": f"AdamW, {num_parameters} x 16 M weights",
             "variant": name,
             "by": "ours" if name.startswith("st") else "plain",
-            "file_bytes": disk.total_bytes,
-            "ring_bytes": disk.ring_bytes,
+            "file_bytes": disk._places.total_bytes,
+            "ring_bytes": disk._pipeline.ring_bytes,
             **compare_seconds(seconds[name], seconds["in memory"]),
             "gb_per_second": moved / median / 1e9,
             **rate,
             "all_seconds": seconds[name],
         }
-    disk.close()
 
 
 def _time_cold(disk: DiskStates, run: Callable[[], None]) -> float:

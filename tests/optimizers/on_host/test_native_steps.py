@@ -14,7 +14,7 @@ from lightning_vram.core.tensors.low_bit import LowBitTensor
 from lightning_vram.core.tensors.native_codecs import AdamWStep
 from lightning_vram.optimizers.on_host import NarrowStates, step_in_parts
 from lightning_vram.optimizers.on_host.native_steps import step_split
-from lightning_vram.optimizers.stepping import StepRound, find_form
+from lightning_vram.optimizers.stepping import FORMS, StepRound
 
 pytestmark = needs_compiler
 FUSED = partial(AdamW, lr=1e-2, fused=True)
@@ -31,8 +31,8 @@ def train(form: str, make: Any = FUSED, *, num_steps: int = 4, change: Any = Non
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(320, 1), nn.Linear(7, 130))
     optimizer = make(layers.parameters())
-    found = find_form(form)
-    states = NarrowStates(optimizer, layers.parameters(), found)
+    found = FORMS.get(form)
+    states = NarrowStates(optimizer, lambda parameter: True, found)
     generator = torch.Generator().manual_seed(1)
     for number in range(num_steps):
         for parameter in layers.parameters():

@@ -357,7 +357,7 @@ READS: dict[str, Callable[[Any, Optimizer], dict[str, Tensor]]] = {
     "data": lambda net, optimizer: {n: whole(p.data).clone() for n, p in net.named_parameters()},
     "state dict": lambda net, optimizer: {n: whole(v) for n, v in net.state_dict().items()},
     "forward": lambda net, optimizer: {"": net(batch(1)).detach()},
-    "states": lambda net, optimizer: {n: s for n, s in states(net, optimizer).items() if s.dim()},
+    "states": states,
     "state dict of the optimizer": lambda net, optimizer: {
         f"{i} {key}": whole(value)
         for i, state in optimizer.state_dict()["state"].items()
@@ -399,8 +399,10 @@ def test_gradients_that_are_cleared_or_changed_after_a_step_do_not_change_it(mes
         with hosted(net, mode) as host, monkeypatch.context() as patch:
             optimizer = adamw(net)
             host.attach([optimizer])
-            for each in (net, plain):
-                loss_of(each, batch(0)).backward()
+            for each, some in ((net, optimizer), (plain, reference)):
+                take_step(each, some)
+                some.zero_grad()
+                loss_of(each, batch(1)).backward()
             Gate(host, patch)
             for each, some in ((net, optimizer), (plain, reference)):
                 some.step()
@@ -416,7 +418,8 @@ def test_weights_that_are_written_after_a_step_stay(mesh, monkeypatch):
         with hosted(net, mode) as host, monkeypatch.context() as patch:
             optimizer = adamw(net)
             host.attach([optimizer])
-            loss_of(net, batch(0)).backward()
+            take_step(net, optimizer)
+            loss_of(net, batch(1)).backward()
             shards = dict(net.named_parameters())
             Gate(host, patch)
             optimizer.step()

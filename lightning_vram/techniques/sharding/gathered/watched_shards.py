@@ -1,4 +1,4 @@
-"""Sharded tensors that another thread is writing: whoever reads one waits until they are written."""
+"""Tensors that another thread is writing: whoever reads one waits until they are written."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -74,16 +74,32 @@ class WatchedShard(AskedDTensor):
         return repr(self)
 
 
+class WatchedTensor(Tensor):
+    """What the class of a plain tensor is while it is watched: a count of steps, say. The writer has an alias."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Wait for all that is used, and go on as for plain tensors."""
+        for leaf in tree_leaves((args, kwargs)):
+            wait_until_written(leaf)
+        return func(*args, **(kwargs or {}))
+
+
+_WATCHED = WatchedShard, WatchedTensor
+
+
 def watch(tensors: Iterable[Tensor], wait: Callable[[], None], *, after: Callable[[Any], None] | None = None) -> None:
-    """Let ``wait`` be called before one of ``tensors`` is read, once. Those that are no ``DTensor`` are passed over.
+    """Let ``wait`` be called before one of ``tensors`` is read, once. Other classes than these two are passed over.
 
     ``after`` is called with the operator that has used one.
     """
     for tensor in tensors:
-        if isinstance(tensor, DTensor):
-            if type(tensor) is not WatchedShard:
+        if isinstance(tensor, DTensor) or type(tensor) in (Tensor, WatchedTensor):
+            if type(tensor) not in _WATCHED:
                 vars(tensor)[_CLASS] = type(tensor)
-                tensor.__class__ = WatchedShard
+                tensor.__class__ = WatchedShard if isinstance(tensor, DTensor) else WatchedTensor
             vars(tensor)[_WAIT] = wait
             vars(tensor).pop(_AFTER, None)
             if after is not None:
@@ -93,7 +109,7 @@ def watch(tensors: Iterable[Tensor], wait: Callable[[], None], *, after: Callabl
 def unwatch(tensors: Iterable[Tensor]) -> None:
     """Take that back."""
     for tensor in tensors:
-        if type(tensor) is WatchedShard:
+        if type(tensor) in _WATCHED:
             tensor.__class__ = vars(tensor).pop(_CLASS)
             vars(tensor).pop(_WAIT, None)
             vars(tensor).pop(_AFTER, None)
@@ -101,7 +117,7 @@ def unwatch(tensors: Iterable[Tensor]) -> None:
 
 def wait_until_written(value: Any) -> None:
     """Wait until ``value``, should it be a tensor that is watched, is written."""
-    if type(value) is WatchedShard:
+    if type(value) in _WATCHED:
         wait = vars(value).get(_WAIT)
         unwatch([value])
         if wait is not None:

@@ -129,13 +129,50 @@ def test_what_is_no_value_needs_no_waiting(parameter):
     assert write.num_calls == 0
 
 
-def test_plain_tensors_are_passed_over():
-    plain = torch.zeros(3)
+SCALAR_USES: dict[str, Callable[[Tensor], object]] = {
+    "operator": lambda t: t + 0,
+    "right operand": lambda t: 2 * t / 2,
+    "foreach": lambda t: torch._foreach_mul([t], 1.0)[0],
+    "item": lambda t: t.item(),
+    "float": float,
+    "text": lambda t: float(f"{t}"),
+    "numpy": lambda t: t.numpy(),
+    "data": lambda t: t.data,
+    "detach": lambda t: t.detach(),
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda t: pickle.loads(pickle.dumps(t)),
+    "torch.save": save,
+}
+
+
+@pytest.mark.parametrize("use", SCALAR_USES.values(), ids=SCALAR_USES)
+def test_whoever_uses_a_plain_tensor_waits(use):
+    plain, calls = torch.tensor(OLD), []
+    alias = plain.detach()
+    watch([plain], lambda: calls.append(alias.fill_(NEW)))
+    assert isinstance(plain, Tensor)
+    assert float(use(plain)) == NEW
+    assert len(calls) == 1
+    assert type(plain) is Tensor
+    assert not vars(plain)
+
+
+def test_what_is_written_to_a_plain_tensor_comes_after_the_one_under_way():
+    plain = torch.tensor(OLD)
+    alias = plain.detach()
+    watch([plain], lambda: alias.fill_(NEW))
+    plain.fill_(1.0)
+    assert plain.item() == 1.0
+
+
+def test_other_classes_are_passed_over():
+    plain = nn.Parameter(torch.zeros(3))
     watch([plain], lambda: pytest.fail("it is not watched"))
     wait_until_written(plain)
     wait_until_written("no tensor")
     unwatch([plain])
-    assert type(plain) is Tensor
+    assert type(plain) is nn.Parameter
 
 
 def test_after_unwatch_nobody_waits(parameter):
