@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lightning_vram.core.tensors.layout import flat_as_stored, stored_like
 from lightning_vram.core.tensors.native_codecs import native_codecs
 from lightning_vram.private_names.torch.operators import TO_COPY, schema_of
 from lightning_vram.private_names.torch.tensors import make_wrapper
@@ -37,6 +38,7 @@ class LowBitTensor(Tensor):
         records: A block in each row, uint8: its numbers, then the float32 that they are multiplied by, which is NaN
             where one of them was none or infinite.
         shape: Of the tensor.
+        stride: Of it, as of a dense one: blocks are of numbers as they would lie in memory; ``None``: contiguous.
         bits: Of a number.
         is_positive: Whether numbers are above zero, and none becomes zero: they would be divided by.
     """
@@ -45,9 +47,17 @@ class LowBitTensor(Tensor):
     bits: Bits
     is_positive: bool
 
-    def __new__(cls, records: Tensor, shape: Sequence[int], *, bits: Bits, is_positive: bool) -> "LowBitTensor":
+    def __new__(
+        cls,
+        records: Tensor,
+        shape: Sequence[int],
+        stride: Sequence[int] | None = None,
+        *,
+        bits: Bits,
+        is_positive: bool,
+    ) -> "LowBitTensor":
         """Make a tensor that has no memory but ``records``."""
-        made: LowBitTensor = make_wrapper(cls, shape, torch.float32, records.device)
+        made: LowBitTensor = make_wrapper(cls, shape, torch.float32, records.device, stride)
         made.records, made.bits, made.is_positive = records, bits, is_positive
         return made
 
@@ -65,7 +75,7 @@ class LowBitTensor(Tensor):
             wide.copy_(self._decode())
         else:
             native.decode_low_bit(self.records, wide, self.bits, is_positive=self.is_positive)
-        return wide.view(self.shape)
+        return wide.as_strided(self.shape, self.stride())
 
     def _decode(self) -> Tensor:
         codes, scales = self.records[:, :-_SCALE_BYTES], self.records[:, -_SCALE_BYTES:]
@@ -87,7 +97,7 @@ class LowBitTensor(Tensor):
             self.records.copy_(numbers.records)
             return
         size = (self.records.shape[1] - _SCALE_BYTES) * 8 // self.bits
-        flat = decoded(numbers).detach().to(self.device, torch.float32).contiguous().view(-1)
+        flat = flat_as_stored(stored_like(decoded(numbers).detach().to(self.device, torch.float32), self))
         native = native_codecs(flat, self.records)
         if native is not None:
             native.encode_low_bit(flat, self.records, self.bits, is_positive=self.is_positive)
@@ -104,17 +114,19 @@ class LowBitTensor(Tensor):
     @property
     def kind(self) -> tuple[Any, ...]:
         """What tensors have in common whose memory means the same."""
-        return self.bits, self.is_positive, self.records.shape
+        return self.bits, self.is_positive, self.records.shape, self.stride()
 
     def cut(self, start: int, stop: int) -> "LowBitTensor":
         """Return some of the numbers, flat, over the same memory; they begin with a block, and end with one or all."""
         size = (self.records.shape[1] - _SCALE_BYTES) * 8 // self.bits
-        return self.each(lambda records: records[start // size : -(-stop // size)], (stop - start,))
+        return self.each(lambda records: records[start // size : -(-stop // size)], torch.Size([stop - start]), (1,))
 
-    def each(self, change: Callable[[Tensor], Tensor], shape: Sequence[int] | None = None) -> "LowBitTensor":
+    def each(
+        self, change: Callable[[Tensor], Tensor], shape: torch.Size | None = None, stride: Sequence[int] | None = None
+    ) -> "LowBitTensor":
         """Return another one of the same kind, over what becomes of its memory; of this shape, if none is given."""
-        shape = self.shape if shape is None else shape
-        return LowBitTensor(change(self.records), shape, bits=self.bits, is_positive=self.is_positive)
+        shape, stride = (self.shape, self.stride()) if shape is None else (shape, stride)
+        return LowBitTensor(change(self.records), shape, stride, bits=self.bits, is_positive=self.is_positive)
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
         """Show the values."""
@@ -132,7 +144,7 @@ class LowBitTensor(Tensor):
     def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> "LowBitTensor":
         """Make one of such."""
         bits, is_positive = context
-        return cls(inner["records"], size, bits=bits, is_positive=is_positive)
+        return cls(inner["records"], size, stride, bits=bits, is_positive=is_positive)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -141,14 +153,15 @@ class LowBitTensor(Tensor):
         """Work on the values."""
         kwargs = kwargs or {}
         ours = args[0] if args and isinstance(args[0], cls) else None
-        if ours is not None:
+        if ours is not None and kwargs.get("memory_format") in (None, torch.preserve_format):
             if func in _KEEPING or func is torch.ops.aten.clone.default:
                 return ours.each(_itself if func in _KEEPING else Tensor.clone)
             if func is TO_COPY and kwargs.get("dtype") in (None, torch.float32):
                 device = kwargs.get("device") or ours.device
                 return ours.each(lambda inner: inner.to(device, copy=True))
             if func is torch.ops.aten.view.default:
-                return ours.each(_itself, torch.empty(ours.shape, device="meta").view(args[1]).shape)
+                like = torch.empty_strided(ours.shape, ours.stride(), device="meta").view(args[1])
+                return ours.each(_itself, like.shape, like.stride())
             if func is torch.ops.aten.copy_.default:
                 ours.take_over(args[1])
                 return ours
@@ -204,23 +217,24 @@ def record_bytes(count: int, bits: Bits) -> int:
 
 
 def low_bit_over(
-    memory: Tensor, count: int, *, bits: Bits, is_positive: bool, shape: Sequence[int] | None = None
+    memory: Tensor, count: int, *, bits: Bits, is_positive: bool, like: Tensor | None = None
 ) -> LowBitTensor:
-    """Return a tensor, flat without a shape, over ``record_bytes(count)`` bytes, or those of a part of a larger one."""
+    """Return a tensor over ``record_bytes(count)`` bytes, or those of a part of a larger one.
+
+    It is flat, or has the shape and order of ``like``.
+    """
     row = BLOCK_SIZE * bits // 8 + _SCALE_BYTES
     if memory.numel() % row:
         row = _block_size(count, bits) * bits // 8 + _SCALE_BYTES
-    shape = (count,) if shape is None else shape
-    return LowBitTensor(memory.view(-1, row), shape, bits=bits, is_positive=is_positive)
+    shape, stride = ((count,), (1,)) if like is None else (like.shape, like.stride())
+    return LowBitTensor(memory.view(-1, row), shape, stride, bits=bits, is_positive=is_positive)
 
 
-def empty_low_bit(
-    shape: Sequence[int], device: torch.device | str = "cpu", *, bits: Bits, is_positive: bool
-) -> LowBitTensor:
-    """Return one without values."""
-    count = math.prod(shape)
-    memory = torch.empty(record_bytes(count, bits), dtype=torch.uint8, device=device)
-    return low_bit_over(memory, count, bits=bits, is_positive=is_positive, shape=shape)
+def empty_low_bit(like: Tensor, *, bits: Bits, is_positive: bool) -> LowBitTensor:
+    """Return one without values, of the shape, order and device of a dense tensor."""
+    count = like.numel()
+    memory = torch.empty(record_bytes(count, bits), dtype=torch.uint8, device=like.device)
+    return low_bit_over(memory, count, bits=bits, is_positive=is_positive, like=like)
 
 
 def _block_size(count: int, bits: Bits) -> int:

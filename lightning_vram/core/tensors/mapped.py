@@ -96,7 +96,9 @@ class MappedTensor(LowBitTensor):
         return self.code_map, self.shape
 
     @override
-    def each(self, change: Callable[[Tensor], Tensor], shape: Sequence[int] | None = None) -> LowBitTensor:
+    def each(
+        self, change: Callable[[Tensor], Tensor], shape: torch.Size | None = None, stride: Any = None
+    ) -> LowBitTensor:
         """Return another one of the same kind, over what becomes of its memory; of this shape, if none is given."""
         shape = self.shape if shape is None else shape
         return MappedTensor(change(self.records), change(self.scales), shape, self.code_map)
@@ -113,8 +115,9 @@ class MappedTensor(LowBitTensor):
         return cls(inner["records"], inner["scales"], size, context)
 
 
-def empty_mapped(shape: torch.Size, device: torch.device | str, code_map: CodeMap) -> MappedTensor:
-    """Return one of zeros."""
-    count = shape.numel()
-    records = torch.zeros(count // 2 if code_map.is_packed else count, dtype=torch.uint8, device=device)
-    return MappedTensor(records, torch.zeros(-(-count // code_map.block_size), device=device), shape, code_map)
+def empty_mapped(like: Tensor, code_map: CodeMap) -> MappedTensor:
+    """Return one of zeros, of the shape and device of a contiguous tensor."""
+    count = like.numel()
+    records = torch.zeros(count // 2 if code_map.is_packed else count, dtype=torch.uint8, device=like.device)
+    scales = torch.zeros(-(-count // code_map.block_size), device=like.device)
+    return MappedTensor(records, scales, like.shape, code_map)

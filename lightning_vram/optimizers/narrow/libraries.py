@@ -73,14 +73,14 @@ class LibraryForm(LowBitForm):
         return [key for key in self.unable if group.get(key)]
 
     @override
-    def takes(self, parameter: nn.Parameter) -> bool:
-        """Kernels go over memory as it lies."""
-        return super().takes(parameter) and parameter.is_contiguous()
+    def holds(self, parameter: nn.Parameter) -> bool:
+        """Their kernels know of no other order."""
+        return super().holds(parameter) and parameter.is_contiguous()
 
     @override
-    def empty(self, key: str, shape: torch.Size, device: torch.device | str = "cpu") -> MappedTensor:
+    def empty(self, key: str, like: Tensor) -> MappedTensor:
         """Return one of zeros."""
-        return empty_mapped(shape, device, self.code_map(is_positive=key in DIVISORS))
+        return empty_mapped(like, self.code_map(is_positive=key in DIVISORS))
 
     def code_map(self, *, is_positive: bool) -> CodeMap:
         """Return what codes of a moment mean."""
@@ -99,7 +99,7 @@ class LibraryForm(LowBitForm):
         raise NotImplementedError
 
     def _begun(self, member: Member, keys: Sequence[str]) -> State:
-        fresh = {key: self.empty(key, member.shard.shape, member.shard.device) for key in keys}
+        fresh = {key: self.empty(key, member.shard) for key in keys}
         return fresh | {key: value for key, value in member.local_state.items() if value is not None}
 
 

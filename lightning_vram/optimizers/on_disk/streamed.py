@@ -32,7 +32,7 @@ class StreamedStates:
         optimizer: One that steps each element by itself.
         parameters: Of it, those whose states are kept here.
         folder: On a local disk that is fast.
-        form: Of moments there; ``None``: float32.
+        form: Of moments there, of parameters that it holds; ``None``: float32.
 
     Raises:
         ValueError: If the optimizer does not, or ``folder`` is no folder.
@@ -47,7 +47,7 @@ class StreamedStates:
         form: StateForm | None = None,
     ) -> None:
         self._optimizer = optimizer
-        self._form = form
+        self._forms: list[StateForm | None] = []
         self._places = first_places(optimizer)
         wanted = set(parameters)
         layouts = []
@@ -55,7 +55,8 @@ class StreamedStates:
         for group in optimizer.param_groups:
             for parameter in (one for one in group["params"] if one in wanted):
                 self._index[parameter] = len(self._index)
-                layouts.append(replace(find_layout(optimizer, group, parameter.dtype), form=form))
+                self._forms.append(form if form is not None and form.holds(parameter) else None)
+                layouts.append(replace(find_layout(optimizer, group, parameter.dtype), form=self._forms[-1]))
         self._disk = DiskStates(folder, [local_part(parameter).numel() for parameter in self._index], layouts)
         self.load()
 
@@ -88,15 +89,15 @@ class StreamedStates:
                 member, part = by_index[piece.index], slice(piece.start, piece.stop)
                 groups.append(member.group)
                 stand_ins.append(make_stand_in(member.shard.view(-1)[part], cut_gradient(member, part)))
-            if self._form is None:
-                step_round.step_stand_ins(groups, stand_ins, [piece.states for piece in pieces])
-                return
+            forms = [self._forms[piece.index] for piece in pieces]
             places = [self._places[by_index[piece.index].parameter] for piece in pieces]
             seeds = make_seeds([piece.states for piece in pieces], [number for number, _ in places])
-            states = [widen_state(piece.states) for piece in pieces]
+            kept = zip(forms, pieces, strict=True)
+            states = [piece.states if form is None else widen_state(piece.states) for form, piece in kept]
             step_round.step_stand_ins(groups, stand_ins, states)
-            for piece, state, seed, (_, first) in zip(pieces, states, seeds, places, strict=True):
-                piece.states.update(narrow_state(self._form, state, first + piece.start, seed, piece.states))
+            for form, piece, state, seed, (_, first) in zip(forms, pieces, states, seeds, places, strict=True):
+                if form is not None:
+                    piece.states.update(narrow_state(form, state, first + piece.start, seed, piece.states))
 
         self._disk.release()  # pages that a checkpoint has looked at
         self._disk.stream(list(by_index), step)

@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_vram.optimizers.on_disk import StreamedStates
 from lightning_vram.optimizers.on_host.narrow_states import NarrowStates, widen_when_stepped
 from lightning_vram.optimizers.on_host.split_steps import step_in_parts, step_on_host
-from lightning_vram.optimizers.stepping import Member, StateForm, StepRound, refuse_form
+from lightning_vram.optimizers.stepping import Member, StateForm, StepRound
 from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
 from lightning_vram.techniques.sharding import ShardLane
 
@@ -27,7 +27,7 @@ class KeptStates:
         on_device: The parameters that are on the device, if a callback wants all moments in the form.
 
     Raises:
-        ValueError: If states cannot be kept so.
+        ValueError: If the optimizer's states cannot be on a disk.
         OffloadError: If there is no room for them in the folder.
     """
 
@@ -41,14 +41,9 @@ class KeptStates:
     ) -> None:
         self._narrow, self._has_device = None, bool(on_device)
         if form is not None and (on_device is None or form.fits(optimizer)):
-            names = f"host_state={form.name!r}", "host_state='fp32'"
-            if on_device is not None:
-                names = form.part, f"leave {form.part} out"
-            narrow = {*parameters, *(on_device or ())}
-            refuse_form(*names, form, optimizer, narrow)
-            if folder is None and on_device is not None:
-                narrow = set(filter(form.takes, narrow))
-            self._narrow = NarrowStates(optimizer, narrow, form)
+            has_all = folder is not None or on_device is None
+            takes = form.holds if has_all else form.takes
+            self._narrow = NarrowStates(optimizer, filter(takes, {*parameters, *(on_device or ())}), form)
         form = None if self._narrow is None else form
         self._streamed = None if folder is None else StreamedStates(optimizer, parameters, folder, form)
 

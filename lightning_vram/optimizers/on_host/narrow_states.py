@@ -69,8 +69,7 @@ class NarrowStates:
         if sum(len(group["params"]) for group in optimizer.param_groups) == len(self._places):
             return
         known, self._places = self._places, first_places(optimizer)
-        fresh = (one for one in self._places if one not in known and one.dtype == torch.float32)
-        self._parameters.update(filter(self.form.takes, fresh))
+        self._parameters.update(one for one in self._places if one not in known and self.form.takes(one))
         self.convert(optimizer)
 
     @property
@@ -118,7 +117,7 @@ class NarrowStates:
 
     def _converted(self, key: str, value: Tensor, parameter: nn.Parameter) -> Any:
         shard = local_part(parameter)
-        return as_sharded(self.form.convert(key, local_part(value), shard.device), parameter, shard.shape)
+        return as_sharded(self.form.convert(key, local_part(value), shard), parameter, shard.shape)
 
 
 def widen_when_stepped(optimizer: Optimizer) -> None:
@@ -128,7 +127,7 @@ def widen_when_stepped(optimizer: Optimizer) -> None:
         _to_widen.pop(optimizer).remove()
         for parameter in list(optimizer.state):
             state = optimizer.state[parameter]
-            if any(is_narrow(local_part(state.get(key))) for key in MOMENTS):
+            if parameter.dtype == torch.float32 and any(is_narrow(local_part(state.get(key))) for key in MOMENTS):
                 optimizer.state[parameter] = widen_state(state)
 
     _to_widen[optimizer] = optimizer.register_step_pre_hook(widen)

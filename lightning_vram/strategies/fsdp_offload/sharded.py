@@ -23,7 +23,7 @@ from lightning_vram.optimizers.on_host import (
     add_states,
     count_host_needs,
 )
-from lightning_vram.optimizers.stepping import HostState, find_form
+from lightning_vram.optimizers.stepping import HostState, describe_unheld, find_form
 from lightning_vram.private_names.torch.dispatch import detect_fake_mode
 from lightning_vram.strategies.fsdp_offload.checkpointed import CheckpointedStrategy
 from lightning_vram.strategies.fsdp_offload.checks import check_master
@@ -144,6 +144,9 @@ class ShardedStrategy(CheckpointedStrategy):
             is_form_everywhere=self.moments is not None,
         )
         self._host_optimizers.attach(self.optimizers)
+        if self._host_optimizers.unheld:
+            name = f"fsdp_offload (moments in {self._host_state})"
+            rank_zero_info(describe_unheld(name, self._host_optimizers.unheld, self._sharding.module))
         self._averages.attach(self._host_optimizers)
         if self.arguments.device_bytes == "auto":
             self._room = StepRoom(self._sharding, self.optimizers)

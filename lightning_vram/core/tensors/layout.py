@@ -1,0 +1,30 @@
+"""In which order the numbers of a tensor lie in memory: that of its dimensions, ``channels_last``, transposed."""
+
+import torch
+from torch import Tensor
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the numbers of a strided tensor fill their part of memory, in whatever order, each in a place of its own.
+
+    Others are expanded, or cut out of larger ones.
+    """
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return not tensor.numel()
+        expected *= size
+    return True
+
+
+def flat_as_stored(tensor: Tensor) -> Tensor:
+    """Return a flat view of a dense tensor: its numbers in the order in which they lie in memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def stored_like(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return ``tensor`` with its numbers in the order of those of ``like``, which is dense; itself where they are."""
+    orders = zip(tensor.shape, tensor.stride(), like.stride(), strict=True)
+    if all(size == 1 or own == other for size, own, other in orders):
+        return tensor
+    return torch.empty_strided(like.shape, like.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
