@@ -1,7 +1,13 @@
 """In which order the numbers of a tensor lie in memory: that of its dimensions, ``channels_last``, transposed."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
+
+WHOLE_LAYOUT = "lightning_vram_layout"
+"""Attribute of a sharded parameter, if it was not contiguous: a meta tensor that is as that was."""
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -28,3 +34,11 @@ def stored_like(tensor: Tensor, like: Tensor) -> Tensor:
     if all(size == 1 or own == other for size, own, other in orders):
         return tensor
     return torch.empty_strided(like.shape, like.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def state_stored_like(state: Mapping[str, Any], like: Tensor) -> dict[str, Any]:
+    """Return an optimizer's state of a parameter, its plain tensors in the order of that: fused kernels want it so."""
+    return {
+        key: stored_like(value, like) if type(value) is Tensor and value.shape == like.shape else value
+        for key, value in state.items()
+    }

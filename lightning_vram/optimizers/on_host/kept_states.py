@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_vram.core.tensors.layout import state_stored_like
 from lightning_vram.optimizers.on_disk import StreamedStates
 from lightning_vram.optimizers.on_host.narrow_states import NarrowStates, widen_when_stepped
 from lightning_vram.optimizers.on_host.split_steps import step_in_parts, step_on_host
@@ -95,4 +96,5 @@ def replace_parameters(optimizer: Optimizer, replaced: Mapping[nn.Parameter, nn.
         if parameter in optimizer.state:
             state = optimizer.state.pop(parameter)
             is_alone = isinstance(parameter, DTensor) and parameter.device_mesh.size() == 1
-            optimizer.state[other] = {key: local_part(value) if is_alone else value for key, value in state.items()}
+            plain = {key: local_part(value) if is_alone else value for key, value in state.items()}
+            optimizer.state[other] = state_stored_like(plain, local_part(other))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_vram.core.tensors.layout import state_stored_like
 from lightning_vram.optimizers.stepping import (
     MOMENTS,
     State,
@@ -128,6 +129,6 @@ def widen_when_stepped(optimizer: Optimizer) -> None:
         for parameter in list(optimizer.state):
             state = optimizer.state[parameter]
             if parameter.dtype == torch.float32 and any(is_narrow(local_part(state.get(key))) for key in MOMENTS):
-                optimizer.state[parameter] = widen_state(state)
+                optimizer.state[parameter] = state_stored_like(widen_state(state), local_part(parameter))
 
     _to_widen[optimizer] = optimizer.register_step_pre_hook(widen)

@@ -72,6 +72,12 @@ class ShardedStrategy(CheckpointedStrategy):
         narrow = find_narrow_weights(module, list_islands(module)) if narrow_dtype is not None else set()
         names = {name for name, parameter in module.named_parameters() if parameter in narrow}
         plan = plan_sharding_groups(module, arguments.wrap, min_params=arguments.min_params)
+        strided = [name for name, parameter in module.named_parameters() if not parameter.is_contiguous()]
+        if strided:
+            rank_zero_info(
+                f"fsdp_offload keeps {len(strided)} parameters contiguous until the run ends, {strided[0]} among them; "
+                "convolution layers compute in channels_last if their weights were."
+            )
         if is_stepping_here:
             self._check_room(module, names, narrow_dtype)
         seed = torch.tensor(torch.initial_seed() % 2**31)

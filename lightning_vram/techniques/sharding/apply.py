@@ -252,6 +252,7 @@ class FullSharding:
             if has_meta(module):
                 materialize(module, seed=options.seed, model=self.module, uninitialized_ok=options.uninitialized_ok)
             prepare_class(type(module), mixin_for)
+        self._whole.make_contiguous(modules)
         policy: OffloadPolicy = OffloadPolicy() if place == "device" else CPUOffloadPolicy(pin_memory=False)
         fully_shard(
             modules if len(modules) > 1 else modules[0],

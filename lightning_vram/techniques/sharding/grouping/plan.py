@@ -60,7 +60,7 @@ def plan_sharding_groups(module: nn.Module, wrap: Wrap = "auto", *, min_params: 
     Raises:
         TypeError: If ``wrap`` is none of these.
         ValueError: If ``wrap`` matches nothing or what cannot be a group, ``min_params`` is not positive, or the model
-            has parameters without a shape.
+            has parameters without a shape, or expanded ones.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
@@ -155,3 +155,8 @@ def _check(module: nn.Module, wrap: object, min_params: int) -> None:
     for name, parameter in module.named_parameters():
         if is_lazy(parameter):
             raise ValueError(f"Parameter {name!r} has no shape yet: run the model on a batch before it is sharded.")
+        if any(size > 1 and not stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True)):
+            raise ValueError(
+                f"Parameter {name!r} is an expanded tensor (strides {parameter.stride()}), whose numbers share memory: "
+                "make it of a copy, nn.Parameter(values.clone())."
+            )
