@@ -50,9 +50,8 @@ def test_roots_are_near_and_what_was_read_is_written_to_the_same_bits(size, expo
 @pytest.mark.parametrize(("count", "rows", "size"), [(0, 0, 0), (1, 1, 1), (127, 1, 127), (128, 1, 128), (129, 2, 128)])
 def test_bytes(count: int, rows: int, size: int, bits: int) -> None:
     num_bytes = rows * (math.ceil(size * bits / 8) + 4)
-    assert (
-        record_bytes(count, bits) == num_bytes == empty_low_bit(torch.empty(count), bits=bits, is_positive=False).nbytes
-    )
+    made = empty_low_bit(torch.empty(count), bits=bits, is_positive=False)
+    assert record_bytes(count, bits) == num_bytes == made.nbytes
     values = numbers(count)
     assert kept(values, bits=bits).decode().shape == values.shape
 

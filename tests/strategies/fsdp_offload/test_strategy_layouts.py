@@ -77,9 +77,8 @@ def fit(make_trainer):
 
 def strides(module: nn.Module) -> list[Any]:
     """Return those of each parameter, in dimensions that have any."""
-    return [
-        [step for step, size in zip(one.stride(), one.shape, strict=True) if size > 1] for one in module.parameters()
-    ]
+    pairs = (zip(one.stride(), one.shape, strict=True) for one in module.parameters())
+    return [[stride for stride, size in each if size > 1] for each in pairs]
 
 
 @pytest.mark.parametrize("dims", [2, 3])
