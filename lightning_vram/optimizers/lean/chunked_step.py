@@ -68,7 +68,9 @@ class ChunkedStep:
             if wide is not None:
                 wide.round(self._states(parameters), generator)
             stepped = check.note(exact) if check is not None else None
-            chunk.write(exact, generator)  # a step that fails half-way leaves what it has done, as in fp32
+            chunk.write(
+                exact, generator, set(parameters)
+            )  # a step that fails half-way leaves what it has done, as in fp32
         if check is not None and before is not None and stepped is not None:
             check.count(before, stepped, chunk.read())
 

@@ -1,12 +1,12 @@
 """Parameters that are read and written together: enough for few kernels, few enough for small transients."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import groupby
 
 import torch
 from torch import Tensor, nn
 
-from lightning_vram.optimizers.lean.weight_codecs import CODECS, SplitCodec, WeightCodec
+from lightning_vram.optimizers.lean.weight_codecs import CODECS, MasterCodec, SplitCodec, WeightCodec
 from lightning_vram.private_names.torch.operators import copy_each
 
 CHUNK_ELEMENTS = 2**22  # 16 MiB in fp32
@@ -31,7 +31,7 @@ class WeightChunk:
         self._dtypes = tuple(parameter.dtype for parameter in parameters)
         self._lent: tuple[list[Tensor], WeightCodec, bool] | None = None
         self.is_resting = not parameters[0].requires_grad
-        self._codec: WeightCodec = SplitCodec() if self.is_resting else CODECS[scheme]()
+        self._codec: WeightCodec = self._resting_codec() if self.is_resting else CODECS[scheme]()
         weights = self._codec.write(self._gather("cpu" if self.is_resting else parameters[0].device), None)
         for parameter in parameters:
             _change_dtype(parameter, torch.bfloat16)
@@ -74,9 +74,11 @@ class WeightChunk:
             self._codec.rest = self._codec.rest.to(device)  # the module was moved
         return self.read()
 
-    def write(self, exact: Tensor, generator: torch.Generator) -> None:
-        """Take over what became of the weights in a step."""
-        self._scatter(self._codec.write(exact, generator))
+    def write(self, exact: Tensor, generator: torch.Generator, stepped: Collection[nn.Parameter]) -> None:
+        """Take over what became of the weights in a step. A graph may yet need the others: they are not touched."""
+        flat = self._codec.write(exact, generator)
+        pairs = [pair for pair in zip(self.parameters, self.views(flat), strict=True) if pair[0] in stepped]
+        copy_each([parameter.detach() for parameter, _ in pairs], [view for _, view in pairs])
 
     def take(self, values: Mapping[nn.Parameter, Tensor]) -> None:
         """Set exact weights of some parameters. The others stay what they are."""
@@ -90,7 +92,7 @@ class WeightChunk:
         """Let the parameters be exactly these values, whatever the scheme, until :meth:`take_back` or the next step."""
         weights = [parameter.detach().to("cpu", copy=True) for parameter in self.parameters]
         self._lent = weights, self._codec, self.is_resting
-        self._codec, self.is_resting = SplitCodec(), True
+        self._codec, self.is_resting = self._resting_codec(), True
         self._scatter(self._codec.write(widened(values, "cpu")[0], None))
 
     def take_back(self) -> None:
@@ -114,6 +116,10 @@ class WeightChunk:
                 _change_dtype(parameter, dtype)
                 parameter.copy_(values)
         self._codec.rest = self._lent = None
+
+    def _resting_codec(self) -> WeightCodec:
+        """Of weights in host memory: that of split rounds halves otherwise than autocast, which master must not."""
+        return MasterCodec() if self._scheme == "bf16+master" else SplitCodec()
 
     def _gather(self, device: torch.device | str) -> Tensor:
         return widened(self.parameters, device)[0]
