@@ -1,6 +1,6 @@
 """In which order the numbers of a tensor lie in memory: that of its dimensions, ``channels_last``, transposed."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,12 +28,18 @@ def flat_as_stored(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
+def stored_as(tensor: Tensor, stride: Sequence[int]) -> Tensor:
+    """Return ``tensor`` with these strides, which overlap nowhere; itself if it has them."""
+    if tensor.stride() == stride:
+        return tensor
+    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
 def stored_like(tensor: Tensor, like: Tensor) -> Tensor:
     """Return ``tensor`` with its numbers in the order of those of ``like``, which is dense; itself where they are."""
     orders = zip(tensor.shape, tensor.stride(), like.stride(), strict=True)
-    if all(size == 1 or own == other for size, own, other in orders):
-        return tensor
-    return torch.empty_strided(like.shape, like.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    is_so = all(size == 1 or own == other for size, own, other in orders)
+    return tensor if is_so else stored_as(tensor, like.stride())
 
 
 def state_stored_like(state: Mapping[str, Any], like: Tensor) -> dict[str, Any]:

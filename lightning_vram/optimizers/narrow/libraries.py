@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from typing_extensions import override
 
-from lightning_vram.core.tensors.low_bit import Bits
-from lightning_vram.core.tensors.mapped import CodeMap, MappedTensor, empty_mapped
+from lightning_vram.core.tensors.low_bit import Bits, CodeMap, MappedTensor, empty_mapped
 from lightning_vram.core.tensors.shards import is_shard
 from lightning_vram.optimizers.stepping import (
     DIVISORS,

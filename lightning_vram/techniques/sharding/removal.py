@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
 from lightning_vram.core.surgery.class_swap import remove_mixin
-from lightning_vram.core.tensors.layout import WHOLE_LAYOUT
+from lightning_vram.core.tensors.layout import WHOLE_LAYOUT, stored_as
 from lightning_vram.private_names.fsdp2.states import MARKS, place_of, put_back, remove_hooks
 from lightning_vram.private_names.torch.modules import ConvBase, own_buffers, own_parameters
 from lightning_vram.private_names.torch.tensors import local_part_of
@@ -119,9 +119,7 @@ class WholeParameters:
         """Return values on the device of a parameter as it was, and in its order in memory."""
         device, shape, stride = self._as_was[id(original)]
         values = values.to(device)
-        if values.shape != shape or values.stride() == stride:
-            return values
-        return torch.empty_strided(values.shape, stride, dtype=values.dtype, device=device).copy_(values)
+        return stored_as(values, stride) if values.shape == shape else values
 
     def _remove_marks(self) -> None:
         for part, before in self._marks:

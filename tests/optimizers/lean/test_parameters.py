@@ -10,8 +10,7 @@ from support.lean_nets import EXACT, assert_same_weights, give_gradients, lean_n
 from torch import nn, optim
 
 from lightning_vram.optimizers.lean.parameters import SCHEMES, LeanParameters
-from lightning_vram.optimizers.lean.weight_chunks import WeightChunk
-from lightning_vram.optimizers.lean.weight_codecs import CODECS
+from lightning_vram.optimizers.lean.weight_chunks import CODECS, WeightChunk
 from lightning_vram.optimizers.stepping.steppable import STEPPABLE
 
 
