@@ -1,7 +1,7 @@
 """What the plugin changes on a module, from the time before it is wrapped until the run ends."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,14 +15,63 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_vram.core.layers.patterns import LayerPattern
 from lightning_vram.core.layers.selection import select_layers
+from lightning_vram.core.surgery.class_swap import Swaps, has_own_forward, plain_class_forward
 from lightning_vram.core.surgery.held_setting import compiled_backward_without_autocast
 from lightning_vram.core.surgery.shadow import Shadow
+from lightning_vram.core.tensors.nests import cast_where
 from lightning_vram.optimizers.lean import LeanParameters, iterate_computing, refuse_lost_updates
-from lightning_vram.precision.calls_between_steps import CallsBetweenSteps
 from lightning_vram.private_names.torch.compiled import COMPILED_PART
 from lightning_vram.private_names.torch.modules import NormBase
 from lightning_vram.techniques.mixed_precision import Float32Islands, WeightCasts, keep_norms_low, run_in_fp32
 from lightning_vram.techniques.quantize_frozen_weights import read_weights_as
+
+_KEY = "_lightning_vram_between_steps"
+
+
+class CallsBetweenSteps(Swaps):
+    """Of a module and its direct parts, until :meth:`remove`.
+
+    Args:
+        module: With weights in ``dtype``.
+        device_type: Where it runs.
+        dtype: Of autocast.
+
+    Raises:
+        ValueError: If the class of a module cannot be changed.
+    """
+
+    def __init__(self, module: nn.Module, device_type: str, dtype: torch.dtype) -> None:
+        super().__init__(_KEY)
+        self.device_type, self.dtype = device_type, dtype
+        self._is_in_step = False
+        with self.all_or_none():
+            for part in (module, *module.children()):
+                is_called = plain_class_forward(part) is not nn.Module.forward or has_own_forward(part)
+                if is_called and not isinstance(part, torch.jit.ScriptModule):
+                    self.add(part, self, _run)
+
+    @contextmanager
+    def in_step(self) -> Generator[None, None, None]:
+        """While a step decides for itself what is autocast."""
+        outer, self._is_in_step = self._is_in_step, True
+        try:
+            yield
+        finally:
+            self._is_in_step = outer
+
+    def computes(self) -> bool:
+        """Whether a call that begins now is one between steps."""
+        return not self._is_in_step and not torch.is_autocast_enabled(self.device_type)
+
+
+def _run(module: nn.Module, calls: CallsBetweenSteps, plain: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Stands in for ``module.forward``, which is ``plain``."""
+    if not calls.computes():
+        return plain(*args, **kwargs)
+    with torch.autocast(calls.device_type, dtype=calls.dtype, cache_enabled=False):
+        output = plain(*args, **kwargs)
+    return cast_where(lambda leaf: isinstance(leaf, Tensor) and leaf.dtype == calls.dtype, torch.float32, output)
+
 
 _NORMS = (NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 

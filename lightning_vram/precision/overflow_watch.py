@@ -1,11 +1,13 @@
 """What becomes of optimizer steps that were skipped because gradients overflowed."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
+from torch import Tensor
 
-from lightning_vram.precision.step_logging import is_logging, log_of_step
+from lightning_vram.private_names.lightning.logging import logging_from, logs_are_due, running_results
 from lightning_vram.techniques.mixed_precision import LossScaling
 
 OnLimit = Literal["error", "bf16", "fp32"]
@@ -54,3 +56,19 @@ class OverflowWatch:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint."""
         self.num_steps, self.num_consecutive = int(state["num_steps"]), int(state["num_consecutive"])
+
+
+def is_logging(module: pl.LightningModule, *, always: bool = False) -> bool:
+    """Whether somebody gets the values of this step; ``always``: whether anybody could."""
+    trainer = module.trainer
+    is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+    is_due = is_last or logs_are_due(trainer) or trainer.fast_dev_run  # type: ignore[attr-defined]
+    return not trainer.barebones and running_results(trainer) is not None and bool(is_due or always)
+
+
+def log_of_step(module: pl.LightningModule, values: Mapping[str, float | Tensor]) -> None:
+    """Log them, where :func:`is_logging`."""
+    # Under manual optimization the step ends where no hook runs that Lightning lets values be logged from.
+    with logging_from(module, "optimizer_step"):
+        for name, value in values.items():
+            module.log(name, value, on_step=True, on_epoch=False, batch_size=1)

@@ -38,6 +38,9 @@ from lightning_vram.private_names.lightning.strategies import call_after_closure
 Parameters = Literal["fp32", "bf16+master", "bf16+split", "bf16+kahan", "bf16+stochastic"]
 
 
+_OVERWRITTEN = "modified by an inplace operation", "BFloat16Type"  # in an error of autograd
+
+
 class LeanMixedPrecision(ScaledPrecision):
     """Compute in bfloat16 or float16 where that is enough, and keep the rest in float32.
 
@@ -228,7 +231,16 @@ class LeanMixedPrecision(ScaledPrecision):
         self, tensor: Tensor, model: pl.LightningModule, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
         with self._without_autocast():  # it is on in manual optimization, whose backward is part of the training step
-            super().backward(tensor, model, optimizer, *args, **kwargs)
+            try:
+                super().backward(tensor, model, optimizer, *args, **kwargs)
+            except RuntimeError as error:
+                if not self.settings.is_lean or not all(part in str(error) for part in _OVERWRITTEN):
+                    raise
+                raise RuntimeError(
+                    f"LeanMixedPrecision(parameters={self.settings.parameters!r}): if an optimizer has stepped since "
+                    "this forward, it has overwritten the 16-bit weights that the backward needs. Step after all "
+                    f'backwards of a forward, or use parameters="fp32". PyTorch says: {error}'
+                ) from error
 
     @override
     def optimizer_step(  # type: ignore[override]

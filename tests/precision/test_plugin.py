@@ -2,6 +2,7 @@ import copy
 import pickle
 import re
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -22,7 +23,7 @@ from support.helpers import (
     fail_in,
 )
 from support.pages import assert_documented
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_vram import LeanMixedPrecision
 
@@ -361,6 +362,59 @@ def test_a_frozen_backbone_trains_with_all_settings(make_trainer):
     before = [p.clone() for p in model.net.blocks[0].parameters()]
     fit(model, make_trainer(plugins=[LeanMixedPrecision("bf16", **options)], max_epochs=5))
     assert all(map(torch.equal, model.net.blocks[0].parameters(), before))
+
+
+class Adversaries(pl.LightningModule):
+    """A generator and a discriminator, whose optimizers step in one training step."""
+
+    def __init__(self, *, is_one_graph: bool) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
+        self.other = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        halves = self.frozen.weight.bfloat16().float().view(torch.int32).bitwise_or(0x8000).view(torch.float32)
+        self.frozen.weight.data.copy_(halves)
+        self.automatic_optimization, self.is_one_graph = False, is_one_graph
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        made = self.frozen(self.net(batch))
+        judged = self.other(made if self.is_one_graph else made.detach())
+        first, second = self.optimizers()
+        self.toggle(second, judged.square().mean(), retain_graph=self.is_one_graph)
+        self.toggle(first, (judged if self.is_one_graph else self.other(made)).exp().mean())
+
+    def toggle(self, optimizer: Any, loss: Tensor, **options: Any) -> None:
+        optimizer.zero_grad()
+        self.manual_backward(loss, **options)
+        optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.AdamW(part.parameters(), 1e-2) for part in (self.net, self.other)]
+
+    def train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(torch.randn(16, 8), batch_size=4)
+
+
+def test_adversaries_and_frozen_layers_train_as_with_lightnings_plugin(make_trainer):
+    plugins = BackwardWithoutAutocast("bf16-mixed", "cpu"), LeanMixedPrecision("bf16", parameters="bf16+master")
+    fitted = []
+    for plugin in plugins:
+        pl.seed_everything(0, verbose=False)
+        fitted.append(fit(Adversaries(is_one_graph=False), make_trainer(plugins=[plugin])))
+    assert_equal_weights(*fitted)
+
+
+@pytest.mark.parametrize("scheme", ["bf16+master", "bf16+stochastic"])
+def test_a_step_before_the_last_backward_of_a_forward_is_an_error_that_tells_why(scheme, make_trainer):
+    model = Adversaries(is_one_graph=True)
+    message = (
+        f"LeanMixedPrecision(parameters={scheme!r}): if an optimizer has stepped since this forward, it has "
+        "overwritten the 16-bit weights that the backward needs. Step after all backwards of a forward, or use "
+        'parameters="fp32". PyTorch says: one of the variables needed for gradient computation has been modified'
+    )
+    with pytest.raises(RuntimeError, match=f"^{re.escape(message)}"):
+        make_trainer(plugins=[LeanMixedPrecision("bf16", parameters=scheme)]).fit(model)
+    make_trainer(plugins=[LeanMixedPrecision("bf16")], max_epochs=1).fit(Adversaries(is_one_graph=True))
 
 
 class BrokenEnd(pl.Callback):

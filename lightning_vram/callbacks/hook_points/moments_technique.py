@@ -4,12 +4,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_vram.callbacks.hook_points.checks import refuse_moved_parameters
 from lightning_vram.callbacks.hook_points.fit_technique import FitTechnique
 from lightning_vram.optimizers.narrow import Library, NarrowMoments, why_not_installed
-from lightning_vram.optimizers.stepping import FORMS, HostState, StateForm, UpdateCheck
+from lightning_vram.optimizers.stepping import FORMS, HostState, StateForm, UpdateCheck, describe_unheld
 
 _WORDS: dict[HostState, str] = {"bf16": "bfloat16", "8bit": "8 bit", "4bit": "4 bit"}
 
@@ -83,6 +84,8 @@ class MomentsTechnique(FitTechnique):
             )
         if self._moments is not None:
             self._moments.attach(trainer.optimizers)
+            if self._moments.unheld:
+                rank_zero_info(describe_unheld(form.part, self._moments.unheld, pl_module))
 
     @override
     def _undo(self) -> None:

@@ -14,11 +14,14 @@ the nearest. Those who work on a part at a time cut it. It is pickled as a plain
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
+from lightning_vram.core.tensors.layout import flat_as_stored, stored_like
 from lightning_vram.core.tensors.native_codecs import native_codecs
 from lightning_vram.private_names.torch.operators import TO_COPY, schema_of
 from lightning_vram.private_names.torch.tensors import make_wrapper
@@ -37,6 +40,7 @@ class LowBitTensor(Tensor):
         records: A block in each row, uint8: its numbers, then the float32 that they are multiplied by, which is NaN
             where one of them was none or infinite.
         shape: Of the tensor.
+        stride: Of it, as of a dense one: blocks are of numbers as they would lie in memory; ``None``: contiguous.
         bits: Of a number.
         is_positive: Whether numbers are above zero, and none becomes zero: they would be divided by.
     """
@@ -45,9 +49,17 @@ class LowBitTensor(Tensor):
     bits: Bits
     is_positive: bool
 
-    def __new__(cls, records: Tensor, shape: Sequence[int], *, bits: Bits, is_positive: bool) -> "LowBitTensor":
+    def __new__(
+        cls,
+        records: Tensor,
+        shape: Sequence[int],
+        stride: Sequence[int] | None = None,
+        *,
+        bits: Bits,
+        is_positive: bool,
+    ) -> "LowBitTensor":
         """Make a tensor that has no memory but ``records``."""
-        made: LowBitTensor = make_wrapper(cls, shape, torch.float32, records.device)
+        made: LowBitTensor = make_wrapper(cls, shape, dtype=torch.float32, device=records.device, strides=stride)
         made.records, made.bits, made.is_positive = records, bits, is_positive
         return made
 
@@ -65,7 +77,7 @@ class LowBitTensor(Tensor):
             wide.copy_(self._decode())
         else:
             native.decode_low_bit(self.records, wide, self.bits, is_positive=self.is_positive)
-        return wide.view(self.shape)
+        return wide.as_strided(self.shape, self.stride())
 
     def _decode(self) -> Tensor:
         codes, scales = self.records[:, :-_SCALE_BYTES], self.records[:, -_SCALE_BYTES:]
@@ -87,7 +99,7 @@ class LowBitTensor(Tensor):
             self.records.copy_(numbers.records)
             return
         size = (self.records.shape[1] - _SCALE_BYTES) * 8 // self.bits
-        flat = decoded(numbers).detach().to(self.device, torch.float32).contiguous().view(-1)
+        flat = flat_as_stored(stored_like(decoded(numbers).detach().to(self.device, torch.float32), self))
         native = native_codecs(flat, self.records)
         if native is not None:
             native.encode_low_bit(flat, self.records, self.bits, is_positive=self.is_positive)
@@ -104,17 +116,19 @@ class LowBitTensor(Tensor):
     @property
     def kind(self) -> tuple[Any, ...]:
         """What tensors have in common whose memory means the same."""
-        return self.bits, self.is_positive, self.records.shape
+        return self.bits, self.is_positive, self.records.shape, self.stride()
 
     def cut(self, start: int, stop: int) -> "LowBitTensor":
         """Return some of the numbers, flat, over the same memory; they begin with a block, and end with one or all."""
         size = (self.records.shape[1] - _SCALE_BYTES) * 8 // self.bits
-        return self.each(lambda records: records[start // size : -(-stop // size)], (stop - start,))
+        return self.each(lambda records: records[start // size : -(-stop // size)], torch.Size([stop - start]), (1,))
 
-    def each(self, change: Callable[[Tensor], Tensor], shape: Sequence[int] | None = None) -> "LowBitTensor":
+    def each(
+        self, change: Callable[[Tensor], Tensor], shape: torch.Size | None = None, stride: Sequence[int] | None = None
+    ) -> "LowBitTensor":
         """Return another one of the same kind, over what becomes of its memory; of this shape, if none is given."""
-        shape = self.shape if shape is None else shape
-        return LowBitTensor(change(self.records), shape, bits=self.bits, is_positive=self.is_positive)
+        shape, stride = (self.shape, self.stride()) if shape is None else (shape, stride)
+        return LowBitTensor(change(self.records), shape, stride, bits=self.bits, is_positive=self.is_positive)
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
         """Show the values."""
@@ -132,7 +146,7 @@ class LowBitTensor(Tensor):
     def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> "LowBitTensor":
         """Make one of such."""
         bits, is_positive = context
-        return cls(inner["records"], size, bits=bits, is_positive=is_positive)
+        return cls(inner["records"], size, stride, bits=bits, is_positive=is_positive)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -141,14 +155,15 @@ class LowBitTensor(Tensor):
         """Work on the values."""
         kwargs = kwargs or {}
         ours = args[0] if args and isinstance(args[0], cls) else None
-        if ours is not None:
+        if ours is not None and kwargs.get("memory_format") in (None, torch.preserve_format):
             if func in _KEEPING or func is torch.ops.aten.clone.default:
                 return ours.each(_itself if func in _KEEPING else Tensor.clone)
             if func is TO_COPY and kwargs.get("dtype") in (None, torch.float32):
                 device = kwargs.get("device") or ours.device
                 return ours.each(lambda inner: inner.to(device, copy=True))
             if func is torch.ops.aten.view.default:
-                return ours.each(_itself, torch.empty(ours.shape, device="meta").view(args[1]).shape)
+                like = torch.empty_strided(ours.shape, ours.stride(), device="meta").view(args[1])
+                return ours.each(_itself, like.shape, like.stride())
             if func is torch.ops.aten.copy_.default:
                 ours.take_over(args[1])
                 return ours
@@ -204,26 +219,136 @@ def record_bytes(count: int, bits: Bits) -> int:
 
 
 def low_bit_over(
-    memory: Tensor, count: int, *, bits: Bits, is_positive: bool, shape: Sequence[int] | None = None
+    memory: Tensor, count: int, *, bits: Bits, is_positive: bool, like: Tensor | None = None
 ) -> LowBitTensor:
-    """Return a tensor, flat without a shape, over ``record_bytes(count)`` bytes, or those of a part of a larger one."""
+    """Return a tensor over ``record_bytes(count)`` bytes, or those of a part of a larger one.
+
+    It is flat, or has the shape and order of ``like``.
+    """
     row = BLOCK_SIZE * bits // 8 + _SCALE_BYTES
     if memory.numel() % row:
         row = _block_size(count, bits) * bits // 8 + _SCALE_BYTES
-    shape = (count,) if shape is None else shape
-    return LowBitTensor(memory.view(-1, row), shape, bits=bits, is_positive=is_positive)
+    shape, stride = ((count,), (1,)) if like is None else (like.shape, like.stride())
+    return LowBitTensor(memory.view(-1, row), shape, stride, bits=bits, is_positive=is_positive)
 
 
-def empty_low_bit(
-    shape: Sequence[int], device: torch.device | str = "cpu", *, bits: Bits, is_positive: bool
-) -> LowBitTensor:
-    """Return one without values."""
-    count = math.prod(shape)
-    memory = torch.empty(record_bytes(count, bits), dtype=torch.uint8, device=device)
-    return low_bit_over(memory, count, bits=bits, is_positive=is_positive, shape=shape)
+def empty_low_bit(like: Tensor, *, bits: Bits, is_positive: bool) -> LowBitTensor:
+    """Return one without values, of the shape, order and device of a dense tensor."""
+    count = like.numel()
+    memory = torch.empty(record_bytes(count, bits), dtype=torch.uint8, device=like.device)
+    return low_bit_over(memory, count, bits=bits, is_positive=is_positive, like=like)
 
 
 def _block_size(count: int, bits: Bits) -> int:
     """Return the size of blocks of a tensor: a smaller one has a single block, which ends with a byte."""
     per_byte = 8 // bits
     return min(BLOCK_SIZE, max(1, -(-count // per_byte)) * per_byte)
+
+
+class CodeMap:
+    """What codes mean.
+
+    Args:
+        values: All numbers of a block whose scale is 1, ascending, on the host: 256, or 16 for codes of 4 bits, two of
+            which are in a byte, the first in its upper half. The last is 1.
+        block_size: Numbers with one scale.
+    """
+
+    def __init__(self, values: Tensor, block_size: int) -> None:
+        self.values, self.block_size = values, block_size
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether two codes are in a byte."""
+        return len(self.values) == 16
+
+    @lru_cache  # noqa: B019
+    def on(self, device: torch.device) -> Tensor:
+        """Return the values there, which stay: there are a few maps for the life of the process."""
+        return self.values.to(device)
+
+
+class MappedTensor(LowBitTensor):
+    """Codes: numbers of a map of 256 or 16, times the scale of their block; always contiguous.
+
+    So torchao and bitsandbytes keep moments (arXiv 2110.02861, 2309.01507); their kernels write to this memory.
+
+    Args:
+        records: Codes, uint8, flat.
+        scales: Of the blocks, float32, flat.
+        shape: Of the tensor.
+        code_map: What codes mean.
+    """
+
+    scales: Tensor
+    code_map: CodeMap
+
+    def __new__(cls, records: Tensor, scales: Tensor, shape: Sequence[int], code_map: CodeMap) -> "MappedTensor":
+        """Make a tensor that has no memory but ``records`` and ``scales``."""
+        made: MappedTensor = make_wrapper(cls, shape, dtype=torch.float32, device=records.device)
+        made.records, made.scales, made.code_map = records, scales, code_map
+        made.bits, made.is_positive = 4 if code_map.is_packed else 8, bool(code_map.values[0] >= 0)
+        return made
+
+    @override
+    def decode(self, wide: Tensor | None = None) -> Tensor:
+        """Return the values, in memory of their own, or in that of a flat float32 tensor."""
+        codes = self.records
+        if self.code_map.is_packed:
+            codes = torch.stack([codes >> 4, codes & 15], dim=-1)
+        numbers = self.code_map.on(self.device)[codes.flatten().int()]
+        numbers *= self.scales.repeat_interleave(self.code_map.block_size)[: numbers.numel()]
+        return (numbers if wide is None else wide.copy_(numbers)).view(self.shape)
+
+    @override
+    def take_over(self, numbers: Tensor) -> None:
+        """Take over values of a float32 tensor of this shape; what :meth:`decode` returned to the same values."""
+        flat = decoded(numbers).detach().to(self.device, torch.float32).flatten()
+        size, values = self.code_map.block_size, self.code_map.on(self.device)
+        blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % size)).view(-1, size)
+        middles = (values[1:] + values[:-1]) / 2
+        scales = blocks.abs().amax(1, keepdim=True)
+        codes = torch.bucketize(blocks / scales.masked_fill(scales == 0, 1), middles, out_int32=True)
+        if not self.is_positive:
+            # The map has 1, but not -1. Where that was nearest, decoded numbers tell a smaller scale than there was.
+            guess = scales / -values[0]
+            for likely in (guess, guess.nextafter(guess * 2), guess.nextafter(guess / 2)):
+                others = torch.bucketize(blocks / likely.masked_fill(likely == 0, 1), middles, out_int32=True)
+                is_it = (values[others] * likely == blocks).all(1, keepdim=True)
+                codes, scales = torch.where(is_it, others, codes), torch.where(is_it, likely, scales)
+        codes = codes.flatten()[: flat.numel()]
+        self.records.copy_(codes[::2] << 4 | codes[1::2] if self.code_map.is_packed else codes)
+        self.scales.copy_(scales.view(-1))
+
+    @property
+    @override
+    def kind(self) -> tuple[Any, ...]:
+        """What tensors have in common whose memory means the same."""
+        return self.code_map, self.shape
+
+    @override
+    def each(
+        self, change: Callable[[Tensor], Tensor], shape: torch.Size | None = None, stride: Any = None
+    ) -> LowBitTensor:
+        """Return another one of the same kind, over what becomes of its memory; of this shape, if none is given."""
+        shape = self.shape if shape is None else shape
+        return MappedTensor(change(self.records), change(self.scales), shape, self.code_map)
+
+    @override
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        """Name the tensors that this one is made of."""
+        return ["records", "scales"], self.code_map
+
+    @classmethod
+    @override
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> "MappedTensor":
+        """Make one of such."""
+        return cls(inner["records"], inner["scales"], size, context)
+
+
+def empty_mapped(like: Tensor, code_map: CodeMap) -> MappedTensor:
+    """Return one of zeros, of the shape and device of a contiguous tensor."""
+    count = like.numel()
+    records = torch.zeros(count // 2 if code_map.is_packed else count, dtype=torch.uint8, device=like.device)
+    scales = torch.zeros(-(-count // code_map.block_size), device=like.device)
+    return MappedTensor(records, scales, like.shape, code_map)

@@ -14,7 +14,8 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import Optimizer
 
-from lightning_vram.core.tensors.versions import storage_address
+from lightning_vram.core.tensors.layout import is_dense
+from lightning_vram.core.tensors.versions import is_strided, storage_address
 from lightning_vram.optimizers.stepping import iterate_parameters, steps_like
 from lightning_vram.private_names.torch.dispatch import is_traceable_wrapper_subclass
 from lightning_vram.private_names.torch.modules import forward_pre_hooks
@@ -57,7 +58,7 @@ def check_memory(parameters: Iterable[nn.Parameter]) -> None:
     """
     spans: dict[Any, list[tuple[int, int, torch.Size]]] = defaultdict(list)
     for parameter in parameters:
-        if _is_dense(parameter):
+        if is_strided(parameter) and parameter.numel() and is_dense(parameter):
             start, end = int(parameter.storage_offset()), int(parameter.storage_offset()) + parameter.numel()
             spans[parameter.device, storage_address(parameter)].append((start, end, parameter.shape))
     for alike in spans.values():
@@ -68,14 +69,6 @@ def check_memory(parameters: Iterable[nn.Parameter]) -> None:
                     f"Two parameters of shapes {tuple(one)} and {tuple(other)} that share memory cannot be lean: each "
                     "would get its own. Tie them as one parameter (head.weight = embedding.weight), not by their data."
                 )
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether its elements fill their part of memory, in whatever order."""
-    if tensor.layout is not torch.strided or not tensor.numel():
-        return False
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return extent == tensor.numel()
 
 
 def check_values(values: Mapping[nn.Parameter, Tensor], lean: Container[nn.Parameter]) -> None:

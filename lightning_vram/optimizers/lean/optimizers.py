@@ -1,29 +1,87 @@
 """The optimizers that step lean parameters, in fp32 and chunk by chunk; they stay the same objects."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
 from hashlib import blake2b
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_vram.core.surgery.shadow import Shadow
+from lightning_vram.core.tensors.bit_patterns import round_randomly_
+from lightning_vram.core.tensors.counted_parameter import count, count_writes, stop_counting
 from lightning_vram.memory.tracking.optimizer_tensors import forget_optimizer_tensors, register_optimizer_tensors
-from lightning_vram.optimizers.lean.chunked_step import ChunkedStep
-from lightning_vram.optimizers.lean.frozen_writes import FrozenWrites
-from lightning_vram.optimizers.lean.state_loading import load_wide
-from lightning_vram.optimizers.lean.weight_chunks import WeightChunk, list_rests
+from lightning_vram.optimizers.lean.weight_chunks import WeightChunk, list_rests, widened
 from lightning_vram.optimizers.stepping import (
+    State,
     StepTakeOver,
     UpdateCheck,
     convert_states,
+    full_sized,
     iterate_parameters,
+    plain_step,
     refill_accumulators,
     why_not_steppable,
 )
-from lightning_vram.private_names.torch.optimizers import note_step
+from lightning_vram.private_names.torch.operators import copy_each
+from lightning_vram.private_names.torch.optimizers import LOAD_HOOKS, note_step
+
+_NUM_WRITES = 3
+_NUM_LOOKS = 8
+
+
+class FrozenWrites:
+    """Refuses frozen parameters in bf16 that are moved by hand: averages of others, as momentum encoders are.
+
+    They move by less than half a unit in the last place of bf16 at a time, and so not at all. Weights that are written
+    once in a while (loaded, or copied from others) are right in bf16. ``names`` are for messages.
+    """
+
+    def __init__(self, names: Mapping[str, nn.Parameter]) -> None:
+        self._names = names
+        self._num_looks = 0
+        self._seen: dict[nn.Parameter, int] = {}
+        self._writes: dict[nn.Parameter, deque[int]] = {}
+
+    def look(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Look at frozen parameters before a step. The first look at one is not held against it.
+
+        Raises:
+            RuntimeError: If one was written before three of eight looks.
+        """
+        self._num_looks += 1
+        for parameter in parameters:
+            count(parameter)
+            mark = count_writes(parameter)
+            known = self._seen.get(parameter)
+            if mark == known:
+                continue
+            self._seen[parameter] = mark
+            if known is not None:
+                self._note_write(parameter)
+
+    def pass_over(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Hold nothing against parameters that was written to them since the last look."""
+        self._seen |= {parameter: count_writes(parameter) for parameter in parameters if parameter in self._seen}
+
+    def stop(self) -> None:
+        """Let all parameters that were looked at be ordinary ones again."""
+        for parameter in self._seen:
+            stop_counting(parameter)
+
+    def _note_write(self, parameter: nn.Parameter) -> None:
+        writes = self._writes.setdefault(parameter, deque(maxlen=_NUM_WRITES))
+        writes.append(self._num_looks)
+        if len(writes) == _NUM_WRITES and writes[-1] - writes[0] < _NUM_LOOKS:
+            names = [name for name, known in self._names.items() if known is parameter]
+            raise RuntimeError(
+                f"The frozen parameter {names[0] if names else f'of shape {tuple(parameter.shape)}'} is written at "
+                "almost every step, and bfloat16 loses small changes: name its module in fp32_modules=[...]."
+            )
+
 
 _WITH_NARROW_STATES = ("bf16+kahan", "bf16+stochastic")
 
@@ -119,3 +177,177 @@ class LeanOptimizers(StepTakeOver):
     def _convert_states(self, optimizer: Optimizer) -> None:
         full_dtype = torch.bfloat16 if self._has_narrow_states else torch.float32
         convert_states(optimizer, self._places, torch.float32, full_dtype)
+
+
+def load_wide(
+    optimizer: Optimizer,
+    state_dict: dict[str, Any],
+    load: Callable[[dict[str, Any]], None],
+    lean_parameters: Container[nn.Parameter],
+) -> None:
+    """Do what ``load``, an optimizer's ``load_state_dict``, does, but load the states of lean parameters as fp32."""
+    hooks = {name: vars(optimizer)[name] for name in LOAD_HOOKS}
+    # The hooks see the optimizer as it is: before and after, without the stand-ins.
+    before, after = hooks.values()
+    state_dict = state_dict.copy()
+    for hook in before.values():
+        replaced = hook(optimizer, state_dict)
+        state_dict = state_dict if replaced is None else replaced
+    groups = optimizer.param_groups
+    stand_ins = {
+        p: nn.Parameter(torch.empty(0, dtype=torch.float32, device=p.device)) if p in lean_parameters else p
+        for p in iterate_parameters(optimizer)
+    }
+    vars(optimizer).update({name: OrderedDict() for name in LOAD_HOOKS})
+    optimizer.param_groups = [{**group, "params": [stand_ins[p] for p in group["params"]]} for group in groups]
+    try:
+        load(state_dict)
+        _put_back(optimizer, groups, {stand_in: parameter for parameter, stand_in in stand_ins.items()})
+    except BaseException:
+        optimizer.param_groups = groups
+        raise
+    finally:
+        vars(optimizer).update(hooks)
+    for hook in after.values():
+        hook(optimizer)
+
+
+def _put_back(optimizer: Optimizer, groups: list[dict[str, Any]], real: Mapping[Tensor, nn.Parameter]) -> None:
+    """Let groups and states name the real parameters again."""
+    states: defaultdict[Tensor, Any] = defaultdict(dict)
+    states.update({real.get(key, key): state for key, state in optimizer.state.items()})
+    optimizer.state = states
+    for group, loaded in zip(groups, optimizer.param_groups, strict=True):
+        loaded["params"] = group["params"]
+
+
+Members = list[tuple[int, nn.Parameter]]
+"""Parameters of an optimizer, each with the index of its group."""
+
+
+class ChunkedStep:
+    """One step of an optimizer, without its hooks.
+
+    Args:
+        optimizer: One for which :func:`~lightning_vram.optimizers.stepping.steppable.why_not_steppable` is ``None``.
+        make_generator: Returns the source of randomness for a chunk in this step, on the device given.
+        has_narrow_states: Whether states are bf16 between steps.
+        check: Counts updates that are lost; ``None``: nobody does.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        make_generator: Callable[[WeightChunk, torch.device], torch.Generator],
+        *,
+        has_narrow_states: bool,
+        check: UpdateCheck | None = None,
+    ) -> None:
+        self._optimizer = optimizer
+        self._make_generator = make_generator
+        self._has_narrow_states = has_narrow_states
+        self._check = check
+        # Should a step change its groups, then it does so from here for every chunk.
+        self._groups = [dict(group) for group in optimizer.param_groups]
+
+    @torch.no_grad()
+    def run(self, places: Mapping[nn.Parameter, WeightChunk]) -> None:
+        """Step all parameters that have a gradient: those in ``places`` chunk by chunk, the others as they are."""
+        work: dict[WeightChunk | None, Members] = {}
+        for index, group in enumerate(self._groups):
+            for parameter in group["params"]:
+                if parameter.grad is not None:  # no optimizer of torch.optim looks at the others
+                    work.setdefault(places.get(parameter), []).append((index, parameter))
+        for chunk, members in work.items():
+            # A call for each chunk, so that nothing of it lives on while the next is stepped.
+            if chunk is None:
+                self._step(members, {parameter: parameter for _, parameter in members})
+            else:
+                self._step_chunk(chunk, members)
+
+    def _step_chunk(self, chunk: WeightChunk, members: Members) -> None:
+        exact, check = chunk.read_for_step(), self._check
+        before = check.note(exact) if check is not None else None
+        generator = self._make_generator(chunk, exact.device)
+        parameters = [parameter for _, parameter in members]
+        wide = WideStates(self._states(parameters)) if self._has_narrow_states else None
+        try:
+            self._step(members, _make_stand_ins(chunk, exact, parameters))
+        finally:
+            if wide is not None:
+                wide.round(self._states(parameters), generator)
+            stepped = check.note(exact) if check is not None else None
+            chunk.write(
+                exact, generator, set(parameters)
+            )  # a step that fails half-way leaves what it has done, as in fp32
+        if check is not None and before is not None and stepped is not None:
+            check.count(before, stepped, chunk.read())
+
+    def _step(self, members: Members, stand_ins: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """Let the optimizer see only these parameters, each through its stand-in, for one step."""
+        optimizer = self._optimizer
+        groups, states = optimizer.param_groups, optimizer.state
+        seen = {index: {**self._groups[index], "params": []} for index, _ in members}
+        seen_states: defaultdict[Tensor, State] = defaultdict(dict)
+        for index, parameter in members:
+            seen[index]["params"].append(stand_ins[parameter])
+            if parameter in states:
+                seen_states[stand_ins[parameter]] = states[parameter]
+        optimizer.param_groups, optimizer.state = list(seen.values()), seen_states
+        try:
+            plain_step(type(optimizer))(optimizer)
+        finally:
+            optimizer.param_groups, optimizer.state = groups, states
+            for _, parameter in members:
+                if stand_ins[parameter] in seen_states:
+                    states[parameter] = seen_states[stand_ins[parameter]]
+            for index, group in seen.items():
+                groups[index].update({key: value for key, value in group.items() if key != "params"})
+
+    def _states(self, parameters: Iterable[nn.Parameter]) -> list[tuple[torch.Size, State]]:
+        states = self._optimizer.state
+        return [(parameter.shape, states[parameter]) for parameter in parameters if parameter in states]
+
+
+class WideStates:
+    """Replaces the bf16 tensors in states by fp32 ones, in place, until :meth:`round`, which rounds them at random.
+
+    An average with a decay of .999 moves by less than half a unit of bf16 in a step, and would stand still if it were
+    rounded to the nearest. Numbers that are not one per weight stay as they are.
+    """
+
+    def __init__(self, states: Iterable[tuple[torch.Size, State]]) -> None:
+        slots = [(state, key) for shape, state in states for key in full_sized(shape, state)]
+        self._narrow = [state[key] for state, key in slots]
+        self._flat, self._wide = widened(self._narrow, self._narrow[0].device if slots else None)
+        for (state, key), wide in zip(slots, self._wide, strict=True):
+            state[key] = wide
+
+    def round(self, states: Iterable[tuple[torch.Size, State]], generator: torch.Generator) -> None:
+        """Put the bf16 tensors back, with the rounded values, and replace what was made since by rounded values too."""
+        if self._wide:
+            round_randomly_(self._flat, generator)
+            copy_each(self._narrow, self._wide)
+        lent = {id(wide): narrow for wide, narrow in zip(self._wide, self._narrow, strict=True)}
+        for shape, state in states:
+            for key in full_sized(shape, state):
+                value = state[key]
+                if id(value) not in lent:
+                    round_randomly_(value, generator)
+                state[key] = lent[id(value)] if id(value) in lent else value.bfloat16()
+
+
+def _make_stand_ins(
+    chunk: WeightChunk, exact: Tensor, wanted: Sequence[nn.Parameter]
+) -> dict[nn.Parameter, nn.Parameter]:
+    """Make fp32 parameters with gradients out of some of a chunk, over its exact weights."""
+    views = dict(zip(chunk.parameters, chunk.views(exact), strict=True))
+    stand_ins = {parameter: nn.Parameter(views[parameter]) for parameter in wanted}
+    dense = [p for p in wanted if p.grad is not None and p.grad.layout is torch.strided]
+    _, gradients = widened([p.grad for p in dense if p.grad is not None], exact.device)
+    for parameter, gradient in zip(dense, gradients, strict=True):
+        stand_ins[parameter].grad = gradient
+    for parameter, stand_in in stand_ins.items():
+        if stand_in.grad is None and parameter.grad is not None:
+            stand_in.grad = parameter.grad.to(exact.device, torch.float32)
+    return stand_ins

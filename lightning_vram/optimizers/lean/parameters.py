@@ -23,19 +23,22 @@ but modules that ask for fp32 weights get them rounded, so keep those out.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 
+from lightning_vram.core.surgery.shadow import Shadow, instead
+from lightning_vram.core.tensors.versions import storage_address
 from lightning_vram.optimizers.lean.checks import check_memory, check_parameter, check_values
-from lightning_vram.optimizers.lean.full_weights import put_full_weights
 from lightning_vram.optimizers.lean.optimizers import LeanOptimizers
-from lightning_vram.optimizers.lean.weight_chunks import list_rests, make_chunks
-from lightning_vram.optimizers.lean.weight_codecs import CODECS
-from lightning_vram.optimizers.stepping import UpdateCheck
+from lightning_vram.optimizers.lean.weight_chunks import CODECS, WeightChunk, list_rests, make_chunks
+from lightning_vram.optimizers.stepping import UpdateCheck, move_average
+from lightning_vram.private_names.torch.dispatch import is_traceable_wrapper_subclass
 
 SCHEMES = tuple(CODECS)
 
@@ -210,3 +213,143 @@ class LeanParameters:
             chunk.restore()
         self._optimizers.let_go()
         self._chunks = []
+
+
+@torch.no_grad()
+def put_full_weights(
+    state_dict: dict[str, Any], chunks: Iterable[WeightChunk], parameters: Mapping[str, nn.Parameter]
+) -> dict[str, Any]:
+    """Replace each tensor that is the memory of a lean parameter by the exact weights, in host memory.
+
+    A copy of a lean parameter is replaced, too, where it goes by the parameter's name.
+
+    Args:
+        state_dict: Of a module. Is not changed.
+        chunks: Those of the parameters.
+        parameters: By their names in the module.
+
+    Returns:
+        A copy with the same keys in the same order. Names of one parameter share one tensor.
+    """
+    names: dict[Any, list[str]] = {}
+    for name, value in state_dict.items():
+        if _is_plain(value) and value.dtype is torch.bfloat16:
+            named = parameters.get(name)
+            owner = value if named is None or not _is_copy(value, named) else named
+            names.setdefault(_memory(owner), []).append(name)
+    full = copy(state_dict)  # with its metadata
+    for chunk in chunks:
+        wanted = [names.get(_memory(parameter), []) for parameter in chunk.parameters]
+        if any(wanted):
+            full.update(_copy_values(chunk, wanted))
+    return full
+
+
+def _copy_values(chunk: WeightChunk, wanted: Iterable[Sequence[str]]) -> dict[str, Tensor]:
+    """Copy the exact weights to host memory, by name. Returning frees the chunk before the next is read."""
+    copies = {}
+    for keys, values in zip(wanted, chunk.views(chunk.read()), strict=True):
+        if keys:
+            copies.update(dict.fromkeys(keys, values.to("cpu", copy=True)))
+    return copies
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout is torch.strided and not is_traceable_wrapper_subclass(value)
+
+
+def _is_copy(value: Tensor, parameter: nn.Parameter) -> bool:
+    """Whether both hold the same bits."""
+    if value.dtype is not parameter.dtype or value.shape != parameter.shape:
+        return False
+    return torch.equal(value.to(parameter.device).view(torch.int16), parameter.detach().view(torch.int16))
+
+
+def _memory(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.device, storage_address(tensor), tensor.storage_offset(), tensor.shape
+
+
+class LeanAverage:
+    """Has an ``AveragedModel`` average what lean parameters stand for, until :meth:`remove`.
+
+    Args:
+        average: A copy of the module from before its parameters were lean. What it has in bfloat16 becomes float32.
+        module: Its parameters come in the same order.
+        lean: Of the module.
+
+    Raises:
+        ValueError: If the module has other parameters than the average.
+    """
+
+    def __init__(self, average: AveragedModel, module: nn.Module, lean: LeanParameters) -> None:
+        self._average, self._lean = average, lean
+        self._is_lent = False
+        self._averages = dict(zip(module.parameters(), average.module.parameters(), strict=True))
+        for own in self._averages.values():
+            if own.dtype is torch.bfloat16:
+                own.data = own.data.float()
+        self._stand_in = Shadow(average, "update_parameters", instead(self.update))
+
+    @torch.no_grad()
+    def update(self, model: nn.Module) -> None:
+        """Move the average towards the weights.
+
+        Args:
+            model: The module, whose buffers are averaged, or copied.
+        """
+        number = self._average.n_averaged.clone()
+        for parameters, values in self._lean.exact_weights():
+            device = parameters[0].device  # what is frozen comes on the host
+            theirs = [value.to(device) for value in values]
+            move_average(self._average, number, ([self._averages[p] for p in parameters], ()), (theirs, ()))
+        plain = self._plain()
+        buffers = (self._average.module.buffers(), model.buffers())
+        move_average(self._average, number, (plain.values(), buffers[0]), (plain, buffers[1]))
+        self._average.n_averaged += 1
+
+    @torch.no_grad()
+    def swap(self, model: nn.Module) -> None:
+        """Let the module have the average, and the average the weights; and the other way round the next time.
+
+        Args:
+            model: The module, whose buffers are swapped.
+        """
+        for parameters, values in self._lean.exact_weights():
+            averages = {parameter: self._averages[parameter] for parameter in parameters}
+            if not self._is_lent:
+                self._lean.lend(averages)
+            for average, value in zip(averages.values(), values, strict=True):
+                average.copy_(value)
+        if self._is_lent:
+            self._lean.take_back()
+        self._is_lent = not self._is_lent
+        for ours, theirs in self._others(model):
+            kept = ours.clone()
+            ours.copy_(theirs)
+            theirs.copy_(kept)
+
+    @torch.no_grad()
+    def put(self, model: nn.Module) -> None:
+        """Let the module have the average from now on.
+
+        Args:
+            model: The module, whose buffers become those of the average.
+        """
+        self._lean.lend({parameter: self._averages[parameter] for parameter in self._lean.parameters()})
+        for ours, theirs in self._others(model):
+            theirs.copy_(ours)
+
+    def remove(self) -> None:
+        """Let the average be moved as others are."""
+        self._stand_in.remove()
+
+    def _plain(self) -> dict[nn.Parameter, nn.Parameter]:
+        """Parameters that are not lean, with their averages."""
+        lean = self._lean.parameters()
+        return {parameter: average for parameter, average in self._averages.items() if parameter not in lean}
+
+    def _others(self, model: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield what is not lean: of the average, and of the module."""
+        for parameter, average in self._plain().items():
+            yield average.data, parameter.data
+        yield from zip(self._average.module.buffers(), model.buffers(), strict=True)

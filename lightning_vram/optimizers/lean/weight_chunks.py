@@ -1,13 +1,106 @@
 """Parameters that are read and written together: enough for few kernels, few enough for small transients."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import groupby
 
 import torch
 from torch import Tensor, nn
 
-from lightning_vram.optimizers.lean.weight_codecs import CODECS, SplitCodec, WeightCodec
+from lightning_vram.core.tensors.bit_patterns import add_compensation_, compensate_, join_, round_randomly_, split_
 from lightning_vram.private_names.torch.operators import copy_each
+
+
+class WeightCodec(ABC):
+    """Keeps ``rest``: a flat tensor of as many elements as there are weights, or ``None``."""
+
+    rest: Tensor | None = None
+
+    @abstractmethod
+    def read(self, weights: Tensor) -> Tensor:
+        """Make exact weights of ``weights``: flat, fp32, what the bf16 weights hold now. May work in place."""
+
+    @abstractmethod
+    def write(self, exact: Tensor, generator: torch.Generator | None) -> Tensor:
+        """Keep the rest of ``exact``: flat, fp32. Without a generator nothing is random. May work in place.
+
+        Returns:
+            What to copy to the bf16 weights: flat.
+        """
+
+
+class MasterCodec(WeightCodec):
+    """An fp32 copy: 4 bytes per weight, exact."""
+
+    def read(self, weights: Tensor) -> Tensor:
+        """Where a weight is no longer the copy rounded, the weight is right: somebody wrote to it."""
+        assert self.rest is not None
+        return torch.where(weights == self.rest.bfloat16(), self.rest, weights, out=self.rest)
+
+    def write(self, exact: Tensor, generator: torch.Generator | None) -> Tensor:
+        """Keep all of it: what was read is this very tensor."""
+        self.rest = exact
+        return exact
+
+
+class SplitCodec(WeightCodec):
+    """The lower half of the fp32 pattern: 2 bytes per weight, exact.
+
+    What is computed with is the conversion to bf16 but for one weight of 131072, which is a half between two: see
+    :func:`~lightning_vram.core.tensors.bit_patterns.split_`.
+    """
+
+    def read(self, weights: Tensor) -> Tensor:
+        """Join both halves."""
+        assert self.rest is not None
+        join_(weights, self.rest)
+        return weights
+
+    def write(self, exact: Tensor, generator: torch.Generator | None) -> Tensor:
+        """Keep the lower halves."""
+        if self.rest is None:
+            self.rest = torch.empty_like(exact, dtype=torch.int16)
+        split_(exact, self.rest)
+        return exact
+
+
+class KahanCodec(WeightCodec):
+    """What rounding took, rounded itself: 2 bytes per weight, 16 significant bits together."""
+
+    def read(self, weights: Tensor) -> Tensor:
+        """Add both."""
+        assert self.rest is not None
+        add_compensation_(weights, self.rest)
+        return weights
+
+    def write(self, exact: Tensor, generator: torch.Generator | None) -> Tensor:
+        """Keep the compensation."""
+        if self.rest is None:
+            self.rest = torch.empty_like(exact, dtype=torch.bfloat16)
+        return compensate_(exact, self.rest)
+
+
+class StochasticCodec(WeightCodec):
+    """Nothing: the weights are rounded at random."""
+
+    def read(self, weights: Tensor) -> Tensor:
+        """There is no more to know."""
+        return weights
+
+    def write(self, exact: Tensor, generator: torch.Generator | None) -> Tensor:
+        """Round; without a generator the copy to bf16 does, to the nearest."""
+        if generator is not None:
+            round_randomly_(exact, generator)
+        return exact
+
+
+CODECS: dict[str, type[WeightCodec]] = {
+    "bf16+master": MasterCodec,
+    "bf16+split": SplitCodec,
+    "bf16+kahan": KahanCodec,
+    "bf16+stochastic": StochasticCodec,
+}
+
 
 CHUNK_ELEMENTS = 2**22  # 16 MiB in fp32
 
@@ -31,7 +124,7 @@ class WeightChunk:
         self._dtypes = tuple(parameter.dtype for parameter in parameters)
         self._lent: tuple[list[Tensor], WeightCodec, bool] | None = None
         self.is_resting = not parameters[0].requires_grad
-        self._codec: WeightCodec = SplitCodec() if self.is_resting else CODECS[scheme]()
+        self._codec: WeightCodec = self._resting_codec() if self.is_resting else CODECS[scheme]()
         weights = self._codec.write(self._gather("cpu" if self.is_resting else parameters[0].device), None)
         for parameter in parameters:
             _change_dtype(parameter, torch.bfloat16)
@@ -74,9 +167,11 @@ class WeightChunk:
             self._codec.rest = self._codec.rest.to(device)  # the module was moved
         return self.read()
 
-    def write(self, exact: Tensor, generator: torch.Generator) -> None:
-        """Take over what became of the weights in a step."""
-        self._scatter(self._codec.write(exact, generator))
+    def write(self, exact: Tensor, generator: torch.Generator, stepped: Collection[nn.Parameter]) -> None:
+        """Take over what became of the weights in a step. A graph may yet need the others: they are not touched."""
+        flat = self._codec.write(exact, generator)
+        pairs = [pair for pair in zip(self.parameters, self.views(flat), strict=True) if pair[0] in stepped]
+        copy_each([parameter.detach() for parameter, _ in pairs], [view for _, view in pairs])
 
     def take(self, values: Mapping[nn.Parameter, Tensor]) -> None:
         """Set exact weights of some parameters. The others stay what they are."""
@@ -90,7 +185,7 @@ class WeightChunk:
         """Let the parameters be exactly these values, whatever the scheme, until :meth:`take_back` or the next step."""
         weights = [parameter.detach().to("cpu", copy=True) for parameter in self.parameters]
         self._lent = weights, self._codec, self.is_resting
-        self._codec, self.is_resting = SplitCodec(), True
+        self._codec, self.is_resting = self._resting_codec(), True
         self._scatter(self._codec.write(widened(values, "cpu")[0], None))
 
     def take_back(self) -> None:
@@ -114,6 +209,10 @@ class WeightChunk:
                 _change_dtype(parameter, dtype)
                 parameter.copy_(values)
         self._codec.rest = self._lent = None
+
+    def _resting_codec(self) -> WeightCodec:
+        """Of weights in host memory: that of split rounds halves otherwise than autocast, which master must not."""
+        return MasterCodec() if self._scheme == "bf16+master" else SplitCodec()
 
     def _gather(self, device: torch.device | str) -> Tensor:
         return widened(self.parameters, device)[0]

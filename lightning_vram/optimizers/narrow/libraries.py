@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from typing_extensions import override
 
-from lightning_vram.core.tensors.low_bit import Bits
-from lightning_vram.core.tensors.mapped import CodeMap, MappedTensor, empty_mapped
+from lightning_vram.core.tensors.low_bit import Bits, CodeMap, MappedTensor, empty_mapped
 from lightning_vram.core.tensors.shards import is_shard
 from lightning_vram.optimizers.stepping import (
     DIVISORS,
@@ -73,9 +72,9 @@ class LibraryForm(LowBitForm):
         return [key for key in self.unable if group.get(key)]
 
     @override
-    def takes(self, parameter: nn.Parameter) -> bool:
-        """Kernels go over memory as it lies."""
-        return super().takes(parameter) and parameter.is_contiguous()
+    def holds(self, parameter: nn.Parameter) -> bool:
+        """Their kernels know of no other order."""
+        return super().holds(parameter) and parameter.is_contiguous()
 
     @override
     def has(self, key: str, value: Tensor) -> bool:
@@ -83,9 +82,9 @@ class LibraryForm(LowBitForm):
         return isinstance(value, MappedTensor) and value.code_map is self.code_map(is_positive=key in DIVISORS)
 
     @override
-    def empty(self, key: str, shape: torch.Size, device: torch.device | str = "cpu") -> MappedTensor:
+    def empty(self, key: str, like: Tensor) -> MappedTensor:
         """Return one of zeros."""
-        return empty_mapped(shape, device, self.code_map(is_positive=key in DIVISORS))
+        return empty_mapped(like, self.code_map(is_positive=key in DIVISORS))
 
     def code_map(self, *, is_positive: bool) -> CodeMap:
         """Return what codes of a moment mean."""
@@ -104,7 +103,7 @@ class LibraryForm(LowBitForm):
         raise NotImplementedError
 
     def _begun(self, member: Member, keys: Sequence[str]) -> State:
-        fresh = {key: self.empty(key, member.shard.shape, member.shard.device) for key in keys}
+        fresh = {key: self.empty(key, member.shard) for key in keys}
         return fresh | {key: value for key, value in member.local_state.items() if value is not None}
 
 

@@ -7,6 +7,7 @@ fused AdamW on the host is done in one pass, to the same bits, where there is a 
 """
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,8 +25,8 @@ from lightning_vram.optimizers.stepping import (
     StepRound,
     StepTakeOver,
     UpdateCheck,
+    find_unheld,
     iterate_parameters,
-    refuse_form,
 )
 from lightning_vram.private_names.torch.optimizers import note_step
 
@@ -40,12 +41,16 @@ class NarrowMoments(StepTakeOver):
         form: Of the moments.
         library: Whose kernels step, where the form is in low bits.
         check: Counts updates of moments that rounding takes back, in our own steps; ``None``: nobody does.
+
+    Attributes:
+        unheld: Trained parameters whose moments cannot be in the form.
     """
 
     def __init__(
         self, module: nn.Module, form: StateForm, library: Library = "own", check: UpdateCheck | None = None
     ) -> None:
         self._module, self._form, self._library, self._check = module, form, library, check
+        self.unheld: set[nn.Parameter] = set()
         self._kept: dict[int, NarrowStates] = {}  # by id of the optimizer
         self._handles: list[RemovableHandle] = []
         super().__init__()
@@ -57,12 +62,13 @@ class NarrowMoments(StepTakeOver):
             optimizers: Any. Those without moments that can be in it are left alone.
 
         Raises:
-            ValueError: If weights of one are not float32, or the library cannot step it; then none is changed.
+            ValueError: If no moments can be in it, or the library cannot step one; then none is changed.
         """
         form = self._form
         fresh = [one for one in optimizers if form.fits(one) and not self._is_taken(one)]
-        for optimizer in fresh:
-            refuse_form(form.part, f"leave {form.part} out", form, optimizer, set(iterate_parameters(optimizer)))
+        everything = set(chain.from_iterable(map(iterate_parameters, fresh)))
+        names = form.part, f"leave {form.part} out"
+        self.unheld = find_unheld(*names, form, fresh, everything, is_late=bool(self._kept))
         forms = [form_of(self._library, form, optimizer) for optimizer in fresh]
         for optimizer, form in zip(fresh, forms, strict=True):
             states = NarrowStates(optimizer, form.takes, form, self._check)

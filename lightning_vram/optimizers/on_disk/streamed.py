@@ -36,7 +36,7 @@ class StreamedStates:
         optimizer: One that steps each element by itself.
         parameters: Those whose states are kept here, of it or added to it later.
         folder: On a local disk that is fast.
-        form: Of moments there; ``None``: float32.
+        form: Of moments there, of parameters that it holds; ``None``: float32.
 
     Raises:
         ValueError: If the optimizer does not, or ``folder`` is no folder.
@@ -52,19 +52,25 @@ class StreamedStates:
     ) -> None:
         self._optimizer, self._wanted, self._form = optimizer, set(parameters), form
         self._index: dict[nn.Parameter, int] = {}
+        self._forms: list[StateForm | None] = []
         self._shown: list[State] = []  # what lies in the file, as the optimizer's state names it
         self._disk = DiskStates(folder)
         self.load()
 
     def load(self) -> None:
         """Move to the disk what the optimizer has as the states of its parameters now."""
+        form = self._form
         fresh = {
-            parameter: replace(find_layout(self._optimizer, group, parameter.dtype), form=self._form)
+            parameter: replace(
+                find_layout(self._optimizer, group, parameter.dtype),
+                form=form if form is not None and form.holds(parameter) else None,
+            )
             for group in self._optimizer.param_groups
             for parameter in group["params"]
             if parameter in self._wanted and parameter not in self._index
         }
         self._disk.add([local_part(parameter).numel() for parameter in fresh], list(fresh.values()))
+        self._forms += [layout.form for layout in fresh.values()]
         for parameter in fresh:
             index = self._index[parameter] = len(self._index)
             shape = local_part(parameter).shape
@@ -118,12 +124,15 @@ class StreamedStates:
             if self._form is None:
                 step_round.step_stand_ins(groups, stand_ins, [piece.states for piece in pieces])
                 return
+            forms = [self._forms[piece.index] for piece in pieces]
             seeds = make_seeds([by_index[piece.index] for piece in pieces], [piece.states for piece in pieces])
-            states = [widen_state(piece.states) for piece in pieces]
+            kept = zip(forms, pieces, strict=True)
+            states = [piece.states if form is None else widen_state(piece.states) for form, piece in kept]
             step_round.step_stand_ins(groups, stand_ins, states)
-            for piece, state, seed in zip(pieces, states, seeds, strict=True):
-                first = first_place(by_index[piece.index].parameter) + piece.start
-                piece.states.update(narrow_state(self._form, state, first, seed, piece.states))
+            for form, piece, state, seed in zip(forms, pieces, states, seeds, strict=True):
+                if form is not None:
+                    first = first_place(by_index[piece.index].parameter) + piece.start
+                    piece.states.update(narrow_state(form, state, first, seed, piece.states))
 
         self._disk.release()  # pages that a checkpoint has looked at
         known = {

@@ -18,6 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_vram.core.host.split_weights import PART_ELEMENTS
 from lightning_vram.core.host.worker import Ticket
 from lightning_vram.core.surgery.shadow import Shadow, instead
+from lightning_vram.core.tensors.layout import WHOLE_LAYOUT, stored_like
 from lightning_vram.optimizers.on_host.optimizers import HostOptimizers
 from lightning_vram.optimizers.stepping import as_sharded, move_average
 from lightning_vram.private_names.fsdp2.sharded_tensors import cut_own_part, local_part, own_part_of
@@ -215,13 +216,16 @@ def _make_shard(whole: nn.Parameter, shard: Any, *, is_copy: bool) -> nn.Paramet
     own = own_part_of(shard)
     local = torch.empty(own.shape, dtype=whole.dtype, device="cpu")
     local.copy_(own if is_copy else cut_own_part(whole, shard))
-    return nn.Parameter(as_sharded(local, shard, own.shape), requires_grad=whole.requires_grad)
+    made = nn.Parameter(as_sharded(local, shard, own.shape), requires_grad=whole.requires_grad)
+    vars(made)[WHOLE_LAYOUT] = whole.to("meta")
+    return made
 
 
 @torch.no_grad()
 def _make_whole(shard: Any) -> nn.Parameter:
     whole = local_part(shard) if shard.device_mesh.size() == 1 else shard.full_tensor()
-    return nn.Parameter(whole.detach().cpu(), requires_grad=shard.requires_grad)
+    whole = stored_like(whole.detach().cpu(), getattr(shard, WHOLE_LAYOUT))
+    return nn.Parameter(whole, requires_grad=shard.requires_grad)
 
 
 def _replace(module: nn.Module, others: dict[nn.Parameter, nn.Parameter]) -> None:

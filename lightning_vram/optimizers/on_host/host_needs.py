@@ -140,6 +140,6 @@ def _iterate_states(
         parameters = [shards.get(parameter, parameter) for parameter in group["params"]]
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         for dtype in {parameter.dtype for parameter in trained}:
-            layout = replace(find_layout(optimizer, group, dtype), form=form)
+            layout = replace(find_layout(optimizer, group, dtype), form=form if dtype == torch.float32 else None)
             sizes = (local_part(parameter).numel() for parameter in trained if parameter.dtype == dtype)
             yield sum(sum(layout.kept_bytes(size)) for size in sizes)

@@ -8,10 +8,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_vram.core.tensors.layout import state_stored_like
 from lightning_vram.optimizers.on_disk import StreamedStates
 from lightning_vram.optimizers.on_host.narrow_states import NarrowStates, widen_when_stepped
 from lightning_vram.optimizers.on_host.split_steps import cut_gradient, scale, step_in_parts, step_lanes
-from lightning_vram.optimizers.stepping import Member, StateForm, StepRound, refuse_form
+from lightning_vram.optimizers.stepping import Member, StateForm, StepRound
 from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
 from lightning_vram.techniques.sharding import ShardLane
 
@@ -27,7 +28,7 @@ class KeptStates:
         on_device: The parameters that are on the device, if a callback wants all moments in the form.
 
     Raises:
-        ValueError: If states cannot be kept so.
+        ValueError: If the optimizer's states cannot be on a disk.
         OffloadError: If there is no room for them in the folder.
     """
 
@@ -41,13 +42,8 @@ class KeptStates:
     ) -> None:
         self._narrow, self._has_device = None, bool(on_device)
         if form is not None and (on_device is None or form.fits(optimizer)):
-            names = f"host_state={form.name!r}", "host_state='fp32'"
-            if on_device is not None:
-                names = form.part, f"leave {form.part} out"
-            narrow = {*parameters, *(on_device or ())}
-            refuse_form(*names, form, optimizer, narrow)
-            if folder is None and on_device is not None:
-                narrow = set(filter(form.takes, narrow))
+            takes = form.takes if folder is None and on_device is not None else form.holds
+            narrow = set(filter(takes, {*parameters, *(on_device or ())}))
             self._narrow = NarrowStates(optimizer, narrow.__contains__, form)
         form = None if self._narrow is None else form
         self._streamed = None if folder is None else StreamedStates(optimizer, parameters, folder, form)
@@ -114,4 +110,5 @@ def replace_parameters(optimizer: Optimizer, replaced: Mapping[nn.Parameter, nn.
         if parameter in optimizer.state:
             state = optimizer.state.pop(parameter)
             is_alone = isinstance(parameter, DTensor) and parameter.device_mesh.size() == 1
-            optimizer.state[other] = {key: local_part(value) if is_alone else value for key, value in state.items()}
+            plain = {key: local_part(value) if is_alone else value for key, value in state.items()}
+            optimizer.state[other] = state_stored_like(plain, local_part(other))

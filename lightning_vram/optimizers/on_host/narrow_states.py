@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_vram.core.tensors.layout import state_stored_like
 from lightning_vram.optimizers.stepping import (
     MOMENTS,
     Member,
@@ -35,7 +36,7 @@ class NarrowStates:
 
     Args:
         optimizer: Whose moments can be in the form.
-        takes: Whether a parameter is one of those that are in the form, now or when it is added; float32 ones are.
+        takes: Whether a parameter is one of those that are in the form, now or when it is added.
         form: Of their moments.
         check: Counts updates of moments that are lost; ``None``: nobody does.
     """
@@ -56,7 +57,7 @@ class NarrowStates:
 
     def has(self, parameter: nn.Parameter) -> bool:
         """Whether the moments of a parameter are in the form."""
-        return parameter.dtype == torch.float32 and self._takes(parameter)
+        return self._takes(parameter)
 
     @property
     def is_counting(self) -> bool:
@@ -95,7 +96,7 @@ class NarrowStates:
             value = local_state.get(key)
             if value is not None:
                 check_state(self._optimizer, parameter, key, value)
-                local_state[key] = self.form.convert(key, value, shard.device)
+                local_state[key] = self.form.convert(key, value, shard)
                 if local_state[key] is not value:
                     state[key] = as_sharded(local_state[key], parameter, shard.shape)
 
@@ -117,7 +118,8 @@ def widen_when_stepped(optimizer: Optimizer) -> None:
 
     def widen(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         _to_widen.pop(optimizer).remove()
-        for state in optimizer.state.values():
-            state.update(widen_state(state))
+        for parameter, state in optimizer.state.items():
+            if parameter.dtype == torch.float32 and any(is_narrow(local_part(state.get(key))) for key in MOMENTS):
+                state.update(state_stored_like(widen_state(state), local_part(parameter)))
 
     _to_widen[optimizer] = optimizer.register_step_pre_hook(widen)

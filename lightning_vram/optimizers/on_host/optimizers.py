@@ -7,7 +7,7 @@ backward that a step will follow, and that nothing will change the gradients, it
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeVar
@@ -31,6 +31,7 @@ from lightning_vram.optimizers.stepping import (
     WholeSteps,
     can_step_wholes,
     explain_failures,
+    find_unheld,
     iterate_parameters,
     list_tensors,
     refuse_optimizer,
@@ -55,6 +56,7 @@ class HostOptimizers(StepTakeOver):
         is_form_everywhere: Whether those on the device are in it, too.
 
     Attributes:
+        unheld: Trained parameters whose moments cannot be in the form.
         may_step_early: Asked before a step that is given a closure: whether nothing but the step will look at the
             gradients of this optimizer after the backward in there, or change them.
     """
@@ -79,6 +81,7 @@ class HostOptimizers(StepTakeOver):
         self._early: StepRound | None = None
         self._submitted: list[tuple[bool, ShardedGroup, Ticket]] = []  # jobs of the step; whether a forward passes them
         self._nvme_path, self._form, self._is_form_everywhere = nvme_path, form, is_form_everywhere
+        self.unheld: set[nn.Parameter] = set()
         self._kept: dict[int, KeptStates] = {}  # by id of the optimizer
         self._fresh: list[Member] = []  # of the step, that had no state
         self._stateless: set[nn.Parameter] = set()  # for which none was made, as of SGD without momentum
@@ -94,7 +97,7 @@ class HostOptimizers(StepTakeOver):
                 is not known to step each element by itself, but for what follows their steps.
 
         Raises:
-            ValueError: If one cannot step on shards, or its moments have no such form; then none is attached.
+            ValueError: If one cannot step on shards, or moments have no such form; then none is attached.
             OffloadError: If there is no room for its states at ``nvme_path``; then none is attached.
         """
         for optimizer in optimizers:  # one may have been made before the module was sharded
@@ -105,6 +108,7 @@ class HostOptimizers(StepTakeOver):
         on_host = [parameter for parameter, group in self._groups.items() if group.landing is not None]
         others = [parameter for parameter, group in self._groups.items() if group.landing is None]
         on_device = others if self._is_form_everywhere else None
+        self._check_form(fresh, self._groups if self._is_form_everywhere else set(on_host))
         kept = [KeptStates(one, on_host, self._nvme_path, self._form, on_device) for one in fresh]
         lanes = [lane for group in self._sharding.groups for lane in group.lanes]
         for optimizer, states in zip(fresh, kept, strict=True):
@@ -120,6 +124,15 @@ class HostOptimizers(StepTakeOver):
                 self._take_over(optimizer)
             else:
                 self._attach_foreign(optimizer)
+
+    def _check_form(self, optimizers: Sequence[Optimizer], parameters: Container[object]) -> None:
+        form = self._form
+        if form is None:
+            return
+        names = f"host_state={form.name!r}", "host_state='fp32'"
+        if self._is_form_everywhere:
+            names, optimizers = (form.part, f"leave {form.part} out"), [one for one in optimizers if form.fits(one)]
+        self.unheld = find_unheld(*names, form, optimizers, parameters, is_late=bool(self._kept))
 
     def _attach_foreign(self, optimizer: Optimizer) -> None:
         """Let one whose step nobody has read do it at once, on plain tensors where they are whole."""

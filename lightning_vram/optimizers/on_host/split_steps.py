@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_vram.core.gradients.clipping import apply_clip_factor
 from lightning_vram.core.host.split_weights import PART_ELEMENTS, Part, SplitWeights, cut_parts
+from lightning_vram.core.tensors.layout import flat_as_stored, stored_like
 from lightning_vram.core.tensors.low_bit import BLOCK_SIZE
 from lightning_vram.core.tensors.native_codecs import LANES, AdamWStep
 from lightning_vram.optimizers.on_disk import is_elementwise
@@ -106,7 +107,7 @@ def cut_gradient(member: Member, part: slice) -> Tensor:
     """Return some of a gradient, flat."""
     if member.own_gradient is not None and narrow_of(member.own_gradient) is not None:
         return wide_part(member.own_gradient, part)
-    return member.gradient.reshape(-1)[part]
+    return flat_as_stored(stored_like(member.gradient, member.shard))[part]
 
 
 def scale(step_round: StepRound, members: Sequence[Member]) -> None:
@@ -151,6 +152,8 @@ class _Stepping:
     def __init__(
         self, member: Member, narrow: NarrowStates | None, split: SplitWeights | None = None, place: int = 0
     ) -> None:
+        if narrow_of(member.own_gradient) is None:
+            member = replace(member, gradient=stored_like(member.gradient, member.shard))
         self.member, self.split = member, split
         self.narrow = narrow if narrow is not None and narrow.has(member.parameter) else None
         numel = member.shard.numel()
@@ -171,7 +174,7 @@ class _Stepping:
 
     def read(self, part: Part) -> Tensor:
         """Return weights in float32, to be written to."""
-        return self.member.shard.view(-1)[slice(*part)] if self.split is None else self.split.read(part)
+        return flat_as_stored(self.member.shard)[slice(*part)] if self.split is None else self.split.read(part)
 
     def write(self, part: Part, numbers: Tensor) -> None:
         """Take over what became of them."""
@@ -208,15 +211,14 @@ class _Stepping:
         self._cut(key, whole, part).copy_(value)
 
     def _make(self, key: str, value: Tensor) -> Tensor:
-        shape = self.member.shard.shape
         if self.narrow is not None and key in MOMENTS:
-            return self.narrow.form.empty(key, shape, value.device)
-        return torch.empty(shape, dtype=value.dtype, device=value.device)
+            return self.narrow.form.empty(key, self.member.shard)
+        return torch.empty_like(self.member.shard, dtype=value.dtype, device=value.device, requires_grad=False)
 
     def _cut(self, key: str, value: Tensor, part: slice) -> Tensor:
         if self.narrow is not None and key in MOMENTS:
             return self.narrow.form.cut(value, part.start, part.stop)
-        return value.view(-1)[part]
+        return flat_as_stored(value)[part]
 
     def _is_elementwise(self, value: Any) -> bool:
         return isinstance(value, Tensor) and value.shape == self.member.shard.shape

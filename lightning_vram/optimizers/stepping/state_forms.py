@@ -2,7 +2,7 @@
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from hashlib import blake2b
 from typing import Literal
 
@@ -13,6 +13,7 @@ from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_vram.core.tensors.bit_patterns import draw_of, rounded_by_place
+from lightning_vram.core.tensors.layout import flat_as_stored, is_dense
 from lightning_vram.core.tensors.low_bit import Bits, LowBitTensor, empty_low_bit, low_bit_over, record_bytes
 from lightning_vram.optimizers.stepping.step_round import Member, State
 from lightning_vram.optimizers.stepping.steppable import is_lion, iterate_parameters, steps_like, why_not_steppable
@@ -55,17 +56,21 @@ class StateForm(ABC):
         """Whether that is so, and its step can be taken in parts."""
         return self.is_for(optimizer) and why_not_steppable(optimizer) is None
 
+    def holds(self, parameter: nn.Parameter) -> bool:
+        """Whether moments of a parameter can be in it: others are left as the optimizer has them."""
+        return parameter.dtype == torch.float32 and is_dense(parameter)
+
     def takes(self, parameter: nn.Parameter) -> bool:
         """Whether a callback has the moments of a parameter in it: by its whole size, on which ranks agree."""
-        return parameter.dim() > 0
+        return parameter.dim() > 0 and self.holds(parameter)
 
     @abstractmethod
     def has(self, key: str, value: Tensor) -> bool:
         """Whether a moment is in it."""
 
     @abstractmethod
-    def empty(self, key: str, shape: torch.Size, device: torch.device | str = "cpu") -> Tensor:
-        """Return a moment without values."""
+    def empty(self, key: str, like: Tensor) -> Tensor:
+        """Return a moment without values, of the shape, order in memory and device of a parameter."""
 
     @abstractmethod
     def over(self, key: str, memory: Tensor, count: int) -> Tensor:
@@ -73,7 +78,7 @@ class StateForm(ABC):
 
     @abstractmethod
     def cut(self, kept: Tensor, start: int, stop: int) -> Tensor:
-        """Return a part of a moment, flat, over the same memory. It begins where a block does."""
+        """Return a part of a moment as it lies in memory, flat, and over that. It begins where a block does."""
 
     @abstractmethod
     def narrow(self, key: str, wide: Tensor, start: int, seed: str, kept: Tensor | None) -> Tensor:
@@ -91,11 +96,11 @@ class StateForm(ABC):
     def num_bytes(self, count: int) -> int:
         """Bytes that so many numbers of a moment take."""
 
-    def convert(self, key: str, value: Tensor, device: torch.device) -> Tensor:
-        """Return a moment in this form on a device, rounded to the nearest; itself where it is so."""
-        if self.has(key, value) and value.device == device:
+    def convert(self, key: str, value: Tensor, like: Tensor) -> Tensor:
+        """Return a moment of a parameter in this form, rounded to the nearest; itself where it is so."""
+        if self.has(key, value) and (value.device, value.stride()) == (like.device, like.stride()):
             return value
-        return self.empty(key, value.shape, device).copy_(value)
+        return self.empty(key, like).copy_(value)
 
 
 class BF16Form(StateForm):
@@ -110,9 +115,9 @@ class BF16Form(StateForm):
         """By its dtype."""
         return value.dtype == torch.bfloat16
 
-    def empty(self, key: str, shape: torch.Size, device: torch.device | str = "cpu") -> Tensor:
+    def empty(self, key: str, like: Tensor) -> Tensor:
         """Return a plain tensor."""
-        return torch.empty(shape, dtype=torch.bfloat16, device=device)
+        return torch.empty_like(like, dtype=torch.bfloat16, requires_grad=False)
 
     def over(self, key: str, memory: Tensor, count: int) -> Tensor:
         """Return a view."""
@@ -120,7 +125,7 @@ class BF16Form(StateForm):
 
     def cut(self, kept: Tensor, start: int, stop: int) -> Tensor:
         """Return a view."""
-        return kept.view(-1)[start:stop]
+        return flat_as_stored(kept)[start:stop]
 
     def narrow(self, key: str, wide: Tensor, start: int, seed: str, kept: Tensor | None) -> Tensor:
         """Round at random, as it follows from the place of each number."""
@@ -150,15 +155,15 @@ class LowBitForm(StateForm):
 
     def takes(self, parameter: nn.Parameter) -> bool:
         """Not of biases and the like, whose errors would be seen and whose bytes would not."""
-        return parameter.numel() >= LEAST_NUMBERS
+        return parameter.numel() >= LEAST_NUMBERS and self.holds(parameter)
 
     def has(self, key: str, value: Tensor) -> bool:
         """By the kind of its blocks."""
         return type(value) is LowBitTensor and (value.bits, value.is_positive) == (self.bits, key in DIVISORS)
 
-    def empty(self, key: str, shape: torch.Size, device: torch.device | str = "cpu") -> Tensor:
+    def empty(self, key: str, like: Tensor) -> Tensor:
         """Return a tensor of blocks."""
-        return empty_low_bit(shape, device, bits=self.bits, is_positive=key in DIVISORS)
+        return empty_low_bit(like, bits=self.bits, is_positive=key in DIVISORS)
 
     def over(self, key: str, memory: Tensor, count: int) -> Tensor:
         """Return a tensor of blocks."""
@@ -254,29 +259,52 @@ def make_seeds(members: Sequence[Member], states: Sequence[State]) -> list[str]:
     return [f"{count} {number}" for count, number in zip(counts, (member.number for member in members), strict=True)]
 
 
-def refuse_form(name: str, way_out: str, form: StateForm, optimizer: Optimizer, parameters: Container[object]) -> None:
-    """Refuse an optimizer whose states have no such form.
+def find_unheld(
+    name: str,
+    way_out: str,
+    form: StateForm,
+    optimizers: Iterable[Optimizer],
+    parameters: Container[object],
+    *,
+    is_late: bool,
+) -> set[nn.Parameter]:
+    """Return the trained parameters whose moments cannot be in a form, and stay as their optimizer has them.
 
     Args:
-        name: Who wants them in a form, as users call it.
+        name: Who wants them in the form, as users call it.
         way_out: What they can do instead.
         form: The form.
-        optimizer: Any.
-        parameters: Those whose states are to be in a form.
+        optimizers: Any.
+        parameters: Those whose moments are to be in the form.
+        is_late: Whether moments of other optimizers are in it already.
 
     Raises:
-        ValueError: If it has no moments that can be in the form, or weights are not float32.
+        ValueError: If an optimizer has no moments that can be in the form, or none of all parameters has.
     """
-    kind = type(optimizer).__name__
-    if not form.fits(optimizer):
+    trained: dict[nn.Parameter, str] = {}  # with the class of their optimizer
+    for optimizer in optimizers:
+        kind = type(optimizer).__name__
+        if not form.fits(optimizer):
+            raise ValueError(
+                f"{name} is for the moments of {form.able}, got {kind}: use one of these, as torch.optim has it, or "
+                f"{way_out}."
+            )
+        trained |= {p: kind for p in iterate_parameters(optimizer) if p.requires_grad and p in parameters}
+    unheld = {parameter for parameter in trained if not form.holds(parameter)}
+    if unheld and len(unheld) == len(trained) and not is_late:
+        found, kinds = (" and ".join(sorted(set(one))) for one in (map(_describe, unheld), trained.values()))
         raise ValueError(
-            f"{name} is for the moments of {form.able}, got {kind}: use one of these, as torch.optim has it, or "
-            f"{way_out}."
-        )
-    others = {p.dtype for p in iterate_parameters(optimizer) if p.requires_grad and p in parameters} - {torch.float32}
-    if others:
-        found = " and ".join(sorted(map(str, others)))
-        raise ValueError(
-            f"{name} is for the moments of float32 weights, got {found} in {kind}: use precision='bf16-mixed' or "
+            f"{name} is for the moments of float32 weights, got {found} in {kinds}: use precision='bf16-mixed' or "
             f"'32-true', or {way_out}."
         )
+    return unheld
+
+
+def describe_unheld(name: str, unheld: Container[object], module: nn.Module) -> str:
+    """Say which parameters of a module those are."""
+    named = [f"{key} ({_describe(one)})" for key, one in module.named_parameters() if one in unheld]
+    return f"{name} leaves moments as they are, exact, of parameters that are not dense float32: {', '.join(named)}."
+
+
+def _describe(parameter: nn.Parameter) -> str:
+    return str(parameter.dtype) if parameter.dtype != torch.float32 else f"strides {parameter.stride()}"

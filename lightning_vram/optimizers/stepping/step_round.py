@@ -200,5 +200,6 @@ def make_stand_in(shard: Tensor, gradient: Tensor) -> nn.Parameter:
 def _freeze(group: dict[str, Any]) -> dict[str, Any]:
     """Copy the settings of a group: schedulers go on to change it."""
     settings = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
-    settings.pop("params")
+    if any(parameter.is_complex() for parameter in settings.pop("params")):  # which fused kernels do not know
+        settings["fused"] = bool(settings.get("fused"))
     return settings

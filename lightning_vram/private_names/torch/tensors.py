@@ -50,9 +50,9 @@ without_torch_function: Any = torch._C.DisableTorchFunctionSubclass
 """Make a context in which functions do not ask tensors' classes how they are done."""
 
 
-def make_wrapper(kind: type[Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
-    """Return a tensor of a class that keeps its values in other tensors."""
-    return torch.Tensor._make_wrapper_subclass(kind, tuple(shape), dtype=dtype, device=device)
+def make_wrapper(kind: type[Tensor], shape: Sequence[int], **options: Any) -> Any:
+    """Return a tensor of a class that keeps its values in other tensors; ``options``: dtype, device, strides."""
+    return torch.Tensor._make_wrapper_subclass(kind, tuple(shape), **options)
 
 
 def ends_of_graph(tensor: Tensor) -> list[Any]:

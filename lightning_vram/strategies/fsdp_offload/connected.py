@@ -1,19 +1,27 @@
 """The processes of a run: how they connect, and what they tell of one that is lost."""
 
+import logging
+import os
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 from typing_extensions import override
 
 from lightning_vram.callbacks.slurm_requeue import SlurmJob, check_job, check_tasks
+from lightning_vram.core.processes.clean_exit import leave_group_at_exit
 from lightning_vram.core.processes.lost_peers import LostPeerNaming, naming_lost_peers
+from lightning_vram.core.processes.restart_store import attempt_store
 from lightning_vram.private_names.lightning.connectors import find_trainer
 from lightning_vram.private_names.lightning.strategies import (
     PlainStrategy,
@@ -22,7 +30,62 @@ from lightning_vram.private_names.lightning.strategies import (
     reduce_over_ranks,
 )
 from lightning_vram.strategies.fsdp_offload.arguments import OffloadArguments
-from lightning_vram.strategies.fsdp_offload.process_group import connect, default_backend
+
+_log = logging.getLogger(__name__)
+
+
+def default_backend(device: torch.device) -> str:
+    """Choose the backend for training on ``device`` with parts of the state on the host, where gloo is used.
+
+    Raises:
+        ValueError: If torch knows no backend for ``device``.
+
+    Example:
+        >>> default_backend(torch.device("cuda", 0))
+        'cpu:gloo,cuda:nccl'
+    """
+    if device.type == "cpu":
+        return "gloo"
+    own = dist.Backend.default_device_backend_map.get(device.type)
+    if own is None:
+        raise ValueError(f"default_backend(device) knows no backend for {device.type!r}; pass one by name.")
+    return f"cpu:gloo,{device.type}:{own}"
+
+
+def connect(cluster_environment: ClusterEnvironment, backend: str, *, timeout: timedelta, device: torch.device) -> None:
+    """Make the process group of all ranks; a collective over them. Does nothing if there is one already.
+
+    It is destroyed at exit, without a barrier: a rank that leaves does not wait for one that died. NCCL connects at
+    once, and an error of the network shows here rather than at the first collective.
+
+    Raises:
+        RuntimeError: If this torch was built without ``torch.distributed``.
+        LostPeerError: If a rank does not come within ``timeout``, or dies meanwhile.
+    """
+    if not dist.is_available():
+        raise RuntimeError("This torch was built without torch.distributed: use one that has it, or a single device.")
+    if dist.is_initialized():
+        _log.debug("There is a process group already: it is used as it is.")
+        return
+    rank, world_size = cluster_environment.global_rank(), cluster_environment.world_size()
+    os.environ["MASTER_ADDR"] = cluster_environment.main_address
+    os.environ["MASTER_PORT"] = str(cluster_environment.main_port)
+    _log.info("Connecting rank %d of %d over %s.", rank, world_size, backend)
+    with naming_lost_peers(rank, world_size, lambda: "making the process group", timeout):
+        store, rank, world_size = next(rendezvous("env://", rank, world_size, timeout=timeout))
+        store.set_timeout(timeout)
+        dist.init_process_group(
+            backend,
+            store=attempt_store(store, rank, world_size, timeout),
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+            device_id=None if device.type == "cpu" else device,
+        )
+    leave_group_at_exit()
+    rank_zero_info(
+        f"{'-' * 100}\ndistributed_backend={backend}\nAll {world_size} processes are connected.\n{'-' * 100}"
+    )
 
 
 class ConnectedStrategy(PlainStrategy):

@@ -23,7 +23,7 @@ from lightning_vram.optimizers.on_host import (
     add_states,
     count_host_needs,
 )
-from lightning_vram.optimizers.stepping import FORMS, HostState
+from lightning_vram.optimizers.stepping import FORMS, HostState, describe_unheld
 from lightning_vram.private_names.torch.dispatch import detect_fake_mode
 from lightning_vram.strategies.fsdp_offload.checkpointed import CheckpointedStrategy
 from lightning_vram.strategies.fsdp_offload.checks import check_master
@@ -72,6 +72,12 @@ class ShardedStrategy(CheckpointedStrategy):
         narrow = find_narrow_weights(module, list_islands(module)) if narrow_dtype is not None else set()
         names = {name for name, parameter in module.named_parameters() if parameter in narrow}
         plan = plan_sharding_groups(module, arguments.wrap, min_params=arguments.min_params)
+        strided = [name for name, parameter in module.named_parameters() if not parameter.is_contiguous()]
+        if strided:
+            rank_zero_info(
+                f"fsdp_offload keeps {len(strided)} parameters contiguous until the run ends, {strided[0]} among them; "
+                "convolution layers compute in channels_last if their weights were."
+            )
         if is_stepping_here:
             self._check_room(module, names, narrow_dtype)
         seed = torch.tensor(torch.initial_seed() % 2**31)
@@ -144,6 +150,9 @@ class ShardedStrategy(CheckpointedStrategy):
             is_form_everywhere=self.moments is not None,
         )
         self._host_optimizers.attach(self.optimizers)
+        if self._host_optimizers.unheld:
+            name = f"fsdp_offload (moments in {self._host_state})"
+            rank_zero_info(describe_unheld(name, self._host_optimizers.unheld, self._sharding.module))
         self._averages.attach(self._host_optimizers)
         if self.arguments.device_bytes == "auto":
             self._room = StepRoom(self._sharding, self.optimizers)

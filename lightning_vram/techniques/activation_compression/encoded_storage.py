@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_vram.core.hooks.stage import Taken
+from lightning_vram.core.tensors.layout import flat_as_stored, is_dense
 from lightning_vram.core.tensors.versions import NO_VERSION, alias, version_of
 from lightning_vram.memory.device.accelerators import stream_id
 from lightning_vram.private_names.torch.dispatch import FakeTensor
@@ -28,12 +29,7 @@ def elements_of(tensor: Tensor) -> Tensor:
 
 def fills_its_memory(tensor: Tensor) -> bool:
     """Whether each element of the memory of ``tensor`` is one of its own, and none is two."""
-    expected = 1
-    for stride, size in sorted((s, n) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return tensor.nbytes == tensor.untyped_storage().nbytes()
+    return is_dense(tensor) and tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
 def source_of_elements(tensor: Tensor, handed: Taken | None) -> Callable[[], Tensor] | None:
@@ -41,15 +37,7 @@ def source_of_elements(tensor: Tensor, handed: Taken | None) -> Callable[[], Ten
     if handed is None:
         elements = elements_of(alias(tensor))
         return lambda: elements
-    size = tensor.numel()
-    if not fills_its_memory(tensor):
-        return None  # a part, from which the rest cannot be had
-
-    def give() -> Tensor:
-        given = handed.give()
-        return given.as_strided((size,), (1,), given.storage_offset())
-
-    return give
+    return (lambda: flat_as_stored(handed.give())) if fills_its_memory(tensor) else None  # else a part is left
 
 
 class WhichGiven:

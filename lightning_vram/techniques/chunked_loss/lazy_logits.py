@@ -237,7 +237,7 @@ class _Unmade(torch.autograd.Function):
         ctx.program, ctx.class_dim = program, class_dim
         ctx.save_for_backward(*inputs)
         device = next(one.device for one in inputs if one is not None)
-        return make_wrapper(LazyLogits, shape, dtype, device)
+        return make_wrapper(LazyLogits, shape, dtype=dtype, device=device)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:

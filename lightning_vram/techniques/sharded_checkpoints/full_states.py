@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_vram.core.processes.rank_errors import current_rank
+from lightning_vram.core.tensors.layout import WHOLE_LAYOUT, state_stored_like
 from lightning_vram.core.tensors.low_bit import LowBitTensor, decoded
 from lightning_vram.private_names.fsdp2.sharded_tensors import cut_own_part, local_part, wrap_like
 from lightning_vram.private_names.torch.modules import IncompatibleKeys, metadata_of, set_metadata
@@ -62,7 +63,14 @@ def gather_optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
     """
     is_main = current_rank() == 0
     result: dict[str, Any] = map_leaves(optimizer.state_dict(), lambda leaf: _whole(leaf, keep=is_main))
-    return result if is_main else {}
+    if not is_main:
+        return {}
+    for own, group in zip(optimizer.param_groups, result["param_groups"], strict=True):
+        for parameter, key in zip(own["params"], group["params"], strict=True):
+            if key in result["state"] and hasattr(parameter, WHOLE_LAYOUT):
+                layout = getattr(parameter, WHOLE_LAYOUT)
+                result["state"][key] = state_stored_like(result["state"][key], layout)
+    return result
 
 
 def load_module_state(module: nn.Module, state_dict: Mapping[str, Any], *, strict: bool) -> IncompatibleKeys:

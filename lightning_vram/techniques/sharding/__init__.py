@@ -4,12 +4,11 @@
 memory.
 """
 
-from lightning_vram.techniques.sharding.apply import FullSharding, ShardingOptions
+from lightning_vram.techniques.sharding.apply import FullSharding, ShardingOptions, StepRoom
 from lightning_vram.techniques.sharding.group import ShardedGroup
 from lightning_vram.techniques.sharding.lanes import ShardLane
 from lightning_vram.techniques.sharding.materialization import has_meta, materialize
 from lightning_vram.techniques.sharding.recovery import can_recover, discard_failed_iteration
-from lightning_vram.techniques.sharding.step_room import StepRoom
 
 __all__ = [
     "FullSharding",

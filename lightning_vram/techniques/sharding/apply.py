@@ -1,18 +1,23 @@
 """Shard a module over ranks with FSDP2, its shards on the host or on the device, and undo it."""
 
-from collections.abc import Callable, Collection, Generator, Mapping
+import warnings
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.optim import Optimizer
 
 from lightning_vram.core.host.buffers import HostBuffers
 from lightning_vram.core.host.worker import HostWorker
 from lightning_vram.core.surgery.class_swap import mixin_for
+from lightning_vram.memory.device.accelerators import current_kind
+from lightning_vram.memory.device.room import device_room
 from lightning_vram.private_names.fsdp2.states import (
     RANKS_MARK,
     announce_backward,
@@ -25,13 +30,13 @@ from lightning_vram.private_names.fsdp2.states import (
 from lightning_vram.private_names.torch.compiled import is_compiled_part
 from lightning_vram.private_names.torch.modules import own_parameters
 from lightning_vram.techniques.sharding.device_share import DeviceShare
+from lightning_vram.techniques.sharding.gathered import WeightReads
 from lightning_vram.techniques.sharding.group import ShardedGroup, ViewProofState, take_over
 from lightning_vram.techniques.sharding.grouping import ShardingPlan
+from lightning_vram.techniques.sharding.lanes import ShardLane
 from lightning_vram.techniques.sharding.materialization import has_meta, materialize
-from lightning_vram.techniques.sharding.narrow_trial import NarrowTrial
 from lightning_vram.techniques.sharding.removal import WholeParameters, detach_fsdp
 from lightning_vram.techniques.sharding.residency import Place
-from lightning_vram.techniques.sharding.used_parameters import UsedParameters
 
 
 @dataclass(frozen=True)
@@ -252,6 +257,7 @@ class FullSharding:
             if has_meta(module):
                 materialize(module, seed=options.seed, model=self.module, uninitialized_ok=options.uninitialized_ok)
             prepare_class(type(module), mixin_for)
+        self._whole.make_contiguous(modules)
         policy: OffloadPolicy = OffloadPolicy() if place == "device" else CPUOffloadPolicy(pin_memory=False)
         fully_shard(
             modules if len(modules) > 1 else modules[0],
@@ -296,7 +302,195 @@ class FullSharding:
             self.landing, self.home = None, self.device
 
 
+_MARGIN = 10  # the part of the device's memory that is left free: later batches may be larger
+
+
+class StepRoom:
+    """Measures one step of a sharded module, on one rank: each has copies as far as it has room.
+
+    Args:
+        sharding: On a device whose allocator tells what it holds.
+        optimizers: Of the module. The step is over when all of them have stepped.
+    """
+
+    def __init__(self, sharding: FullSharding, optimizers: Iterable[Optimizer]) -> None:
+        self._sharding = sharding
+        self._waiting = {id(optimizer) for optimizer in optimizers}
+        self._room = device_room(sharding.device)
+        if self._room is not None:
+            self._room.reset()
+
+    def note_step(self, optimizer: Optimizer) -> int | None:
+        """Fill what is free with copies after the last optimizer's first step.
+
+        Returns:
+            Bytes that they take; ``None`` at any other step.
+        """
+        if id(optimizer) not in self._waiting:
+            return None
+        self._waiting.remove(id(optimizer))
+        if self._waiting or self._room is None:
+            return None
+        _, total_bytes = torch.get_device_module(self._sharding.device).mem_get_info(self._sharding.device)
+        was_more_bytes = self._room.peak_since_reset() - self._room.allocated_bytes()
+        return self._sharding.keep_copies(max(0, self._room.room_bytes() - was_more_bytes - total_bytes // _MARGIN))
+
+
 def _device_of(mesh: DeviceMesh) -> torch.device:
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+
+
+_OTHER_ORDER = (
+    "Another rank has called other sharded layers than this one, or in another order: FSDP2 gathers a layer on all "
+    "ranks at once, and has mixed them up. Let every rank call the same layers (LayerDrop: from the same seed), or let "
+    "`wrap` name the class of what holds the layers that ranks choose from."
+)
+
+
+class UsedParameters:
+    """Of one sharded module. Of ``replicated`` parameters, which each rank has whole, gradients are averaged here."""
+
+    def __init__(self, groups: Iterable[ShardedGroup], replicated: Sequence[nn.Parameter], mesh: DeviceMesh) -> None:
+        self._groups = list(groups)
+        self._sharded = [parameter for group in self._groups for parameter in group.fsdp_params]
+        self._replicated = replicated
+        self._num_ranks = mesh.size()
+        self._place = {group: place for place, group in enumerate(self._groups)}
+        self._order = 0  # a digest of which groups were gathered, one after the other
+
+    def note(self, group: ShardedGroup) -> None:
+        """Remember that a group was gathered for a forward."""
+        self._order = (self._order * 1_000_003 + self._place[group] + 1) % 2**61
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self._order = 0
+
+    def settle(self, noted: Sequence[bool] = ()) -> list[bool]:
+        """Give every parameter the gradient it would have on one rank. A collective, but for a single rank.
+
+        Args:
+            noted: What else ranks tell one another, equally many on all.
+
+        Returns:
+            Of each of ``noted``, whether it is so on any rank.
+
+        Raises:
+            RuntimeError: If ranks have gathered other groups, or in another order; on all of them.
+        """
+        order, self._order = self._order, 0
+        if self._num_ranks == 1:
+            for group in self._groups:
+                group.present = set()
+            return list(noted)
+        present = {parameter for group in self._groups for parameter in group.present}
+        flags = [parameter in present for parameter in self._sharded]
+        flags += [parameter.grad is not None for parameter in self._replicated]
+        used = torch.tensor([order, -order, *noted, *flags], dtype=torch.int64, device=_device_for_flags())
+        dist.all_reduce(used, op=dist.ReduceOp.MAX)
+        largest, smallest, *rest = used.tolist()
+        is_noted, is_used = rest[: len(noted)], rest[len(noted) :]
+        if largest != -smallest:
+            raise RuntimeError(_OTHER_ORDER)
+        somewhere = {parameter for parameter, flag in zip(self._sharded, is_used, strict=False) if flag}
+        for group in self._groups:
+            group.settle(somewhere.__contains__)
+        self._average(p for p, flag in zip(self._replicated, is_used[len(self._sharded) :], strict=True) if flag)
+        return [bool(flag) for flag in is_noted]
+
+    @torch.no_grad()
+    def _average(self, parameters: Iterable[nn.Parameter]) -> None:
+        gradients = []
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradients.append(parameter.grad)
+        if not gradients:
+            return
+        flat = torch.cat([gradient.flatten().double() for gradient in gradients])
+        dist.all_reduce(flat)
+        means = torch.split(flat / self._num_ranks, [gradient.numel() for gradient in gradients])
+        for gradient, mean in zip(gradients, means, strict=True):
+            gradient.copy_(mean.view_as(gradient))
+
+
+def _device_for_flags() -> torch.device | None:
+    has_host = any("cpu" in part or part == "gloo" for part in dist.get_backend_config().split(","))
+    return torch.device("cpu") if has_host else torch.device(current_kind(), torch.accelerator.current_device_index())
+
+
+_NUM_BATCHES = 8  # after which weights that were never used are waited for no longer
+
+
+class NarrowTrial:
+    """Of all weights of one module that autocast casts.
+
+    Args:
+        groups: Of its parameters.
+        compiled: Parameters that compiled code reads, which nobody can watch there. It casts them as eager code does;
+            calls are counted.
+    """
+
+    def __init__(self, groups: Iterable[ShardedGroup], compiled: Collection[nn.Parameter] = ()) -> None:
+        self._lanes = [(group, lane) for group in groups for lane in group.lanes if lane.has_narrow_dtype]
+        self._num_batches = 0
+        self._unused: list[bool] = []  # of each lane: whether it has a weight that was not used yet
+        for _, lane in self._lanes:
+            lane.is_on_trial = True
+            for parameter in lane.parameters:
+                parameter.reads = None if parameter.sharded_param in compiled else WeightReads()
+
+    def end_backward(self) -> list[bool]:
+        """Return what this rank has seen, for :meth:`decide`."""
+        for reads in self._on_trial():
+            reads.end_backward()
+        flags = []
+        for group, lane in self._lanes:
+            seen = [parameter.reads for parameter in lane.parameters if parameter.reads is not None]
+            has_more_calls = group.has_more_calls and len(seen) < len(lane.parameters)  # those that are watched tell
+            flags.append(has_more_calls or any(reads.needs_width for reads in seen))
+            flags.append(not all(reads.is_used for reads in seen))
+        return flags
+
+    def decide(self, flags: Sequence[bool]) -> None:
+        """Widen lanes for good, by the flags of :meth:`end_backward`, each set if it is on any rank."""
+        lanes, self._lanes, self._unused = self._lanes, [], []
+        for (group, lane), needs_width, is_unused in zip(lanes, flags[::2], flags[1::2], strict=True):
+            if needs_width:
+                if not lane.is_on_trial:
+                    warnings.warn(
+                        f"The layer of the weight {lane.parameters[0].name!r} was called more often before a backward "
+                        "than in the batches before, and the gradients of its calls were added in 16 bit, this once. "
+                        "From now on its weights travel in 32 bit.",
+                        stacklevel=2,
+                    )
+                self._end(lane)
+                lane.needs_width = True
+            else:
+                self._lanes.append((group, lane))
+                self._unused.append(is_unused)
+
+    def end_batch(self) -> None:
+        """Let lanes be narrow whose weights were all used, after one backward or several."""
+        self._num_batches += bool(self._unused)
+        unused, self._unused = self._unused, []
+        for (group, lane), is_unused in zip(self._lanes, unused, strict=False):
+            if lane.is_on_trial and (not is_unused or self._num_batches >= _NUM_BATCHES):
+                self._end(lane)
+                group.allow_calls()
+
+    def forget(self) -> None:
+        """The iteration is given up: what it would have added up is never added."""
+        for reads in self._on_trial():
+            reads.forget_uses()
+
+    def _on_trial(self) -> list[WeightReads]:
+        parameters = [parameter for _, lane in self._lanes for parameter in lane.parameters]
+        return [parameter.reads for parameter in parameters if parameter.reads is not None]
+
+    def _end(self, lane: ShardLane) -> None:
+        lane.is_on_trial = False
+        for parameter in lane.parameters:
+            parameter.reads = None

@@ -1,17 +1,22 @@
 """Take FSDP2 off a module again: PyTorch has nothing for it."""
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.hooks import RemovableHandle
 
 from lightning_vram.core.surgery.class_swap import remove_mixin
+from lightning_vram.core.tensors.layout import WHOLE_LAYOUT, stored_as
 from lightning_vram.private_names.fsdp2.states import MARKS, place_of, put_back, remove_hooks
-from lightning_vram.private_names.torch.modules import own_buffers, own_parameters
+from lightning_vram.private_names.torch.modules import ConvBase, own_buffers, own_parameters
 from lightning_vram.private_names.torch.tensors import local_part_of
 from lightning_vram.techniques.sharding.group import ShardedGroup
+
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the dimensions of a weight
 
 
 class ReleasedParameter(nn.Parameter):
@@ -37,9 +42,28 @@ class WholeParameters:
         self._originals = {(id(part), key): p for part, key, p in self._places}
         self.shards: dict[nn.Parameter, nn.Parameter] = {}
         self._classes: dict[int, type] = {}
-        self._device = {id(p): p.device for _, _, p in self._places}
+        self._hooks: list[RemovableHandle] = []
+        self._as_was = {id(p): (p.device, p.shape, p.stride()) for _, _, p in self._places}
         buffers = [(part, key, b) for part in parts for key, b in own_buffers(part).items() if b is not None]
         self._buffers = [(part, key, buffer.device) for part, key, buffer in buffers]
+
+    @torch.no_grad()
+    def make_contiguous(self, modules: Iterable[nn.Module]) -> None:
+        """Have those in ``modules`` in the order of their dimensions, as FSDP2 needs them.
+
+        Convolutions are in ``channels_last`` if their weight or their input is: so that is left to the input.
+        """
+        for part in {part: None for module in modules for part in module.modules()}:
+            for key, parameter in own_parameters(part).items():
+                if parameter is None or id(parameter) not in self._as_was:
+                    continue
+                _, shape, stride = self._as_was[id(parameter)]
+                is_last = len(shape) in _CHANNELS_LAST and stride[1] == 1 != stride[0] and stride[-1] == shape[1]
+                if is_last and key == "weight" and isinstance(part, ConvBase):
+                    arrange = partial(_arrange, _CHANNELS_LAST[len(shape)])
+                    self._hooks.append(part.register_forward_pre_hook(arrange))
+                if not parameter.is_contiguous():
+                    parameter.data = parameter.data.contiguous()
 
     def release(self, modules: Iterable[nn.Module]) -> None:
         """Free the memory of those in ``modules``, which have been sharded; the objects stay."""
@@ -49,6 +73,9 @@ class WholeParameters:
                 if original is None or now is None or now is original or original in self.shards:
                     continue
                 _hand_over(original, now)
+                _, shape, stride = self._as_was[id(original)]
+                if original.stride() != stride:
+                    vars(now)[WHOLE_LAYOUT] = torch.empty_strided(shape, stride, device="meta")
                 self.shards[original] = now
                 if self.can_restore:
                     original.data = original.data.new_empty(0)
@@ -64,34 +91,46 @@ class WholeParameters:
             original = self._originals[id(module), key]
             original.__class__ = self._classes.pop(id(original), type(original))
             original.grad = None
-            original.data = _gather(shard).to(self._device[id(original)])
+            original.data = self._placed(_gather(shard), original)
             original.requires_grad_(shard.requires_grad)
             if group.mesh_info.mesh.size() == 1 and shard.grad is not None:
-                original.grad = local_part_of(shard.grad).to(original.device)
+                original.grad = self._placed(local_part_of(shard.grad), original)
             put_back(parameter, original)
             restored[shard] = original
         return restored
 
     @torch.no_grad()
     def restore_rest(self) -> None:
-        """Move what was not sharded, scalars and buffers, to where it was."""
+        """Bring what was not sharded, scalars and buffers, to where it was."""
         for part, key, device in self._buffers:
             buffer = own_buffers(part).get(key)
             if buffer is not None and buffer.device != device:
                 own_buffers(part)[key] = buffer.to(device)
         for _, _, parameter in self._places:
-            device = self._device[id(parameter)]
-            if parameter.device != device:
+            if (parameter.device, parameter.shape, parameter.stride()) != self._as_was[id(parameter)]:
                 gradient, parameter.grad = parameter.grad, None
-                parameter.data = parameter.data.to(device)
-                parameter.grad = None if gradient is None else gradient.to(device)
+                parameter.data = self._placed(parameter.data, parameter)
+                parameter.grad = None if gradient is None else self._placed(gradient, parameter)
         self._remove_marks()
+        for hook in self._hooks:
+            hook.remove()
+
+    def _placed(self, values: Tensor, original: nn.Parameter) -> Tensor:
+        """Return values on the device of a parameter as it was, and in its order in memory."""
+        device, shape, stride = self._as_was[id(original)]
+        values = values.to(device)
+        return stored_as(values, stride) if values.shape == shape else values
 
     def _remove_marks(self) -> None:
         for part, before in self._marks:
             for mark in set(vars(part)) - before:
                 if mark.startswith(MARKS):
                     del vars(part)[mark]  # past a compiled module, which would look for it in what it compiled
+
+
+def _arrange(order: torch.memory_format, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    is_input = bool(args) and isinstance(args[0], Tensor) and args[0].dim() == module.get_parameter("weight").dim()
+    return (args[0].contiguous(memory_format=order), *args[1:]) if is_input else args
 
 
 def _hand_over(original: nn.Parameter, shard: nn.Parameter) -> None:

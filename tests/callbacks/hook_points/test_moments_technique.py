@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from support.helpers import ForkingOffload
 from support.host_layers import ADAMW, Layers
 from support.offload_nets import leave_group
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD, RMSprop
 
 from lightning_vram import LowBitOptimizer, MomentsInBF16
@@ -94,3 +94,49 @@ def test_late_optimizers_are_taken_in_and_those_of_others_are_not(make, name, ma
     assert all(one.dtype == torch.bfloat16 or isinstance(one, LowBitTensor) for one in narrow)
     assert {type(state["exp_avg"]) for state in model.other.state.values()} == {torch.Tensor}
     assert {state["exp_avg"].dtype for state in model.other.state.values()} == {torch.float32}
+
+
+class Mixed(Layers):
+    """Has a few numbers of other kinds, in an optimizer with the rest, and one of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(ADAMW, num_batches=4)
+        self.scale = nn.Parameter(torch.ones(80, dtype=torch.float64))
+        self.phase = nn.Parameter(torch.ones(80, dtype=torch.complex64))
+        self.alone = nn.Parameter(torch.ones(80, dtype=torch.float64))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        others = (self.scale.square().mean() + self.alone.square().mean() + self.phase.abs().square().mean()).float()
+        loss = super().training_step(batch, batch_idx) + others
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        self.automatic_optimization = False
+        return ADAMW([p for p in self.parameters() if p is not self.alone]), ADAMW([self.alone])
+
+
+@both
+@pytest.mark.parametrize("strategy", ["auto", "fsdp_offload"])
+def test_parameters_without_such_moments_train_as_they_would_and_are_named(strategy, make, name, make_trainer, caplog):
+    ran = []
+    for parts in ([], [make()]):
+        torch.manual_seed(0)
+        model = Mixed()
+        with caplog.at_level("INFO"):
+            make_trainer(callbacks=parts, max_epochs=1, strategy=strategy, devices=1).fit(model)
+        ran.append(model)
+        leave_group()
+    plain, ours = ran
+    assert not torch.equal(plain.net[2].weight, ours.net[2].weight)
+    for key in ("scale", "phase", "alone"):
+        assert torch.equal(plain.get_parameter(key), ours.get_parameter(key))
+        assert not torch.equal(ours.get_parameter(key), torch.ones(80).to(ours.get_parameter(key)))
+    kinds = "scale (torch.float64), phase (torch.complex64), alone (torch.float64)"
+    named = name if strategy == "auto" else f"fsdp_offload (moments in {'bf16' if make is MomentsInBF16 else '4bit'})"
+    message = f"{named} leaves moments as they are, exact, of parameters that are not dense float32: {kinds}."
+    assert caplog.messages.count(message) == 1

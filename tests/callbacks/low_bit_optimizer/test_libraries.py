@@ -17,7 +17,7 @@ from torch.optim import SGD, Adam, NAdam
 from torch.optim.lr_scheduler import OneCycleLR
 
 from lightning_vram import LowBitOptimizer
-from lightning_vram.core.tensors.mapped import MappedTensor
+from lightning_vram.core.tensors.low_bit import MappedTensor
 from lightning_vram.optimizers.narrow import libraries
 from lightning_vram.optimizers.stepping import FORMS
 

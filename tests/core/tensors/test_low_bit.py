@@ -20,7 +20,7 @@ def numbers(*shape: int, exponent: int = 0) -> Tensor:
 
 
 def kept(values: Tensor, *, bits: int = 8, is_positive: bool = False) -> LowBitTensor:
-    made = empty_low_bit(values.shape, bits=bits, is_positive=is_positive)
+    made = empty_low_bit(values, bits=bits, is_positive=is_positive)
     made.copy_(values)
     return made
 
@@ -50,7 +50,8 @@ def test_roots_are_near_and_what_was_read_is_written_to_the_same_bits(size, expo
 @pytest.mark.parametrize(("count", "rows", "size"), [(0, 0, 0), (1, 1, 1), (127, 1, 127), (128, 1, 128), (129, 2, 128)])
 def test_bytes(count: int, rows: int, size: int, bits: int) -> None:
     num_bytes = rows * (math.ceil(size * bits / 8) + 4)
-    assert record_bytes(count, bits) == num_bytes == empty_low_bit((count,), bits=bits, is_positive=False).nbytes
+    made = empty_low_bit(torch.empty(count), bits=bits, is_positive=False)
+    assert record_bytes(count, bits) == num_bytes == made.nbytes
     values = numbers(count)
     assert kept(values, bits=bits).decode().shape == values.shape
 
@@ -81,7 +82,7 @@ def test_a_block_with_no_number_has_none(odd: float, bits: int) -> None:
 @pytest.mark.parametrize(("bits", "row"), [(8, 132), (4, 68)])
 def test_parts_are_over_the_same_memory(bits: int, row: int) -> None:
     values = numbers(3, 1000)
-    whole, parts = kept(values, bits=bits), empty_low_bit(values.shape, bits=bits, is_positive=False)
+    whole, parts = kept(values, bits=bits), empty_low_bit(values, bits=bits, is_positive=False)
     for start, stop in ((0, 1024), (1024, 2944), (2944, 3000)):
         parts.cut(start, stop).copy_(values.view(-1)[start:stop])
     assert torch.equal(parts.records, whole.records)

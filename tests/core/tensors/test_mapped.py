@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_vram.core.tensors.mapped import CodeMap, MappedTensor, empty_mapped
+from lightning_vram.core.tensors.low_bit import CodeMap, MappedTensor, empty_mapped
 
 
 @pytest.mark.parametrize(("size", "num_bytes"), [(256, 5000 + 4 * 40), (16, 2500 + 4 * 40)])
@@ -13,7 +13,7 @@ def test_what_a_kernel_has_written_is_written_again_to_the_same_values(is_positi
     values = torch.linspace(0.01 if is_positive else -0.9929687, 1, size)
     if not is_positive:
         values[values.abs().argmin()] = 0  # of which the missing end of the last block is made
-    made = empty_mapped(torch.Size([50, 100]), "cpu", CodeMap(values, 128))
+    made = empty_mapped(torch.empty(50, 100), CodeMap(values, 128))
     assert (made.bits, made.is_positive, made.nbytes) == (8 if size == 256 else 4, is_positive, num_bytes)
     assert not made.any()
     numbers = torch.randn(40, 128, generator=generator) * 10 ** torch.randn(40, 1, generator=generator)
@@ -24,7 +24,7 @@ def test_what_a_kernel_has_written_is_written_again_to_the_same_values(is_positi
     made.records.copy_(codes[::2] << 4 | codes[1::2] if size == 16 else codes)
     read = made.decode()
     assert (read.flatten() - numbers.flatten()[:5000]).abs().max() < numbers.abs().max() * 2 / size
-    again = empty_mapped(made.shape, "cpu", made.code_map)
+    again = empty_mapped(made, made.code_map)
     again.copy_(read)
     assert torch.equal(again.decode(), read)
     for moved in (again.clone(), again.to("cpu", copy=True), again.view(-1)):

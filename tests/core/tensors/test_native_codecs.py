@@ -61,7 +61,7 @@ def blocks(exponent: int, count: int, bits: int) -> Tensor:
 def test_low_bits_have_the_bits_of_operators(count, is_positive, bits):
     def check(values: Tensor) -> None:
         def make() -> LowBitTensor:
-            made = empty_low_bit(values.shape, bits=bits, is_positive=is_positive)
+            made = empty_low_bit(values, bits=bits, is_positive=is_positive)
             made.copy_(values)
             return made
 
@@ -148,7 +148,7 @@ def test_of_a_million_numbers_none_is_coded_otherwise():
     """``torch.sqrt`` of a CPU would differ in some."""
     for is_positive in (False, True):
         values = torch.rand(2**20, generator=torch.Generator().manual_seed(5))
-        plain, native = (empty_low_bit(values.shape, bits=8, is_positive=is_positive) for _ in range(2))
+        plain, native = (empty_low_bit(values, bits=8, is_positive=is_positive) for _ in range(2))
         plain.copy_(values)
         with coded_in_c():
             native.copy_(values)

@@ -10,8 +10,7 @@ from support.lean_nets import EXACT, assert_same_weights, give_gradients, lean_n
 from torch import nn, optim
 
 from lightning_vram.optimizers.lean.parameters import SCHEMES, LeanParameters
-from lightning_vram.optimizers.lean.weight_chunks import WeightChunk
-from lightning_vram.optimizers.lean.weight_codecs import CODECS
+from lightning_vram.optimizers.lean.weight_chunks import CODECS, WeightChunk
 from lightning_vram.optimizers.stepping.steppable import STEPPABLE
 
 
@@ -109,6 +108,39 @@ def test_frozen_parameters_come_back_exactly_and_train_when_thawed(scheme):
     assert torch.allclose(net[0].weight, expected, rtol=2**-7, atol=2**-10)
     if scheme in EXACT:
         assert torch.equal(net[0].weight, expected)
+
+
+def test_master_shows_halves_of_frozen_and_lent_weights_as_a_conversion_does():
+    bits = torch.arange(0x3F80, 0x3FC0, dtype=torch.int32).bitwise_left_shift(16).bitwise_or(0x8000)
+    layer = nn.Linear(64, 1, bias=False).requires_grad_(requires_grad=False)
+    halves = bits.view(torch.float32).view(1, 64)
+    layer.weight.copy_(halves)
+    lean = LeanParameters(layer.parameters(), "bf16+master")
+    assert torch.equal(layer.weight, halves.bfloat16())
+    lean.take({layer.weight: torch.ones(1, 64)})
+    lean.lend({layer.weight: halves})
+    assert torch.equal(layer.weight, halves.bfloat16())
+    lean.take_back()
+    assert torch.equal(layer.weight, torch.ones(1, 64).bfloat16())
+    lean.take({layer.weight: halves})
+    lean.restore()
+    assert torch.equal(layer.weight, halves)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_step_writes_to_no_parameter_of_another_optimizer(scheme, monkeypatch):
+    monkeypatch.setattr("lightning_vram.optimizers.lean.weight_chunks.CHUNK_ELEMENTS", 2**22)
+    net = make_net()
+    lean = LeanParameters(net.parameters(), scheme)
+    optimizers = [optim.SGD(net[0].parameters(), lr=0.1), optim.SGD(net[1].parameters(), lr=0.1)]
+    lean.attach(optimizers)
+    assert len(lean._chunks) == 1
+    give_gradients(net, 0)
+    versions = [parameter._version for parameter in net[1].parameters()]
+    before = [parameter.detach().clone() for parameter in net.parameters()]
+    optimizers[0].step()
+    assert [parameter._version for parameter in net[1].parameters()] == versions
+    assert [torch.equal(*pair) for pair in zip(net.parameters(), before, strict=True)] == [False] * 2 + [True] * 2
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

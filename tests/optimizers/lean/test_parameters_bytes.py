@@ -66,9 +66,10 @@ def test_a_checkpoint_needs_no_device_memory_and_no_more_of_the_host_than_it_kee
     assert len(full) == NUM_LAYERS
 
 
-def test_frozen_parameters_cost_two_bytes_of_the_device_and_two_of_the_host():
+@pytest.mark.parametrize(("scheme", "host_bytes"), [("bf16+master", 4), ("bf16+split", 2), ("bf16+kahan", 2)])
+def test_frozen_parameters_cost_two_bytes_of_the_device_and_a_few_of_the_host(scheme, host_bytes):
     with track_memory() as tracker:
         layer = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(requires_grad=False)
-        lean = LeanParameters(layer.parameters(), "bf16+master")
-        assert tracker.timeline.live_bytes == (2 + 2) * WIDTH * WIDTH
+        lean = LeanParameters(layer.parameters(), scheme)
+        assert tracker.timeline.live_bytes == (2 + host_bytes) * WIDTH * WIDTH
     assert lean._chunks[0].rest.device.type == "cpu"

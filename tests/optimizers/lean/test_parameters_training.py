@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
-from lightning_vram.optimizers.lean.chunked_step import WideStates
+from lightning_vram.optimizers.lean.optimizers import WideStates
 from lightning_vram.optimizers.lean.parameters import SCHEMES, LeanParameters
 
 NUM_STEPS = 200

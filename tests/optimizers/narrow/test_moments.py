@@ -1,6 +1,7 @@
 """Moments in fewer bytes without Lightning: their bytes, schedules, and FSDP2."""
 
 import copy
+import io
 import itertools
 from functools import partial
 from pathlib import Path
@@ -183,3 +184,102 @@ def large(one: torch.optim.Optimizer) -> list[Any]:
 def test_schedules_set_what_they_set_in_a_plain_run(form, optimizer, schedule, num_groups, is_late, is_reloaded):
     options = optimizer, schedule, num_groups, is_late, is_reloaded
     assert trace_of(form, *options) == trace_of(None, *options)
+
+
+SIZES = (6, 10, 9, 11)  # more than 4096, and no number of whole blocks
+ORDERS = {"channels_last": (0, 2, 3, 1), "transposed": (1, 0, 2, 3), "reversed": (3, 2, 1, 0)}  # of dimensions
+
+
+def in_order(values: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+    """The same values, of whose memory these dimensions are from the outermost to the innermost."""
+    return values.permute(order).contiguous().permute([order.index(place) for place in range(4)])
+
+
+@pytest.mark.parametrize("form", ["bf16", "8bit", "4bit"])
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+@pytest.mark.parametrize(
+    "make", [ADAMW, partial(ADAMW, fused=True), partial(SGD_MOMENTUM, lr=1e-2)], ids=["AdamW", "fused", "SGD"]
+)
+def test_parameters_in_another_order_of_memory_step_as_the_same_memory_in_order(
+    make: Any, order: tuple[int, ...], form: Any
+) -> None:
+    if form == "bf16" and make.func is torch.optim.SGD:
+        pytest.skip("bf16 is for Adam's kind")
+    generator = torch.Generator().manual_seed(0)
+    values = in_order(torch.randn(SIZES, generator=generator), order)
+    ours, twin = nn.Parameter(values.clone()), nn.Parameter(values.permute(order).clone())
+    assert not ours.is_contiguous()
+    assert twin.is_contiguous()
+    optimizers = [make([one]) for one in (ours, twin)]
+    narrow = [NarrowMoments(nn.ParameterList([one]), FORMS[form]) for one in (ours, twin)]
+
+    def step() -> None:
+        gradient = torch.randn(SIZES, generator=generator)
+        ours.grad = gradient if step.is_odd else in_order(gradient, order)  # a user may set any
+        twin.grad = gradient.permute(order).contiguous()
+        step.is_odd = not step.is_odd
+        for optimizer in optimizers:
+            optimizer.step()
+        assert torch.equal(ours.permute(order), twin)
+        assert ours.stride() == values.stride()
+
+    step.is_odd = False
+    for optimizer, one in zip(optimizers, narrow, strict=True):
+        one.attach([optimizer])
+    for _ in range(4):
+        step()
+    moments = [value for value in optimizers[0].state[ours].values() if value.dim()]
+    assert all(is_narrow(value) and value.stride() == values.stride() for value in moments)
+    saved = copy.deepcopy(optimizers[0].state_dict())
+    plain = make([nn.Parameter(values.clone())])
+    plain.load_state_dict(torch.load(_saved(saved), weights_only=True))
+    for (parameter,) in (group["params"] for group in plain.param_groups):
+        found = [value for value in plain.state[parameter].values() if value.dim()]
+        assert all(value.dtype == torch.float32 and value.stride() == values.stride() for value in found)
+        assert all(torch.equal(value, moment.float()) for value, moment in zip(found, moments, strict=True))
+    optimizers[0].load_state_dict(saved)
+    for one in narrow:
+        one.let_go()
+    step()  # with torch's own kernels, of which the fused one goes over memory as it lies
+
+
+def _saved(state: dict[str, Any]) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return file
+
+
+def of_many_kinds(*, is_fused: bool) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(5000, dtype=torch.float64, generator=generator)
+    made = [values.float(), values, values.bfloat16()]
+    if not is_fused:  # which torch's kernel refuses, and steps past
+        made += [values.to(torch.complex64), torch.stack([values, values], 1).float()[:, 0]]
+    return [nn.Parameter(one) for one in made]
+
+
+@pytest.mark.parametrize("form", ["bf16", "8bit", "4bit"])
+@pytest.mark.parametrize("options", [{}, {"fused": True}, {"foreach": True}], ids=["default", "fused", "foreach"])
+def test_parameters_of_other_kinds_have_the_moments_that_torch_gives_them(options: Any, form: Any) -> None:
+    both = [of_many_kinds(is_fused="fused" in options) for _ in range(2)]
+    optimizers = [ADAMW([{"params": one[:2]}, {"params": one[2:], "weight_decay": 0.1}], **options) for one in both]
+    narrow = NarrowMoments(nn.ParameterList(both[0]), FORMS[form])
+    narrow.attach(optimizers[:1])
+    assert narrow.unheld == set(both[0][1:])
+    for step in range(4):
+        for parameter in itertools.chain(*both):
+            parameter.grad = torch.full_like(parameter, 0.1 * (step + 1)).mul_(parameter.detach())
+        for optimizer in optimizers:
+            optimizer.step()
+        if step == 1:  # resumed
+            optimizers[0].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+        if step == 2:
+            narrow.let_go()
+    (held, plain), *others = zip(*both, strict=True)
+    assert not torch.equal(held, plain)
+    for ours, theirs in others:
+        assert torch.equal(ours, theirs)
+        for key, value in optimizers[1].state[theirs].items():
+            assert torch.equal(optimizers[0].state[ours][key], value)
+            assert optimizers[0].state[ours][key].dtype == value.dtype

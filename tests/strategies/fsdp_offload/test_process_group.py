@@ -18,7 +18,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning_vram.core.processes import clean_exit
 from lightning_vram.core.processes.clean_exit import leave_group
 from lightning_vram.core.processes.lost_peers import LostPeerError
-from lightning_vram.strategies.fsdp_offload.process_group import connect, default_backend
+from lightning_vram.strategies.fsdp_offload.connected import connect, default_backend
 
 CPU = torch.device("cpu")
 SHORT = timedelta(seconds=1)
@@ -139,7 +139,7 @@ if attempt == "0":  # stock torch leaves its addresses in the agent's store
 
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 
-from lightning_vram.strategies.fsdp_offload.process_group import connect
+from lightning_vram.strategies.fsdp_offload.connected import connect
 
 connect(TorchElasticEnvironment(), "gloo", timeout=timedelta(seconds=60), device=torch.device("cpu"))
 dist.barrier()

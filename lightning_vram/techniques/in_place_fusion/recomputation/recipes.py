@@ -7,9 +7,9 @@ was made of.
 import weakref
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from lightning_vram.core.tensors.layout import stored_as
 from lightning_vram.core.tensors.versions import version_counter
 from lightning_vram.private_names.torch.tensors import num_writes
 from lightning_vram.techniques.in_place_fusion.recomputation.kept import Kept
@@ -144,7 +144,4 @@ class WriteRecipe(Recipe):
         self._strides = target.stride()
 
     def run(self, args: list[Any]) -> Any:  # noqa: D102
-        result = super().run(args)
-        if result.stride() == self._strides:
-            return result
-        return torch.empty_strided(result.shape, self._strides, dtype=result.dtype, device=result.device).copy_(result)
+        return stored_as(super().run(args), self._strides)

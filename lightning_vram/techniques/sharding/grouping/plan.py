@@ -5,19 +5,18 @@ embedding or head, keeps little on the device; a group for every small layer cos
 What is in no group is gathered with the whole model and stays for the whole step.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from lightning_vram.techniques.sharding.grouping.blocks import find_sharding_blocks
-from lightning_vram.techniques.sharding.grouping.outside_access import find_read_modules, is_sharded_itself
-from lightning_vram.techniques.sharding.grouping.shared_owners import (
-    count_own_params,
-    order_inner_first,
-    separate_shared_owners,
+from lightning_vram.techniques.sharding.grouping.outside_access import (
+    find_entered_modules,
+    find_read_modules,
+    is_sharded_itself,
 )
 
 Wrap = Literal["auto"] | Sequence[str | type[nn.Module]] | Callable[[str, nn.Module], bool]
@@ -60,7 +59,7 @@ def plan_sharding_groups(module: nn.Module, wrap: Wrap = "auto", *, min_params: 
     Raises:
         TypeError: If ``wrap`` is none of these.
         ValueError: If ``wrap`` matches nothing or what cannot be a group, ``min_params`` is not positive, or the model
-            has parameters without a shape.
+            has parameters without a shape, or expanded ones.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
@@ -155,3 +154,241 @@ def _check(module: nn.Module, wrap: object, min_params: int) -> None:
     for name, parameter in module.named_parameters():
         if is_lazy(parameter):
             raise ValueError(f"Parameter {name!r} has no shape yet: run the model on a batch before it is sharded.")
+        if any(size > 1 and not stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True)):
+            raise ValueError(
+                f"Parameter {name!r} is an expanded tensor (strides {parameter.stride()}), whose numbers share memory: "
+                "make it of a copy, nn.Parameter(values.clone())."
+            )
+
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_COARSE_BLOCK = 4  # a block with more than this fraction of all parameters is looked into
+_COARSE_PART = 2  # and any other part with more than this
+
+Group = list[nn.Module]
+
+
+def find_sharding_blocks(
+    root: nn.Module, min_params: int, read: set[nn.Module], skipped: set[nn.Module]
+) -> list[Group]:
+    """Cut ``root`` into groups of modules that are gathered together, in its order; none lies in another.
+
+    A model's own word comes first (``_no_split_modules`` of transformers), then the children of a container that has
+    several of one class. Small ones that follow one another in an ``nn.Sequential`` or ``nn.ModuleList`` are put
+    together; of the rest every outermost part that is large enough is a group: embeddings, heads.
+
+    Args:
+        root: The whole model, which is not itself in a group.
+        min_params: Number of elements below which a group is not worth its messages.
+        read: Modules that cannot be a group on their own.
+        skipped: Modules to leave alone.
+    """
+    finder = _BlockFinder(root, min_params, read, skipped)
+    finder.split(root)
+    return finder.groups
+
+
+class _BlockFinder:
+    def __init__(self, root: nn.Module, min_params: int, read: set[nn.Module], skipped: set[nn.Module]) -> None:
+        self.groups: list[Group] = []
+        self._min_params = min_params
+        self._read = read
+        self._entered = find_entered_modules(root)
+        self._done = set(skipped)
+        self._sizes: dict[nn.Module, int] = {}
+        self._declared = set(_find_declared(root))
+        self._blocks = self._declared.union(*map(_find_repeated, root.modules())) - self._read
+        self._total = self._size(root)
+
+    def split(self, module: nn.Module) -> None:
+        """Find the groups inside ``module``, which is none itself."""
+        run: Group = []
+        last: Group | None = None  # a group that just ended
+        for child in module.children():
+            if child in self._done or not self._size(child):
+                continue
+            self._done.add(child)
+            if not self._goes_with_siblings(child, module):
+                run, last = [], None
+                self._place(child)
+                continue
+            run.append(child)
+            if sum(map(self._size, run)) >= self._min_params:
+                self.groups.append(run)
+                run, last = [], run
+        if last is not None:
+            last += run
+
+    def _place(self, module: nn.Module) -> None:
+        """Make a group of ``module`` alone or of parts of it, or leave it to the root."""
+        if self._size(module) < self._min_params:
+            return
+        num_before = len(self.groups)
+        if self._is_looked_into(module):
+            self.split(module)
+        if len(self.groups) == num_before and not {module} & (self._read | self._entered):
+            self.groups.append([module])
+
+    def _goes_with_siblings(self, child: nn.Module, parent: nn.Module) -> bool:
+        """Whether the siblings of ``child`` run right before and after it, all of them."""
+        in_list = isinstance(parent, nn.ModuleList) and child in self._blocks
+        in_sequence = isinstance(parent, nn.Sequential) and type(parent).forward is nn.Sequential.forward
+        return (in_list or in_sequence) and child not in self._read and not self._is_looked_into(child)
+
+    def _is_looked_into(self, module: nn.Module) -> bool:
+        if module in self._read or module in self._declared:
+            return module in self._read
+        if self._size(module) < 2 * self._min_params:
+            return module in self._entered
+        inner = {part for part in module.modules() if part is not module}
+        if inner & self._declared or module in self._entered:
+            return True
+        fraction = self._total / self._size(module)
+        if module in self._blocks:  # a Sequential surely runs all of its children; a block's list of experts does not
+            return fraction < _COARSE_BLOCK and any(_is_staged(part) for part in module.modules())
+        return fraction < _COARSE_PART or any(_is_composite(part) for part in inner & self._blocks)
+
+    def _size(self, module: nn.Module) -> int:
+        if module not in self._sizes:
+            self._sizes[module] = sum(parameter.numel() for parameter in module.parameters())
+        return self._sizes[module]
+
+
+def _find_declared(root: nn.Module) -> Iterator[nn.Module]:
+    """Modules of the classes that transformers' models do not want split."""
+    names: set[str] = set()
+    for module in root.modules():
+        declared = getattr(module, "_no_split_modules", None)
+        names.update(declared if isinstance(declared, Iterable) else ())
+    return (module for module in root.modules() if module is not root and type(module).__name__ in names)
+
+
+def _find_repeated(container: nn.Module) -> Group:
+    """Children of a container that are of one class."""
+    if not isinstance(container, _CONTAINERS):
+        return []
+    children = [child for child in container.children() if any(True for _ in child.parameters())]
+    counts = Counter(map(type, children))
+    return [child for child in children if counts[type(child)] > 1]
+
+
+def _is_staged(module: nn.Module) -> bool:
+    return isinstance(module, nn.Sequential) and any(map(_is_composite, _find_repeated(module)))
+
+
+def _is_composite(module: nn.Module) -> bool:
+    return any(True for _ in module.children())
+
+
+_OUTSIDE = -1  # of all groups
+
+
+def separate_shared_owners(
+    root: nn.Module, groups: list[Group], fixed: set[nn.Module], skipped: set[nn.Module]
+) -> None:
+    """Change ``groups`` in place so that every parameter lies in one: FSDP2 refuses one that two groups have.
+
+    Modules that share one become a group inside of whatever they lie in. Where one of them is read and not called, the
+    groups are joined, or given up to the next outer one.
+
+    Args:
+        root: The whole model.
+        groups: Modules that are sharded together. They may be nested; the inner one then has its parameters.
+        fixed: Modules that cannot be in a group but as a part of another module.
+        skipped: Modules to leave alone.
+    """
+    given_up = {root, *fixed}
+    while True:
+        homes = _find_homes(root, groups, skipped)
+        owners = _find_conflict(homes)
+        if not owners:
+            return
+        if given_up.isdisjoint(owners):
+            _gather(groups, owners)
+            continue
+        indices = set().union(*(homes[owner] for owner in owners))
+        inside = [index for index in sorted(indices) if index != _OUTSIDE]
+        joined = [module for index in inside for module in groups[index]]
+        for index in reversed(inside):
+            del groups[index]
+        if _OUTSIDE in indices:
+            given_up.update(joined)
+        else:
+            groups.append(_outermost(joined))
+
+
+def count_own_params(root: nn.Module, groups: list[Group], skipped: set[nn.Module]) -> list[int]:
+    """Count the elements of each group that no inner group has; arguments as of :func:`separate_shared_owners`."""
+    parameters: dict[int, set[nn.Parameter]] = defaultdict(set)
+    for module, indices in _find_homes(root, groups, skipped).items():
+        for index in indices:
+            parameters[index].update(module.parameters(recurse=False))
+    return [sum(parameter.numel() for parameter in parameters[index]) for index in range(len(groups))]
+
+
+def _find_homes(root: nn.Module, groups: list[Group], skipped: set[nn.Module]) -> dict[nn.Module, set[int]]:
+    """Return the groups that each module belongs to: one, if it is not shared."""
+    units = {module: index for index, group in enumerate(groups) for module in group}
+    homes: dict[nn.Module, set[int]] = defaultdict(set)
+    for start, index in {root: _OUTSIDE, **units}.items():
+        waiting = [start]
+        while waiting:
+            module = waiting.pop()
+            if index in homes[module]:
+                continue
+            homes[module].add(index)
+            waiting += [child for child in module.children() if child not in units and child not in skipped]
+    return homes
+
+
+def _find_conflict(homes: dict[nn.Module, set[int]]) -> Group:
+    """Return modules with parameters in common that lie in different groups; a whole shared module if there is one."""
+    for module, indices in homes.items():
+        if len(indices) > 1 and any(True for _ in module.parameters()):
+            return [module]
+    owners: dict[nn.Parameter, Group] = defaultdict(list)
+    for module in homes:
+        for parameter in set(module.parameters(recurse=False)):
+            owners[parameter].append(module)
+    for sharing in owners.values():
+        if len(set().union(*(homes[owner] for owner in sharing))) > 1:
+            return _with_linked(sharing, owners)
+    return []
+
+
+def _with_linked(sharing: Group, owners: dict[nn.Parameter, Group]) -> Group:
+    """Add the modules that have other parameters in common with these."""
+    found = dict.fromkeys(sharing)
+    waiting = list(sharing)
+    while waiting:
+        for parameter in waiting.pop().parameters(recurse=False):
+            new = [owner for owner in owners[parameter] if owner not in found]
+            found.update(dict.fromkeys(new))
+            waiting += new
+    return list(found)
+
+
+def _gather(groups: list[Group], owners: Group) -> None:
+    """Make one group of the owners, with all that they are grouped with already."""
+    touched = [group for group in groups if not set(group).isdisjoint(owners)]
+    groups[:] = [group for group in groups if group not in touched]
+    groups.append(_outermost([*(module for group in touched for module in group), *owners]))
+
+
+def _outermost(modules: Group) -> Group:
+    distinct = list(dict.fromkeys(modules))
+    inner = {part for one in distinct for part in one.modules() if part is not one}
+    return [one for one in distinct if one not in inner]
+
+
+def order_inner_first(groups: list[Group]) -> Iterator[Group]:
+    """Yield ``groups`` so that those nested in others come before them; such as lie in one another become one."""
+    parts = {id(group): {part for module in group for part in module.modules()} - set(group) for group in groups}
+    waiting = list(groups)
+    while waiting:
+        free = [g for g in waiting if not any(parts[id(g)] & set(other) for other in waiting if other is not g)]
+        if not free:
+            yield _outermost([module for group in waiting for module in group])
+            return
+        yield from free
+        waiting = [group for group in waiting if not any(group is one for one in free)]
