@@ -1,17 +1,27 @@
 """Batches of other sizes: what a loader would make, as shapes, without a sample of data."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.plugins.environments import (
+    LightningEnvironment,
+    LSFEnvironment,
+    MPIEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+)
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from lightning_vram.core.batches.path import BatchSplitError, SharedKeys
 from lightning_vram.core.batches.sizing import find_reading
 from lightning_vram.core.batches.structure import take_apart
 
+_ENVIRONMENTS = SLURMEnvironment, TorchElasticEnvironment, LSFEnvironment, MPIEnvironment, LightningEnvironment
 _HOW = "Give one: estimate_memory(module, batch, ...) takes any nest of tensors, of which only shapes and types count"
 
 
@@ -40,7 +50,9 @@ def first_batch(module: pl.LightningModule, datamodule: pl.LightningDataModule |
 
     Args:
         module: Has loaders of its own if ``datamodule`` is ``None``.
-        datamodule: Is prepared and set up for ``fit``.
+        datamodule: Is set up for ``fit``.
+
+    What makes it runs its ``prepare_data``, which the next fit in this process then does not run.
 
     Raises:
         ValueError: If there is none to be had.
@@ -48,8 +60,9 @@ def first_batch(module: pl.LightningModule, datamodule: pl.LightningDataModule |
     source: Any = datamodule if datamodule is not None else module
     name = type(source).__name__
     try:
+        if is_overridden("prepare_data", source):
+            _prepare(source)
         if datamodule is not None:
-            datamodule.prepare_data()
             datamodule.setup("fit")
         loader = CombinedLoader(source.train_dataloader())
         batch, _, _ = next(iter(loader))
@@ -58,6 +71,19 @@ def first_batch(module: pl.LightningModule, datamodule: pl.LightningDataModule |
     except Exception as error:  # theirs can raise anything
         raise ValueError(f"{name} makes no batch: {error}. {_HOW}.") from error
     return batch
+
+
+def _prepare(source: Any) -> None:
+    """Run ``prepare_data`` on the rank on which Lightning would, in the place of the next call."""
+    environment = next(kind for kind in _ENVIRONMENTS if kind.detect())()
+    if environment.local_rank() == 0 and (source.prepare_data_per_node or environment.node_rank() == 0):
+        source.prepare_data()
+        vars(source)["prepare_data"] = partial(_forget_prepared, source)
+
+
+def _forget_prepared(source: Any) -> None:
+    """Stand in for one call of ``prepare_data``."""
+    vars(source).pop("prepare_data", None)
 
 
 def batch_size_of(batch: Any) -> int | None:

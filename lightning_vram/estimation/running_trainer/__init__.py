@@ -6,6 +6,7 @@ from lightning_vram.estimation.running_trainer.decision import (
     bytes_of_others,
     decide_together,
     describe_device,
+    forget_shared,
 )
 from lightning_vram.estimation.running_trainer.limit import AUTO, check_limit, limit_bytes
 
@@ -16,6 +17,7 @@ __all__ = [
     "check_limit",
     "decide_together",
     "describe_device",
+    "forget_shared",
     "limit_bytes",
     "read_trainer_arguments",
 ]
