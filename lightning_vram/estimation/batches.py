@@ -6,13 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.plugins.environments import (
-    LightningEnvironment,
-    LSFEnvironment,
-    MPIEnvironment,
-    SLURMEnvironment,
-    TorchElasticEnvironment,
-)
+from lightning.pytorch.plugins import environments
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
@@ -21,7 +15,7 @@ from lightning_vram.core.batches.path import BatchSplitError, SharedKeys
 from lightning_vram.core.batches.sizing import find_reading
 from lightning_vram.core.batches.structure import take_apart
 
-_ENVIRONMENTS = SLURMEnvironment, TorchElasticEnvironment, LSFEnvironment, MPIEnvironment, LightningEnvironment
+_ENVIRONMENTS = ("SLURM", "TorchElastic", "LSF", "MPI", "Lightning")
 _HOW = "Give one: estimate_memory(module, batch, ...) takes any nest of tensors, of which only shapes and types count"
 
 
@@ -75,7 +69,8 @@ def first_batch(module: pl.LightningModule, datamodule: pl.LightningDataModule |
 
 def _prepare(source: Any) -> None:
     """Run ``prepare_data`` on the rank on which Lightning would, in the place of the next call."""
-    environment = next(kind for kind in _ENVIRONMENTS if kind.detect())()
+    kinds = [getattr(environments, f"{name}Environment") for name in _ENVIRONMENTS]
+    environment = next(kind for kind in kinds if kind.detect())()
     if environment.local_rank() == 0 and (source.prepare_data_per_node or environment.node_rank() == 0):
         source.prepare_data()
         vars(source)["prepare_data"] = partial(_forget_prepared, source)

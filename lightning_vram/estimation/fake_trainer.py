@@ -13,7 +13,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
     Callback,
@@ -24,7 +24,7 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.plugins.environments import ClusterEnvironment
+from lightning.pytorch.plugins.environments import ClusterEnvironment, LightningEnvironment
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy
 from typing_extensions import override
 
@@ -57,96 +57,33 @@ _STARTS_PROCESSES = re.compile("_(spawn|fork|notebook)")  # of ddp: no process i
 _ON_ONE_DEVICE = (None, "auto", "single_device")
 
 
-class FakeAccelerator(Accelerator):
+class FakeAccelerator(CPUAccelerator):
     """Says that the card is there, as often as it is wanted."""
 
     @override
     def setup_device(self, device: torch.device) -> None: ...
 
-    @override
-    def teardown(self) -> None: ...
-
     @staticmethod
     @override
-    def parse_devices(devices: Any) -> int:
-        return int(devices)
-
-    @staticmethod
-    @override
-    def get_parallel_devices(devices: int) -> list[torch.device]:
-        return [CARD] * devices
-
-    @staticmethod
-    @override
-    def auto_device_count() -> int:
-        return 1
-
-    @staticmethod
-    @override
-    def is_available() -> bool:
-        return True
+    def get_parallel_devices(devices: Any) -> list[torch.device]:
+        return [CARD] * int(devices)
 
     @staticmethod
     @override
     def name() -> str:
         return "cuda"
 
-    @override
-    def get_device_stats(self, device: Any) -> dict[str, Any]:
-        return {}
 
+class FakeEnvironment(LightningEnvironment):
+    """Says that this is rank 0 of processes that are all there: nobody is to start them, and no job is looked at."""
 
-class FakeEnvironment(ClusterEnvironment):
-    """Says that this is rank 0 of processes that are all there: nobody is to start them, and no job is looked at.
-
-    Args:
-        num_ranks: How many there are.
-    """
-
-    def __init__(self, num_ranks: int) -> None:
-        self._num_ranks = num_ranks
-
-    @property
-    @override
-    def creates_processes_externally(self) -> bool:
-        return True
-
-    @property
-    @override
-    def main_address(self) -> str:
-        return "localhost"
-
-    @property
-    @override
-    def main_port(self) -> int:
-        return 0
-
-    @staticmethod
-    @override
-    def detect() -> bool:
-        return False
-
-    @override
-    def world_size(self) -> int:
-        return self._num_ranks
-
-    @override
-    def set_world_size(self, size: int) -> None: ...
+    creates_processes_externally = True
 
     @override
     def global_rank(self) -> int:
         return 0
 
-    @override
-    def set_global_rank(self, rank: int) -> None: ...
-
-    @override
-    def local_rank(self) -> int:
-        return 0
-
-    @override
-    def node_rank(self) -> int:
-        return 0
+    local_rank = node_rank = global_rank
 
 
 def needs_ranks(arguments: Mapping[str, Any]) -> bool:
@@ -196,7 +133,7 @@ def make_trainer(
         accelerator=FakeAccelerator() if device == CARD else "cpu",
         devices=num_ranks,
         callbacks=[*callbacks, *own_callbacks],
-        plugins=[*plugins, FakeEnvironment(num_ranks)],
+        plugins=[*plugins, FakeEnvironment()],
         max_epochs=1,
         default_root_dir=folder,
         logger=False,
@@ -250,7 +187,7 @@ def parts_of(arguments: Mapping[str, Any], run_callbacks: RunCallbacks = ()) -> 
     Raises:
         ValueError: If one of them is no callback of that Trainer.
     """
-    callbacks, plugins = (_as_list(arguments.get(name)) for name in ("callbacks", "plugins"))
+    callbacks, plugins = (as_list(arguments.get(name)) for name in ("callbacks", "plugins"))
     for wanted in run_callbacks:
         if not any(_is_one_of(callback, [wanted]) for callback in callbacks):
             name = wanted if isinstance(wanted, str) else wanted.__name__
@@ -276,7 +213,7 @@ def is_run(callback: Callback, run_callbacks: RunCallbacks = ()) -> bool:
 
 def left_out_note(arguments: Mapping[str, Any], run_callbacks: RunCallbacks) -> list[str]:
     """Name the user's own callbacks that were not run; nothing if there are none."""
-    left_out = [one for one in _as_list(arguments.get("callbacks")) if not is_run(one, run_callbacks)]
+    left_out = [one for one in as_list(arguments.get("callbacks")) if not is_run(one, run_callbacks)]
     names = ", ".join(sorted({type(one).__name__ for one in left_out if _is_the_users(one)}))
     how = "If one of them changes the module or the step, add it to run_callbacks."
     return [f"Callbacks that were not run: {names}. {how}"] if names else []
@@ -288,7 +225,7 @@ def check_run_callbacks(name: str, given: Any) -> tuple[str | type[Callback], ..
     Raises:
         TypeError: If ``given`` is something else.
     """
-    wanted = tuple(_as_list(given))
+    wanted = tuple(as_list(given))
     for one in wanted:
         if not isinstance(one, str) and not (isinstance(one, type) and issubclass(one, Callback)):
             raise TypeError(f"{name} must have classes of callbacks, or their names, got {one!r}.")
@@ -311,7 +248,7 @@ def run_without_ends(module: pl.LightningModule, callbacks: Iterable[Callback], 
 
 
 def _configure_callbacks(configure: Callable[[], Any], run_callbacks: RunCallbacks) -> list[Callback]:
-    return [callback for callback in _as_list(configure()) if is_run(callback, run_callbacks)]
+    return [callback for callback in as_list(configure()) if is_run(callback, run_callbacks)]
 
 
 class StayOnCard(Callback):
@@ -332,7 +269,8 @@ def _do_nothing(*_: Any, **__: Any) -> None:
     """Stand in for a hook."""
 
 
-def _as_list(value: Any) -> list[Any]:
+def as_list(value: Any) -> list[Any]:
+    """Return what a Trainer takes alone, in a list or not at all as a list."""
     if value is None:
         return []
     return list(value) if isinstance(value, list | tuple) else [value]

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from operator import is_
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -120,7 +121,7 @@ def trace_fit(module: pl.LightningModule, batch: Any, run: FitRun) -> TracedFit:
     fit = partial(_with_enough_batches, partial(_fake_fit, module, batch, run), run)
     if run.known is None:
         return fit()
-    what = [module, batch, *sum(parts_of(run.trainer_arguments, run.run_callbacks).values(), [])]
+    what = [module, batch, *chain(*parts_of(run.trainer_arguments, run.run_callbacks).values())]
     if not run.known:
         try:
             run.known.append((run, what, fit()))

@@ -11,7 +11,7 @@ from lightning_vram.argument_checks import check_positive_int
 from lightning_vram.estimation.batches import first_batch
 from lightning_vram.estimation.estimate import spec_of
 from lightning_vram.estimation.fake_trainer import RunCallbacks, check_run_callbacks
-from lightning_vram.estimation.running_trainer import AUTO, check_limit
+from lightning_vram.estimation.running_trainer.limit import AUTO, check_limit
 from lightning_vram.estimation.traced_fit import FitRun
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
 from lightning_vram.memory.host.available import available_host_bytes

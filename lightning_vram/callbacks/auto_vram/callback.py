@@ -20,7 +20,8 @@ from lightning_vram.callbacks.hook_points import Relief, check_trainer, rank_tim
 from lightning_vram.core.processes.agreement import RankAgreement
 from lightning_vram.estimation.batches import count_elements, largest_shape
 from lightning_vram.estimation.fake_trainer import RunCallbacks, check_run_callbacks
-from lightning_vram.estimation.running_trainer import AUTO, check_limit, decide_together, forget_shared, limit_bytes
+from lightning_vram.estimation.running_trainer.decision import decide_together, forget_shared
+from lightning_vram.estimation.running_trainer.limit import AUTO, check_limit, limit_bytes
 from lightning_vram.memory.device.allocator import has_cache
 from lightning_vram.planner.parts import Exactness, Part
 from lightning_vram.planner.plan import level_of
@@ -162,17 +163,15 @@ class AutoVRAM(Callback):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        parts, self._parts, self._decision, self._first_steps = self._parts, None, None, None
-        if parts is not None:
-            parts.on_exception(exception)
+        self._end(exception)
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_decision": None, "_parts": None, "_first_steps": None}  # a copy is not part of any run
 
-    def _end(self) -> None:
+    def _end(self, exception: BaseException | None = None) -> None:
         parts, self._parts, self._decision, self._first_steps = self._parts, None, None, None
         if parts is not None:
-            parts.teardown()
+            parts.end(exception)
 
     def _correct(self, trainer: pl.Trainer, took: Took) -> None:
         """Plan once more, by what a step took: the most of all ranks. A collective."""

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning_vram.callbacks.auto_vram.parts import differs_late
 from lightning_vram.callbacks.auto_vram.words import fits_line, largest_line, miss_message, plan_message, unknown_line
 from lightning_vram.estimation.batches import largest_shape
-from lightning_vram.estimation.running_trainer import RunningTrainer
+from lightning_vram.estimation.running_trainer.decision import RunningTrainer
 from lightning_vram.memory.device.accelerators import has_statistics
 from lightning_vram.memory.device.allocator import empty_cache, has_cache
 from lightning_vram.memory.estimate.calibrate import measure_bus

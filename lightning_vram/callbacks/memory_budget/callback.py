@@ -19,15 +19,13 @@ from lightning_vram.callbacks.hook_points import check_trainer, rank_timeout
 from lightning_vram.callbacks.memory_budget.words import excess_message, first_step_line, fit_line, unknown_line
 from lightning_vram.estimation.estimate import Estimator
 from lightning_vram.estimation.fake_trainer import RunCallbacks, check_run_callbacks
-from lightning_vram.estimation.running_trainer import (
-    AUTO,
+from lightning_vram.estimation.running_trainer.decision import (
     RunningTrainer,
     bytes_of_others,
-    check_limit,
     decide_together,
     forget_shared,
-    limit_bytes,
 )
+from lightning_vram.estimation.running_trainer.limit import AUTO, check_limit, limit_bytes
 from lightning_vram.memory.device.allocator import PeakWatch, has_cache
 from lightning_vram.memory.device.process_limit import ProcessLimit, can_limit
 from lightning_vram.memory.estimate.result import TRAIN

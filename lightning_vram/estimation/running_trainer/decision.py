@@ -1,5 +1,6 @@
 """What rank zero finds out for the rank that has the least room, and all ranks are told."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -7,13 +8,14 @@ from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
 from torch.nn.parameter import is_lazy
 
 from lightning_vram.core.processes.agreement import RankAgreement
 from lightning_vram.estimation.batches import count_elements
 from lightning_vram.estimation.fake_trainer import RunCallbacks
 from lightning_vram.estimation.isolation import isolated
-from lightning_vram.estimation.running_trainer.arguments import read_trainer_arguments
 from lightning_vram.estimation.running_trainer.first_batch import read_first_batches
 from lightning_vram.estimation.running_trainer.limit import room_bytes
 from lightning_vram.estimation.traced_fit import FitRun
@@ -21,9 +23,11 @@ from lightning_vram.memory.device.allocator import has_cache, read_allocator
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
 from lightning_vram.memory.estimate.known_devices import describe_this_device
 from lightning_vram.private_names.lightning.connectors import notes_of_run
+from lightning_vram.private_names.lightning.strategies import ddp_arguments, mesh_sizes, syncs_layers
 
 Decision = TypeVar("Decision")
 _FIRST_BATCHES = 8
+_BY_NAME = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
 
 
 @dataclass(frozen=True)
@@ -133,3 +137,50 @@ def _bytes_on(device: torch.device, module: pl.LightningModule) -> int:
         if tensor.device == device and not is_lazy(tensor)
     }
     return sum(storages.values())
+
+
+def read_trainer_arguments(trainer: pl.Trainer) -> dict[str, Any]:
+    """Return arguments for another Trainer, which runs the same step.
+
+    Callbacks and plugins are those of ``trainer``, to be copied. The strategy is a new one.
+
+    Args:
+        trainer: That is in its ``setup`` hooks.
+
+    Raises:
+        ValueError: If nobody knows how to make another strategy of its kind.
+    """
+    arguments: dict[str, Any] = {
+        "callbacks": list(trainer.callbacks),  # type: ignore[attr-defined]
+        "strategy": _another(trainer.strategy),
+        "accumulate_grad_batches": trainer.accumulate_grad_batches,
+        "gradient_clip_val": trainer.gradient_clip_val,
+        "gradient_clip_algorithm": trainer.gradient_clip_algorithm,
+        "inference_mode": trainer.fit_loop.epoch_loop.val_loop.inference_mode,
+        "benchmark": torch.backends.cudnn.benchmark,
+        "deterministic": _determinism(),
+        "sync_batchnorm": syncs_layers(trainer.strategy),
+    }
+    plugin = trainer.precision_plugin
+    if type(plugin) in _BY_NAME:
+        return arguments | {"precision": plugin.precision}
+    return arguments | {"plugins": [plugin]}
+
+
+def _another(strategy: Strategy) -> Strategy | str:
+    make_again: Callable[[], Strategy] | None = getattr(strategy, "make_again", None)  # of fsdp_offload
+    if make_again is not None:
+        return make_again()
+    if isinstance(strategy, SingleDeviceStrategy):
+        return "auto"
+    if isinstance(strategy, DDPStrategy):
+        return DDPStrategy(**copy.deepcopy(ddp_arguments(strategy)))
+    if isinstance(strategy, ModelParallelStrategy):
+        return ModelParallelStrategy(**mesh_sizes(strategy))
+    raise ValueError(f"{type(strategy).__name__} is not known to it")
+
+
+def _determinism() -> bool | str:
+    if not torch.are_deterministic_algorithms_enabled():
+        return False
+    return "warn" if torch.is_deterministic_algorithms_warn_only_enabled() else True
