@@ -7,8 +7,7 @@ enough: the first makes the state of the optimizer, the second is as all others.
 import copy
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -242,13 +241,20 @@ def run_without_ends(module: pl.LightningModule, callbacks: Iterable[Callback], 
         callbacks: Copies.
         run_callbacks: As for :func:`is_run`.
     """
-    for part in (module, *(callback for callback in callbacks if not _is_ours(callback))):
-        vars(part).update(dict.fromkeys((name for name in _NOT_RUN if hasattr(part, name)), _do_nothing))
-    vars(module)["configure_callbacks"] = partial(_configure_callbacks, module.configure_callbacks, run_callbacks)
+    configure = module.configure_callbacks
+
+    def configure_callbacks() -> list[Callback]:
+        return _without_ends([callback for callback in as_list(configure()) if is_run(callback, run_callbacks)])
+
+    _without_ends([module, *callbacks])
+    vars(module)["configure_callbacks"] = configure_callbacks
 
 
-def _configure_callbacks(configure: Callable[[], Any], run_callbacks: RunCallbacks) -> list[Callback]:
-    return [callback for callback in as_list(configure()) if is_run(callback, run_callbacks)]
+def _without_ends(parts: list[Any]) -> list[Any]:
+    for part in parts:
+        if isinstance(part, pl.LightningModule) or not _is_ours(part):
+            vars(part).update(dict.fromkeys((name for name in _NOT_RUN if hasattr(part, name)), _do_nothing))
+    return parts
 
 
 class StayOnCard(Callback):

@@ -55,6 +55,8 @@ class AutoVRAM(Callback):
         allow: ``"exact"``: weights are those of the run as it is, to the bit. ``"lossless"``: in exact arithmetic.
             ``"any"``: gradients, moments and frozen weights may differ by a bounded error.
         replan: Whether to plan once more after the first steps, with what they took.
+        run_callbacks: Which of the user's own callbacks planning runs: classes or names of those that change the module
+            or the step. Loggers, checkpoints, progress bars and others are left out.
 
     Raises:
         TypeError: If an argument has another type than said above.

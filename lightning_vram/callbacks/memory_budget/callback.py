@@ -48,7 +48,7 @@ class MemoryBudget(Callback):
     """Hold what a fit will need against what the device has left, before anything is moved there.
 
     At the start of ``fit`` two steps and one batch of validation run on tensors without memory, with this Trainer's
-    callbacks, plugins and strategy, on copies of all of them. If they need more than is available, a message says what
+    plugins, strategy and callbacks that change the step, on copies of all of them. If they need more than is available, a message says what
     takes the room, the largest batch that fits, and what helps. After the first optimizer step on an accelerator one
     line compares the prediction with what was allocated. The run itself is not changed, to the bit: data are read from
     copies, and random numbers are put back. Where nothing can be told (data that cannot be read twice, a step that
@@ -62,6 +62,8 @@ class MemoryBudget(Callback):
             process has cached. Bytes, as an ``int`` or as ``"20GiB"``, or a share of the device between 0 and 1: no
             more than that, and until the end of the run PyTorch gives this process no more of an accelerator either.
         on_excess: What happens if more is needed: ``"warn"``, or ``"error"``.
+        run_callbacks: Which of the user's own callbacks the estimate runs: classes or names of those that change the
+            module or the step. Loggers, checkpoints, progress bars and others are left out.
 
     Raises:
         TypeError: If an argument has another type than said above.
