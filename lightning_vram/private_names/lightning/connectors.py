@@ -10,8 +10,10 @@
   | SlurmRequeue fails at the start of a run under SLURM
 * ``lightning.pytorch.trainer.connectors.signal_connector._SignalConnector._sigterm_notifier_fn``: the handler of
   SIGTERM, which waits for other ranks | 2.6 - | SlurmRequeue fails at the start of a run under SLURM
-* ``lightning.pytorch.Trainer._data_connector``: knows the data of a run, by what is made anew for each
-  (``_datahook_selector``) | 2.6 - | AutoVRAM and MemoryBudget cannot tell whether a run fits, and say so
+* ``lightning.pytorch.Trainer._data_connector``: knows the data of a run | 2.6 -
+  | AutoVRAM and MemoryBudget fail at the start of a fit
+* ``trainer._data_connector._datahook_selector``: made anew by each run | 2.6 -
+  | AutoVRAM and MemoryBudget fail at the start of a fit
 * ``lightning.pytorch.Trainer._logger_connector``: hands what is logged to loggers | 2.6 - | no run can be estimated
 * ``trainer._val_check_time_interval``: whether the clock says when validation runs; not set before its arguments are
   read | 2.6 - | with ``val_check_interval`` as a time ranks may not agree where SlurmRequeue stops
