@@ -40,13 +40,11 @@ class FreshBatches:
 
 
 def first_batch(module: pl.LightningModule, datamodule: pl.LightningDataModule | None) -> Any:
-    """Return the first batch that a run would train on.
+    """Return the first batch that a run would train on, after ``prepare_data``, which the next fit then does not run.
 
     Args:
         module: Has loaders of its own if ``datamodule`` is ``None``.
         datamodule: Is set up for ``fit``.
-
-    What makes it runs its ``prepare_data``, which the next fit in this process then does not run.
 
     Raises:
         ValueError: If there is none to be had.

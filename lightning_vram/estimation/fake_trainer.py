@@ -102,7 +102,7 @@ def make_trainer(
     """Make a Trainer that runs :data:`NUM_STEPS` optimizer steps and one batch of validation.
 
     Args:
-        arguments: Of the user's Trainer, with copies of :func:`parts_of` it. The strategy is copied here.
+        arguments: Of the user's Trainer, :func:`parts_of` it copied. The strategy is copied here.
         device: What it runs on.
         num_ranks: How many of them there are.
         own_callbacks: Come after the user's.
@@ -184,14 +184,14 @@ def parts_of(arguments: Mapping[str, Any], run_callbacks: RunCallbacks = ()) -> 
         run_callbacks: As for :func:`is_run`.
 
     Raises:
-        ValueError: If one of them is no callback of that Trainer.
+        ValueError: If one of them is no callback of that Trainer, or one of Lightning's that never run.
     """
     callbacks, plugins = (as_list(arguments.get(name)) for name in ("callbacks", "plugins"))
     for wanted in run_callbacks:
-        if not any(_is_one_of(callback, [wanted]) for callback in callbacks):
+        if not any(is_run(callback, [wanted]) and _is_one_of(callback, [wanted]) for callback in callbacks):
             name = wanted if isinstance(wanted, str) else wanted.__name__
             there = ", ".join(type(callback).__name__ for callback in callbacks if _is_the_users(callback))
-            raise ValueError(f"run_callbacks has {name!r}, which is no callback of the Trainer: {there or 'none'}.")
+            raise ValueError(f"run_callbacks has {name!r}, but the Trainer's own callbacks are: {there or 'none'}.")
     return {
         "callbacks": [callback for callback in callbacks if is_run(callback, run_callbacks)],
         "plugins": [plugin for plugin in plugins if not isinstance(plugin, ClusterEnvironment)],

@@ -320,8 +320,10 @@ def test_those_that_are_left_out_cannot_fail():
 
 
 def test_a_name_that_no_callback_has_is_refused():
-    with pytest.raises(ValueError, match=r"^run_callbacks has 'Freez', which is no callback of the Trainer: Freeze\.$"):
-        estimate(Freeze(), run_callbacks=["Freez"])
+    for name in ("Freez", "EarlyStopping"):
+        message = rf"^run_callbacks has '{name}', but the Trainer's own callbacks are: Freeze\.$"
+        with pytest.raises(ValueError, match=message):
+            estimate(Freeze(), EarlyStopping("val"), run_callbacks=[name])
     with pytest.warns(UserWarning, match="AutoVRAM cannot plan this run: ValueError: run_callbacks has 'Freez'"):
         pl.Trainer(
             callbacks=[AutoVRAM(run_callbacks=["Freez"])], logger=False, enable_checkpointing=False, fast_dev_run=True
