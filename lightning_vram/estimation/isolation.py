@@ -34,7 +34,8 @@ def isolated(*, is_connected: bool = False) -> Iterator[None]:
         stack.callback(logging.disable, logging.root.manager.disable)
         logging.disable(logging.CRITICAL)
         _keep_first_times(stack)
-        _keep_environment(stack)
+        stack.callback(os.environ.update, dict(os.environ))
+        stack.callback(os.environ.clear)
         _keep_switches(stack)
         if not is_connected:
             stack.enter_context(disconnected())
@@ -84,17 +85,6 @@ def _version_of_filters() -> int:
 
 class _Probe(Warning):
     """Shown to nobody."""
-
-
-def _keep_environment(stack: ExitStack) -> None:
-    before = dict(os.environ)
-
-    def restore() -> None:
-        for name in os.environ.keys() - before.keys():
-            del os.environ[name]
-        os.environ.update(before)
-
-    stack.callback(restore)
 
 
 def _keep_switches(stack: ExitStack) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from lightning_vram.argument_checks import check_positive_int
 from lightning_vram.estimation.batches import first_batch
-from lightning_vram.estimation.estimate import spec_of
+from lightning_vram.estimation.estimate import Progress, spec_of
 from lightning_vram.estimation.fake_trainer import RunCallbacks, check_run_callbacks
 from lightning_vram.estimation.running_trainer.limit import AUTO, check_limit
 from lightning_vram.estimation.traced_fit import FitRun
@@ -23,7 +23,7 @@ from lightning_vram.planner.miss import Ways, find_ways
 from lightning_vram.planner.parts import LEVELS, Exactness
 from lightning_vram.planner.remedies import Remedies, remedies_for
 from lightning_vram.planner.search import search
-from lightning_vram.planner.traced_steps import HOST, Progress, TracedSteps
+from lightning_vram.planner.traced_steps import HOST, TracedSteps
 from lightning_vram.planner.words import ways_out, where
 
 
