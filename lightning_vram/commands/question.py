@@ -36,6 +36,11 @@ _OPTIONS: dict[str, tuple[Any, Any, str]] = {
     "devices": (int | None, None, "How many of them on each node. By default trainer.devices where that is a number."),
     "num_nodes": (int | None, None, "How many nodes. By default trainer.num_nodes."),
     "precision": (Any, None, "In the place of trainer.precision."),
+    "run_callbacks": (
+        list[str],
+        [],
+        "Which of your own callbacks to run, those that change the module or the step, by name: '[FreezeEncoder]'.",
+    ),
     "batch.shape": (
         Any,
         None,
@@ -74,7 +79,7 @@ class Question(Protocol):
             module: Of the run.
             batch: Of the run; ``None`` if its ``datamodule`` or the module makes it.
             arguments: By their names ``datamodule``, ``device``, ``trainer`` (the arguments of one), ``devices``,
-                ``num_nodes`` and ``on_progress``.
+                ``num_nodes``, ``run_callbacks`` and ``on_progress``.
         """
 
     def answer(self) -> Iterable[RenderableType]:
@@ -163,6 +168,7 @@ class QuestionCLI(LightningCLI):
                 trainer=arguments,
                 devices=self.config.devices or _count(arguments["devices"]),
                 num_nodes=self.config.num_nodes or arguments["num_nodes"],
+                run_callbacks=self.config.run_callbacks,
                 on_progress=on_progress,
             )
 

@@ -1,17 +1,21 @@
 """Batches of other sizes: what a loader would make, as shapes, without a sample of data."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.plugins import environments
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from lightning_vram.core.batches.path import BatchSplitError, SharedKeys
 from lightning_vram.core.batches.sizing import find_reading
 from lightning_vram.core.batches.structure import take_apart
 
+_ENVIRONMENTS = ("SLURM", "TorchElastic", "LSF", "MPI", "Lightning")
 _HOW = "Give one: estimate_memory(module, batch, ...) takes any nest of tensors, of which only shapes and types count"
 
 
@@ -36,11 +40,11 @@ class FreshBatches:
 
 
 def first_batch(module: pl.LightningModule, datamodule: pl.LightningDataModule | None) -> Any:
-    """Return the first batch that a run would train on.
+    """Return the first batch that a run would train on, after ``prepare_data``, which the next fit then does not run.
 
     Args:
         module: Has loaders of its own if ``datamodule`` is ``None``.
-        datamodule: Is prepared and set up for ``fit``.
+        datamodule: Is set up for ``fit``.
 
     Raises:
         ValueError: If there is none to be had.
@@ -48,8 +52,9 @@ def first_batch(module: pl.LightningModule, datamodule: pl.LightningDataModule |
     source: Any = datamodule if datamodule is not None else module
     name = type(source).__name__
     try:
+        if is_overridden("prepare_data", source):
+            _prepare(source)
         if datamodule is not None:
-            datamodule.prepare_data()
             datamodule.setup("fit")
         loader = CombinedLoader(source.train_dataloader())
         batch, _, _ = next(iter(loader))
@@ -58,6 +63,20 @@ def first_batch(module: pl.LightningModule, datamodule: pl.LightningDataModule |
     except Exception as error:  # theirs can raise anything
         raise ValueError(f"{name} makes no batch: {error}. {_HOW}.") from error
     return batch
+
+
+def _prepare(source: Any) -> None:
+    """Run ``prepare_data`` on the rank on which Lightning would, in the place of the next call."""
+    kinds = [getattr(environments, f"{name}Environment") for name in _ENVIRONMENTS]
+    environment = next(kind for kind in kinds if kind.detect())()
+    if environment.local_rank() == 0 and (source.prepare_data_per_node or environment.node_rank() == 0):
+        source.prepare_data()
+        vars(source)["prepare_data"] = partial(_forget_prepared, source)
+
+
+def _forget_prepared(source: Any) -> None:
+    """Stand in for one call of ``prepare_data``."""
+    vars(source).pop("prepare_data", None)
 
 
 def batch_size_of(batch: Any) -> int | None:

@@ -15,6 +15,7 @@ from lightning_vram.estimation.batches import (
     with_batch_size,
     with_sequence_length,
 )
+from lightning_vram.estimation.fake_trainer import RunCallbacks, check_run_callbacks, left_out_note
 from lightning_vram.estimation.limits import largest_that_fits
 from lightning_vram.estimation.real_steps import RealSteps
 from lightning_vram.estimation.stages import estimate_stages, needed_bytes
@@ -43,13 +44,14 @@ def estimate_memory(  # noqa: PLR0913 - by name
     devices: int = 1,
     num_nodes: int = 1,
     find_limits: bool = True,
+    run_callbacks: RunCallbacks = (),
     on_progress: Progress | None = None,
 ) -> MemoryEstimate:
     """Estimate what training takes on a device that need not be there.
 
     Two steps of ``Trainer.fit`` and one batch of validation run on tensors without memory: the module's own code, its
-    optimizers, and every callback, plugin and strategy. The module, its weights and the trainer's parts are not
-    touched.
+    optimizers, plugins, strategy, and callbacks that change them: ours, and Lightning's for finetuning, pruning,
+    averages and accumulation. The module, its weights and the trainer's parts are not touched. Nothing is logged.
 
     Args:
         module: Any LightningModule, with weights or on the ``meta`` device.
@@ -62,6 +64,8 @@ def estimate_memory(  # noqa: PLR0913 - by name
         devices: Devices on each node.
         num_nodes: Number of nodes.
         find_limits: Whether to look for the largest batch and the longest sequence that fit: some steps more.
+        run_callbacks: Which other callbacks of ``trainer`` to run, by class or name: your own that change the module
+            or the step. Your other callbacks, loggers, checkpoints and progress bars are left out.
         on_progress: Is told what is being done, and which part of the work is over, 0 to 1.
 
     Returns:
@@ -69,8 +73,8 @@ def estimate_memory(  # noqa: PLR0913 - by name
 
     Raises:
         TypeError: If an argument is of a wrong kind, or ``trainer`` has a name that ``Trainer`` has not.
-        ValueError: If the card is not known, no batch can be had, no optimizer steps, or a step that looks at values
-            cannot be run on real tensors.
+        ValueError: If the card is not known, no batch can be had, no optimizer steps, ``run_callbacks`` has what is no
+            callback of ``trainer``, or a step that looks at values cannot be run on real tensors.
         Exception: What the module raises in its step.
 
     Example:
@@ -90,9 +94,10 @@ def estimate_memory(  # noqa: PLR0913 - by name
         trainer_arguments=trainer or {},
         card=None if spec.name == _HOST else spec,
         num_ranks=devices * num_nodes,
+        run_callbacks=check_run_callbacks("estimate_memory(run_callbacks)", run_callbacks),
     )
     progress("tracing the step", 0.0)
-    estimator = _Estimator(module, batch, spec, run)
+    estimator = Estimator(module, batch, spec, run)
     estimate = estimator.estimate()
     if find_limits:
         progress("looking for the largest batch", 0.3)
@@ -103,8 +108,15 @@ def estimate_memory(  # noqa: PLR0913 - by name
     return estimate
 
 
-class _Estimator:
-    """Estimates a run, and the same with other batches."""
+class Estimator:
+    """Estimates a run, and the same with other batches.
+
+    Args:
+        module: Of the run.
+        batch: For it.
+        spec: Of what it runs on, the host as well.
+        run: How.
+    """
 
     def __init__(self, module: pl.LightningModule, batch: Any, spec: DeviceSpec, run: FitRun) -> None:
         self._module = module
@@ -182,6 +194,7 @@ class _Estimator:
         notes = [*(workspaces.notes if workspaces is not None else ()), *traced.notes]
         if traced.timeline.pinned_peak_bytes:
             notes.append(_COPIES)
+        notes += left_out_note(self._run.trainer_arguments, self._run.run_callbacks)
         if any(isinstance(part, OptimizedModule) for part in self._module.modules()):
             notes.append("Compiled modules are traced uncompiled: compiled ones often take less.")
         if self._micro_batch_size is not None:

@@ -1,32 +1,29 @@
 """A Trainer for a card that is not there, out of the arguments of the user's own.
 
-What writes files, shows progress or reads values is left out; what takes memory stays. Two steps are enough: the
-first makes the state of the optimizer, the second is as all others.
+What writes files, shows progress, sends messages or reads values is left out; what takes memory stays. Two steps are
+enough: the first makes the state of the optimizer, the second is as all others.
 """
 
 import copy
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
+    BaseFinetuning,
     Callback,
-    Checkpoint,
-    DeviceStatsMonitor,
-    EarlyStopping,
-    LearningRateFinder,
-    LearningRateMonitor,
-    ModelSummary,
-    ProgressBar,
-    Timer,
+    GradientAccumulationScheduler,
+    LambdaCallback,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
 )
 from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.plugins.environments import ClusterEnvironment
+from lightning.pytorch.plugins.environments import ClusterEnvironment, LightningEnvironment
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy
 from typing_extensions import override
 
@@ -34,10 +31,18 @@ from lightning_vram.memory.estimate.fakes.device_module import CARD
 from lightning_vram.private_names.lightning.connectors import log_nothing
 
 NUM_STEPS = 2
-_WATCHERS = (Checkpoint, DeviceStatsMonitor, EarlyStopping, LearningRateMonitor, ModelSummary, ProgressBar, Timer)
-_FINDERS = (BatchSizeFinder, LearningRateFinder)  # run the fit many times before it
+_CHANGE_THE_STEP = (
+    *(BaseFinetuning, GradientAccumulationScheduler, ModelPruning, StochasticWeightAveraging, WeightAveraging),
+)
+_OWN, _LIGHTNINGS = "lightning_vram.", "lightning.pytorch.callbacks."
 TAKES_NO_MEMORY = "takes_no_memory"
-"""Attribute of callbacks that only watch, write files or read values: an estimate leaves them out."""
+"""Attribute of callbacks of this package that only watch, write files or read values: an estimate leaves them out."""
+_ENDS = (
+    *("on_train_epoch_end", "on_validation_epoch_end", "on_test_epoch_end", "on_predict_epoch_end"),
+    *("on_train_end", "on_fit_end", "on_exception", "on_save_checkpoint", "teardown"),
+)
+_NOT_RUN = (*_ENDS, "prepare_data")  # data are there, or made by the run itself
+RunCallbacks = Sequence[str | type[Callback]]
 _SET_HERE = (
     *("accelerator", "devices", "num_nodes", "max_epochs", "min_epochs", "max_steps", "min_steps", "max_time"),
     *("logger", "log_every_n_steps", "profiler", "barebones", "fast_dev_run", "overfit_batches", "detect_anomaly"),
@@ -51,96 +56,33 @@ _STARTS_PROCESSES = re.compile("_(spawn|fork|notebook)")  # of ddp: no process i
 _ON_ONE_DEVICE = (None, "auto", "single_device")
 
 
-class FakeAccelerator(Accelerator):
+class FakeAccelerator(CPUAccelerator):
     """Says that the card is there, as often as it is wanted."""
 
     @override
     def setup_device(self, device: torch.device) -> None: ...
 
-    @override
-    def teardown(self) -> None: ...
-
     @staticmethod
     @override
-    def parse_devices(devices: Any) -> int:
-        return int(devices)
-
-    @staticmethod
-    @override
-    def get_parallel_devices(devices: int) -> list[torch.device]:
-        return [CARD] * devices
-
-    @staticmethod
-    @override
-    def auto_device_count() -> int:
-        return 1
-
-    @staticmethod
-    @override
-    def is_available() -> bool:
-        return True
+    def get_parallel_devices(devices: Any) -> list[torch.device]:
+        return [CARD] * int(devices)
 
     @staticmethod
     @override
     def name() -> str:
         return "cuda"
 
-    @override
-    def get_device_stats(self, device: Any) -> dict[str, Any]:
-        return {}
 
+class FakeEnvironment(LightningEnvironment):
+    """Says that this is rank 0 of processes that are all there: nobody is to start them, and no job is looked at."""
 
-class FakeEnvironment(ClusterEnvironment):
-    """Says that this is rank 0 of processes that are all there: nobody is to start them, and no job is looked at.
-
-    Args:
-        num_ranks: How many there are.
-    """
-
-    def __init__(self, num_ranks: int) -> None:
-        self._num_ranks = num_ranks
-
-    @property
-    @override
-    def creates_processes_externally(self) -> bool:
-        return True
-
-    @property
-    @override
-    def main_address(self) -> str:
-        return "localhost"
-
-    @property
-    @override
-    def main_port(self) -> int:
-        return 0
-
-    @staticmethod
-    @override
-    def detect() -> bool:
-        return False
-
-    @override
-    def world_size(self) -> int:
-        return self._num_ranks
-
-    @override
-    def set_world_size(self, size: int) -> None: ...
+    creates_processes_externally = True
 
     @override
     def global_rank(self) -> int:
         return 0
 
-    @override
-    def set_global_rank(self, rank: int) -> None: ...
-
-    @override
-    def local_rank(self) -> int:
-        return 0
-
-    @override
-    def node_rank(self) -> int:
-        return 0
+    local_rank = node_rank = global_rank
 
 
 def needs_ranks(arguments: Mapping[str, Any]) -> bool:
@@ -160,7 +102,7 @@ def make_trainer(
     """Make a Trainer that runs :data:`NUM_STEPS` optimizer steps and one batch of validation.
 
     Args:
-        arguments: Of the user's Trainer, with :func:`parts_of` in it copied. The strategy is copied here.
+        arguments: Of the user's Trainer, :func:`parts_of` it copied. The strategy is copied here.
         device: What it runs on.
         num_ranks: How many of them there are.
         own_callbacks: Come after the user's.
@@ -173,7 +115,6 @@ def make_trainer(
     """
     _check_names(arguments)
     kept = {name: value for name, value in arguments.items() if name not in _SET_HERE}
-    kept |= parts_of(arguments)
     callbacks, plugins = kept.pop("callbacks"), kept.pop("plugins")
     strategy = kept.get("strategy")
     if strategy in _ON_ONE_DEVICE:
@@ -186,12 +127,12 @@ def make_trainer(
     elif isinstance(strategy, str):
         kept["strategy"] = _STARTS_PROCESSES.sub("", strategy)
     kept["strategy"] = copy.deepcopy(kept["strategy"])  # a Trainer writes to it
-    return pl.Trainer(
+    trainer = pl.Trainer(
         **kept,
         accelerator=FakeAccelerator() if device == CARD else "cpu",
         devices=num_ranks,
         callbacks=[*callbacks, *own_callbacks],
-        plugins=[*plugins, FakeEnvironment(num_ranks)],
+        plugins=[*plugins, FakeEnvironment()],
         max_epochs=1,
         default_root_dir=folder,
         logger=False,
@@ -201,6 +142,9 @@ def make_trainer(
         num_sanity_val_steps=0,
         limit_val_batches=1 if with_validation else 0,
     )
+    known = {id(callback) for callback in callbacks}  # others come from entry points of installed packages
+    trainer.callbacks = [one for one in trainer.callbacks if id(one) in known or is_run(one)]  # type: ignore[attr-defined]
+    return trainer
 
 
 def add_silent_logger(trainer: pl.Trainer) -> None:
@@ -230,26 +174,127 @@ class _SilentLogger(DummyLogger):
         return self._folder
 
 
-def parts_of(arguments: Mapping[str, Any]) -> dict[str, list[Any]]:
+def parts_of(arguments: Mapping[str, Any], run_callbacks: RunCallbacks = ()) -> dict[str, list[Any]]:
     """Return callbacks and plugins of the user's Trainer that a step has need of.
 
     To be copied together with the module: some of them hold it, or parts of it.
+
+    Args:
+        arguments: Of that Trainer.
+        run_callbacks: As for :func:`is_run`.
+
+    Raises:
+        ValueError: If one of them is no callback of that Trainer, or one of Lightning's that never run.
     """
-    callbacks, plugins = (_as_list(arguments.get(name)) for name in ("callbacks", "plugins"))
+    callbacks, plugins = (as_list(arguments.get(name)) for name in ("callbacks", "plugins"))
+    for wanted in run_callbacks:
+        if not any(is_run(callback, [wanted]) and _is_one_of(callback, [wanted]) for callback in callbacks):
+            name = wanted if isinstance(wanted, str) else wanted.__name__
+            there = ", ".join(type(callback).__name__ for callback in callbacks if _is_the_users(callback))
+            raise ValueError(f"run_callbacks has {name!r}, but the Trainer's own callbacks are: {there or 'none'}.")
     return {
-        "callbacks": [callback for callback in callbacks if not _is_watcher(callback)],
+        "callbacks": [callback for callback in callbacks if is_run(callback, run_callbacks)],
         "plugins": [plugin for plugin in plugins if not isinstance(plugin, ClusterEnvironment)],
     }
 
 
-def _as_list(value: Any) -> list[Any]:
+def is_run(callback: Callback, run_callbacks: RunCallbacks = ()) -> bool:
+    """Whether a callback is part of the step: ours and Lightning's that change it, and what derives from them.
+
+    Args:
+        callback: Of the user's Trainer.
+        run_callbacks: Others that are, by their classes, bases of them, or names of either.
+    """
+    if isinstance(callback, _CHANGE_THE_STEP) or _is_ours(callback):
+        return not getattr(callback, TAKES_NO_MEMORY, False)
+    return _is_the_users(callback) and _is_one_of(callback, run_callbacks)
+
+
+def left_out_note(arguments: Mapping[str, Any], run_callbacks: RunCallbacks) -> list[str]:
+    """Name the user's own callbacks that were not run; nothing if there are none."""
+    left_out = [one for one in as_list(arguments.get("callbacks")) if not is_run(one, run_callbacks)]
+    names = ", ".join(sorted({type(one).__name__ for one in left_out if _is_the_users(one)}))
+    how = "If one of them changes the module or the step, add it to run_callbacks."
+    return [f"Callbacks that were not run: {names}. {how}"] if names else []
+
+
+def check_run_callbacks(name: str, given: Any) -> tuple[str | type[Callback], ...]:
+    """Return classes and names of callbacks as a tuple.
+
+    Raises:
+        TypeError: If ``given`` is something else.
+    """
+    wanted = tuple(as_list(given))
+    for one in wanted:
+        if not isinstance(one, str) and not (isinstance(one, type) and issubclass(one, Callback)):
+            raise TypeError(f"{name} must have classes of callbacks, or their names, got {one!r}.")
+    return wanted
+
+
+def run_without_ends(module: pl.LightningModule, callbacks: Iterable[Callback], run_callbacks: RunCallbacks) -> None:
+    """Leave out hooks before and after steps, which read and write files, of the user's code and Lightning's.
+
+    Those of this package undo things. Of callbacks that the module itself configures the same are run as of others.
+
+    Args:
+        module: A copy.
+        callbacks: Copies.
+        run_callbacks: As for :func:`is_run`.
+    """
+    configure = module.configure_callbacks
+
+    def configure_callbacks() -> list[Callback]:
+        return _without_ends([callback for callback in as_list(configure()) if is_run(callback, run_callbacks)])
+
+    _without_ends([module, *callbacks])
+    vars(module)["configure_callbacks"] = configure_callbacks
+
+
+def _without_ends(parts: list[Any]) -> list[Any]:
+    for part in parts:
+        if isinstance(part, pl.LightningModule) or not _is_ours(part):
+            vars(part).update(dict.fromkeys((name for name in _NOT_RUN if hasattr(part, name)), _do_nothing))
+    return parts
+
+
+class StayOnCard(Callback):
+    """Leave out that Lightning moves all back to the host once a run is over, tensor by tensor: a fifth of the work.
+
+    Strategies and plugins of this package end in their own way, some with copies that belong on the host.
+    """
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        parts = trainer.strategy, trainer.precision_plugin
+        if not any(type(part).__module__.startswith(_OWN) for part in parts):
+            vars(pl_module)["cpu"] = lambda: pl_module
+            trainer.strategy.optimizers = []
+
+
+def _do_nothing(*_: Any, **__: Any) -> None:
+    """Stand in for a hook."""
+
+
+def as_list(value: Any) -> list[Any]:
+    """Return what a Trainer takes alone, in a list or not at all as a list."""
     if value is None:
         return []
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _is_watcher(callback: Callback) -> bool:
-    return isinstance(callback, (*_WATCHERS, *_FINDERS)) or getattr(callback, TAKES_NO_MEMORY, False)
+def _is_ours(callback: Callback) -> bool:
+    return any(kind.__module__.startswith(_OWN) for kind in type(callback).__mro__)
+
+
+def _is_the_users(callback: Callback) -> bool:
+    """Whether it is none of Lightning's, which read values, write files or fit many times, nor one of ours."""
+    kinds = (kind for kind in type(callback).__mro__ if kind not in (Callback, LambdaCallback))
+    return not any(kind.__module__.startswith((_LIGHTNINGS, _OWN)) for kind in kinds)
+
+
+def _is_one_of(callback: Callback, wanted: RunCallbacks) -> bool:
+    kinds = [kind for kind in type(callback).__mro__ if issubclass(kind, Callback)]
+    return any(not {kind, kind.__name__, f"{kind.__module__}.{kind.__qualname__}"}.isdisjoint(wanted) for kind in kinds)
 
 
 def _check_names(arguments: Mapping[str, Any]) -> None:

@@ -8,15 +8,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities.rank_zero import WarningCache, rank_zero_only
 from lightning.pytorch.utilities.seed import isolate_rng
 
-from lightning_vram.private_names.lightning.loops import AutomaticOptimization
-from lightning_vram.private_names.torch.dispatch import FakeTensor
 from lightning_vram.private_names.torch.distributed import disconnected
 
 _TALKERS = ("lightning.pytorch", "lightning.fabric", "lightning_vram")
-_FAKES = logging.getLogger(FakeTensor.__module__)
 
 
 @contextmanager
@@ -28,31 +25,66 @@ def isolated(*, is_connected: bool = False) -> Iterator[None]:
     """
     with ExitStack() as stack:
         stack.enter_context(isolate_rng())
-        stack.enter_context(warnings.catch_warnings())
+        _keep_registries(stack)
+        stack.enter_context(warnings.catch_warnings(record=True))  # also what a filter of the user's code lets through
         warnings.simplefilter("ignore")
         for name in _TALKERS:
             logger = logging.getLogger(name)
             stack.callback(logger.setLevel, logger.level)
-            logger.setLevel(logging.ERROR)
-        stack.callback(_FAKES.setLevel, _FAKES.level)
-        _FAKES.setLevel(logging.CRITICAL)  # it shows errors that are caught
-        _keep_environment(stack)
+        stack.callback(logging.disable, logging.root.manager.disable)
+        logging.disable(logging.CRITICAL)
+        _keep_first_times(stack)
+        stack.callback(os.environ.update, dict(os.environ))
+        stack.callback(os.environ.clear)
         _keep_switches(stack)
-        _keep_warnings_to_come(stack)
         if not is_connected:
             stack.enter_context(disconnected())
         yield
 
 
-def _keep_environment(stack: ExitStack) -> None:
-    before = dict(os.environ)
+def _keep_first_times(stack: ExitStack) -> None:
+    """What is said once in a process is not said here, nor noted as said: the run has yet to say it."""
+    once = [name for name in dir(logging.Logger) if name.endswith("_once")]  # of transformers, for one
+    for owner, names in ((WarningCache, ("warn", "deprecation", "info")), (logging.Logger, once)):
+        for name in names:
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, lambda *_, **__: None)
+    stack.callback(torch.set_warn_always, torch.is_warn_always_enabled())
+    torch.set_warn_always(True)
+
+
+def _keep_registries(stack: ExitStack) -> None:
+    """Keep Python's own notes of what it has warned of, which any change of filters makes void."""
+    owners = [vars(module) for module in [*sys.modules.values()] if hasattr(module, "__dict__")]
+    registries = [warnings.onceregistry, *(owner.get("__warningregistry__") for owner in owners)]  # type: ignore[attr-defined]
+    version = _version_of_filters()
+    valid = [(one, dict(one)) for one in registries if isinstance(one, dict) and one.get("version") == version]
 
     def restore() -> None:
-        for name in os.environ.keys() - before.keys():
-            del os.environ[name]
-        os.environ.update(before)
+        now = _version_of_filters()
+        for registry, said in valid:
+            registry.clear()
+            registry.update(said, version=now)
 
     stack.callback(restore)
+
+
+def _version_of_filters() -> int:
+    """Return how often filters have changed, which a warning notes in its registry."""
+    registry: dict[str, int] = {}
+    shown, warnings.showwarning = warnings.showwarning, lambda *_, **__: None
+    try:
+        warnings.warn_explicit("", _Probe, "", 0, registry=registry)  # type: ignore[arg-type]
+    except _Probe:  # the user's filters make errors of warnings
+        pass
+    finally:
+        warnings.showwarning = shown
+        warnings.onceregistry.pop(("", _Probe), None)  # type: ignore[attr-defined]
+    return registry["version"]
+
+
+class _Probe(Warning):
+    """Shown to nobody."""
 
 
 def _keep_switches(stack: ExitStack) -> None:
@@ -66,17 +98,3 @@ def _keep_switches(stack: ExitStack) -> None:
     stack.callback(torch.use_deterministic_algorithms, is_deterministic, warn_only=warns)
     stack.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
     stack.callback(torch.set_num_threads, torch.get_num_threads())
-
-
-def _keep_warnings_to_come(stack: ExitStack) -> None:
-    """Lightning warns once of each thing: what it keeps to itself here is still to be said."""
-    modules = [module for name, module in sys.modules.items() if name.startswith("lightning.")]
-    for owner in (AutomaticOptimization, *modules):
-        said = getattr(owner, "warning_cache", None)
-        if isinstance(said, set):
-            stack.callback(_set_back, said, set(said))
-
-
-def _set_back(values: set[str], before: set[str]) -> None:
-    values.clear()
-    values.update(before)

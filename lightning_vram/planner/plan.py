@@ -9,8 +9,9 @@ import torch
 
 from lightning_vram.argument_checks import check_positive_int
 from lightning_vram.estimation.batches import first_batch
-from lightning_vram.estimation.estimate import spec_of
-from lightning_vram.estimation.running_trainer import AUTO, check_limit
+from lightning_vram.estimation.estimate import Progress, spec_of
+from lightning_vram.estimation.fake_trainer import RunCallbacks, check_run_callbacks
+from lightning_vram.estimation.running_trainer.limit import AUTO, check_limit
 from lightning_vram.estimation.traced_fit import FitRun
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
 from lightning_vram.memory.host.available import available_host_bytes
@@ -22,7 +23,7 @@ from lightning_vram.planner.miss import Ways, find_ways
 from lightning_vram.planner.parts import LEVELS, Exactness
 from lightning_vram.planner.remedies import Remedies, remedies_for
 from lightning_vram.planner.search import search
-from lightning_vram.planner.traced_steps import HOST, Progress, TracedSteps
+from lightning_vram.planner.traced_steps import HOST, TracedSteps
 from lightning_vram.planner.words import ways_out, where
 
 
@@ -130,6 +131,7 @@ def plan_memory(  # noqa: PLR0913 - by name
     datamodule: pl.LightningDataModule | None = None,
     devices: int = 1,
     num_nodes: int = 1,
+    run_callbacks: RunCallbacks = (),
     on_progress: Progress | None = None,
 ) -> MemoryPlan:
     """Find the parts that make a run fit, and cost least.
@@ -148,6 +150,7 @@ def plan_memory(  # noqa: PLR0913 - by name
         datamodule: Makes the batch.
         devices: Devices on each node.
         num_nodes: Number of nodes.
+        run_callbacks: As for :func:`lightning_vram.estimate_memory`.
         on_progress: Is told what is being done, and which part of the work is over, 0 to 1.
 
     Raises:
@@ -162,8 +165,14 @@ def plan_memory(  # noqa: PLR0913 - by name
     spec, own = spec_of(device), dict(trainer or {})
     level = level_of("plan_memory(allow)", allow)
     budget_bytes = budget_bytes_of("plan_memory(budget)", budget, spec)
+    run = FitRun(
+        own,
+        None if spec.name == HOST else spec,
+        num_ranks=devices * num_nodes,
+        with_times=True,
+        run_callbacks=check_run_callbacks("plan_memory(run_callbacks)", run_callbacks),
+    )
     batch = first_batch(module, datamodule) if batch is None else batch
-    run = FitRun(own, None if spec.name == HOST else spec, num_ranks=devices * num_nodes, with_times=True)
     steps = TracedSteps(module, batch, run, on_progress, num_local_ranks=devices)
     remedies = remedies_for(own, level, on_card=run.card is not None, module=module, knows_host=host_bytes is not None)
     return find_plan(steps, Workload(budget_bytes, steps.batch_size, steps.travel_bytes, host_bytes), remedies, level)

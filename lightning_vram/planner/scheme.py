@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
+from lightning_vram.estimation.fake_trainer import as_list
 from lightning_vram.planner.argument_notes import ARGUMENT_NOTES
 from lightning_vram.planner.parts import Exactness, Part
 
@@ -47,7 +48,7 @@ class Scheme:
             if part.place == "strategy":
                 arguments["strategy"] = part.make()
             else:
-                arguments[part.place] = [*_as_list(arguments.get(part.place)), part.make()]
+                arguments[part.place] = [*as_list(arguments.get(part.place)), part.make()]
         return arguments
 
     def to_yaml(self, comments: Sequence[str] = ()) -> str:
@@ -90,9 +91,3 @@ def _argument(name: str, value: Any) -> str:
 def _dump(value: Mapping[str, Any]) -> str:
     text: str = yaml.safe_dump(value, sort_keys=False, default_flow_style=False, width=math.inf, allow_unicode=True)
     return text
-
-
-def _as_list(value: Any) -> list[Any]:
-    if value is None:
-        return []
-    return list(value) if isinstance(value, list | tuple) else [value]

@@ -1,6 +1,6 @@
 """Steps of schemes on tensors without memory: what a plan is made from."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
 from lightning_vram.estimation.batches import batch_size_of
-from lightning_vram.estimation.estimate import spec_of
+from lightning_vram.estimation.estimate import Progress, spec_of
 from lightning_vram.estimation.stages import needed_bytes
 from lightning_vram.estimation.step_time import bus_bytes_per_s
 from lightning_vram.estimation.traced_fit import STEP, FitRun, trace_fit
@@ -26,7 +26,6 @@ HOST = "cpu"
 _UNSEEN_BYTES, _UNSEEN_SHARE = 64 * KIB, 0.001
 _FORWARD_SHARE = 0.3  # of a step: its backward is twice as long, and the optimizer steps
 _STATES = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER_STATE)
-Progress = Callable[[str, float], None]
 
 
 class TracedSteps:

@@ -1,6 +1,8 @@
 """What an estimate leaves behind: nothing, whatever runs in it and however it ends."""
 
 import copy
+import functools
+import gc
 import logging
 import os
 import random
@@ -13,14 +15,15 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.loops.optimization.automatic import Closure
+from lightning.pytorch.utilities.rank_zero import WarningCache, rank_zero_only
 from lightning.pytorch.utilities.seed import isolate_rng
 from support.helpers import LitTiny, TinyCNN, TinyGPT, describe_module
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
-from lightning_vram import ActivationCheckpointing, LeanMixedPrecision, MicroBatching, estimate_memory
+from lightning_vram import ActivationCheckpointing, AutoVRAM, LeanMixedPrecision, MicroBatching, estimate_memory
 from lightning_vram.core.random_state import sources
 from lightning_vram.estimation.isolation import isolated
 
@@ -182,7 +185,7 @@ def test_files_of_callbacks_go_nowhere(seeded):
             with open(os.path.join(trainer.log_dir, "notes.txt"), "w") as file:
                 file.write("notes")
 
-    assert_no_trace(lambda: estimate(trainer={"callbacks": [Writes()]}))
+    assert_no_trace(lambda: estimate(trainer={"callbacks": [Writes()]}, run_callbacks=[Writes]))
 
 
 def test_a_callback_that_changes_the_process_is_undone(seeded):
@@ -194,7 +197,7 @@ def test_a_callback_that_changes_the_process_is_undone(seeded):
             logging.getLogger("lightning.pytorch").setLevel(logging.CRITICAL)
             warnings.simplefilter("error")
 
-    assert_no_trace(lambda: estimate(trainer={"callbacks": [Changes()]}))
+    assert_no_trace(lambda: estimate(trainer={"callbacks": [Changes()]}, run_callbacks=[Changes]))
 
 
 def test_what_lightning_warns_of_once_is_still_said(make_trainer):
@@ -207,6 +210,92 @@ def test_what_lightning_warns_of_once_is_still_said(make_trainer):
     estimate(LogsFromWords(TinyGPT()))
     with pytest.warns(UserWarning, match="You called `self.log"):
         make_trainer(max_epochs=1).fit(LogsFromWords(TinyGPT()))
+
+
+class ForgetsItsLoss(LitTiny):
+    def training_step(self, batch, batch_idx):
+        self.loss(batch)
+
+
+@pytest.mark.parametrize("own", [WarningCache(), type("Mine", (WarningCache,), {})()], ids=["cache", "subclass"])
+def test_no_cache_of_warnings_is_used_up(own, make_trainer, monkeypatch):
+    caches = {id(one): (one, set(one)) for one in gc.get_objects() if isinstance(one, WarningCache)}
+
+    class Says(ForgetsItsLoss):
+        def training_step(self, batch, batch_idx):
+            own.warn("mine")
+            return super().training_step(batch, batch_idx)
+
+    monkeypatch.setattr("lightning_vram.estimation.traced_fit._MOST_BATCHES", 2)
+    monkeypatch.setattr(Closure, "warning_cache", WarningCache())
+    with pytest.raises(ValueError, match="No optimizer has stepped"):
+        estimate(Says(TinyGPT()))
+    assert all(one == before for one, before in caches.values())
+    assert not Closure.warning_cache
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        make_trainer(max_epochs=1, callbacks=[AutoVRAM()]).fit(Says(TinyGPT()))
+    texts = [str(one.message) for one in seen]
+    assert texts.count("mine") == 1
+    assert sum("`training_step` returned `None`" in text for text in texts) == 1
+
+
+@pytest.mark.parametrize("action", ["default", "once"])
+def test_pythons_own_warnings_are_shown_once_in_all(action, make_trainer):
+    class Says(LitTiny):
+        def training_step(self, batch, batch_idx):
+            warnings.simplefilter("always", append=True)  # what a step does to the filters is undone
+            say("step")
+            return super().training_step(batch, batch_idx)
+
+    shown = []
+    with warnings.catch_warnings():
+        warnings.resetwarnings()
+        warnings.simplefilter(action)
+        warnings.showwarning = lambda message, *_, **__: shown.append(str(message))
+        say("before")
+        estimate(Says(TinyGPT()))
+        assert shown == ["before"]
+        say("before")
+        say("step")
+        say("step")
+    assert shown == ["before", "step"]
+
+
+def say(text):
+    warnings.warn(text, stacklevel=1)
+
+
+def test_a_logger_that_warns_once_still_does(monkeypatch, caplog):
+    @functools.cache
+    def warning_once(self, message):
+        self.warning(message)
+
+    monkeypatch.setattr(logging.Logger, "warning_once", warning_once, raising=False)  # as transformers does
+    logger = logging.getLogger("mine")
+
+    class Says(LitTiny):
+        def training_step(self, batch, batch_idx):
+            logger.warning_once("mine")
+            return super().training_step(batch, batch_idx)
+
+    estimate(Says(TinyGPT()))
+    assert not caplog.records
+    logger.warning_once("mine")
+    assert [record.getMessage() for record in caplog.records] == ["mine"]
+
+
+def test_warnings_of_torchs_own_code_are_still_to_come():
+    states = []
+
+    class Looks(LitTiny):
+        def training_step(self, batch, batch_idx):
+            states.append(torch.is_warn_always_enabled())  # then nothing is noted as said
+            return super().training_step(batch, batch_idx)
+
+    estimate(Looks(TinyGPT()))
+    assert states == [True, True]
+    assert not torch.is_warn_always_enabled()
 
 
 @pytest.mark.slow

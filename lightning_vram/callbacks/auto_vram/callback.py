@@ -19,7 +19,9 @@ from lightning_vram.callbacks.auto_vram.words import NAME, correction_line, larg
 from lightning_vram.callbacks.hook_points import Relief, check_trainer, rank_timeout
 from lightning_vram.core.processes.agreement import RankAgreement
 from lightning_vram.estimation.batches import count_elements, largest_shape
-from lightning_vram.estimation.running_trainer import AUTO, check_limit, decide_together, limit_bytes
+from lightning_vram.estimation.fake_trainer import RunCallbacks, check_run_callbacks
+from lightning_vram.estimation.running_trainer.decision import decide_together, forget_shared
+from lightning_vram.estimation.running_trainer.limit import AUTO, check_limit, limit_bytes
 from lightning_vram.memory.device.allocator import has_cache
 from lightning_vram.planner.parts import Exactness, Part
 from lightning_vram.planner.plan import level_of
@@ -27,7 +29,6 @@ from lightning_vram.planner.remedies import CHECKPOINTING, may_be_guarded
 from lightning_vram.planner.scheme import Scheme
 
 _BUDGET = f"{NAME}(budget)"
-_FIRST_BATCHES = 8
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
@@ -54,6 +55,8 @@ class AutoVRAM(Callback):
         allow: ``"exact"``: weights are those of the run as it is, to the bit. ``"lossless"``: in exact arithmetic.
             ``"any"``: gradients, moments and frozen weights may differ by a bounded error.
         replan: Whether to plan once more after the first steps, with what they took.
+        run_callbacks: Which of the user's own callbacks planning runs: classes or names of those that change the module
+            or the step. Loggers, checkpoints, progress bars and others are left out.
 
     Raises:
         TypeError: If an argument has another type than said above.
@@ -73,12 +76,20 @@ class AutoVRAM(Callback):
     takes_no_memory = True  # an estimate leaves it out
     uses_gradients = False  # so that optimizers may step before: see FSDPOffloadStrategy
 
-    def __init__(self, budget: int | float | str = AUTO, allow: str = "exact", *, replan: bool = True) -> None:
+    def __init__(
+        self,
+        budget: int | float | str = AUTO,
+        allow: str = "exact",
+        *,
+        replan: bool = True,
+        run_callbacks: RunCallbacks = (),
+    ) -> None:
         check_limit(_BUDGET, budget)
         check_bool(f"{NAME}(replan)", replan)
         self.budget = budget
         self.allow = allow
         self.replan = replan
+        self.run_callbacks = check_run_callbacks(f"{NAME}(run_callbacks)", run_callbacks)
         self.budget_bytes: int | None = None
         self._level = level_of(f"{NAME}(allow)", allow)
         self._decision: Decision | None = None
@@ -107,7 +118,7 @@ class AutoVRAM(Callback):
             limit,
             rank_timeout(trainer),
             lambda read: decide(read, self._level, guards, has_budget=limit is not None),
-            num_batches=_FIRST_BATCHES,
+            run_callbacks=self.run_callbacks,
         )
         if decision.kind == "error":
             raise MisconfigurationException(decision.message)
@@ -124,6 +135,7 @@ class AutoVRAM(Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        forget_shared(trainer)
         device = trainer.strategy.root_device
         if self.replan and self._parts is not None and self._parts.scheme.parts and has_cache(device):
             self._first_steps = FirstSteps(device)
@@ -153,17 +165,15 @@ class AutoVRAM(Callback):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        parts, self._parts, self._decision, self._first_steps = self._parts, None, None, None
-        if parts is not None:
-            parts.on_exception(exception)
+        self._end(exception)
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_decision": None, "_parts": None, "_first_steps": None}  # a copy is not part of any run
 
-    def _end(self) -> None:
+    def _end(self, exception: BaseException | None = None) -> None:
         parts, self._parts, self._decision, self._first_steps = self._parts, None, None, None
         if parts is not None:
-            parts.teardown()
+            parts.end(exception)
 
     def _correct(self, trainer: pl.Trainer, took: Took) -> None:
         """Plan once more, by what a step took: the most of all ranks. A collective."""

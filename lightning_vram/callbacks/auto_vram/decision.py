@@ -11,8 +11,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning_vram.callbacks.auto_vram.parts import differs_late
 from lightning_vram.callbacks.auto_vram.words import fits_line, largest_line, miss_message, plan_message, unknown_line
 from lightning_vram.estimation.batches import largest_shape
-from lightning_vram.estimation.running_trainer import RunningTrainer
-from lightning_vram.estimation.traced_fit import FitRun
+from lightning_vram.estimation.running_trainer.decision import RunningTrainer
 from lightning_vram.memory.device.accelerators import has_statistics
 from lightning_vram.memory.device.allocator import empty_cache, has_cache
 from lightning_vram.memory.estimate.calibrate import measure_bus
@@ -100,21 +99,18 @@ def decide(
 def _search(
     run: RunningTrainer, budget_bytes: int, level: Exactness, guards: Sequence[Callback]
 ) -> tuple[Found, TracedSteps, Workload]:
-    fit = FitRun(
-        run.arguments,
-        run.device if run.device.name != "cpu" else None,
-        num_ranks=run.num_devices * run.num_nodes,
-        with_times=True,
-    )
-    remedies = remedies_for(run.arguments, level, on_card=fit.card is not None, module=run.module, has_strategies=False)
-    steps = TracedSteps(run.module, run.batch, fit, num_local_ranks=run.num_devices, guards=guards)
+    fit, num_devices = run.fit, run.num_devices
+    arguments = fit.trainer_arguments
+    remedies = remedies_for(arguments, level, on_card=fit.card is not None, module=run.module, has_strategies=False)
+    steps = TracedSteps(run.module, run.batch, fit, num_local_ranks=num_devices)
     workload = Workload(budget_bytes, steps.batch_size, steps.travel_bytes)
     plain = steps(Scheme())
     assert plain is not None  # nothing refuses the user's own run
-    if plain.needed_bytes <= budget_bytes:  # the bus is not measured for a run that fits
+    if plain.needed_bytes <= (_TIGHT if guards else 1) * budget_bytes:  # it runs without guards
         return Found(plain, plain, (plain,)), steps, workload
-    fit = replace(fit, card=_with_bus(fit.card))
-    steps = TracedSteps(run.module, run.batch, fit, num_local_ranks=run.num_devices, guards=guards)
+    if plain.needed_bytes > budget_bytes:  # the bus is not measured for a run that fits
+        fit = replace(fit, card=_with_bus(fit.card))
+    steps = TracedSteps(run.module, run.batch, fit, num_local_ranks=num_devices, guards=guards)
     workload = replace(workload, travel_bytes=steps.travel_bytes)
     return search(steps, workload, remedies), steps, workload
 

@@ -56,22 +56,16 @@ class PlannedParts:
                 self._list.append(callback)
         self.scheme = scheme
 
-    def teardown(self) -> None:
-        """Undo and take out all of them."""
-        for _, callback in self._take_out():
-            callback.teardown(self._trainer, self._trainer.lightning_module, "fit")
-
-    def on_exception(self, exception: BaseException) -> None:
-        """The same after an error."""
-        for _, callback in self._take_out():
-            callback.on_exception(self._trainer, self._trainer.lightning_module, exception)
-
-    def _take_out(self) -> list[tuple[Part | None, Callback]]:
-        taken, self._callbacks = self._callbacks, []
-        own = [callback for _, callback in taken]
+    def end(self, exception: BaseException | None = None) -> None:
+        """Undo and take out all of them, at the end of a fit or after an error."""
+        own, self._callbacks = [callback for _, callback in self._callbacks], []
         self._list[:] = [callback for callback in self._list if all(callback is not one for one in own)]
         self._trainer.strategy.precision_plugin = self._precision
-        return taken
+        for callback in own:
+            if exception is None:
+                callback.teardown(self._trainer, self._trainer.lightning_module, "fit")
+            else:
+                callback.on_exception(self._trainer, self._trainer.lightning_module, exception)
 
 
 def differs_late(one: Scheme, other: Scheme) -> bool:

@@ -5,8 +5,7 @@ what the device has left. It costs the seconds of that estimate and saves no mem
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -18,18 +17,18 @@ from typing_extensions import override
 
 from lightning_vram.callbacks.hook_points import check_trainer, rank_timeout
 from lightning_vram.callbacks.memory_budget.words import excess_message, first_step_line, fit_line, unknown_line
-from lightning_vram.estimation import estimate_memory
-from lightning_vram.estimation.running_trainer import (
-    AUTO,
+from lightning_vram.estimation.estimate import Estimator
+from lightning_vram.estimation.fake_trainer import RunCallbacks, check_run_callbacks
+from lightning_vram.estimation.running_trainer.decision import (
     RunningTrainer,
     bytes_of_others,
-    check_limit,
     decide_together,
-    limit_bytes,
+    forget_shared,
 )
+from lightning_vram.estimation.running_trainer.limit import AUTO, check_limit, limit_bytes
 from lightning_vram.memory.device.allocator import PeakWatch, has_cache
 from lightning_vram.memory.device.process_limit import ProcessLimit, can_limit
-from lightning_vram.memory.estimate.result import TRAIN, MemoryEstimate
+from lightning_vram.memory.estimate.result import TRAIN
 
 _FIRST_STEP = "first step"
 _LIMIT = "MemoryBudget(limit)"
@@ -49,11 +48,12 @@ class MemoryBudget(Callback):
     """Hold what a fit will need against what the device has left, before anything is moved there.
 
     At the start of ``fit`` two steps and one batch of validation run on tensors without memory, with this Trainer's
-    callbacks, plugins and strategy, on copies of all of them. If they need more than is available, a message says what
-    takes the room, the largest batch that fits, and what helps. After the first optimizer step on an accelerator one
-    line compares the prediction with what was allocated. The run itself is not changed, to the bit: data are read from
-    copies, and random numbers are put back. Where nothing can be told (data that cannot be read twice, a step that
-    needs the values of its tensors, a strategy that is not known), a warning says so and the run goes on.
+    plugins, strategy and callbacks that change the step, on copies of all of them. If they need more than is
+    available, a message says what takes the room, the largest batch that fits, and what helps. After the first
+    optimizer step on an accelerator one line compares the prediction with what was allocated. The run itself is not
+    changed, to the bit: data are read from copies, and random numbers are put back. Where nothing can be told (data
+    that cannot be read twice, a step that needs the values of its tensors, a strategy that is not known), a warning
+    says so and the run goes on.
 
     Rank zero estimates, for the rank with the least room, and all ranks get the same answer. A module that makes its
     data itself has its ``setup`` called once more before, on a shallow copy. Nothing is stored in checkpoints.
@@ -63,6 +63,8 @@ class MemoryBudget(Callback):
             process has cached. Bytes, as an ``int`` or as ``"20GiB"``, or a share of the device between 0 and 1: no
             more than that, and until the end of the run PyTorch gives this process no more of an accelerator either.
         on_excess: What happens if more is needed: ``"warn"``, or ``"error"``.
+        run_callbacks: Which of the user's own callbacks the estimate runs: classes or names of those that change the
+            module or the step. Loggers, checkpoints, progress bars and others are left out.
 
     Raises:
         TypeError: If an argument has another type than said above.
@@ -79,12 +81,19 @@ class MemoryBudget(Callback):
     takes_no_memory = True  # an estimate leaves it out
     uses_gradients = False  # so that optimizers may step before: see FSDPOffloadStrategy
 
-    def __init__(self, limit: int | float | str = AUTO, *, on_excess: Literal["warn", "error"] = "warn") -> None:
+    def __init__(
+        self,
+        limit: int | float | str = AUTO,
+        *,
+        on_excess: Literal["warn", "error"] = "warn",
+        run_callbacks: RunCallbacks = (),
+    ) -> None:
         check_limit(_LIMIT, limit)
         if on_excess not in _ACTIONS:
             raise ValueError(f"MemoryBudget(on_excess) must be 'warn' or 'error', got {on_excess!r}.")
         self.limit = limit
         self.on_excess = on_excess
+        self.run_callbacks = check_run_callbacks("MemoryBudget(run_callbacks)", run_callbacks)
         self._process_limit: ProcessLimit | None = None
         self._watch: PeakWatch | None = None
         self._expected: dict[str, int] = {}
@@ -104,7 +113,8 @@ class MemoryBudget(Callback):
         if limit is not None and can_limit(device):
             self._process_limit = ProcessLimit(device, limit)
         self._bytes_of_others = bytes_of_others(trainer, pl_module)
-        verdict = decide_together(trainer, pl_module, limit, rank_timeout(trainer), _judge)
+        timeout = rank_timeout(trainer)
+        verdict = decide_together(trainer, pl_module, limit, timeout, _judge, run_callbacks=self.run_callbacks)
         self._expected = dict(verdict.expected)
         if verdict.fits is False and self.on_excess == "error":
             self._end()
@@ -113,6 +123,7 @@ class MemoryBudget(Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        forget_shared(trainer)
         device = trainer.strategy.root_device
         if self._expected and has_cache(device):
             self._watch = PeakWatch(device)
@@ -152,23 +163,13 @@ class MemoryBudget(Callback):
 
 def _judge(read: Callable[[], RunningTrainer]) -> _Verdict:
     try:
-        estimate = _estimate(read())
+        run = read()
+        estimator = Estimator(run.module, run.batch, run.device, run.fit)
+        estimate = estimator.estimate()
+        if not estimate.fits:
+            estimate = replace(estimate, max_batch_size=estimator.max_batch_size())
     except Exception as error:  # a step on tensors without values may fail where the run does not
         return _Verdict(unknown_line(f"{type(error).__name__}: {error}"), fits=None)
     expected = tuple((name, stage.allocated_bytes) for name, stage in estimate.stages.items())
     message = fit_line(estimate) if estimate.fits else excess_message(estimate)
     return _Verdict(message, estimate.fits, expected)
-
-
-def _estimate(run: RunningTrainer) -> MemoryEstimate:
-    estimate = partial(
-        estimate_memory,
-        run.module,
-        run.batch,
-        device=run.device,
-        trainer=run.arguments,
-        devices=run.num_devices,
-        num_nodes=run.num_nodes,
-    )
-    found = estimate(find_limits=False)
-    return found if found.fits else estimate()  # the search for the largest batch takes longer

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_vram.callbacks.hook_points import FitTechnique
 from lightning_vram.callbacks.vram_monitor.failed_place import read_place
 from lightning_vram.callbacks.vram_monitor.last_batches import LastBatches
-from lightning_vram.estimation.running_trainer import describe_device, read_trainer_arguments
+from lightning_vram.estimation.running_trainer.decision import describe_device, read_trainer_arguments
 from lightning_vram.estimation.stages import estimate_stages
 from lightning_vram.estimation.traced_fit import STEP, FitRun, trace_fit
 from lightning_vram.memory.device.allocator import empty_cache, has_cache

@@ -1,5 +1,6 @@
 """What rank zero finds out for the rank that has the least room, and all ranks are told."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -7,19 +8,26 @@ from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
 from torch.nn.parameter import is_lazy
 
 from lightning_vram.core.processes.agreement import RankAgreement
 from lightning_vram.estimation.batches import count_elements
+from lightning_vram.estimation.fake_trainer import RunCallbacks
 from lightning_vram.estimation.isolation import isolated
-from lightning_vram.estimation.running_trainer.arguments import read_trainer_arguments
 from lightning_vram.estimation.running_trainer.first_batch import read_first_batches
 from lightning_vram.estimation.running_trainer.limit import room_bytes
+from lightning_vram.estimation.traced_fit import FitRun
 from lightning_vram.memory.device.allocator import has_cache, read_allocator
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
 from lightning_vram.memory.estimate.known_devices import describe_this_device
+from lightning_vram.private_names.lightning.connectors import notes_of_run
+from lightning_vram.private_names.lightning.strategies import ddp_arguments, mesh_sizes, syncs_layers
 
 Decision = TypeVar("Decision")
+_FIRST_BATCHES = 8
+_BY_NAME = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
 
 
 @dataclass(frozen=True)
@@ -30,18 +38,16 @@ class RunningTrainer:
         module: What it trains.
         batch: Its first one, or the one of the first that has the most elements.
         device: With what is left of it on the rank that has the least.
-        arguments: For another Trainer that runs the same step.
+        fit: How another Trainer runs the same step; what it did is known to all that share the Trainer.
         num_devices: On each node.
-        num_nodes: Number of nodes.
         sizes: Elements of the first batches, as many as were read.
     """
 
     module: pl.LightningModule
     batch: Any
     device: DeviceSpec
-    arguments: dict[str, Any]
+    fit: FitRun
     num_devices: int
-    num_nodes: int
     sizes: tuple[int, ...]
 
 
@@ -52,7 +58,7 @@ def decide_together(
     timeout: timedelta,
     decide: Callable[[Callable[[], RunningTrainer]], Decision],
     *,
-    num_batches: int = 1,
+    run_callbacks: RunCallbacks,
 ) -> Decision:
     """Let rank zero decide. A collective.
 
@@ -63,7 +69,7 @@ def decide_together(
         timeout: How long ranks wait for each other: rank zero takes seconds.
         decide: Is called on rank zero, with what reads the trainer, and must not raise. What it returns goes to the
             others.
-        num_batches: First batches that are looked at, for the largest.
+        run_callbacks: The user's callbacks that an estimate runs.
     """
     device = trainer.strategy.root_device
     room = room_bytes(device, trainer.num_devices)
@@ -73,7 +79,7 @@ def decide_together(
     ranks = RankAgreement(timeout)
     try:
         known = [one for one in ranks.gather(room) if one is not None]
-        decision = decide(lambda: _read(trainer, module, known, num_batches)) if trainer.is_global_zero else None
+        decision = decide(lambda: _read(trainer, module, known, run_callbacks)) if trainer.is_global_zero else None
         return ranks.gather(decision)[0]  # type: ignore[no-any-return]
     finally:
         ranks.close()
@@ -85,22 +91,33 @@ def bytes_of_others(trainer: pl.Trainer, module: pl.LightningModule) -> int:
     return read_allocator(device).allocated_bytes - _bytes_on(device, module) if has_cache(device) else 0
 
 
-def _read(trainer: pl.Trainer, module: pl.LightningModule, rooms: list[int], num_batches: int) -> RunningTrainer:
+def forget_shared(trainer: pl.Trainer) -> None:
+    """Free what those that decide share. To be called when the run begins."""
+    notes_of_run(trainer).clear()
+
+
+def _read(
+    trainer: pl.Trainer, module: pl.LightningModule, rooms: list[int], run_callbacks: RunCallbacks
+) -> RunningTrainer:
     device = trainer.strategy.root_device
     if not rooms:
         raise ValueError(f"device '{device}' does not tell what it has left")
-    with isolated(is_connected=True):  # samplers may ask for the rank
-        batches = read_first_batches(trainer, module, num_batches)
+    shared = notes_of_run(trainer)
+    if not shared:
+        with isolated(is_connected=True):  # samplers may ask for the rank
+            batches = read_first_batches(trainer, module, _FIRST_BATCHES)
+        sizes = tuple(map(count_elements, batches))
+        shared.update(batch=max(batches, key=count_elements), sizes=sizes, known=[])
     spec = describe_device(device, min(rooms))
-    return RunningTrainer(
-        module,
-        max(batches, key=count_elements),
-        spec,
+    fit = FitRun(
         read_trainer_arguments(trainer),
-        trainer.num_devices,
-        trainer.num_nodes,
-        tuple(map(count_elements, batches)),
+        None if spec.name == "cpu" else spec,
+        num_ranks=trainer.num_devices * trainer.num_nodes,
+        with_times=True,
+        run_callbacks=run_callbacks,
+        known=shared["known"],
     )
+    return RunningTrainer(module, shared["batch"], spec, fit, trainer.num_devices, shared["sizes"])
 
 
 def describe_device(device: torch.device, num_bytes: int) -> DeviceSpec:
@@ -120,3 +137,50 @@ def _bytes_on(device: torch.device, module: pl.LightningModule) -> int:
         if tensor.device == device and not is_lazy(tensor)
     }
     return sum(storages.values())
+
+
+def read_trainer_arguments(trainer: pl.Trainer) -> dict[str, Any]:
+    """Return arguments for another Trainer, which runs the same step.
+
+    Callbacks and plugins are those of ``trainer``, to be copied. The strategy is a new one.
+
+    Args:
+        trainer: That is in its ``setup`` hooks.
+
+    Raises:
+        ValueError: If nobody knows how to make another strategy of its kind.
+    """
+    arguments: dict[str, Any] = {
+        "callbacks": list(trainer.callbacks),  # type: ignore[attr-defined]
+        "strategy": _another(trainer.strategy),
+        "accumulate_grad_batches": trainer.accumulate_grad_batches,
+        "gradient_clip_val": trainer.gradient_clip_val,
+        "gradient_clip_algorithm": trainer.gradient_clip_algorithm,
+        "inference_mode": trainer.fit_loop.epoch_loop.val_loop.inference_mode,
+        "benchmark": torch.backends.cudnn.benchmark,
+        "deterministic": _determinism(),
+        "sync_batchnorm": syncs_layers(trainer.strategy),
+    }
+    plugin = trainer.precision_plugin
+    if type(plugin) in _BY_NAME:
+        return arguments | {"precision": plugin.precision}
+    return arguments | {"plugins": [plugin]}
+
+
+def _another(strategy: Strategy) -> Strategy | str:
+    make_again: Callable[[], Strategy] | None = getattr(strategy, "make_again", None)  # of fsdp_offload
+    if make_again is not None:
+        return make_again()
+    if isinstance(strategy, SingleDeviceStrategy):
+        return "auto"
+    if isinstance(strategy, DDPStrategy):
+        return DDPStrategy(**copy.deepcopy(ddp_arguments(strategy)))
+    if isinstance(strategy, ModelParallelStrategy):
+        return ModelParallelStrategy(**mesh_sizes(strategy))
+    raise ValueError(f"{type(strategy).__name__} is not known to it")
+
+
+def _determinism() -> bool | str:
+    if not torch.are_deterministic_algorithms_enabled():
+        return False
+    return "warn" if torch.is_deterministic_algorithms_warn_only_enabled() else True

@@ -10,6 +10,10 @@
   | SlurmRequeue fails at the start of a run under SLURM
 * ``lightning.pytorch.trainer.connectors.signal_connector._SignalConnector._sigterm_notifier_fn``: the handler of
   SIGTERM, which waits for other ranks | 2.6 - | SlurmRequeue fails at the start of a run under SLURM
+* ``lightning.pytorch.Trainer._data_connector``: knows the data of a run | 2.6 -
+  | AutoVRAM and MemoryBudget fail at the start of a fit
+* ``trainer._data_connector._datahook_selector``: made anew by each run | 2.6 -
+  | AutoVRAM and MemoryBudget fail at the start of a fit
 * ``lightning.pytorch.Trainer._logger_connector``: hands what is logged to loggers | 2.6 - | no run can be estimated
 * ``trainer._val_check_time_interval``: whether the clock says when validation runs; not set before its arguments are
   read | 2.6 - | with ``val_check_interval`` as a time ranks may not agree where SlurmRequeue stops
@@ -38,6 +42,12 @@ def checkpoint_connector(trainer: pl.Trainer) -> Any:
 def log_nothing(trainer: pl.Trainer) -> None:
     """Let loggers be there, and get nothing: it would be numbers."""
     trainer._logger_connector.log_metrics = lambda *_, **__: None  # type: ignore[method-assign]
+
+
+def notes_of_run(trainer: pl.Trainer) -> dict[str, Any]:
+    """Return notes that are there until the next run of ``trainer`` begins, or its data are attached."""
+    notes: dict[str, Any] = vars(trainer._data_connector._datahook_selector).setdefault("lightning_vram", {})
+    return notes
 
 
 def signal_connector(trainer: pl.Trainer) -> Any:

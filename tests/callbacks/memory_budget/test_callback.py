@@ -12,6 +12,7 @@ from support.helpers import BATCH_SIZE, ForkingOffload, LitTiny, TinyCNN, TinyGP
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 
 from lightning_vram import ActivationCheckpointing, EmptyCache, LeanMixedPrecision, MemoryBudget, estimate_memory
+from lightning_vram.estimation.estimate import Estimator
 
 pytestmark = pytest.mark.filterwarnings("ignore:MemoryBudget. the run does not fit")
 
@@ -159,8 +160,14 @@ def test_plugins_and_strategies_are_those_of_the_trainer(make_trainer, monkeypat
 def spy(monkeypatch):
     from lightning_vram.callbacks.memory_budget import callback
 
-    made, inner = [], callback.estimate_memory
-    monkeypatch.setattr(callback, "estimate_memory", lambda *a, **k: made.append(inner(*a, **k)) or made[-1])
+    made = []
+
+    class Spy(Estimator):
+        def estimate(self):
+            made.append(super().estimate())
+            return made[-1]
+
+    monkeypatch.setattr(callback, "Estimator", Spy)
     return made
 
 

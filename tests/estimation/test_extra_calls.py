@@ -1,0 +1,386 @@
+"""What of the user's code runs more often because a run is planned: the module's hooks, once, and nothing else."""
+
+import os
+from collections import Counter
+from functools import partial, wraps
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    BaseFinetuning,
+    Callback,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    LambdaCallback,
+    ModelCheckpoint,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
+from lightning.pytorch.loggers.logger import Logger
+from torch.utils.data import DataLoader
+
+from lightning_vram import (
+    AutoVRAM,
+    EmptyCache,
+    MemoryBudget,
+    QuantizationAwareTraining,
+    VRAMMonitor,
+    estimate_memory,
+    plan_memory,
+)
+from lightning_vram.estimation.fake_trainer import is_run
+
+CALLS = Counter()
+HOOKS_OF = (ModelHooks, DataHooks, CheckpointHooks, Callback, pl.LightningDataModule, Logger)
+NOT_COUNTED = {"forward", "transfer_batch_to_device", "from_datasets", "load_from_checkpoint"}
+STEPS_AND_A_VALIDATION = {
+    **dict.fromkeys(("training_step", "on_before_zero_grad", "on_before_backward", "on_after_backward"), 2),
+    **dict.fromkeys(("on_before_optimizer_step", "on_train_batch_start", "on_train_batch_end"), 2),
+    **dict.fromkeys(("on_before_batch_transfer", "on_after_batch_transfer"), 3),
+    **dict.fromkeys(("setup", "configure_callbacks", "configure_model", "configure_optimizers", "on_fit_start"), 1),
+    **dict.fromkeys(("on_train_start", "on_train_epoch_start", "validation_step"), 1),
+    **dict.fromkeys(("on_validation_start", "on_validation_epoch_start", "on_validation_end"), 1),
+    **dict.fromkeys(("on_validation_batch_start", "on_validation_batch_end"), 1),
+    **dict.fromkeys(("on_validation_model_eval", "on_validation_model_zero_grad"), 1),
+}
+"""Of the module, by one run on tensors without memory."""
+
+
+def counted(kind):
+    """Count all hooks of a class, those that it does not have itself as well."""
+
+    def decorate(cls):
+        owners = [base for base in cls.__mro__ if base is cls or base in HOOKS_OF]
+        names = {name for owner in owners for name, value in vars(owner).items() if callable(value)}
+        for name in names:
+            if not name.startswith("_") and name not in NOT_COUNTED:
+                setattr(cls, name, counting(f"{kind}.{name}", getattr(cls, name)))
+        return cls
+
+    return decorate
+
+
+def counting(name, hook):
+    @wraps(hook)
+    def run(*args, **kwargs):
+        CALLS[name] += 1
+        return hook(*args, **kwargs)
+
+    return run
+
+
+@counted("module")
+class Net(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def prepare_data(self):
+        """Counted."""
+
+    def configure_model(self):
+        """Counted."""
+
+    def training_step(self, batch, batch_idx):
+        loss = self.layer(batch).sum()
+        self.log("loss", loss)
+        self.logger.log_metrics({"mine": 1.0})
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", self.layer(batch).sum())
+
+    def configure_callbacks(self):
+        return [Watch(), EarlyStopping("val")]
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class WithLoaders(Net):
+    def train_dataloader(self):
+        return DataLoader(torch.ones(16, 4), batch_size=4)
+
+    val_dataloader = train_dataloader
+
+
+@counted("data")
+class Data(pl.LightningDataModule):
+    def prepare_data(self):
+        """Counted."""
+
+    def train_dataloader(self):
+        return DataLoader(torch.ones(16, 4), batch_size=4)
+
+    val_dataloader = train_dataloader
+
+
+@counted("callback")
+class Watch(Callback):
+    """Of the user."""
+
+
+@counted("logger")
+class Log(Logger):
+    name = version = "log"
+
+    def log_metrics(self, metrics, step=None):
+        """Counted."""
+
+    def log_hyperparams(self, *_, **__):
+        """Counted."""
+
+
+def calls_of(tmp_path, *features, before=None, module=Net, data=Data):
+    """Count the hooks of a fit."""
+    CALLS.clear()
+    module, data = module(), data and data()
+    arguments = {
+        "callbacks": [Watch(), ModelCheckpoint(tmp_path / f"{len(os.listdir(tmp_path))}"), *features],
+        "logger": Log(),
+    }
+    if before is not None:
+        before(module, trainer=arguments, datamodule=data, device="cpu")
+    pl.Trainer(**arguments, accelerator="cpu", max_epochs=1, log_every_n_steps=1, enable_progress_bar=False).fit(
+        module, datamodule=data
+    )
+    return Counter(CALLS)
+
+
+def more_calls(tmp_path, *features, before=None, **owners):
+    plain = calls_of(tmp_path, **owners)
+    assert plain["module.training_step"] == 4
+    assert plain["logger.log_metrics"] > 4
+    planned = calls_of(tmp_path, *features, before=before, **owners)
+    assert not plain - planned
+    return dict(planned - plain)
+
+
+def of_module(**others):
+    return {f"module.{name}": number for name, number in STEPS_AND_A_VALIDATION.items()} | others
+
+
+FEATURES = {
+    "AutoVRAM": lambda: [AutoVRAM()],
+    "MemoryBudget": lambda: [MemoryBudget()],
+    "both": lambda: [AutoVRAM(), MemoryBudget()],
+    "both, the other way round": lambda: [MemoryBudget(), AutoVRAM()],
+}
+BEFORE = {"estimate_memory": partial(estimate_memory, find_limits=False), "plan_memory": plan_memory}
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_callbacks_that_plan_run_the_modules_hooks_once_more(feature, tmp_path):
+    assert more_calls(tmp_path, *FEATURES[feature]()) == of_module(**{"data.train_dataloader": 1})
+
+
+@pytest.mark.parametrize("feature", ["AutoVRAM", "both"])
+def test_a_module_that_makes_its_data_is_set_up_for_its_batch_too(feature, tmp_path):
+    found = more_calls(tmp_path, *FEATURES[feature](), module=WithSetup, data=None)
+    assert found == of_module(**{"module.setup": 2, "made loaders": 1})
+
+
+class WithSetup(WithLoaders):
+    def setup(self, stage):
+        CALLS["module.setup"] += 1
+
+    def train_dataloader(self):
+        CALLS["made loaders"] += 1
+        return super().train_dataloader()
+
+
+@pytest.mark.parametrize("name", BEFORE)
+def test_functions_that_plan_also_set_the_data_up(name, tmp_path):
+    found = more_calls(tmp_path, before=BEFORE[name])
+    assert found == of_module(**{"data.setup": 1, "data.train_dataloader": 1})
+
+
+def test_prepare_data_runs_once_however_often_a_run_is_planned(tmp_path):
+    def estimate_twice(*args, **kwargs):
+        for _ in range(2):
+            BEFORE["estimate_memory"](*args, **kwargs)
+
+    module, data = WithLoaders(), Data()
+    plain = calls_of(tmp_path)
+    planned = calls_of(tmp_path, AutoVRAM(), before=estimate_twice)
+    assert [calls[name] for calls in (plain, planned) for name in ("data.prepare_data", "module.prepare_data")] == [
+        1
+    ] * 4
+    CALLS.clear()
+    estimate_twice(module, device="cpu")
+    assert CALLS["module.prepare_data"] == 1
+    trainer = pl.Trainer(max_epochs=1, logger=False, enable_checkpointing=False, accelerator="cpu")
+    module.training_step = lambda batch, batch_idx: module.layer(batch).sum()
+    trainer.fit(module)
+    assert CALLS["module.prepare_data"] == 1
+    trainer.fit(module)  # as every fit
+    assert CALLS["module.prepare_data"] == 2
+    assert "prepare_data" not in vars(module) | vars(data)
+
+
+@pytest.mark.parametrize(
+    ("per_node", "local_rank", "node_rank", "number"),
+    [(True, 0, 1, 1), (True, 1, 0, 0), (False, 0, 0, 1), (False, 0, 1, 0), (False, 1, 0, 0)],
+)
+def test_it_runs_on_the_ranks_on_which_lightning_runs_it(per_node, local_rank, node_rank, number, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    monkeypatch.setenv("NODE_RANK", str(node_rank))
+    data = Data()
+    data.prepare_data_per_node = per_node
+    CALLS.clear()
+    BEFORE["estimate_memory"](Net(), datamodule=data, device="cpu")
+    assert CALLS["data.prepare_data"] == number
+
+
+class Freeze(Callback):
+    """Of the user: changes the module."""
+
+    def on_fit_start(self, trainer, pl_module):
+        pl_module.layer.requires_grad_(requires_grad=False)
+        pl_module.extra = torch.nn.Parameter(torch.zeros(1))
+        pl_module.layer.bias.requires_grad_()
+
+
+class Broken(Callback):
+    def setup(self, trainer, pl_module, stage):
+        raise ZeroDivisionError
+
+    __deepcopy__ = None
+
+
+class MyFinetuning(BaseFinetuning):
+    """Of the user, of Lightning's."""
+
+
+class MyEmptyCache(EmptyCache):
+    """Of the user, of ours."""
+
+
+@pytest.mark.parametrize(
+    ("callback", "is_part"),
+    [
+        (Freeze, False),
+        (LambdaCallback, False),
+        (partial(ModelCheckpoint), False),
+        (partial(EarlyStopping, "val"), False),
+        (VRAMMonitor, False),
+        (AutoVRAM, False),
+        (MyFinetuning, True),
+        (MyEmptyCache, True),
+        (EmptyCache, True),
+        (QuantizationAwareTraining, True),
+        (BackboneFinetuning, True),
+        (WeightAveraging, True),
+        (partial(StochasticWeightAveraging, 0.1), True),
+        (partial(GradientAccumulationScheduler, {0: 2}), True),
+        (partial(ModelPruning, "l1_unstructured"), True),
+    ],
+)
+def test_callbacks_that_change_the_step_are_run_and_others_are_not(callback, is_part):
+    assert is_run(callback()) == is_part
+
+
+def estimate(*callbacks, **arguments):
+    return BEFORE["estimate_memory"](
+        WithLoaders(), torch.ones(4, 4), device="cpu", trainer={"callbacks": list(callbacks)}, **arguments
+    )
+
+
+@pytest.mark.parametrize("named", [Freeze, "Freeze", f"{__name__}.Freeze", Callback])
+def test_others_are_run_where_they_are_named(named):
+    note = (
+        "Callbacks that were not run: Freeze. If one of them changes the module or the step, add it to run_callbacks."
+    )
+    plain, left_out, run = estimate(), estimate(Freeze()), estimate(Freeze(), run_callbacks=[named])
+    assert left_out.by_category == plain.by_category
+    assert run.peak_bytes != plain.peak_bytes
+    assert note in left_out.notes
+    assert note not in run.notes
+
+
+@pytest.mark.parametrize("feature", [AutoVRAM, MemoryBudget])
+def test_callbacks_that_plan_run_them_too(feature, tmp_path):
+    assert "callback.setup" not in more_calls(tmp_path, feature())
+    found = more_calls(tmp_path, feature(run_callbacks=[Watch]))
+    assert (found["callback.setup"], found["callback.on_train_batch_end"]) == (1, 2)
+    assert "callback.on_train_end" not in found
+
+
+@pytest.mark.filterwarnings("error:AutoVRAM cannot plan", "error:MemoryBudget cannot tell")
+def test_those_that_are_left_out_cannot_fail():
+    assert estimate(Broken()).peak_bytes == estimate().peak_bytes
+    with pytest.raises(ZeroDivisionError):
+        pl.Trainer(callbacks=[AutoVRAM(), Broken()], logger=False, enable_checkpointing=False, fast_dev_run=True).fit(
+            Quiet()
+        )
+
+
+def test_a_name_that_no_callback_has_is_refused():
+    for name in ("Freez", "EarlyStopping"):
+        message = rf"^run_callbacks has '{name}', but the Trainer's own callbacks are: Freeze\.$"
+        with pytest.raises(ValueError, match=message):
+            estimate(Freeze(), EarlyStopping("val"), run_callbacks=[name])
+    with pytest.warns(UserWarning, match="AutoVRAM cannot plan this run: ValueError: run_callbacks has 'Freez'"):
+        pl.Trainer(
+            callbacks=[AutoVRAM(run_callbacks=["Freez"])], logger=False, enable_checkpointing=False, fast_dev_run=True
+        ).fit(Quiet())
+
+
+class Quiet(WithLoaders):
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).sum()
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (AutoVRAM, "AutoVRAM"),
+        (MemoryBudget, "MemoryBudget"),
+        (partial(plan_memory, Net(), torch.ones(4, 4), device="cpu"), "plan_memory"),
+        (partial(estimate_memory, Net(), torch.ones(4, 4), device="cpu"), "estimate_memory"),
+    ],
+)
+def test_what_is_no_class_of_callbacks_is_refused(make, name):
+    with pytest.raises(TypeError, match=rf"^{name}\(run_callbacks\) must have classes .*, got 3\.$"):
+        make(run_callbacks=[3])
+
+
+def test_what_they_share_is_freed_when_the_run_begins():
+    class Look(Callback):
+        def on_train_end(self, trainer, pl_module):
+            shared.append(vars(trainer._data_connector._datahook_selector)["lightning_vram"])
+
+    shared = []
+    pl.Trainer(callbacks=[MemoryBudget(), Look()], logger=False, enable_checkpointing=False, fast_dev_run=True).fit(
+        Quiet()
+    )
+    assert shared == [{}]
+
+
+def test_a_second_fit_is_planned_anew(tmp_path):
+    class Doubled(Quiet):
+        size = 4
+
+        def train_dataloader(self):
+            return DataLoader(torch.ones(16, 4), batch_size=self.size)
+
+    monitored = []
+
+    class Auto(AutoVRAM):
+        def on_train_start(self, trainer, pl_module):
+            monitored.append(self._decision.num_elements)
+            super().on_train_start(trainer, pl_module)
+
+    module = Doubled()
+    trainer = pl.Trainer(callbacks=[Auto()], logger=False, enable_checkpointing=False, max_epochs=1)
+    trainer.fit(module)
+    module.size, trainer.fit_loop.max_epochs = 8, 2
+    trainer.fit(module)
+    assert monitored == [16, 32]
