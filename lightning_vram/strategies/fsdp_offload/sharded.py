@@ -27,7 +27,7 @@ from lightning_vram.optimizers.stepping import HostState, find_form
 from lightning_vram.private_names.torch.dispatch import detect_fake_mode
 from lightning_vram.strategies.fsdp_offload.checkpointed import CheckpointedStrategy
 from lightning_vram.strategies.fsdp_offload.checks import check_master
-from lightning_vram.strategies.fsdp_offload.early_steps import may_clip_late, may_step_early
+from lightning_vram.strategies.fsdp_offload.early_steps import EarlySteps, may_clip_late
 from lightning_vram.strategies.fsdp_offload.stand_ins import clip_on_shards, follow_toggles
 from lightning_vram.techniques.mixed_precision import find_narrow_weights, list_islands
 from lightning_vram.techniques.sharding import FullSharding, ShardingOptions, StepRoom
@@ -147,7 +147,7 @@ class ShardedStrategy(CheckpointedStrategy):
         self._averages.attach(self._host_optimizers)
         if self.arguments.device_bytes == "auto":
             self._room = StepRoom(self._sharding, self.optimizers)
-        self._host_optimizers.may_step_early = lambda optimizer: may_step_early(trainer)
+        self._host_optimizers.may_step_early = EarlySteps(trainer)
         self._stand_ins = [
             *clip_on_shards(self.precision_plugin, self._host_optimizers, lambda: may_clip_late(trainer)),
             *follow_toggles(trainer.lightning_module, self._sharding),
