@@ -28,9 +28,10 @@ from lightning_vram.private_names.torch.dispatch import detect_fake_mode
 from lightning_vram.strategies.fsdp_offload.checkpointed import CheckpointedStrategy
 from lightning_vram.strategies.fsdp_offload.checks import check_master
 from lightning_vram.strategies.fsdp_offload.early_steps import EarlySteps, may_clip_late
-from lightning_vram.strategies.fsdp_offload.stand_ins import clip_on_shards, follow_toggles
+from lightning_vram.strategies.fsdp_offload.stand_ins import clip_on_shards, follow_toggles, log_numbers
 from lightning_vram.techniques.mixed_precision import find_narrow_weights, list_islands
 from lightning_vram.techniques.sharding import FullSharding, ShardingOptions, StepRoom
+from lightning_vram.techniques.sharding.gathered import WholeNumbers
 from lightning_vram.techniques.sharding.grouping import plan_sharding_groups
 
 _LOOPS = ("validate_loop", "test_loop", "predict_loop")
@@ -53,7 +54,7 @@ class ShardedStrategy(CheckpointedStrategy):
         self.moments: HostState | None = None
         self._sharding: FullSharding | None = None
         self._host_optimizers: HostOptimizers | None = None
-        self._stand_ins: list[Shadow] = []
+        self._stand_ins: list[Shadow | WholeNumbers] = []
         self._has_failed = False
         self._host_room: HostRoom | None = None  # between the shards and the optimizers
         self._host_needs = HostNeeds()
@@ -151,6 +152,8 @@ class ShardedStrategy(CheckpointedStrategy):
         self._stand_ins = [
             *clip_on_shards(self.precision_plugin, self._host_optimizers, lambda: may_clip_late(trainer)),
             *follow_toggles(trainer.lightning_module, self._sharding),
+            log_numbers(trainer.lightning_module),
+            WholeNumbers(self.arguments.timeout),
         ]
 
     @property
