@@ -153,8 +153,11 @@ class ShardedStrategy(CheckpointedStrategy):
             *clip_on_shards(self.precision_plugin, self._host_optimizers, lambda: may_clip_late(trainer)),
             *follow_toggles(trainer.lightning_module, self._sharding),
             log_numbers(trainer.lightning_module),
-            WholeNumbers(self.arguments.timeout),
         ]
+
+    def _attach_numbers(self) -> None:
+        if detect_fake_mode() is None:  # the other ranks of an estimate are not there
+            self._stand_ins.append(WholeNumbers(self.arguments.timeout))
 
     @property
     def _host_state(self) -> HostState:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_vram.core.processes.agreement import RankAgreement, RankAgreementError
 from lightning_vram.private_names.fsdp2.sharded_tensors import local_part, read_numbers_by
-from lightning_vram.private_names.torch.dispatch import DispatchKey, detect_fake_mode, is_key_excluded
+from lightning_vram.private_names.torch.dispatch import DispatchKey, is_key_excluded
 
 _INSIDE = ("torch", "lightning_vram")
 
@@ -20,29 +20,27 @@ _INSIDE = ("torch", "lightning_vram")
 class WholeNumbers:
     """Has ``item()``, ``float()``, ``bool()`` and ``torch.tensor([...])`` of sharded tensors be collectives.
 
-    Until :meth:`remove`. A vote before each finds ranks that do not take part.
+    Until :meth:`remove`. A vote before each finds ranks that do not take part. Making one is a collective, too.
 
     Args:
         timeout: How long ranks wait for each other.
     """
 
     def __init__(self, timeout: timedelta) -> None:
-        self._timeout = timeout
-        self._agreement: RankAgreement | None = None  # made by the first number: it is a collective, too
+        self._agreement = RankAgreement(timeout)
         read_numbers_by(self._read)
 
     def remove(self) -> None:
         """Let each rank read its own part again."""
         read_numbers_by(None)
-        if self._agreement is not None:
-            self._agreement.close()
+        self._agreement.close()
 
     def _read(self, tensor: DTensor) -> Any:
         if is_key_excluded(DispatchKey.Python):  # in torch.tensor([...]), where no operator finds the parts of a DTensor
             with ThreadPoolExecutor(1) as thread:
                 return thread.submit(self._read, tensor).result()
-        is_whole = all(place.is_replicate() for place in tensor.placements) or tensor.device_mesh.size() == 1
-        if is_whole or detect_fake_mode() is not None:
+        is_whole = all(place.is_replicate() for place in tensor.placements) or self._agreement.is_alone
+        if is_whole:
             return local_part(tensor).item()
         self._meet()
         return tensor.detach().full_tensor().item()
@@ -53,7 +51,6 @@ class WholeNumbers:
             frame = frame.f_back
         line = frame.f_lineno
         try:
-            self._agreement = self._agreement or RankAgreement(self._timeout)
             if self._agreement.largest(line, -line) == (line, -line):
                 return
             cause = None
