@@ -32,9 +32,9 @@ def uses_gradients(callback: pl.Callback) -> bool:
 
 def gradient_users(trainer: pl.Trainer) -> Iterator[str]:
     """Name what may use gradients after a backward: hooks of the module, callbacks, and a precision plugin."""
-    module, plugin = trainer.lightning_module, type(trainer.precision_plugin)
-    yield from (f"{type(module).__name__}.{hook}" for hook in own_gradient_hooks(module))
+    yield from (f"the module's {hook}" for hook in own_gradient_hooks(trainer.lightning_module))
     yield from (type(one).__name__ for one in trainer.callbacks if uses_gradients(one))  # type: ignore[attr-defined]
+    plugin = type(trainer.precision_plugin)
     yield from [] if plugin.__module__.startswith(("lightning.", "lightning_vram.")) else [plugin.__name__]
 
 
@@ -47,9 +47,8 @@ def why_not_early(trainer: pl.Trainer, closure: Callable[[], Any] | None) -> str
     """
     user = next(gradient_users(trainer), None)
     if user is None and not is_loops_closure(closure, is_bare=is_scaled(trainer)):
-        module = trainer.lightning_module
-        is_modules = is_overridden("optimizer_step", module)
-        return f"{type(module).__name__}.optimizer_step" if is_modules else "what wraps the closure of the step"
+        is_modules = is_overridden("optimizer_step", trainer.lightning_module)
+        return "the module's optimizer_step" if is_modules else "what wraps the closure of the step"
     return user
 
 

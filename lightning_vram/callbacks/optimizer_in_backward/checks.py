@@ -105,7 +105,9 @@ def _check_hooks(trainer: pl.Trainer) -> None:
     for owner in (module, *trainer.callbacks):  # type: ignore[attr-defined]
         hook, name = next(own_gradient_hooks(owner), None), type(owner).__name__
         if hook is not None:
-            way_out = "Remove it" if owner is module else f"Set uses_gradients = False in {name} if it leaves them alone"
+            way_out = (
+                "Remove it" if owner is module else f"Set uses_gradients = False in {name} if it leaves them alone"
+            )
             raise MisconfigurationException(
                 f"{NAME} does not work with {name}.{hook}, which may use gradients: they are used up by then. "
                 f"{way_out}, or leave {NAME} out."

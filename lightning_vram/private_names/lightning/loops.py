@@ -105,6 +105,8 @@ def is_loops_closure(closure: Any, *, is_bare: bool) -> bool:
         closure: That an optimizer is given.
         is_bare: Whether it is one that has not yet come to the precision plugin.
     """
+    while getattr(closure, "__module__", "").startswith("lightning_vram."):  # a tracker's
+        closure = getattr(closure, "__wrapped__", None)
     if not is_bare:  # else it went past the plugin
         is_plugins = isinstance(closure, partial) and getattr(closure.func, "__func__", None) is Precision._wrap_closure
         closure = closure.args[-1] if is_plugins else None

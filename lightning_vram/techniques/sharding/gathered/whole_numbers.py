@@ -36,7 +36,9 @@ class WholeNumbers:
         self._agreement.close()
 
     def _read(self, tensor: DTensor) -> Any:
-        if is_key_excluded(DispatchKey.Python):  # in torch.tensor([...]), where no operator finds the parts of a DTensor
+        if is_key_excluded(
+            DispatchKey.Python
+        ):  # in torch.tensor([...]), where no operator finds the parts of a DTensor
             with ThreadPoolExecutor(1) as thread:
                 return thread.submit(self._read, tensor).result()
         is_whole = all(place.is_replicate() for place in tensor.placements) or self._agreement.is_alone
