@@ -228,8 +228,8 @@ class BackwardSteps(StepTakeOver):
     def _refuse_taken_in(self) -> None:
         if self._taken_in:
             raise RuntimeError(
-                f"{NAME}(keep_gradients=False) does not work with an optimizer_step that calls its closure or wraps it, "
-                "which may use gradients: those of all but the last micro-batch are used up by then. Call "
+                f"{NAME}(keep_gradients=False) does not work with an optimizer_step that calls its closure or wraps "
+                "it, which may use gradients: those of all but the last micro-batch are used up by then. Call "
                 "optimizer.step(closure=closure) with the closure that it gets, or use keep_gradients=True."
             )
 

@@ -193,10 +193,10 @@ class HostOptimizers(StepTakeOver):
 
     def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         note_step(optimizer)
-        self._round, loss, self._submitted = None, None, []
+        loss, self._submitted = None, []
         if closure is not None:
             if self.may_step_early(closure) and not has_step_hooks(optimizer):
-                self._early = partial(StepRound, optimizer, is_on_host=self._is_on_host)
+                self._early, self._round = partial(StepRound, optimizer, is_on_host=self._is_on_host), None
             try:
                 with torch.enable_grad():
                     loss = closure()

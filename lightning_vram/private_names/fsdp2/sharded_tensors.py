@@ -13,6 +13,8 @@
   a number read of a sharded tensor is that of a rank's own part
 * ``torch.distributed.tensor._dispatch.OpDispatcher._custom_op_handlers``: that table | 2.11 - | as without
   ``_op_dispatcher``
+* ``torch.ops.aten._local_scalar_dense``: reads the number of a tensor of one element | 2.11 - | as without
+  ``_op_dispatcher``
 """
 
 from collections.abc import Callable

@@ -1,6 +1,7 @@
 """What ``OptimizerInBackward`` refuses, and what it tells of, each with the way out."""
 
 import re
+import warnings
 from functools import partial
 from typing import Any
 
@@ -275,7 +276,8 @@ def test_what_an_optimizer_step_does_around_its_closure_is_heard_and_told(name, 
     for callbacks in ([], [OptimizerInBackward("two-pass")]):
         pl.seed_everything(0, verbose=False)
         models.append(make(num_batches=4))
-        with pytest.warns(UserWarning) as warned:
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
             make_trainer(callbacks=callbacks, max_epochs=1, **make_arguments()).fit(models[-1])
     assert_equal_weights(*models)
     assert [str(one.message) for one in warned if "after the backward" in str(one.message)] == [

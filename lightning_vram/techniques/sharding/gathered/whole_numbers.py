@@ -8,8 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed.tensor import DTensor
-
 from lightning_vram.core.processes.agreement import RankAgreement, RankAgreementError
 from lightning_vram.private_names.fsdp2.sharded_tensors import local_part, read_numbers_by
 from lightning_vram.private_names.torch.dispatch import DispatchKey, is_key_excluded
@@ -35,7 +33,7 @@ class WholeNumbers:
         read_numbers_by(None)
         self._agreement.close()
 
-    def _read(self, tensor: DTensor) -> Any:
+    def _read(self, tensor: Any) -> Any:
         if is_key_excluded(
             DispatchKey.Python
         ):  # in torch.tensor([...]), where no operator finds the parts of a DTensor
