@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_vram.private_names.lightning.loops import is_loops_closure
 
 _HOOKS = ("on_after_backward", "on_before_optimizer_step")
-_HOOKS_OF_MODULE = (*_HOOKS, "configure_gradient_clipping", "backward", "optimizer_zero_grad")
+_HOOKS_OF_MODULE = (*_HOOKS, "configure_gradient_clipping", "backward")
 
 
 def own_gradient_hooks(owner: pl.LightningModule | pl.Callback) -> Iterator[str]:

@@ -10,13 +10,19 @@ from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_vram.argument_checks import check_bool
 from lightning_vram.callbacks.hook_points import FitTechnique, gradient_users, why_not_early
-from lightning_vram.callbacks.optimizer_in_backward.checks import check_run, check_training, clips_by_norm
+from lightning_vram.callbacks.optimizer_in_backward.checks import (
+    check_run,
+    check_training,
+    check_zeroing,
+    clips_by_norm,
+)
 from lightning_vram.core.surgery.shadow import Shadow
 from lightning_vram.optimizers.in_backward import BackwardSteps, Clipping
 from lightning_vram.private_names.lightning.loops import is_accumulating
@@ -84,7 +90,8 @@ class OptimizerInBackward(FitTechnique):
         self.max_norm, self.keep_gradients = max_norm, keep_gradients
         self._steps: BackwardSteps | None = None
         self._shadows: list[Shadow] = []
-        self._has_told = False
+        self._has_told = self._has_zeroed = False
+        self._probe: torch.nn.Parameter | None = None  # has a gradient that the module's own zeroing is to take away
         self._previous_norm: float | None = None  # of the run before, or of a checkpoint
 
     @override
@@ -97,7 +104,7 @@ class OptimizerInBackward(FitTechnique):
         self._previous_norm = state_dict.get("previous_norm")
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_steps": None, "_shadows": []}  # a copy is not part of any run
+        return vars(self) | {"_steps": None, "_shadows": [], "_probe": None}  # a copy is not part of any run
 
     @override
     def _check(self, trainer: pl.Trainer) -> None:
@@ -112,7 +119,7 @@ class OptimizerInBackward(FitTechnique):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         check_training(trainer, self.max_norm, keep_gradients=self.keep_gradients)
-        self._has_told = False
+        self._has_told, self._has_zeroed, self._probe = False, False, None
         user = next(gradient_users(trainer), None)
         if user is not None:
             self._tell_of(user)
@@ -145,6 +152,16 @@ class OptimizerInBackward(FitTechnique):
             Shadow(plugin, "clip_gradients", partial(partial, self._clip_gradients)),
         ]
 
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        begins_window = batch_idx % trainer.accumulate_grad_batches == 0
+        if self._probe is None and begins_window and is_overridden("optimizer_zero_grad", pl_module):
+            parameters = (one for group in trainer.optimizers[0].param_groups for one in group["params"])
+            self._probe = min(parameters, key=torch.numel)
+            self._probe.grad = torch.ones_like(self._probe)
+
     def _may_be_early(self, trainer: pl.Trainer, closure: Any) -> bool:
         user = why_not_early(trainer, closure)
         if user is not None and not self._has_told:
@@ -161,6 +178,9 @@ class OptimizerInBackward(FitTechnique):
     def _backward(self, trainer: pl.Trainer, inner: Callable[..., None], /, *args: Any, **kwargs: Any) -> None:
         """Stand in for the backward of the precision plugin, between its hooks."""
         assert self._steps is not None
+        if not self._has_zeroed:
+            check_zeroing(self._probe)
+            self._has_zeroed = self._probe is not None
         backward = partial(inner, *args, **kwargs)
         if self._steps.needs_two:
             self._steps.run_twice(backward)
@@ -194,4 +214,4 @@ class OptimizerInBackward(FitTechnique):
         if self._steps is not None:
             self._previous_norm = self._last_norm()
             self._steps.let_go()
-        self._steps, self._shadows = None, []
+        self._steps, self._shadows, self._probe = None, [], None

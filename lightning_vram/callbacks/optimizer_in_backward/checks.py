@@ -4,6 +4,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.strategies import ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_vram.callbacks.hook_points import (
@@ -86,6 +87,20 @@ def check_training(trainer: pl.Trainer, max_norm: str | None, *, keep_gradients:
         raise MisconfigurationException(
             f"{NAME} does not work with {reason}: it uses each bucket of DDP as that is reduced. Use strategy='ddp' "
             "without it."
+        )
+
+
+def check_zeroing(probe: Tensor | None) -> None:
+    """Refuse an ``optimizer_zero_grad`` that has left a gradient there, which a step would have used up.
+
+    Raises:
+        MisconfigurationException: With the reason and the way out.
+    """
+    if probe is not None and probe.grad is not None and bool(probe.grad.any()):
+        probe.grad = None
+        raise MisconfigurationException(
+            f"{NAME} does not work with an optimizer_zero_grad that leaves gradients: they are used up by then. Call "
+            f"optimizer.zero_grad() in there, or leave {NAME} out."
         )
 
 

@@ -88,7 +88,6 @@ class AfterBackward(Layers):
         (Gradients, "on_before_optimizer_step"),
         (OwnClipping, "configure_gradient_clipping"),
         (AfterBackward, "on_after_backward"),
-        (Decays, "optimizer_zero_grad"),
     ],
 )
 def test_hooks_of_the_module_that_may_use_gradients_are_refused(kind, hook, make_trainer):
@@ -223,6 +222,14 @@ def test_what_only_the_reducer_of_ddp_can_do_is_refused(option, reason, make_tra
     trainer = make_trainer(callbacks=[OptimizerInBackward()], strategy=DDPStrategy(**option), devices=1)
     assert_refused(trainer, Layers(num_batches=1), message)
     leave_group()
+
+
+def test_zeroing_that_leaves_gradients_is_refused(make_trainer):
+    message = (
+        "OptimizerInBackward does not work with an optimizer_zero_grad that leaves gradients: they are used up by "
+        "then. Call optimizer.zero_grad() in there, or leave OptimizerInBackward out."
+    )
+    assert_refused(make_trainer(callbacks=[OptimizerInBackward()]), Decays(num_batches=1), message)
 
 
 class Wraps(Layers):
