@@ -23,7 +23,7 @@ from lightning_vram.callbacks.hook_points import FitTechnique
 from lightning_vram.core.surgery.shadow import Shadow
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.private_names.lightning.loops import MAKE_ZERO_GRAD
-from lightning_vram.techniques.early_release import PacedCollection, gradient_bytes, zero_early
+from lightning_vram.techniques.early_release import PacedCollection, gradient_bytes
 
 Zero = Callable[[], None]
 
@@ -188,14 +188,13 @@ class EarlyRelease(FitTechnique):
     ) -> Zero | None:
         """Stand in for what makes the zeroing of a batch, which whoever makes its closure calls before the forward."""
         zero = make_zero(batch_idx, optimizer)
-        if zero is None:  # within a window
-            return None
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        freed_bytes = 0 if self._has_told else gradient_bytes(parameters)
-        zero = zero_early(zero, parameters)
-        if freed_bytes:
-            self._tell(freed_bytes, gradient_bytes(parameters))
-        return zero
+        if zero is not None:  # else within a window
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            freed_bytes = 0 if self._has_told else gradient_bytes(parameters)
+            optimizer.zero_grad()
+            if freed_bytes:
+                self._tell(freed_bytes, gradient_bytes(parameters))
+        return zero  # where it was: the loop counts it, and a forward may fill gradients itself
 
     def _tell(self, before_bytes: int, after_bytes: int) -> None:
         self._has_told = True

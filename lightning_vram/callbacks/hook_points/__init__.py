@@ -11,17 +11,17 @@ from lightning_vram.callbacks.hook_points.before_strategy_setup import before_st
 from lightning_vram.callbacks.hook_points.checks import check_trainer, refuse_moved_parameters
 from lightning_vram.callbacks.hook_points.fit_technique import FitTechnique
 from lightning_vram.callbacks.hook_points.gradient_hooks import (
-    HOOKS,
+    gradient_users,
     is_scaled,
     own_gradient_hooks,
     uses_gradients,
+    why_not_early,
 )
 from lightning_vram.callbacks.hook_points.moments_technique import MomentsTechnique
 from lightning_vram.callbacks.hook_points.rank_timeout import rank_timeout
 from lightning_vram.callbacks.hook_points.relief import Relief
 
 __all__ = [
-    "HOOKS",
     "AroundStep",
     "Depth",
     "FitTechnique",
@@ -29,9 +29,11 @@ __all__ = [
     "Relief",
     "before_strategy_setup",
     "check_trainer",
+    "gradient_users",
     "is_scaled",
     "own_gradient_hooks",
     "rank_timeout",
     "refuse_moved_parameters",
     "uses_gradients",
+    "why_not_early",
 ]

@@ -10,15 +10,22 @@ from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_vram.argument_checks import check_bool
-from lightning_vram.callbacks.hook_points import FitTechnique, uses_gradients
-from lightning_vram.callbacks.optimizer_in_backward.checks import check_run, check_training, clips_by_norm
+from lightning_vram.callbacks.hook_points import FitTechnique, gradient_users, why_not_early
+from lightning_vram.callbacks.optimizer_in_backward.checks import (
+    check_run,
+    check_training,
+    check_zeroing,
+    clips_by_norm,
+)
 from lightning_vram.core.surgery.shadow import Shadow
 from lightning_vram.optimizers.in_backward import BackwardSteps, Clipping
+from lightning_vram.private_names.lightning.loops import is_accumulating
 
 MaxNorm = Literal["two-pass", "previous"]
 
@@ -83,6 +90,8 @@ class OptimizerInBackward(FitTechnique):
         self.max_norm, self.keep_gradients = max_norm, keep_gradients
         self._steps: BackwardSteps | None = None
         self._shadows: list[Shadow] = []
+        self._has_told = self._has_zeroed = False
+        self._probe: torch.nn.Parameter | None = None  # has a gradient that the module's own zeroing is to take away
         self._previous_norm: float | None = None  # of the run before, or of a checkpoint
 
     @override
@@ -95,7 +104,7 @@ class OptimizerInBackward(FitTechnique):
         self._previous_norm = state_dict.get("previous_norm")
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_steps": None, "_shadows": []}  # a copy is not part of any run
+        return vars(self) | {"_steps": None, "_shadows": [], "_probe": None}  # a copy is not part of any run
 
     @override
     def _check(self, trainer: pl.Trainer) -> None:
@@ -110,12 +119,10 @@ class OptimizerInBackward(FitTechnique):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         check_training(trainer, self.max_norm, keep_gradients=self.keep_gradients)
-        users = [type(one).__name__ for one in trainer.callbacks if uses_gradients(one)]  # type: ignore[attr-defined]
-        if users:
-            rank_zero_warn(
-                f"OptimizerInBackward steps after the backward, one parameter at a time: {users[0]} uses gradients "
-                "until then."
-            )
+        self._has_told, self._has_zeroed, self._probe = False, False, None
+        user = next(gradient_users(trainer), None)
+        if user is not None:
+            self._tell_of(user)
         elif trainer.accumulate_grad_batches > 1 and self.keep_gradients:
             rank_zero_info(
                 "OptimizerInBackward keeps gradients until the last backward of each window of "
@@ -130,33 +137,65 @@ class OptimizerInBackward(FitTechnique):
         )
         assert trainer.strategy.model is not None
         self._steps = BackwardSteps(
-            trainer.strategy.model, clipping, may_be_early=not users, keeps_gradients=self.keep_gradients
+            trainer.strategy.model,
+            clipping,
+            may_be_early=partial(self._may_be_early, trainer) if user is None else None,
+            keeps_gradients=self.keep_gradients,
         )
         if self._previous_norm is not None:
             self._steps.previous_norm = torch.tensor(self._previous_norm, device=pl_module.device)
         self._steps.attach(trainer.optimizers)
         plugin = trainer.precision_plugin
         self._shadows = [
-            Shadow(plugin, "optimizer_step", partial(partial, self._optimizer_step, plugin)),
-            Shadow(plugin, "backward", partial(partial, self._backward)),
+            Shadow(plugin, "optimizer_step", partial(partial, self._optimizer_step, trainer)),
+            Shadow(plugin, "backward", partial(partial, self._backward, trainer)),
             Shadow(plugin, "clip_gradients", partial(partial, self._clip_gradients)),
         ]
 
-    def _backward(self, inner: Callable[..., None], /, *args: Any, **kwargs: Any) -> None:
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        begins_window = batch_idx % trainer.accumulate_grad_batches == 0
+        if self._probe is None and begins_window and is_overridden("optimizer_zero_grad", pl_module):
+            parameters = (one for group in trainer.optimizers[0].param_groups for one in group["params"])
+            self._probe = min(parameters, key=torch.numel)
+            self._probe.grad = torch.ones_like(self._probe)
+
+    def _may_be_early(self, trainer: pl.Trainer, closure: Any) -> bool:
+        user = why_not_early(trainer, closure)
+        if user is not None and not self._has_told:
+            self._tell_of(user)
+        return user is None
+
+    def _tell_of(self, user: str) -> None:
+        self._has_told = True
+        rank_zero_warn(
+            "OptimizerInBackward steps after the backward, one parameter at a time, and all gradients are in memory at "
+            f"once: {user} may use them until then."
+        )
+
+    def _backward(self, trainer: pl.Trainer, inner: Callable[..., None], /, *args: Any, **kwargs: Any) -> None:
         """Stand in for the backward of the precision plugin, between its hooks."""
         assert self._steps is not None
-        run = self._steps.run_twice if self._steps.needs_two else self._steps.run_once
-        run(partial(inner, *args, **kwargs))
+        if not self._has_zeroed:
+            check_zeroing(self._probe)
+            self._has_zeroed = self._probe is not None
+        backward = partial(inner, *args, **kwargs)
+        if self._steps.needs_two:
+            self._steps.run_twice(backward)
+        else:
+            self._steps.run_once(backward, is_last=not is_accumulating(trainer.fit_loop.epoch_loop))
 
     def _optimizer_step(
-        self, plugin: Any, inner: Callable[..., Any], /, optimizer: Optimizer, *args: Any, **kwargs: Any
+        self, trainer: Any, inner: Callable[..., Any], /, optimizer: Optimizer, *args: Any, **kwargs: Any
     ) -> Any:
         """Stand in for the step of the precision plugin, which with a scaler runs the backward before the step."""
         assert self._steps is not None
-        scaler = getattr(plugin, "scaler", None)  # it may end in the midst of a run
+        scaler = getattr(trainer.precision_plugin, "scaler", None)  # it may end in the midst of a run
         if scaler is None or not scaler.is_enabled():
             return inner(optimizer, *args, **kwargs)
-        with self._steps.scaled(optimizer, scaler):
+        with self._steps.scaled(optimizer, scaler, kwargs["closure"]):
             return inner(optimizer, *args, **kwargs)
 
     def _clip_gradients(self, inner: Callable[..., None], /, *args: Any, **kwargs: Any) -> None:
@@ -175,4 +214,4 @@ class OptimizerInBackward(FitTechnique):
         if self._steps is not None:
             self._previous_norm = self._last_norm()
             self._steps.let_go()
-        self._steps, self._shadows = None, []
+        self._steps, self._shadows, self._probe = None, [], None

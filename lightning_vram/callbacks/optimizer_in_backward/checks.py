@@ -4,11 +4,10 @@ import lightning.pytorch as pl
 from lightning.pytorch.strategies import ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_vram.callbacks.hook_points import (
-    HOOKS,
     is_scaled,
     own_gradient_hooks,
     refuse_moved_parameters,
@@ -21,7 +20,6 @@ _TAKES_IN = (
     "OptimizerInBackward(keep_gradients=False) does not work with {}, which needs the gradients of all micro-batches "
     "at once: use {}, or keep_gradients=True."
 )
-_HOOKS_OF_MODULE = (*HOOKS, "configure_gradient_clipping", "backward")
 
 
 def check_run(trainer: pl.Trainer, max_norm: str | None, *, keep_gradients: bool) -> None:
@@ -92,6 +90,20 @@ def check_training(trainer: pl.Trainer, max_norm: str | None, *, keep_gradients:
         )
 
 
+def check_zeroing(probe: Tensor | None) -> None:
+    """Refuse an ``optimizer_zero_grad`` that has left a gradient there, which a step would have used up.
+
+    Raises:
+        MisconfigurationException: With the reason and the way out.
+    """
+    if probe is not None and probe.grad is not None and bool(probe.grad.any()):
+        probe.grad = None
+        raise MisconfigurationException(
+            f"{NAME} does not work with an optimizer_zero_grad that leaves gradients: they are used up by then. Call "
+            f"optimizer.zero_grad() in there, or leave {NAME} out."
+        )
+
+
 def _check_accumulation(trainer: pl.Trainer) -> None:
     if trainer.gradient_clip_val:
         raise MisconfigurationException(_TAKES_IN.format("gradient_clip_val", "no clipping"))
@@ -105,19 +117,15 @@ def _check_accumulation(trainer: pl.Trainer) -> None:
 
 def _check_hooks(trainer: pl.Trainer) -> None:
     module = trainer.lightning_module
-    found = [f"{type(module).__name__}.{hook}" for hook in _HOOKS_OF_MODULE if is_overridden(hook, module)]
-    if found:
-        raise MisconfigurationException(
-            f"{NAME} does not work with {found[0]}, which may use gradients: they are used up by then. Remove it, or "
-            f"leave {NAME} out."
-        )
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        hook = next(own_gradient_hooks(callback), None)
+    for owner in (module, *trainer.callbacks):  # type: ignore[attr-defined]
+        hook, name = next(own_gradient_hooks(owner), None), type(owner).__name__
         if hook is not None:
+            way_out = (
+                "Remove it" if owner is module else f"Set uses_gradients = False in {name} if it leaves them alone"
+            )
             raise MisconfigurationException(
-                f"{NAME} does not work with {type(callback).__name__}.{hook}, which may use gradients: they are used "
-                f"up by then. Set uses_gradients = False in {type(callback).__name__} if it leaves them alone, or "
-                f"leave {NAME} out."
+                f"{NAME} does not work with {name}.{hook}, which may use gradients: they are used up by then. "
+                f"{way_out}, or leave {NAME} out."
             )
 
 

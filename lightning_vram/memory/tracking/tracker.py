@@ -240,6 +240,7 @@ class MemoryTracker:
             finally:
                 self._step_depth = depth
 
+        run.__wrapped__ = closure  # type: ignore[attr-defined]  # who asks whose it is
         return run
 
 

@@ -49,13 +49,18 @@ class BackwardSteps(StepTakeOver):
         module: Whose parameters they have, as the strategy has wrapped it: under ``DistributedDataParallel``
             parameters step when their bucket is reduced.
         clipping: Before each step.
-        may_be_early: Whether gradients are those to step with as soon as they come; else each step is taken after its
-            closure, one parameter after the other.
+        may_be_early: Asked before a step, with its closure: whether gradients are those to step with as soon as they
+            come; else the step is taken after its closure, one parameter after the other. ``None``: never.
         keeps_gradients: Whether gradients of an accumulation add up; else moments take them in: approximate.
     """
 
     def __init__(
-        self, module: nn.Module, clipping: Clipping, *, may_be_early: bool = True, keeps_gradients: bool = True
+        self,
+        module: nn.Module,
+        clipping: Clipping,
+        *,
+        may_be_early: Callable[[Any], bool] | None = lambda closure: True,
+        keeps_gradients: bool = True,
     ) -> None:
         self._module = module
         self._clipping = clipping
@@ -71,7 +76,7 @@ class BackwardSteps(StepTakeOver):
         self._buckets: ReducedBuckets | None = None
         self.previous_norm: Tensor | None = None
         super().__init__()
-        if may_be_early and isinstance(module, DistributedDataParallel):
+        if may_be_early is not None and isinstance(module, DistributedDataParallel):
             self._buckets = ReducedBuckets(module, self._on_gradient)
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
@@ -112,15 +117,16 @@ class BackwardSteps(StepTakeOver):
         self._current = self._again = self._buckets = None
 
     @contextmanager
-    def scaled(self, optimizer: Optimizer, scaler: GradScaler) -> Iterator[None]:
+    def scaled(self, optimizer: Optimizer, scaler: GradScaler, closure: Any) -> Iterator[None]:
         """Let a backward in this block find out whether ``optimizer`` may step, and run again when it does.
 
         Args:
             optimizer: Steps once in the block, after the backward, unless ``scaler`` leaves that out.
             scaler: Has scaled the loss.
+            closure: That the backward is in.
         """
         self._hook(optimizer)
-        step = self._current = self._begin(optimizer, scaler)
+        step = self._current = self._begin(optimizer, closure, scaler)
         stand_in = Shadow(scaler, "unscale_", partial(partial, _unscale, step))
         try:
             yield
@@ -137,9 +143,14 @@ class BackwardSteps(StepTakeOver):
         else:
             self.run_once(backward)
 
-    def run_once(self, backward: Callable[..., None]) -> None:
-        """Run ``backward``, whose parameters step if it is time to. What is under way between ranks arrives."""
-        if self._current is None and not self._keeps_gradients:
+    def run_once(self, backward: Callable[..., None], *, is_last: bool = False) -> None:
+        """Run ``backward``, whose parameters step if it is time to. What is under way between ranks arrives.
+
+        ``is_last`` of an accumulation, whose gradients are kept: somebody wants them between the backward and the step.
+        """
+        if self._current is None and is_last:
+            self._refuse_taken_in()
+        elif self._current is None and not self._keeps_gradients:
             groups = (group for optimizer in self._taken for group in optimizer.param_groups)
             self._groups = {parameter: group for group in groups for parameter in group["params"]}
         try:
@@ -194,7 +205,7 @@ class BackwardSteps(StepTakeOver):
         step, loss = self._current, None
         if step is None or step.optimizer is not optimizer:
             self._hook(optimizer)  # what was thawed, or added to a group
-            step = self._current = self._begin(optimizer)
+            step = self._current = self._begin(optimizer, closure)
         again, self._again = self._again, None
         try:
             with torch.enable_grad():
@@ -214,8 +225,18 @@ class BackwardSteps(StepTakeOver):
             self.previous_norm = step.norm()
         return loss
 
-    def _begin(self, optimizer: Optimizer, scaler: GradScaler | None = None) -> OneStep:
-        is_early = self._may_be_early
+    def _refuse_taken_in(self) -> None:
+        if self._taken_in:
+            raise RuntimeError(
+                f"{NAME}(keep_gradients=False) does not work with an optimizer_step that calls its closure or wraps "
+                "it, which may use gradients: those of all but the last micro-batch are used up by then. Call "
+                "optimizer.step(closure=closure) with the closure that it gets, or use keep_gradients=True."
+            )
+
+    def _begin(self, optimizer: Optimizer, closure: Any, scaler: GradScaler | None = None) -> OneStep:
+        is_early = self._may_be_early is not None and self._may_be_early(closure)
+        if not is_early:
+            self._refuse_taken_in()
         if self._clipping.norm is not None or scaler is not None:
             is_unknown = self._clipping.by_previous and self.previous_norm is None
             # The first reduction of DDP shows the order of its buckets: that backward cannot run twice.
@@ -236,7 +257,7 @@ class BackwardSteps(StepTakeOver):
         return None if owner is None else owner.members_step()
 
     def _hook(self, optimizer: Optimizer) -> None:
-        if not self._may_be_early:
+        if self._may_be_early is None:
             return
         for parameter in iterate_parameters(optimizer):
             if parameter.requires_grad and parameter not in self._owners:

@@ -65,7 +65,7 @@ class OffloadedAdamW(AdamW):
         super().__init__(sharding.module.parameters() if params is None else params, lr, **options)
         self._sharding = sharding
         self._host = HostOptimizers(sharding, num_threads=num_threads or cores_of_rank(1), nvme_path=nvme_path)
-        self._host.may_step_early = lambda optimizer: step_in_backward
+        self._host.may_step_early = lambda closure: step_in_backward
         self._host.attach([self])
 
     def clip_norm(self, max_norm: float) -> None:

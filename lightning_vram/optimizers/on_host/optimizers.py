@@ -57,8 +57,8 @@ class HostOptimizers(StepTakeOver):
 
     Attributes:
         unheld: Trained parameters whose moments cannot be in the form.
-        may_step_early: Asked before a step that is given a closure: whether nothing but the step will look at the
-            gradients of this optimizer after the backward in there, or change them.
+        may_step_early: Asked before a step that is given a closure, with that: whether nothing but the step will look
+            at the gradients of this optimizer after the backward in there, or change them.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class HostOptimizers(StepTakeOver):
         form: StateForm | None = None,
         is_form_everywhere: bool = False,
     ) -> None:
-        self.may_step_early: Callable[[Optimizer], bool] = lambda optimizer: False
+        self.may_step_early: Callable[[Callable[[], Any]], bool] = lambda closure: False
         self._sharding = sharding
         self._is_on_host = sharding.home.type == "cpu"
         self._is_split = sharding.mesh.size() > 1
@@ -78,7 +78,8 @@ class HostOptimizers(StepTakeOver):
         self._groups = sharding.group_of()
         self._attached: list[Optimizer] = []
         self._handles: list[RemovableHandle] = []
-        self._early: StepRound | None = None
+        self._early: Callable[[], StepRound] | None = None
+        self._round: StepRound | None = None  # that was begun in the backward
         self._submitted: list[tuple[bool, ShardedGroup, Ticket]] = []  # jobs of the step; whether a forward passes them
         self._nvme_path, self._form, self._is_form_everywhere = nvme_path, form, is_form_everywhere
         self.unheld: set[nn.Parameter] = set()
@@ -207,17 +208,17 @@ class HostOptimizers(StepTakeOver):
 
     def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         note_step(optimizer)
-        step_round, loss, self._submitted = None, None, []
+        loss, self._submitted = None, []
         if closure is not None:
-            if self.may_step_early(optimizer) and not has_step_hooks(optimizer):
-                step_round = self._early = StepRound(optimizer, is_on_host=self._is_on_host)
+            if self.may_step_early(closure) and not has_step_hooks(optimizer):
+                self._early, self._round = partial(StepRound, optimizer, is_on_host=self._is_on_host), None
             try:
                 with torch.enable_grad():
                     loss = closure()
             finally:
                 self._early = None
         factor = self._factors.pop(id(optimizer), None)
-        step_round = step_round or StepRound(optimizer, is_on_host=self._is_on_host, factor=factor)
+        step_round, self._round = self._round or StepRound(optimizer, is_on_host=self._is_on_host, factor=factor), None
         for group in self._sharding.groups:
             self._submit(step_round, group, [parameter.sharded_param for parameter in group.fsdp_params])
         step_round.run(step_round.take_rest())
@@ -239,8 +240,9 @@ class HostOptimizers(StepTakeOver):
     def _landed(self, group: ShardedGroup) -> None:
         """Step a group in the backward, as soon as its gradients are there."""
         if self._early is not None and group.is_complete:
+            self._round = self._round or self._early()  # with the settings that the forward has left
             doubtful = {parameter for parameter, _ in group.doubtful}
-            self._submit(self._early, group, [p.sharded_param for p in group.fsdp_params if p not in doubtful])
+            self._submit(self._round, group, [p.sharded_param for p in group.fsdp_params if p not in doubtful])
             if group.landing is not None:  # else this is another thread than that of the others
                 self.arrange_by_forward()
 

@@ -9,8 +9,15 @@
   written to a shard beside what is gathered of it is not seen
 * ``torch.distributed.tensor.DTensor._local_tensor``: this rank's part, read past any dispatch | 2.11 - | a state that
   is being written is read by ``full_tensor()``
+* ``torch.distributed.tensor.DTensor._op_dispatcher``: has a table of operators that something else runs | 2.11 - |
+  a number read of a sharded tensor is that of a rank's own part
+* ``torch.distributed.tensor._dispatch.OpDispatcher._custom_op_handlers``: that table | 2.11 - | as without
+  ``_op_dispatcher``
+* ``torch.ops.aten._local_scalar_dense``: reads the number of a tensor of one element | 2.11 - | as without
+  ``_op_dispatcher``
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -58,6 +65,22 @@ def set_own_part(shard: Any, part: Tensor) -> None:
 def local_part(value: Any) -> Any:
     """Return this rank's part of a ``DTensor``, the very tensor, past autograd; anything else as it is."""
     return local_part_of(value) if isinstance(value, DTensor) else value
+
+
+_NUMBERS = {"__float__": float, "__index__": int, "__bool__": bool}
+
+
+def read_numbers_by(read: Callable[[DTensor], Any] | None) -> None:
+    """Let ``read`` return the number that a ``DTensor`` of one element is; ``None``: as PyTorch has it."""
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    operator = torch.ops.aten._local_scalar_dense.default
+    handlers.pop(operator, None)
+    for name in vars(DTensor).keys() & _NUMBERS.keys():
+        delattr(DTensor, name)
+    if read is not None:
+        handlers[operator] = lambda _, args, kwargs: read(args[0])
+        for name, kind in _NUMBERS.items():  # what torch.tensor([...]) calls past any dispatch
+            setattr(DTensor, name, lambda tensor, kind=kind: kind(read(tensor)))
 
 
 def wrap_like(part: Tensor, like: DTensor) -> DTensor:

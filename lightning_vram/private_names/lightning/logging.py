@@ -11,7 +11,7 @@
 * ``lightning.pytorch.trainer.connectors.logger_connector.logger_connector._LoggerConnector._progress_bar_metrics``:
   what is behind the trainer's metrics | 2.6 - | SlurmRequeue cannot load the end of a fit
 * ``lightning.pytorch.LightningModule._current_fx_name``: the hook that values are logged from | 2.6 -
-  | LeanMixedPrecision in float16 fails in the first step whose values are logged
+  | LeanMixedPrecision in float16 fails in the first step whose values are logged, fsdp_offload in the first that clips
 * ``lightning.pytorch.trainer.connectors.logger_connector.result._ResultCollection``: what ``self.log`` of a loop
   collects | 2.6 - | the package cannot be imported
 * ``lightning.pytorch.trainer.connectors.logger_connector.result._Metadata``: knows all ways to name a reduction
@@ -59,6 +59,11 @@ def logging_from(module: pl.LightningModule, hook: str) -> Iterator[None]:
         yield
     finally:
         module._current_fx_name = before
+
+
+def runs_in_hook(module: pl.LightningModule, hook: str) -> bool:
+    """Whether the hook of ``module`` that is running is the one of that name."""
+    return module._current_fx_name == hook
 
 
 def update_metrics(trainer: pl.Trainer, kind: str, values: Mapping[str, Any]) -> None:

@@ -16,6 +16,8 @@ Constants are names of methods that something of ours stands in for (``Shadow(lo
   | 2.6 - | AccumulationScheduler fails at the start of a fit
 * ``lightning.pytorch.loops.optimization.automatic._AutomaticOptimization._skip_backward``: whether
   StochasticWeightAveraging only goes through the data | 2.6 - | AccumulationScheduler fails in the first batch
+* ``lightning.pytorch.plugins.precision.Precision._wrap_closure``: adds hooks and clipping to the closure of a step
+  | 2.6 - | fsdp_offload and OptimizerInBackward fail in the first step
 * ``lightning.pytorch.loops._TrainingEpochLoop``: goes through the batches of an epoch | 2.6 -
   | the package cannot be imported
 * ``lightning.pytorch.loops._TrainingEpochLoop._accumulated_batches_reached``: whether the window ends with a batch
@@ -55,14 +57,16 @@ Constants are names of methods that something of ours stands in for (``Shadow(lo
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch.loops import _FitLoop, _TrainingEpochLoop
 from lightning.pytorch.loops.loop import _Loop
-from lightning.pytorch.loops.optimization.automatic import ClosureResult, _AutomaticOptimization
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
 from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
@@ -92,6 +96,21 @@ def make_backward(loop: AutomaticOptimization, optimizer: Optimizer) -> Callable
 def make_zero_grad(loop: AutomaticOptimization, batch_idx: int, optimizer: Optimizer) -> Callable[[], None] | None:
     """Make what zeroes gradients; ``None`` where the batch does not begin a window."""
     return loop._make_zero_grad_fn(batch_idx, optimizer)
+
+
+def is_loops_closure(closure: Any, *, is_bare: bool) -> bool:
+    """Whether a closure is that of automatic optimization, and nobody has put another around it.
+
+    Args:
+        closure: That an optimizer is given.
+        is_bare: Whether it is one that has not yet come to the precision plugin.
+    """
+    while getattr(closure, "__module__", "").startswith("lightning_vram."):  # a tracker's
+        closure = getattr(closure, "__wrapped__", None)
+    if not is_bare:  # else it went past the plugin
+        is_plugins = isinstance(closure, partial) and getattr(closure.func, "__func__", None) is Precision._wrap_closure
+        closure = closure.args[-1] if is_plugins else None
+    return type(closure) is Closure
 
 
 def skips_backward(loop: AutomaticOptimization) -> bool:

@@ -1,26 +1,55 @@
 """When an optimizer may step in the backward: nobody may look at gradients, or change them, after it."""
 
+from collections.abc import Callable
+from typing import Any
+
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_vram.callbacks.hook_points import HOOKS, is_scaled, uses_gradients
+from lightning_vram.callbacks.hook_points import is_scaled, why_not_early
+from lightning_vram.private_names.lightning.logging import runs_in_hook
 
 
-def may_step_early(trainer: pl.Trainer) -> bool:
-    """Whether the gradients of a layer are those to step with as soon as the backward has them."""
-    module = trainer.lightning_module
-    is_clipping = trainer.gradient_clip_val or is_overridden("configure_gradient_clipping", module)
-    return (
-        module.automatic_optimization
-        and not (is_clipping or is_scaled(trainer) or torch.is_anomaly_enabled())
-        and not any(is_overridden(hook, module) for hook in HOOKS)
-        and not any(map(uses_gradients, trainer.callbacks))  # type: ignore[attr-defined]
-    )
+class EarlySteps:
+    """Asked whether the gradients of a layer are those to step with as soon as the backward has them.
+
+    Args:
+        trainer: Of the run, which hears once of steps that have to wait.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer, self._has_told = trainer, False
+
+    def __call__(self, closure: Callable[[], Any]) -> bool:
+        """Whether a step that is given ``closure`` may begin in there."""
+        why = self._why_late(closure)
+        if why is not None and not self._has_told:
+            self._has_told = True
+            rank_zero_info(
+                f"fsdp_offload steps the optimizer after the backward, not layer by layer within it, because of {why}: "
+                "only the next forward hides the time of the step."
+            )
+        return why is None
+
+    def _why_late(self, closure: Callable[[], Any]) -> str | None:
+        trainer = self._trainer
+        if not trainer.lightning_module.automatic_optimization:
+            return "manual optimization"
+        if trainer.gradient_clip_val:
+            return f"gradient_clip_val={trainer.gradient_clip_val}"
+        if is_scaled(trainer):
+            return "the GradScaler"
+        return "detect_anomaly" if torch.is_anomaly_enabled() else why_not_early(trainer, closure)
 
 
 def may_clip_late(trainer: pl.Trainer) -> bool:
-    """Whether nobody looks at gradients between clipping and the step."""
+    """Whether nobody looks at gradients between clipping, which is under way, and the step."""
     module = trainer.lightning_module
-    is_own = is_overridden("configure_gradient_clipping", module)
-    return module.automatic_optimization and not is_own and not is_scaled(trainer)
+    name = "configure_gradient_clipping"  # else the module clips in another hook, and may go on to use gradients
+    return (
+        module.automatic_optimization
+        and runs_in_hook(module, name)
+        and not (is_overridden(name, module) or is_scaled(trainer))
+    )

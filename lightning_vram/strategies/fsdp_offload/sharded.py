@@ -27,10 +27,11 @@ from lightning_vram.optimizers.stepping import FORMS, HostState, describe_unheld
 from lightning_vram.private_names.torch.dispatch import detect_fake_mode
 from lightning_vram.strategies.fsdp_offload.checkpointed import CheckpointedStrategy
 from lightning_vram.strategies.fsdp_offload.checks import check_master
-from lightning_vram.strategies.fsdp_offload.early_steps import may_clip_late, may_step_early
-from lightning_vram.strategies.fsdp_offload.stand_ins import clip_on_shards, follow_toggles
+from lightning_vram.strategies.fsdp_offload.early_steps import EarlySteps, may_clip_late
+from lightning_vram.strategies.fsdp_offload.stand_ins import clip_on_shards, follow_toggles, log_numbers
 from lightning_vram.techniques.mixed_precision import find_narrow_weights, list_islands
 from lightning_vram.techniques.sharding import FullSharding, ShardingOptions, StepRoom
+from lightning_vram.techniques.sharding.gathered import WholeNumbers
 from lightning_vram.techniques.sharding.grouping import plan_sharding_groups
 
 _LOOPS = ("validate_loop", "test_loop", "predict_loop")
@@ -53,7 +54,7 @@ class ShardedStrategy(CheckpointedStrategy):
         self.moments: HostState | None = None
         self._sharding: FullSharding | None = None
         self._host_optimizers: HostOptimizers | None = None
-        self._stand_ins: list[Shadow] = []
+        self._stand_ins: list[Shadow | WholeNumbers] = []
         self._has_failed = False
         self._host_room: HostRoom | None = None  # between the shards and the optimizers
         self._host_needs = HostNeeds()
@@ -156,11 +157,16 @@ class ShardedStrategy(CheckpointedStrategy):
         self._averages.attach(self._host_optimizers)
         if self.arguments.device_bytes == "auto":
             self._room = StepRoom(self._sharding, self.optimizers)
-        self._host_optimizers.may_step_early = lambda optimizer: may_step_early(trainer)
+        self._host_optimizers.may_step_early = EarlySteps(trainer)
         self._stand_ins = [
             *clip_on_shards(self.precision_plugin, self._host_optimizers, lambda: may_clip_late(trainer)),
             *follow_toggles(trainer.lightning_module, self._sharding),
+            log_numbers(trainer.lightning_module),
         ]
+
+    def _attach_numbers(self) -> None:
+        if detect_fake_mode() is None:  # the other ranks of an estimate are not there
+            self._stand_ins.append(WholeNumbers(self.arguments.timeout))
 
     @property
     def _host_state(self) -> HostState:

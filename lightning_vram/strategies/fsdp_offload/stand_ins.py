@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.plugins.precision import Precision
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_vram.core.gradients.clipping import clip_sharded_values
@@ -47,6 +48,18 @@ def follow_toggles(module: pl.LightningModule, sharding: FullSharding) -> list[S
     """
     follow = partial(_then, sharding.agree_on_gradients)
     return [Shadow(module, name, follow) for name in ("toggle_optimizer", "untoggle_optimizer")]
+
+
+def log_numbers(module: pl.LightningModule) -> Shadow:
+    """Let ``module.log`` get numbers in place of sharded tensors, which it could not add up."""
+
+    def make(log: Callable[..., None]) -> Callable[..., None]:
+        def log_number(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            log(name, value.item() if isinstance(value, DTensor) else value, *args, **kwargs)
+
+        return log_number
+
+    return Shadow(module, "log", make)
 
 
 def _then(follow: Callable[[], None], inner: Callable[..., Any]) -> Callable[..., Any]:

@@ -236,6 +236,7 @@ class FSDPOffloadStrategy(ShardedStrategy):
                 self.setup_optimizers(trainer)
                 self._check_states()
                 on_all_ranks(lambda: self._attach(trainer), "The optimizers could not be set up")
+                self._attach_numbers()
             self.setup_precision_plugin()
         self._turn_off_inference_mode(trainer)
 

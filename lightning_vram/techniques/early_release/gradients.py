@@ -1,6 +1,6 @@
 """Gradients that are kept for nothing: those of the last step, and those that nobody steps with."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -14,26 +14,6 @@ def gradient_bytes(parameters: Iterable[Tensor]) -> int:
     gradients = (parameter.grad for parameter in parameters if parameter.grad is not None)
     storages = [storage for gradient in gradients for storage, _ in iterate_storages(gradient)]
     return sum({storage_key(storage): storage.nbytes() for storage in storages}.values())
-
-
-def zero_early(zero: Callable[[], None], parameters: Sequence[Tensor]) -> Callable[[], None]:
-    """Zero gradients now, before the forward, instead of between forward and backward.
-
-    Args:
-        zero: Zeroes the gradients of ``parameters``.
-        parameters: Whose gradients.
-
-    Returns:
-        What to call where ``zero`` was to be called. It zeroes what has come since: a forward that fills gradients
-        itself, or the last evaluation of an optimizer that evaluates the loss several times.
-    """
-    zero()
-
-    def zero_again() -> None:
-        if any(parameter.grad is not None for parameter in parameters):
-            zero()
-
-    return zero_again
 
 
 def unstepped_gradients(module: nn.Module, optimizers: Iterable[Optimizer]) -> dict[str, Tensor]:

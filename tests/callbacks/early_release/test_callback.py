@@ -6,6 +6,7 @@ import weakref
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from support.helpers import LitTiny, TinyCNN, assert_equal_weights, fail_in
 from torch import nn
@@ -137,6 +138,29 @@ def fit_with_and_without(make_trainer, kind, **arguments) -> list[LitTiny]:
 def test_every_hook_sees_the_same_gradients(make_trainer):
     plain, early = fit_with_and_without(make_trainer, Listening, accumulate_grad_batches=2)
     assert early.heard == plain.heard
+
+
+class FailsLate(LitTiny):
+    def training_step(self, batch, batch_idx):
+        if self.global_step == 2:
+            raise RuntimeError("in the third forward")
+        return super().training_step(batch, batch_idx)
+
+
+def test_the_progress_of_a_fit_that_fails_is_saved_as_without(make_trainer, tmp_path):
+    saved = []
+    for callbacks in ([], [EarlyRelease()]):
+        model, folder = FailsLate(TinyCNN()), tmp_path / str(len(saved))
+        trainer = make_trainer(callbacks=[*callbacks, OnExceptionCheckpoint(folder)], enable_checkpointing=True)
+        with pytest.raises(RuntimeError, match="in the third forward"):
+            trainer.fit(model)
+        saved.append(torch.load(folder / "on_exception.ckpt", weights_only=False)["loops"]["fit_loop"])
+    assert saved[0]["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["zero_grad"]["total"] == {
+        "ready": 2,
+        "started": 2,
+        "completed": 2,
+    }
+    assert saved[1] == saved[0]
 
 
 class Teaches(Listening):

@@ -1,16 +1,18 @@
 """What ``OptimizerInBackward`` refuses, and what it tells of, each with the way out."""
 
 import re
+import warnings
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from support.helpers import Forking, LitManual, TinyGPT
+from support.helpers import Forking, LitManual, TinyGPT, assert_equal_weights
 from support.host_layers import Layers
 from support.offload_nets import leave_group
 from torch.distributed.fsdp import fully_shard
@@ -67,6 +69,13 @@ class OwnClipping(Layers):
         pass
 
 
+class Decays(Layers):
+    def optimizer_zero_grad(self, *unused: Any) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.9)
+
+
 class AfterBackward(Layers):
     def on_after_backward(self) -> None:
         pass
@@ -99,12 +108,15 @@ class Norms(pl.Callback):
         pass
 
 
-def test_hooks_of_callbacks_that_may_use_gradients_are_refused(make_trainer):
+@pytest.mark.parametrize("callback", [Norms(), LambdaCallback(on_before_optimizer_step=lambda *_: None)])
+def test_hooks_of_callbacks_that_may_use_gradients_are_refused(callback, make_trainer):
+    name = type(callback).__name__
     message = (
-        "OptimizerInBackward does not work with Norms.on_before_optimizer_step, which may use gradients: they are used "
-        "up by then. Set uses_gradients = False in Norms if it leaves them alone, or leave OptimizerInBackward out."
+        f"OptimizerInBackward does not work with {name}.on_before_optimizer_step, which may use gradients: they are "
+        f"used up by then. Set uses_gradients = False in {name} if it leaves them alone, or leave OptimizerInBackward "
+        "out."
     )
-    assert_refused(make_trainer(callbacks=[Norms(), OptimizerInBackward()]), Layers(num_batches=1), message)
+    assert_refused(make_trainer(callbacks=[callback, OptimizerInBackward()]), Layers(num_batches=1), message)
 
 
 def test_manual_optimization_is_refused(make_trainer):
@@ -212,11 +224,98 @@ def test_what_only_the_reducer_of_ddp_can_do_is_refused(option, reason, make_tra
     leave_group()
 
 
+def test_zeroing_that_leaves_gradients_is_refused(make_trainer):
+    message = (
+        "OptimizerInBackward does not work with an optimizer_zero_grad that leaves gradients: they are used up by "
+        "then. Call optimizer.zero_grad() in there, or leave OptimizerInBackward out."
+    )
+    assert_refused(make_trainer(callbacks=[OptimizerInBackward()]), Decays(num_batches=1), message)
+
+
+class Wraps(Layers):
+    """What its closure does to gradients is heard: none is stepped with before."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
+        def halve() -> Any:
+            loss = closure()
+            for parameter in self.parameters():
+                parameter.grad.mul_(1 + parameter.ndim % 2)
+            return loss
+
+        optimizer.step(closure=halve)
+
+
+class CallsFirst(Wraps):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
+        closure()
+        self.clip_gradients(optimizer, 0.01, "norm")
+        optimizer.step()
+
+
+class GoesPast(Wraps):
+    """No hook and no clipping comes between."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
+        optimizer.optimizer.step(closure)
+
+
+class Scaled(Precision):
+    def post_backward(self, tensor: torch.Tensor, module: Any) -> torch.Tensor:
+        module.net[0].weight.grad.mul_(2)
+        return super().post_backward(tensor, module)
+
+
+LATE = {
+    "wraps": (Wraps, dict),
+    "wraps, accumulation": (Wraps, lambda: {"accumulate_grad_batches": 2}),
+    "wraps, clipping": (Wraps, lambda: {"gradient_clip_val": 0.01}),
+    "wraps, scaler": (Wraps, lambda: {"precision": "16-mixed"}),
+    "calls it first": (CallsFirst, dict),
+    "goes past": (GoesPast, lambda: {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+}
+
+
+@pytest.mark.slow_except("wraps", "calls it first", "goes past")
+@pytest.mark.parametrize("name", LATE)
+def test_what_an_optimizer_step_does_around_its_closure_is_heard_and_told(name, make_trainer):
+    make, make_arguments = LATE[name]
+    models = []
+    for callbacks in ([], [OptimizerInBackward("two-pass")]):
+        pl.seed_everything(0, verbose=False)
+        models.append(make(num_batches=4))
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            make_trainer(callbacks=callbacks, max_epochs=1, **make_arguments()).fit(models[-1])
+    assert_equal_weights(*models)
+    assert [str(one.message) for one in warned if "after the backward" in str(one.message)] == [
+        "OptimizerInBackward steps after the backward, one parameter at a time, and all gradients are in memory at "
+        "once: the module's optimizer_step may use them until then."
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:OptimizerInBackward steps")
+@pytest.mark.parametrize("make", [Wraps, CallsFirst])
+def test_gradients_that_are_taken_in_are_refused_to_what_is_around_a_closure(make, make_trainer):
+    message = (
+        "OptimizerInBackward(keep_gradients=False) does not work with an optimizer_step that calls its closure or "
+        "wraps it, which may use gradients: those of all but the last micro-batch are used up by then. Call "
+        "optimizer.step(closure=closure) with the closure that it gets, or use keep_gradients=True."
+    )
+    trainer = make_trainer(callbacks=[OptimizerInBackward(keep_gradients=False)], accumulate_grad_batches=2)
+    assert_refused(trainer, make(num_batches=2), message, RuntimeError)
+
+
+def test_a_plugin_of_your_own_has_all_gradients(make_trainer):
+    trainer = make_trainer(callbacks=[OptimizerInBackward()], plugins=[Scaled()], max_epochs=1)
+    with pytest.warns(UserWarning, match="in memory at once: Scaled may use them until then"):
+        trainer.fit(Layers(num_batches=1))
+
+
 @pytest.mark.parametrize("other", [MicroBatching(2), AccumulationScheduler({0: 2})])
 def test_it_tells_of_callbacks_that_use_gradients(other, make_trainer):
     message = (
-        "OptimizerInBackward steps after the backward, one parameter at a time: "
-        f"{type(other).__name__} uses gradients until then."
+        "OptimizerInBackward steps after the backward, one parameter at a time, and all gradients are in memory at "
+        f"once: {type(other).__name__} may use them until then."
     )
     trainer = make_trainer(callbacks=[other, OptimizerInBackward()], max_epochs=1)
     with pytest.warns(UserWarning, match=f"^{re.escape(message)}$"):

@@ -1,13 +1,16 @@
 """Steps begin in the backward where nobody looks at gradients after it, and only there."""
 
+from functools import partial
+
 import lightning.pytorch as pl
 import pytest
 import torch
-from support.helpers import ForkingOffload
+from lightning.pytorch.callbacks import LambdaCallback
+from support.helpers import ForkingOffload, assert_equal_weights
 from support.offload_nets import Fused, leave_group
 
 from lightning_vram import LeanMixedPrecision, MicroBatching, VRAMMonitor
-from lightning_vram.strategies.fsdp_offload.early_steps import may_clip_late, may_step_early
+from lightning_vram.strategies.fsdp_offload import early_steps, sharded
 
 pytestmark = pytest.mark.distributed
 
@@ -18,31 +21,27 @@ def _alone():
     leave_group()
 
 
-class Asking(Fused):
-    def on_train_batch_start(self, *unused):
-        self.seen.append((may_step_early(self.trainer), may_clip_late(self.trainer)))
-
-
-class Manual(Asking):
+class Manual(Fused):
     def __init__(self):
         super().__init__()
         self.automatic_optimization = False
 
     def training_step(self, batch, batch_idx):
         self.manual_backward(self.loss(batch))
+        self.optimizers().step()
 
 
-class ReadsGradients(Asking):
+class ReadsGradients(Fused):
     def on_after_backward(self):
         assert self.net.head.weight.grad is not None
 
 
-class ChangesGradients(Asking):
+class ChangesGradients(Fused):
     def on_before_optimizer_step(self, optimizer):
         self.net.head.weight.grad.zero_()
 
 
-class Clips(Asking):
+class Clips(Fused):
     def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
         self.clip_gradients(optimizer, 0.1, "norm")
 
@@ -60,21 +59,92 @@ class Backwards(pl.Callback):
     uses_gradients = True
 
 
+class Backward(Fused):
+    def backward(self, loss):
+        loss.backward()
+
+
+class Halves:
+    """A mixin whose closure changes gradients between the backward and the step."""
+
+    def halve(self, closure):
+        loss = closure()
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(torch.tensor([0.5, 2.0])[parameter.ndim % 2])
+        return loss
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, closure):
+        super().optimizer_step(epoch, batch_idx, optimizer, partial(self.halve, closure))
+
+
+class Wraps(Halves, Fused):
+    pass
+
+
+class GoesPast(Halves, Fused):
+    def optimizer_step(self, epoch, batch_idx, optimizer, closure):
+        optimizer.optimizer.step(partial(self.halve, closure))
+
+
+class WrapsLate(Halves, Fused):
+    """The step of its optimizer is replaced when a strategy has it already."""
+
+    def on_train_start(self):
+        optimizer = self.optimizers().optimizer
+        step = optimizer.step
+        optimizer.step = lambda closure: step(partial(self.halve, closure))
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, closure):
+        optimizer.step(closure=closure)
+
+
+class Skips(Fused):
+    """Calls its closure before the step, clips by hand, and leaves every second step out."""
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, closure):
+        closure()
+        self.clip_gradients(optimizer, 0.01 if batch_idx % 2 else 0, "norm")
+        if batch_idx % 2 == 0:
+            optimizer.step()
+
+
+class WarmsUp(Fused):
+    def optimizer_step(self, epoch, batch_idx, optimizer, closure):
+        optimizer.param_groups[0]["lr"] = 1e-3 * (self.global_step + 1)
+        optimizer.step(closure=closure)
+
+
+class SchedulesInTheStep(Fused):
+    def training_step(self, batch, batch_idx):
+        self.optimizers().param_groups[0]["lr"] = 1e-3 * (self.global_step + 1)
+        return super().training_step(batch, batch_idx)
+
+
 CASES = [
-    (Asking, dict, (True, True)),
-    (Asking, lambda: {"callbacks": [VRAMMonitor()]}, (True, True)),
-    (Asking, lambda: {"accumulate_grad_batches": 2}, (True, True)),
-    (Asking, lambda: {"gradient_clip_val": 0.1}, (False, True)),
-    (Asking, lambda: {"callbacks": [MicroBatching(2)]}, (False, True)),
-    (Asking, lambda: {"callbacks": [Reader()]}, (False, True)),
-    (Asking, lambda: {"callbacks": [Timer()]}, (True, True)),
-    (Asking, lambda: {"callbacks": [Backwards()]}, (False, True)),
-    (Asking, lambda: {"plugins": [LeanMixedPrecision("bf16")]}, (True, True)),
-    (Asking, lambda: {"plugins": [LeanMixedPrecision("fp16")]}, (False, False)),
-    (Asking, lambda: {"detect_anomaly": True}, (False, True)),
-    (Manual, dict, (False, False)),
-    (ReadsGradients, dict, (False, True)),
-    (ChangesGradients, dict, (False, True)),
+    (Fused, dict, (True, None)),
+    (Fused, lambda: {"callbacks": [VRAMMonitor()]}, (True, None)),
+    (Fused, lambda: {"accumulate_grad_batches": 2}, (True, None)),
+    (Fused, lambda: {"gradient_clip_val": 0.1}, (False, True)),
+    (Fused, lambda: {"callbacks": [MicroBatching(2)]}, (False, None)),
+    (Fused, lambda: {"callbacks": [Reader()]}, (False, None)),
+    (Fused, lambda: {"callbacks": [Timer()]}, (True, None)),
+    (Fused, lambda: {"callbacks": [Backwards()]}, (False, None)),
+    (Fused, lambda: {"plugins": [LeanMixedPrecision("bf16")]}, (True, None)),
+    (Fused, lambda: {"plugins": [LeanMixedPrecision("fp16")]}, (None, None)),
+    (Fused, lambda: {"detect_anomaly": True}, (False, None)),
+    (WarmsUp, dict, (True, None)),
+    (SchedulesInTheStep, dict, (True, None)),
+    (Wraps, dict, (False, None)),
+    (Wraps, lambda: {"gradient_clip_val": 0.1}, (False, True)),
+    (GoesPast, dict, (False, None)),
+    (WrapsLate, dict, (False, None)),
+    (Skips, dict, (False, False)),
+    (Backward, dict, (False, None)),
+    (Fused, lambda: {"callbacks": [LambdaCallback(on_after_backward=lambda *_: None)]}, (False, None)),
+    (Manual, dict, (False, None)),
+    (ReadsGradients, dict, (False, None)),
+    (ChangesGradients, dict, (False, None)),
     (Clips, dict, (False, False)),
 ]
 
@@ -83,10 +153,41 @@ CASES = [
 @pytest.mark.quick_sample(3)
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of callbacks, about the CPU
 @pytest.mark.parametrize(("make", "make_arguments", "expected"), CASES)
-def test_a_step_begins_early_where_nobody_can_tell(make, make_arguments, expected, make_trainer):
-    model = make()
-    make_trainer(strategy=ForkingOffload(), max_epochs=1, limit_val_batches=0, **make_arguments()).fit(model)
-    assert set(model.seen) == {expected}
+def test_a_step_begins_early_where_nobody_can_tell(make, make_arguments, expected, make_trainer, monkeypatch):
+    early, late = set(), set()
+    monkeypatch.setattr(sharded, "EarlySteps", lambda trainer: noting(early, early_steps.EarlySteps(trainer)))
+    monkeypatch.setattr(sharded, "may_clip_late", noting(late, early_steps.may_clip_late))
+    trainer = make_trainer(strategy=ForkingOffload(), max_epochs=1, limit_val_batches=0, **make_arguments())
+    trainer.fit(make())
+    assert (early, late) == tuple({one} - {None} for one in expected)
+
+
+def noting(notes, ask):
+    def call(argument):
+        notes.add(ask(argument))
+        return ask(argument)
+
+    return call
+
+
+@pytest.mark.slow_except("Wraps", "SchedulesInTheStep", "Skips")
+@pytest.mark.parametrize("make", [Wraps, GoesPast, WrapsLate, Skips, WarmsUp, SchedulesInTheStep])
+def test_what_a_step_does_around_its_closure_is_heard(make, make_trainer):
+    weights = []
+    for strategy in ("auto", ForkingOffload()):
+        pl.seed_everything(0, verbose=False)
+        weights.append(make())
+        make_trainer(strategy=strategy, max_epochs=1, limit_val_batches=0).fit(weights[-1])
+    assert_equal_weights(*weights)
+
+
+def test_it_tells_once_why_steps_wait_for_the_backward(make_trainer, caplog):
+    with caplog.at_level("INFO"):
+        make_trainer(strategy=ForkingOffload(), max_epochs=1, limit_val_batches=0).fit(Wraps())
+    assert [message for message in caplog.messages if "after the backward" in message] == [
+        "fsdp_offload steps the optimizer after the backward, not layer by layer within it, because of the "
+        "module's optimizer_step: only the next forward hides the time of the step."
+    ]
 
 
 def test_a_hook_that_changes_gradients_is_heard(make_trainer):

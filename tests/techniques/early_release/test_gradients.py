@@ -1,9 +1,9 @@
-"""Gradients that are kept for nothing: their bytes, when they are zeroed, and those without an optimizer."""
+"""Gradients that are kept for nothing: their bytes, and those without an optimizer."""
 
 import torch
 from torch import nn
 
-from lightning_vram.techniques.early_release import gradient_bytes, unstepped_gradients, zero_early
+from lightning_vram.techniques.early_release import gradient_bytes, unstepped_gradients
 
 
 def test_bytes_are_those_of_storages_each_counted_once():
@@ -13,24 +13,6 @@ def test_bytes_are_those_of_storages_each_counted_once():
     one.grad, other.grad = bucket[:10], bucket[10:20]  # as DDP has it
     third.grad = torch.zeros(10)
     assert gradient_bytes([one, other, third]) == 400 + 40
-
-
-def test_zeroing_comes_at_once_and_again_only_for_what_has_come_since():
-    parameter, num_calls = nn.Parameter(torch.zeros(2)), 0
-
-    def zero() -> None:
-        nonlocal num_calls
-        num_calls += 1
-        parameter.grad = None
-
-    parameter.grad = torch.ones(2)
-    again = zero_early(zero, [parameter])
-    assert (parameter.grad, num_calls) == (None, 1)
-    again()
-    assert num_calls == 1
-    parameter.grad = torch.ones(2)
-    again()
-    assert (parameter.grad, num_calls) == (None, 2)
 
 
 def test_parameters_without_an_optimizer():

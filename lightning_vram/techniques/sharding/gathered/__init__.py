@@ -11,9 +11,11 @@ from lightning_vram.techniques.sharding.gathered.narrow_gradients import (
 from lightning_vram.techniques.sharding.gathered.settable_shards import gathered_of, make_settable, set_gathered
 from lightning_vram.techniques.sharding.gathered.watched_shards import unwatch, watch
 from lightning_vram.techniques.sharding.gathered.weight_reads import WeightReads, observe
+from lightning_vram.techniques.sharding.gathered.whole_numbers import WholeNumbers
 
 __all__ = [
     "WeightReads",
+    "WholeNumbers",
     "gathered_of",
     "keep_narrow",
     "make_settable",
