@@ -25,6 +25,11 @@ def is_dense(tensor: Tensor) -> bool:
     return True
 
 
+def dense_stride(tensor: Tensor) -> tuple[int, ...]:
+    """Return the strides of a new tensor like this one: its own, and those of a contiguous one where it is expanded."""
+    return tensor.stride() if is_dense(tensor) else torch.empty_like(tensor, device="meta").stride()
+
+
 def flat_as_stored(tensor: Tensor) -> Tensor:
     """Return a flat view of a dense tensor: its numbers in the order in which they lie in memory."""
     return tensor.as_strided((tensor.numel(),), (1,))
@@ -38,10 +43,11 @@ def stored_as(tensor: Tensor, stride: Sequence[int]) -> Tensor:
 
 
 def stored_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return ``tensor`` with its numbers in the order of those of ``like``, which is dense; itself where they are."""
-    orders = zip(tensor.shape, tensor.stride(), like.stride(), strict=True)
+    """Return ``tensor`` with its numbers in the order of those of a new tensor like ``like``; itself where they are."""
+    stride = dense_stride(like)
+    orders = zip(tensor.shape, tensor.stride(), stride, strict=True)
     is_so = all(size == 1 or own == other for size, own, other in orders)
-    return tensor if is_so else stored_as(tensor, like.stride())
+    return tensor if is_so else stored_as(tensor, stride)
 
 
 def state_stored_like(state: Mapping[str, Any], like: Tensor) -> dict[str, Any]:

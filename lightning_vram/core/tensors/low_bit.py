@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_vram.core.tensors.layout import flat_as_stored, stored_like
+from lightning_vram.core.tensors.layout import dense_stride, flat_as_stored, stored_like
 from lightning_vram.core.tensors.native_codecs import native_codecs
 from lightning_vram.private_names.torch.operators import TO_COPY, schema_of
 from lightning_vram.private_names.torch.tensors import make_wrapper
@@ -228,12 +228,12 @@ def low_bit_over(
     row = BLOCK_SIZE * bits // 8 + _SCALE_BYTES
     if memory.numel() % row:
         row = _block_size(count, bits) * bits // 8 + _SCALE_BYTES
-    shape, stride = ((count,), (1,)) if like is None else (like.shape, like.stride())
+    shape, stride = ((count,), (1,)) if like is None else (like.shape, dense_stride(like))
     return LowBitTensor(memory.view(-1, row), shape, stride, bits=bits, is_positive=is_positive)
 
 
 def empty_low_bit(like: Tensor, *, bits: Bits, is_positive: bool) -> LowBitTensor:
-    """Return one without values, of the shape, order and device of a dense tensor."""
+    """Return one without values, of the shape, order and device of a tensor."""
     count = like.numel()
     memory = torch.empty(record_bytes(count, bits), dtype=torch.uint8, device=like.device)
     return low_bit_over(memory, count, bits=bits, is_positive=is_positive, like=like)

@@ -13,7 +13,7 @@ from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_vram.core.tensors.bit_patterns import draw_of, rounded_by_place
-from lightning_vram.core.tensors.layout import flat_as_stored, is_dense
+from lightning_vram.core.tensors.layout import dense_stride, flat_as_stored, is_dense
 from lightning_vram.core.tensors.low_bit import Bits, LowBitTensor, empty_low_bit, low_bit_over, record_bytes
 from lightning_vram.optimizers.stepping.step_round import Member, State
 from lightning_vram.optimizers.stepping.steppable import is_lion, iterate_parameters, steps_like, why_not_steppable
@@ -98,7 +98,7 @@ class StateForm(ABC):
 
     def convert(self, key: str, value: Tensor, like: Tensor) -> Tensor:
         """Return a moment of a parameter in this form, rounded to the nearest; itself where it is so."""
-        if self.has(key, value) and (value.device, value.stride()) == (like.device, like.stride()):
+        if self.has(key, value) and (value.device, value.stride()) == (like.device, dense_stride(like)):
             return value
         return self.empty(key, like).copy_(value)
 
