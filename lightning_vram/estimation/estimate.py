@@ -15,7 +15,7 @@ from lightning_vram.estimation.batches import (
     with_batch_size,
     with_sequence_length,
 )
-from lightning_vram.estimation.limits import largest_that_fits
+from lightning_vram.estimation.limits import Limit, find_limit, is_refusal
 from lightning_vram.estimation.real_steps import RealSteps
 from lightning_vram.estimation.stages import estimate_stages, needed_bytes
 from lightning_vram.estimation.traced_fit import FitRun, TracedFit, trace_fit
@@ -96,9 +96,19 @@ def estimate_memory(  # noqa: PLR0913 - by name
     estimate = estimator.estimate()
     if find_limits:
         progress("looking for the largest batch", 0.3)
-        estimate = replace(estimate, max_batch_size=estimator.max_batch_size())
+        largest = estimator.max_batch_size()
         progress("looking for the longest sequence", 0.7)
-        estimate = replace(estimate, max_sequence_length=estimator.max_sequence_length())
+        longest = estimator.max_sequence_length()
+        named = (("a larger batch", largest), ("a longer sequence", longest))
+        notes = (f"The model refuses {name}: {limit.refusal}." for name, limit in named if limit.refusal)
+        estimate = replace(
+            estimate,
+            max_batch_size=largest.size,
+            batch_size_refusal=largest.refusal,
+            max_sequence_length=longest.size,
+            sequence_length_refusal=longest.refusal,
+            notes=(*estimate.notes, *notes),
+        )
     progress("done", 1.0)
     return estimate
 
@@ -137,7 +147,12 @@ class _Estimator:
             size = -(-size // 2)
             cut = [one.starting_with(size) if _cuts_when_full(one) else one for one in callbacks]
             run = replace(self._run, trainer_arguments={**arguments, "callbacks": cut})
-            traced = trace_fit(self._module, self._batch, run)
+            try:
+                traced = trace_fit(self._module, self._batch, run)
+            except Exception as error:
+                if is_refusal(error):
+                    return  # such as batch norms of one sample
+                raise
             num_bytes = needed_bytes(traced, self._workspaces)
             if num_bytes == last_bytes:
                 return  # it runs whole, or needs the most elsewhere
@@ -145,31 +160,39 @@ class _Estimator:
             if num_bytes < best_bytes:
                 best_bytes, self._micro_batch_size, self._run, self._traced = num_bytes, size, run, traced
 
-    def max_batch_size(self) -> int | None:
-        """Return the largest batch that fits; ``None`` if it is not known."""
+    def max_batch_size(self) -> Limit:
+        """Return the largest batch; of no known size if nothing can be said of others."""
         size = batch_size_of(self._batch)
         if not size or (self._real is not None and not self._real.has_law):
-            return None
-        return self._largest((size, size // 2 or 2), lambda new: self._trace_batch_of(new, size))
+            return Limit()
 
-    def max_sequence_length(self) -> int | None:
-        """Return the longest sequence that fits; ``None`` if there is none, or it is not known."""
-        length = sequence_length_of(self._batch)
+        def trace(new: int) -> TracedFit:
+            return trace_fit(self._module, with_batch_size(self._batch, size, new), self._run)
+
+        return self._largest((size, size // 2 or 2), trace if self._real is None else self._real.predict)
+
+    def max_sequence_length(self) -> Limit:
+        """Return the longest sequence; of no known length if there is none."""
+        length, run = sequence_length_of(self._batch), replace(self._run, has_values=True)
         if length is None or length < _SHORTEST or self._real is not None:
-            return None
+            return Limit()
+
+        def trace(new: int) -> TracedFit:
+            nonlocal run
+            batch = with_sequence_length(self._batch, length, new)
+            try:
+                return trace_fit(self._module, batch, run)
+            except IndexError:
+                if new > length or not run.has_values:
+                    raise
+                run = self._run  # the batch was made for its shapes: shorter ones have such values as well
+                return trace_fit(self._module, batch, run)
+
         step = length // 4 // _KERNEL_WIDTH * _KERNEL_WIDTH or length // 4
-        sizes = (length, length - step, length - 2 * step)
-        return self._largest(
-            sizes, lambda new: trace_fit(self._module, with_sequence_length(self._batch, length, new), self._run)
-        )
+        return self._largest((length, length - step, length - 2 * step), trace)
 
-    def _trace_batch_of(self, new: int, size: int) -> TracedFit:
-        if self._real is not None:
-            return self._real.predict(new)
-        return trace_fit(self._module, with_batch_size(self._batch, size, new), self._run)
-
-    def _largest(self, sizes: tuple[int, ...], trace: Callable[[int], TracedFit]) -> int | None:
-        return largest_that_fits(
+    def _largest(self, sizes: tuple[int, ...], trace: Callable[[int], TracedFit]) -> Limit:
+        return find_limit(
             trace,
             lambda traced: needed_bytes(traced, self._workspaces),
             self._spec.memory_bytes,

@@ -88,6 +88,7 @@ class FitRun:
         with_validation: Whether to validate after the steps.
         with_times: Whether to count what the operators take, of a fit.
         evaluation: ``"validate"``, ``"test"`` or ``"predict"``: one batch of that, by itself; ``None``: a fit.
+        has_values: Whether real tensors of the batch keep their values, so that indices out of range are noticed.
     """
 
     trainer_arguments: Mapping[str, Any]
@@ -96,6 +97,7 @@ class FitRun:
     with_validation: bool = True
     with_times: bool = False
     evaluation: str | None = None
+    has_values: bool = False
 
 
 def trace_fit(module: pl.LightningModule, batch: Any, run: FitRun) -> TracedFit:
@@ -155,7 +157,19 @@ def _fake_fit(module: pl.LightningModule, batch: Any, run: FitRun, num_batches: 
         fakes = FakeTensors(mode, HOST)
         tensors = [*module.parameters(), *module.buffers()]
         copied, parts = fakes.copy_of((module, parts_of(run.trainer_arguments)), tensors)
-        make = partial(map_tensors, map_tensors(batch, fakes.fake), partial(like_fresh, mode=mode))
+
+        def fake(tensor: Tensor) -> Tensor:
+            made = fakes.fake(tensor)
+            if run.has_values and not tensor.is_meta:
+                values.know(made, tensor)
+            return made
+
+        def fresh(tensor: Tensor) -> Tensor:
+            made = like_fresh(tensor, mode)
+            values.carry_over(tensor, made)
+            return made
+
+        make = partial(map_tensors, map_tensors(batch, fake), fresh)
         del fakes  # it knows the storages that the module begins with: whoever puts others there frees those
         device = HOST if run.card is None else CARD
         traced = _fit(copied, make, _with(parts, run), device, trackers, num_batches)

@@ -47,7 +47,9 @@ class MemoryEstimate:
             said of training, else of the first.
         batch_size: Samples of the estimated batch on each rank.
         max_batch_size: Largest that fits; ``None`` if it is not known, 0 if none does.
+        batch_size_refusal: What the model raises with one sample more, in one line; empty if memory is the limit.
         max_sequence_length: Longest that fits at this batch size; ``None`` if it is not known, or there is none.
+        sequence_length_refusal: What the model raises with one token more, in one line; empty if memory is the limit.
         world_size: Number of ranks.
         context_bytes: What the driver takes for the process before the first tensor.
         notes: What a reader must know, a sentence each.
@@ -57,7 +59,9 @@ class MemoryEstimate:
     stages: Mapping[str, StageEstimate]
     batch_size: int
     max_batch_size: int | None = None
+    batch_size_refusal: str = ""
     max_sequence_length: int | None = None
+    sequence_length_refusal: str = ""
     world_size: int = 1
     context_bytes: int = 0
     notes: tuple[str, ...] = ()

@@ -19,17 +19,28 @@ from typing_extensions import override
 from lightning_vram.memory.estimate.fakes.kernels import call_fake
 from lightning_vram.memory.estimate.fakes.uniform_truths import UniformTruths
 from lightning_vram.private_names.torch.dispatch import FakeTensor, UnwrappedMode, without_dispatch
-from lightning_vram.private_names.torch.operators import READ_NUMBER, OpOverload, schema_of
+from lightning_vram.private_names.torch.operators import EMBEDDING_BAG, READ_NUMBER, OpOverload, schema_of
 from lightning_vram.private_names.torch.tensors import storage_identity
 from lightning_vram.private_names.torch.trees import tensors_in, tree_map
 
-_EQUAL = torch.ops.aten.equal.default
+aten = torch.ops.aten
+_EQUAL = aten.equal.default
 _KEEPS_VALUES = (
     "aten::_amp_foreach_non_finite_check_and_unscale_",  # nothing is infinite
     "c10d::allreduce_",  # all ranks do the same
     "c10d::broadcast_",
 )
 _MOST_NUMBERS = 4096
+MOST_INTEGERS = 1 << 20
+"""As many are known of a tensor: positions of a long sequence."""
+
+_ROWS: Any = {  # by operator that picks rows: the position of its indices among its arguments, and where they count
+    aten.embedding.default: (1, lambda args: 0),
+    EMBEDDING_BAG: (1, lambda args: 0),
+    aten.index_select.default: (2, lambda args: args[1]),
+    aten.gather.default: (2, lambda args: args[1]),
+    aten.index.Tensor: (1, lambda args: 0),
+}
 _BETWEEN = ("torch", "lightning_vram", "lightning_utilities")
 _UNKNOWN_MAKERS = ("empty", "rand", "bernoulli", "multinomial", "normal", "new_empty")
 _UNKNOWN = 1.0
@@ -43,6 +54,7 @@ class KnownValues(UnwrappedMode):
         self.guesses: dict[str, None] = {}
         """What was said about unknown values, in sentences, in order."""
         self._values: Any = WeakIdKeyDictionary()
+        self._of_data: Any = WeakIdKeyDictionary()  # those that answer for nothing but indices out of range
         self._truths = UniformTruths()
 
     @override
@@ -54,15 +66,21 @@ class KnownValues(UnwrappedMode):
             return func(*args, **kwargs)
         tensors = list(tensors_in((args, kwargs)))
         is_known = all(map(self._knows, tensors)) and not _makes_unknown(func)
+        is_of_data = is_known and any(tensor in self._of_data for tensor in tensors)
         if func is _EQUAL:
             return self._are_equal(tensors)
         if func is READ_NUMBER:
-            return self._answer(func, args, tensors[0], is_known=is_known)
+            return self._answer(func, args, tensors[0], is_known=is_known and not is_of_data)
+        self._check_rows(func, args)
         result = call_fake(func, args, kwargs)
+        if schema_of(func).is_mutable:
+            self._truths.forget(set(map(storage_identity, tensors)))
         self._truths.note(func, args, result)
         results = [one for one in (result if isinstance(result, list | tuple) else [result]) if one is not None]
         if is_known and all(isinstance(one, FakeTensor) and _is_short(one) for one in results):
             self._note(results, func, args, kwargs)
+            if is_of_data:
+                self._of_data.update((one, True) for one in results)
         elif schema_of(func).is_mutable and schema_of(func).name not in _KEEPS_VALUES:
             self._forget(tensors)
         return result
@@ -94,12 +112,40 @@ class KnownValues(UnwrappedMode):
         with without_dispatch():  # such as states of random generators
             return torch.equal(*tensors)
 
+    def _check_rows(self, func: Any, args: tuple[Any, ...]) -> None:
+        """Refuse indices out of range as the real operator does: fake ones do not look at them."""
+        position, find_dim = _ROWS.get(func, (0, None))
+        if find_dim is None:
+            return
+        indices = args[position] if isinstance(args[position], list | tuple) else [args[position]]
+        for dim, index in enumerate(indices, find_dim(args)):
+            value = self._values.get(index) if isinstance(index, FakeTensor) else None
+            if value is None or not value.numel() or value.dtype is torch.bool:
+                continue
+            with without_dispatch():
+                least, most = map(int, value.aminmax())
+            num_rows = args[0].shape[dim]
+            if not -num_rows <= least <= most < num_rows:
+                wrong = most if most >= num_rows else least
+                raise IndexError(f"index {wrong} is out of bounds for dimension {dim} with size {num_rows}")
+
+    def know(self, tensor: Tensor, value: Tensor) -> None:
+        """Let a fake of data have a value, so that indices out of range are noticed: nothing else follows from it."""
+        self._values[tensor], self._of_data[tensor] = value, True
+
+    def is_unknown(self, tensor: Any) -> bool:
+        """Whether nobody can ask a fake for what it is made of."""
+        has_value = tensor in self._values and tensor not in self._of_data
+        return isinstance(tensor, FakeTensor) and not has_value and self._truths.of(tensor) is None
+
     def carry_over(self, source: Tensor, target: Tensor) -> None:
         """Let ``target`` have the value of ``source``, if that is known."""
         value = self._values.get(source)
         if value is not None:
             with without_dispatch():
                 self._values[target] = value.clone()
+            if source in self._of_data:
+                self._of_data[target] = True
 
     def _knows(self, tensor: Tensor) -> bool:
         return tensor in self._values if isinstance(tensor, FakeTensor) else _is_short(tensor) and tensor.is_cpu
@@ -137,7 +183,8 @@ def _package_of(frame: Any) -> str:
 
 
 def _is_short(tensor: Tensor) -> bool:
-    return tensor.numel() <= _MOST_NUMBERS
+    has_fractions = tensor.is_floating_point() or tensor.is_complex()
+    return tensor.numel() <= (_MOST_NUMBERS if has_fractions else MOST_INTEGERS)
 
 
 @cache

@@ -1,4 +1,7 @@
-"""Truth values that are the same in a whole tensor: nothing is ever infinite or not a number, and all is itself."""
+"""Truth values that are the same in a whole tensor: nothing is ever infinite or not a number, and all is itself.
+
+A mask of nothing but ones stays one where it is cast, viewed or resized.
+"""
 
 import math
 from typing import Any
@@ -7,11 +10,21 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_vram.private_names.torch.operators import TO_COPY, UNSAFE_VIEW
+from lightning_vram.private_names.torch.tensors import storage_identity
+
 _aten = torch.ops.aten
-_ANSWERS = {_aten.isnan.default: False, _aten.isinf.default: False, _aten.isfinite.default: True}
+_ANSWERS = {
+    **{_aten.isnan.default: False, _aten.isinf.default: False, _aten.isfinite.default: True},
+    **{_aten.ones.default: True, _aten.zeros.default: False},
+}
 _WITH_ITSELF = {_aten.eq.Tensor: True, _aten.ne.Tensor: False}
 _WITH_INFINITY = {_aten.eq.Scalar: False, _aten.ne.Scalar: True}
-_SAME = (_aten.any.default, _aten.all.default, _aten.any.dim, _aten.all.dim)
+_SAME = (
+    *(_aten.any.default, _aten.all.default, _aten.any.dim, _aten.all.dim, TO_COPY, _aten.clone.default),
+    *(_aten.unsqueeze.default, _aten.expand.default, _aten.view.default, _aten.slice.Tensor, _aten.select.int),
+    *(_aten.permute.default, _aten.upsample_nearest2d.default, UNSAFE_VIEW),
+)
 _NOT = (_aten.bitwise_not.default, _aten.logical_not.default)
 _AND = (_aten.mul.Tensor, _aten.bitwise_and.Tensor, _aten.logical_and.default)
 _OR = (_aten.bitwise_or.Tensor, _aten.logical_or.default)
@@ -28,6 +41,11 @@ class UniformTruths:
         truth = self._follows(func, args)
         if truth is not None:
             self._known[result] = truth
+
+    def forget(self, written: set[int]) -> None:
+        """Forget what is said of tensors in storages of these identities: they are written to."""
+        for tensor in [one for one in self._known if storage_identity(one) in written]:
+            del self._known[tensor]
 
     def of(self, tensor: Tensor) -> bool | None:
         """Return the truth value of all elements; ``None`` if it is not known."""
