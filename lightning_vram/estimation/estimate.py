@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,7 +16,8 @@ from lightning_vram.estimation.batches import (
     with_batch_size,
     with_sequence_length,
 )
-from lightning_vram.estimation.limits import Limit, find_limit, is_refusal
+from lightning_vram.estimation.fake_trainer import as_list
+from lightning_vram.estimation.limits import Limit, attempt, find_limit
 from lightning_vram.estimation.real_steps import RealSteps
 from lightning_vram.estimation.stages import estimate_stages, needed_bytes
 from lightning_vram.estimation.traced_fit import FitRun, TracedFit, trace_fit
@@ -131,15 +133,10 @@ class _Estimator:
         self._micro_batch_size: int | None = None
         self._cut_until_it_fits()
 
-    def estimate(self) -> MemoryEstimate:
-        """Return the estimate of the batch, without limits."""
-        return self._estimate(self._traced)
-
     def _cut_until_it_fits(self) -> None:
         """Do what callbacks that cut batches when memory runs out would find out: here it never does."""
         size, arguments = batch_size_of(self._batch) or 1, self._run.trainer_arguments
-        callbacks = arguments.get("callbacks") or []
-        callbacks = list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
+        callbacks = as_list(arguments.get("callbacks"))
         if self._real is not None or not any(_cuts_when_full(callback) for callback in callbacks):
             return
         best_bytes = last_bytes = needed_bytes(self._traced, self._workspaces)
@@ -147,12 +144,9 @@ class _Estimator:
             size = -(-size // 2)
             cut = [one.starting_with(size) if _cuts_when_full(one) else one for one in callbacks]
             run = replace(self._run, trainer_arguments={**arguments, "callbacks": cut})
-            try:
-                traced = trace_fit(self._module, self._batch, run)
-            except Exception as error:
-                if is_refusal(error):
-                    return  # such as batch norms of one sample
-                raise
+            traced, _ = attempt(partial(trace_fit, self._module, self._batch, run))
+            if traced is None:
+                return  # batch norms refuse one sample
             num_bytes = needed_bytes(traced, self._workspaces)
             if num_bytes == last_bytes:
                 return  # it runs whole, or needs the most elsewhere
@@ -165,11 +159,11 @@ class _Estimator:
         size = batch_size_of(self._batch)
         if not size or (self._real is not None and not self._real.has_law):
             return Limit()
-
-        def trace(new: int) -> TracedFit:
-            return trace_fit(self._module, with_batch_size(self._batch, size, new), self._run)
-
-        return self._largest((size, size // 2 or 2), trace if self._real is None else self._real.predict)
+        real, module, batch, run = self._real, self._module, self._batch, self._run
+        trace = (
+            real.predict if real is not None else lambda new: trace_fit(module, with_batch_size(batch, size, new), run)
+        )
+        return self._largest((size, size // 2 or 2), trace)
 
     def max_sequence_length(self) -> Limit:
         """Return the longest sequence; of no known length if there is none."""
@@ -200,8 +194,9 @@ class _Estimator:
             self._traced,
         )
 
-    def _estimate(self, traced: TracedFit) -> MemoryEstimate:
-        workspaces = self._workspaces
+    def estimate(self) -> MemoryEstimate:
+        """Return the estimate of the batch, without limits."""
+        workspaces, traced = self._workspaces, self._traced
         notes = [*(workspaces.notes if workspaces is not None else ()), *traced.notes]
         if traced.timeline.pinned_peak_bytes:
             notes.append(_COPIES)

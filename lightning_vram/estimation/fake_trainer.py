@@ -7,7 +7,7 @@ first makes the state of the optimizer, the second is as all others.
 import copy
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -45,6 +45,11 @@ _SET_HERE = (
     *("limit_train_batches", "limit_val_batches", "val_check_interval", "check_val_every_n_epoch"),
     *("limit_test_batches", "limit_predict_batches", "reload_dataloaders_every_n_epochs", "default_root_dir"),
 )
+_ENDS = (
+    *("on_train_epoch_end", "on_validation_epoch_end", "on_test_epoch_end", "on_predict_epoch_end"),
+    *("on_train_end", "on_fit_end", "on_exception", "on_save_checkpoint", "teardown"),
+)
+_OWN = "lightning_vram."
 _NEED_CUDA = (FSDPStrategy, DeepSpeedStrategy)
 _NAMES_OF_SUCH = ("deepspeed", "fsdp_cpu_offload")
 _STARTS_PROCESSES = re.compile("_(spawn|fork|notebook)")  # of ddp: no process is started here
@@ -235,14 +240,15 @@ def parts_of(arguments: Mapping[str, Any]) -> dict[str, list[Any]]:
 
     To be copied together with the module: some of them hold it, or parts of it.
     """
-    callbacks, plugins = (_as_list(arguments.get(name)) for name in ("callbacks", "plugins"))
+    callbacks, plugins = (as_list(arguments.get(name)) for name in ("callbacks", "plugins"))
     return {
         "callbacks": [callback for callback in callbacks if not _is_watcher(callback)],
         "plugins": [plugin for plugin in plugins if not isinstance(plugin, ClusterEnvironment)],
     }
 
 
-def _as_list(value: Any) -> list[Any]:
+def as_list(value: Any) -> list[Any]:
+    """Return callbacks or plugins as a Trainer takes them: one, several or none."""
     if value is None:
         return []
     return list(value) if isinstance(value, list | tuple) else [value]
@@ -257,3 +263,33 @@ def _check_names(arguments: Mapping[str, Any]) -> None:
     for name in arguments:
         if name not in known:
             raise TypeError(f"estimate_memory(trainer) takes the arguments of Trainer, got {name!r}, which it has not.")
+
+
+def silence_ends(module: pl.LightningModule, callbacks: Iterable[Callback]) -> None:
+    """Leave out hooks that come after steps, of the user's code and Lightning's. Those of this package undo things.
+
+    Args:
+        module: A copy.
+        callbacks: Copies.
+    """
+    for part in (module, *callbacks):
+        if not type(part).__module__.startswith(_OWN):
+            vars(part).update(dict.fromkeys((name for name in _ENDS if hasattr(part, name)), _do_nothing))
+
+
+class StayOnCard(Callback):
+    """Leave out that Lightning moves all back to the host once a run is over, tensor by tensor: a fifth of the work.
+
+    Strategies and plugins of this package end in their own way, some with copies that belong on the host.
+    """
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        parts = trainer.strategy, trainer.precision_plugin
+        if not any(type(part).__module__.startswith(_OWN) for part in parts):
+            vars(pl_module)["cpu"] = lambda: pl_module
+            trainer.strategy.optimizers = []
+
+
+def _do_nothing(*_: Any, **__: Any) -> None:
+    """Stand in for a hook."""

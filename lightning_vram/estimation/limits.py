@@ -5,6 +5,8 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -19,6 +21,7 @@ _MOST_CHECKS = 3
 _MOST_LETTERS = 160
 _DELIBERATE = (RuntimeError, ValueError, IndexError, MisconfigurationException)  # by operators and refusals of ours
 _OWN = "lightning_vram."
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -54,25 +57,24 @@ def find_limit(
         The limit; an unknown one if nothing follows from those sizes, or a trace at the size that was found belies it.
 
     Raises:
-        Exception: What a trace raises that is no refusal of the model: see :func:`is_refusal`.
+        Exception: What a trace raises that is no refusal of the model: see :func:`attempt`.
     """
     found = _Sizes(trace, needed_bytes)
     found.needs[sizes[0]] = needed_bytes(first)
-    try:
-        largest = _expected(found, limit_bytes, sizes, first)
+    with suppress(*UNKNOWN_VALUES):  # what the fakes cannot tell is not the model's word
+        law = found.law(sizes, first)
+        largest = min((size for size in found.refusals if size > max(found.needs)), default=None)
+        if law is not None:
+            largest = _bisect(lambda size: needed_bytes(law.predict(size)) <= limit_bytes, sizes[0])
         for _ in range(_MOST_CHECKS):
             if largest and not found.takes(largest):
                 largest = found.largest_below(largest)
+            if largest is None:
+                break
             if not largest or found.needs[largest] <= limit_bytes:
                 return Limit(largest, found.refusals.get(largest + 1, ""))
             largest -= max(1, largest // _EXACT_UP_TO)
-    except (_UnknownError, *UNKNOWN_VALUES):
-        pass
     return Limit()
-
-
-class _UnknownError(Exception):
-    """Nothing follows from what was run."""
 
 
 class _Sizes:
@@ -80,7 +82,7 @@ class _Sizes:
 
     def __init__(self, trace: Callable[[int], TracedFit], needed_bytes: Callable[[TracedFit], int]) -> None:
         self._trace = trace
-        self.needed_bytes = needed_bytes
+        self._needed_bytes = needed_bytes
         self.needs: dict[int, int] = {}
         self.refusals: dict[int, str] = {}
 
@@ -88,23 +90,30 @@ class _Sizes:
         """Whether the model takes a size, whose run is added to ``runs``."""
         if size in self.refusals or (runs is None and size in self.needs):
             return size in self.needs
-        try:
-            traced = self._trace(size)
-        except Exception as error:
-            if not is_refusal(error):
-                raise
-            self.refusals[size] = _in_a_line(error)
+        traced, refusal = attempt(partial(self._trace, size))
+        if traced is None:
+            self.refusals[size] = refusal
             return False
-        self.needs[size] = self.needed_bytes(traced)
+        self.needs[size] = self._needed_bytes(traced)
         if runs is not None:
             runs[size] = traced
         return True
 
-    def largest_below(self, refused: int) -> int:
-        """Return the largest size below a refused one that the model takes: maybe it takes only multiples."""
+    def law(self, sizes: Sequence[int], first: TracedFit) -> SizeLaw | None:
+        """Return the law of steps of these sizes, or of parts or multiples of the first, if the model takes them."""
+        start, runs = sizes[0], {sizes[0]: first}
+        for points in (sizes, (start, start // 2, start // 4), (start, 2 * start, 3 * start)):
+            points = points[: len(sizes)]
+            if all(point in runs or (point and self.takes(point, runs)) for point in points):
+                with suppress(ValueError):
+                    return SizeLaw({point: runs[point] for point in points})
+        return None
+
+    def largest_below(self, refused: int) -> int | None:
+        """Return the largest size below a refused one, maybe of multiples only, that is taken; ``None``: unknown."""
         taken, step = max((size for size in self.needs if size < refused), default=0), math.gcd(*self.needs)
         if not taken and refused > 1:
-            raise _UnknownError
+            return None
         for probe in (refused // step * step, *(taken << number for number in range(1, _LARGEST.bit_length()))):
             if taken < probe < refused:
                 taken, refused = (probe, refused) if self.takes(probe) else (taken, probe)
@@ -115,35 +124,21 @@ class _Sizes:
         return taken
 
 
-def is_refusal(error: Exception) -> bool:
-    """Whether the run itself has raised: no mistake of this package, and no host whose memory ran out."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    is_own = str(frame.f_globals.get("__name__")).startswith(_OWN)
-    return not is_out_of_memory(error) and (not is_own or isinstance(error, _DELIBERATE))
-
-
-def _in_a_line(error: Exception) -> str:
-    line = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
-    return line if len(line) <= _MOST_LETTERS else line[: _MOST_LETTERS - 3] + "..."
-
-
-def _expected(found: _Sizes, limit_bytes: int, sizes: Sequence[int], first: TracedFit) -> int:
-    """Return the largest size that fits by a law; without one, the first that the model refuses.
+def attempt(run: Callable[[], _Result]) -> tuple[_Result | None, str]:
+    """Return what a run returns, or ``None`` and, in a line, why the model refuses it.
 
     Raises:
-        _UnknownError: If nothing follows from the steps.
+        Exception: Mistakes of this package, and that the memory of the host has run out.
     """
-    start, known = sizes[0], {sizes[0]: first}
-    for points in (sizes, (start, start // 2, start // 4), (start, 2 * start, 3 * start)):
-        points = points[: len(sizes)]
-        if all(point in known or (point and found.takes(point, known)) for point in points):
-            with suppress(ValueError):
-                law = SizeLaw({point: known[point] for point in points})
-                return _bisect(lambda size: found.needed_bytes(law.predict(size)) <= limit_bytes, start)
-    refused = [size for size in found.refusals if size > max(known)]
-    if not refused:
-        raise _UnknownError
-    return min(refused)
+    try:
+        return run(), ""
+    except Exception as error:
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        is_own = str(frame.f_globals.get("__name__")).startswith(_OWN) and not isinstance(error, _DELIBERATE)
+        if is_own or is_out_of_memory(error):
+            raise
+        line = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
+    return None, line if len(line) <= _MOST_LETTERS else line[: _MOST_LETTERS - 3] + "..."
 
 
 def _bisect(fits: Callable[[int], bool], start: int) -> int:

@@ -20,13 +20,14 @@ from lightning_vram.estimation.batches import FreshBatches, map_tensors
 from lightning_vram.estimation.data_parallel import leave_out_reducer
 from lightning_vram.estimation.fake_trainer import (
     NUM_STEPS,
+    StayOnCard,
     add_silent_logger,
     make_trainer,
     needs_ranks,
     parts_of,
+    silence_ends,
 )
 from lightning_vram.estimation.isolation import isolated
-from lightning_vram.estimation.silent_ends import StayOnCard, silence_ends
 from lightning_vram.estimation.step_time import StepClock, StepTime
 from lightning_vram.memory.estimate.cuda_semantics import CudaSpec, cuda_semantics
 from lightning_vram.memory.estimate.cuda_semantics.scratch import Scratch
@@ -34,8 +35,9 @@ from lightning_vram.memory.estimate.device_spec import DeviceSpec
 from lightning_vram.memory.estimate.event_order import as_on_card
 from lightning_vram.memory.estimate.fakes.device import HOST, fake_device
 from lightning_vram.memory.estimate.fakes.device_module import CARD
+from lightning_vram.memory.estimate.fakes.known_values import KnownValues
 from lightning_vram.memory.estimate.fakes.ranks import fake_ranks
-from lightning_vram.memory.estimate.fakes.tensors import FakeTensors, like_fresh
+from lightning_vram.memory.estimate.fakes.tensors import FakeTensors
 from lightning_vram.memory.tracking.timeline import MemoryTimeline
 from lightning_vram.memory.tracking.tracker import MemoryTracker, track_memory
 from lightning_vram.private_names.lightning.compile import forget_compiled_steps
@@ -157,23 +159,19 @@ def _fake_fit(module: pl.LightningModule, batch: Any, run: FitRun, num_batches: 
         fakes = FakeTensors(mode, HOST)
         tensors = [*module.parameters(), *module.buffers()]
         copied, parts = fakes.copy_of((module, parts_of(run.trainer_arguments)), tensors)
-
-        def fake(tensor: Tensor) -> Tensor:
-            made = fakes.fake(tensor)
-            if run.has_values and not tensor.is_meta:
-                values.know(made, tensor)
-            return made
-
-        def fresh(tensor: Tensor) -> Tensor:
-            made = like_fresh(tensor, mode)
-            values.carry_over(tensor, made)
-            return made
-
-        make = partial(map_tensors, map_tensors(batch, fake), fresh)
+        templates = map_tensors(batch, partial(_template, fakes, values if run.has_values else None))
+        make = partial(map_tensors, templates, partial(values.fresh_like, mode))
         del fakes  # it knows the storages that the module begins with: whoever puts others there frees those
         device = HOST if run.card is None else CARD
         traced = _fit(copied, make, _with(parts, run), device, trackers, num_batches)
     return traced and replace(traced, notes=(*notes, *values.guesses))
+
+
+def _template(fakes: FakeTensors, values: KnownValues | None, tensor: Tensor) -> Tensor:
+    fake = fakes.fake(tensor)
+    if values is not None and not tensor.is_meta:
+        values.know(fake, tensor)
+    return fake
 
 
 def _with_enough_batches(fit: Callable[[int], TracedFit | None], run: FitRun) -> TracedFit:

@@ -271,7 +271,7 @@ def test_what_the_model_raises_at_the_given_size_is_its_own(look, error):
 
 def test_a_mistake_of_ours_is_no_limit_of_the_model(monkeypatch):
     def breaking(*arguments):
-        monkeypatch.setattr(traced_fit, "like_fresh", None)
+        monkeypatch.setattr(traced_fit, "FreshBatches", None)
         return with_batch_size(*arguments)
 
     monkeypatch.setattr("lightning_vram.estimation.estimate.with_batch_size", breaking)

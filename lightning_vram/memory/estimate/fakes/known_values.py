@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lightning_vram.memory.estimate.fakes.kernels import call_fake
 from lightning_vram.memory.estimate.fakes.uniform_truths import UniformTruths
-from lightning_vram.private_names.torch.dispatch import FakeTensor, UnwrappedMode, without_dispatch
+from lightning_vram.private_names.torch.dispatch import FakeTensor, FakeTensorMode, UnwrappedMode, without_dispatch
 from lightning_vram.private_names.torch.operators import EMBEDDING_BAG, READ_NUMBER, OpOverload, schema_of
 from lightning_vram.private_names.torch.tensors import storage_identity
 from lightning_vram.private_names.torch.trees import tensors_in, tree_map
@@ -34,13 +34,8 @@ _MOST_NUMBERS = 4096
 MOST_INTEGERS = 1 << 20
 """As many are known of a tensor: positions of a long sequence."""
 
-_ROWS: Any = {  # by operator that picks rows: the position of its indices among its arguments, and where they count
-    aten.embedding.default: (1, lambda args: 0),
-    EMBEDDING_BAG: (1, lambda args: 0),
-    aten.index_select.default: (2, lambda args: args[1]),
-    aten.gather.default: (2, lambda args: args[1]),
-    aten.index.Tensor: (1, lambda args: 0),
-}
+_PICKS_ROWS = (aten.embedding.default, EMBEDDING_BAG, aten.index.Tensor)
+_PICKS_ALONG_DIM = (aten.index_select.default, aten.gather.default)
 _BETWEEN = ("torch", "lightning_vram", "lightning_utilities")
 _UNKNOWN_MAKERS = ("empty", "rand", "bernoulli", "multinomial", "normal", "new_empty")
 _UNKNOWN = 1.0
@@ -114,11 +109,10 @@ class KnownValues(UnwrappedMode):
 
     def _check_rows(self, func: Any, args: tuple[Any, ...]) -> None:
         """Refuse indices out of range as the real operator does: fake ones do not look at them."""
-        position, find_dim = _ROWS.get(func, (0, None))
-        if find_dim is None:
+        if func not in (*_PICKS_ROWS, *_PICKS_ALONG_DIM):
             return
-        indices = args[position] if isinstance(args[position], list | tuple) else [args[position]]
-        for dim, index in enumerate(indices, find_dim(args)):
+        first_dim, index = (0, args[1]) if func in _PICKS_ROWS else args[1:3]
+        for dim, index in enumerate(index if isinstance(index, list | tuple) else [index], first_dim):
             value = self._values.get(index) if isinstance(index, FakeTensor) else None
             if value is None or not value.numel() or value.dtype is torch.bool:
                 continue
@@ -137,6 +131,13 @@ class KnownValues(UnwrappedMode):
         """Whether nobody can ask a fake for what it is made of."""
         has_value = tensor in self._values and tensor not in self._of_data
         return isinstance(tensor, FakeTensor) and not has_value and self._truths.of(tensor) is None
+
+    def fresh_like(self, mode: FakeTensorMode, template: Tensor) -> Tensor:
+        """Return a new tensor of the shape and the value of another, made under ``mode`` by an operator."""
+        with mode:
+            fresh = torch.empty_strided(template.shape, template.stride(), dtype=template.dtype, device=template.device)
+        self.carry_over(template, fresh)
+        return fresh
 
     def carry_over(self, source: Tensor, target: Tensor) -> None:
         """Let ``target`` have the value of ``source``, if that is known."""
