@@ -111,8 +111,14 @@ def _reshape(batch: Any, change: Callable[[tuple[int, ...]], tuple[int, ...]]) -
 
 def _like(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Integers have the largest one for a value, which no mask hides and no model takes for padding."""
-    has_fractions = tensor.is_floating_point() or tensor.is_complex() or tensor.layout is not torch.strided
-    if has_fractions or tensor.is_meta or not tensor.numel() or prod(shape) > MOST_INTEGERS:
+    is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_meta
+    if (
+        not is_plain
+        or tensor.is_floating_point()
+        or tensor.is_complex()
+        or not tensor.numel()
+        or prod(shape) > MOST_INTEGERS
+    ):
         return torch.empty(shape, dtype=tensor.dtype, device="meta")
     return torch.full(shape, tensor.max().item(), dtype=tensor.dtype)
 

@@ -169,7 +169,7 @@ def _fake_fit(module: pl.LightningModule, batch: Any, run: FitRun, num_batches: 
 
 def _template(fakes: FakeTensors, values: KnownValues | None, tensor: Tensor) -> Tensor:
     fake = fakes.fake(tensor)
-    if values is not None and not tensor.is_meta:
+    if values is not None and type(tensor) is Tensor and not tensor.is_meta:
         values.know(fake, tensor)
     return fake
 

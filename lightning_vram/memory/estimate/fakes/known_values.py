@@ -111,8 +111,8 @@ class KnownValues(UnwrappedMode):
         """Refuse indices out of range as the real operator does: fake ones do not look at them."""
         if func not in (*_PICKS_ROWS, *_PICKS_ALONG_DIM):
             return
-        first_dim, index = (0, args[1]) if func in _PICKS_ROWS else args[1:3]
-        for dim, index in enumerate(index if isinstance(index, list | tuple) else [index], first_dim):
+        first_dim, found = (0, args[1]) if func in _PICKS_ROWS else args[1:3]
+        for dim, index in enumerate(found if isinstance(found, list | tuple) else [found], first_dim):
             value = self._values.get(index) if isinstance(index, FakeTensor) else None
             if value is None or not value.numel() or value.dtype is torch.bool:
                 continue

@@ -98,9 +98,12 @@ def test_known_indices_out_of_range_are_refused(device, pick, where):
     pick(table, torch.randint(9000, (3,), device=where))  # nobody knows
 
 
+REAL_IDS = torch.ones(2, 9, dtype=torch.int64)
+
+
 def test_values_of_data_are_looked_at_for_indices_and_for_nothing_else(device):
     ids = torch.empty(2, 9, dtype=torch.int64)
-    device.know(ids, torch.ones(2, 9, dtype=torch.int64))
+    device.know(ids, REAL_IDS)
     places = (ids.ne(0).cumsum(1) - 1).to(CARD)
     assert device.is_unknown(places)
     with pytest.raises(RuntimeError):
