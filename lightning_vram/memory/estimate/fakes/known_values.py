@@ -69,7 +69,7 @@ class KnownValues(UnwrappedMode):
         self._check_rows(func, args)
         result = call_fake(func, args, kwargs)
         if schema_of(func).is_mutable:
-            self._truths.forget(set(map(storage_identity, tensors)))
+            self._truths.forget(tensors)
         self._truths.note(func, args, result)
         results = [one for one in (result if isinstance(result, list | tuple) else [result]) if one is not None]
         if is_known and all(isinstance(one, FakeTensor) and _is_short(one) for one in results):
