@@ -128,10 +128,12 @@ def attempt(run: Callable[[], _Result]) -> tuple[_Result | None, str]:
     """Return what a run returns, or ``None`` and, in a line, why the model refuses it.
 
     Raises:
-        Exception: Mistakes of this package, and that the memory of the host has run out.
+        Exception: Mistakes of this package, questions that fakes do not answer, and a host whose memory ran out.
     """
     try:
         return run(), ""
+    except UNKNOWN_VALUES:
+        raise
     except Exception as error:
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
         is_own = str(frame.f_globals.get("__name__")).startswith(_OWN) and not isinstance(error, _DELIBERATE)

@@ -14,6 +14,7 @@ from lightning_vram.estimation.limits import Limit, find_limit
 from lightning_vram.estimation.size_law import SizeLaw
 from lightning_vram.estimation.traced_fit import TracedFit
 from lightning_vram.memory.tracking.timeline import Allocation, Category, MemoryEvent, MemoryTimeline, Phase
+from lightning_vram.private_names.torch.fakes import DynamicOutputShapeException
 
 
 def a_run(*changes):
@@ -125,6 +126,13 @@ def refusing(takes, error=ValueError):
 )
 def test_a_size_that_the_model_refuses_is_a_limit(takes, limit_bytes, limit):
     assert find_limit(refusing(takes), peak_of, limit_bytes, (8, 4), batch_of(8)) == limit
+
+
+def test_a_value_that_fakes_do_not_know_is_no_limit_of_the_model():
+    def error(text):
+        return DynamicOutputShapeException(torch.ops.aten.nonzero.default)
+
+    assert find_limit(refusing(lambda size: size <= 8, error), peak_of, 10**6, (8, 4), batch_of(8)) == Limit()
 
 
 @pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])

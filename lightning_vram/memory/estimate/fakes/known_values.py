@@ -24,7 +24,7 @@ from lightning_vram.private_names.torch.tensors import storage_identity
 from lightning_vram.private_names.torch.trees import tensors_in, tree_map
 
 aten = torch.ops.aten
-_EQUAL = aten.equal.default
+_EQUAL, _SUM = aten.equal.default, aten.sum.default
 _KEEPS_VALUES = (
     "aten::_amp_foreach_non_finite_check_and_unscale_",  # nothing is infinite
     "c10d::allreduce_",  # all ranks do the same
@@ -68,9 +68,7 @@ class KnownValues(UnwrappedMode):
             return self._answer(func, args, tensors[0], is_known=is_known and not is_of_data)
         self._check_rows(func, args)
         result = call_fake(func, args, kwargs)
-        if schema_of(func).is_mutable:
-            self._truths.forget(tensors)
-        self._truths.note(func, args, result)
+        self._note_truths(func, args, tensors, result)
         results = [one for one in (result if isinstance(result, list | tuple) else [result]) if one is not None]
         if is_known and all(isinstance(one, FakeTensor) and _is_short(one) for one in results):
             self._note(results, func, args, kwargs)
@@ -79,6 +77,14 @@ class KnownValues(UnwrappedMode):
         elif schema_of(func).is_mutable and schema_of(func).name not in _KEEPS_VALUES:
             self._forget(tensors)
         return result
+
+    def _note_truths(self, func: Any, args: tuple[Any, ...], tensors: list[Tensor], result: Any) -> None:
+        if schema_of(func).is_mutable:
+            self._truths.forget(tensors)
+        self._truths.note(func, args, result)
+        if func is _SUM and (truth := self._truths.of(args[0])) is not None:
+            with without_dispatch():
+                self._values[result] = torch.full((), args[0].numel() * truth, dtype=result.dtype)
 
     def _forget(self, tensors: list[Tensor]) -> None:
         """Forget what may have been written, and all that shares its memory."""

@@ -120,6 +120,7 @@ def test_a_mask_of_ones_stays_one_until_it_is_written_to(device):
     assert resized.flatten(1).all()
     assert (mask == 1).all()
     assert not (mask == 0).any()
+    assert mask.to(torch.bool).sum() == mask.numel()
     assert device.is_unknown(mask * 0.5)
     mask[:, 1:].copy_(torch.rand(2, 199, 200, device=CARD))
     assert device.is_unknown(mask)
