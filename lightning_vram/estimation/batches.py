@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from math import prod
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,6 +15,7 @@ from torch import Tensor
 from lightning_vram.core.batches.path import BatchSplitError, SharedKeys
 from lightning_vram.core.batches.sizing import find_reading
 from lightning_vram.core.batches.structure import take_apart
+from lightning_vram.memory.estimate.fakes.known_values import MOST_INTEGERS
 
 _ENVIRONMENTS = ("SLURM", "TorchElastic", "LSF", "MPI", "Lightning")
 _HOW = "Give one: estimate_memory(module, batch, ...) takes any nest of tensors, of which only shapes and types count"
@@ -88,7 +90,7 @@ def batch_size_of(batch: Any) -> int | None:
 
 
 def with_batch_size(batch: Any, old: int, new: int) -> Any:
-    """Return a batch of ``new`` samples in the place of ``old``: shapes only, on no device."""
+    """Return a batch of ``new`` samples in the place of ``old``: shapes, and of integers the largest value."""
     return _reshape(batch, lambda shape: (new, *shape[1:]) if shape and shape[0] == old else shape)
 
 
@@ -99,7 +101,7 @@ def sequence_length_of(batch: Any) -> int | None:
 
 
 def with_sequence_length(batch: Any, old: int, new: int) -> Any:
-    """Return a batch whose sequences are ``new`` long in the place of ``old``: shapes only."""
+    """Return a batch whose sequences are ``new`` long in the place of ``old``: shapes, and the largest of integers."""
     return _reshape(batch, lambda shape: (*shape[:1], *(new if length == old else length for length in shape[1:])))
 
 
@@ -123,7 +125,21 @@ def map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _reshape(batch: Any, change: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Any:
-    return map_tensors(batch, lambda one: torch.empty(change(tuple(one.shape)), dtype=one.dtype, device="meta"))
+    return map_tensors(batch, lambda one: _like(one, change(tuple(one.shape))))
+
+
+def _like(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Integers have the largest one for a value, which no mask hides and no model takes for padding."""
+    is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_meta
+    if (
+        not is_plain
+        or tensor.is_floating_point()
+        or tensor.is_complex()
+        or not tensor.numel()
+        or prod(shape) > MOST_INTEGERS
+    ):
+        return torch.empty(shape, dtype=tensor.dtype, device="meta")
+    return torch.full(shape, tensor.max().item(), dtype=tensor.dtype)
 
 
 def _tensors(value: Any) -> list[Tensor]:

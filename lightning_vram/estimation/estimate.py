@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,8 +16,8 @@ from lightning_vram.estimation.batches import (
     with_batch_size,
     with_sequence_length,
 )
-from lightning_vram.estimation.fake_trainer import RunCallbacks, check_run_callbacks, left_out_note
-from lightning_vram.estimation.limits import largest_that_fits
+from lightning_vram.estimation.fake_trainer import RunCallbacks, as_list, check_run_callbacks, left_out_note
+from lightning_vram.estimation.limits import Limit, attempt, find_limit
 from lightning_vram.estimation.real_steps import RealSteps
 from lightning_vram.estimation.stages import estimate_stages, needed_bytes
 from lightning_vram.estimation.traced_fit import FitRun, TracedFit, trace_fit
@@ -101,9 +102,19 @@ def estimate_memory(  # noqa: PLR0913 - by name
     estimate = estimator.estimate()
     if find_limits:
         progress("looking for the largest batch", 0.3)
-        estimate = replace(estimate, max_batch_size=estimator.max_batch_size())
+        largest = estimator.max_batch_size()
         progress("looking for the longest sequence", 0.7)
-        estimate = replace(estimate, max_sequence_length=estimator.max_sequence_length())
+        longest = estimator.max_sequence_length()
+        named = (("a larger batch", largest), ("a longer sequence", longest))
+        notes = (f"The model refuses {name}: {limit.refusal}." for name, limit in named if limit.refusal)
+        estimate = replace(
+            estimate,
+            max_batch_size=largest.size,
+            batch_size_refusal=largest.refusal,
+            max_sequence_length=longest.size,
+            sequence_length_refusal=longest.refusal,
+            notes=(*estimate.notes, *notes),
+        )
     progress("done", 1.0)
     return estimate
 
@@ -133,15 +144,10 @@ class Estimator:
         self._micro_batch_size: int | None = None
         self._cut_until_it_fits()
 
-    def estimate(self) -> MemoryEstimate:
-        """Return the estimate of the batch, without limits."""
-        return self._estimate(self._traced)
-
     def _cut_until_it_fits(self) -> None:
         """Do what callbacks that cut batches when memory runs out would find out: here it never does."""
         size, arguments = batch_size_of(self._batch) or 1, self._run.trainer_arguments
-        callbacks = arguments.get("callbacks") or []
-        callbacks = list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
+        callbacks = as_list(arguments.get("callbacks"))
         if self._real is not None or not any(_cuts_when_full(callback) for callback in callbacks):
             return
         best_bytes = last_bytes = needed_bytes(self._traced, self._workspaces)
@@ -149,7 +155,9 @@ class Estimator:
             size = -(-size // 2)
             cut = [one.starting_with(size) if _cuts_when_full(one) else one for one in callbacks]
             run = replace(self._run, trainer_arguments={**arguments, "callbacks": cut})
-            traced = trace_fit(self._module, self._batch, run)
+            traced, _ = attempt(partial(trace_fit, self._module, self._batch, run))
+            if traced is None:
+                return  # batch norms refuse one sample
             num_bytes = needed_bytes(traced, self._workspaces)
             if num_bytes == last_bytes:
                 return  # it runs whole, or needs the most elsewhere
@@ -157,31 +165,39 @@ class Estimator:
             if num_bytes < best_bytes:
                 best_bytes, self._micro_batch_size, self._run, self._traced = num_bytes, size, run, traced
 
-    def max_batch_size(self) -> int | None:
-        """Return the largest batch that fits; ``None`` if it is not known."""
+    def max_batch_size(self) -> Limit:
+        """Return the largest batch; of no known size if nothing can be said of others."""
         size = batch_size_of(self._batch)
         if not size or (self._real is not None and not self._real.has_law):
-            return None
-        return self._largest((size, size // 2 or 2), lambda new: self._trace_batch_of(new, size))
-
-    def max_sequence_length(self) -> int | None:
-        """Return the longest sequence that fits; ``None`` if there is none, or it is not known."""
-        length = sequence_length_of(self._batch)
-        if length is None or length < _SHORTEST or self._real is not None:
-            return None
-        step = length // 4 // _KERNEL_WIDTH * _KERNEL_WIDTH or length // 4
-        sizes = (length, length - step, length - 2 * step)
-        return self._largest(
-            sizes, lambda new: trace_fit(self._module, with_sequence_length(self._batch, length, new), self._run)
+            return Limit()
+        real, module, batch, run = self._real, self._module, self._batch, self._run
+        trace = (
+            real.predict if real is not None else lambda new: trace_fit(module, with_batch_size(batch, size, new), run)
         )
+        return self._largest((size, size // 2 or 2), trace)
 
-    def _trace_batch_of(self, new: int, size: int) -> TracedFit:
-        if self._real is not None:
-            return self._real.predict(new)
-        return trace_fit(self._module, with_batch_size(self._batch, size, new), self._run)
+    def max_sequence_length(self) -> Limit:
+        """Return the longest sequence; of no known length if there is none."""
+        length, run = sequence_length_of(self._batch), replace(self._run, has_values=True)
+        if length is None or length < _SHORTEST or self._real is not None:
+            return Limit()
 
-    def _largest(self, sizes: tuple[int, ...], trace: Callable[[int], TracedFit]) -> int | None:
-        return largest_that_fits(
+        def trace(new: int) -> TracedFit:
+            nonlocal run
+            batch = with_sequence_length(self._batch, length, new)
+            try:
+                return trace_fit(self._module, batch, run)
+            except IndexError:
+                if new > length or not run.has_values:
+                    raise
+                run = self._run  # the batch was made for its shapes: shorter ones have such values as well
+                return trace_fit(self._module, batch, run)
+
+        step = length // 4 // _KERNEL_WIDTH * _KERNEL_WIDTH or length // 4
+        return self._largest((length, length - step, length - 2 * step), trace)
+
+    def _largest(self, sizes: tuple[int, ...], trace: Callable[[int], TracedFit]) -> Limit:
+        return find_limit(
             trace,
             lambda traced: needed_bytes(traced, self._workspaces),
             self._spec.memory_bytes,
@@ -189,8 +205,9 @@ class Estimator:
             self._traced,
         )
 
-    def _estimate(self, traced: TracedFit) -> MemoryEstimate:
-        workspaces = self._workspaces
+    def estimate(self) -> MemoryEstimate:
+        """Return the estimate of the batch, without limits."""
+        workspaces, traced = self._workspaces, self._traced
         notes = [*(workspaces.notes if workspaces is not None else ()), *traced.notes]
         if traced.timeline.pinned_peak_bytes:
             notes.append(_COPIES)

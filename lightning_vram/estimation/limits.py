@@ -1,46 +1,146 @@
-"""The largest size that fits: found by a law through a few traces, held against one trace more."""
+"""The largest size that fits and that the model takes: found by a law through a few traces, and traced itself."""
 
+import math
+import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_vram.estimation.size_law import SizeLaw
 from lightning_vram.estimation.traced_fit import TracedFit
+from lightning_vram.memory.device.out_of_memory import is_out_of_memory
+from lightning_vram.private_names.torch.fakes import UNKNOWN_VALUES
 
 _LARGEST = 1 << 24
 _EXACT_UP_TO = 512  # larger sizes are found to one part in as many
 _MOST_CHECKS = 3
+_MOST_LETTERS = 160
+_DELIBERATE = (RuntimeError, ValueError, IndexError, MisconfigurationException)  # by operators and refusals of ours
+_OWN = "lightning_vram."
+_Result = TypeVar("_Result")
 
 
-def largest_that_fits(
+@dataclass(frozen=True)
+class Limit:
+    """Where a search has ended.
+
+    Args:
+        size: The largest size; 0 if not even 1 is possible, ``None`` if it is not known.
+        refusal: What the model raises at the next size, in one line; empty if memory is the limit.
+    """
+
+    size: int | None = None
+    refusal: str = ""
+
+
+def find_limit(
     trace: Callable[[int], TracedFit],
     needed_bytes: Callable[[TracedFit], int],
     limit_bytes: int,
     sizes: Sequence[int],
     first: TracedFit,
-) -> int | None:
-    """Find the largest size whose need is within a limit.
+) -> Limit:
+    """Find the largest size that the model takes and whose need is within a limit.
 
     Args:
         trace: Runs a step of a size.
         needed_bytes: Says what a run needs. Grows with the size.
         limit_bytes: What there is.
-        sizes: To make the law of; the first is that of ``first``.
+        sizes: To make the law of; the first is that of ``first``. Others take the place of what the model refuses.
         first: The run of the first size.
 
     Returns:
-        The size; 0 if not even 1 fits; ``None`` if nothing follows from those sizes, or a trace at the size that was
-        found belies it.
+        The limit; an unknown one if nothing follows from those sizes, or a trace at the size that was found belies it.
+
+    Raises:
+        Exception: What a trace raises that is no refusal of the model: see :func:`attempt`.
     """
-    known = {sizes[0]: first, **{size: trace(size) for size in sizes[1:]}}
-    try:
-        law = SizeLaw(known)
-    except ValueError:
+    found = _Sizes(trace, needed_bytes)
+    found.needs[sizes[0]] = needed_bytes(first)
+    with suppress(*UNKNOWN_VALUES):  # what the fakes cannot tell is not the model's word
+        law = found.law(sizes, first)
+        largest = min((size for size in found.refusals if size > max(found.needs)), default=None)
+        if law is not None:
+            largest = _bisect(lambda size: needed_bytes(law.predict(size)) <= limit_bytes, sizes[0])
+        for _ in range(_MOST_CHECKS):
+            if largest and not found.takes(largest):
+                largest = found.largest_below(largest)
+            if largest is None:
+                break
+            if not largest or found.needs[largest] <= limit_bytes:
+                return Limit(largest, found.refusals.get(largest + 1, ""))
+            largest -= max(1, largest // _EXACT_UP_TO)
+    return Limit()
+
+
+class _Sizes:
+    """Which sizes the model takes, and what steps of them need."""
+
+    def __init__(self, trace: Callable[[int], TracedFit], needed_bytes: Callable[[TracedFit], int]) -> None:
+        self._trace = trace
+        self._needed_bytes = needed_bytes
+        self.needs: dict[int, int] = {}
+        self.refusals: dict[int, str] = {}
+
+    def takes(self, size: int, runs: dict[int, TracedFit] | None = None) -> bool:
+        """Whether the model takes a size, whose run is added to ``runs``."""
+        if size in self.refusals or (runs is None and size in self.needs):
+            return size in self.needs
+        traced, refusal = attempt(partial(self._trace, size))
+        if traced is None:
+            self.refusals[size] = refusal
+            return False
+        self.needs[size] = self._needed_bytes(traced)
+        if runs is not None:
+            runs[size] = traced
+        return True
+
+    def law(self, sizes: Sequence[int], first: TracedFit) -> SizeLaw | None:
+        """Return the law of steps of these sizes, or of parts or multiples of the first, if the model takes them."""
+        start, runs = sizes[0], {sizes[0]: first}
+        for points in (sizes, (start, start // 2, start // 4), (start, 2 * start, 3 * start)):
+            points = points[: len(sizes)]
+            if all(point in runs or (point and self.takes(point, runs)) for point in points):
+                with suppress(ValueError):
+                    return SizeLaw({point: runs[point] for point in points})
         return None
-    largest = _bisect(lambda size: needed_bytes(law.predict(size)) <= limit_bytes, sizes[0])
-    for _ in range(_MOST_CHECKS):
-        if largest == 0 or largest in known or needed_bytes(trace(largest)) <= limit_bytes:
-            return largest
-        largest -= max(1, largest // _EXACT_UP_TO)
-    return None
+
+    def largest_below(self, refused: int) -> int | None:
+        """Return the largest size below a refused one, maybe of multiples only, that is taken; ``None``: unknown."""
+        taken, step = max((size for size in self.needs if size < refused), default=0), math.gcd(*self.needs)
+        if not taken and refused > 1:
+            return None
+        for probe in (refused // step * step, *(taken << number for number in range(1, _LARGEST.bit_length()))):
+            if taken < probe < refused:
+                taken, refused = (probe, refused) if self.takes(probe) else (taken, probe)
+        while refused - taken > 1:
+            unit = step if refused - taken > step else 1
+            middle = taken + max(1, (refused - taken) // 2 // unit) * unit
+            taken, refused = (middle, refused) if self.takes(middle) else (taken, middle)
+        return taken
+
+
+def attempt(run: Callable[[], _Result]) -> tuple[_Result | None, str]:
+    """Return what a run returns, or ``None`` and, in a line, why the model refuses it.
+
+    Raises:
+        Exception: Mistakes of this package, questions that fakes do not answer, and a host whose memory ran out.
+    """
+    try:
+        return run(), ""
+    except UNKNOWN_VALUES:
+        raise
+    except Exception as error:
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        is_own = str(frame.f_globals.get("__name__")).startswith(_OWN) and not isinstance(error, _DELIBERATE)
+        if is_own or is_out_of_memory(error):
+            raise
+        line = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
+    return None, line if len(line) <= _MOST_LETTERS else line[: _MOST_LETTERS - 3] + "..."
 
 
 def _bisect(fits: Callable[[int], bool], start: int) -> int:

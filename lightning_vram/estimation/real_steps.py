@@ -12,6 +12,7 @@ from lightning_vram.core.batches.path import BatchSplitError
 from lightning_vram.core.batches.splitting import BatchSplitter
 from lightning_vram.estimation.batches import batch_size_of, map_tensors
 from lightning_vram.estimation.fake_trainer import needs_ranks
+from lightning_vram.estimation.limits import attempt
 from lightning_vram.estimation.size_law import SizeLaw
 from lightning_vram.estimation.traced_fit import STEP, FitRun, TracedFit, trace_real_fit
 from lightning_vram.memory.estimate.fakes.device_module import CARD
@@ -43,7 +44,9 @@ class RealSteps:
         self._check(module, run)
         self._device = str(CARD) if run.card is not None else "cpu"
         real = map_tensors(batch, _with_values)
-        self._runs = {size: trace_real_fit(module, part, run) for size, part in _parts_of(real).items()}
+        parts = _parts_of(real)
+        runs, _ = attempt(lambda: {size: trace_real_fit(module, part, run) for size, part in parts.items()})
+        self._runs = runs or {batch_size_of(real) or 1: trace_real_fit(module, real, run)}  # it takes no other size
 
     def predict(self, size: int) -> TracedFit:
         """Return the run of a batch of ``size`` samples; of the whole batch, if it could not be cut."""

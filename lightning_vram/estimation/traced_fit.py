@@ -38,8 +38,9 @@ from lightning_vram.memory.estimate.device_spec import DeviceSpec
 from lightning_vram.memory.estimate.event_order import as_on_card
 from lightning_vram.memory.estimate.fakes.device import HOST, fake_device
 from lightning_vram.memory.estimate.fakes.device_module import CARD
+from lightning_vram.memory.estimate.fakes.known_values import KnownValues
 from lightning_vram.memory.estimate.fakes.ranks import fake_ranks
-from lightning_vram.memory.estimate.fakes.tensors import FakeTensors, like_fresh
+from lightning_vram.memory.estimate.fakes.tensors import FakeTensors
 from lightning_vram.memory.tracking.timeline import MemoryTimeline
 from lightning_vram.memory.tracking.tracker import MemoryTracker, track_memory
 from lightning_vram.private_names.lightning.compile import forget_compiled_steps
@@ -94,6 +95,7 @@ class FitRun:
         evaluation: ``"validate"``, ``"test"`` or ``"predict"``: one batch of that, by itself; ``None``: a fit.
         run_callbacks: The user's callbacks that are run, by classes or names.
         known: The first run of a Trainer and what came of it, for others of the same; ``None``: nobody shares it.
+        has_values: Whether real tensors of the batch keep their values, so that indices out of range are noticed.
     """
 
     trainer_arguments: Mapping[str, Any]
@@ -104,6 +106,7 @@ class FitRun:
     evaluation: str | None = None
     run_callbacks: RunCallbacks = ()
     known: list[tuple["FitRun", list[Any], TracedFit | Exception]] | None = field(default=None, compare=False)
+    has_values: bool = False
 
 
 def trace_fit(module: pl.LightningModule, batch: Any, run: FitRun) -> TracedFit:
@@ -178,11 +181,19 @@ def _fake_fit(module: pl.LightningModule, batch: Any, run: FitRun, num_batches: 
         fakes = FakeTensors(mode, HOST)
         tensors = [*module.parameters(), *module.buffers()]
         copied, parts = fakes.copy_of((module, parts_of(run.trainer_arguments, run.run_callbacks)), tensors)
-        make = partial(map_tensors, map_tensors(batch, fakes.fake), partial(like_fresh, mode=mode))
+        templates = map_tensors(batch, partial(_template, fakes, values if run.has_values else None))
+        make = partial(map_tensors, templates, partial(values.fresh_like, mode))
         del fakes  # it knows the storages that the module begins with: whoever puts others there frees those
         device = HOST if run.card is None else CARD
         traced = _fit(copied, make, _with(parts, run), device, trackers, num_batches)
     return traced and replace(traced, notes=(*notes, *values.guesses))
+
+
+def _template(fakes: FakeTensors, values: KnownValues | None, tensor: Tensor) -> Tensor:
+    fake = fakes.fake(tensor)
+    if values is not None and type(tensor) is Tensor and not tensor.is_meta:
+        values.know(fake, tensor)
+    return fake
 
 
 def _with_enough_batches(fit: Callable[[int], TracedFit | None], run: FitRun) -> TracedFit:

@@ -1,13 +1,20 @@
-"""The largest size that fits, by a law through a few runs."""
+"""The largest size that fits and that the model takes, by a law through a few runs."""
 
 from dataclasses import replace
 
+import lightning.pytorch as pl
 import pytest
+import torch
+from torch import nn
 
-from lightning_vram.estimation.limits import largest_that_fits
+import lightning_vram as lv
+from lightning_vram.estimation import estimate_memory, traced_fit
+from lightning_vram.estimation.batches import with_batch_size
+from lightning_vram.estimation.limits import Limit, find_limit
 from lightning_vram.estimation.size_law import SizeLaw
 from lightning_vram.estimation.traced_fit import TracedFit
 from lightning_vram.memory.tracking.timeline import Allocation, Category, MemoryEvent, MemoryTimeline, Phase
+from lightning_vram.private_names.torch.fakes import DynamicOutputShapeException
 
 
 def a_run(*changes):
@@ -48,7 +55,7 @@ def test_a_step_of_another_length_is_predicted_to_the_byte():
 def test_nothing_follows_from_steps_that_did_other_things():
     with pytest.raises(ValueError, match="does other things at the sizes 8, 4"):
         SizeLaw({8: batch_of(8), 4: a_run(1000, 160)})
-    assert largest_that_fits(lambda size: a_run(size), peak_of, 10_000, (8, 4), batch_of(8)) is None
+    assert find_limit(lambda size: a_run(*[size] * size), peak_of, 10_000, (8, 4), batch_of(8)) == Limit()
 
 
 @pytest.mark.parametrize(
@@ -62,7 +69,7 @@ def test_the_largest_batch_is_found_and_traced(limit_bytes, largest):
         traced.append(size)
         return batch_of(size)
 
-    assert largest_that_fits(trace, peak_of, limit_bytes, (8, 4), batch_of(8)) == largest
+    assert find_limit(trace, peak_of, limit_bytes, (8, 4), batch_of(8)) == Limit(largest)
     assert traced == [4, *([largest] if largest else [])]
 
 
@@ -70,7 +77,7 @@ def test_a_law_that_a_trace_belies_gives_no_answer():
     def trace(size):
         return batch_of(size) if size <= 8 else a_run(1000, 40 * size, 6 * size + 5000)
 
-    assert largest_that_fits(trace, peak_of, 3000, (8, 4), batch_of(8)) is None
+    assert find_limit(trace, peak_of, 3000, (8, 4), batch_of(8)) == Limit()
 
 
 def test_what_kernels_take_for_a_moment_follows_no_law_and_does_not_hinder_one():
@@ -89,3 +96,192 @@ def test_what_kernels_take_for_a_moment_follows_no_law_and_does_not_hinder_one()
     assert law.predict(16).timeline.events == batch_of(16).timeline.events
     law = SizeLaw({8: with_scratch(8, 1), 4: with_scratch(4, 1)})
     assert law.predict(16).timeline == with_scratch(16, 1).timeline
+
+
+def refusing(takes, error=ValueError):
+    """Traces of a model that takes some sizes."""
+
+    def trace(size):
+        if not takes(size):
+            raise error(f"no {size}\nof all sizes")
+        return batch_of(size)
+
+    return trace
+
+
+@pytest.mark.parametrize(
+    ("takes", "limit_bytes", "limit"),
+    [
+        (lambda size: size <= 512, 10**6, Limit(512, "ValueError: no 513")),
+        (lambda size: size <= 500, 10**6, Limit(500, "ValueError: no 501")),
+        (lambda size: size <= 8, 10**6, Limit(8, "ValueError: no 9")),
+        (lambda size: size == 8, 10**6, Limit(8, "ValueError: no 9")),  # no law follows
+        (lambda size: size == 8, 1000, Limit()),  # nobody knows which smaller one it takes
+        (lambda size: size % 8 == 0, 1000 + 46 * 83, Limit(80, "ValueError: no 81")),
+        (lambda size: size % 4 == 0 and size <= 100, 10**6, Limit(100, "ValueError: no 101")),
+        (lambda size: size >= 8, 1000 + 46 * 83, Limit(83)),
+        (lambda size: size > 1, 1000 + 46, Limit(0, "ValueError: no 1")),
+        (lambda size: size <= 512, 1000 + 46 * 83, Limit(83)),  # memory ends first
+    ],
+)
+def test_a_size_that_the_model_refuses_is_a_limit(takes, limit_bytes, limit):
+    assert find_limit(refusing(takes), peak_of, limit_bytes, (8, 4), batch_of(8)) == limit
+
+
+def test_a_value_that_fakes_do_not_know_is_no_limit_of_the_model():
+    def error(text):
+        return DynamicOutputShapeException(torch.ops.aten.nonzero.default)
+
+    assert find_limit(refusing(lambda size: size <= 8, error), peak_of, 10**6, (8, 4), batch_of(8)) == Limit()
+
+
+@pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])
+def test_a_host_whose_memory_ran_out_is_no_limit_of_the_model(error):
+    with pytest.raises(error):
+        find_limit(refusing(lambda size: size <= 8, error), peak_of, 10**6, (8, 4), batch_of(8))
+
+
+TINY = lv.DeviceSpec("tiny", memory_bytes=64 * 2**20, capability=(8, 0), context_bytes=0, workspace_bytes=0)
+ROWS, LENGTH = 40, 24
+
+
+class Sequences(pl.LightningModule):
+    """Predicts tokens, whose embeddings go through what a test asks for."""
+
+    def __init__(self, look=lambda module, ids, x: x) -> None:
+        super().__init__()
+        self.tokens, self.positions, self.head = nn.Embedding(50, 16), nn.Embedding(ROWS, 16), nn.Linear(16, 50)
+        self.norm = nn.BatchNorm1d(16)
+        self.register_buffer("places", torch.arange(ROWS)[None])
+        self.look = look
+
+    def training_step(self, batch, batch_idx):
+        ids, mask = batch
+        x = self.look(self, ids * mask, self.tokens(ids))
+        return self.head(x).flatten(0, 1).logsumexp(1).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def by_range(module, ids, x):
+    return x + module.positions(torch.arange(ids.shape[1], device=ids.device))
+
+
+def by_slice(module, ids, x):
+    return x + module.positions.weight[: ids.shape[1]]
+
+
+def by_buffer(module, ids, x):
+    return x + module.positions(module.places[:, : ids.shape[1]])
+
+
+def by_pick(module, ids, x):
+    return x + module.positions.weight[torch.arange(ids.shape[1], device=ids.device)]
+
+
+def by_tokens(module, ids, x):  # as RoBERTa: padding has no place of its own
+    return x + module.positions(ids.ne(0).cumsum(1) - 1)
+
+
+def by_assertion(module, ids, x):
+    assert ids.shape[1] <= ROWS, f"at most {ROWS}"
+    return x
+
+
+def by_windows(module, ids, x):
+    return x.unflatten(1, (-1, 8)).flatten(1, 2)
+
+
+def by_fixed_length(module, ids, x):
+    return x.flatten(1).unflatten(1, (LENGTH, 16))
+
+
+def a_batch(size=4, length=LENGTH):
+    return torch.full((size, length), 7), torch.ones(size, length, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("look", "longest", "reason"),
+    [
+        (by_range, ROWS, "IndexError: index 40 is out of bounds for dimension 0 with size 40"),
+        (by_slice, ROWS, "RuntimeError: "),
+        (by_buffer, ROWS, "RuntimeError: "),
+        (by_pick, ROWS, "IndexError: index 40 is out of bounds for dimension 0 with size 40"),
+        (by_tokens, ROWS, "IndexError: index 40 is out of bounds for dimension 0 with size 40"),
+        (by_assertion, ROWS, "AssertionError: at most 40"),
+        (by_fixed_length, LENGTH, "RuntimeError: "),
+    ],
+)
+def test_the_longest_sequence_ends_where_the_model_does(look, longest, reason):
+    estimate = estimate_memory(Sequences(look), a_batch(), device=TINY)
+    assert estimate.max_sequence_length == longest
+    assert estimate.sequence_length_refusal.startswith(reason)
+    assert "\n" not in estimate.sequence_length_refusal
+    assert f"The model refuses a longer sequence: {estimate.sequence_length_refusal}." in estimate.notes
+    assert estimate.max_batch_size > 4
+    assert estimate.batch_size_refusal == ""
+
+
+def test_the_longest_sequence_of_windows_is_a_multiple_of_them():
+    estimate = estimate_memory(Sequences(by_windows), a_batch(), device=TINY)
+    plain = estimate_memory(Sequences(), a_batch(), device=TINY)
+    assert plain.sequence_length_refusal == ""
+    assert estimate.max_sequence_length % 8 == 0
+    assert plain.max_sequence_length - 16 <= estimate.max_sequence_length <= plain.max_sequence_length
+
+
+def test_a_batch_made_for_its_shapes_has_no_values_that_count():
+    ids, mask = a_batch()
+    estimate = estimate_memory(Sequences(by_assertion), (ids * 1000, mask), device=TINY)
+    assert estimate.max_sequence_length == ROWS
+
+
+def test_the_largest_batch_ends_where_the_model_does():
+    def four(module, ids, x):
+        if len(x) != 4:
+            raise ValueError("four")
+        return x
+
+    estimate = estimate_memory(Sequences(four), a_batch(), device=TINY)
+    assert (estimate.max_batch_size, estimate.batch_size_refusal) == (4, "ValueError: four")
+
+
+def normed(module, ids, x):
+    return x + module.norm(x.mean(1))[:, None]
+
+
+def test_where_a_norm_takes_no_single_sample_the_law_is_made_of_larger_batches():
+    estimate = estimate_memory(Sequences(normed), a_batch(2), device=TINY)
+    assert estimate.max_batch_size > 100
+    callbacks = [lv.MicroBatching("auto")]
+    full = replace(TINY, memory_bytes=2**10)
+    assert not estimate_memory(
+        Sequences(normed), a_batch(4), device=full, trainer={"callbacks": callbacks}, find_limits=False
+    ).fits
+
+
+def test_a_step_that_looks_at_values_and_takes_one_size_is_run_whole():
+    def look(module, ids, x):
+        assert len(x) == 8
+        return x * int(ids.max())
+
+    estimate = estimate_memory(Sequences(look), a_batch(8), device="cpu")
+    assert any("real steps were run on the CPU, with the batch" in note for note in estimate.notes)
+    assert estimate.max_batch_size is None
+
+
+@pytest.mark.parametrize(("look", "error"), [(by_range, IndexError), (by_assertion, AssertionError)])
+def test_what_the_model_raises_at_the_given_size_is_its_own(look, error):
+    with pytest.raises(error):
+        estimate_memory(Sequences(look), a_batch(length=ROWS + 1), device=TINY)
+
+
+def test_a_mistake_of_ours_is_no_limit_of_the_model(monkeypatch):
+    def breaking(*arguments):
+        monkeypatch.setattr(traced_fit, "FreshBatches", None)
+        return with_batch_size(*arguments)
+
+    monkeypatch.setattr("lightning_vram.estimation.estimate.with_batch_size", breaking)
+    with pytest.raises(TypeError, match="not callable"):
+        estimate_memory(Sequences(), a_batch(), device=TINY)

@@ -167,7 +167,8 @@ def _judge(read: Callable[[], RunningTrainer]) -> _Verdict:
         estimator = Estimator(run.module, run.batch, run.device, run.fit)
         estimate = estimator.estimate()
         if not estimate.fits:
-            estimate = replace(estimate, max_batch_size=estimator.max_batch_size())
+            largest = estimator.max_batch_size()
+            estimate = replace(estimate, max_batch_size=largest.size, batch_size_refusal=largest.refusal)
     except Exception as error:  # a step on tensors without values may fail where the run does not
         return _Verdict(unknown_line(f"{type(error).__name__}: {error}"), fits=None)
     expected = tuple((name, stage.allocated_bytes) for name, stage in estimate.stages.items())

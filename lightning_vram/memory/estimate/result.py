@@ -34,6 +34,10 @@ class StageEstimate:
     first_event: int = 0
 
 
+def _most(name: str) -> int:  # to whoever reads it
+    return property(lambda estimate: max(getattr(one, name) for one in estimate.stages.values()))  # type: ignore[return-value]
+
+
 @dataclass(frozen=True)
 class MemoryEstimate:
     """Whether a run fits a device, and what takes the room: bytes of one rank.
@@ -47,7 +51,9 @@ class MemoryEstimate:
             said of training, else of the first.
         batch_size: Samples of the estimated batch on each rank.
         max_batch_size: Largest that fits; ``None`` if it is not known, 0 if none does.
+        batch_size_refusal: What the model raises with one sample more, in one line; empty if memory is the limit.
         max_sequence_length: Longest that fits at this batch size; ``None`` if it is not known, or there is none.
+        sequence_length_refusal: What the model raises with one token more, in one line; empty if memory is the limit.
         world_size: Number of ranks.
         context_bytes: What the driver takes for the process before the first tensor.
         notes: What a reader must know, a sentence each.
@@ -57,7 +63,9 @@ class MemoryEstimate:
     stages: Mapping[str, StageEstimate]
     batch_size: int
     max_batch_size: int | None = None
+    batch_size_refusal: str = ""
     max_sequence_length: int | None = None
+    sequence_length_refusal: str = ""
     world_size: int = 1
     context_bytes: int = 0
     notes: tuple[str, ...] = ()
@@ -107,32 +115,20 @@ class MemoryEstimate:
         """Most bytes alive at once during each phase."""
         return self.timeline.peak_by_phase
 
-    @property
-    def allocated_bytes(self) -> int:
-        """Most bytes that the allocator hands out at once."""
-        return max(stage.allocated_bytes for stage in self.stages.values())
+    allocated_bytes = _most("allocated_bytes")
+    """Most bytes that the allocator hands out at once."""
 
-    @property
-    def reserved_bytes(self) -> int:
-        """Most bytes that the allocator takes from the driver."""
-        return max(stage.reserved_bytes for stage in self.stages.values())
+    reserved_bytes = _most("reserved_bytes")
+    """Most bytes that the allocator takes from the driver."""
 
-    @property
-    def expandable_reserved_bytes(self) -> int:
-        """The same with ``expandable_segments:True``."""
-        return max(stage.expandable_reserved_bytes for stage in self.stages.values())
+    expandable_reserved_bytes = _most("expandable_reserved_bytes")
+    """The same with ``expandable_segments:True``."""
 
-    @property
-    def workspace_bytes(self) -> int:
-        """Most bytes that libraries take beside tensors."""
-        return max(stage.workspace_bytes for stage in self.stages.values())
+    workspace_bytes = _most("workspace_bytes")
+    """Most bytes that libraries take beside tensors."""
 
-    @property
-    def host_bytes(self) -> int:
-        """Most bytes in host tensors at once."""
-        return max(stage.host_bytes for stage in self.stages.values())
+    host_bytes = _most("host_bytes")
+    """Most bytes in host tensors at once."""
 
-    @property
-    def pinned_bytes(self) -> int:
-        """Most bytes in page-locked host tensors at once."""
-        return max(stage.pinned_bytes for stage in self.stages.values())
+    pinned_bytes = _most("pinned_bytes")
+    """Most bytes in page-locked host tensors at once."""

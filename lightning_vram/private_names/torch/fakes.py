@@ -29,8 +29,9 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-__all__ = ["DataDependentOutputException", "DynamicOutputShapeException", "UnsupportedOperatorException"]
+__all__ = ["DynamicOutputShapeException"]
 
+UNKNOWN_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 GROUPED_MM = torch.ops.aten._grouped_mm.default
 
 

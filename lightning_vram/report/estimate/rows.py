@@ -43,10 +43,12 @@ def process(estimate: MemoryEstimate) -> tuple[tuple[str, int], ...]:
 def facts(estimate: MemoryEstimate) -> tuple[tuple[str, str], ...]:
     """What else there is to say in a line each, as far as it is known."""
     found = [("batch", str(estimate.batch_size))]
-    if estimate.max_batch_size is not None:
-        found.append(("largest that fits", str(estimate.max_batch_size)))
-    if estimate.max_sequence_length is not None:
-        found.append(("longest sequence", str(estimate.max_sequence_length)))
+    for name, size, refusal in (
+        ("largest batch", estimate.max_batch_size, estimate.batch_size_refusal),
+        ("longest sequence", estimate.max_sequence_length, estimate.sequence_length_refusal),
+    ):
+        if size is not None:
+            found.append((name, f"{size} (limit: {'model' if refusal else 'memory'})"))
     if estimate.world_size > 1:
         found.append(("ranks", str(estimate.world_size)))
     if estimate.host_bytes:

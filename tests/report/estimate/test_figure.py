@@ -62,7 +62,7 @@ def test_words():
         "RTX 4090 1.00 GiB",
         *("forward", "backward", "optimizer step"),
         *("activations", "300.00 MiB", "context", "100.00 MiB"),
-        *("largest that fits", "11"),
+        *("largest batch", "11 (limit: memory)"),
         "one training step: 11 allocations and frees, in order",
         "GiB",
     } <= found

@@ -153,6 +153,6 @@ def test_tables_and_notes():
     assert "<tr><td>activations</td><td>300.00 MiB</td><td>39%</td></tr>" in text
     assert "<tr><td>optimizer step</td><td>450.00 MiB</td></tr>" in text
     assert "<tr><td>reserved</td><td>800.00 MiB</td></tr>" in text
-    assert "<tr><td>largest that fits</td><td>11</td></tr>" in text
+    assert "<tr><td>largest batch</td><td>11 (limit: memory)</td></tr>" in text
     assert "<tr><td>net.embed</td><td>400.00 MiB</td><td>53%</td></tr>" in text
     assert "<p>Note: Traced eagerly.</p>" in text

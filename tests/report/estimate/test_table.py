@@ -52,8 +52,8 @@ def test_the_answer_is_green_or_red_on_a_terminal():
         "reserved, expandable segments   790.00 MiB",
         "context                         100.00 MiB",
         "reserved and context            900.00 MiB",
-        "largest that fits   11",
-        "longest sequence   512",
+        "largest batch   11 (limit: memory)",
+        "longest sequence   512 (limit: model)",
         "host               3.00 GiB",
         "of it pinned       1.00 GiB",
         "ranks              4",
@@ -64,7 +64,8 @@ def test_lines(line):
     (train,) = estimate_of().stages.values()
     stages = {"train": replace(train, host_bytes=3 * GIB, pinned_bytes=GIB), "validation": train}
     notes = ("Compiled modules were traced eagerly.",)
-    text = text_of(stages=stages, max_batch_size=11, max_sequence_length=512, world_size=4, notes=notes)
+    sizes = {"max_batch_size": 11, "max_sequence_length": 512, "sequence_length_refusal": "IndexError: index 512"}
+    text = text_of(stages=stages, **sizes, world_size=4, notes=notes)
     assert " ".join(line.split()) in " ".join(text.split())
 
 

@@ -6,6 +6,7 @@ waits to be materialised. The host is the fake ``"cpu"``. Queued work is done at
 computation: what a real card holds while one lags behind is not seen.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
@@ -76,7 +77,10 @@ def _replacements(
         "is_pinned": lambda self, *_: False,
         "record_stream": lambda self, stream: None,
     }
+    huggingface: Any = sys.modules.get("transformers.utils.import_utils")
+    asks_for_values = {"is_fake_tensor": values.is_unknown} if hasattr(huggingface, "is_fake_tensor") else {}
     return [
+        (huggingface, asks_for_values),  # it takes other paths with masks that it cannot look at
         (torch.accelerator, accelerator),
         (torch, {"Stream": FinishedStream, "Event": FinishedEvent}),
         (torch.utils, {"swap_tensors": swap_contents}),

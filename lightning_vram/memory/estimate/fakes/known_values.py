@@ -18,18 +18,24 @@ from typing_extensions import override
 
 from lightning_vram.memory.estimate.fakes.kernels import call_fake
 from lightning_vram.memory.estimate.fakes.uniform_truths import UniformTruths
-from lightning_vram.private_names.torch.dispatch import FakeTensor, UnwrappedMode, without_dispatch
-from lightning_vram.private_names.torch.operators import READ_NUMBER, OpOverload, schema_of
+from lightning_vram.private_names.torch.dispatch import FakeTensor, FakeTensorMode, UnwrappedMode, without_dispatch
+from lightning_vram.private_names.torch.operators import EMBEDDING_BAG, READ_NUMBER, OpOverload, schema_of
 from lightning_vram.private_names.torch.tensors import storage_identity
 from lightning_vram.private_names.torch.trees import tensors_in, tree_map
 
-_EQUAL = torch.ops.aten.equal.default
+aten = torch.ops.aten
+_EQUAL, _SUM = aten.equal.default, aten.sum.default
 _KEEPS_VALUES = (
     "aten::_amp_foreach_non_finite_check_and_unscale_",  # nothing is infinite
     "c10d::allreduce_",  # all ranks do the same
     "c10d::broadcast_",
 )
 _MOST_NUMBERS = 4096
+MOST_INTEGERS = 1 << 20
+"""As many are known of a tensor: positions of a long sequence."""
+
+_PICKS_ROWS = (aten.embedding.default, EMBEDDING_BAG, aten.index.Tensor)
+_PICKS_ALONG_DIM = (aten.index_select.default, aten.gather.default)
 _BETWEEN = ("torch", "lightning_vram", "lightning_utilities")
 _UNKNOWN_MAKERS = ("empty", "rand", "bernoulli", "multinomial", "normal", "new_empty")
 _UNKNOWN = 1.0
@@ -43,6 +49,7 @@ class KnownValues(UnwrappedMode):
         self.guesses: dict[str, None] = {}
         """What was said about unknown values, in sentences, in order."""
         self._values: Any = WeakIdKeyDictionary()
+        self._of_data: Any = WeakIdKeyDictionary()  # those that answer for nothing but indices out of range
         self._truths = UniformTruths()
 
     @override
@@ -54,18 +61,30 @@ class KnownValues(UnwrappedMode):
             return func(*args, **kwargs)
         tensors = list(tensors_in((args, kwargs)))
         is_known = all(map(self._knows, tensors)) and not _makes_unknown(func)
+        is_of_data = is_known and any(tensor in self._of_data for tensor in tensors)
         if func is _EQUAL:
             return self._are_equal(tensors)
         if func is READ_NUMBER:
-            return self._answer(func, args, tensors[0], is_known=is_known)
+            return self._answer(func, args, tensors[0], is_known=is_known and not is_of_data)
+        self._check_rows(func, args)
         result = call_fake(func, args, kwargs)
-        self._truths.note(func, args, result)
+        self._note_truths(func, args, tensors, result)
         results = [one for one in (result if isinstance(result, list | tuple) else [result]) if one is not None]
         if is_known and all(isinstance(one, FakeTensor) and _is_short(one) for one in results):
             self._note(results, func, args, kwargs)
+            if is_of_data:
+                self._of_data.update((one, True) for one in results)
         elif schema_of(func).is_mutable and schema_of(func).name not in _KEEPS_VALUES:
             self._forget(tensors)
         return result
+
+    def _note_truths(self, func: Any, args: tuple[Any, ...], tensors: list[Tensor], result: Any) -> None:
+        if schema_of(func).is_mutable:
+            self._truths.forget(tensors)
+        self._truths.note(func, args, result)
+        if func is _SUM and (truth := self._truths.of(args[0])) is not None:
+            with without_dispatch():
+                self._values[result] = torch.full((), args[0].numel() * truth, dtype=result.dtype)
 
     def _forget(self, tensors: list[Tensor]) -> None:
         """Forget what may have been written, and all that shares its memory."""
@@ -94,12 +113,46 @@ class KnownValues(UnwrappedMode):
         with without_dispatch():  # such as states of random generators
             return torch.equal(*tensors)
 
+    def _check_rows(self, func: Any, args: tuple[Any, ...]) -> None:
+        """Refuse indices out of range as the real operator does: fake ones do not look at them."""
+        if func not in (*_PICKS_ROWS, *_PICKS_ALONG_DIM):
+            return
+        first_dim, found = (0, args[1]) if func in _PICKS_ROWS else args[1:3]
+        for dim, index in enumerate(found if isinstance(found, list | tuple) else [found], first_dim):
+            value = self._values.get(index) if isinstance(index, FakeTensor) else None
+            if value is None or not value.numel() or value.dtype is torch.bool:
+                continue
+            with without_dispatch():
+                least, most = map(int, value.aminmax())
+            num_rows = args[0].shape[dim]
+            if not -num_rows <= least <= most < num_rows:
+                wrong = most if most >= num_rows else least
+                raise IndexError(f"index {wrong} is out of bounds for dimension {dim} with size {num_rows}")
+
+    def know(self, tensor: Tensor, value: Tensor) -> None:
+        """Let a fake of data have a value, so that indices out of range are noticed: nothing else follows from it."""
+        self._values[tensor], self._of_data[tensor] = value, True
+
+    def is_unknown(self, tensor: Any) -> bool:
+        """Whether nobody can ask a fake for what it is made of."""
+        has_value = tensor in self._values and tensor not in self._of_data
+        return isinstance(tensor, FakeTensor) and not has_value and self._truths.of(tensor) is None
+
+    def fresh_like(self, mode: FakeTensorMode, template: Tensor) -> Tensor:
+        """Return a new tensor of the shape and the value of another, made under ``mode`` by an operator."""
+        with mode:
+            fresh = torch.empty_strided(template.shape, template.stride(), dtype=template.dtype, device=template.device)
+        self.carry_over(template, fresh)
+        return fresh
+
     def carry_over(self, source: Tensor, target: Tensor) -> None:
         """Let ``target`` have the value of ``source``, if that is known."""
         value = self._values.get(source)
         if value is not None:
             with without_dispatch():
                 self._values[target] = value.clone()
+            if source in self._of_data:
+                self._of_data[target] = True
 
     def _knows(self, tensor: Tensor) -> bool:
         return tensor in self._values if isinstance(tensor, FakeTensor) else _is_short(tensor) and tensor.is_cpu
@@ -137,7 +190,8 @@ def _package_of(frame: Any) -> str:
 
 
 def _is_short(tensor: Tensor) -> bool:
-    return tensor.numel() <= _MOST_NUMBERS
+    has_fractions = tensor.is_floating_point() or tensor.is_complex()
+    return tensor.numel() <= (_MOST_NUMBERS if has_fractions else MOST_INTEGERS)
 
 
 @cache

@@ -92,9 +92,3 @@ def fake_bytes(storage: torch.UntypedStorage, mode: FakeTensorMode, device: torc
         elements = torch.empty(0, dtype=torch.uint8, device="meta").set_(storage)
     flat: Tensor = FakeTensor(mode, elements, device)
     return flat
-
-
-def like_fresh(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
-    """Return a new tensor of the shape of another, made under ``mode`` by an operator."""
-    with mode:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)

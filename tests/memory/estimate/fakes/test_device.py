@@ -11,7 +11,7 @@ from lightning_vram.memory.device.accelerators import has_statistics, has_stream
 from lightning_vram.memory.device.allocator import read_allocator
 from lightning_vram.memory.estimate.fakes.device import fake_device
 from lightning_vram.memory.estimate.fakes.device_module import CARD, KIND
-from lightning_vram.memory.estimate.fakes.tensors import FakeTensors, like_fresh
+from lightning_vram.memory.estimate.fakes.tensors import FakeTensors
 from lightning_vram.memory.tracking.tracker import track_memory
 from lightning_vram.private_names.torch.dispatch import FakeTensor
 
@@ -100,9 +100,9 @@ def test_fakes_share_what_the_real_ones_share():
 
 
 def test_a_fresh_tensor_has_the_shape_of_the_template():
-    with a_card() as (mode, _):
+    with a_card() as (mode, values):
         template = torch.empty(3, 5).T
-        fresh = like_fresh(template, mode)
+        fresh = values.fresh_like(mode, template)
     assert fresh is not template
     assert (fresh.shape, fresh.stride()) == (template.shape, template.stride())
 

@@ -76,3 +76,52 @@ def test_states_of_generators_are_compared_as_they_are(device):
     state = generator.get_state()
     assert torch.equal(state, generator.get_state())
     assert not torch.equal(state, generator.manual_seed(1).get_state())
+
+
+@pytest.mark.parametrize(
+    "pick",
+    [
+        lambda table, rows: nn.functional.embedding(rows, table),
+        lambda table, rows: table[rows],
+        lambda table, rows: table[:, rows],
+        lambda table, rows: table.index_select(0, rows),
+        lambda table, rows: table.gather(1, rows[None]),
+        lambda table, rows: nn.functional.embedding_bag(rows[None], table),
+    ],
+)
+@pytest.mark.parametrize("where", ["cpu", CARD])
+def test_known_indices_out_of_range_are_refused(device, pick, where):
+    table = torch.randn(6000, 6000, device=where).requires_grad_()
+    pick(table, torch.arange(6000, device=where))
+    with pytest.raises(IndexError, match=r"index 6000 is out of bounds for dimension \d with size 6000"):
+        pick(table, torch.arange(1, 6001, device=where))
+    pick(table, torch.randint(9000, (3,), device=where))  # nobody knows
+
+
+REAL_IDS = torch.ones(2, 9, dtype=torch.int64)
+
+
+def test_values_of_data_are_looked_at_for_indices_and_for_nothing_else(device):
+    ids = torch.empty(2, 9, dtype=torch.int64)
+    device.know(ids, REAL_IDS)
+    places = (ids.ne(0).cumsum(1) - 1).to(CARD)
+    assert device.is_unknown(places)
+    with pytest.raises(RuntimeError):
+        places.max().item()
+    nn.functional.embedding(places, torch.empty(9, 2, device=CARD))
+    with pytest.raises(IndexError, match="index 8 is out of bounds for dimension 0 with size 8"):
+        nn.functional.embedding(places, torch.empty(8, 2, device=CARD))
+
+
+def test_a_mask_of_ones_stays_one_until_it_is_written_to(device):
+    mask = torch.ones(2, 200, 200, device=CARD)
+    resized = nn.functional.interpolate(mask[None], size=(100, 100)).to(torch.bool)[0]
+    assert not device.is_unknown(resized)
+    assert resized.flatten(1).all()
+    assert (mask == 1).all()
+    assert not (mask == 0).any()
+    assert mask.to(torch.bool).sum() == mask.numel()
+    assert device.is_unknown(mask * 0.5)
+    mask[:, 1:].copy_(torch.rand(2, 199, 200, device=CARD))
+    assert device.is_unknown(mask)
+    assert not device.is_unknown(resized)
