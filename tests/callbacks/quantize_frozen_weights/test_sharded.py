@@ -18,8 +18,7 @@ from support.offload_nets import leave_group
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lightning_vram import ActivationCheckpointing, QuantizeFrozenWeights, estimate_memory
-from lightning_vram.callbacks.quantize_frozen_weights import checks
-from lightning_vram.callbacks.quantize_frozen_weights.checks import check_memory
+from lightning_vram.callbacks.quantize_frozen_weights import callback as checks
 from lightning_vram.memory.tracking.timeline import Category
 from lightning_vram.private_names.fsdp2.states import shards_integers
 from lightning_vram.techniques.quantize_frozen_weights import quantize_frozen_weights
@@ -224,7 +223,7 @@ def test_layers_without_memory_are_refused_under_fsdp2(make_trainer):
         "strategy='fsdp_offload'."
     )
     with pytest.raises(MisconfigurationException, match=f"^{re.escape(message)}$"):
-        check_memory(trainer)
+        checks._check_memory(trainer)
 
 
 def test_a_torch_that_shards_no_integers_is_refused(make_trainer, monkeypatch):
