@@ -20,10 +20,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
 
 from lightning_vram.core.hooks.moment import is_transformed
 from lightning_vram.core.hooks.remade_saves import RemadeSaves
-from lightning_vram.core.tensors.parameter_classes import add_parameter_class
+from lightning_vram.core.tensors.parameter_classes import add_parameter_class, while_plain
+from lightning_vram.private_names.fsdp2.sharded_tensors import shard_like
 from lightning_vram.private_names.torch.autograd import may_set_hooks
 from lightning_vram.private_names.torch.modules import own_parameters
 from lightning_vram.private_names.torch.tensors import without_torch_function
@@ -47,7 +49,8 @@ _INPUTS: dict[Callable[..., Any], tuple[int, str]] = {  # where the input of a l
 _COMPILERS = "torch._"
 _SEE_BYTES = ("torch.nn.modules.module", "torch.nn.parallel", "torch.distributed", "torch.autograd", "lightning_vram.")
 _REPLACE = ("torch.nn.utils.parametrize", "torch.nn.utils.prune")
-_BETWEEN = (__name__, "torch._tensor", "torch.overrides", "torch.nn.parameter")
+_WATCHED = "lightning_vram.techniques.sharding.gathered.watched_shards"
+_BETWEEN = (__name__, _WATCHED, "torch._tensor", "torch.overrides", "torch.nn.parameter")
 _OF_SHAPE = {
     *("shape", "size", "ndim", "dim", "ndimension", "numel", "nelement", "stride", "dtype", "itemsize", "element_size"),
     *("is_floating_point", "is_complex", "is_contiguous", "__len__"),
@@ -118,7 +121,7 @@ class QuantizedWeight(nn.Parameter):
         if not isinstance(held, QuantizedWeight):
             return held
         with without_torch_function():
-            return held.detach()
+            return Tensor.detach(held)  # not what a class of ours makes of it
 
     @property
     def is_sharded(self) -> bool:
@@ -161,6 +164,17 @@ class QuantizedWeight(nn.Parameter):
             return _read(func, args, kwargs)
         (weight,) = found
         return weight.look_up(input) if func is F.embedding else weight._compute(func, input, args, kwargs)
+
+    def read(self) -> Tensor:
+        """Return what a plain weight would be in its place."""
+        return self.dequantize()
+
+    def hides(self, parameter: Any) -> None:
+        """Let what FSDP2 puts in the place of the parameter, a shard or what it gathers, read as the weight, too."""
+        kind = _KINDS.get(type(parameter))
+        if kind is not None:
+            parameter.__class__ = kind
+            vars(parameter)["form"] = self.form
 
     def refuse(self, writer: str) -> NoReturn:
         """Raise the error of a weight that ``writer`` changes."""
@@ -208,7 +222,49 @@ class QuantizedParameter(QuantizedWeight):
         return self
 
 
+class QuantizedShard(QuantizedParameter, DTensor):
+    """That parameter while FSDP2 shards it: values are those of the plain weight, sharded in the same way."""
+
+    @override
+    def read(self) -> Tensor:
+        return shard_like(self.dequantize(), self)
+
+    # What reads or moves the local part past any function.
+    def full_tensor(self, *args: Any, **kwargs: Any) -> Any:
+        """As that of any shard."""
+        return _read(DTensor.full_tensor, (self, *args), kwargs)
+
+    def to_local(self, *args: Any, **kwargs: Any) -> Any:
+        """As that of any shard."""
+        return _read(DTensor.to_local, (self, *args), kwargs)
+
+    def redistribute(self, *args: Any, **kwargs: Any) -> Any:
+        """As that of any shard."""
+        return _read(DTensor.redistribute, (self, *args), kwargs)
+
+    @override
+    def detach(self) -> Any:
+        """As of any shard. ``nn.Parameter``, by which ``module.to()`` makes another, wants one of the same class."""
+        alias = _read(Tensor.detach, (self,), {})
+        if sys._getframe(1).f_globals.get("__name__") == nn.Parameter.__module__:
+            self.hides(alias)
+        return alias
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Return what is known without values, which one rank alone has not."""
+        form = self.form
+        return f"{type(self).__name__}({form.name!r}, {tuple(form.shape)}, {form.dtype}, {form.packing.bits} bits)"
+
+    # Copies and files are plain ones.
+    def __deepcopy__(self, memo: Any) -> Any:
+        return while_plain(self, DTensor, lambda: self.__deepcopy__(memo))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return while_plain(self, DTensor, lambda: self.__reduce_ex__(protocol))
+
+
 add_parameter_class(QuantizedParameter)
+_KINDS: dict[type, type[QuantizedParameter]] = {DTensor: QuantizedShard, nn.Parameter: QuantizedParameter}
 
 
 def make_weight(kind: type[QuantizedWeight], memory: Tensor, known: dict[str, Any]) -> Any:
@@ -264,7 +320,7 @@ def _read(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, 
     if name in _OF_MEMORY:
         with without_torch_function():
             return _call_with(lambda weight: weight.held, func, args, kwargs)
-    return _call_with(QuantizedWeight.dequantize, func, args, kwargs)
+    return _call_with(lambda weight: weight.read(), func, args, kwargs)
 
 
 def _asker() -> str:
