@@ -24,6 +24,7 @@ from lightning_vram.callbacks.quantize_frozen_weights import callback as checks
 from lightning_vram.memory.tracking.timeline import Category
 from lightning_vram.private_names.fsdp2.states import shards_integers
 from lightning_vram.techniques.quantize_frozen_weights import quantize_frozen_weights
+from lightning_vram.techniques.sharding.gathered import watch
 
 pytestmark = [
     pytest.mark.distributed,
@@ -181,12 +182,17 @@ class Reading(Sharded):
         named = dict(self.named_parameters())
         frozen = {name: p for name, p in named.items() if not p.requires_grad}
         self.reads += [(name, p.shape, p.dtype, p.numel(), p.stride(), p.element_size()) for name, p in named.items()]
-        self.reads += [whole(value).item() for p in frozen.values() for value in (p.norm(), p.data.sum(), (p * 2).max())]
+        for p in frozen.values():
+            if isinstance(self.trainer.strategy, ModelParallelStrategy):
+                watch([p], lambda: None)  # as fsdp_offload does on some devices
+            self.reads += [p.numel(), *(whole(value).item() for value in (p.data.sum(), p.norm(), (p * 2).max()))]
         self.reads += [whole(p).tolist() for p in frozen.values()]
         self.reads += [sum(p.numel() for p in frozen.values()), nn.utils.get_total_norm(frozen.values()).shape]
         for p in frozen.values():
             self.reads += [p.to_local().tolist() if isinstance(p, DTensor) else repr(p)]
         self.kinds = {isinstance(p, DTensor) for p in frozen.values()}
+        for p in self.trainer.optimizers[0].param_groups[0]["params"]:
+            self.reads += [] if p.requires_grad else [p.numel(), whole(p.data.sum()).item(), whole(p).tolist()]
 
     def on_train_batch_start(self, *_: Any) -> None:
         self.look()

@@ -100,6 +100,6 @@ def observe(weight: Any, reads: WeightReads | None) -> None:
         if reads is not None:
             reads.is_used = True
         return
-    if type(weight) in (nn.Parameter, GatheredParameter, ObservedParameter):  # else it is of a class that refuses writes
+    if type(weight) in (nn.Parameter, GatheredParameter, ObservedParameter):  # else it refuses writes
         weight.__class__ = GatheredParameter if reads is None else ObservedParameter
         vars(weight)[_READS] = reads
