@@ -157,7 +157,7 @@ class QuantizedWeight(nn.Parameter):
     ) -> Any:
         """Be the weight where a layer computes with it; be a copy of it, or of what is known of it, elsewhere."""
         kwargs = kwargs or {}
-        place, name = _INPUTS.get(func, (0, ""))
+        place, name = _INPUTS.get(func, (len(args), ""))
         input = args[place] if len(args) > place else kwargs.get(name)
         found = [one for one in (*args, *kwargs.values()) if isinstance(one, QuantizedWeight)]
         if len(found) != 1 or not isinstance(input, Tensor) or input is found[0]:

@@ -279,6 +279,14 @@ def test_numbers_of_parameters_are_those_of_the_plain_model(pair):
     assert all(isinstance(p, nn.Parameter) for p in (*pair[0].parameters(), pair[0].head.weight))
 
 
+def test_parameters_of_a_quantized_model_load_into_another(pair, bits):
+    model, plain = pair
+    other = LoRANet()
+    quantize_frozen_weights(other, bits)
+    assert other.load_state_dict(dict(model.named_parameters())) == ([], [])
+    assert torch.equal(*(one(tokens().fill_(3)) for one in (other, plain)))
+
+
 def test_a_weight_that_functional_call_sets_is_the_weight(pair):
     given = {name: p.detach().clone() for name, p in pair[1].named_parameters()}
     assert torch.equal(*(torch.func.functional_call(one, given, (tokens().fill_(3),)) for one in pair))
