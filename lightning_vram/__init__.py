@@ -18,6 +18,7 @@ from lightning_vram.memory.estimate.device_spec import DeviceSpec
 from lightning_vram.memory.tracking.tracker import track_memory
 from lightning_vram.techniques.activation_checkpointing import SavePolicy
 from lightning_vram.techniques.quantization_aware_training import load_quantized
+from lightning_vram.techniques.quantize_frozen_weights import dequantize_frozen_weights
 from lightning_vram.version import __version__ as __version__
 
 __all__ = [
@@ -48,6 +49,7 @@ __all__ = [
     "TokenTiling",
     "VRAMMonitor",
     "configure_allocator",
+    "dequantize_frozen_weights",
     "estimate_memory",
     "load_quantized",
     "plan_memory",

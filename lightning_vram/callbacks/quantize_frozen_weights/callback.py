@@ -5,19 +5,21 @@ call and again in the backward, so nothing of it is kept in between. It costs de
 weights, which the adapters train with. It does not help where weights are trained.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
-from lightning.pytorch.strategies import ModelParallelStrategy
+import torch
+from lightning.pytorch.callbacks import BaseFinetuning, Callback, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from typing_extensions import override
 
 from lightning_vram.argument_checks import check_bool
-from lightning_vram.callbacks.hook_points import FitTechnique
+from lightning_vram.callbacks.hook_points import FitTechnique, refuse_moved_parameters
 from lightning_vram.callbacks.quantize_frozen_weights.checkpoints import Checkpoints
-from lightning_vram.callbacks.quantize_frozen_weights.checks import check_memory, check_run
 from lightning_vram.core.layers.patterns import LayerPattern, check_layers
 from lightning_vram.core.surgery.shadow import Shadow, instead
 from lightning_vram.memory.units import format_bytes
@@ -27,7 +29,9 @@ from lightning_vram.private_names.fsdp2.states import (
     is_sharded,
     look_past_attribute,
     place_of,
+    shards_integers,
 )
+from lightning_vram.private_names.lightning.strategies import saves_folders
 from lightning_vram.techniques.quantize_frozen_weights import (
     MIN_BLOCK_SIZE,
     Library,
@@ -38,7 +42,7 @@ from lightning_vram.techniques.quantize_frozen_weights import (
 )
 from lightning_vram.techniques.sharding import has_meta, materialize
 
-_SEED = 0
+_NAME, _SEED = "QuantizeFrozenWeights", 0
 
 
 class QuantizeFrozenWeights(FitTechnique):
@@ -64,8 +68,9 @@ class QuantizeFrozenWeights(FitTechnique):
         block_size: Neighbours that share a float32 scale: a power of two from 16 to 4096.
         save: ``"all"``, or ``"trainable"``: checkpoints without frozen parameters, which the run that resumes has to
             have from where this one had them.
-        keep: Leave the weights quantized after the run. Else they are decoded then, on the host, layer by layer: the
-            module has what it had, up to the error of quantization, in as much memory.
+        keep: Leave the weights quantized after the run, until ``dequantize_frozen_weights(model)``. Else they are
+            decoded then, on the host, layer by layer: the module has what it had, up to the error of quantization, in
+            as much memory.
         library: Whose kernels decode: ``"own"``; ``"bitsandbytes"``, in extra ``lowbit``, blocks of 32 or more;
             ``"auto"``: the latter where it is installed and faster, on CUDA and with 4 bits on the host. Bytes and
             checkpoints are the same with all, and on the host all numbers are.
@@ -96,9 +101,9 @@ class QuantizeFrozenWeights(FitTechnique):
         keep: bool = False,  # noqa: FBT001, FBT002 - set by name in configuration files
         library: Library = "own",
     ) -> None:
-        _check_int("bits", bits, "8 or 4", lambda number: number in (8, 4))
+        _check_int("bits", bits, "8 or 4", (8, 4))
         check_layers("QuantizeFrozenWeights(layers)", layers)
-        _check_int("block_size", block_size, "a power of two from 16 to 4096", _is_block_size)
+        _check_int("block_size", block_size, "a power of two from 16 to 4096", [2**power for power in range(4, 13)])
         if save not in ("all", "trainable"):
             raise ValueError(f"QuantizeFrozenWeights(save) must be 'all' or 'trainable', got {save!r}.")
         check_bool("QuantizeFrozenWeights(keep)", keep)
@@ -117,7 +122,7 @@ class QuantizeFrozenWeights(FitTechnique):
         why = why_not_installed(self.library)
         if why is not None:
             raise ModuleNotFoundError(why)
-        check_run(self, trainer, has_frozen=self.save == "all")
+        _check_run(self, trainer, has_frozen=self.save == "all")
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -129,7 +134,7 @@ class QuantizeFrozenWeights(FitTechnique):
 
     @override
     def _apply(self, trainer: pl.Trainer) -> None:
-        check_memory(trainer)
+        _check_memory(trainer)
         self._quantize(trainer)
         assert self._quantized is not None
         module = trainer.lightning_module
@@ -184,16 +189,16 @@ def _fit_shards(part: nn.Module) -> None:
             look_past_attribute(parameter)
             weight = quantized_weight(place_of(parameter)[0])
             if weight is not None:
-                weight.read_as = dtype_to_compute(group, parameter)
+                weight.form.read_as = dtype_to_compute(group, parameter)
 
 
 def _tell(quantized: QuantizedLayers, module: nn.Module, *, is_fit: bool) -> None:
     weights = list(quantized.weights())
     if weights:
-        before = sum(weight.numel() * weight.dtype.itemsize for weight in weights)
+        before = sum(weight.form.shape.numel() * weight.form.dtype.itemsize for weight in weights)
         now = sum(weight.packed.nbytes for weight in weights)
         rank_zero_info(
-            f"QuantizeFrozenWeights keeps {len(weights)} frozen weights in {weights[0].packing.bits} bits: "
+            f"QuantizeFrozenWeights keeps {len(weights)} frozen weights in {weights[0].form.packing.bits} bits: "
             f"{format_bytes(now)} in place of {format_bytes(before)}."
         )
     elif is_fit:
@@ -203,13 +208,11 @@ def _tell(quantized: QuantizedLayers, module: nn.Module, *, is_fit: bool) -> Non
         )
 
 
-def _check_int(argument: str, value: object, allowed: str, is_allowed: Any) -> None:
+def _check_int(argument: str, value: object, allowed: str, numbers: Container[int]) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(
-            f"QuantizeFrozenWeights({argument}) must be {allowed}, got {value!r} of type {type(value).__name__}."
-        )
-    if not is_allowed(value):
-        raise ValueError(f"QuantizeFrozenWeights({argument}) must be {allowed}, got {value}.")
+        raise TypeError(f"{_NAME}({argument}) must be {allowed}, got {value!r} of type {type(value).__name__}.")
+    if value not in numbers:
+        raise ValueError(f"{_NAME}({argument}) must be {allowed}, got {value}.")
 
 
 def _check_library(library: object, block_size: int) -> None:
@@ -223,5 +226,63 @@ def _check_library(library: object, block_size: int) -> None:
         )
 
 
-def _is_block_size(number: int) -> bool:
-    return 16 <= number <= 4096 and number.bit_count() == 1
+def _check_run(callback: Callback, trainer: pl.Trainer, *, has_frozen: bool) -> None:
+    """Refuse what cannot work, before anything of the run happens.
+
+    Args:
+        callback: Of ours.
+        trainer: In its ``setup`` hooks.
+        has_frozen: Whether checkpoints have what is frozen.
+
+    Raises:
+        MisconfigurationException: With the reason and the way out.
+    """
+    refuse_moved_parameters(_NAME, trainer, "quantized weights are decoded from")
+    strategy = type(trainer.strategy)
+    if hasattr(strategy, "device_mesh") and not shards_integers:  # ModelParallelStrategy, fsdp_offload
+        raise MisconfigurationException(
+            f"{_NAME} with {strategy.__name__} needs torch >= 2.13, got {torch.__version__}, whose FSDP2 shards no "
+            "integers: use 'ddp' or a single device."
+        )
+    whole_files = None if has_frozen else _how_to_save_whole(trainer.strategy)
+    if whole_files is not None:
+        raise MisconfigurationException(
+            f"{_NAME}(save='trainable') does not work with folders of shards, which load by the names that the module "
+            f"has: use {whole_files}, whose files are small without what is frozen, or save='all'."
+        )
+    for other in trainer.callbacks:  # type: ignore[attr-defined]
+        if type(other) is type(callback) and other is not callback:
+            raise MisconfigurationException(f"Two {_NAME} in one Trainer: leave one out.")
+        if isinstance(other, BaseFinetuning):
+            raise MisconfigurationException(
+                f"{_NAME} does not work with {type(other).__name__}, which unfreezes layers: a quantized weight cannot "
+                "be trained. Leave one out."
+            )
+        if isinstance(other, WeightAveraging | StochasticWeightAveraging):
+            raise MisconfigurationException(
+                f"{_NAME} does not work with {type(other).__name__}, which averages all parameters, bytes too. Leave "
+                "one out."
+            )
+
+
+def _check_memory(trainer: pl.Trainer) -> None:
+    """Refuse meta layers of ``configure_model`` where Lightning empties all layers to give these memory.
+
+    Raises:
+        MisconfigurationException: If there are some.
+    """
+    if isinstance(trainer.strategy, ModelParallelStrategy) and has_meta(trainer.lightning_module):
+        raise MisconfigurationException(
+            f"{_NAME} does not work with {type(trainer.strategy).__name__} where configure_model leaves layers on the "
+            "meta device: Lightning would empty the quantized ones, too. Make them on the host, or in __init__, or use "
+            "strategy='fsdp_offload'."
+        )
+
+
+def _how_to_save_whole(strategy: Strategy) -> str | None:
+    """What to set if the strategy saves folders; ``None``: it does not."""
+    if isinstance(strategy, ModelParallelStrategy):
+        return f"{type(strategy).__name__}(save_distributed_checkpoint=False)" if saves_folders(strategy) else None
+    arguments = getattr(strategy, "arguments", None)  # of fsdp_offload
+    is_folder = getattr(arguments, "state_dict_type", "full") == "sharded"
+    return f"{type(strategy).__name__}(state_dict_type='full')" if is_folder else None

@@ -88,13 +88,20 @@ def wrap_like(part: Tensor, like: DTensor) -> DTensor:
     return DTensor(part, like._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
-def place_of_own_part(like: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def shard_like(whole: Tensor, like: DTensor) -> DTensor:
+    """Return a whole tensor, of any shape and dtype, sharded as ``like`` is; nothing is sent."""
+    meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
+    spec = DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta)
+    return DTensor(cut_own_part(whole, spec), spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def place_of_own_part(like: DTensor | DTensorSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shape of this rank's part of a tensor that lies as ``like`` does, and where in it that begins."""
     with without_dispatch():  # torch computes with tensors, whose values an estimate would not have
         return compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
 
 
-def cut_own_part(whole: Tensor, like: DTensor) -> Tensor:
+def cut_own_part(whole: Tensor, like: DTensor | DTensorSpec) -> Tensor:
     """Return, as a view, this rank's part of a whole tensor that is to lie as ``like`` does."""
     lengths, offsets = place_of_own_part(like)
     part = whole.detach()

@@ -153,6 +153,17 @@ class _Parameters(nn.Module):
         super().__init__()
         vars(self).update(_parameters=own_parameters(owner), owner=owner)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._parameters[name] = value
+        getattr(self, name)
+
+    def __getattr__(self, name: str) -> Any:
+        """Tell the attribute that hides a parameter: FSDP2 has put it there, or ``module.to()`` has changed it."""
+        value, attribute = self._parameters[name], vars(self.owner).get(name)
+        if attribute is not None:
+            attribute.hides(value)
+        return value
+
 
 shards_integers = torch.torch_version.TorchVersion("2.13") <= torch.__version__
 """Whether FSDP2 shards parameters of integers. Up to 2.11 it makes parameters that could require gradients of them."""
@@ -161,12 +172,15 @@ shards_integers = torch.torch_version.TorchVersion("2.13") <= torch.__version__
 def look_past_attribute(parameter: Any) -> None:
     """Let FSDP2 find a parameter of a group that an attribute of the same name hides, and not cast it.
 
+    The method ``hides`` of the attribute is called with all that FSDP2 puts, or finds, in the place of the parameter.
+
     Args:
         parameter: FSDP2's object. One that nothing hides is left alone.
     """
     info = parameter._module_info
     if info.param_name in vars(info.module):
         info.module = _Parameters(info.module)
+        setattr(info.module, info.param_name, parameter.sharded_param)
         keep_dtype = partial(type(parameter).init_dtype_attrs, parameter, MixedPrecisionPolicy())
         parameter.init_dtype_attrs = lambda _: keep_dtype()  # up to 2.11 it casts integers, too
 

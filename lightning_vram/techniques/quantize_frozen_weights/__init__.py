@@ -1,10 +1,13 @@
 """Weights of frozen layers in 8 or 4 bits, decoded where they are used. May import: core, memory."""
 
-from lightning_vram.techniques.quantize_frozen_weights.apply import QuantizedLayers, quantize_frozen_weights
+from lightning_vram.techniques.quantize_frozen_weights.apply import (
+    QuantizedLayers,
+    dequantize_frozen_weights,
+    quantize_frozen_weights,
+)
 from lightning_vram.techniques.quantize_frozen_weights.libraries import MIN_BLOCK_SIZE, Library, why_not_installed
 from lightning_vram.techniques.quantize_frozen_weights.quantized_weight import (
     QuantizedWeight,
-    WeightReadError,
     quantized_weight,
     read_weights_as,
 )
@@ -14,7 +17,7 @@ __all__ = [
     "Library",
     "QuantizedLayers",
     "QuantizedWeight",
-    "WeightReadError",
+    "dequantize_frozen_weights",
     "quantize_frozen_weights",
     "quantized_weight",
     "read_weights_as",

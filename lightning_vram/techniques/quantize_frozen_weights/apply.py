@@ -1,19 +1,23 @@
 """Put weights of frozen layers into 8 or 4 bits, layer by layer, and back."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_vram.core.layers.patterns import LayerPattern
 from lightning_vram.core.layers.selection import name_layers
-from lightning_vram.private_names.torch.modules import own_parameters
+from lightning_vram.private_names.torch.modules import own_buffers, own_parameters
 from lightning_vram.techniques.quantize_frozen_weights.libraries import Library
-from lightning_vram.techniques.quantize_frozen_weights.loading import load_packed
 from lightning_vram.techniques.quantize_frozen_weights.packing import Bits, Packing
 from lightning_vram.techniques.quantize_frozen_weights.quantized_weight import (
     DTYPE,
+    NO_MEMORY,
+    Form,
+    QuantizedParameter,
     QuantizedWeight,
+    make_weight,
     quantized_weight,
 )
 from lightning_vram.techniques.quantize_frozen_weights.selection import find_able, find_named
@@ -31,8 +35,8 @@ def quantize_frozen_weights(
     """Keep weights of frozen layers of ``model`` in few bits, until :meth:`QuantizedLayers.remove`.
 
     Linear layers, convolutions, embeddings and the ``Conv1D`` of transformers, and classes derived from them. The
-    parameter keeps its name and becomes one of bytes (``uint8``); checkpoints may have either. Copies and pickles of a
-    layer are quantized as well.
+    parameter keeps its name, and reads as its decoded values; it holds bytes (``uint8``), as checkpoints do, which may
+    have plain weights as well. Copies and pickles of a layer are quantized.
 
     Args:
         model: Any module. Layers of it that are quantized already stay so, and are taken over.
@@ -64,20 +68,51 @@ def quantize_frozen_weights(
     chosen = find_able(model, names) if layers == "auto" else find_named(model, names, layers)
     for name, layer in chosen.items():
         known = quantized_weight(layer)
-        if known is not None and known.packing != packing:
-            raise ValueError(f"{name!r} is kept in {known.packing} already, which is not {packing}.")
+        if known is not None and known.form.packing != packing:
+            raise ValueError(f"{name!r} is kept in {known.form.packing} already, which is not {packing}.")
     quantized = QuantizedLayers()
     done: dict[int, nn.Parameter] = {}
     try:
         for name, layer in chosen.items():
             quantized.layers[name] = layer
-            if quantized_weight(layer) is None:
-                _quantize(layer, name, packing, done, give_memory)
-            vars(layer)["weight"].library = library
+            if (weight := quantized_weight(layer)) is None:
+                weight = _quantize(layer, name, packing, done, give_memory)
+            weight.form.library = library
     except BaseException:
         quantized.remove()
         raise
     return quantized
+
+
+def dequantize_frozen_weights(model: nn.Module) -> list[str]:
+    """Give layers of ``model`` plain weights again, where they are: the numbers that they computed with all the time.
+
+    After ``QuantizeFrozenWeights(keep=True)``, for what writes to weights, such as ``merge_and_unload`` of peft.
+
+    Args:
+        model: Any module.
+
+    Returns:
+        The names of these layers.
+
+    Raises:
+        ValueError: If a weight is sharded: this rank has a part of it.
+
+    Example:
+        >>> from torch import nn
+        >>> from lightning_vram.techniques.quantize_frozen_weights import quantize_frozen_weights
+        >>> model = nn.Sequential(nn.Linear(64, 64)).requires_grad_(False)
+        >>> names = quantize_frozen_weights(model).names
+        >>> dequantize_frozen_weights(model)
+        ['0']
+    """
+    quantized = QuantizedLayers()
+    quantized.layers = {name: one for name, one in name_layers(model).items() if quantized_weight(one) is not None}
+    if any(weight.is_sharded for weight in quantized.weights()):
+        raise ValueError("quantized weights are sharded: load a checkpoint of state_dict_type='full' without shards.")
+    names = quantized.names
+    quantized.remove(to_host=False)
+    return names
 
 
 class QuantizedLayers:
@@ -91,19 +126,18 @@ class QuantizedLayers:
         """Of the layers."""
         return list(self.layers)
 
-    def weights(self) -> Iterator[QuantizedWeight]:
-        """Yield the weights, one that several layers have once."""
-        seen: set[int] = set()
-        for layer in self.layers.values():
-            weight = quantized_weight(layer)
-            if weight is not None and id(weight.packed) not in seen:
-                seen.add(id(weight.packed))
-                yield weight
+    def weights(self) -> list[QuantizedWeight]:
+        """Return the weights, one that several layers have once."""
+        weights = [weight for layer in self.layers.values() if (weight := quantized_weight(layer)) is not None]
+        return list({id(weight.held): weight for weight in weights}.values())
 
-    def remove(self) -> None:
-        """Give the layers plain weights again, on the host, one after the other: what was decoded all the time.
+    def remove(self, *, to_host: bool = True) -> None:
+        """Give the layers plain weights again, one after the other: what was decoded all the time.
 
         What is sharded stays as it is.
+
+        Args:
+            to_host: Else they stay on the device of the layer.
         """
         done: dict[int, nn.Parameter] = {}
         with torch.no_grad():
@@ -112,11 +146,14 @@ class QuantizedLayers:
                 weight = quantized_weight(layer)
                 if weight is None or weight.is_sharded:
                     continue
-                if id(weight.packed) not in done:
-                    done[id(weight.packed)] = nn.Parameter(
-                        weight.dequantize(weight.own_dtype).cpu(), requires_grad=False
-                    )
-                _restore(layer, done[id(weight.packed)])
+                held = id(weight.held)
+                if held not in done:
+                    plain = weight.dequantize(weight.form.own_dtype)
+                    done[held] = nn.Parameter(plain.cpu() if to_host else plain, requires_grad=False)
+                weight.form.loading.remove()
+                vars(layer).pop("weight", None)
+                delattr(layer, DTYPE)
+                own_parameters(layer)["weight"] = done[held]
 
 
 @torch.no_grad()
@@ -126,21 +163,23 @@ def _quantize(
     packing: Packing,
     done: dict[int, nn.Parameter],
     give_memory: Callable[[nn.Module], object] | None,
-) -> None:
+) -> QuantizedWeight:
     """Put the bytes of a weight in its place, the same for all layers that share it."""
-    parameters = own_parameters(layer)
+    parameters, buffers = own_parameters(layer), own_buffers(layer)
     weight = parameters["weight"]
     assert weight is not None
-    shape, dtype = weight.shape, weight.dtype
+    loading = layer.register_load_state_dict_pre_hook(_load_packed)  # type: ignore[no-untyped-call]
+    form = Form(name, packing, weight.shape, buffers, loading)
     if id(weight) not in done:
         if weight.is_meta and give_memory is not None:
             give_memory(layer)  # the parameter is still the same object
-        done[id(weight)] = nn.Parameter(_pack(weight, packing), requires_grad=False)
-    packed = done[id(weight)]
-    layer.register_buffer(DTYPE, torch.empty(0, dtype=dtype, device=packed.device), persistent=False)
-    parameters["weight"] = packed
-    loading = layer.register_load_state_dict_pre_hook(load_packed)  # type: ignore[no-untyped-call]
-    vars(layer)["weight"] = QuantizedWeight(layer, name, packing, shape, loading)  # found before parameters are
+        done[id(weight)] = make_weight(QuantizedParameter, _pack(weight, packing), {"form": form})
+    carrier = torch.empty(0, dtype=weight.dtype, device=done[id(weight)].device)
+    layer.register_buffer(DTYPE, carrier, persistent=False)
+    parameters["weight"] = done[id(weight)]
+    attribute: QuantizedWeight = make_weight(QuantizedWeight, NO_MEMORY, {"form": form, "parameters": parameters})
+    vars(layer)["weight"] = attribute  # found before parameters are
+    return attribute
 
 
 def _pack(weight: Tensor, packing: Packing) -> Tensor:
@@ -151,7 +190,35 @@ def _pack(weight: Tensor, packing: Packing) -> Tensor:
     return packed
 
 
-def _restore(layer: nn.Module, weight: nn.Parameter) -> None:
-    vars(layer).pop("weight").loading.remove()
-    delattr(layer, DTYPE)
-    own_parameters(layer)["weight"] = weight
+def _load_packed(
+    layer: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: Any, *lists: list[str]
+) -> None:
+    """Before a layer is loaded: encode a weight that is a plain one into its bytes.
+
+    Raises:
+        ValueError: If it is packed in another way.
+    """
+    weight, given = quantized_weight(layer), state_dict.get(f"{prefix}weight")
+    if weight is None or not isinstance(given, Tensor):
+        return
+    packed, form = weight.packed, weight.form
+    if given.shape == form.shape and given.is_floating_point():
+        form.packing.encode(given, packed)
+    elif given.shape != packed.shape or given.dtype != packed.dtype:
+        found = Packing.of(given.shape, form.shape.numel()) if given.dtype == packed.dtype else None
+        if found is not None:
+            raise ValueError(
+                f"the checkpoint has {prefix}weight in {_describe(found)}, and this run keeps it in "
+                f"{_describe(form.packing)}: set bits={found.bits}, block_size={found.block_size}."
+            )
+        lists[-1].append(
+            f"size mismatch for {prefix}weight: copying a param with shape {given.shape} from checkpoint, the shape in "
+            f"current model is {form.shape}."
+        )
+    else:
+        packed.copy_(given)
+    state_dict[f"{prefix}weight"] = weight.held  # which is copied to itself, or stays
+
+
+def _describe(packing: Packing) -> str:
+    return f"{packing.bits} bits with block_size={packing.block_size}"

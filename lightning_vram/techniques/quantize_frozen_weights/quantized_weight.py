@@ -1,12 +1,17 @@
-"""What a layer has for its weight while the weight is kept in 8 or 4 bits.
+"""What a layer, and ``parameters()`` of its model, have for a weight while it is kept in 8 or 4 bits.
 
-A layer's ``forward`` hands its weight to one function of torch. If that is no tensor, torch asks it what to do
-(``__torch_function__``). So the layer, its class, its hooks and who wraps it stay what they are. The weight is decoded
-for the call, and again in the backward: the same numbers, so gradients are those of a plain layer that has them.
+Torch asks a tensor of this class what to do with it (``__torch_function__``). A call of a layer's ``forward`` decodes
+the weight, and its backward decodes it again: the same numbers, so gradients are those of a plain layer that has them.
+Other reads get a decoded copy; writes are errors. PyTorch's code for modules, compilers and several devices sees the
+bytes, as ours does: it moves, saves, loads and shards them.
 """
 
+import sys
 from collections.abc import Callable, Container, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial
+from types import FrameType, GetSetDescriptorType
 from typing import Any, NoReturn
 
 import torch
@@ -15,16 +20,23 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
 
 from lightning_vram.core.hooks.moment import is_transformed
 from lightning_vram.core.hooks.remade_saves import RemadeSaves
+from lightning_vram.core.tensors.parameter_classes import add_parameter_class, while_plain
+from lightning_vram.private_names.fsdp2.sharded_tensors import shard_like
 from lightning_vram.private_names.torch.autograd import may_set_hooks
-from lightning_vram.private_names.torch.modules import own_buffers, own_parameters
+from lightning_vram.private_names.torch.modules import own_parameters
+from lightning_vram.private_names.torch.tensors import without_torch_function
+from lightning_vram.private_names.torch.trees import tree_leaves, tree_map_only
 from lightning_vram.techniques.quantize_frozen_weights.libraries import Library
 from lightning_vram.techniques.quantize_frozen_weights.packing import Packing
 
 DTYPE = "_quantized_weight_dtype"
 """Name of an empty buffer, which follows the module to devices and dtypes."""
+
+NO_MEMORY = torch.empty(0, dtype=torch.uint8)
 
 _INPUTS: dict[Callable[..., Any], tuple[int, str]] = {  # where the input of a layer is among the arguments
     F.linear: (0, "input"),
@@ -34,56 +46,51 @@ _INPUTS: dict[Callable[..., Any], tuple[int, str]] = {  # where the input of a l
     torch.addmm: (1, "mat1"),  # Conv1D of transformers
     F.embedding: (0, "input"),
 }
-_HAS_NO_AUTOCAST = F.embedding
+_COMPILERS = "torch._"
+_SEE_BYTES = ("torch.nn.modules.module", "torch.nn.parallel", "torch.distributed", "torch.autograd", "lightning_vram.")
+_REPLACE = ("torch.nn.utils.parametrize", "torch.nn.utils.prune")
+_WATCHED = "lightning_vram.techniques.sharding.gathered.watched_shards"
+_BETWEEN = (__name__, _WATCHED, "torch._tensor", "torch.overrides", "torch.nn.parameter")
+_OF_SHAPE = {
+    *("shape", "size", "ndim", "dim", "ndimension", "numel", "nelement", "stride", "dtype", "itemsize", "element_size"),
+    *("is_floating_point", "is_complex", "is_contiguous", "__len__"),
+}
+_GETTERS = {
+    getter.__get__: name
+    for kind in Tensor.__mro__
+    for name, getter in vars(kind).items()
+    if isinstance(getter, GetSetDescriptorType)
+}
+_OF_MEMORY = {*_GETTERS.values(), "data_ptr", "untyped_storage"} - {"T", "mT", "H", "mH", "real", "imag"}
+_ITSELF = {"data", "detach"}  # of a copy, writes would be lost in silence
 
 
-class WeightReadError(AttributeError, RuntimeError):
-    """A weight that is kept in few bits was read elsewhere than in its layer."""
-
-
-class QuantizedWeight:
-    """The weight of ``layer``, whose bytes are the parameter of that name.
+@dataclass(eq=False)
+class Form:
+    """What is known of a quantized weight but its bytes.
 
     Args:
-        layer: Whose parameter ``weight`` are packed bytes.
         name: Of the layer, for messages.
         packing: Of the bytes.
         shape: Of the weight.
+        buffers: Of the layer; one of them has the dtype.
         loading: The hook that encodes what the layer is given.
+        library: Whose kernels decode.
+        read_as: Set for the time in which somebody keeps plain weights in another dtype.
     """
 
-    __slots__ = ("_buffers", "_parameters", "library", "loading", "name", "packing", "read_as", "shape")
-    requires_grad = False
-    grad = None
-    is_leaf = True
-
-    def __init__(
-        self, layer: nn.Module, name: str, packing: Packing, shape: torch.Size, loading: RemovableHandle
-    ) -> None:
-        # not the layer, which would hold itself; both follow it in copies
-        self._parameters, self._buffers = own_parameters(layer), own_buffers(layer)
-        self.name, self.packing, self.shape, self.loading = name, packing, shape, loading
-        self.library: Library = "own"
-        """Whose kernels decode."""
-        self.read_as: torch.dtype | None = None
-        """Set for the time in which somebody keeps plain weights in another dtype."""
-
-    @property
-    def packed(self) -> Tensor:
-        """The bytes, uint8, [num_blocks, row_bytes]."""
-        packed = self._parameters["weight"]
-        assert packed is not None
-        return packed
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether this rank has a part of the bytes, as FSDP2 leaves them while the layer does not compute."""
-        return isinstance(self.packed, DTensor)
+    name: str
+    packing: Packing
+    shape: torch.Size
+    buffers: dict[str, Tensor | None]
+    loading: RemovableHandle
+    library: Library = "own"
+    read_as: torch.dtype | None = None
 
     @property
     def own_dtype(self) -> torch.dtype:
         """What the weight had, or ``module.to(dtype)`` would have given it."""
-        carrier = self._buffers[DTYPE]
+        carrier = self.buffers[DTYPE]
         assert carrier is not None
         return carrier.dtype
 
@@ -92,49 +99,53 @@ class QuantizedWeight:
         """What a plain weight would have."""
         return self.read_as or self.own_dtype
 
-    @property
-    def device(self) -> torch.device:
-        """Where the bytes are."""
-        return self.packed.device
+
+class QuantizedWeight(nn.Parameter):
+    """The attribute ``weight`` of a layer, without memory: the bytes are its parameter of that name."""
+
+    form: Form
+    parameters: dict[str, Tensor | None]  # not the layer, which would hold itself; they follow it in copies
+    as_bytes_for: tuple[str, ...] = (_COMPILERS,)
 
     @property
-    def ndim(self) -> int:
-        """Number of dimensions."""
-        return len(self.shape)
+    def held(self) -> Tensor:
+        """The parameter that has the bytes: FSDP2 puts others in its place."""
+        held = self.parameters["weight"]
+        assert held is not None
+        return held
 
-    def dim(self) -> int:
-        """Return the number of dimensions."""
-        return len(self.shape)
+    @property
+    def packed(self) -> Tensor:
+        """The bytes, uint8, [num_blocks, row_bytes]."""
+        held = self.held
+        if not isinstance(held, QuantizedWeight):
+            return held
+        with without_torch_function():
+            return Tensor.detach(held)  # not what a class of ours makes of it
 
-    def size(self, dim: int | None = None) -> Any:
-        """Return the shape, or one of its numbers."""
-        return self.shape if dim is None else self.shape[dim]
-
-    def numel(self) -> int:
-        """Return how many numbers it has."""
-        return self.shape.numel()
+    @property
+    def is_sharded(self) -> bool:
+        """Whether this rank has a part of the bytes, as FSDP2 leaves them while the layer does not compute."""
+        return isinstance(self.held, DTensor)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the weight, in memory of its own. A collective where it is sharded, and its layer is not computing."""
-        packed = self.packed
+        packed, form = self.packed, self.form
         if isinstance(packed, DTensor):
             packed = packed.full_tensor()
-        return self.packing.decode(packed, self.numel(), dtype or self.dtype, self.library).view(self.shape)
+        if packed.is_floating_point():  # put there by ``torch.func.functional_call``
+            return packed.to(dtype or form.dtype)
+        return form.packing.decode(packed, form.shape.numel(), dtype or form.dtype, form.library).view(form.shape)
 
     def look_up(self, indices: Tensor) -> Tensor:
         """Return rows, of a weight of two dimensions, [*indices.shape, shape[1]]; only they are decoded."""
-        num_rows, width = self.shape
-        if width % self.packing.block_size:
+        form, packed = self.form, self.packed
+        num_rows, width = form.shape
+        if width % form.packing.block_size or packed.is_floating_point():
             return F.embedding(indices, self.dequantize())
-        rows = self.packed.view(num_rows, -1).index_select(0, indices.reshape(-1)).view(-1, self.packing.row_bytes)
-        numbers = self.packing.decode(rows, indices.numel() * width, self.dtype, self.library)
+        rows = packed.view(num_rows, -1).index_select(0, indices.reshape(-1)).view(-1, form.packing.row_bytes)
+        numbers = form.packing.decode(rows, indices.numel() * width, form.dtype, form.library)
         return numbers.view(*indices.shape, width)
-
-    def __getitem__(self, key: Any) -> Tensor:
-        """Return rows of an embedding, as some classes read them in their own ``forward``."""
-        if isinstance(key, tuple) or self.ndim != 2:
-            self.refuse("__getitem__")
-        return self.look_up(torch.arange(self.shape[0], device=self.device)[key])
 
     @classmethod
     def __torch_function__(
@@ -144,54 +155,128 @@ class QuantizedWeight:
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Be the weight where a layer computes with it; refuse everything else."""
+        """Be the weight where a layer computes with it; be a copy of it, or of what is known of it, elsewhere."""
         kwargs = kwargs or {}
-        found = [one for one in (*args, *kwargs.values()) if isinstance(one, cls)]
-        place, name = _INPUTS.get(func, (0, ""))
+        place, name = _INPUTS.get(func, (len(args), ""))
         input = args[place] if len(args) > place else kwargs.get(name)
-        if func not in _INPUTS or len(found) != 1 or not isinstance(input, Tensor):
-            (found or [_any_of(cls, args, kwargs)])[0].refuse(getattr(func, "__name__", "a function"))
+        found = [one for one in (*args, *kwargs.values()) if isinstance(one, QuantizedWeight)]
+        if len(found) != 1 or not isinstance(input, Tensor) or input is found[0]:
+            return _read(func, args, kwargs)
         (weight,) = found
-        if func is F.embedding:
-            return weight.look_up(input)
-        return weight._compute(func, input, args, kwargs)
+        return weight.look_up(input) if func is F.embedding else weight._compute(func, input, args, kwargs)
 
-    def refuse(self, reader: str) -> NoReturn:
-        """Raise the error of a weight that ``reader`` reads."""
-        raise WeightReadError(
-            f"the weight of {self.name!r} is kept in {self.packing.bits} bits, and {reader!r} reads it elsewhere than "
-            f"in its layer: read {self.name}.weight.dequantize() there, or name other layers in layers=."
+    def read(self) -> Tensor:
+        """Return what a plain weight would be in its place."""
+        return self.dequantize()
+
+    def hides(self, parameter: Any) -> None:
+        """Let what FSDP2 puts in the place of the parameter, a shard or what it gathers, read as the weight, too."""
+        kind = _KINDS.get(type(parameter))
+        if kind is not None:
+            parameter.__class__ = kind
+            vars(parameter)["form"] = self.form
+
+    def refuse(self, writer: str) -> NoReturn:
+        """Raise the error of a weight that ``writer`` changes."""
+        raise RuntimeError(
+            f"the weight of {self.form.name!r} is kept in {self.form.packing.bits} bits, and {writer!r} would change "
+            "it: call dequantize_frozen_weights(model) first, or name other layers in layers=."
         )
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)  # what copies and pickles ask for
-        self.refuse(name)
-
-    def _compute(
-        self, func: Callable[..., Any], input: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def _compute(self, func: Callable[..., Any], input: Tensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
         dtype = _computing_dtype(input)
+
+        def call() -> Any:
+            return _call_with(lambda weight: weight.dequantize(dtype), func, args, kwargs)
+
         if torch.compiler.is_compiling():  # the compiler makes again what is marked so
-            return torch.utils.checkpoint.checkpoint(
-                self._call, func, dtype, args, dict(kwargs), use_reentrant=False, preserve_rng_state=False
-            )
+            return torch.utils.checkpoint.checkpoint(call, use_reentrant=False, preserve_rng_state=False)
         if not (torch.is_grad_enabled() and input.requires_grad) or is_transformed() or not may_set_hooks():
-            return self._call(func, dtype, args, kwargs)
+            return call()
         saves = RemadeSaves()
         weight = saves.add(self.dequantize(dtype), partial(self.dequantize, dtype))
         with saves.hooks():
-            return _call_with(weight, func, args, kwargs)
+            return _call_with(lambda _: weight, func, args, kwargs)
 
-    def _call(
-        self, func: Callable[..., Any], dtype: torch.dtype, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
-        return _call_with(self.dequantize(dtype), func, args, kwargs)
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copy = make_weight(type(self), self._memory().clone(), deepcopy(vars(self), memo))
+        return memo.setdefault(id(self), copy)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return make_weight, (type(self), self._memory(), vars(self))
+
+    def _memory(self) -> Tensor:
+        """Return its own, of none for an attribute."""
+        with without_torch_function():
+            return self.detach()
+
+
+class QuantizedParameter(QuantizedWeight):
+    """The parameter ``weight`` of a layer, whose memory are the bytes. It knows no layer, to be freed with it."""
+
+    as_bytes_for = (_COMPILERS, *_SEE_BYTES)
+
+    @property
+    def held(self) -> Tensor:
+        """Itself."""
+        return self
+
+
+class QuantizedShard(QuantizedParameter, DTensor):
+    """That parameter while FSDP2 shards it: values are those of the plain weight, sharded in the same way."""
+
+    @override
+    def read(self) -> Tensor:
+        return shard_like(self.dequantize(), self)
+
+    # What reads or moves the local part past any function.
+    def full_tensor(self, *args: Any, **kwargs: Any) -> Any:
+        """As that of any shard."""
+        return _read(DTensor.full_tensor, (self, *args), kwargs)
+
+    def to_local(self, *args: Any, **kwargs: Any) -> Any:
+        """As that of any shard."""
+        return _read(DTensor.to_local, (self, *args), kwargs)
+
+    def redistribute(self, *args: Any, **kwargs: Any) -> Any:
+        """As that of any shard."""
+        return _read(DTensor.redistribute, (self, *args), kwargs)
+
+    @override
+    def detach(self) -> Any:
+        """As of any shard. ``nn.Parameter``, by which ``module.to()`` makes another, wants one of the same class."""
+        alias = _read(Tensor.detach, (self,), {})
+        if sys._getframe(1).f_globals.get("__name__") == nn.Parameter.__module__:
+            self.hides(alias)
+        return alias
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Return what is known without values, which one rank alone has not."""
+        form = self.form
+        return f"{type(self).__name__}({form.name!r}, {tuple(form.shape)}, {form.dtype}, {form.packing.bits} bits)"
+
+    # Copies and files are plain ones.
+    def __deepcopy__(self, memo: Any) -> Any:
+        return while_plain(self, DTensor, lambda: self.__deepcopy__(memo))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return while_plain(self, DTensor, lambda: self.__reduce_ex__(protocol))
+
+
+add_parameter_class(QuantizedParameter)
+_KINDS: dict[type, type[QuantizedParameter]] = {DTensor: QuantizedShard, nn.Parameter: QuantizedParameter}
+
+
+def make_weight(kind: type[QuantizedWeight], memory: Tensor, known: dict[str, Any]) -> Any:
+    """Return a weight of this class that has ``memory`` and knows its form."""
+    weight = kind(memory, requires_grad=False)  # of a fake tensor: what an estimate has for any parameter
+    vars(weight).update(known)
+    return weight
 
 
 def quantized_weight(layer: nn.Module) -> QuantizedWeight | None:
     """Return the weight of a layer if it is kept in few bits."""
-    weight = vars(layer).get("weight")
+    weight = vars(layer).get("weight", own_parameters(layer).get("weight"))
     return weight if isinstance(weight, QuantizedWeight) else None
 
 
@@ -204,19 +289,64 @@ def read_weights_as(model: nn.Module, dtype: torch.dtype, skip: Container[nn.Mod
         skip: Modules that are left alone.
     """
     weights = [quantized_weight(module) for module in model.modules() if module not in skip]
-    changed = [weight for weight in weights if weight is not None]
+    forms = [weight.form for weight in weights if weight is not None]
 
     def set_all(dtype: torch.dtype | None) -> None:
-        for weight in changed:
-            weight.read_as = dtype
+        for form in forms:
+            form.read_as = dtype
 
     set_all(dtype)
     return partial(set_all, None)
 
 
-def _call_with(weight: Tensor, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    args = tuple(weight if isinstance(one, QuantizedWeight) else one for one in args)
-    kwargs = {name: weight if isinstance(one, QuantizedWeight) else one for name, one in kwargs.items()}
+def _read(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Call a function that no layer computes with, on what it asks of the weight."""
+    weight = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, QuantizedWeight))
+    asker = "" if torch.compiler.is_dynamo_compiling() else _asker()
+    if asker.startswith(weight.as_bytes_for):
+        with without_torch_function():
+            return func(*args, **kwargs)
+    if asker in _REPLACE:
+        weight.refuse(asker)
+    name, given, is_set = _GETTERS.get(func) or func.__name__, (*args[1:], *kwargs.values()), False
+    if name == "__set__":
+        name, is_set = func.__self__.__name__, True  # type: ignore[attr-defined]
+    if (name in _ITSELF and not is_set) or (name.startswith("requires_grad") and False in given):
+        return weight
+    if (is_set and name != "grad") or _writes(name, args, kwargs):
+        weight.refuse(name)
+    if name in _OF_SHAPE:
+        return _call_with(_without_values, func, args, kwargs)
+    if name in _OF_MEMORY:
+        with without_torch_function():
+            return _call_with(lambda weight: weight.held, func, args, kwargs)
+    return _call_with(lambda weight: weight.read(), func, args, kwargs)
+
+
+def _asker() -> str:
+    """Return the name of the module whose code reads a weight."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__") in _BETWEEN:
+        frame = frame.f_back
+    return "" if frame is None else str(frame.f_globals.get("__name__"))
+
+
+def _writes(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function writes to a weight, which is its first argument, or in it."""
+    is_in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    target = args[:1] or list(kwargs.values())
+    return is_in_place and any(isinstance(leaf, QuantizedWeight) for leaf in tree_leaves(target))
+
+
+def _without_values(weight: QuantizedWeight) -> Tensor:
+    form = weight.form
+    return torch.empty(form.shape, dtype=form.dtype, device="meta")
+
+
+def _call_with(
+    read: Callable[[QuantizedWeight], Tensor], func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
+) -> Any:
+    args, kwargs = tree_map_only(QuantizedWeight, read, (args, dict(kwargs)))
     return func(*args, **kwargs)
 
 
@@ -226,20 +356,3 @@ def _computing_dtype(input: Tensor) -> torch.dtype:
     if torch.is_autocast_enabled(kind) and input.dtype is not torch.float64:
         return torch.get_autocast_dtype(kind)
     return input.dtype
-
-
-def _any_of(kind: type[QuantizedWeight], args: Any, kwargs: Any) -> QuantizedWeight:
-    """Find one that is deeper, in a list: ``torch.cat([weight, ...])``."""
-    leaves = (leaf for one in (*args, *kwargs.values()) if isinstance(one, list | tuple) for leaf in one)
-    return next(leaf for leaf in leaves if isinstance(leaf, kind))
-
-
-def _refusing(name: str) -> Callable[..., NoReturn]:
-    def refuse(self: QuantizedWeight, *_: object) -> NoReturn:
-        self.refuse(name)
-
-    return refuse
-
-
-for _name in ("matmul", "mul", "rmul", "add", "radd", "sub", "rsub", "truediv", "neg", "pow"):
-    setattr(QuantizedWeight, f"__{_name}__", _refusing(f"__{_name}__"))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, EMAWeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_summary import summarize
 from support.helpers import LitTiny, TinyCNN, assert_equal_weights, describe_module
 from support.lora_nets import NUM_QUANTIZED, QUANTIZED, LitLoRA, LoRANet
 from torch import nn
@@ -332,17 +333,40 @@ def test_the_estimate_is_that_of_the_run(bits):
 
 
 class Reading(LitLoRA):
+    """Reads weights elsewhere than in their layers, as a penalty does."""
+
     def training_step(self, batch):
-        return super().training_step(batch) + (torch.ones(64) @ self.net.head.weight.T).sum()
+        penalty = sum(parameter.square().sum() for parameter in self.parameters())
+        return super().training_step(batch) + 1e-3 * penalty + (torch.ones(64) @ self.net.head.weight.T).sum()
 
 
-def test_a_weight_that_the_module_reads_itself_is_named(fit):
+class Writing(LitLoRA):
+    def on_train_batch_end(self, *_):
+        for parameter in self.parameters():
+            parameter.data.clamp_(-0.1, 0.1)
+
+
+def test_code_of_the_module_reads_decoded_weights_and_cannot_change_them(fit):
+    assert_equal_weights(fit(QuantizeFrozenWeights(), make=Reading), fit(make=partial(rounded, 8, Reading)))
     message = (
-        "the weight of 'net.head' is kept in 8 bits, and 'T' reads it elsewhere than in its layer: read "
-        "net.head.weight.dequantize() there, or name other layers in layers=."
+        "the weight of 'net.embed' is kept in 8 bits, and 'clamp_' would change it: call "
+        "dequantize_frozen_weights(model) first, or name other layers in layers=."
     )
     with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"):
-        fit(QuantizeFrozenWeights(), make=Reading)
+        fit(QuantizeFrozenWeights(), make=Writing)
+
+
+class Counting(pl.Callback):
+    def on_train_start(self, trainer, pl_module):
+        summary = summarize(pl_module)
+        self.counted = (summary.total_parameters, summary.trainable_parameters, summary.model_size)
+
+
+def test_a_summary_counts_what_it_counts_without(fit):
+    counts = [Counting(), Counting()]
+    fit(QuantizeFrozenWeights(4), counts[0])
+    fit(counts[1])
+    assert counts[0].counted == counts[1].counted
 
 
 def test_checkpoints_that_do_not_fit_are_named(fit, tmp_path):

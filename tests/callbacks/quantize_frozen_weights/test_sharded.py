@@ -15,14 +15,16 @@ from support.checkpoint_nets import run_ranks, whole
 from support.helpers import ForkingOffload, PlantedError, assert_equal_weights, describe_module
 from support.lora_nets import NUM_QUANTIZED, LitLoRA
 from support.offload_nets import leave_group
+from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from lightning_vram import ActivationCheckpointing, QuantizeFrozenWeights, estimate_memory
-from lightning_vram.callbacks.quantize_frozen_weights import checks
-from lightning_vram.callbacks.quantize_frozen_weights.checks import check_memory
+from lightning_vram.callbacks.quantize_frozen_weights import callback as checks
 from lightning_vram.memory.tracking.timeline import Category
 from lightning_vram.private_names.fsdp2.states import shards_integers
 from lightning_vram.techniques.quantize_frozen_weights import quantize_frozen_weights
+from lightning_vram.techniques.sharding.gathered import watch
 
 pytestmark = [
     pytest.mark.distributed,
@@ -52,11 +54,13 @@ class Sharded(LitLoRA):
 
     def on_train_start(self) -> None:
         self.local_bytes = sum(
-            p.to_local().untyped_storage().nbytes() for p in self.parameters() if p.dtype is torch.uint8
+            v.to_local().untyped_storage().nbytes() for v in self.state_dict().values() if v.dtype is torch.uint8
         )
 
     def on_train_end(self) -> None:
         if self.trainer.world_size > 1:
+            self.read = {name: whole(p).clone() for name, p in self.named_parameters()}
+            self.shapes = {name: (p.shape, p.to_local().shape) for name, p in self.named_parameters()}
             self.seen = {name: whole(value).clone() for name, value in self.state_dict().items()}
 
 
@@ -114,6 +118,9 @@ def on_each_rank(folder: Any, make_trainer: Any, strategy: Any, expected: Any) -
     assert len(packed) == 5
     for name, value in expected.items():
         assert name in packed or (model.seen[name] - value).abs().max() <= 1e-6, name
+    for name in packed:  # as they are read from parameters()
+        assert torch.equal(model.read[name], expected[name])
+        assert model.shapes[name] == (expected[name].shape, expected[name].chunk(2)[dist.get_rank()].shape)
     for form in FORMS:
         for save in ("all", "trainable")[: 2 if form == "full" else 1]:
             path = folder / f"{form}-{save}.ckpt"
@@ -160,6 +167,72 @@ def test_a_run_on_one_device_is_that_of_decoded_weights(precision, make_trainer)
         runs.append(fit(make_trainer, *callbacks, make=make, **options))
         leave_group()
     assert_equal_weights(*runs)
+
+
+class Reading(Sharded):
+    """Reads its parameters, while they are sharded and while they are gathered."""
+
+    def on_fit_start(self) -> None:
+        self.reads: list[Any] = []
+        self.net.head.register_forward_hook(lambda *_: self.look())
+        if isinstance(self.trainer.strategy, ModelParallelStrategy):
+            self.net.to("cpu")._apply(torch.clone)  # as a move to another device does
+
+    def look(self) -> None:
+        named = dict(self.named_parameters())
+        frozen = {name: p for name, p in named.items() if not p.requires_grad}
+        self.reads += [(name, p.shape, p.dtype, p.numel(), p.stride(), p.element_size()) for name, p in named.items()]
+        for p in frozen.values():
+            if isinstance(self.trainer.strategy, ModelParallelStrategy):
+                watch([p], lambda: None)  # as fsdp_offload does on some devices
+            self.reads += [p.numel(), *(whole(value).item() for value in (p.data.sum(), p.norm(), (p * 2).max()))]
+        self.reads += [whole(p).tolist() for p in frozen.values()]
+        self.reads += [sum(p.numel() for p in frozen.values()), nn.utils.get_total_norm(frozen.values()).shape]
+        for p in frozen.values():
+            self.reads += [p.to_local().tolist() if isinstance(p, DTensor) else repr(p)]
+        self.kinds = {isinstance(p, DTensor) for p in frozen.values()}
+        for p in self.trainer.optimizers[0].param_groups[0]["params"]:
+            self.reads += [] if p.requires_grad else [p.numel(), whole(p.data.sum()).item(), whole(p).tolist()]
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.look()
+        assert self.kinds == {True}
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.look()
+
+
+ON_ONE_RANK = pytest.mark.parametrize("strategy", [partial(ModelParallelStrategy, 1, 1), ForkingOffload])
+
+
+@ON_ONE_RANK
+def test_who_reads_parameters_that_are_sharded_reads_what_they_stand_for(strategy, make_trainer):
+    runs = []
+    for make, callbacks in ((Reading, [QuantizeFrozenWeights(4)]), (partial(rounded, make=Reading), [])):
+        runs.append(fit(make_trainer, *callbacks, make=make, strategy=strategy(), max_epochs=1, limit_train_batches=2))
+        leave_group()
+    assert runs[0].reads == runs[1].reads
+    assert len(runs[0].reads) > 300
+
+
+class Writing(Sharded):
+    def on_train_start(self) -> None:
+        self.write()
+
+    def write(self) -> None:
+        for name, parameter in (("head", self.net.head.weight), *self.net.named_parameters()):
+            for write in (lambda p: p.data.mul_(2), lambda p: p.zero_(), lambda p: setattr(p, "data", p + 1)):
+                if name.startswith(("head", "up.base_layer.weight")):
+                    with pytest.raises(RuntimeError, match=r"^the weight of 'net\.(head|up\.base_layer)' is kept in 4"):
+                        write(parameter)
+
+
+@ON_ONE_RANK
+def test_what_would_change_a_sharded_weight_is_refused(strategy, make_trainer):
+    model = fit(make_trainer, QuantizeFrozenWeights(4), make=Writing, strategy=strategy(), max_epochs=1)
+    leave_group()
+    other = fit(make_trainer, QuantizeFrozenWeights(4), make=Sharded, strategy=strategy(), max_epochs=1)
+    assert_equal_weights(model, other)
 
 
 @pytest.mark.parametrize(("device", "num_copies"), [("cpu", 2), ("A100 40GB", 1)], ids=["and at rest", "gathered"])
@@ -224,7 +297,7 @@ def test_layers_without_memory_are_refused_under_fsdp2(make_trainer):
         "strategy='fsdp_offload'."
     )
     with pytest.raises(MisconfigurationException, match=f"^{re.escape(message)}$"):
-        check_memory(trainer)
+        checks._check_memory(trainer)
 
 
 def test_a_torch_that_shards_no_integers_is_refused(make_trainer, monkeypatch):

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from lightning_vram import QuantizeFrozenWeights
 from lightning_vram.demos import SourceText
-from lightning_vram.techniques.quantize_frozen_weights import quantize_frozen_weights
+from lightning_vram.techniques.quantize_frozen_weights import dequantize_frozen_weights, quantize_frozen_weights
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
@@ -61,6 +61,62 @@ def test_adapters_of_peft_train_on_quantized_layers(make, num_layers, bits):
     assert torch.equal(gradients(model, batch), gradients(plain, batch))
     model.gradient_checkpointing_enable()
     assert torch.equal(gradients(model, batch), gradients(plain, batch))
+
+
+LAYERS = {"target_modules": ["q_proj", "down_proj"]}
+TUNERS = {  # those that read the frozen weight as a tensor, and one that does not
+    "LoRA": ("LoraConfig", {"r": 4} | LAYERS),
+    "DoRA": ("LoraConfig", {"r": 4, "use_dora": True} | LAYERS),
+    "HRA": ("HRAConfig", {"r": 4} | LAYERS),
+    "SHiRA": ("ShiraConfig", {"r": 4} | LAYERS),
+    "OFT": ("OFTConfig", {"r": 0, "oft_block_size": 16} | LAYERS),
+    "trainable tokens": ("TrainableTokensConfig", {"token_indices": [65, 66], "target_modules": ["embed_tokens"]}),
+    "tokens and LoRA": ("LoraConfig", {"r": 4, "trainable_token_indices": [65]} | LAYERS),
+}
+
+
+def tuned(tuner: str) -> nn.Module:
+    peft = pytest.importorskip("peft")
+    kind, options = TUNERS[tuner]
+    torch.manual_seed(0)
+    model = peft.get_peft_model(llama(), getattr(peft, kind)(**options))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter), alpha=0.02)
+    return model
+
+
+@pytest.mark.parametrize("tuner", TUNERS)
+def test_tuners_of_peft_train_and_merge_as_on_the_decoded_weights(tuner):
+    model, plain, loaded = (tuned(tuner) for _ in range(3))
+    batch = text(2)
+    quantize_frozen_weights(model, 8)
+    quantize_frozen_weights(plain, 8).remove()
+    assert torch.equal(gradients(model, batch), gradients(plain, batch))
+    with pytest.raises(RuntimeError, match=r" is kept in 8 bits, .*: call dequantize_frozen_weights\(model\) first"):
+        copy.deepcopy(model).merge_and_unload()
+    quantize_frozen_weights(loaded, 8)
+    loaded.load_state_dict(model.state_dict())
+    expected = plain.merge_and_unload().state_dict()
+    for one in (model, loaded):
+        assert len(dequantize_frozen_weights(one)) == 16
+        merged = one.merge_and_unload().state_dict()
+        assert merged.keys() == expected.keys()
+        assert all(torch.equal(value, expected[name]) for name, value in merged.items())
+
+
+def test_a_tuner_that_parametrizes_weights_is_refused():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=[], target_parameters=["q_proj.weight"])
+    model = peft.get_peft_model(llama(), config)
+    quantize_frozen_weights(model, 8)
+    message = "q_proj.base_layer' is kept in 8 bits, and 'torch.nn.utils.parametrize' would change it: call "
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        model(**text(2))
+    left_out = peft.get_peft_model(llama(), config)
+    quantize_frozen_weights(left_out, 8, layers=["LlamaMLP"])
+    left_out(**text(2))
 
 
 @pytest.mark.slow

@@ -11,13 +11,13 @@ from support.lora_nets import LENGTH, NUM_QUANTIZED, QUANTIZED, VOCAB_SIZE, LoRA
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
 from lightning_vram.memory.tracking.tracker import track_memory
 from lightning_vram.private_names.fsdp2.states import shards_integers
 from lightning_vram.techniques.quantize_frozen_weights import (
-    WeightReadError,
+    dequantize_frozen_weights,
     quantize_frozen_weights,
     quantized_weight,
 )
@@ -46,7 +46,7 @@ def decoded(model):
 
 
 def packing_of(model):
-    return (weight.packing for layer in model.modules() if (weight := quantized_weight(layer)) is not None)
+    return (weight.form.packing for layer in model.modules() if (weight := quantized_weight(layer)) is not None)
 
 
 def tokens():
@@ -140,8 +140,9 @@ def test_compiled_without_a_break_it_does_the_same_and_keeps_no_weight(pair):
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
         compiled[0](batch)
-    assert {tensor.shape for tensor in saved if not tensor.is_floating_point()} >= {pair[0].conv.weight.packed.shape}
-    assert [tensor.shape for tensor in saved if tensor.is_floating_point() and tensor.numel() in bases] == []
+    assert any(tensor is pair[0].conv.weight.held for tensor in saved)  # the bytes, which are there anyway
+    decoded = [tensor.shape for tensor in saved if type(tensor) is torch.Tensor and tensor.numel() in bases]
+    assert decoded == []
 
 
 def live_bytes(model, batch, *, is_autocast=False):
@@ -190,8 +191,8 @@ def test_copies_and_pickles_are_quantized_and_independent(pair):
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert_same(train(twin, batch), train(plain, batch))
         twin.load_state_dict(LoRANet().state_dict())
-        assert twin.head.weight.packed is not model.head.weight.packed
-        quantize_frozen_weights(twin, model.head.weight.packing.bits).remove()
+        assert twin.head.weight.held is not model.head.weight.held
+        quantize_frozen_weights(twin, model.head.weight.form.packing.bits).remove()
         assert type(twin.head.weight) is nn.Parameter
     assert_same(train(model, batch), train(plain, batch))
 
@@ -222,7 +223,7 @@ def test_tied_layers_stay_tied(bits):
     model = LoRANet()
     model.head.weight = model.embed.weight
     quantized = quantize_frozen_weights(model, bits)
-    assert model.head.weight.packed is model.embed.weight.packed
+    assert model.head.weight.held is model.embed.weight.held
     assert len(list(quantized.weights())) == 4
     assert_same(train(model, batch := tokens()), train(decoded(model), batch))
     quantized.remove()
@@ -232,7 +233,7 @@ def test_tied_layers_stay_tied(bits):
 def test_removed_it_is_plain_and_has_what_was_decoded(pair):
     model, plain = pair
     before = {name: type(part) for name, part in LoRANet().named_modules()}
-    quantized = quantize_frozen_weights(model, model.head.weight.packing.bits)
+    quantized = quantize_frozen_weights(model, model.head.weight.form.packing.bits)
     quantized.remove()
     quantized.remove()
     assert {name: type(part) for name, part in model.named_modules()} == before
@@ -246,25 +247,96 @@ def test_removed_it_is_plain_and_has_what_was_decoded(pair):
 
 
 READS = {
-    "T": lambda x, weight: x @ weight.T,
-    "matmul": lambda x, weight: x @ weight,
-    "__getitem__": lambda x, weight: weight[0, 0],
-    "__mul__": lambda x, weight: weight * 2,
-    "cat": lambda x, weight: torch.cat([x, weight]),
-    "linear": lambda x, weight: F.linear(weight, x),
-    "norm": lambda x, weight: weight.norm(),
+    "T": lambda weight: torch.ones(2, 64) @ weight.T,
+    "matmul": lambda weight: torch.ones(2, 96) @ weight,
+    "__getitem__": lambda weight: weight[0, 0],
+    "__mul__": lambda weight: weight * 2,
+    "cat": lambda weight: torch.cat([torch.ones(2, 64), weight]),
+    "linear": lambda weight: F.linear(weight, torch.ones(2, 64)),
+    "norm": lambda weight: weight.norm(),
+    "data": lambda weight: weight.data.pow(2).sum(),
+    "detach": lambda weight: weight.detach().clone(),
+    "numpy": lambda weight: torch.from_numpy(weight.detach().cpu().numpy()),
+    "float": lambda weight: weight.float(),
+    "foreach": lambda weight: torch.stack(torch._foreach_norm([weight])),
+    "average": lambda weight: torch.zeros(96, 64).lerp_(weight, 0.5),
+    "vector": lambda weight: nn.utils.parameters_to_vector([weight]),
+    "shape": lambda weight: torch.tensor([*weight.shape, weight.numel(), weight.ndim, weight.element_size()]),
 }
 
 
 @pytest.mark.parametrize("name", READS)
-def test_a_weight_that_is_read_elsewhere_is_named(name, pair):
+@pytest.mark.parametrize("place", ["attribute", "parameter"])
+def test_who_reads_a_weight_elsewhere_reads_what_it_stands_for(place, name, pair):
+    ours, theirs = (dict(one.named_parameters())["head.weight"] for one in pair)
+    assert (ours.shape, ours.dtype, repr(ours), ours.requires_grad) == (theirs.shape, theirs.dtype, repr(theirs), False)
+    assert torch.equal(READS[name](pair[0].head.weight if place == "attribute" else ours), READS[name](theirs))
+
+
+def test_numbers_of_parameters_are_those_of_the_plain_model(pair):
+    sizes = [[(n, p.numel(), p.shape, p.dtype) for n, p in one.named_parameters()] for one in pair]
+    assert sizes[0] == sizes[1]
+    assert all(isinstance(p, nn.Parameter) for p in (*pair[0].parameters(), pair[0].head.weight))
+
+
+def test_parameters_of_a_quantized_model_load_into_another(pair, bits):
+    model, plain = pair
+    other = LoRANet()
+    quantize_frozen_weights(other, bits)
+    assert other.load_state_dict(dict(model.named_parameters())) == ([], [])
+    assert torch.equal(*(one(tokens().fill_(3)) for one in (other, plain)))
+
+
+def test_a_weight_that_functional_call_sets_is_the_weight(pair):
+    given = {name: p.detach().clone() for name, p in pair[1].named_parameters()}
+    assert torch.equal(*(torch.func.functional_call(one, given, (tokens().fill_(3),)) for one in pair))
+
+
+WRITES = {
+    "mul_": lambda weight: weight.mul_(2),
+    "add_": lambda weight: weight.data.add_(1),
+    "zero_": lambda weight: weight.detach().zero_(),
+    "__setitem__": lambda weight: weight.__setitem__(0, 1.0),
+    "sub_": lambda weight: weight.__isub__(1),
+    "_foreach_mul_": lambda weight: torch._foreach_mul_([weight], 2),
+    "normal_": lambda weight: nn.init.normal_(weight),
+    "data": lambda weight: setattr(weight, "data", torch.ones(96, 64)),
+    "requires_grad": lambda weight: setattr(weight, "requires_grad", True),
+    "requires_grad_": lambda weight: weight.requires_grad_(),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_what_would_change_a_weight_is_refused(name, pair):
     message = (
-        f"the weight of 'head' is kept in {pair[0].head.weight.packing.bits} bits, and {name!r} reads it elsewhere "
-        "than in its layer: read head.weight.dequantize() there, or name other layers in layers=."
+        f"the weight of 'head' is kept in {pair[0].head.weight.form.packing.bits} bits, and {name!r} would change it: "
+        "call dequantize_frozen_weights(model) first, or name other layers in layers=."
     )
-    with pytest.raises(WeightReadError, match=f"^{re.escape(message)}$"):
-        READS[name](torch.ones(2, 64), pair[0].head.weight)
+    for weight in (pair[0].head.weight, dict(pair[0].named_parameters())["head.weight"]):
+        with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"):
+            WRITES[name](weight)
+        assert weight.requires_grad_(False) is weight  # whoever freezes all may go on
     assert torch.equal(pair[0].head.weight.dequantize(), pair[1].head.weight)
+
+
+@pytest.mark.parametrize("module", ["parametrize", "prune"])
+def test_what_would_replace_a_weight_is_refused(module, pair):
+    change = parametrizations.weight_norm if module == "parametrize" else partial(prune.random_structured, dim=0)
+    options = {} if module == "parametrize" else {"name": "weight", "amount": 0.5}
+    with pytest.raises(
+        RuntimeError, match=rf"^the weight of 'head' is kept in . bits, and 'torch\.nn\.utils\.{module}'"
+    ):
+        change(pair[0].head, **options)
+
+
+def test_dequantized_in_place_a_model_takes_what_it_refused(pair):
+    model, _ = pair
+    assert dequantize_frozen_weights(model) == QUANTIZED
+    assert dequantize_frozen_weights(model) == []
+    for one in pair:
+        one.head.weight.data.mul_(2)
+    assert_same(*(list(one.state_dict().values()) for one in pair))
+    assert vars(model.head).keys() == vars(LoRANet().head).keys()
 
 
 def test_layers_are_chosen_by_name_and_what_is_trained_inside_is_left(bits):
@@ -346,6 +418,7 @@ def test_plain_checkpoints_load_as_if_they_had_been_loaded_before(dtype, assign,
     quantize_frozen_weights(model, bits)
     assert model.load_state_dict(other.state_dict(), assign=assign) == ([], [])
     assert_same(*(list(one.state_dict().values()) for one in (before, model.float())))
+    assert torch.equal(*(one(tokens().fill_(3)) for one in (before, model)))
     again = LoRANet()
     quantize_frozen_weights(again, bits)
     again.load_state_dict(model.state_dict())

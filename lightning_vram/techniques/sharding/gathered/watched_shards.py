@@ -1,6 +1,7 @@
 """Tensors that another thread is writing: whoever reads one waits until they are written."""
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from typing import Any
 
 from torch import Tensor
@@ -19,7 +20,7 @@ _AFTER = f"{OURS}after_use"
 
 
 class WatchedShard(AskedDTensor):
-    """What the class of a ``DTensor``, or of one that can be set, is while it is watched; nothing else changes.
+    """What the class of a ``DTensor`` is derived from, first, while it is watched; nothing else changes.
 
     The writer works on the local tensor, which is not watched.
     """
@@ -29,7 +30,7 @@ class WatchedShard(AskedDTensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Wait for all that is read, and go on as for any ``DTensor``."""
-        watched = [leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is WatchedShard]
+        watched = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, WatchedShard)]
         after = [tell for leaf in watched if (tell := vars(leaf).get(_AFTER)) is not None]
         for leaf in watched:
             wait_until_written(leaf)
@@ -90,6 +91,11 @@ class WatchedTensor(Tensor):
 _WATCHED = WatchedShard, WatchedTensor
 
 
+@cache
+def _watched(kind: type) -> type:
+    return type(f"Watched{kind.__name__}", (WatchedShard, kind), {}) if issubclass(kind, DTensor) else WatchedTensor
+
+
 def watch(tensors: Iterable[Tensor], wait: Callable[[], None], *, after: Callable[[Any], None] | None = None) -> None:
     """Let ``wait`` be called before one of ``tensors`` is read, once. Other classes than these two are passed over.
 
@@ -97,9 +103,9 @@ def watch(tensors: Iterable[Tensor], wait: Callable[[], None], *, after: Callabl
     """
     for tensor in tensors:
         if isinstance(tensor, DTensor) or type(tensor) in (Tensor, WatchedTensor):
-            if type(tensor) not in _WATCHED:
+            if not isinstance(tensor, _WATCHED):
                 vars(tensor)[_CLASS] = type(tensor)
-                tensor.__class__ = WatchedShard if isinstance(tensor, DTensor) else WatchedTensor
+                tensor.__class__ = _watched(type(tensor))
             vars(tensor)[_WAIT] = wait
             vars(tensor).pop(_AFTER, None)
             if after is not None:
@@ -109,7 +115,7 @@ def watch(tensors: Iterable[Tensor], wait: Callable[[], None], *, after: Callabl
 def unwatch(tensors: Iterable[Tensor]) -> None:
     """Take that back."""
     for tensor in tensors:
-        if type(tensor) in _WATCHED:
+        if isinstance(tensor, _WATCHED):
             tensor.__class__ = vars(tensor).pop(_CLASS)
             vars(tensor).pop(_WAIT, None)
             vars(tensor).pop(_AFTER, None)
@@ -117,7 +123,7 @@ def unwatch(tensors: Iterable[Tensor]) -> None:
 
 def wait_until_written(value: Any) -> None:
     """Wait until ``value``, should it be a tensor that is watched, is written."""
-    if type(value) in _WATCHED:
+    if isinstance(value, _WATCHED):
         wait = vars(value).get(_WAIT)
         unwatch([value])
         if wait is not None:

@@ -7,7 +7,7 @@ but autocast reads its values, and if no backward adds up the gradients of sever
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
@@ -100,5 +100,6 @@ def observe(weight: Any, reads: WeightReads | None) -> None:
         if reads is not None:
             reads.is_used = True
         return
-    weight.__class__ = GatheredParameter if reads is None else ObservedParameter
-    vars(weight)[_READS] = reads
+    if type(weight) in (nn.Parameter, GatheredParameter, ObservedParameter):  # else it refuses writes
+        weight.__class__ = GatheredParameter if reads is None else ObservedParameter
+        vars(weight)[_READS] = reads

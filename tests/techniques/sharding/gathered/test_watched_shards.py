@@ -84,7 +84,7 @@ def test_every_way_to_read_gives_what_was_written(request, what, read):
     tensor = request.getfixturevalue(what)
     write = Write(tensor)
     watch([tensor], write)
-    assert type(tensor) is WatchedShard
+    assert isinstance(tensor, WatchedShard)
     result = values(read(tensor))
     assert torch.equal(result, torch.full_like(result, NEW))
     assert write.num_calls == 1
