@@ -55,13 +55,10 @@ _OF_SHAPE = {
     *("shape", "size", "ndim", "dim", "ndimension", "numel", "nelement", "stride", "dtype", "itemsize", "element_size"),
     *("is_floating_point", "is_complex", "is_contiguous", "__len__"),
 }
-_GETTERS = {
-    getter.__get__: name
-    for kind in Tensor.__mro__
-    for name, getter in vars(kind).items()
-    if isinstance(getter, GetSetDescriptorType)
+_PROPERTIES = {
+    name for kind in Tensor.__mro__ for name, one in vars(kind).items() if isinstance(one, GetSetDescriptorType)
 }
-_OF_MEMORY = {*_GETTERS.values(), "data_ptr", "untyped_storage"} - {"T", "mT", "H", "mH", "real", "imag"}
+_OF_MEMORY = {*_PROPERTIES, "data_ptr", "untyped_storage"} - {"T", "mT", "H", "mH", "real", "imag"}
 _ITSELF = {"data", "detach"}  # of a copy, writes would be lost in silence
 
 
@@ -308,9 +305,9 @@ def _read(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, 
             return func(*args, **kwargs)
     if asker in _REPLACE:
         weight.refuse(asker)
-    name, given, is_set = _GETTERS.get(func) or func.__name__, (*args[1:], *kwargs.values()), False
-    if name == "__set__":
-        name, is_set = func.__self__.__name__, True  # type: ignore[attr-defined]
+    name, given, is_set = func.__name__, (*args[1:], *kwargs.values()), func.__name__ == "__set__"
+    if name in ("__get__", "__set__"):
+        name = getattr(func.__self__, "__name__", name)  # type: ignore[attr-defined]
     if (name in _ITSELF and not is_set) or (name.startswith("requires_grad") and False in given):
         return weight
     if (is_set and name != "grad") or _writes(name, args, kwargs):

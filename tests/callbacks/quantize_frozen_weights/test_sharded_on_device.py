@@ -2,6 +2,7 @@
 
 import lightning.pytorch as pl
 import pytest
+from support.checkpoint_nets import whole
 from support.devices import ACCELERATOR
 from support.helpers import assert_equal_weights
 from support.lora_nets import NUM_QUANTIZED, LitLoRA
@@ -21,8 +22,11 @@ pytestmark = [
 
 class Looking(LitLoRA):
     def on_train_batch_end(self, *_: object) -> None:
-        parts = [p.to_local() for p in self.parameters() if p.dtype.itemsize == 1]
+        parts = [v.to_local() for v in self.state_dict().values() if v.dtype.itemsize == 1]
         self.seen = {part.device.type for part in parts}, sum(part.untyped_storage().nbytes() for part in parts)
+
+        frozen = [p for p in self.parameters() if not p.requires_grad]
+        self.read = [(p.shape, p.data.sum().item(), whole(p).tolist(), p.to_local().device) for p in frozen]
 
 
 def test_bytes_rest_on_the_host_and_the_run_is_that_of_decoded_weights(make_trainer):
@@ -39,4 +43,5 @@ def test_bytes_rest_on_the_host_and_the_run_is_that_of_decoded_weights(make_trai
         leave_group()
         models.append(model)
     assert_equal_weights(*models)
+    assert models[0].read == models[1].read
     assert models[0].seen == ({"cpu"}, 0.5625 * NUM_QUANTIZED)

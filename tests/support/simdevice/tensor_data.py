@@ -3,6 +3,8 @@
 Without it ``Module.to`` makes new parameters, tied weights come apart, and FSDP2 cannot move its shards.
 """
 
+from types import FunctionType
+
 import torch
 from support.simdevice.extension import extension
 
@@ -10,9 +12,17 @@ _data = torch._C.TensorBase.data
 _is_compatible = torch._has_compatible_shallow_copy_type
 
 
+class _Data(property):
+    """To classes of tensors that look who asks for what, PyTorch's."""
+
+    __name__ = "data"
+
+
 def install() -> None:
     """Replace the property and the question that ``Module.to`` asks first."""
-    torch.Tensor.data = property(_data.__get__, _set_data)
+    torch.Tensor.data = _Data(
+        _data.__get__, FunctionType(_set_data.__code__, {**globals(), "__name__": "torch._tensor"})
+    )
     torch._has_compatible_shallow_copy_type = _has_compatible_shallow_copy_type
 
 
