@@ -36,7 +36,7 @@ def test_a_model_that_others_have_made(name):
     estimate, peak_bytes = estimate_beside_real_steps(name, find_limits=True)
     assert abs(estimate.peak_bytes - peak_bytes) <= WORST * peak_bytes
     if estimate.sequence_length_refusal:
-        assert 16 <= estimate.max_sequence_length <= 64  # rows of the tables of positions
+        assert 16 <= estimate.max_sequence_length <= 77  # rows of the tables of positions, of which CLIP has the most
 
 
 @pytest.mark.slow
