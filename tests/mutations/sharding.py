@@ -259,6 +259,8 @@ def removed_after_a_step_that_failed() -> list[Tensor]:
     with contextlib.suppress(TypeError), late_threads(), trained() as (network, host):
         optimizer = sgd(network, host)
         loss_of(network, batches()[0]).backward()
+        optimizer.step()  # one that may make states has ended when it returns
+        loss_of(network, batches()[1]).backward()
         optimizer.param_groups[0]["lr"] = None
         optimizer.step()
         host._sharding.remove()

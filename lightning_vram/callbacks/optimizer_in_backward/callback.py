@@ -20,8 +20,8 @@ from lightning_vram.callbacks.hook_points import FitTechnique, gradient_users, w
 from lightning_vram.callbacks.optimizer_in_backward.checks import (
     check_run,
     check_training,
-    check_zeroing,
     clips_by_norm,
+    leaves_zeros,
 )
 from lightning_vram.core.surgery.shadow import Shadow
 from lightning_vram.optimizers.in_backward import BackwardSteps, Clipping
@@ -90,8 +90,7 @@ class OptimizerInBackward(FitTechnique):
         self.max_norm, self.keep_gradients = max_norm, keep_gradients
         self._steps: BackwardSteps | None = None
         self._shadows: list[Shadow] = []
-        self._has_told = self._has_zeroed = False
-        self._probe: torch.nn.Parameter | None = None  # has a gradient that the module's own zeroing is to take away
+        self._has_told = False
         self._previous_norm: float | None = None  # of the run before, or of a checkpoint
 
     @override
@@ -104,7 +103,7 @@ class OptimizerInBackward(FitTechnique):
         self._previous_norm = state_dict.get("previous_norm")
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_steps": None, "_shadows": [], "_probe": None}  # a copy is not part of any run
+        return vars(self) | {"_steps": None, "_shadows": []}  # a copy is not part of any run
 
     @override
     def _check(self, trainer: pl.Trainer) -> None:
@@ -119,7 +118,7 @@ class OptimizerInBackward(FitTechnique):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         check_training(trainer, self.max_norm, keep_gradients=self.keep_gradients)
-        self._has_told, self._has_zeroed, self._probe = False, False, None
+        self._has_told = False
         user = next(gradient_users(trainer), None)
         if user is not None:
             self._tell_of(user)
@@ -151,16 +150,12 @@ class OptimizerInBackward(FitTechnique):
             Shadow(plugin, "backward", partial(partial, self._backward, trainer)),
             Shadow(plugin, "clip_gradients", partial(partial, self._clip_gradients)),
         ]
+        if is_overridden("optimizer_zero_grad", pl_module):
+            self._shadows.append(Shadow(pl_module, "optimizer_zero_grad", partial(partial, self._zero_grad)))
 
-    @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        begins_window = batch_idx % trainer.accumulate_grad_batches == 0
-        if self._probe is None and begins_window and is_overridden("optimizer_zero_grad", pl_module):
-            parameters = (one for group in trainer.optimizers[0].param_groups for one in group["params"])
-            self._probe = min(parameters, key=torch.numel)
-            self._probe.grad = torch.ones_like(self._probe)
+    def _zero_grad(self, inner: Callable[..., None], /, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        assert self._steps is not None
+        self._steps.has_zeros |= leaves_zeros(partial(inner, epoch, batch_idx, optimizer), optimizer)
 
     def _may_be_early(self, trainer: pl.Trainer, closure: Any) -> bool:
         user = why_not_early(trainer, closure)
@@ -178,9 +173,6 @@ class OptimizerInBackward(FitTechnique):
     def _backward(self, trainer: pl.Trainer, inner: Callable[..., None], /, *args: Any, **kwargs: Any) -> None:
         """Stand in for the backward of the precision plugin, between its hooks."""
         assert self._steps is not None
-        if not self._has_zeroed:
-            check_zeroing(self._probe)
-            self._has_zeroed = self._probe is not None
         backward = partial(inner, *args, **kwargs)
         if self._steps.needs_two:
             self._steps.run_twice(backward)
@@ -214,4 +206,4 @@ class OptimizerInBackward(FitTechnique):
         if self._steps is not None:
             self._previous_norm = self._last_norm()
             self._steps.let_go()
-        self._steps, self._shadows, self._probe = None, [], None
+        self._steps, self._shadows = None, []

@@ -1,11 +1,14 @@
 """What a step in the backward cannot work with, each with the way out."""
 
+from collections.abc import Callable
+
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.strategies import ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from lightning_vram.callbacks.hook_points import (
     is_scaled,
@@ -90,18 +93,27 @@ def check_training(trainer: pl.Trainer, max_norm: str | None, *, keep_gradients:
         )
 
 
-def check_zeroing(probe: Tensor | None) -> None:
-    """Refuse an ``optimizer_zero_grad`` that has left a gradient there, which a step would have used up.
+def leaves_zeros(zero: Callable[[], None], optimizer: Optimizer) -> bool:
+    """Zero gradients, of which one is there to try; return whether that has become zeros, and not ``None``.
 
     Raises:
-        MisconfigurationException: With the reason and the way out.
+        MisconfigurationException: If it has stayed: a step would have used it up.
     """
-    if probe is not None and probe.grad is not None and bool(probe.grad.any()):
-        probe.grad = None
+    parameters = (one for group in optimizer.param_groups for one in group["params"])
+    free = (one for one in parameters if one.requires_grad and one.grad is None)
+    probe = min(free, key=torch.numel, default=None)
+    if probe is None:
+        zero()
+        return False
+    probe.grad = torch.ones_like(probe)
+    zero()
+    left, probe.grad = probe.grad, None
+    if left is not None and bool(left.any()):
         raise MisconfigurationException(
             f"{NAME} does not work with an optimizer_zero_grad that leaves gradients: they are used up by then. Call "
             f"optimizer.zero_grad() in there, or leave {NAME} out."
         )
+    return left is not None
 
 
 def _check_accumulation(trainer: pl.Trainer) -> None:

@@ -44,6 +44,8 @@ def stored_as(tensor: Tensor, stride: Sequence[int]) -> Tensor:
 
 def stored_like(tensor: Tensor, like: Tensor) -> Tensor:
     """Return ``tensor`` with its numbers in the order of those of a new tensor like ``like``; itself where they are."""
+    if tensor.is_contiguous() and like.is_contiguous():
+        return tensor
     stride = dense_stride(like)
     orders = zip(tensor.shape, tensor.stride(), stride, strict=True)
     is_so = all(size == 1 or own == other for size, own, other in orders)

@@ -52,6 +52,9 @@ class BackwardSteps(StepTakeOver):
         may_be_early: Asked before a step, with its closure: whether gradients are those to step with as soon as they
             come; else the step is taken after its closure, one parameter after the other. ``None``: never.
         keeps_gradients: Whether gradients of an accumulation add up; else moments take them in: approximate.
+
+    Attributes:
+        has_zeros: Set where gradients are zeroed and kept: parameters that have been stepped once always have one.
     """
 
     def __init__(
@@ -68,6 +71,8 @@ class BackwardSteps(StepTakeOver):
         self._keeps_gradients = keeps_gradients
         self._groups: dict[nn.Parameter, dict[str, Any]] = {}  # while a backward runs whose gradients are taken in
         self._taken_in: set[nn.Parameter] = set()  # since the last step
+        self._stepped: set[nn.Parameter] = set()  # in any step
+        self.has_zeros = False
         self._handles: dict[nn.Parameter, RemovableHandle] = {}
         self._owners: dict[nn.Parameter, Optimizer] = {}
         self._steps_of_others: dict[int, MembersStep | None] = {}  # by id of the optimizer
@@ -106,7 +111,6 @@ class BackwardSteps(StepTakeOver):
             self._steps_of_others[id(optimizer)] = members_step
         for optimizer in fresh:
             self._take_over(optimizer)
-            self._hook(optimizer)
 
     def let_go(self) -> None:
         """Let the optimizers step by themselves again."""
@@ -151,6 +155,8 @@ class BackwardSteps(StepTakeOver):
         if self._current is None and is_last:
             self._refuse_taken_in()
         elif self._current is None and not self._keeps_gradients:
+            for optimizer in self._taken:
+                self._hook(optimizer)
             groups = (group for optimizer in self._taken for group in optimizer.param_groups)
             self._groups = {parameter: group for group in groups for parameter in group["params"]}
         try:
@@ -214,8 +220,9 @@ class BackwardSteps(StepTakeOver):
                 if closure is not None:
                     loss = closure()
             for parameter in iterate_parameters(optimizer):
-                if parameter in self._taken_in and parameter.grad is None and not step.has_run(parameter):
-                    parameter.grad = torch.zeros_like(parameter)  # the last micro-batch has none
+                had_one = parameter in self._taken_in or (self.has_zeros and parameter in self._stepped)
+                if had_one and parameter.grad is None and not step.has_run(parameter):
+                    parameter.grad = torch.zeros_like(parameter)  # the last micro-batch has none, or it was zeroed so
                 if parameter.grad is not None:
                     self._take(step, parameter)
             self._taken_in.clear()
@@ -278,17 +285,21 @@ class BackwardSteps(StepTakeOver):
             return True
         if step is None or not step.is_early or self._owners.get(parameter) is not step.optimizer:
             return False
-        self._take(step, parameter)
-        return True
+        return self._take(step, parameter)
 
-    def _take(self, step: OneStep, parameter: nn.Parameter) -> None:
-        if not step.take(parameter):
+    def _take(self, step: OneStep, parameter: nn.Parameter) -> bool:
+        """Step with a gradient; ``False`` if the optimizer no longer has the parameter."""
+        is_taken = step.take(parameter)
+        if is_taken:
+            self._stepped.add(parameter)
+        elif any(one is parameter for one in iterate_parameters(step.optimizer)):
             module = getattr(self._module, "module", self._module)  # of DDP
             names = (name for name, one in module.named_parameters() if one is parameter)
             raise RuntimeError(
                 f"OptimizerInBackward: {next(names, 'a parameter')!r} got a second gradient in one step, after it was "
                 "stepped with the first. Call backward once per step, and checkpoint with use_reentrant=False."
             )
+        return is_taken
 
 
 def _unscale(step: OneStep, inner: Callable[..., None], /, optimizer: Optimizer) -> None:

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_vram.core.gradients.clipping import apply_clip_factor
+from lightning_vram.core.tensors.layout import stored_like
 from lightning_vram.optimizers.stepping.steppable import iterate_parameters, make_twin, plain_step
 from lightning_vram.private_names.fsdp2.sharded_tensors import DTensorSpec, TensorMeta, cut_own_part, local_part
 
@@ -66,6 +67,10 @@ class StepRound:
                 state["step"] = torch.tensor(float(state["step"]), device=parameter.device if is_there else "cpu")
             local_state = local_parts(parameter, state)
             shard, gradient = local_part(parameter), local_part(parameter.grad)
+            for key, value in local_state.items():
+                is_other = isinstance(value, Tensor) and value.dim() and value.shape != shard.shape
+                if is_other and self.settings_of(index).get("fused"):  # kernels that look at no sizes
+                    check_state(self.optimizer, parameter, key, value)
             members.append(Member(index, number, parameter, shard, gradient, state, local_state, parameter.grad))
         return members
 
@@ -82,7 +87,7 @@ class StepRound:
             is_on_host: Whether these are; ``None``: as all are.
         """
         self.scale(members)
-        stand_ins = [make_stand_in(member.shard, member.gradient) for member in members]
+        stand_ins = [make_stand_in(one.shard, stored_like(one.gradient, one.shard)) for one in members]
         groups, states = [member.group for member in members], [dict(member.local_state) for member in members]
         self.step_stand_ins(groups, stand_ins, states, is_on_host=is_on_host)
         for member, state in zip(members, states, strict=True):
@@ -140,16 +145,22 @@ def publish_state(member: Member, local: State) -> None:
 def local_parts(parameter: nn.Parameter, state: State) -> State:
     """Return a state for a step beside whoever reads the tensors in it, who waits.
 
-    Plain tensors that user code has written to that of a sharded parameter, whole or this rank's part, are sharded.
+    What user code has written to it is brought in order: fused kernels look at neither strides nor sizes. Plain tensors
+    in that of a sharded parameter, whole or this rank's part, are sharded.
     """
-    local, shards = dict(state), cast(DTensor, parameter)
-    for key, value in state.items() if isinstance(parameter, DTensor) else ():
-        if isinstance(value, Tensor) and value.dim() and not isinstance(value, DTensor):
-            shape = local_part(parameter).shape
-            own = cut_own_part(value, shards).clone() if value.shape == parameter.shape != shape else value
-            state[key] = as_sharded(own, parameter, shape)
-        now = local_part(state[key])
-        local[key] = now.detach() if now is state[key] and isinstance(now, Tensor) else now
+    local, shard, is_sharded = dict(state), local_part(parameter), isinstance(parameter, DTensor)
+    for key, value in state.items():
+        if not isinstance(value, Tensor):
+            continue
+        now = own = local_part(value)
+        is_fresh = is_sharded and now is value and bool(value.dim())
+        if is_fresh and value.shape == parameter.shape != shard.shape:
+            now = cut_own_part(value, cast(DTensor, parameter)).clone()
+        if type(now) is Tensor and now.shape == shard.shape:
+            now = stored_like(now, shard)
+        if is_fresh or now is not own:
+            state[key] = as_sharded(now, parameter, shard.shape)
+        local[key] = now.detach() if is_sharded and now is state[key] else now
     return local
 
 

@@ -70,17 +70,22 @@ def local_part(value: Any) -> Any:
 _NUMBERS = {"__float__": float, "__index__": int, "__bool__": bool}
 
 
+def _format(tensor: DTensor, spec: str) -> str:
+    return format(tensor.item(), spec) if spec and not tensor.dim() else object.__format__(tensor, spec)
+
+
 def read_numbers_by(read: Callable[[DTensor], Any] | None) -> None:
     """Let ``read`` return the number that a ``DTensor`` of one element is; ``None``: as PyTorch has it."""
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     operator = torch.ops.aten._local_scalar_dense.default
     handlers.pop(operator, None)
-    for name in vars(DTensor).keys() & _NUMBERS.keys():
+    for name in vars(DTensor).keys() & {*_NUMBERS, "__format__"}:
         delattr(DTensor, name)
     if read is not None:
         handlers[operator] = lambda _, args, kwargs: read(args[0])
         for name, kind in _NUMBERS.items():  # what torch.tensor([...]) calls past any dispatch
             setattr(DTensor, name, lambda tensor, kind=kind: kind(read(tensor)))
+        setattr(DTensor, "__format__", _format)  # noqa: B010 - as those
 
 
 def wrap_like(part: Tensor, like: DTensor) -> DTensor:

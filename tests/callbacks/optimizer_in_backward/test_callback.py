@@ -306,6 +306,51 @@ class Hooked(Grouped):
         return None if batch_idx == 1 else super().training_step(batch, batch_idx)
 
 
+class Zeroing(Grouped):
+    """Gradients become zeros; one is there in some batches only, and the smallest parameter is frozen."""
+
+    def configure_optimizers(self) -> Any:
+        configured = super().configure_optimizers()
+        small = configured["optimizer"].param_groups[1]["params"]
+        min(small, key=torch.numel).requires_grad_(False)
+        self.extra = nn.Parameter(torch.ones(7))
+        configured["optimizer"].add_param_group({"params": [self.extra]})
+        return configured
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss + self.extra.square().sum() if batch_idx % 2 == 0 else loss
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+
+class Shrinking(Grouped):
+    """A group leaves the optimizer; its parameters go on to get gradients."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1 and self.current_epoch == 0:
+            self.optimizers().optimizer.param_groups.pop()
+
+
+class LateHooks(Grouped):
+    """Hooks on gradients that come after the callback's own."""
+
+    def on_train_start(self) -> None:
+        for parameter in self.parameters():
+            parameter.register_post_accumulate_grad_hook(halve)
+
+
+def halve(parameter: nn.Parameter) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(0.5)
+
+
+@pytest.mark.parametrize("make", [Zeroing, Shrinking, LateHooks])
+def test_what_the_user_does_to_gradients_and_groups_counts(make, assert_same):
+    assert_same(make)
+
+
 @pytest.mark.parametrize("make", [Stepping, Hooked])
 def test_steps_and_hooks_of_the_user_are_called_as_ever(make, assert_same):
     model = assert_same(make)

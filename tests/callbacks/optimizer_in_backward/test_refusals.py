@@ -76,6 +76,12 @@ class Decays(Layers):
                 parameter.grad.mul_(0.9)
 
 
+class ZeroesNow(Layers):
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        if batch_idx % 2 == 0:
+            optimizer.zero_grad()
+
+
 class AfterBackward(Layers):
     def on_after_backward(self) -> None:
         pass
@@ -224,12 +230,13 @@ def test_what_only_the_reducer_of_ddp_can_do_is_refused(option, reason, make_tra
     leave_group()
 
 
-def test_zeroing_that_leaves_gradients_is_refused(make_trainer):
+@pytest.mark.parametrize("kind", [Decays, ZeroesNow])
+def test_zeroing_that_leaves_gradients_is_refused(kind, make_trainer):
     message = (
         "OptimizerInBackward does not work with an optimizer_zero_grad that leaves gradients: they are used up by "
         "then. Call optimizer.zero_grad() in there, or leave OptimizerInBackward out."
     )
-    assert_refused(make_trainer(callbacks=[OptimizerInBackward()]), Decays(num_batches=1), message)
+    assert_refused(make_trainer(callbacks=[OptimizerInBackward()]), kind(num_batches=2), message)
 
 
 class Wraps(Layers):

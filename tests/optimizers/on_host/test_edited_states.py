@@ -213,6 +213,26 @@ def test_a_step_count_may_be_a_number(mesh, tmp_path, place):
 
 
 @pytest.mark.parametrize("place", PLACES)
+def test_gradients_and_moments_may_lie_in_another_order(mesh, tmp_path, place):
+    def turned(tensor: Tensor) -> Tensor:
+        return tensor.t().contiguous().t() if tensor.dim() == 2 else tensor
+
+    def train_with(lay: Callable[[Tensor], Tensor]) -> Tensor:
+        def write(optimizer: Optimizer, held: dict[str, Any]) -> None:
+            for parameter, state in optimizer.state.items():
+                state["exp_avg"] = lay(torch.linspace(0.1, 1, parameter.numel()).view(parameter.shape))
+            optimizer.register_step_pre_hook(lay_gradients)
+
+        def lay_gradients(optimizer: Optimizer, *unused: Any) -> None:
+            for parameter in optimizer.state:
+                parameter.grad = parameter.grad.from_local(lay(parameter.grad.to_local()), parameter.grad.device_mesh)
+
+        return train_hosted(place, tmp_path, write)
+
+    assert torch.equal(train_with(turned), train_with(lambda tensor: tensor))
+
+
+@pytest.mark.parametrize("place", PLACES)
 def test_moments_that_are_written_take_no_more_memory_than_others(mesh, tmp_path, place):
     seen = []
 
@@ -237,7 +257,7 @@ def test_moments_that_are_written_take_no_more_memory_than_others(mesh, tmp_path
 
 @pytest.mark.parametrize(
     ("place", "value", "found"),
-    [(place, torch.zeros(3), r"shape \[3\]") for place in ("disk", "bf16", "8bit", "disk 4bit")]
+    [(place, torch.zeros(3), r"shape \[3\]") for place in ("memory", "disk", "bf16", "8bit", "disk 4bit")]
     + [(place, 0.0, r"0\.0") for place in ("disk", "bf16", "8bit")]
     + [("disk", None, "None")],
 )

@@ -35,6 +35,7 @@ class Reads(pl.LightningModule):
         whole = [gradient.full_tensor() for gradient in gradients]
         for read in READS.values():
             assert read(gradients) == pytest.approx(read(whole), rel=1e-5)
+        assert f"{gradients[0].norm():.3f}" == f"{whole[0].norm().item():.3f}"
         weight = self.net.weight.detach()
         assert float(weight.pow(2).sum()) == pytest.approx(float(weight.full_tensor().pow(2).sum()))
         norms = grad_norm(self, 2)
