@@ -302,6 +302,35 @@ def test_others_are_run_where_they_are_named(named):
     assert note not in run.notes
 
 
+class FreezeAndStop(EarlyStopping):
+    """Changes the module, too."""
+
+    def setup(self, trainer, pl_module, stage):
+        pl_module.requires_grad_(False)
+        pl_module.layer.bias.requires_grad_(True)
+
+
+class Configuring(Net):
+    def configure_callbacks(self):
+        return [FreezeAndStop("val", strict=False)]
+
+
+@pytest.mark.parametrize(
+    ("make", "callbacks"), [(WithLoaders, [FreezeAndStop("val", strict=False)]), (Configuring, [])]
+)
+def test_subclasses_of_lightnings_and_callbacks_of_the_module_are_named_and_run(make, callbacks):
+    def run(**arguments):
+        estimate = BEFORE["estimate_memory"]
+        return estimate(make(), torch.ones(4, 4), device="cpu", trainer={"callbacks": callbacks}, **arguments)
+
+    left_out, found = run(), run(run_callbacks=["FreezeAndStop"])
+    assert any(note.startswith("Callbacks that were not run: FreezeAndStop. ") for note in left_out.notes)
+    assert not any("FreezeAndStop" in note for note in found.notes)
+    assert found.peak_bytes < left_out.peak_bytes
+    with pytest.raises(ValueError, match=r"^run_callbacks has 'Freeze', but .* are: FreezeAndStop\.$"):
+        run(run_callbacks=["Freeze"])
+
+
 @pytest.mark.parametrize("feature", [AutoVRAM, MemoryBudget])
 def test_callbacks_that_plan_run_them_too(feature, tmp_path):
     assert "callback.setup" not in more_calls(tmp_path, feature())
