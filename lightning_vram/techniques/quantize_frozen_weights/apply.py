@@ -13,6 +13,7 @@ from lightning_vram.techniques.quantize_frozen_weights.libraries import Library
 from lightning_vram.techniques.quantize_frozen_weights.packing import Bits, Packing
 from lightning_vram.techniques.quantize_frozen_weights.quantized_weight import (
     DTYPE,
+    LOADING,
     NO_MEMORY,
     Form,
     QuantizedParameter,
@@ -150,7 +151,7 @@ class QuantizedLayers:
                 if held not in done:
                     plain = weight.dequantize(weight.form.own_dtype)
                     done[held] = nn.Parameter(plain.cpu() if to_host else plain, requires_grad=False)
-                weight.form.loading.remove()
+                vars(layer).pop(LOADING).remove()
                 vars(layer).pop("weight", None)
                 delattr(layer, DTYPE)
                 own_parameters(layer)["weight"] = done[held]
@@ -168,8 +169,8 @@ def _quantize(
     parameters, buffers = own_parameters(layer), own_buffers(layer)
     weight = parameters["weight"]
     assert weight is not None
-    loading = layer.register_load_state_dict_pre_hook(_load_packed)  # type: ignore[no-untyped-call]
-    form = Form(name, packing, weight.shape, buffers, loading)
+    vars(layer)[LOADING] = layer.register_load_state_dict_pre_hook(_load_packed)  # type: ignore[no-untyped-call]
+    form = Form(name, packing, weight.shape, buffers)
     if id(weight) not in done:
         if weight.is_meta and give_memory is not None:
             give_memory(layer)  # the parameter is still the same object

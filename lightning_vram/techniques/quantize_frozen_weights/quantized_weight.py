@@ -19,7 +19,6 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
-from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_vram.core.hooks.moment import is_transformed
@@ -36,6 +35,9 @@ from lightning_vram.techniques.quantize_frozen_weights.packing import Packing
 DTYPE = "_quantized_weight_dtype"
 """Name of an empty buffer, which follows the module to devices and dtypes."""
 
+LOADING = "_quantized_weight_loading"
+"""Name of an attribute: the handle of the hook that encodes what the layer is given."""
+
 NO_MEMORY = torch.empty(0, dtype=torch.uint8)
 
 _INPUTS: dict[Callable[..., Any], tuple[int, str]] = {  # where the input of a layer is among the arguments
@@ -48,9 +50,10 @@ _INPUTS: dict[Callable[..., Any], tuple[int, str]] = {  # where the input of a l
 }
 _COMPILERS = "torch._"
 _SEE_BYTES = ("torch.nn.modules.module", "torch.nn.parallel", "torch.distributed", "torch.autograd", "lightning_vram.")
-_REPLACE = ("torch.nn.utils.parametrize", "torch.nn.utils.prune")
+_REPLACE = {f"torch.nn.utils.{name}" for name in ("parametrize", "prune", "spectral_norm", "weight_norm")}
 _WATCHED = "lightning_vram.techniques.sharding.gathered.watched_shards"
-_BETWEEN = (__name__, _WATCHED, "torch._tensor", "torch.overrides", "torch.nn.parameter")
+_FOR_CALLERS = ("_linalg_utils", "_lobpcg", "_lowrank", "_tensor", "overrides", "nn.parameter")
+_BETWEEN = {__name__, _WATCHED, *(f"torch.{name}" for name in _FOR_CALLERS)}
 _OF_SHAPE = {
     *("shape", "size", "ndim", "dim", "ndimension", "numel", "nelement", "stride", "dtype", "itemsize", "element_size"),
     *("is_floating_point", "is_complex", "is_contiguous", "__len__"),
@@ -71,7 +74,6 @@ class Form:
         packing: Of the bytes.
         shape: Of the weight.
         buffers: Of the layer; one of them has the dtype.
-        loading: The hook that encodes what the layer is given.
         library: Whose kernels decode.
         read_as: Set for the time in which somebody keeps plain weights in another dtype.
     """
@@ -80,7 +82,6 @@ class Form:
     packing: Packing
     shape: torch.Size
     buffers: dict[str, Tensor | None]
-    loading: RemovableHandle
     library: Library = "own"
     read_as: torch.dtype | None = None
 
@@ -157,7 +158,7 @@ class QuantizedWeight(nn.Parameter):
         place, name = _INPUTS.get(func, (len(args), ""))
         input = args[place] if len(args) > place else kwargs.get(name)
         found = [one for one in (*args, *kwargs.values()) if isinstance(one, QuantizedWeight)]
-        if len(found) != 1 or not isinstance(input, Tensor) or input is found[0]:
+        if len(found) != 1 or not isinstance(input, Tensor) or input is found[0] or kwargs.get("out") is not None:
             return _read(func, args, kwargs)
         (weight,) = found
         return weight.look_up(input) if func is F.embedding else weight._compute(func, input, args, kwargs)
@@ -196,8 +197,7 @@ class QuantizedWeight(nn.Parameter):
             return _call_with(lambda _: weight, func, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copy = make_weight(type(self), self._memory().clone(), deepcopy(vars(self), memo))
-        return memo.setdefault(id(self), copy)
+        return memo.setdefault(id(self), make_weight(type(self), self._memory().clone(), deepcopy(vars(self), memo)))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return make_weight, (type(self), self._memory(), vars(self))
@@ -299,16 +299,16 @@ def read_weights_as(model: nn.Module, dtype: torch.dtype, skip: Container[nn.Mod
 def _read(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Call a function that no layer computes with, on what it asks of the weight."""
     weight = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, QuantizedWeight))
+    name, is_set = _name_of(func)
+    if name == "requires_grad_" or (name == "requires_grad" and is_set):
+        return weight if False in (*args[1:], *kwargs.values()) else weight.refuse(name)
     asker = "" if torch.compiler.is_dynamo_compiling() else _asker()
     if asker.startswith(weight.as_bytes_for):
         with without_torch_function():
             return func(*args, **kwargs)
     if asker in _REPLACE:
         weight.refuse(asker)
-    name, given, is_set = func.__name__, (*args[1:], *kwargs.values()), func.__name__ == "__set__"
-    if name in ("__get__", "__set__"):
-        name = getattr(func.__self__, "__name__", name)  # type: ignore[attr-defined]
-    if (name in _ITSELF and not is_set) or (name.startswith("requires_grad") and False in given):
+    if name in _ITSELF and not is_set:
         return weight
     if (is_set and name != "grad") or _writes(name, args, kwargs):
         weight.refuse(name)
@@ -320,6 +320,14 @@ def _read(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, 
     return _call_with(lambda weight: weight.read(), func, args, kwargs)
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # Dynamo has no names of methods
+def _name_of(func: Callable[..., Any]) -> tuple[str, bool]:
+    """Return the name of a function, or of the attribute that it reads or sets, and whether it sets it."""
+    name = func.__name__
+    owner = func.__self__ if name in ("__get__", "__set__") else func  # type: ignore[attr-defined]
+    return getattr(owner, "__name__", name), name == "__set__"
+
+
 def _asker() -> str:
     """Return the name of the module whose code reads a weight."""
     frame: FrameType | None = sys._getframe(2)
@@ -329,10 +337,10 @@ def _asker() -> str:
 
 
 def _writes(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function writes to a weight, which is its first argument, or in it."""
-    is_in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-    target = args[:1] or list(kwargs.values())
-    return is_in_place and any(isinstance(leaf, QuantizedWeight) for leaf in tree_leaves(target))
+    """Whether a function writes to a weight, which is its first argument, or in it, or ``out``."""
+    is_in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace")
+    target = (args[:1] or list(kwargs.values())) if is_in_place else kwargs.get("out")
+    return any(isinstance(leaf, QuantizedWeight) for leaf in tree_leaves(target))
 
 
 def _without_values(weight: QuantizedWeight) -> Tensor:

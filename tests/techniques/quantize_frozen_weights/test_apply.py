@@ -153,6 +153,19 @@ def live_bytes(model, batch, *, is_autocast=False):
     return sum(event.change_bytes for event in timeline.events), timeline
 
 
+class ReadsItsWeights(nn.Sequential):
+    def forward(self, batch):
+        head, sizes = self[0].head.weight, sum(p.numel() for p in self.parameters())
+        return self[0](batch) + head.sum() + head.t().mean() + sizes
+
+
+def test_a_compiled_module_reads_its_weights_without_a_break(pair):
+    batch = tokens()
+    models = [ReadsItsWeights(one) for one in pair]
+    ours, theirs = (train(one, batch, torch.compile(one, backend="aot_eager", fullgraph=True)) for one in models)
+    assert_same(ours, theirs)
+
+
 @pytest.mark.parametrize("share", [(8, 0.265625), (4, 0.140625)], ids=str)
 def test_bytes_of_weights_and_of_a_forward(share):
     model = LoRANet()
@@ -195,6 +208,17 @@ def test_copies_and_pickles_are_quantized_and_independent(pair):
         quantize_frozen_weights(twin, model.head.weight.form.packing.bits).remove()
         assert type(twin.head.weight) is nn.Parameter
     assert_same(train(model, batch), train(plain, batch))
+
+
+@pytest.mark.parametrize(
+    "twin_of", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))], ids=["copy", "pickle"]
+)
+def test_copies_of_parameters_without_their_model_have_its_values(twin_of, pair):
+    model, plain = pair
+    expected = list(plain.parameters())
+    assert_same(twin_of(list(model.parameters())), expected)
+    assert_same(twin_of(torch.optim.AdamW(model.parameters())).param_groups[0]["params"], expected)
+    assert torch.equal(twin_of(model.head.weight), plain.head.weight)
 
 
 def test_hooks_and_other_names_of_a_layer_work(pair):
@@ -261,6 +285,8 @@ READS = {
     "foreach": lambda weight: torch.stack(torch._foreach_norm([weight])),
     "average": lambda weight: torch.zeros(96, 64).lerp_(weight, 0.5),
     "vector": lambda weight: nn.utils.parameters_to_vector([weight]),
+    "svd_lowrank": lambda weight: (torch.manual_seed(0), torch.svd_lowrank(weight, 4)[1])[1],
+    "pca_lowrank": lambda weight: (torch.manual_seed(0), torch.pca_lowrank(weight, 4)[1])[1],
     "shape": lambda weight: torch.tensor([*weight.shape, weight.numel(), weight.ndim, weight.element_size()]),
 }
 
@@ -301,6 +327,10 @@ WRITES = {
     "_foreach_mul_": lambda weight: torch._foreach_mul_([weight], 2),
     "normal_": lambda weight: nn.init.normal_(weight),
     "data": lambda weight: setattr(weight, "data", torch.ones(96, 64)),
+    "lerp": lambda weight: torch.lerp(weight, torch.ones(96, 64), 0.1, out=weight),
+    "addmm": lambda weight: torch.addmm(torch.ones(96, 64), torch.ones(96, 2), torch.ones(2, 64), out=weight),
+    "min": lambda weight: torch.min(torch.ones(2, 64), 0, out=(weight.data, torch.tensor(0))),
+    "relu": lambda weight: F.relu(weight, inplace=True),
     "requires_grad": lambda weight: setattr(weight, "requires_grad", True),
     "requires_grad_": lambda weight: weight.requires_grad_(),
 }
@@ -319,14 +349,30 @@ def test_what_would_change_a_weight_is_refused(name, pair):
     assert torch.equal(pair[0].head.weight.dequantize(), pair[1].head.weight)
 
 
-@pytest.mark.parametrize("module", ["parametrize", "prune"])
+def test_layers_cannot_be_unfrozen_and_may_be_frozen_again(pair):
+    model, _ = pair
+    with pytest.raises(
+        RuntimeError, match=r"^the weight of 'head' is kept in . bits, and 'requires_grad_' would change"
+    ):
+        model.head.requires_grad_(True)
+    assert model.head.requires_grad_(False) is model.head
+
+
+REPLACE = {
+    "parametrize": parametrizations.weight_norm,
+    "prune": partial(prune.random_structured, name="weight", amount=0.5, dim=0),
+    "weight_norm": nn.utils.weight_norm,
+    "spectral_norm": nn.utils.spectral_norm,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize("module", REPLACE)
 def test_what_would_replace_a_weight_is_refused(module, pair):
-    change = parametrizations.weight_norm if module == "parametrize" else partial(prune.random_structured, dim=0)
-    options = {} if module == "parametrize" else {"name": "weight", "amount": 0.5}
     with pytest.raises(
         RuntimeError, match=rf"^the weight of 'head' is kept in . bits, and 'torch\.nn\.utils\.{module}'"
     ):
-        change(pair[0].head, **options)
+        REPLACE[module](pair[0].head)
 
 
 def test_dequantized_in_place_a_model_takes_what_it_refused(pair):
