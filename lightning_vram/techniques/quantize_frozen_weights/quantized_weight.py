@@ -320,7 +320,7 @@ def _read(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, 
     return _call_with(lambda weight: weight.read(), func, args, kwargs)
 
 
-@torch.compiler.assume_constant_result  # of a method, Dynamo has no name to compute with
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # Dynamo has no names of methods
 def _name_of(func: Callable[..., Any]) -> tuple[str, bool]:
     """Return the name of a function, or of the attribute that it reads or sets, and whether it sets it."""
     name = func.__name__
