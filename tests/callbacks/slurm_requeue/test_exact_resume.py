@@ -211,6 +211,24 @@ def test_a_loader_with_workers_that_ends_before_a_longer_one_goes_on_where_it_wa
     assert resume_and_compare(Working, tmp_path, 2)
 
 
+def test_of_loaders_whose_common_length_is_unknown_all_begin_anew(tmp_path):
+    class Beside(Unequal):
+        def train_dataloader(self) -> Any:
+            short = self.make_loader(2, shuffle=True)
+            return CombinedLoader({"short": short, "longs": [Iterable.train_dataloader(self)]}, self.mode)
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return super().training_step({"short": batch["short"], "longs": [batch["longs"]]}, batch_idx)
+
+    with pytest.warns(UserWarning, match=AGAIN) as warned:
+        resume_and_compare(Beside, tmp_path, 2)
+    said = {str(warning.message).split(": ")[1] for warning in warned if "SlurmRequeue" in str(warning.message)}
+    assert {reason.partition(". The first 2 batches")[0] for reason in said} == {
+        "its place is not in the checkpoint, because a loader beside it has no length",
+        "its dataset is an IterableDataset, in which there is no place to go to",
+    }
+
+
 def test_loaders_that_share_a_generator_are_warned_of(tmp_path):
     class Sharing(Unequal):
         def train_dataloader(self) -> Any:
