@@ -16,7 +16,7 @@ from lightning_vram.estimation.batches import (
     with_batch_size,
     with_sequence_length,
 )
-from lightning_vram.estimation.fake_trainer import RunCallbacks, as_list, check_run_callbacks, left_out_note
+from lightning_vram.estimation.fake_trainer import RunCallbacks, as_list, check_run_callbacks
 from lightning_vram.estimation.limits import Limit, attempt, find_limit
 from lightning_vram.estimation.real_steps import RealSteps
 from lightning_vram.estimation.stages import estimate_stages, needed_bytes
@@ -211,7 +211,6 @@ class Estimator:
         notes = [*(workspaces.notes if workspaces is not None else ()), *traced.notes]
         if traced.timeline.pinned_peak_bytes:
             notes.append(_COPIES)
-        notes += left_out_note(self._run.trainer_arguments, self._run.run_callbacks)
         if any(isinstance(part, OptimizedModule) for part in self._module.modules()):
             notes.append("Compiled modules are traced uncompiled: compiled ones often take less.")
         if self._micro_batch_size is not None:

@@ -182,16 +182,8 @@ def parts_of(arguments: Mapping[str, Any], run_callbacks: RunCallbacks = ()) -> 
     Args:
         arguments: Of that Trainer.
         run_callbacks: As for :func:`is_run`.
-
-    Raises:
-        ValueError: If one of them is no callback of that Trainer, or one of Lightning's that never run.
     """
     callbacks, plugins = (as_list(arguments.get(name)) for name in ("callbacks", "plugins"))
-    for wanted in run_callbacks:
-        if not any(is_run(callback, [wanted]) and _is_one_of(callback, [wanted]) for callback in callbacks):
-            name = wanted if isinstance(wanted, str) else wanted.__name__
-            there = ", ".join(type(callback).__name__ for callback in callbacks if _is_the_users(callback))
-            raise ValueError(f"run_callbacks has {name!r}, but the Trainer's own callbacks are: {there or 'none'}.")
     return {
         "callbacks": [callback for callback in callbacks if is_run(callback, run_callbacks)],
         "plugins": [plugin for plugin in plugins if not isinstance(plugin, ClusterEnvironment)],
@@ -210,10 +202,10 @@ def is_run(callback: Callback, run_callbacks: RunCallbacks = ()) -> bool:
     return _is_the_users(callback) and _is_one_of(callback, run_callbacks)
 
 
-def left_out_note(arguments: Mapping[str, Any], run_callbacks: RunCallbacks) -> list[str]:
+def left_out_note(callbacks: Iterable[Callback], run_callbacks: RunCallbacks) -> list[str]:
     """Name the user's own callbacks that were not run; nothing if there are none."""
-    left_out = [one for one in as_list(arguments.get("callbacks")) if not is_run(one, run_callbacks)]
-    names = ", ".join(sorted({type(one).__name__ for one in left_out if _is_the_users(one)}))
+    left_out = {type(one).__name__ for one in callbacks if _is_the_users(one) and not is_run(one, run_callbacks)}
+    names = ", ".join(sorted(left_out))
     how = "If one of them changes the module or the step, add it to run_callbacks."
     return [f"Callbacks that were not run: {names}. {how}"] if names else []
 
@@ -231,7 +223,9 @@ def check_run_callbacks(name: str, given: Any) -> tuple[str | type[Callback], ..
     return wanted
 
 
-def run_without_ends(module: pl.LightningModule, callbacks: Iterable[Callback], run_callbacks: RunCallbacks) -> None:
+def run_without_ends(
+    module: pl.LightningModule, callbacks: Iterable[Callback], given: list[Callback], run_callbacks: RunCallbacks
+) -> None:
     """Leave out hooks before and after steps, which read and write files, of the user's code and Lightning's.
 
     Those of this package undo things. Of callbacks that the module itself configures the same are run as of others.
@@ -239,15 +233,27 @@ def run_without_ends(module: pl.LightningModule, callbacks: Iterable[Callback], 
     Args:
         module: A copy.
         callbacks: Copies.
-        run_callbacks: As for :func:`is_run`.
+        given: All of the user's Trainer, to which those of the module are added.
+        run_callbacks: As for :func:`is_run`. The run raises a ``ValueError`` if one of them is none of ``given``.
     """
     configure = module.configure_callbacks
 
     def configure_callbacks() -> list[Callback]:
-        return _without_ends([callback for callback in as_list(configure()) if is_run(callback, run_callbacks)])
+        configured = as_list(configure())
+        given.extend(configured)
+        _check_are_there(run_callbacks, given)
+        return _without_ends([callback for callback in configured if is_run(callback, run_callbacks)])
 
     _without_ends([module, *callbacks])
     vars(module)["configure_callbacks"] = configure_callbacks
+
+
+def _check_are_there(run_callbacks: RunCallbacks, callbacks: list[Callback]) -> None:
+    for wanted in run_callbacks:
+        if not any(is_run(callback, [wanted]) and _is_one_of(callback, [wanted]) for callback in callbacks):
+            name = wanted if isinstance(wanted, str) else wanted.__name__
+            there = ", ".join(type(callback).__name__ for callback in callbacks if _is_the_users(callback))
+            raise ValueError(f"run_callbacks has {name!r}, but the Trainer's own callbacks are: {there or 'none'}.")
 
 
 def _without_ends(parts: list[Any]) -> list[Any]:
@@ -287,9 +293,9 @@ def _is_ours(callback: Callback) -> bool:
 
 
 def _is_the_users(callback: Callback) -> bool:
-    """Whether it is none of Lightning's, which read values, write files or fit many times, nor one of ours."""
-    kinds = (kind for kind in type(callback).__mro__ if kind not in (Callback, LambdaCallback))
-    return not any(kind.__module__.startswith((_LIGHTNINGS, _OWN)) for kind in kinds)
+    """Whether its class is none of Lightning's, which read values, write files or fit many times, nor of ours."""
+    kind = type(callback)
+    return not _is_ours(callback) and (kind is LambdaCallback or not kind.__module__.startswith(_LIGHTNINGS))
 
 
 def _is_one_of(callback: Callback, wanted: RunCallbacks) -> bool:

@@ -13,10 +13,12 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_vram.estimation.size_law import SizeLaw
 from lightning_vram.estimation.traced_fit import TracedFit
 from lightning_vram.memory.device.out_of_memory import is_out_of_memory
+from lightning_vram.memory.estimate.fakes.known_values import MOST_INTEGERS
 from lightning_vram.private_names.torch.fakes import UNKNOWN_VALUES
 
 _LARGEST = 1 << 24
 _EXACT_UP_TO = 512  # larger sizes are found to one part in as many
+_KNOWN_INDICES = 1 << 10, 1 << 13, 1 << 16, MOST_INTEGERS  # as many, or squares or batches of them, are looked at
 _MOST_CHECKS = 3
 _MOST_LETTERS = 160
 _DELIBERATE = (RuntimeError, ValueError, IndexError, MisconfigurationException)  # by operators and refusals of ours
@@ -66,6 +68,8 @@ def find_limit(
         largest = min((size for size in found.refusals if size > max(found.needs)), default=None)
         if law is not None:
             largest = _bisect(lambda size: needed_bytes(law.predict(size)) <= limit_bytes, sizes[0])
+            climb = (size // sizes[0] * sizes[0] for size in _KNOWN_INDICES)
+            largest = next((size for size in climb if sizes[0] < size < largest and not found.takes(size)), largest)
         for _ in range(_MOST_CHECKS):
             if largest and not found.takes(largest):
                 largest = found.largest_below(largest)
@@ -114,9 +118,9 @@ class _Sizes:
         taken, step = max((size for size in self.needs if size < refused), default=0), math.gcd(*self.needs)
         if not taken and refused > 1:
             return None
-        for probe in (refused // step * step, *(taken << number for number in range(1, _LARGEST.bit_length()))):
-            if taken < probe < refused:
-                taken, refused = (probe, refused) if self.takes(probe) else (taken, probe)
+        probe = refused // step * step
+        if taken < probe < refused:
+            taken, refused = (probe, refused) if self.takes(probe) else (taken, probe)
         while refused - taken > 1:
             unit = step if refused - taken > step else 1
             middle = taken + max(1, (refused - taken) // 2 // unit) * unit

@@ -25,6 +25,8 @@ from lightning_vram.estimation.fake_trainer import (
     RunCallbacks,
     StayOnCard,
     add_silent_logger,
+    as_list,
+    left_out_note,
     make_trainer,
     needs_ranks,
     parts_of,
@@ -149,12 +151,8 @@ def trace_real_fit(module: pl.LightningModule, batch: Any, run: FitRun) -> Trace
 def _real_fit(
     module: pl.LightningModule, make_batch: Callable[[], Any], run: FitRun, num_batches: int
 ) -> TracedFit | None:
-    copied, parts = copy.deepcopy((module, parts_of(run.trainer_arguments, run.run_callbacks)))
-    return _fit(copied, make_batch, _with(parts, run), HOST, [], num_batches)
-
-
-def _with(parts: Mapping[str, Any], run: FitRun) -> FitRun:
-    return replace(run, trainer_arguments={**run.trainer_arguments, **parts})
+    copies = copy.deepcopy((module, parts_of(run.trainer_arguments, run.run_callbacks)))
+    return _fit(copies, make_batch, run, HOST, [], num_batches)
 
 
 def _fake_fit(module: pl.LightningModule, batch: Any, run: FitRun, num_batches: int) -> TracedFit | None:
@@ -180,13 +178,13 @@ def _fake_fit(module: pl.LightningModule, batch: Any, run: FitRun, num_batches: 
             stack.enter_context(fake_ranks(run.num_ranks))
         fakes = FakeTensors(mode, HOST)
         tensors = [*module.parameters(), *module.buffers()]
-        copied, parts = fakes.copy_of((module, parts_of(run.trainer_arguments, run.run_callbacks)), tensors)
+        copies = fakes.copy_of((module, parts_of(run.trainer_arguments, run.run_callbacks)), tensors)
         templates = map_tensors(batch, partial(_template, fakes, values if run.has_values else None))
         make = partial(map_tensors, templates, partial(values.fresh_like, mode))
         del fakes  # it knows the storages that the module begins with: whoever puts others there frees those
         device = HOST if run.card is None else CARD
-        traced = _fit(copied, make, _with(parts, run), device, trackers, num_batches)
-    return traced and replace(traced, notes=(*notes, *values.guesses))
+        traced = _fit(copies, make, run, device, trackers, num_batches)
+    return traced and replace(traced, notes=(*notes, *values.guesses, *traced.notes))
 
 
 def _template(fakes: FakeTensors, values: KnownValues | None, tensor: Tensor) -> Tensor:
@@ -208,7 +206,7 @@ def _with_enough_batches(fit: Callable[[int], TracedFit | None], run: FitRun) ->
 
 
 def _fit(
-    module: pl.LightningModule,
+    copies: tuple[pl.LightningModule, dict[str, list[Any]]],
     make_batch: Callable[[], Any],
     run: FitRun,
     device: torch.device,
@@ -216,8 +214,10 @@ def _fit(
     num_batches: int,
 ) -> TracedFit | None:
     """Fit; ``None``: the optimizers have not stepped twice within ``num_batches``."""
+    module, parts = copies
     forget_compiled_steps(module)
-    run_without_ends(module, run.trainer_arguments["callbacks"], run.run_callbacks)
+    given = as_list(run.trainer_arguments.get("callbacks"))
+    run_without_ends(module, parts["callbacks"], given, run.run_callbacks)
     with ExitStack() as stack:
         folder = stack.enter_context(TemporaryDirectory())
         tracker = stack.enter_context(track_memory(module))
@@ -225,7 +225,7 @@ def _fit(
         clock = StepClock(run.card or _HOST_SPEC, device) if run.with_times else None
         marks = _Marks(tracker, clock)
         trainer = make_trainer(
-            run.trainer_arguments,
+            {**run.trainer_arguments, **parts},
             device,
             run.num_ranks,
             [marks, StayOnCard()],
@@ -248,7 +248,8 @@ def _fit(
     timeline = tracker.timeline.on(str(device))
     layers = next(filter(None, (getattr(one, "layer_table", "") for one in trainer.callbacks)), "")  # type: ignore[attr-defined]
     timeline = timeline if device == HOST else as_on_card(timeline)
-    return TracedFit(timeline, spans, (), marks.times(), layers, getattr(trainer.strategy, "host_bytes", 0))
+    notes = tuple(left_out_note(given, run.run_callbacks))
+    return TracedFit(timeline, spans, notes, marks.times(), layers, getattr(trainer.strategy, "host_bytes", 0))
 
 
 def _scratch(card: DeviceSpec | None, device: torch.device, tracker: MemoryTracker) -> AbstractContextManager[Any]:

@@ -6,6 +6,7 @@ generators with the seed. Here the place in the data and the generators of every
 
 import warnings
 from collections.abc import Callable
+from math import isinf
 from typing import Any
 
 import lightning.pytorch as pl
@@ -35,6 +36,8 @@ from lightning_vram.techniques.exact_resume import (
 
 _METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 _NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"
+
+_NO_LENGTH = "its place is not in the checkpoint, because a loader beside it has no length"
 
 
 class ExactResume:
@@ -76,11 +79,12 @@ class ExactResume:
         mine = before or read_random_states(self._trainer.strategy.root_device)
         progress = self._trainer.fit_loop.epoch_loop.batch_progress
         epoch_has_ended = progress.is_last_batch  # perhaps before the loaders have
+        is_ahead = not epoch_has_ended and isinf(self._trainer.fit_loop.max_batches)  # Lightning fetches one before
         return {
             "num_batches": 0 if epoch_has_ended else progress.current.processed,  # type: ignore[attr-defined]
             "epoch_has_ended": epoch_has_ended,
             "loaders": [
-                None if loader is None else loader_state(loader, epoch_has_ended=epoch_has_ended)
+                None if loader is None or is_ahead else loader_state(loader, epoch_has_ended=epoch_has_ended)
                 for loader in self._loaders
             ],
             "random": self._agreement.gather(mine),
@@ -194,13 +198,13 @@ class ExactResume:
         """Return, for each loader, why it could not be brought to its place."""
         is_same = len(state["loaders"]) == len(self._loaders) and self._random_of(state) is not None
         places = state["loaders"] if is_same else [None] * len(self._loaders)
-        return [self._load(*each) for each in zip(self._loaders, self._reasons, places, strict=True)]
+        lacking = _NO_LENGTH if is_same else "the loaders, or the number of ranks, are not those of the checkpoint"
+        reasons = [why or lacking for why in self._reasons]
+        return [self._load(*each) for each in zip(self._loaders, reasons, places, strict=True)]
 
     def _load(self, loader: Any, why: str, place: dict[str, Any] | None) -> str:
-        if loader is None:
+        if loader is None or place is None:
             return why
-        if place is None:
-            return "the loaders, or the number of ranks, are not those of the checkpoint"
         try:
             load_loader_state(loader, place)
         except ValueError as error:
