@@ -311,20 +311,6 @@ class FreezeAndStop(EarlyStopping):
         pl_module.layer.bias.requires_grad_(True)
 
 
-<<<<<<< HEAD
-class Configuring(Net):
-    def configure_callbacks(self):
-        return [FreezeAndStop("val", strict=False)]
-
-
-@pytest.mark.parametrize(
-    ("make", "callbacks"), [(WithLoaders, [FreezeAndStop("val", strict=False)]), (Configuring, [])]
-)
-def test_subclasses_of_lightnings_and_callbacks_of_the_module_are_named_and_run(make, callbacks):
-    def run(**arguments):
-        estimate = BEFORE["estimate_memory"]
-        return estimate(make(), torch.ones(4, 4), device="cpu", trainer={"callbacks": callbacks}, **arguments)
-=======
 @pytest.mark.parametrize("of_module", [False, True])
 def test_subclasses_of_lightnings_and_callbacks_of_the_module_are_named_and_run(of_module):
     callbacks = [FreezeAndStop("val", strict=False)]
@@ -333,7 +319,6 @@ def test_subclasses_of_lightnings_and_callbacks_of_the_module_are_named_and_run(
         module, trainer = Net(), {"callbacks": [] if of_module else callbacks}
         module.configure_callbacks = lambda: callbacks if of_module else []
         return BEFORE["estimate_memory"](module, torch.ones(4, 4), device="cpu", trainer=trainer, **arguments)
->>>>>>> w-e
 
     left_out, found = run(), run(run_callbacks=["FreezeAndStop"])
     assert any(note.startswith("Callbacks that were not run: FreezeAndStop. ") for note in left_out.notes)
