@@ -24,6 +24,7 @@ from support.hf_models import (
     text,
 )
 from torch import nn
+from transformers.modeling_outputs import ImageClassifierOutput
 
 _ENCODER = {**_TOKENS, **_SIZES, "max_position_embeddings": 64}
 
@@ -336,10 +337,10 @@ class ClassifiesImages(nn.Module):
         super().__init__()
         self.net = timm.create_model(name, pretrained=False, num_classes=10, **TIMM[name])
 
-    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> ImageClassifierOutput:
         outputs = self.net(pixel_values)
         logits = outputs[0] if isinstance(outputs, tuple) else outputs
-        return {"loss": nn.functional.cross_entropy(logits, labels)}
+        return ImageClassifierOutput(loss=nn.functional.cross_entropy(logits, labels))
 
 
 def timm_model(name: str) -> tuple[Callable[[], nn.Module], Callable[[int], Batch]]:
