@@ -47,7 +47,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_vram.private_names.torch.modules import own_parameters
+from lightning_vram.private_names.torch.modules import PARAMETERS, own_parameters
 
 if dist.is_available():
     from torch.distributed._composable_state import _module_state_mapping
@@ -151,15 +151,15 @@ class _Parameters(nn.Module):
 
     def __init__(self, owner: nn.Module) -> None:
         super().__init__()
-        vars(self).update(_parameters=own_parameters(owner), owner=owner)
+        vars(self).update({PARAMETERS: own_parameters(owner), "owner": owner})
 
     def __setattr__(self, name: str, value: Any) -> None:
-        self._parameters[name] = value
+        own_parameters(self)[name] = value
         getattr(self, name)
 
     def __getattr__(self, name: str) -> Any:
         """Tell the attribute that hides a parameter: FSDP2 has put it there, or ``module.to()`` has changed it."""
-        value, attribute = self._parameters[name], vars(self.owner).get(name)
+        value, attribute = own_parameters(self)[name], vars(self.owner).get(name)
         if attribute is not None:
             attribute.hides(value)
         return value
