@@ -49,11 +49,11 @@ class MemoryBudget(Callback):
 
     At the start of ``fit`` two steps and one batch of validation run on tensors without memory, with this Trainer's
     plugins, strategy and callbacks that change the step, on copies of all of them. If they need more than is
-    available, a message says what takes the room, the largest batch that fits, and what helps. After the first
+    available, a message says what uses the memory, the largest batch that fits, and what helps. After the first
     optimizer step on an accelerator one line compares the prediction with what was allocated. The run itself is not
-    changed, to the bit: data are read from copies, and random numbers are put back. Where nothing can be told (data
-    that cannot be read twice, a step that needs the values of its tensors, a strategy that is not known), a warning
-    says so and the run goes on.
+    changed (bit-exact): data are read from copies, and random numbers are put back. Where no estimate is possible (data
+    that cannot be read twice, a step that needs the values of its tensors, a strategy that is not known), the run goes
+    on with a warning.
 
     Rank zero estimates, for the rank with the least room, and all ranks get the same answer. A module that makes its
     data itself has its ``setup`` called once more before, on a shallow copy. Nothing is stored in checkpoints.

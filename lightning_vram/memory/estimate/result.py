@@ -34,13 +34,13 @@ class StageEstimate:
     first_event: int = 0
 
 
-def _most(name: str) -> int:  # to whoever reads it
+def _most(name: str) -> int:  # for type checkers: a property
     return property(lambda estimate: max(getattr(one, name) for one in estimate.stages.values()))  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Whether a run fits a device, and what takes the room: bytes of one rank.
+    """Whether a run fits a device, and what uses its memory: bytes of one rank.
 
     What the process must have in all (:attr:`allocated_bytes`,
     :attr:`reserved_bytes`, :attr:`needed_bytes`, :attr:`host_bytes`, :attr:`pinned_bytes`) is the most over all stages.

@@ -143,7 +143,7 @@ def publish_state(member: Member, local: State) -> None:
 
 
 def local_parts(parameter: nn.Parameter, state: State) -> State:
-    """Return a state for a step beside whoever reads the tensors in it, who waits.
+    """Return the plain tensors of a state, for a step in another thread. Reading ``state`` blocks until that has ended.
 
     What user code has written to it is brought in order: fused kernels look at neither strides nor sizes. Plain tensors
     in that of a sharded parameter, whole or this rank's part, are sharded.

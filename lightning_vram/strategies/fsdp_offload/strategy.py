@@ -53,7 +53,7 @@ class FSDPOffloadStrategy(ShardedStrategy):
     where nothing looks at gradients afterwards; otherwise beside the next forward. A callback with hooks after the
     backward that leave gradients alone says so by its attribute ``uses_gradients = False``; one that needs them without
     such hooks says ``True``. Reading a parameter, a gradient or a state waits for the step that writes it. What
-    ``optimizer.state`` shows is what the next step uses, wherever states are kept and whoever has written it.
+    ``optimizer.state`` shows is what the next step uses, wherever states are kept and also if your code wrote it.
 
     Optimizers of ``torch.optim`` that step each element by itself use the kernel that you name: with ``fused=True``,
     ``foreach=True`` or ``foreach=False`` on the CPU the weights are to the bit the plain ones. Where you name none, as

@@ -1,4 +1,4 @@
-"""Tensors that another thread is writing: whoever reads one waits until they are written."""
+"""Tensors that another thread is writing: reading one blocks until the write has finished."""
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
