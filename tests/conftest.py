@@ -1,10 +1,12 @@
 """Fixtures and marks. A test asks for what it needs; a machine that lacks it skips the test and says why."""
 
+import faulthandler
 import gc
 import importlib
 import logging
 import os
 import shutil
+import signal
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -33,6 +35,15 @@ def _renew_thread_pool() -> None:
 os.register_at_fork(after_in_child=_renew_thread_pool)
 # process groups of the parent that are garbage would wait there for threads that a fork does not take along
 os.register_at_fork(after_in_child=gc.freeze)
+
+
+def _show_what_hangs() -> None:
+    """Let a forked process write its stacks to stderr before the test that waits for it reaches its limit of 300 s."""
+    faulthandler.register(signal.SIGALRM, file=2)
+    signal.alarm(240)
+
+
+os.register_at_fork(after_in_child=_show_what_hangs)
 
 REQUIREMENTS = {
     "gpu": (torch.cuda.is_available, "needs a CUDA device, and pytest --device cuda"),
