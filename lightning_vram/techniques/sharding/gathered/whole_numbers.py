@@ -34,9 +34,8 @@ class WholeNumbers:
         self._agreement.close()
 
     def _read(self, tensor: Any) -> Any:
-        if is_key_excluded(
-            DispatchKey.Python
-        ):  # in torch.tensor([...]), where no operator finds the parts of a DTensor
+        if is_key_excluded(DispatchKey.Python):
+            # In torch.tensor([...]) no operator finds the parts of a DTensor; in another thread each does.
             with ThreadPoolExecutor(1) as thread:
                 return thread.submit(self._read, tensor).result()
         is_whole = all(place.is_replicate() for place in tensor.placements) or self._agreement.is_alone
