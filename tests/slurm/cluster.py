@@ -22,6 +22,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from support.ports import find_free_ports
+
 PROGRAMS = ("sbatch", "srun", "slurmctld", "slurmd", "munged", "setpriv")
 _FOREIGN_VARIABLES = ("SLURM", "SBATCH_", "SRUN_", "SCANCEL_", "SQUEUE_", "SINFO_")
 _PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])  # daemons are not on a user's path
@@ -428,7 +430,13 @@ class Cluster:
         mark = secrets.token_hex(8)
         self.run("scontrol", "update", f"jobid={job}", f"comment={mark}")
         path = self.folder / "slurmctld" / "job_state"
-        self.wait_until(lambda: path.exists() and mark.encode() in path.read_bytes(), job, 10, "was not saved")
+
+        def is_saved() -> bool:
+            with contextlib.suppress(FileNotFoundError):  # for moments, while slurmctld puts the next in its place
+                return mark.encode() in path.read_bytes()
+            return False
+
+        self.wait_until(is_saved, job, 10, "was not saved")
 
     def kill_slurmctld(self) -> None:
         self._daemons["slurmctld"].kill()
@@ -452,13 +460,6 @@ def _make_folder() -> Path:
     folder = Path(tempfile.mkdtemp(dir=parent, prefix="lv"))
     folder.chmod(0o711)  # munged wants its socket to be reachable
     return folder
-
-
-def find_free_ports(count: int) -> list[int]:
-    """Ports that nobody listens at now."""
-    with contextlib.ExitStack() as sockets:  # all are open at once, or the same port might come twice
-        bound = [sockets.enter_context(socket.create_server(("", 0))) for _ in range(count)]
-        return [each.getsockname()[1] for each in bound]
 
 
 def _is_task(variables: Mapping[str, str], job: int, rank: int | None, node: str | None) -> bool:

@@ -26,8 +26,9 @@ def whole(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Whole:
     def run(strategy: str) -> Training:
         if strategy not in trainings:
             folder = tmp_path_factory.mktemp(strategy)
-            training = trainings[strategy] = Training(cluster, folder, "--strategy", strategy)
+            training = Training(cluster, folder, "--strategy", strategy)
             assert training.end() == "COMPLETED", training.output
+            trainings[strategy] = training
         return trainings[strategy]
 
     return run

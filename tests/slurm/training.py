@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from slurm.cluster import Cluster, find_free_ports
+from slurm.cluster import Cluster
+from support.ports import find_free_port
 from torch import Tensor
 
 ROOT = Path(__file__).parents[2]
@@ -66,8 +67,8 @@ class Training:
 def python_environment(cluster: Cluster) -> dict[str, str]:
     """As of an activated virtual environment. The nodes of the cluster have names that nobody else knows."""
     path = os.pathsep.join([str(Path(sys.executable).parent), cluster.environment["PATH"]])
-    (port,) = find_free_ports(1)  # that of the job's number may be another cluster's
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    # the port of the job's number may be another cluster's
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port())}
     return {"PATH": path, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"} | address
 
 

@@ -4,7 +4,6 @@ import atexit
 import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ import pytest
 import torch
 from lightning.pytorch.loggers.logger import Logger
 from support.helpers import PlantedError
+from support.ports import find_free_port
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -83,8 +83,7 @@ class FakeSlurm:
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, signal.SIG_DFL)
         self._monkeypatch.setenv("SLURM_RESTART_COUNT", str(restart_count))
-        with socket.create_server(("127.0.0.1", 0)) as free:  # that of the job's number may be another test's
-            self._monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
+        self._monkeypatch.setenv("MASTER_PORT", str(find_free_port()))  # that of the job's number may be another test's
         (self._folder / "asked").unlink(missing_ok=True)
 
 

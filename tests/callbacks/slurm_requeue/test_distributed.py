@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from support.ports import find_free_port
 from support.requeue_runs import JOB_ID, FakeSlurm, Noting, Send, fit
 
 from lightning_vram.callbacks.slurm_requeue.callback import JobStopped, SlurmRequeue
@@ -117,10 +117,7 @@ def start(slurm: FakeSlurm, tmp_path: Path) -> Any:
     def start(name: str, restart_count: int = 0, **plan: Any) -> list[dict[str, Any]]:
         """Run both ranks, and return what they have written."""
         slurm.start(restart_count)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        mp.start_processes(run_rank, (port, str(tmp_path), name, plan), nprocs=2, start_method="fork")
+        mp.start_processes(run_rank, (find_free_port(), str(tmp_path), name, plan), nprocs=2, start_method="fork")
         return [torch.load(tmp_path / f"{name}-{rank}.pt") for rank in range(2)]
 
     return start
@@ -203,8 +200,5 @@ def look_in_vain(rank: int, port: int, folder: str) -> None:
 
 
 def test_a_folder_that_one_rank_does_not_see_is_refused_by_all(slurm, tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.start_processes(look_in_vain, (port, str(tmp_path)), nprocs=2, start_method="fork")
+    mp.start_processes(look_in_vain, (find_free_port(), str(tmp_path)), nprocs=2, start_method="fork")
     assert len(list(tmp_path.glob("refused-*"))) == 2

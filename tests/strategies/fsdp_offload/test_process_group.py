@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from lightning.fabric.plugins.environments import LightningEnvironment
+from support.ports import find_free_port
 
 from lightning_vram.core.processes import clean_exit
 from lightning_vram.core.processes.clean_exit import leave_group
@@ -45,9 +46,7 @@ def port(monkeypatch: pytest.MonkeyPatch) -> int:
     """A free one; what connecting writes into the environment is taken back."""
     for name in ADDRESS:
         monkeypatch.setenv(name, "")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    return find_free_port()
 
 
 @pytest.fixture

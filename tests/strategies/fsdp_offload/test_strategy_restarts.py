@@ -11,7 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.fabric.plugins.environments.lightning import find_free_network_port
+from support.ports import find_free_port
 
 from lightning_vram.core.processes.lost_peers import LostPeerError
 from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
@@ -97,7 +97,7 @@ def _fit_as_rank(rank, port, how, may_end, file):
 @pytest.mark.parametrize("how", ["killed", "hangs"])
 def test_the_rank_that_is_left_says_where_it_was_and_why(how, tmp_path):
     context = multiprocessing.get_context("fork")
-    may_end, port, file = context.Event(), find_free_network_port(), tmp_path / "error"
+    may_end, port, file = context.Event(), find_free_port(), tmp_path / "error"
     ranks = [context.Process(target=_fit_as_rank, args=(rank, port, how, may_end, file)) for rank in range(2)]
     for rank in ranks:
         rank.start()
