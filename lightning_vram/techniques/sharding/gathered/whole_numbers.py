@@ -35,7 +35,7 @@ class WholeNumbers:
 
     def _read(self, tensor: Any) -> Any:
         if is_key_excluded(DispatchKey.Python):
-            # In torch.tensor([...]) no operator finds the parts of a DTensor; in another thread each does.
+            # torch.tensor([...]) turns DTensor's operators off, for its own thread alone.
             with ThreadPoolExecutor(1) as thread:
                 return thread.submit(self._read, tensor).result()
         is_whole = all(place.is_replicate() for place in tensor.placements) or self._agreement.is_alone
