@@ -44,6 +44,7 @@ class ExpandableSegments:
         """Map pages at the lowest address that has room for ``size``; ``None`` if the driver runs out of them."""
         block = self._find_room(pool, size)
         if not block.is_mapped and not self._map(block, min(block.size, size)):
+            self._drop_if_empty(block)
             return None
         while block.size < size:  # it is free, and what is behind it is not mapped
             unmapped = block.next
@@ -62,8 +63,8 @@ class ExpandableSegments:
         """Unmap the pages of which nothing is in use, wherever in the segment they are."""
         for _, _, block in list(pool.free):
             unmapped = self._unmap(block)
-            if unmapped is not None and unmapped.previous is None and unmapped.next is None:
-                pool.remove(unmapped)  # the segment is empty: its addresses go too
+            if unmapped is not None:
+                self._drop_if_empty(unmapped)
 
     def address_space_bytes(self, pool: Pool) -> int:
         """Return how many addresses a segment has: more than the card has memory, so that some may lie idle."""
@@ -91,6 +92,11 @@ class ExpandableSegments:
         segment.is_mapped = False
         pool.put(segment)
         return segment
+
+    def _drop_if_empty(self, unmapped: Block) -> None:
+        """Give back the addresses of a segment of which no page is mapped."""
+        if unmapped.previous is None and unmapped.next is None:
+            unmapped.pool.remove(unmapped)
 
     def _map(self, block: Block, size: int) -> bool:
         """Map the first ``size`` bytes of a block and what is left of their last page; it stays free."""
